@@ -1,0 +1,1 @@
+"""What other systems may rely on: events, subjects, streams. A leaf package without I/O."""

@@ -1,0 +1,119 @@
+"""The two kinds of event, and the identifiers they are made of."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from typing import Annotated, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from contracts import subjects
+
+#: A NATS subject token: what may stand between two dots. Long enough for a name and a hash.
+TOKEN_PATTERN = r"^[A-Za-z0-9_-]{1,128}$"
+Token = Annotated[str, Field(pattern=TOKEN_PATTERN)]
+#: Lower-case hex SHA-256.
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+#: A location in the object store, ``s3://bucket/key``.
+ObjectUri = Annotated[str, Field(pattern=r"^s3://[a-z0-9.-]{3,63}/.*$", max_length=2048)]
+
+
+def short_hash(*parts: str, length: int = 12) -> str:
+    """Return ``length`` base32 characters (5 bits each) of the SHA-256 of ``parts``.
+
+    The parts are joined by NUL, so that ("ab", "c") and ("a", "bc") differ.
+    """
+    digest = hashlib.sha256("\0".join(parts).encode()).digest()
+    return base64.b32encode(digest).decode().lower()[:length]
+
+
+def run_id_for(source: str, event_id: str) -> str:
+    """Return the run a request means: the same (source, id) is one run, however often it is sent."""
+    return "r" + short_hash(source, event_id)
+
+
+def token(name: str) -> str:
+    """Make ``name`` safe as one subject token; two names that differ stay different."""
+    safe = re.sub(r"[^A-Za-z0-9_-]", "-", name)[:100]
+    return safe if safe == name and name else f"{safe}-{short_hash(name, length=6)}"
+
+
+class Event(BaseModel):
+    """Something that is said on the bus: the JSON body; its envelope travels as headers."""
+
+    model_config = ConfigDict(frozen=True)
+
+    #: CloudEvents type, for example ``trainbus.run.placed.v1``.
+    type: ClassVar[str]
+
+    @classmethod
+    def subject_filter(cls) -> str:
+        """The NATS subject, with ``*`` for the aggregate's id, that carries every event of this type."""
+        raise TypeError(f"{cls.__name__} is abstract")
+
+
+class Request(Event):
+    """What somebody wants. Unknown fields are refused, since a typo must not be ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    verb: ClassVar[str]
+
+    def __init_subclass__(cls, verb: str | None = None, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        if verb is not None:
+            cls.verb = verb
+            cls.type = f"trainbus.{verb}.requested.v1"
+
+    @classmethod
+    def subject_filter(cls) -> str:
+        return subjects.request(cls.verb)
+
+    @property
+    def subject(self) -> str:
+        return self.subject_filter()
+
+
+class Fact(Event):
+    """What has happened. Read leniently: a newer publisher may add optional fields."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    aggregate: ClassVar[str]
+    fact: ClassVar[str]
+
+    def __init_subclass__(
+        cls, aggregate: str | None = None, fact: str | None = None, **kwargs: object
+    ) -> None:
+        super().__init_subclass__(**kwargs)
+        if aggregate is not None:
+            cls.aggregate = aggregate
+        if fact is not None:
+            cls.fact = fact
+            cls.type = f"trainbus.{cls.aggregate}.{fact}.v1"
+
+    @classmethod
+    def subject_filter(cls) -> str:
+        return subjects.fact(cls.aggregate, subjects.ANY, cls.fact)
+
+    @property
+    def aggregate_id(self) -> str:
+        """The id of the run, dataset, node or model that this is a fact about."""
+        raise TypeError(f"{type(self).__name__} is abstract")
+
+    @property
+    def occurrence(self) -> str:
+        """What tells this fact from others of its type about the same aggregate; '' if it happens once."""
+        return ""
+
+    @property
+    def subject(self) -> str:
+        return subjects.fact(self.aggregate, token(self.aggregate_id), self.fact)
+
+    @property
+    def event_id(self) -> str:
+        """Deterministic id: the same fact published twice has the same id, so it is stored once."""
+        parts = [self.aggregate, self.aggregate_id, self.fact, self.occurrence]
+        return "/".join(part for part in parts if part)

@@ -1,0 +1,200 @@
+"""CloudEvents 1.0 <-> NATS messages, pure.
+
+Binary mode: the body is the plain JSON data, the attributes are ``ce-*`` headers. Structured mode
+(``application/cloudevents+json``) is accepted on input, and so is a body with no header at all:
+``nats pub train.requested '{...}'`` from a shell is enough.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from pydantic import ValidationError
+
+from contracts.base import Event, Fact
+from contracts.events import BY_TYPE
+
+SPEC_VERSION = "1.0"
+STRUCTURED = "application/cloudevents+json"
+MESSAGE_ID_HEADER = "Nats-Msg-Id"
+#: What a message without ``ce-source`` is taken to come from.
+ANONYMOUS_SOURCE = "nats"
+#: The largest body that is looked at; more belongs in the object store, with a link in the event.
+MAX_BODY_BYTES = 1024 * 1024
+
+
+class EnvelopeError(ValueError):
+    """The message is no event that we know; the text says what to change."""
+
+
+class InvalidData(EnvelopeError):
+    """The envelope is sound but the data does not fit its type. ``problems`` are (field, message)."""
+
+    def __init__(self, envelope: Envelope, problems: list[tuple[str, str]]) -> None:
+        self.envelope = envelope
+        self.problems = problems
+        super().__init__("; ".join(f"{field}: {message}" if field else message for field, message in problems))
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """The CloudEvents attributes of one event."""
+
+    id: str
+    source: str
+    type: str
+    time: datetime
+    subject: str = ""
+    #: The request that everything goes back to.
+    correlation_id: str = ""
+    #: The event that led to this one.
+    causation_id: str = ""
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RawMessage:
+    """A message as the bus delivers it. ``sequence`` is 0 for one that is in no stream."""
+
+    subject: str
+    body: bytes
+    headers: Mapping[str, str]
+    stream: str = ""
+    sequence: int = 0
+    stored_at: datetime | None = None
+
+
+def encode(event: Event, envelope: Envelope) -> tuple[dict[str, str], bytes]:
+    """Return the headers and the body that carry ``event`` in binary mode."""
+    headers = {
+        "ce-specversion": SPEC_VERSION,
+        "ce-id": envelope.id,
+        "ce-source": envelope.source,
+        "ce-type": envelope.type,
+        "ce-time": envelope.time.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
+        "ce-subject": envelope.subject,
+        "ce-correlationid": envelope.correlation_id,
+        "ce-causationid": envelope.causation_id,
+        "content-type": "application/json",
+        "traceparent": envelope.traceparent,
+        MESSAGE_ID_HEADER: envelope.id,
+    }
+    # Defaults are left out: bodies stay small, and a reader fills them in from the schema.
+    body = event.model_dump_json(exclude_defaults=True).encode()
+    return {name: value for name, value in headers.items() if value}, body
+
+
+def decode(raw: RawMessage) -> tuple[Envelope, Event]:
+    """Return the envelope and the typed event of a message.
+
+    Raises:
+        EnvelopeError: the body is too large or no JSON object, or the type is unknown.
+        InvalidData: the data does not fit its type.
+    """
+    envelope, data = open_envelope(raw)
+    return envelope, parse(envelope, data)
+
+
+def open_envelope(raw: RawMessage) -> tuple[Envelope, Any]:
+    """Return the envelope and the untyped data. Whatever the sender left out is filled in."""
+    if len(raw.body) > MAX_BODY_BYTES:
+        raise EnvelopeError(
+            f"the body has {len(raw.body):,} bytes, more than the {MAX_BODY_BYTES:,} allowed: "
+            "put large content into the object store and send its uri"
+        )
+    # NATS keeps the case of header names, so senders' spellings differ.
+    headers = {name.lower(): value for name, value in raw.headers.items()}
+    attributes: dict[str, Any] = {n[3:]: v for n, v in headers.items() if n.startswith("ce-")}
+    data = _json(raw.body)
+    if headers.get("content-type", "").split(";")[0].strip().lower() == STRUCTURED:
+        if not isinstance(data, dict) or "data" not in data:
+            raise EnvelopeError("a structured CloudEvent is a JSON object with a 'data' member")
+        attributes = {name.lower(): value for name, value in data.items() if name != "data"}
+        data = data["data"]
+    return _envelope(raw, headers, attributes), data
+
+
+def parse(envelope: Envelope, data: Any) -> Event:
+    """Return ``data`` as the event that the envelope's type names."""
+    model = BY_TYPE.get(envelope.type)
+    if model is None:
+        raise EnvelopeError(f"unknown event type {envelope.type!r}")
+    if not isinstance(data, dict):
+        raise InvalidData(envelope, [("", f"the body must be a JSON object, not {type(data).__name__}")])
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise InvalidData(envelope, [_problem(detail) for detail in error.errors()]) from error
+
+
+def type_for_subject(subject: str) -> str:
+    """The type of a message that names none: ``run.r1.placed`` is ``trainbus.run.placed.v1``."""
+    parts = subject.split(".")
+    if parts[0] in ("progress", "log"):
+        return f"trainbus.run.{parts[0]}.v1"
+    return f"trainbus.{parts[0]}.{parts[-1]}.v1"
+
+
+def fact_envelope(
+    fact: Fact, source: str, time: datetime, cause: Envelope | None = None, traceparent: str = ""
+) -> Envelope:
+    """The envelope of a fact: its deterministic id, and the chain back to the request."""
+    return Envelope(
+        id=fact.event_id,
+        source=source,
+        type=fact.type,
+        time=time,
+        subject=fact.aggregate_id,
+        correlation_id=(cause.correlation_id or cause.id) if cause else "",
+        causation_id=cause.id if cause else "",
+        traceparent=traceparent,
+    )
+
+
+def _envelope(raw: RawMessage, headers: Mapping[str, str], attributes: Mapping[str, Any]) -> Envelope:
+    def text(name: str, default: str = "") -> str:
+        value = attributes.get(name, default)
+        if not isinstance(value, str):
+            raise EnvelopeError(f"CloudEvents attribute {name!r} must be a string")
+        return value
+
+    version = text("specversion", SPEC_VERSION)
+    if version != SPEC_VERSION:
+        raise EnvelopeError(f"CloudEvents specversion {version!r} is not {SPEC_VERSION!r}")
+    fallback_id = headers.get(MESSAGE_ID_HEADER.lower()) or (f"{raw.stream}:{raw.sequence}" if raw.sequence else "")
+    event_id = text("id") or fallback_id
+    if not event_id:
+        raise EnvelopeError("the event has no id: set ce-id or Nats-Msg-Id")
+    time = text("time")
+    try:
+        when = datetime.fromisoformat(time) if time else (raw.stored_at or datetime.now(UTC))
+    except ValueError as error:
+        raise EnvelopeError(f"ce-time {time!r} is not an RFC 3339 time") from error
+    return Envelope(
+        id=event_id,
+        source=text("source") or ANONYMOUS_SOURCE,
+        type=text("type") or type_for_subject(raw.subject),
+        time=when if when.tzinfo else when.replace(tzinfo=UTC),
+        subject=text("subject"),
+        correlation_id=text("correlationid") or event_id,
+        causation_id=text("causationid"),
+        traceparent=headers.get("traceparent", "") or text("traceparent"),
+    )
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise EnvelopeError(f"the body is not JSON: {error}") from error
+
+
+def _problem(detail: Any) -> tuple[str, str]:
+    field = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        return field, "unknown field: check its spelling, or remove it"
+    return field, detail["msg"].removeprefix("Value error, ")

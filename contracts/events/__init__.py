@@ -1,0 +1,16 @@
+"""Every event there is, by its CloudEvents type."""
+
+from contracts.base import Event, Fact, Request
+from contracts.events import checkpoint, dataset, model, node, run, train
+
+
+def _concrete(cls: type[Event]) -> list[type[Event]]:
+    own = [cls] if "type" in cls.__dict__ else []
+    return own + [found for sub in cls.__subclasses__() for found in _concrete(sub)]
+
+
+BY_TYPE: dict[str, type[Event]] = {cls.type: cls for cls in _concrete(Event)}
+REQUESTS: tuple[type[Request], ...] = tuple(c for c in BY_TYPE.values() if issubclass(c, Request))
+FACTS: tuple[type[Fact], ...] = tuple(c for c in BY_TYPE.values() if issubclass(c, Fact))
+
+__all__ = ["BY_TYPE", "FACTS", "REQUESTS", "checkpoint", "dataset", "model", "node", "run", "train"]

@@ -1,0 +1,90 @@
+"""Facts about datasets, on ``dataset.<id>.<fact>``.
+
+Before sharding the id is the ingestion's (the run's id, or one derived from the request);
+after it, the dataset's own: the hash of its manifest.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from pydantic import Field
+
+from contracts.base import Fact, ObjectUri, Sha256, Token
+from contracts.events.run import Value
+from contracts.events.train import DataSource
+
+
+class DatasetFact(Fact, aggregate="dataset"):
+    pass
+
+
+class IngestionFact(DatasetFact):
+    ingestion_id: Token
+
+    @property
+    def aggregate_id(self) -> str:
+        return self.ingestion_id
+
+
+class Quarantined(Value):
+    """How many records of one kind of fault were set aside."""
+
+    code: str
+    count: int
+    example: str
+
+
+class DatasetIngested(IngestionFact, fact="ingested"):
+    """The source was listed, validated and split; what is broken is in quarantine."""
+
+    #: The run that waits for it, if one does.
+    run_id: Token | None = None
+    data: DataSource
+    #: Hash of the listing and the settings: the same input gives the same one.
+    fingerprint: Sha256
+    #: Where the list of accepted records is, in the order of their keys.
+    index_uri: ObjectUri
+    accepted: int
+    quarantined: tuple[Quarantined, ...] = ()
+    quarantine_uri: ObjectUri | None = None
+    split_counts: dict[str, int]
+    classes: tuple[str, ...] = ()
+
+
+class DatasetIngestFailed(IngestionFact, fact="ingest_failed"):
+    """The source cannot be used, and what to change."""
+
+    run_id: Token | None = None
+    reason: str
+
+
+class DatasetSharded(DatasetFact, fact="sharded"):
+    """The dataset exists: its shards and manifest are in the store. The training_datasets record."""
+
+    dataset_id: Sha256
+    manifest_uri: ObjectUri
+    #: Version of the features the data was joined from; for plain sources, the fingerprint of the listing.
+    feature_store_version: str
+    split_config_hash: Sha256
+    row_count: int
+    split_counts: dict[str, int]
+    shard_count: int
+    size_bytes: int
+    classes: tuple[str, ...] = ()
+    created_at: datetime
+
+    @property
+    def aggregate_id(self) -> str:
+        return self.dataset_id
+
+
+class ShardFile(Value):
+    """One shard and its offset index in a manifest."""
+
+    path: str
+    sha256: Sha256
+    size_bytes: int
+    samples: int = Field(ge=1)
+    index_path: str
+    index_sha256: Sha256

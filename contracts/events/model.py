@@ -1,0 +1,33 @@
+"""Facts about registered models, on ``model.<name>.<fact>``."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from contracts.base import Fact, ObjectUri, Token
+
+
+class ModelFact(Fact, aggregate="model"):
+    model: Token
+
+    @property
+    def aggregate_id(self) -> str:
+        return self.model
+
+
+class ModelPromoted(ModelFact, fact="promoted"):
+    """This checkpoint is the model's champion from now on. Versions count up by one."""
+
+    version: int = Field(ge=1)
+    run_id: Token
+    checkpoint_uri: ObjectUri
+    dataset_id: str | None = None
+    metrics: dict[str, float] = Field(default_factory=dict)
+    previous_run_id: str | None = None
+    reason: str = ""
+    #: Set when an older champion was brought back.
+    rollback: bool = False
+
+    @property
+    def occurrence(self) -> str:
+        return str(self.version)

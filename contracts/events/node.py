@@ -1,0 +1,54 @@
+"""Facts about nodes, on ``node.<node_id>.<fact>``. Heartbeats are leases, not facts."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from contracts.base import Fact, Token
+
+
+class NodeFact(Fact, aggregate="node"):
+    node_id: Token
+    #: Which life of the agent this is about, so that news of an old one cannot end a new one.
+    incarnation: str
+
+    @property
+    def aggregate_id(self) -> str:
+        return self.node_id
+
+    @property
+    def occurrence(self) -> str:
+        return self.incarnation
+
+
+class NodeJoined(NodeFact, fact="joined"):
+    """The node offers these slots from now on, and keeps a lease while it does."""
+
+    address: str
+    slots: int = Field(ge=0)
+    accelerator: str = "cpu"
+    memory_bytes: int = 0
+    slot_memory_bytes: int = 0
+    labels: dict[str, str] = Field(default_factory=dict)
+    lease_ttl_s: float = Field(gt=0)
+    software: dict[str, str] = Field(default_factory=dict)
+    #: (run_id, generation) whose ranks still run here: a restarted agent has taken them up again.
+    running: tuple[tuple[str, int], ...] = ()
+
+
+class NodeLeft(NodeFact, fact="left"):
+    """The agent stopped in good order; nothing runs there."""
+
+    reason: str = ""
+
+
+class NodeLost(NodeFact, fact="lost"):
+    """The node's lease ran out: whatever ran there is taken for dead."""
+
+    reason: str = ""
+
+
+class NodeDraining(NodeFact, fact="draining"):
+    """Nothing new is placed on the node, and what runs there is asked to let go."""
+
+    reason: str = ""

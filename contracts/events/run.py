@@ -1,0 +1,327 @@
+"""Facts about a run: its whole life, in order, on ``run.<run_id>.<fact>``."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from contracts import subjects
+from contracts.base import Fact, ObjectUri, Sha256, Token
+from contracts.events.train import TrainRequested
+
+
+class Value(BaseModel):
+    """A value inside a fact: frozen, and lenient as facts are."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class RunFact(Fact, aggregate="run"):
+    run_id: Token
+
+    @property
+    def aggregate_id(self) -> str:
+        return self.run_id
+
+
+class GenerationFact(RunFact):
+    """A fact of one placement. What an older generation says is ignored everywhere."""
+
+    generation: int = Field(ge=1)
+
+    @property
+    def occurrence(self) -> str:
+        return str(self.generation)
+
+
+class Problem(Value):
+    """One thing wrong with a request, and where. ``field`` is dotted; '' is the request as a whole."""
+
+    field: str
+    message: str
+
+
+class CheckpointRef(Value):
+    """A committed checkpoint: enough to resume from."""
+
+    uri: ObjectUri
+    step: int
+    epoch: int
+    samples_consumed: int
+
+
+class Member(Value):
+    """One node's part of a placement."""
+
+    node_id: Token
+    #: Which of the node's slots; the ranks run on them in this order.
+    slots: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+class RunAccepted(RunFact, fact="accepted"):
+    """The request is valid and will be run as soon as its data and its slots are there."""
+
+    spec: TrainRequested
+    request_id: str
+    request_source: str
+    #: Set when the request starts from another run's checkpoint.
+    parent_run_id: str | None = None
+
+
+class RunRejected(RunFact, fact="rejected"):
+    """The request can never run as it is; ``problems`` say what to change."""
+
+    name: str | None = None
+    reason: str
+    problems: tuple[Problem, ...] = ()
+
+
+class RunPrepared(RunFact, fact="prepared"):
+    """The run's data is sharded and verified."""
+
+    dataset_id: Sha256
+    manifest_uri: ObjectUri
+    train_samples: int
+    validation_samples: int = 0
+    test_samples: int = 0
+
+
+class RunPrepareFailed(RunFact, fact="prepare_failed"):
+    """The run's data cannot be used; the scheduler fails the run with this reason."""
+
+    reason: str
+
+
+QueueReason = Literal["new", "preempted", "resized", "node lost", "crashed"]
+
+
+class RunQueued(RunFact, fact="queued"):
+    """The run waits for slots. ``next_generation`` is what its placement will be."""
+
+    next_generation: int = Field(ge=1)
+    reason: QueueReason = "new"
+    #: Failures by the run's own fault so far.
+    failures: int = 0
+
+    @property
+    def occurrence(self) -> str:
+        return str(self.next_generation)
+
+
+class RunWaiting(RunFact, fact="waiting"):
+    """Why the run is not placed. Published when the kind of reason changes, not at every decision."""
+
+    next_generation: int
+    code: Literal["slots", "infeasible", "priority", "no nodes", "fragmented", "draining", "paused"]
+    message: str
+    decided_at_sequence: int = 0
+
+    @property
+    def occurrence(self) -> str:
+        return f"{self.next_generation}/{self.decided_at_sequence}"
+
+
+class RunPlaced(GenerationFact, fact="placed"):
+    """These ranks run on these slots, from this checkpoint on (None: from the beginning)."""
+
+    members: tuple[Member, ...]
+    world_size: int = Field(ge=1)
+    resume: CheckpointRef | None = None
+    spec: TrainRequested
+    dataset: RunPrepared | None = None
+    #: Sequence of the last fact, and the time, that the decision was made from: it can be re-made.
+    decided_at_sequence: int
+    decided_at: datetime
+    #: The slots the run would like to have: more than it got when it was shrunk.
+    wanted_slots: int = 0
+
+
+class RunStarted(GenerationFact, fact="started"):
+    """The ranks on this node train (rank 0's node says from which sample)."""
+
+    node_id: Token
+    step: int = 0
+    samples_consumed: int = 0
+
+    @property
+    def occurrence(self) -> str:
+        return f"{self.generation}/{self.node_id}"
+
+
+class RunPreempting(GenerationFact, fact="preempting"):
+    """The ranks must checkpoint and let go within ``grace_s``; 0 means at once, without a checkpoint."""
+
+    reason: str
+    queue_reason: QueueReason = "preempted"
+    grace_s: float = Field(ge=0)
+    #: What becomes of the run once every node has let go.
+    then: Literal["queue", "cancel", "fail"] = "queue"
+
+
+class RunReleased(GenerationFact, fact="released"):
+    """The ranks on this node ended because they were asked to; their slots are free."""
+
+    node_id: Token
+    #: Whether everything trained in this generation is in a committed checkpoint.
+    clean: bool = True
+    step: int = 0
+    samples_consumed: int = 0
+    detail: str = ""
+
+    @property
+    def occurrence(self) -> str:
+        return f"{self.generation}/{self.node_id}"
+
+
+class Artifact(Value):
+    """A file that a run produced, in the object store."""
+
+    name: str
+    uri: ObjectUri
+    sha256: Sha256
+    size_bytes: int
+
+
+class RunExited(GenerationFact, fact="exited"):
+    """The ranks on this node ended by themselves: done, or failed. Their slots are free."""
+
+    node_id: Token
+    outcome: Literal["succeeded", "failed"]
+    #: Failed through no fault of the run (a node's trouble): it does not count as an attempt.
+    blameless: bool = False
+    reason: str = ""
+    rank: int | None = None
+    exit_code: int | None = None
+    log_tail: tuple[str, ...] = ()
+    step: int = 0
+    samples_consumed: int = 0
+    metrics: dict[str, float] = Field(default_factory=dict)
+    artifacts: tuple[Artifact, ...] = ()
+
+    @property
+    def occurrence(self) -> str:
+        return f"{self.generation}/{self.node_id}"
+
+
+class RunCompleted(RunFact, fact="completed"):
+    """Every rank ended well; the last checkpoint holds the result."""
+
+    generation: int
+    checkpoint: CheckpointRef | None = None
+    metrics: dict[str, float] = Field(default_factory=dict)
+    artifacts: tuple[Artifact, ...] = ()
+
+
+class RunFailed(RunFact, fact="failed"):
+    """The run is over and has no result; ``reason`` says what to change."""
+
+    generation: int = 0
+    reason: str
+    log_tail: tuple[str, ...] = ()
+
+
+class RunCancelled(RunFact, fact="cancelled"):
+    """The run was stopped for good by request."""
+
+    reason: str
+
+
+class RunTracked(RunFact, fact="tracked"):
+    """The run's page in the tracking system."""
+
+    mlflow_run_id: str
+    mlflow_experiment_id: str
+
+    @property
+    def occurrence(self) -> str:
+        return self.mlflow_run_id
+
+
+class RunEvaluated(RunFact, fact="evaluated"):
+    """The run's result was measured on the test split and compared with the champion's."""
+
+    evaluation_run_id: Token
+    metrics: dict[str, float]
+    champion_run_id: str | None = None
+    champion_metrics: dict[str, float] = Field(default_factory=dict)
+    report: tuple[Artifact, ...] = ()
+
+
+class RunPromoted(RunFact, fact="promoted"):
+    """The run's result is the model's champion."""
+
+    model: Token
+    version: int
+    reason: str
+
+
+class RunNotPromoted(RunFact, fact="not_promoted"):
+    """The run's result did not become champion, and why."""
+
+    model: Token
+    reason: str
+
+
+class ProgressPoint(Value):
+    """Metric values at one step. ``time`` is seconds since the epoch, set once by the trainer."""
+
+    step: int
+    time: float
+    values: dict[str, float]
+
+
+class RunProgress(RunFact, fact="progress"):
+    """A batch of metric points, on ``progress.<run_id>``: many a second, kept for a while only."""
+
+    generation: int
+    node_id: str
+    #: Place of the batch in the rank's journal; with generation and rank it identifies the batch.
+    rank: int
+    offset: int
+    points: tuple[ProgressPoint, ...]
+    #: ``training`` points are the run's own; ``system`` ones are measured by the node's agent.
+    kind: Literal["training", "system"] = "training"
+    step: int = 0
+    total_steps: int | None = None
+    epoch: int = 0
+    samples_consumed: int = 0
+
+    @classmethod
+    def subject_filter(cls) -> str:
+        return subjects.progress()
+
+    @property
+    def subject(self) -> str:
+        return subjects.progress(self.run_id)
+
+    @property
+    def occurrence(self) -> str:
+        return f"{self.generation}/{self.kind}/{self.node_id}/{self.rank}/{self.offset}"
+
+
+class RunLog(RunFact, fact="log"):
+    """Lines of output of one rank, on ``log.<run_id>.<rank>``."""
+
+    generation: int
+    rank: int
+    offset: int
+    lines: tuple[str, ...]
+
+    @classmethod
+    def subject_filter(cls) -> str:
+        return subjects.log()
+
+    @property
+    def subject(self) -> str:
+        return subjects.log(self.run_id, self.rank)
+
+    @property
+    def occurrence(self) -> str:
+        return f"{self.generation}/{self.rank}/{self.offset}"
+
+
+#: Facts after which nothing more happens to the run itself.
+TERMINAL: tuple[type[RunFact], ...] = (RunRejected, RunCompleted, RunFailed, RunCancelled)

@@ -1,0 +1,257 @@
+"""Requests: what other systems publish to make trainbus do something."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from contracts.base import ObjectUri, Request, Sha256, Token
+
+Metric = Annotated[str, Field(min_length=1, max_length=200)]
+Mode = Literal["min", "max"]
+
+
+class Part(BaseModel):
+    """A part of a request: frozen, and as strict about unknown fields as the request itself."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Slots(Part):
+    """How many slots (GPUs, or CPU slots on a node without) a run can use: anything between the two."""
+
+    min: int = Field(1, ge=1, le=1_000_000)
+    max: int = Field(1, ge=1, le=1_000_000)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_number(cls, value: Any) -> Any:
+        """A plain number means exactly so many."""
+        if isinstance(value, int) and not isinstance(value, bool):
+            return {"min": value, "max": value}
+        return value
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.max < self.min:
+            raise ValueError(f"slots.max ({self.max}) is smaller than slots.min ({self.min})")
+        return self
+
+
+class Code(Part):
+    """A code package: a gzipped tar in the object store, named and checked by its hash."""
+
+    uri: ObjectUri
+    sha256: Sha256
+    git_commit: str | None = Field(None, max_length=64)
+    git_dirty: bool | None = None
+
+
+class Split(Part):
+    """How samples are divided: by a hash of each sample's key, so that it is stable as data grows."""
+
+    train: float = Field(0.8, ge=0, le=1)
+    validation: float = Field(0.1, ge=0, le=1)
+    test: float = Field(0.1, ge=0, le=1)
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _sum(self) -> Self:
+        if abs(self.train + self.validation + self.test - 1) > 1e-6:
+            raise ValueError("split.train + split.validation + split.test must be 1")
+        if self.train == 0:
+            raise ValueError("split.train must be above 0")
+        return self
+
+
+class DataSource(Part):
+    """Raw data to be ingested and sharded before training.
+
+    ``images``: one folder a class, or a ``labels.csv`` (columns ``file,label``) beside the files.
+    ``jsonl`` and ``parquet``: one record a line or row. ``text``: bytes, cut into windows.
+    """
+
+    source: ObjectUri
+    format: Literal["images", "jsonl", "parquet", "text"]
+    split: Split = Split()
+    #: Share of broken records above which ingestion fails instead of quarantining them.
+    max_bad_fraction: float = Field(0.01, ge=0, le=1)
+    #: Bytes of one sample, for ``text`` alone.
+    window_bytes: int = Field(129, ge=2, le=1_048_576)
+    #: Column or field that is the sample's label, for ``jsonl`` and ``parquet``.
+    label_field: str | None = None
+    shard_bytes: int = Field(128 * 2**20, ge=2**16, le=4 * 2**30)
+
+
+class DatasetRef(Part):
+    """A dataset that is already sharded."""
+
+    dataset_id: Sha256
+
+
+class EarlyStopping(Part):
+    metric: Metric = "validation/loss"
+    mode: Mode = "min"
+    patience: int = Field(3, ge=1, description="evaluations without improvement before training ends")
+    min_delta: float = Field(0.0, ge=0)
+
+
+class Training(Part):
+    """What the Trainer does with a Task; unmodified scripts (``command``) ignore it."""
+
+    epochs: int | None = Field(None, ge=1, le=1_000_000)
+    max_steps: int | None = Field(None, ge=1)
+    global_batch: int = Field(64, ge=1, description="samples a step, over all ranks")
+    accumulate: int = Field(1, ge=1, description="micro-batches a step on each rank")
+    precision: Literal["fp32", "bf16"] = "fp32"
+    strategy: Literal["ddp", "deepspeed"] = "ddp"
+    zero_stage: Literal[0, 1, 2] = 0
+    clip_norm: float | None = Field(None, gt=0)
+    seed: int = Field(0, ge=0, lt=2**63)
+    checkpoint_every_steps: int | None = Field(None, ge=1)
+    #: Steps between evaluations on the validation split; None: at the end of each epoch.
+    validate_every_steps: int | None = Field(None, ge=1)
+    log_every_steps: int = Field(1, ge=1)
+    early_stopping: EarlyStopping | None = None
+
+    @model_validator(mode="after")
+    def _has_an_end(self) -> Self:
+        if self.epochs is None and self.max_steps is None:
+            raise ValueError("training needs an end: set training.epochs or training.max_steps")
+        if self.zero_stage and self.strategy != "deepspeed":
+            raise ValueError("training.zero_stage needs training.strategy 'deepspeed'")
+        return self
+
+
+class Retention(Part):
+    """Which checkpoints are kept; the newest always is."""
+
+    last: int = Field(3, ge=1)
+    best: int = Field(1, ge=0)
+    metric: Metric = "validation/loss"
+    mode: Mode = "min"
+
+
+class Evaluation(Part):
+    """Evaluation on the held-out test split after training, and the gate to promotion."""
+
+    metric: Metric
+    mode: Mode
+    #: How much better than the champion a candidate must be to replace it.
+    min_improvement: float = 0.0
+    #: What a candidate must reach whatever the champion does.
+    threshold: float | None = None
+
+
+class EvaluateTarget(Part):
+    """The checkpoint and the data that a run of kind ``evaluate`` measures."""
+
+    run_id: Token
+    checkpoint_uri: ObjectUri
+    split: Literal["train", "validation", "test"] = "test"
+
+
+class TrainRequested(Request, verb="train"):
+    """Train a model. Exactly one of ``task`` (with ``code``) and ``command`` says what runs.
+
+    The run's id is derived from the event's source and id, so publishing it again changes nothing.
+    """
+
+    name: str = Field(min_length=1, max_length=200)
+    kind: Literal["train", "evaluate"] = "train"
+    experiment: Token = "default"
+    user: str | None = Field(None, max_length=200)
+    team: str | None = Field(None, max_length=200)
+    priority: int = Field(0, ge=-1000, le=1000, description="a higher number goes first")
+    slots: Slots = Slots()
+    code: Code | None = None
+    task: str | None = Field(None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", max_length=300)
+    params: dict[str, Any] = Field(default_factory=dict, description="passed to the Task as keyword arguments")
+    command: Annotated[list[str], Field(min_length=1, max_length=1000)] | None = None
+    #: Name -> regular expression with one group, applied to the command's output lines.
+    metric_patterns: dict[str, str] = Field(default_factory=dict, max_length=50)
+    env: dict[str, str] = Field(default_factory=dict, max_length=200)
+    data: DataSource | DatasetRef | None = None
+    training: Training | None = None
+    retention: Retention = Retention()
+    evaluation: Evaluation | None = None
+    evaluate: EvaluateTarget | None = None
+    #: The registered model that this run's result competes for.
+    model: Token | None = None
+    #: A committed checkpoint (its manifest) to start from.
+    resume_from: ObjectUri | None = None
+    max_attempts: int = Field(3, ge=1, le=100, description="failures by its own fault before the run fails")
+    grace_s: float = Field(30.0, ge=0, le=3600, description="time to complete a checkpoint when preempted")
+    tags: dict[str, str] = Field(default_factory=dict, max_length=50)
+
+    @field_validator("env")
+    @classmethod
+    def _env(cls, env: dict[str, str]) -> dict[str, str]:
+        for name in env:
+            if not name.isidentifier():
+                raise ValueError(f"env name {name!r} is not an identifier")
+        return env
+
+    @model_validator(mode="after")
+    def _one_way_to_run(self) -> Self:
+        if (self.task is None) == (self.command is None):
+            raise ValueError("give exactly one of 'task' (module:Class) and 'command' (a list of arguments)")
+        if self.task is not None and self.code is None:
+            raise ValueError("'task' needs 'code': upload a package with `trainbus submit`, or give its uri and sha256")
+        if self.kind == "evaluate" and self.evaluate is None:
+            raise ValueError("kind 'evaluate' needs 'evaluate': which checkpoint to measure")
+        if self.kind == "train" and self.task is not None and self.training is None:
+            raise ValueError("'task' needs 'training': at least training.epochs or training.max_steps")
+        if self.evaluation is not None and self.model is None:
+            raise ValueError("'evaluation' needs 'model': the registered model that the result competes for")
+        return self
+
+
+class CancelRequested(Request, verb="cancel"):
+    """Stop a run for good. Its checkpoints stay."""
+
+    run_id: Token
+    reason: str = Field("cancelled by request", max_length=2000)
+
+
+class IngestRequested(Request, verb="ingest"):
+    """Prepare a dataset without training on it."""
+
+    data: DataSource
+
+
+class RestoreRequested(Request, verb="restore"):
+    """Start a new run from a committed checkpoint of another: by step, or the last of an epoch."""
+
+    run_id: Token
+    step: int | None = Field(None, ge=0)
+    epoch: int | None = Field(None, ge=0)
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.step is None) == (self.epoch is None):
+            raise ValueError("give exactly one of 'step' and 'epoch'")
+        return self
+
+
+class DrainRequested(Request, verb="drain"):
+    """Take a node out of use: what runs there is preempted with grace and goes elsewhere."""
+
+    node_id: Token
+    reason: str = Field("drained by request", max_length=2000)
+
+
+class PromoteRequested(Request, verb="promote"):
+    """Make a run's result the champion whatever the gate said."""
+
+    model: Token
+    run_id: Token
+    reason: str = Field("promoted by request", max_length=2000)
+
+
+class RollbackRequested(Request, verb="rollback"):
+    """Make the champion before the present one champion again."""
+
+    model: Token
+    reason: str = Field("rolled back by request", max_length=2000)

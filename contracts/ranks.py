@@ -1,0 +1,149 @@
+"""What a node's agent and the rank processes it starts say to each other.
+
+Three plain files and a socket in the run's folder; a script in any language can take part:
+
+- ``launch.json`` (agent -> rank): a ``Launch``, written before the ranks start. Its path is in
+  the environment variable TRAINBUS_LAUNCH.
+- ``rank_<n>.jsonl`` (rank -> agent): the rank's journal, appended to, one JSON object a line. It
+  is a file so that it outlives both sides: appending never blocks a training step, nothing is lost
+  when the agent restarts, and the agent keeps its own place in it.
+- ``agent.sock`` (both ways, one JSON object a line): the agent says ``stop`` and ``checkpoint``;
+  a rank says ``hello`` once, and a bare newline ("doorbell") after it wrote something urgent.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from contracts.base import Sha256
+from contracts.events.run import CheckpointRef
+from contracts.events.train import TrainRequested
+
+LAUNCH_VARIABLE = "TRAINBUS_LAUNCH"
+#: Exit codes of a rank that ended in good order. Anything else is a failure.
+EXIT_DONE = 0
+EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped because it was asked to; go on elsewhere
+
+
+class Line(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Launch(Line):
+    """Everything a rank needs to know; ranks, world size and rendezvous are in the environment."""
+
+    run_id: str
+    generation: int
+    node_id: str
+    world_size: int
+    spec: TrainRequested
+    #: Folder of this generation on this node: journals, logs, checkpoints under ``checkpoints/``.
+    folder: str
+    socket: str
+    code_folder: str | None = None
+    #: Local copy of the dataset: its ``manifest.json`` with the shards beside it.
+    dataset_folder: str | None = None
+    dataset_id: Sha256 | None = None
+    #: Local copy of the checkpoint to start from (or to evaluate), and what it is.
+    resume_folder: str | None = None
+    resume: CheckpointRef | None = None
+    #: Seconds without an agent after which a rank must end itself: its node is taken for lost.
+    orphan_timeout_s: float = 30.0
+
+
+class MetricsLine(Line):
+    """Metric values of one step."""
+
+    kind: Literal["metrics"] = "metrics"
+    step: int
+    time: float
+    values: dict[str, float]
+    epoch: int = 0
+    samples_consumed: int = 0
+    total_steps: int | None = None
+
+
+class StartedLine(Line):
+    """The training loop is about to take its first step."""
+
+    kind: Literal["started"] = "started"
+    time: float
+    step: int
+    samples_consumed: int
+
+
+class CheckpointLine(Line):
+    """A checkpoint of this rank is complete on disk: ``folder`` was renamed into place."""
+
+    kind: Literal["checkpoint"] = "checkpoint"
+    time: float
+    folder: str
+    step: int
+    epoch: int
+    samples_consumed: int
+    metrics: dict[str, float] = Field(default_factory=dict)
+    final: bool = False
+
+
+class ResultLine(Line):
+    """What the run amounts to. ``artifacts`` are files in the generation's folder to be kept."""
+
+    kind: Literal["result"] = "result"
+    time: float
+    metrics: dict[str, float] = Field(default_factory=dict)
+    artifacts: tuple[str, ...] = ()
+
+
+class EndedLine(Line):
+    """The last line: why the process is about to end."""
+
+    kind: Literal["ended"] = "ended"
+    time: float
+    outcome: Literal["succeeded", "stopped", "failed"]
+    step: int = 0
+    samples_consumed: int = 0
+    error: str = ""
+
+
+JournalLine = Annotated[
+    MetricsLine | StartedLine | CheckpointLine | ResultLine | EndedLine, Field(discriminator="kind")
+]
+JOURNAL_LINE: TypeAdapter[JournalLine] = TypeAdapter(JournalLine)
+
+
+class HelloLine(Line):
+    """Rank -> agent: who is on this end of the socket."""
+
+    kind: Literal["hello"] = "hello"
+    rank: int
+    pid: int
+    generation: int
+
+
+class StopLine(Line):
+    """Agent -> rank: agree on a last step, checkpoint, and exit with EXIT_STOPPED."""
+
+    kind: Literal["stop"] = "stop"
+    grace_s: float
+    reason: str = ""
+    #: False: nobody will wait for a checkpoint, end at once.
+    checkpoint: bool = True
+
+
+class CheckpointNowLine(Line):
+    """Agent -> rank: take a checkpoint at the next step."""
+
+    kind: Literal["checkpoint_now"] = "checkpoint_now"
+
+
+ControlLine = Annotated[StopLine | CheckpointNowLine, Field(discriminator="kind")]
+CONTROL_LINE: TypeAdapter[ControlLine] = TypeAdapter(ControlLine)
+
+
+def json_line(line: BaseModel) -> bytes:
+    """One line, ready to be appended or sent."""
+    return line.model_dump_json(exclude_defaults=False).encode() + b"\n"
+
+

@@ -1,0 +1,57 @@
+"""The only file in which a NATS subject is spelled.
+
+Requests are two tokens (``train.requested``), facts three (``run.<run_id>.placed``), so no two
+streams overlap and one wildcard follows one run.
+"""
+
+from __future__ import annotations
+
+#: A single-token wildcard: in place of an id it makes a filter out of a subject.
+ANY = "*"
+
+
+def request(verb: str) -> str:
+    """The subject of a request, ``train.requested``."""
+    return f"{verb}.requested"
+
+
+def fact(aggregate: str, aggregate_id: str, name: str) -> str:
+    """The subject of a fact, ``run.<run_id>.placed``."""
+    return f"{aggregate}.{aggregate_id}.{name}"
+
+
+def run(run_id: str) -> str:
+    """Every fact of one run."""
+    return f"run.{run_id}.*"
+
+
+def progress(run_id: str = ANY) -> str:
+    """Metric points of a run."""
+    return f"progress.{run_id}"
+
+
+def log(run_id: str = ANY, rank: int | str = ANY) -> str:
+    """Output lines of one rank of a run."""
+    return f"log.{run_id}.{rank}"
+
+
+def dead(consumer: str, subject: str) -> str:
+    """Where a message goes that ``consumer`` could not handle."""
+    return f"dead.{consumer}.{subject}"
+
+
+#: What the streams hold.
+ALL_FACTS = ("run.*.*", "dataset.*.*", "node.*.*", "model.*.*", "study.*.*")
+ALL_PROGRESS = (progress(),)
+ALL_LOGS = (log(),)
+ALL_DEAD = ("dead.>",)
+ALL_SHADOW = ("shadow.>",)
+#: Every verb that can be requested. They are listed rather than matched by ``*.requested``,
+#: because that would overlap with ``progress.*`` and ``dead.>``, which the server refuses.
+VERBS = ("train", "cancel", "ingest", "restore", "tune", "promote", "rollback", "drain")
+ALL_REQUESTS = tuple(request(verb) for verb in VERBS)
+
+
+def service(name: str, endpoint: str) -> str:
+    """A question that one service answers directly (core NATS request and reply)."""
+    return f"svc.{name}.{endpoint}"

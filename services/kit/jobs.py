@@ -1,0 +1,206 @@
+"""Work that takes minutes, taken off a message and held by a lease.
+
+A handler submits a job (durable, idempotent) and its message is acknowledged; a runner on any
+instance claims it with a compare-and-set, renews the claim while it works, and deletes the job once
+the result is published. If the instance dies the claim stops changing and another takes it over, so
+work functions must be idempotent. A job that keeps failing is published by ``give_up``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import nats.errors
+import structlog
+from nats.js.errors import APIError, BadRequestError, KeyNotFoundError
+from nats.js.kv import KeyValue
+
+from contracts import topology
+from contracts.base import Event
+from contracts.envelope import Envelope, RawMessage, decode, encode
+from services.kit import metrics, telemetry
+from services.kit.bus import RETRY_DELAYS_S, Bus, Poison, Received, Transient
+from services.kit.lease import RENEW_SHARE, Record, Watch
+
+log = structlog.get_logger(__name__)
+
+Work = Callable[[Received], Awaitable[None]]
+GiveUp = Callable[[Received, str], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    key: str
+    revision: int
+    value: dict[str, object]
+
+
+class Jobs:
+    """One service's queue of long jobs."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        queue: str,
+        work: Work,
+        give_up: GiveUp,
+        *,
+        max_attempts: int = 20,
+        concurrency: int = 1,
+        ttl_s: float = 6.0,
+    ) -> None:
+        self._bus, self._queue, self._work, self._give_up = bus, queue, work, give_up
+        self._max_attempts, self._ttl_s = max_attempts, ttl_s
+        self._slots = asyncio.Semaphore(concurrency)
+        self._watch = Watch(bus.clock)
+        self._not_before: dict[str, float] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._wake = asyncio.Event()
+
+    async def submit(self, job_id: str, received: Received) -> None:
+        """Make the job durable. Submitting it again changes nothing."""
+        headers, body = encode(received.event, received.envelope)
+        value = {"subject": received.subject, "headers": headers, "body": body.decode(), "attempt": 0, "holder": ""}
+        bucket = await self._bucket()
+        with suppress(BadRequestError):  # it is there already
+            await bucket.create(f"{self._queue}.{job_id}", json.dumps(value).encode())
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Claim and run jobs until cancelled."""
+        try:
+            while True:
+                try:
+                    await self._claim_all()
+                except (nats.errors.Error, APIError, asyncio.TimeoutError, Transient) as error:
+                    log.warning("cannot look for jobs", queue=self._queue, error=repr(error))
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), timeout=0.5)
+                self._wake.clear()
+        finally:
+            for task in self._running.values():
+                task.cancel()
+            await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    async def _bucket(self) -> KeyValue:
+        return await self._bus.bucket(topology.JOBS)
+
+    async def _claim_all(self) -> None:
+        bucket = await self._bucket()
+        for job in await self._open_jobs(bucket):
+            if job.key in self._running or self._slots.locked():
+                continue
+            if self._bus.clock.monotonic() < self._not_before.get(job.key, 0):
+                continue
+            holder = str(job.value["holder"])
+            record = Record(holder, self._ttl_s, job.revision, {})
+            if holder and holder != self._holder and not self._watch.expired(job.key, record, self._ttl_s):
+                continue
+            job.value["holder"] = self._holder
+            job.value["attempt"] = int(str(job.value["attempt"])) + 1
+            try:
+                revision = await bucket.update(job.key, json.dumps(job.value).encode(), last=job.revision)
+            except BadRequestError:
+                continue  # another instance was faster
+            claimed = _Job(job.key, revision, job.value)
+            self._running[job.key] = asyncio.create_task(self._run(bucket, claimed))
+
+    @property
+    def _holder(self) -> str:
+        return f"{self._bus.settings.instance}/{id(self)}"
+
+    async def _open_jobs(self, bucket: KeyValue) -> list[_Job]:
+        jobs: list[_Job] = []
+        watcher = await bucket.watch(f"{self._queue}.>", ignore_deletes=True)
+        try:
+            async for entry in watcher:
+                if entry is None:
+                    break
+                jobs.append(_Job(entry.key, entry.revision or 0, json.loads(entry.value or b"{}")))
+        finally:
+            await watcher.stop()
+        return jobs
+
+    async def _run(self, bucket: KeyValue, job: _Job) -> None:
+        async with self._slots:
+            metrics.JOBS_RUNNING.labels(self._queue).inc()
+            outcome = "failed"
+            try:
+                outcome = await self._attempt(bucket, job)
+            except asyncio.CancelledError:
+                raise
+            except Exception:
+                log.exception("job bookkeeping failed, another claim follows", job=job.key)
+            finally:
+                metrics.JOBS_RUNNING.labels(self._queue).dec()
+                metrics.JOBS_FINISHED.labels(self._queue, outcome).inc()
+                self._running.pop(job.key, None)
+
+    async def _attempt(self, bucket: KeyValue, job: _Job) -> str:
+        received = _received(job)
+        work = asyncio.create_task(self._traced(received))
+        keeper = asyncio.create_task(self._keep(bucket, job))
+        try:
+            await asyncio.wait({work, keeper}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                return "taken over"
+            await work
+        except asyncio.CancelledError:
+            raise
+        except Poison as error:
+            await self._give_up(received, str(error))
+        except Exception as error:
+            attempt = int(str(job.value["attempt"]))
+            level = log.info if isinstance(error, Transient) else log.exception
+            level("job failed", job=job.key, attempt=attempt, error=repr(error))
+            if attempt < self._max_attempts:
+                delay_s = RETRY_DELAYS_S[min(attempt, len(RETRY_DELAYS_S)) - 1]
+                self._not_before[job.key] = self._bus.clock.monotonic() + delay_s
+                return "retried"
+            await self._give_up(received, f"given up after {attempt} attempts: {error}")
+        finally:
+            for task in (work, keeper):
+                task.cancel()
+            await asyncio.gather(work, keeper, return_exceptions=True)
+        await bucket.delete(job.key)
+        self._not_before.pop(job.key, None)
+        self._watch.forget(job.key)
+        return "done"
+
+    async def _traced(self, received: Received) -> None:
+        with (
+            telemetry.span(f"job {self._queue}", traceparent=received.envelope.traceparent),
+            telemetry.bound({"run_id": getattr(received.event, "run_id", None) or "", "queue": self._queue}),
+        ):
+            await self._work(received)
+
+    async def _keep(self, bucket: KeyValue, job: _Job) -> None:
+        """Renew the claim; returns when another instance has taken it."""
+        revision = job.revision
+        while True:
+            await asyncio.sleep(self._ttl_s * RENEW_SHARE)
+            try:
+                revision = await bucket.update(job.key, json.dumps(job.value).encode(), last=revision)
+            except BadRequestError:
+                with suppress(KeyNotFoundError):
+                    entry = await bucket.get(job.key)
+                    if json.loads(entry.value or b"{}").get("holder") == self._holder:
+                        revision = entry.revision or revision  # an earlier renewal whose answer was lost
+                        continue
+                return
+            except (nats.errors.Error, APIError, asyncio.TimeoutError) as error:
+                log.warning("claim not renewed", job=job.key, error=repr(error))
+
+
+def _received(job: _Job) -> Received:
+    headers = job.value["headers"]
+    assert isinstance(headers, dict)
+    raw = RawMessage(str(job.value["subject"]), str(job.value["body"]).encode(), headers)
+    envelope: Envelope
+    event: Event
+    envelope, event = decode(raw)
+    return Received(event, envelope, raw.subject, deliveries=int(str(job.value["attempt"])))

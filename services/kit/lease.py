@@ -1,0 +1,211 @@
+"""Leases in a key-value bucket: who leads, who lives.
+
+A holder renews its record; everybody else watches the record's revision and takes a holder that has
+not renewed for its time to live, *by the watcher's own monotonic clock*, for dead (as Kubernetes
+does it). Machines' clocks are never compared. Taking over is a compare-and-set on the revision, so
+of many rivals one wins, and the revision is the fencing token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+import nats.errors
+import structlog
+from nats.js.errors import APIError, BadRequestError, KeyNotFoundError
+from nats.js.kv import KeyValue
+
+from services.kit import metrics
+from services.kit.clock import Clock, SystemClock
+
+log = structlog.get_logger(__name__)
+
+#: Share of the time to live after which a holder renews, and after which it stops trusting itself.
+RENEW_SHARE = 0.3
+TRUST_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What the bucket says about a lease."""
+
+    holder: str
+    ttl_s: float
+    revision: int
+    data: dict[str, str]
+
+
+class Lease:
+    """One instance's claim on one key."""
+
+    def __init__(
+        self,
+        bucket: KeyValue,
+        key: str,
+        holder: str,
+        ttl_s: float,
+        *,
+        clock: Clock | None = None,
+        data: dict[str, str] | None = None,
+    ) -> None:
+        self.key, self.holder, self.ttl_s = key, holder, ttl_s
+        self._bucket = bucket
+        self._clock: Clock = clock or SystemClock()
+        self._data = data or {}
+        self._revision: int | None = None
+        self._renewed_at = 0.0
+        self._seen: tuple[int, float] = (-1, 0.0)  # revision, when it was first seen
+
+    @property
+    def held(self) -> bool:
+        """Whether the lease is ours beyond doubt. Turns false before a rival may take over."""
+        return self._revision is not None and self._clock.monotonic() - self._renewed_at < self.ttl_s * TRUST_SHARE
+
+    @property
+    def token(self) -> int:
+        """The fencing token: the revision at which the lease was last written by us."""
+        if self._revision is None:
+            raise RuntimeError(f"lease {self.key} is not held")
+        return self._revision
+
+    async def try_acquire(self) -> bool:
+        """Take the lease if it is free, expired or already ours. Never waits for a holder."""
+        asked_at = self._clock.monotonic()
+        try:
+            record = await read(self._bucket, self.key)
+            if record is None:
+                self._revision = await self._bucket.create(self.key, self._value())
+            elif record.holder == self.holder or self._expired(record):
+                self._revision = await self._bucket.update(self.key, self._value(), last=record.revision)
+            else:
+                return False
+        except BadRequestError:
+            return False  # a rival was faster
+        self._renewed_at = asked_at
+        return True
+
+    async def renew(self) -> bool:
+        """Write the lease anew; False if somebody else has it now."""
+        if self._revision is None:
+            return False
+        asked_at = self._clock.monotonic()
+        try:
+            self._revision = await self._bucket.update(self.key, self._value(), last=self._revision)
+        except BadRequestError:
+            # Either a rival has it, or an earlier write of ours arrived whose answer was lost.
+            record = await read(self._bucket, self.key)
+            if record is None or record.holder != self.holder:
+                self._revision = None
+                return False
+            self._revision = record.revision
+        self._renewed_at = asked_at
+        return True
+
+    async def release(self) -> None:
+        """Give the lease back, so that nobody has to wait for it to expire."""
+        revision, self._revision = self._revision, None
+        if revision is not None:
+            with suppress(APIError, nats.errors.Error, asyncio.TimeoutError):
+                await self._bucket.delete(self.key, last=revision)
+
+    async def keep(self) -> None:
+        """Renew until the lease is lost. Returns then; cancel it to stop."""
+        while True:
+            await asyncio.sleep(self.ttl_s * RENEW_SHARE)
+            try:
+                if not await self.renew():
+                    log.warning("lease taken by another", key=self.key)
+                    return
+            except (nats.errors.Error, APIError, asyncio.TimeoutError) as error:
+                log.warning("lease not renewed", key=self.key, error=repr(error))
+            if not self.held:
+                log.warning("lease expired", key=self.key)
+                self._revision = None
+                return
+
+    @asynccontextmanager
+    async def leadership(self) -> AsyncIterator[asyncio.Task[None]]:
+        """Wait until the lease is ours, keep it inside the block, release it after.
+
+        Yields the keeper's task: it is done as soon as the lease is lost.
+        """
+        while True:
+            try:
+                if await self.try_acquire():
+                    break
+            except (nats.errors.Error, APIError, asyncio.TimeoutError) as error:
+                log.warning("lease not acquired", key=self.key, error=repr(error))
+            await asyncio.sleep(self.ttl_s * RENEW_SHARE / 2)
+        keeper = asyncio.create_task(self.keep())
+        metrics.LEADER.labels(self.key).set(1)
+        log.info("lease acquired", key=self.key, token=self._revision)
+        try:
+            yield keeper
+        finally:
+            metrics.LEADER.labels(self.key).set(0)
+            keeper.cancel()
+            with suppress(asyncio.CancelledError):
+                await keeper
+            await self.release()
+
+    def _expired(self, record: Record) -> bool:
+        revision, since = self._seen
+        now = self._clock.monotonic()
+        if record.revision != revision:
+            self._seen = (record.revision, now)
+            return False
+        return now - since > record.ttl_s
+
+    def _value(self) -> bytes:
+        return json.dumps({"holder": self.holder, "ttl_s": self.ttl_s, "data": self._data}).encode()
+
+
+class Watch:
+    """Tells which of many leases have expired, by our own clock. Feed it every record that is read."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock: Clock = clock or SystemClock()
+        self._seen: dict[str, tuple[int, float]] = {}
+
+    def expired(self, key: str, record: Record | None, ttl_s: float) -> bool:
+        """Whether ``key`` has not changed for ``ttl_s``. A missing record counts from when it was missed."""
+        revision, now = (record.revision if record else 0), self._clock.monotonic()
+        known = self._seen.get(key)
+        if known is None or known[0] != revision:
+            self._seen[key] = (revision, now)
+            return False
+        return now - known[1] > ttl_s
+
+    def forget(self, key: str) -> None:
+        self._seen.pop(key, None)
+
+
+async def read(bucket: KeyValue, key: str) -> Record | None:
+    """The lease's record, or None if nobody holds it."""
+    try:
+        entry = await bucket.get(key)
+    except KeyNotFoundError:  # deleted keys raise a subclass of it
+        return None
+    value = json.loads(entry.value or b"{}")
+    return Record(value["holder"], float(value["ttl_s"]), entry.revision or 0, value.get("data", {}))
+
+
+async def read_all(bucket: KeyValue, prefix: str) -> dict[str, Record]:
+    """Every lease whose key starts with ``prefix``, read in one pass."""
+    records: dict[str, Record] = {}
+    watcher = await bucket.watch(f"{prefix}>", ignore_deletes=True)
+    try:
+        async for entry in watcher:
+            if entry is None:  # all that existed has been delivered
+                break
+            value = json.loads(entry.value or b"{}")
+            records[entry.key] = Record(
+                value["holder"], float(value["ttl_s"]), entry.revision or 0, value.get("data", {})
+            )
+    finally:
+        await watcher.stop()
+    return records

@@ -1,0 +1,35 @@
+"""The metrics that every service has. A service's own are in its ``metrics.py``, one list each.
+
+Labels are bounded: event types, consumers and outcomes, never a run, a subject or a node.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+#: Seconds; from a millisecond to the minutes a slow handler may take.
+LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+HANDLED = Counter(
+    "trainbus_messages_handled_total",
+    "Messages that reached a handler, by outcome: ok, retried, dead (sent to DEAD_LETTERS).",
+    ["consumer", "type", "outcome"],
+)
+HANDLING_SECONDS = Histogram(
+    "trainbus_message_handling_seconds", "Time a handler took.", ["consumer", "type"], buckets=LATENCY_BUCKETS
+)
+DELIVERY_LAG_SECONDS = Histogram(
+    "trainbus_message_delivery_lag_seconds",
+    "From the server storing a message to its handler starting.",
+    ["consumer"],
+    buckets=LATENCY_BUCKETS,
+)
+PUBLISHED = Counter("trainbus_messages_published_total", "Messages the server has acknowledged.", ["type"])
+PUBLISH_RETRIES = Counter("trainbus_publish_retries_total", "Publishes tried again because no answer came.", ["type"])
+CONNECTED = Gauge("trainbus_bus_connected", "1 while connected to NATS.")
+RECONNECTS = Counter("trainbus_bus_reconnects_total", "Times the connection to NATS came back.")
+FOLLOW_SEQUENCE = Gauge("trainbus_follow_sequence", "Last stream sequence a follower has read.", ["stream"])
+LEADER = Gauge("trainbus_leader", "1 while this instance holds its service's lease.", ["lease"])
+JOBS_RUNNING = Gauge("trainbus_jobs_running", "Long jobs running here.", ["queue"])
+JOBS_FINISHED = Counter("trainbus_jobs_finished_total", "Long jobs ended here.", ["queue", "outcome"])
+OBJECT_BYTES = Counter("trainbus_object_bytes_total", "Bytes moved to and from the object store.", ["direction"])

@@ -1,0 +1,261 @@
+"""The object store (S3), once: retries, conditional puts, content-addressed blobs, streaming.
+
+Errors that pass (connection refused, 5xx, time-outs) become ``Transient``; a missing object becomes
+``Missing``. aioboto3 is imported on first use, so a service without objects does not pay for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import structlog
+
+from services.kit import metrics
+from services.kit.bus import Transient
+from services.kit.settings import Settings
+
+log = structlog.get_logger(__name__)
+T = TypeVar("T")
+
+CHUNK = 2**20
+#: Seconds to keep trying while the store is away.
+PATIENCE_S = 60.0
+MISSING = {"404", "NoSuchKey", "NoSuchBucket", "NotFound"}
+EXISTS = {"PreconditionFailed", "412", "ConditionalRequestConflict"}
+
+
+class Missing(Exception):
+    """There is no such object (or bucket)."""
+
+
+class Exists(Exception):
+    """A conditional put found the object already there."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    bucket: str
+    key: str
+    size_bytes: int
+    etag: str
+
+    @property
+    def uri(self) -> str:
+        return f"s3://{self.bucket}/{self.key}"
+
+
+def split_uri(uri: str) -> tuple[str, str]:
+    """``s3://bucket/key`` -> (bucket, key)."""
+    if not uri.startswith("s3://") or "/" not in uri[5:]:
+        raise ValueError(f"{uri!r} is not of the form s3://bucket/key")
+    bucket, _, key = uri[5:].partition("/")
+    return bucket, key
+
+
+def blob_key(sha256: str) -> str:
+    """The key of a content-addressed blob."""
+    return f"blobs/sha256/{sha256[:2]}/{sha256}"
+
+
+def hash_file(path: Path) -> str:
+    """Lower-case hex SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class Objects:
+    """An S3 client for one service; use it as an async context manager."""
+
+    def __init__(self, settings: Settings, *, patience_s: float = PATIENCE_S) -> None:
+        self._settings, self._patience_s = settings, patience_s
+        self._stack = AsyncExitStack()
+        self._client: Any = None
+
+    async def __aenter__(self) -> Self:
+        import aioboto3
+        from botocore.config import Config
+
+        secret = self._settings.s3_secret_key
+        session = aioboto3.Session(
+            aws_access_key_id=self._settings.s3_access_key,
+            aws_secret_access_key=secret.get_secret_value() if secret else None,
+            region_name=self._settings.s3_region,
+        )
+        config = Config(
+            connect_timeout=3,
+            read_timeout=30,
+            retries={"mode": "standard", "max_attempts": 2},
+            max_pool_connections=32,
+            s3={"addressing_style": "path"},
+            # Not every S3 store knows the newer checksum trailers.
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+        )
+        self._client = await self._stack.enter_async_context(
+            session.client("s3", endpoint_url=self._settings.s3_endpoint, config=config)
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    # -- whole objects ------------------------------------------------------
+
+    async def put(self, uri: str, body: bytes, *, if_absent: bool = False, content_type: str = "") -> None:
+        """Store ``body``. With ``if_absent``, raise ``Exists`` instead of replacing anything."""
+        bucket, key = split_uri(uri)
+        extra: dict[str, str] = {"IfNoneMatch": "*"} if if_absent else {}
+        if content_type:
+            extra["ContentType"] = content_type
+        await self._try(lambda: self._client.put_object(Bucket=bucket, Key=key, Body=body, **extra), uri)
+        metrics.OBJECT_BYTES.labels("up").inc(len(body))
+
+    async def get(self, uri: str, *, if_match: str | None = None) -> bytes:
+        """The whole object. For what is known to be small."""
+        bucket, key = split_uri(uri)
+        extra = {"IfMatch": if_match} if if_match else {}
+
+        async def read() -> bytes:
+            answer = await self._client.get_object(Bucket=bucket, Key=key, **extra)
+            async with answer["Body"] as body:
+                content: bytes = await body.read()
+                return content
+
+        content = await self._try(read, uri)
+        metrics.OBJECT_BYTES.labels("down").inc(len(content))
+        return content
+
+    async def head(self, uri: str) -> ObjectInfo:
+        """Size and ETag; raises ``Missing``."""
+        bucket, key = split_uri(uri)
+        answer = await self._try(lambda: self._client.head_object(Bucket=bucket, Key=key), uri)
+        return ObjectInfo(bucket, key, answer["ContentLength"], answer["ETag"].strip('"'))
+
+    async def exists(self, uri: str) -> bool:
+        try:
+            await self.head(uri)
+        except Missing:
+            return False
+        return True
+
+    async def delete(self, uri: str) -> None:
+        """Remove the object; it is no error if it is gone already."""
+        bucket, key = split_uri(uri)
+        await self._try(lambda: self._client.delete_object(Bucket=bucket, Key=key), uri)
+
+    async def list(self, uri: str) -> AsyncIterator[ObjectInfo]:
+        """Every object under a prefix, in the order of keys, a page at a time."""
+        bucket, prefix = split_uri(uri)
+        token: str | None = None
+        while True:
+            extra = {"ContinuationToken": token} if token else {}
+            page = await self._try(
+                lambda extra=extra: self._client.list_objects_v2(Bucket=bucket, Prefix=prefix, **extra), uri
+            )
+            for item in page.get("Contents", ()):
+                yield ObjectInfo(bucket, item["Key"], item["Size"], item["ETag"].strip('"'))
+            token = page.get("NextContinuationToken")
+            if not token:
+                return
+
+    async def ensure_bucket(self, bucket: str) -> None:
+        """Create the bucket if there is none."""
+        try:
+            await self._try(lambda: self._client.head_bucket(Bucket=bucket), bucket)
+        except Missing:
+            try:
+                await self._try(lambda: self._client.create_bucket(Bucket=bucket), bucket)
+            except Exists:
+                return
+
+    # -- files --------------------------------------------------------------
+
+    async def upload(self, path: Path, uri: str) -> None:
+        """Store a file, in parts when it is large."""
+        bucket, key = split_uri(uri)
+        await self._try(lambda: self._client.upload_file(str(path), bucket, key), uri)
+        metrics.OBJECT_BYTES.labels("up").inc(path.stat().st_size)
+
+    async def upload_blob(self, path: Path, bucket: str, *, sha256: str | None = None) -> tuple[str, str]:
+        """Store a file under its hash unless it is there already; return (uri, sha256)."""
+        digest = sha256 or await asyncio.to_thread(hash_file, path)
+        uri = f"s3://{bucket}/{blob_key(digest)}"
+        try:
+            if (await self.head(uri)).size_bytes == path.stat().st_size:
+                return uri, digest
+        except Missing:
+            pass
+        await self.upload(path, uri)
+        return uri, digest
+
+    async def download(self, uri: str, path: Path, *, sha256: str | None = None) -> str:
+        """Fetch an object into ``path``, atomically, and return its hash.
+
+        Raises:
+            Missing: there is no such object.
+            ValueError: the content's hash is not ``sha256``; nothing is left at ``path``.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        digest = await self._try(lambda: self._fetch(uri, path, sha256), uri)
+        return digest
+
+    async def _fetch(self, uri: str, path: Path, sha256: str | None) -> str:
+        bucket, key = split_uri(uri)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        partial = Path(name)
+        try:
+            digest = hashlib.sha256()
+            with os.fdopen(handle, "wb") as file:
+                answer = await self._client.get_object(Bucket=bucket, Key=key)
+                async with answer["Body"] as body:
+                    while chunk := await body.read(CHUNK):
+                        digest.update(chunk)
+                        file.write(chunk)
+                        metrics.OBJECT_BYTES.labels("down").inc(len(chunk))
+            if sha256 is not None and digest.hexdigest() != sha256:
+                raise ValueError(f"{uri} has hash {digest.hexdigest()}, expected {sha256}")
+            partial.replace(path)
+            return digest.hexdigest()
+        finally:
+            partial.unlink(missing_ok=True)
+
+    # -- errors -------------------------------------------------------------
+
+    async def _try(self, call: Callable[[], Awaitable[T]], what: str) -> T:
+        """Run ``call`` again while the store is away; give its other errors our names."""
+        from aiohttp import ClientError as HttpError
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        deadline = asyncio.get_running_loop().time() + self._patience_s
+        delay_s = 0.1
+        while True:
+            try:
+                return await call()
+            except ClientError as error:
+                code = str(error.response.get("Error", {}).get("Code", ""))
+                status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+                if code in MISSING or status == 404:
+                    raise Missing(what) from error
+                if code in EXISTS or status in (409, 412):
+                    raise Exists(what) from error
+                if status < 500 and code not in ("SlowDown", "RequestTimeout"):
+                    raise
+                problem: Exception = error
+            except (BotoCoreError, HttpError, OSError, asyncio.TimeoutError) as error:
+                problem = error
+            if asyncio.get_running_loop().time() > deadline:
+                raise Transient(f"object store: {what}: {problem!r}") from problem
+            log.info("object store does not answer, trying again", what=what, error=repr(problem))
+            await asyncio.sleep(delay_s)
+            delay_s = min(delay_s * 2, 2.0)

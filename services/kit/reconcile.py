@@ -1,0 +1,152 @@
+"""Makes the server's streams, consumers and buckets match ``contracts.topology``.
+
+It creates what is missing and changes only what differs. It never shrinks a limit, never removes a
+subject and never deletes, because an operator may have raised what the topology started with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import structlog
+from nats.js import JetStreamContext, api
+from nats.js.errors import BadRequestError, NotFoundError
+
+from contracts.topology import Bucket, Consumer, Stream, Topology
+
+log = structlog.get_logger(__name__)
+UNLIMITED = -1
+
+
+async def reconcile(js: JetStreamContext, topology: Topology, *, replicas: int = 1) -> list[str]:
+    """Bring the server in line; return what was changed, one line each. Safe to run concurrently."""
+    changes: list[str] = []
+    for stream in topology.streams:
+        changes += await _stream(js, stream, replicas)
+    for bucket in topology.buckets:
+        changes += await _bucket(js, bucket, replicas)
+    for consumer in topology.consumers:
+        changes += await _consumer(js, consumer)
+    for change in changes:
+        log.info("reconciled", change=change)
+    return changes
+
+
+async def _stream(js: JetStreamContext, want: Stream, replicas: int) -> list[str]:
+    try:
+        have = (await js.stream_info(want.name)).config
+    except NotFoundError:
+        await js.add_stream(
+            api.StreamConfig(
+                name=want.name,
+                description=want.doc,
+                subjects=list(want.subjects),
+                retention=api.RetentionPolicy.LIMITS,
+                storage=api.StorageType.FILE,
+                num_replicas=replicas,
+                max_bytes=want.max_bytes or UNLIMITED,
+                max_age=want.max_age_s or 0,
+                max_msgs_per_subject=want.max_messages_per_subject or UNLIMITED,
+                duplicate_window=want.duplicate_window_s,
+                compression=api.StoreCompression.S2 if want.compress else api.StoreCompression.NONE,
+                allow_direct=True,
+            )
+        )
+        return [f"created stream {want.name}"]
+    changed = _widened(have, want, replicas)
+    if changed == have:
+        return []
+    await js.update_stream(changed)
+    return [f"updated stream {want.name}"]
+
+
+def _widened(have: api.StreamConfig, want: Stream, replicas: int) -> api.StreamConfig:
+    """``have`` with whatever it lacks of ``want``; a limit is only ever raised."""
+    subjects = list(have.subjects or [])
+    return replace(
+        have,
+        subjects=subjects + [subject for subject in want.subjects if subject not in subjects],
+        num_replicas=max(have.num_replicas or 1, replicas),
+        max_bytes=_looser(have.max_bytes, want.max_bytes),
+        max_age=_looser_age(have.max_age, want.max_age_s),
+        max_msgs_per_subject=_looser(have.max_msgs_per_subject, want.max_messages_per_subject),
+    )
+
+
+def _looser(have: int | None, want: int | None) -> int:
+    if have is None or have <= 0 or want is None:
+        # Unlimited today, or wanted so. An operator's limit on what we leave unlimited is kept.
+        return have if have is not None and have > 0 else UNLIMITED
+    return max(have, want)
+
+
+def _looser_age(have: float | None, want: float | None) -> float:
+    if not have or want is None:
+        return have or 0
+    return max(have, want)
+
+
+async def _consumer(js: JetStreamContext, want: Consumer) -> list[str]:
+    try:
+        have = (await js.consumer_info(want.stream, want.name)).config
+    except NotFoundError:
+        try:
+            await js.add_consumer(want.stream, _consumer_config(want))
+        except BadRequestError as error:
+            # Another service created it at the same moment.
+            if "already exists" not in str(error):
+                raise
+        return [f"created consumer {want.stream}/{want.name}"]
+    filters = have.filter_subjects or ([have.filter_subject] if have.filter_subject else [])
+    if (
+        set(filters) == set(want.filters)
+        and have.max_deliver == UNLIMITED
+        and have.ack_wait == want.ack_wait_s
+    ):
+        return []
+    # add_consumer on an existing durable updates it in place: its position is kept.
+    await js.add_consumer(
+        want.stream,
+        replace(
+            have,
+            filter_subject=None,
+            filter_subjects=list(want.filters),
+            ack_wait=want.ack_wait_s,
+            max_deliver=UNLIMITED,
+        ),
+    )
+    return [f"updated consumer {want.stream}/{want.name}"]
+
+
+def _consumer_config(want: Consumer) -> api.ConsumerConfig:
+    return api.ConsumerConfig(
+        name=want.name,
+        durable_name=want.name,
+        description=want.doc,
+        deliver_policy=api.DeliverPolicy.ALL,
+        ack_policy=api.AckPolicy.EXPLICIT,
+        ack_wait=want.ack_wait_s,
+        # The server's own limit stays open: giving up is the kit's decision, with a dead letter.
+        max_deliver=UNLIMITED,
+        filter_subjects=list(want.filters),
+        max_ack_pending=1000,
+    )
+
+
+async def _bucket(js: JetStreamContext, want: Bucket, replicas: int) -> list[str]:
+    try:
+        await js.key_value(want.name)
+    except NotFoundError:
+        await js.create_key_value(
+            api.KeyValueConfig(
+                bucket=want.name,
+                description=want.doc,
+                history=1,
+                ttl=want.ttl_s,
+                max_bytes=want.max_bytes or UNLIMITED,
+                replicas=replicas,
+                storage=api.StorageType.FILE,
+            )
+        )
+        return [f"created bucket {want.name}"]
+    return []

@@ -1,0 +1,155 @@
+"""The frame of a service process: settings, bus, health endpoints, signals, orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack, suppress
+from typing import Any
+
+import structlog
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from services.kit import telemetry
+from services.kit.bus import Bus
+from services.kit.clock import Clock
+from services.kit.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+
+class Service:
+    """One service instance: a bus, background tasks, and the endpoints an operator looks at.
+
+    ``/health`` says that the process works (liveness), ``/ready`` that it can do its job (connected,
+    started, and whatever ``ready_when`` adds), ``/metrics`` is for Prometheus.
+    """
+
+    def __init__(self, name: str, settings: Settings, clock: Clock | None = None) -> None:
+        self.name = name
+        self.settings = settings
+        self.bus = Bus(name, settings, clock)
+        self.http_port: int | None = None
+        self.stopping = asyncio.Event()
+        self._background: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        self._resources: list[Any] = []
+        self._checks: dict[str, Callable[[], bool]] = {"bus": lambda: self.bus.connected}
+        self._on_stop: list[Callable[[], Awaitable[None]]] = []
+        self._started = False
+
+    # -- wiring -------------------------------------------------------------
+
+    def background(self, task: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run ``task`` beside the handlers. If it ends with an error the service ends with it."""
+        self._background.append(task)
+
+    def resource(self, manager: Any) -> Any:
+        """Enter an async context manager before the handlers start and leave it after they end."""
+        self._resources.append(manager)
+        return manager
+
+    def ready_when(self, name: str, check: Callable[[], bool]) -> None:
+        """Add a condition to /ready."""
+        self._checks[name] = check
+
+    def on_stop(self, action: Callable[[], Awaitable[None]]) -> None:
+        """Run ``action`` when the service is asked to stop, while the bus still works."""
+        self._on_stop.append(action)
+
+    # -- life ---------------------------------------------------------------
+
+    def main(self) -> None:
+        """Run until SIGTERM or SIGINT. For ``trainbus service NAME``."""
+        telemetry.setup(self.name, self.settings)
+        asyncio.run(self._main())
+
+    async def _main(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stopping.set)
+        await self.run()
+
+    async def run(self) -> None:
+        """Run until ``stopping`` is set or a background task fails."""
+        async with AsyncExitStack() as stack:
+            await self._serve_http(stack)
+            connecting = asyncio.create_task(self.bus.connect())
+            await self._unless_stopping(connecting)
+            if not connecting.done():
+                connecting.cancel()
+                return
+            await connecting
+            stack.push_async_callback(self.bus.close)
+            for resource in self._resources:
+                await stack.enter_async_context(resource)
+            await self.bus.start()
+            tasks = [asyncio.create_task(task(), name=getattr(task, "__name__", "task")) for task in self._background]
+            self._started = True
+            log.info("service started", http_port=self.http_port)
+            try:
+                await self._watch(tasks)
+            finally:
+                self._started = False
+                for action in self._on_stop:
+                    await action()
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                log.info("service stopped")
+
+    async def _unless_stopping(self, task: asyncio.Task[Any]) -> None:
+        stop = asyncio.create_task(self.stopping.wait())
+        await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+
+    async def _watch(self, tasks: list[asyncio.Task[None]]) -> None:
+        stop = asyncio.create_task(self.stopping.wait())
+        try:
+            while True:
+                done, _ = await asyncio.wait({stop, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+                for task in done - {stop}:
+                    task.result()  # raises what ended it
+                    tasks.remove(task)
+                if stop in done:
+                    return
+        finally:
+            stop.cancel()
+            with suppress(asyncio.CancelledError):
+                await stop
+
+    # -- http ---------------------------------------------------------------
+
+    async def _serve_http(self, stack: AsyncExitStack) -> None:
+        if self.settings.http_port < 0:
+            return
+        app = web.Application()
+        app.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/ready", self._ready),
+                web.get("/metrics", self._metrics),
+            ]
+        )
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        site = web.TCPSite(runner, self.settings.http_host, self.settings.http_port)
+        await site.start()
+        self.http_port = runner.addresses[0][1]
+
+    def readiness(self) -> dict[str, bool]:
+        """Each condition for being ready, and whether it holds."""
+        return {"started": self._started, **{name: check() for name, check in self._checks.items()}}
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.json_response({"service": self.name, "status": "ok"})
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        checks = self.readiness()
+        ready = all(checks.values())
+        return web.json_response({"service": self.name, "ready": ready, "checks": checks}, status=200 if ready else 503)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -1,0 +1,87 @@
+"""Real servers for the tests: a nats-server of its own for each test, one S3 for the session."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from services.kit.bus import Bus
+from services.kit.objects import Objects
+from services.kit.settings import Settings
+from trainbus.cli.embedded.servers import NatsServer, S3Server, free_ports
+
+ACCESS_KEY, SECRET_KEY = "testkey", "testsecret"
+
+
+@pytest.fixture
+def nats_server(tmp_path: Path) -> Iterator[NatsServer]:
+    server = NatsServer(tmp_path / "nats", free_ports(1)[0])
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    server = S3Server(tmp_path_factory.mktemp("s3"), free_ports(1)[0], ACCESS_KEY, SECRET_KEY)
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def settings(nats_server: NatsServer, tmp_path: Path) -> Settings:
+    """Settings that reach the test's own nats-server. For S3 too, use ``s3_settings``."""
+    return Settings(nats_url=nats_server.url, data_dir=tmp_path / "data", http_port=-1, lease_ttl_s=1.0)
+
+
+@pytest.fixture
+def s3_settings(settings: Settings, s3_server: S3Server) -> Settings:
+    """Settings for NATS and S3; the buckets are this test's own."""
+    own = uuid.uuid4().hex[:10]
+    return settings.model_copy(
+        update={
+            "s3_endpoint": s3_server.endpoint,
+            "s3_access_key": ACCESS_KEY,
+            "s3_secret_key": Settings(s3_secret_key=SECRET_KEY).s3_secret_key,
+            "bucket_lake": f"lake-{own}",
+            "bucket_datasets": f"datasets-{own}",
+            "bucket_models": f"models-{own}",
+            "bucket_code": f"code-{own}",
+        }
+    )
+
+
+@pytest_asyncio.fixture
+async def objects(s3_settings: Settings) -> AsyncIterator[Objects]:
+    """The object store, with this test's buckets made."""
+    async with Objects(s3_settings) as store:
+        for name in ("lake", "datasets", "models", "code"):
+            await store.ensure_bucket(getattr(s3_settings, f"bucket_{name}"))
+        yield store
+
+
+@pytest_asyncio.fixture
+async def make_bus(settings: Settings) -> AsyncIterator[Callable[..., Any]]:
+    """Make connected buses; they are closed at the end of the test."""
+    made: list[Bus] = []
+
+    async def make(service: str = "test", **kwargs: Any) -> Bus:
+        bus = Bus(service, settings, **kwargs)
+        await bus.connect()
+        made.append(bus)
+        return bus
+
+    yield make
+    for bus in made:
+        await bus.close()
+
+
+@pytest_asyncio.fixture
+async def bus(make_bus: Callable[..., Any]) -> Any:
+    return await make_bus()

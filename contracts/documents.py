@@ -1,0 +1,116 @@
+"""The generated documents, as text: one JSON Schema an event, and ``asyncapi.yaml``. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from contracts import topology
+from contracts.base import Event, Fact, Request
+from contracts.events import BY_TYPE
+
+Json = dict[str, Any]
+
+
+def schema_for(event: type[Event]) -> Json:
+    """The JSON Schema (draft 2020-12) of an event's body."""
+    schema = event.model_json_schema(mode="validation")
+    head = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": f"urn:trainbus:{event.type}",
+        "x-nats-subject": event.subject_filter(),
+    }
+    return {**head, **schema}
+
+
+def schema_text(event: type[Event]) -> str:
+    return json.dumps(schema_for(event), indent=2, ensure_ascii=False) + "\n"
+
+
+def asyncapi() -> Json:
+    """An AsyncAPI 3.0 document: every subject as a channel, every event as a message."""
+    channels: Json = {}
+    operations: Json = {}
+    messages: Json = {}
+    for event in BY_TYPE.values():
+        name = event.type.removeprefix("trainbus.").removesuffix(".v1").replace(".", "_")
+        messages[name] = {
+            "name": event.type,
+            "title": event.__name__,
+            "summary": (event.__doc__ or "").strip().splitlines()[0],
+            "contentType": "application/json",
+            "headers": {"$ref": "#/components/schemas/CloudEventHeaders"},
+            "payload": {
+                "schemaFormat": "application/schema+json;version=draft-2020-12",
+                "schema": {"$ref": f"./schemas/{event.type}.json"},
+            },
+        }
+        channels[name] = {
+            "address": _address(event),
+            "description": f"Stream {_stream_of(event).name}: {_stream_of(event).doc}",
+            "parameters": {"id": {"description": "The aggregate's id"}} if "*" in event.subject_filter() else {},
+            "messages": {name: {"$ref": f"#/components/messages/{name}"}},
+        }
+        # From the user's side: requests are what trainbus receives, facts what it sends.
+        operations[name] = {
+            "action": "receive" if issubclass(event, Request) else "send",
+            "channel": {"$ref": f"#/channels/{name}"},
+        }
+    return {
+        "asyncapi": "3.0.0",
+        "info": {
+            "title": "trainbus",
+            "version": "1",
+            "description": "Train models by publishing `train.requested`; follow a run on `run.<run_id>.*`.",
+            "license": {"name": "Apache-2.0", "url": "https://www.apache.org/licenses/LICENSE-2.0"},
+        },
+        "defaultContentType": "application/json",
+        "servers": {"nats": {"host": "127.0.0.1:4222", "protocol": "nats"}},
+        "channels": channels,
+        "operations": operations,
+        "components": {"messages": messages, "schemas": {"CloudEventHeaders": _header_schema()}},
+    }
+
+
+def every_document() -> dict[str, str]:
+    """Relative path -> text of every generated document but the YAML one."""
+    return {f"schemas/{event.type}.json": schema_text(event) for event in BY_TYPE.values()}
+
+
+def _address(event: type[Event]) -> str:
+    parts = event.subject_filter().split(".")
+    if issubclass(event, Fact) and "*" in parts:
+        parts[parts.index("*")] = "{id}"
+    return ".".join("{rank}" if part == "*" else part for part in parts)
+
+
+def _stream_of(event: type[Event]) -> topology.Stream:
+    return next(stream for stream in topology.STREAMS if _carries(stream.subjects, event.subject_filter()))
+
+
+def _carries(filters: Iterable[str], subject: str) -> bool:
+    return any(
+        len(pattern.split(".")) == len(subject.split("."))
+        and all(p in ("*", s) for p, s in zip(pattern.split("."), subject.split("."), strict=True))
+        for pattern in filters
+    )
+
+
+def _header_schema() -> Json:
+    text = {"type": "string"}
+    return {
+        "type": "object",
+        "description": "CloudEvents 1.0 binary mode. All are optional on requests: a bare body works too.",
+        "properties": {
+            "ce-specversion": {"const": "1.0"},
+            "ce-id": {**text, "description": "With ce-source it identifies the event; defaults to Nats-Msg-Id."},
+            "ce-source": text,
+            "ce-type": text,
+            "ce-time": {**text, "format": "date-time"},
+            "ce-correlationid": {**text, "description": "The request everything goes back to."},
+            "ce-causationid": {**text, "description": "The event that led to this one."},
+            "traceparent": {**text, "description": "W3C trace context."},
+            "Nats-Msg-Id": {**text, "description": "The server stores one message an id within its window."},
+        },
+    }

@@ -143,6 +143,7 @@ class Bus:
             connect_timeout=5,
             ping_interval=5,
             max_outstanding_pings=2,
+            drain_timeout=5,
             reconnected_cb=self._on_reconnected,
             disconnected_cb=self._on_disconnected,
             error_cb=self._on_error,

@@ -128,7 +128,8 @@ class Objects:
 
         async def read() -> bytes:
             answer = await self._client.get_object(Bucket=bucket, Key=key, **extra)
-            async with answer["Body"] as body:
+            body = answer["Body"]
+            async with body:
                 content: bytes = await body.read()
                 return content
 
@@ -218,7 +219,8 @@ class Objects:
             digest = hashlib.sha256()
             with os.fdopen(handle, "wb") as file:
                 answer = await self._client.get_object(Bucket=bucket, Key=key)
-                async with answer["Body"] as body:
+                body = answer["Body"]
+                async with body:  # entering it gives the bare response, which cannot read in parts
                     while chunk := await body.read(CHUNK):
                         digest.update(chunk)
                         file.write(chunk)

@@ -1,0 +1,126 @@
+"""Publishing under conditions, reading the log, following it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from contracts import topology
+from contracts.base import run_id_for
+from contracts.events.checkpoint import CheckpointCommitted
+from contracts.events.run import CheckpointRef, RunCancelled, RunPlaced
+from contracts.events.train import TrainRequested
+from services.kit.bus import Bus, Conflict, Expect
+from services.kit.clock import ManualClock
+from tests.kit.support import until
+from trainbus.cli.embedded.servers import NatsServer
+
+SPEC = TrainRequested(name="a", command=["true"])
+
+
+def placed(run_id: str, generation: int) -> RunPlaced:
+    now = ManualClock().now()
+    return RunPlaced(
+        run_id=run_id, generation=generation, members=(), world_size=1, spec=SPEC, decided_at_sequence=0, decided_at=now
+    )
+
+
+def committed(run_id: str, generation: int) -> CheckpointCommitted:
+    checkpoint = CheckpointRef(uri="s3://models/x.json", step=1, epoch=1, samples_consumed=1)
+    return CheckpointCommitted(run_id=run_id, generation=generation, checkpoint=checkpoint, size_bytes=1)
+
+
+async def test_the_same_fact_twice_is_stored_once(bus: Bus) -> None:
+    fact = RunCancelled(run_id="r1", reason="x")
+    first, second = await bus.publish(fact), await bus.publish(fact)
+    assert (first.sequence, second.duplicate) == (second.sequence, True)
+
+
+async def test_two_leaders_cannot_both_place(bus: Bus) -> None:
+    """The condition is over the wildcard: whoever has not seen the other's placement is refused."""
+    await bus.publish(placed("r1", 1), expect=Expect(0, "run.*.placed"))
+    with pytest.raises(Conflict):
+        await bus.publish(placed("r2", 1), expect=Expect(0, "run.*.placed"))
+
+
+async def test_a_zombie_cannot_commit(bus: Bus) -> None:
+    old = await bus.publish(placed("r1", 1))
+    new = await bus.publish(placed("r1", 2))
+    with pytest.raises(Conflict):
+        await bus.publish(committed("r1", 1), expect=Expect(old.sequence, "run.r1.placed"))
+    await bus.publish(committed("r1", 2), expect=Expect(new.sequence, "run.r1.placed"))
+
+
+async def test_a_publish_whose_answer_was_lost_is_recognised(bus: Bus) -> None:
+    """Repeating a conditional publish that did succeed is no conflict, even past the duplicate window."""
+    fact = RunCancelled(run_id="r1", reason="x")
+    ack = await bus.publish(fact, expect=Expect(0))
+    await bus.js.update_stream((await bus.js.stream_info("FACTS")).config.evolve(duplicate_window=0.1))
+    await asyncio.sleep(0.5)  # the server forgets ids after its window
+    again = await bus.publish(fact, expect=Expect(0))
+    assert again.sequence == ack.sequence
+
+
+async def test_last_and_history(bus: Bus) -> None:
+    assert await bus.last("run.r1.placed") is None
+    for generation in (1, 2, 3):
+        await bus.publish(placed("r1", generation))
+    await bus.publish(placed("r2", 1))
+    newest = await bus.last("run.r1.placed")
+    assert newest is not None
+    assert newest.event.generation == 3
+    wildcard = await bus.last("run.*.placed")
+    assert wildcard is not None
+    assert wildcard.event.run_id == "r2"
+    assert [r.event.generation for r in await bus.history("run.r1.placed")] == [1, 2, 3]
+    assert await bus.history("run.nobody.*") == []
+
+
+async def test_following_survives_a_restart_without_loss_or_repeat(bus: Bus, nats_server: NatsServer) -> None:
+    seen: list[int] = []
+
+    async def read() -> None:
+        async for batch in bus.follow("FACTS", ("run.*.*",)):
+            seen.extend(received.sequence for received in batch)
+
+    reader = asyncio.create_task(read())
+    await asyncio.gather(*(bus.publish(RunCancelled(run_id=f"a{n}", reason="x")) for n in range(700)))
+    await until(lambda: len(seen) == 700, "the first events")
+    nats_server.kill()
+    nats_server.start()
+    await asyncio.gather(*(bus.publish(RunCancelled(run_id=f"b{n}", reason="x")) for n in range(50)))
+    await until(lambda: len(seen) >= 750, "the rest", 20)
+    reader.cancel()
+    assert seen == list(range(1, 751))
+
+
+async def test_a_bare_publish_from_a_shell_is_a_request(make_bus: Any) -> None:
+    bus: Bus = await make_bus("scheduler")
+    seen: list[Any] = []
+
+    @bus.on(topology.SCHEDULER_REQUESTS, TrainRequested)
+    async def on_train_requested(received: Any) -> None:
+        seen.append(received)
+
+    await bus.start()
+    await bus.nc.publish("train.requested", b'{"name":"mnist","command":["true"]}')
+    await until(lambda: len(seen) == 1, "the request")
+    assert seen[0].envelope.id == "REQUESTS:1"
+    assert run_id_for(seen[0].envelope.source, seen[0].envelope.id).startswith("r")
+
+
+async def test_a_request_nobody_handles_is_told_so(make_bus: Any) -> None:
+    bus: Bus = await make_bus("scheduler")
+
+    @bus.on(topology.SCHEDULER_REQUESTS, TrainRequested)
+    async def on_train_requested(_: Any) -> None: ...
+
+    await bus.start()
+    await bus.nc.publish("cancel.requested", b'{"run_id":"r1"}')
+
+    async def kept() -> bool:
+        return (await bus.js.stream_info("DEAD_LETTERS")).state.messages == 1
+
+    await until(kept, "a dead letter")

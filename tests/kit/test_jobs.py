@@ -1,0 +1,95 @@
+"""Long work: durable, claimed once, taken over when its runner dies."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from contracts import topology
+from contracts.events.run import RunCancelled
+from services.kit.bus import Bus, Poison, Transient
+from services.kit.jobs import Jobs
+from tests.kit.support import until
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.worked: list[str] = []
+        self.given_up: list[tuple[str, str]] = []
+
+    async def work(self, received: Any) -> None:
+        self.worked.append(received.event.run_id)
+
+    async def give_up(self, received: Any, reason: str) -> None:
+        self.given_up.append((received.event.run_id, reason))
+
+
+async def received(bus: Bus, run_id: str) -> Any:
+    await bus.publish(RunCancelled(run_id=run_id, reason="x"))
+    return await bus.last(f"run.{run_id}.cancelled")
+
+
+async def empty(bus: Bus) -> bool:
+    watcher = await (await bus.bucket(topology.JOBS)).watch(">", ignore_deletes=True)
+    entry = await watcher.updates()
+    await watcher.stop()
+    return entry is None
+
+
+async def test_a_job_runs_once_however_often_it_is_submitted(bus: Bus) -> None:
+    recorder = Recorder()
+    runners = [Jobs(bus, "q", recorder.work, recorder.give_up) for _ in range(3)]
+    tasks = [asyncio.create_task(runner.run()) for runner in runners]
+    job = await received(bus, "r1")
+    await asyncio.gather(*(runner.submit("r1", job) for runner in runners))
+    await until(lambda: recorder.worked == ["r1"], "the job")
+    await until(lambda: empty(bus), "the job to be taken off")
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert recorder.worked == ["r1"]
+
+
+async def test_a_job_of_a_dead_runner_is_taken_over(bus: Bus) -> None:
+    recorder = Recorder()
+    stuck = asyncio.Event()
+
+    async def never_ends(_: Any) -> None:
+        stuck.set()
+        await asyncio.Event().wait()
+
+    dying = Jobs(bus, "q", never_ends, recorder.give_up, ttl_s=0.6)
+    task = asyncio.create_task(dying.run())
+    await dying.submit("r1", await received(bus, "r1"))
+    await stuck.wait()
+    task.cancel()  # its claim stays behind, no longer renewed
+    await asyncio.gather(task, return_exceptions=True)
+    heir = asyncio.create_task(Jobs(bus, "q", recorder.work, recorder.give_up, ttl_s=0.6).run())
+    await until(lambda: recorder.worked == ["r1"], "the takeover")
+    heir.cancel()
+    await asyncio.gather(heir, return_exceptions=True)
+
+
+async def test_passing_trouble_is_retried_and_lasting_trouble_is_told(bus: Bus) -> None:
+    recorder = Recorder()
+    tries: dict[str, int] = {}
+
+    async def work(job: Any) -> None:
+        run_id = job.event.run_id
+        tries[run_id] = tries.get(run_id, 0) + 1
+        if run_id == "poison":
+            raise Poison("the source is empty")
+        if run_id == "stubborn" or tries[run_id] < 2:
+            raise Transient("the store is away")
+        recorder.worked.append(run_id)
+
+    jobs = Jobs(bus, "q", work, recorder.give_up, max_attempts=2, concurrency=3)
+    task = asyncio.create_task(jobs.run())
+    for run_id in ("passing", "stubborn", "poison"):
+        await jobs.submit(run_id, await received(bus, run_id))
+    await until(lambda: recorder.worked == ["passing"] and len(recorder.given_up) == 2, "all outcomes")
+    await until(lambda: empty(bus), "the jobs to be taken off")
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert dict(recorder.given_up)["poison"] == "the source is empty"
+    assert "given up after 2 attempts" in dict(recorder.given_up)["stubborn"]

@@ -1,0 +1,78 @@
+"""The frame: health, readiness, metrics, an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+from services.kit.service import Service
+from services.kit.settings import Settings
+from tests.kit.support import until
+from trainbus.cli.embedded.servers import NatsServer
+
+
+@pytest.fixture
+def http_settings(settings: Settings) -> Settings:
+    return settings.model_copy(update={"http_port": 0})
+
+
+async def test_health_readiness_and_metrics(http_settings: Settings) -> None:
+    service = Service("test", http_settings)
+    warm = False
+    service.ready_when("warm", lambda: warm)
+    running = asyncio.create_task(service.run())
+    await until(lambda: service.readiness()["started"], "the start")
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{service.http_port}") as client:
+        assert (await client.get("/health")).json()["status"] == "ok"
+        assert (await client.get("/ready")).status_code == 503
+        warm = True
+        assert (await client.get("/ready")).json()["ready"] is True
+        assert "trainbus_bus_connected 1.0" in (await client.get("/metrics")).text
+    service.stopping.set()
+    await asyncio.wait_for(running, 10)
+
+
+async def test_a_service_waits_for_its_server_and_is_healthy_meanwhile(
+    http_settings: Settings, nats_server: NatsServer
+) -> None:
+    nats_server.kill()
+    service = Service("test", http_settings)
+    running = asyncio.create_task(service.run())
+    await until(lambda: service.http_port is not None, "the endpoints")
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{service.http_port}") as client:
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/ready")).status_code == 503
+        nats_server.start()
+        await until(lambda: service.readiness()["started"], "the start")
+        assert (await client.get("/ready")).status_code == 200
+    service.stopping.set()
+    await asyncio.wait_for(running, 10)
+
+
+async def test_a_broken_background_task_ends_the_service(settings: Settings) -> None:
+    service = Service("test", settings)
+
+    async def breaks() -> None:
+        raise RuntimeError("broken")
+
+    service.background(breaks)
+    with pytest.raises(RuntimeError, match="broken"):
+        await asyncio.wait_for(service.run(), 10)
+
+
+async def test_stop_actions_run_while_the_bus_still_works(settings: Settings) -> None:
+    service = Service("test", settings)
+    said: list[bool] = []
+
+    async def say_goodbye() -> None:
+        await service.bus.nc.flush()
+        said.append(service.bus.connected)
+
+    service.on_stop(say_goodbye)
+    running = asyncio.create_task(service.run())
+    await until(lambda: service.readiness()["started"], "the start")
+    service.stopping.set()
+    await asyncio.wait_for(running, 10)
+    assert said == [True]

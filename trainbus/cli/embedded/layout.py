@@ -1,0 +1,165 @@
+"""What the embedded stack consists of, where each part keeps its data, and what it is told.
+
+Everything of one stack is under its data folder::
+
+    stack.json     what runs where (made when the stack starts, taken away when it stops)
+    secrets.json   the S3 keys, readable by the owner alone
+    ports.json     the ports it had last time, so that they stay
+    logs/          one file a service
+    nats/ s3/ mlflow/ gateway/ node-0/ ...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainbus.cli.embedded.servers import NatsServer, S3Server, free_ports, port_is_free
+
+DEFAULT_DATA_DIR = Path(".trainbus")
+BUCKETS = ("lake", "datasets", "models", "code")
+#: Every service but the workers, of which there is one a node.
+SERVICES = ("scheduler", "ingestion", "sharding", "checkpoint", "tracking", "evaluation", "gateway")
+WORKER = "worker"
+#: The user's own TRAINBUS_ settings are for other stacks and must not leak into this one, but for these.
+PASSED_ON = ("TRAINBUS_LOG_LEVEL", "TRAINBUS_OTLP_ENDPOINT")
+
+
+@dataclass(frozen=True, slots=True)
+class StackOptions:
+    """How large the stack is and where it lives."""
+
+    data_dir: Path = DEFAULT_DATA_DIR
+    nodes: int = 2
+    slots: int = 2
+    #: Seconds that workers get to complete checkpoints when the stack stops.
+    grace_s: float = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One service process: its name in the stack, the service it runs, and its settings."""
+
+    name: str
+    service: str
+    port: int
+    environment: Mapping[str, str]
+    log_path: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The whole stack, before anything of it runs."""
+
+    options: StackOptions
+    nats: NatsServer
+    s3: S3Server
+    units: tuple[Unit, ...]
+    gateway_url: str
+    mlflow_uri: str
+
+    @property
+    def data_dir(self) -> Path:
+        return self.options.data_dir
+
+
+@dataclass(slots=True)
+class _Ports:
+    """Ports that stay what they were, as long as nobody else has taken them."""
+
+    path: Path
+    known: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.path.exists():
+            self.known = {str(name): int(port) for name, port in json.loads(self.path.read_text()).items()}
+
+    def take(self, *names: str) -> dict[str, int]:
+        wanted = [name for name in names if name not in self.known or not port_is_free(self.known[name])]
+        taken = {self.known[name] for name in names if name not in wanted}
+        fresh = [port for port in free_ports(len(names) + len(wanted)) if port not in taken]
+        self.known.update(zip(wanted, fresh, strict=False))
+        write_json(self.path, self.known)
+        return {name: self.known[name] for name in names}
+
+
+def write_json(path: Path, content: object, mode: int = 0o644) -> None:
+    """Write a file so that a reader sees the old or the new one, never half of it."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
+        json.dump(content, file, indent=2)
+    partial.replace(path)
+
+
+def stack_file(data_dir: Path) -> Path:
+    return data_dir / "stack.json"
+
+
+def secrets_file(data_dir: Path) -> Path:
+    return data_dir / "secrets.json"
+
+
+def mlflow_uri(data_dir: Path) -> str:
+    """The tracking store of the embedded stack: SQLite, written by the tracking service itself."""
+    return f"sqlite:///{data_dir.resolve() / 'mlflow' / 'mlflow.db'}"
+
+
+def s3_keys(data_dir: Path) -> tuple[str, str]:
+    """This stack's own S3 keys, made on first use."""
+    path = secrets_file(data_dir)
+    if not path.exists():
+        write_json(path, {"s3_access_key": secrets.token_hex(10), "s3_secret_key": secrets.token_hex(20)}, 0o600)
+    keys = json.loads(path.read_text())
+    return keys["s3_access_key"], keys["s3_secret_key"]
+
+
+def plan(options: StackOptions, inherited: Mapping[str, str]) -> Layout:
+    """Lay the stack out. ``inherited`` is the environment that services start from."""
+    data = options.data_dir.resolve()
+    for folder in ("logs", "mlflow"):
+        (data / folder).mkdir(parents=True, exist_ok=True)
+    nodes = [f"node-{number}" for number in range(options.nodes)]
+    ports = _Ports(data / "ports.json").take("nats", "s3", "gateway-http", *SERVICES, *nodes)
+    access_key, secret_key = s3_keys(data)
+    nats = NatsServer(data / "nats", ports["nats"])
+    s3 = S3Server(data / "s3", ports["s3"], access_key, secret_key)
+    common = {
+        # The user's own TRAINBUS_ settings for other stacks must not leak into this one, log level apart.
+        **{
+            k: v
+            for k, v in inherited.items()
+            if not k.startswith("TRAINBUS_") or k in ("TRAINBUS_LOG_LEVEL", "TRAINBUS_OTLP_ENDPOINT")
+        },
+        "PYTHONUNBUFFERED": "1",
+        "TRAINBUS_NATS_URL": nats.url,
+        "TRAINBUS_S3_ENDPOINT": s3.endpoint,
+        "TRAINBUS_S3_ACCESS_KEY": access_key,
+        "TRAINBUS_S3_SECRET_KEY": secret_key,
+        **{f"TRAINBUS_BUCKET_{name.upper()}": name for name in BUCKETS},
+    }
+    gateway_url = f"http://127.0.0.1:{ports['gateway-http']}"
+    extra = {
+        "tracking": {"TRAINBUS_MLFLOW_TRACKING_URI": mlflow_uri(data)},
+        "gateway": {"TRAINBUS_GATEWAY_PORT": str(ports["gateway-http"])},
+    }
+
+    def unit(name: str, service: str, settings: Mapping[str, str]) -> Unit:
+        own = {
+            "TRAINBUS_HTTP_PORT": str(ports[name]),
+            "TRAINBUS_INSTANCE": name,
+            "TRAINBUS_DATA_DIR": str(data / name),
+        }
+        (data / name).mkdir(exist_ok=True)
+        return Unit(name, service, ports[name], {**common, **own, **settings}, data / "logs" / f"{name}.log")
+
+    units = [unit(name, name, extra.get(name, {})) for name in SERVICES]
+    units += [unit(node, WORKER, {"TRAINBUS_NODE_ID": node, "TRAINBUS_SLOTS": str(options.slots)}) for node in nodes]
+    return Layout(options, nats, s3, tuple(units), gateway_url, mlflow_uri(data))

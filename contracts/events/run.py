@@ -15,7 +15,7 @@ from contracts.events.train import TrainRequested
 class Value(BaseModel):
     """A value inside a fact: frozen, and lenient as facts are."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
 
 
 class RunFact(Fact, aggregate="run"):
@@ -221,6 +221,12 @@ class RunFailed(RunFact, fact="failed"):
     generation: int = 0
     reason: str
     log_tail: tuple[str, ...] = ()
+
+
+class RunCancelling(RunFact, fact="cancelling"):
+    """Somebody asked for the run to be stopped for good. ``cancelled`` follows once its ranks have let go."""
+
+    reason: str
 
 
 class RunCancelled(RunFact, fact="cancelled"):

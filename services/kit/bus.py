@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Generic, TypeVar, cast
 
 import nats.errors
@@ -102,6 +103,8 @@ class Received(Generic[E]):
     #: Messages of the stream behind this one that the reader has not been sent yet.
     pending: int = 0
     deliveries: int = 1
+    #: When the server stored it: one clock for every publisher's events.
+    stored_at: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,6 +386,7 @@ class Bus:
                 raw.sequence,
                 metadata.num_pending,
                 metadata.num_delivered,
+                raw.stored_at,
             )
             with (
                 telemetry.span(f"handle {kind}", SpanKind.CONSUMER, envelope.traceparent, consumer=consumer.name),
@@ -498,7 +502,7 @@ def _from_stored(message: RawStreamMsg, stream: str) -> Received[Any] | None:
         message.subject or "", message.data or b"", message.headers or {}, stream, message.seq or 0, message.time
     )
     envelope, event = decode(raw)
-    return Received(event, envelope, raw.subject, stream, raw.sequence)
+    return Received(event, envelope, raw.subject, stream, raw.sequence, stored_at=raw.stored_at)
 
 
 def _decoded(msg: Msg, stream: str) -> Received[Any] | None:
@@ -508,7 +512,9 @@ def _decoded(msg: Msg, stream: str) -> Received[Any] | None:
     except EnvelopeError as error:
         log.warning("skipped what cannot be decoded", subject=raw.subject, sequence=raw.sequence, error=str(error))
         return None
-    return Received(event, envelope, raw.subject, stream, raw.sequence, msg.metadata.num_pending)
+    return Received(
+        event, envelope, raw.subject, stream, raw.sequence, msg.metadata.num_pending, stored_at=raw.stored_at
+    )
 
 
 def _ids(event: Event, envelope: Envelope) -> dict[str, str]:

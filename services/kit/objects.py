@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -29,6 +30,9 @@ T = TypeVar("T")
 CHUNK = 2**20
 #: Seconds to keep trying while the store is away.
 PATIENCE_S = 60.0
+#: A blob that is there already is written anew when it is older than this, so that garbage collection,
+#: which spares what is young, never takes one that an upload has just relied upon.
+FRESHEN_S = 6 * 3600.0
 MISSING = {"404", "NoSuchKey", "NoSuchBucket", "NotFound"}
 EXISTS = {"PreconditionFailed", "412", "ConditionalRequestConflict"}
 
@@ -47,6 +51,7 @@ class ObjectInfo:
     key: str
     size_bytes: int
     etag: str
+    modified_at: datetime
 
     @property
     def uri(self) -> str:
@@ -141,7 +146,7 @@ class Objects:
         """Size and ETag; raises ``Missing``."""
         bucket, key = split_uri(uri)
         answer = await self._try(lambda: self._client.head_object(Bucket=bucket, Key=key), uri)
-        return ObjectInfo(bucket, key, answer["ContentLength"], answer["ETag"].strip('"'))
+        return ObjectInfo(bucket, key, answer["ContentLength"], answer["ETag"].strip('"'), answer["LastModified"])
 
     async def exists(self, uri: str) -> bool:
         try:
@@ -165,7 +170,7 @@ class Objects:
                 lambda extra=extra: self._client.list_objects_v2(Bucket=bucket, Prefix=prefix, **extra), uri
             )
             for item in page.get("Contents", ()):
-                yield ObjectInfo(bucket, item["Key"], item["Size"], item["ETag"].strip('"'))
+                yield ObjectInfo(bucket, item["Key"], item["Size"], item["ETag"].strip('"'), item["LastModified"])
             token = page.get("NextContinuationToken")
             if not token:
                 return
@@ -189,11 +194,13 @@ class Objects:
         metrics.OBJECT_BYTES.labels("up").inc(path.stat().st_size)
 
     async def upload_blob(self, path: Path, bucket: str, *, sha256: str | None = None) -> tuple[str, str]:
-        """Store a file under its hash unless it is there already; return (uri, sha256)."""
+        """Store a file under its hash unless it is there already and young; return (uri, sha256)."""
         digest = sha256 or await asyncio.to_thread(hash_file, path)
         uri = f"s3://{bucket}/{blob_key(digest)}"
         try:
-            if (await self.head(uri)).size_bytes == path.stat().st_size:
+            there = await self.head(uri)
+            young = datetime.now(UTC) - there.modified_at < timedelta(seconds=FRESHEN_S)
+            if there.size_bytes == path.stat().st_size and young:
                 return uri, digest
         except Missing:
             pass
@@ -231,6 +238,22 @@ class Objects:
             return digest.hexdigest()
         finally:
             partial.unlink(missing_ok=True)
+
+    async def hash(self, uri: str) -> str:
+        """Lower-case hex SHA-256 of an object's content, read as a stream; raises ``Missing``."""
+        bucket, key = split_uri(uri)
+
+        async def read() -> str:
+            digest = hashlib.sha256()
+            answer = await self._client.get_object(Bucket=bucket, Key=key)
+            body = answer["Body"]
+            async with body:
+                while chunk := await body.read(CHUNK):
+                    digest.update(chunk)
+                    metrics.OBJECT_BYTES.labels("down").inc(len(chunk))
+            return digest.hexdigest()
+
+        return await self._try(read, uri)
 
     # -- errors -------------------------------------------------------------
 

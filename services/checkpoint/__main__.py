@@ -1,0 +1,3 @@
+from services.checkpoint.app import main
+
+main()

@@ -1,0 +1,169 @@
+"""Garbage collection: reads the facts and the store, asks the core, deletes. One at a time, under a lease."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from datetime import timedelta
+
+import structlog
+
+from contracts import topology
+from contracts.events.checkpoint import (
+    CheckpointCommitted,
+    CheckpointDeleted,
+    CheckpointRefused,
+    CheckpointStaged,
+)
+from contracts.events.run import RunCompleted, RunEvaluated, RunExited, RunPlaced
+from services.checkpoint import metrics
+from services.checkpoint.core.commit import BLOBS
+from services.checkpoint.core.garbage import Ledger, Stored, blobs_of, garbage, orphan_manifests
+from services.checkpoint.settings import CheckpointSettings
+from services.kit import telemetry
+from services.kit.bus import Bus, Transient
+from services.kit.lease import Lease
+from services.kit.objects import Missing, ObjectInfo, Objects
+
+log = structlog.get_logger(__name__)
+
+LEDGER = (
+    RunPlaced,
+    RunExited,
+    RunCompleted,
+    RunEvaluated,
+    CheckpointStaged,
+    CheckpointCommitted,
+    CheckpointRefused,
+    CheckpointDeleted,
+)
+LEASE = "checkpoint-gc"
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What one collection found and removed."""
+
+    manifests: int
+    blobs: int
+    freed_bytes: int
+    kept_blobs: int
+
+
+async def collect_garbage(bus: Bus, objects: Objects, settings: CheckpointSettings) -> Collected:
+    """Remove what nobody needs. Safe beside commits and uploads: see ``core/garbage.py``.
+
+    Raises:
+        ValueError: a manifest cannot be read, so nobody knows what it needs; nothing was deleted.
+    """
+    grace = timedelta(seconds=settings.checkpoint_gc_grace_s)
+    root = f"s3://{settings.bucket_models}/"
+    # In this order: what is named after the blobs were listed is seen.
+    blobs = [_stored(info) async for info in objects.list(f"{root}{BLOBS}")]
+    ledger = await _ledger(bus)
+    manifests = [_stored(info) async for info in objects.list(root) if _is_manifest(info.key)]
+    now = bus.clock.now()
+    orphans = {manifest.uri for manifest in orphan_manifests(manifests, ledger, now, grace)}
+    named: set[str] = set()
+    for manifest in manifests:
+        if manifest.uri not in orphans:
+            named |= await _named(objects, manifest)
+    doomed = garbage(blobs, named, ledger, now, grace)
+    for uri in sorted(orphans):
+        await objects.delete(uri)
+        metrics.GC_DELETED.labels("manifest").inc()
+    freed = 0
+    deleted = 0
+    for blob in doomed:
+        # Somebody may have written it anew, meaning to name it.
+        try:
+            if (await objects.head(blob.uri)).modified_at != blob.modified_at:
+                continue
+        except Missing:
+            continue
+        await objects.delete(blob.uri)
+        deleted, freed = deleted + 1, freed + blob.size_bytes
+        metrics.GC_DELETED.labels("blob").inc()
+        metrics.GC_FREED_BYTES.inc(blob.size_bytes)
+    found = Collected(len(orphans), deleted, freed, len(blobs) - deleted)
+    log.info("garbage collected", manifests=found.manifests, blobs=found.blobs, freed_bytes=freed)
+    return found
+
+
+async def _ledger(bus: Bus) -> Ledger:
+    ledger = Ledger()
+    filters = tuple(event.subject_filter() for event in LEDGER)
+    async for batch in bus.follow(topology.FACTS.name, filters, until_caught_up=True):
+        for received in batch:
+            ledger.apply(received.event, received.envelope.time)
+    return ledger
+
+
+async def _named(objects: Objects, manifest: Stored) -> set[str]:
+    try:
+        return blobs_of(await objects.get(manifest.uri))
+    except Missing:
+        return set()  # retention removed it meanwhile
+    except ValueError as error:
+        raise ValueError(f"{manifest.uri}: {error}; repair or remove it, nothing was collected") from error
+
+
+def _is_manifest(key: str) -> bool:
+    return "/checkpoints/" in key and key.endswith(".json") and not key.startswith(BLOBS)
+
+
+def _stored(info: ObjectInfo) -> Stored:
+    return Stored(info.uri, info.key, info.size_bytes, info.modified_at)
+
+
+async def collect_rarely(bus: Bus, objects: Objects, settings: CheckpointSettings) -> None:
+    """Collect every ``checkpoint_gc_every_s``; of several instances one does it at a time."""
+    while True:
+        await asyncio.sleep(settings.checkpoint_gc_every_s)
+        try:
+            await collect_alone(bus, objects, settings)
+        except (ValueError, Transient) as error:
+            metrics.GC_RUNS.labels("failed").inc()
+            log.error("garbage was not collected", reason=str(error))
+
+
+async def collect_alone(bus: Bus, objects: Objects, settings: CheckpointSettings) -> Collected | None:
+    """Collect under the lease; None if another instance is at it."""
+    bucket = await bus.bucket(topology.LEASES)
+    lease = Lease(bucket, LEASE, f"{settings.instance}/{id(bus)}", settings.lease_ttl_s * 3)
+    if not await lease.try_acquire():
+        return None
+    keeper = asyncio.create_task(lease.keep())
+    work = asyncio.create_task(collect_garbage(bus, objects, settings))
+    try:
+        await asyncio.wait({keeper, work}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise Transient("the lease was lost while garbage was collected")
+        found = await work
+        metrics.GC_RUNS.labels("done").inc()
+        return found
+    finally:
+        for task in (keeper, work):
+            task.cancel()
+        await asyncio.gather(keeper, work, return_exceptions=True)
+        await lease.release()
+
+
+def run_gc(settings: CheckpointSettings) -> None:
+    """Collect garbage once, and print what went. For ``python -m services.checkpoint gc``."""
+    telemetry.setup("checkpoint-gc", settings)
+
+    async def once() -> Collected | None:
+        bus = Bus("checkpoint-gc", settings)
+        await bus.connect()
+        try:
+            async with Objects(settings) as objects:
+                return await collect_alone(bus, objects, settings)
+        finally:
+            await bus.close()
+
+    found = asyncio.run(once())
+    if found is None:
+        print("another instance is collecting: nothing done")
+    else:
+        print(f"{found.blobs} blobs ({found.freed_bytes:,} bytes) and {found.manifests} manifests removed")

@@ -1,0 +1,114 @@
+"""Which blobs and manifests nobody needs any more. Mark and sweep; when in doubt, keep.
+
+What makes it safe, although blobs are shared by content across runs and uploads go on meanwhile:
+
+1. A blob is garbage only if no manifest in the store, no unsettled ``checkpoint_staged`` and no artifact
+   in a fact names it, *and* it was last written more than ``grace`` ago.
+2. The facts and manifests are read after the blobs were listed.
+3. Whoever relies on a blob that is there already and is older than ``objects.FRESHEN_S`` writes it anew
+   (as git does with objects), so a blob that an upload under way relies on is always younger than ``grace``.
+4. Whatever happens, a checkpoint is verified against the store after it was staged and before it is
+   committed: a blob that went too early costs that one checkpoint, never a committed one.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+
+from contracts.base import Event
+from contracts.events.checkpoint import (
+    CheckpointCommitted,
+    CheckpointDeleted,
+    CheckpointRefused,
+    CheckpointStaged,
+)
+from contracts.events.run import RunCompleted, RunEvaluated, RunExited, RunPlaced
+
+MANIFEST_KEY = re.compile(r"^[^/]+/(?P<run_id>[^/]+)/checkpoints/epoch_-?\d+/step_-?\d+\.g(?P<generation>\d+)\.json$")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An object in the store."""
+
+    uri: str
+    key: str
+    size_bytes: int
+    modified_at: datetime
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What the facts say about who needs which object. A fold over facts in stream order."""
+
+    committed: set[str] = field(default_factory=set)
+    deleted: set[str] = field(default_factory=set)
+    generation: dict[str, int] = field(default_factory=dict)
+    artifacts: set[str] = field(default_factory=set)
+    #: (run, generation, step) -> when the newest part was staged, and the blobs of all its parts.
+    staged: dict[tuple[str, int, int], tuple[datetime, set[str]]] = field(default_factory=dict)
+
+    def apply(self, event: Event, time: datetime) -> None:
+        match event:
+            case RunPlaced():
+                self.generation[event.run_id] = event.generation
+            case CheckpointStaged():
+                key = (event.run_id, event.generation, event.step)
+                _, blobs = self.staged.get(key, (time, set()))
+                self.staged[key] = (time, blobs | {file.uri for file in event.files})
+            case CheckpointCommitted():
+                self.committed.add(event.checkpoint.uri)
+                # From here on its manifest names the blobs.
+                self.staged.pop((event.run_id, event.generation, event.checkpoint.step), None)
+            case CheckpointRefused():
+                self.staged.pop((event.run_id, event.generation, event.step), None)
+            case CheckpointDeleted():
+                self.deleted.add(event.uri)
+            case RunExited() | RunCompleted():
+                self.artifacts |= {artifact.uri for artifact in event.artifacts}
+            case RunEvaluated():
+                self.artifacts |= {artifact.uri for artifact in event.report}
+
+    def pending_blobs(self, newer_than: datetime) -> set[str]:
+        """Blobs of parts that may still be committed, or were staged a short while ago."""
+        return {
+            blob
+            for (run_id, generation, _), (time, blobs) in self.staged.items()
+            if generation >= self.generation.get(run_id, 0) or time > newer_than
+            for blob in blobs
+        }
+
+
+def orphan_manifests(manifests: Iterable[Stored], ledger: Ledger, now: datetime, grace: timedelta) -> list[Stored]:
+    """Manifests that can be restored by nobody: retention deleted them, or their commit can never follow."""
+    orphans = []
+    for manifest in manifests:
+        match = MANIFEST_KEY.match(manifest.key)
+        if match is None or now - manifest.modified_at <= grace:
+            continue
+        superseded = int(match["generation"]) < ledger.generation.get(match["run_id"], 0)
+        if manifest.uri in ledger.deleted or (superseded and manifest.uri not in ledger.committed):
+            orphans.append(manifest)
+    return orphans
+
+
+def garbage(blobs: Iterable[Stored], named: set[str], ledger: Ledger, now: datetime, grace: timedelta) -> list[Stored]:
+    """Blobs that nothing names. ``named`` are those of every manifest that stays."""
+    marked = named | ledger.artifacts | ledger.pending_blobs(now - grace)
+    return [blob for blob in blobs if blob.uri not in marked and now - blob.modified_at > grace]
+
+
+def blobs_of(manifest: bytes) -> set[str]:
+    """The blobs that a manifest names.
+
+    Raises:
+        ValueError: this is no manifest, so nobody knows what it needs.
+    """
+    try:
+        return {str(file["uri"]) for file in json.loads(manifest)["files"]}
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not a manifest: {error!r}") from error

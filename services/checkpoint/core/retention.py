@@ -1,0 +1,97 @@
+"""Which checkpoints of a run are kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from contracts.base import Event
+from contracts.events.checkpoint import CheckpointCommitted
+from contracts.events.model import ModelPromoted
+from contracts.events.run import RunAccepted, RunCancelled, RunCompleted, RunFailed, RunPlaced
+from contracts.events.train import Retention
+
+#: While a run goes on, this many of the newest are kept whatever ``retention.last`` says: the scheduler may be
+#: placing the run from the one before the newest at the moment the newest is committed.
+NEWEST_KEPT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Deletion:
+    """Remove this checkpoint; ``reason`` says why it is not kept."""
+
+    uri: str
+    step: int
+    reason: str
+
+
+def plan(
+    committed: Sequence[CheckpointCommitted], deleted: Collection[str], retention: Retention, held: Collection[str]
+) -> list[Deletion]:
+    """Choose what goes, given a run's commits in stream order. Same input, same output.
+
+    Kept are the last N, the best K by metric, whatever is in ``held``, and the final one.
+    """
+    there = [commit for commit in committed if commit.checkpoint.uri not in deleted]
+    over = any(commit.final for commit in there)
+    last = retention.last if over else max(retention.last, NEWEST_KEPT)
+    keep = {commit.checkpoint.uri for commit in there[-last:]} | set(held)
+    keep |= {commit.checkpoint.uri for commit in there if commit.final}
+    keep |= {commit.checkpoint.uri for commit in best(there, retention)}
+    reason = f"not among the last {last}, nor the best {retention.best} by {retention.metric}"
+    return [
+        Deletion(commit.checkpoint.uri, commit.checkpoint.step, reason)
+        for commit in there
+        if commit.checkpoint.uri not in keep
+    ]
+
+
+def best(commits: Sequence[CheckpointCommitted], retention: Retention) -> list[CheckpointCommitted]:
+    """The best K by metric; of equals the newer. What has no such number is not ranked."""
+
+    def rank(item: tuple[int, CheckpointCommitted]) -> tuple[float, int]:
+        place, commit = item
+        value = commit.metrics[retention.metric]
+        return (-value if retention.mode == "max" else value, -place)
+
+    measured = [
+        (place, commit)
+        for place, commit in enumerate(commits)
+        if math.isfinite(commit.metrics.get(retention.metric, math.nan))
+    ]
+    return [commit for _, commit in sorted(measured, key=rank)[: retention.best]]
+
+
+@dataclass(slots=True)
+class Holds:
+    """Which checkpoints somebody outside their own run counts on. A fold over facts.
+
+    Champions, present and past, are held for ever: a rollback needs them. A run that starts from
+    another's checkpoint, or measures one, holds it until it has ended.
+    """
+
+    champions: set[str] = field(default_factory=set)
+    by_run: dict[str, set[str]] = field(default_factory=dict)
+
+    def apply(self, event: Event) -> None:
+        match event:
+            case ModelPromoted():
+                self.champions.add(event.checkpoint_uri)
+            case RunAccepted():
+                measured = event.spec.evaluate.checkpoint_uri if event.spec.evaluate else None
+                self._hold(event.run_id, {event.spec.resume_from, measured})
+            case RunPlaced(resume=resume) if resume is not None:
+                # Its own checkpoints a run need not hold: the newest are kept anyway.
+                if f"/{event.run_id}/checkpoints/" not in resume.uri:
+                    self._hold(event.run_id, {resume.uri})
+            case RunCompleted() | RunFailed() | RunCancelled():
+                self.by_run.pop(event.run_id, None)
+
+    def _hold(self, run_id: str, uris: set[str | None]) -> None:
+        if found := {uri for uri in uris if uri}:
+            self.by_run.setdefault(run_id, set()).update(found)
+
+    @property
+    def uris(self) -> set[str]:
+        return self.champions.union(*self.by_run.values())

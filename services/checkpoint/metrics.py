@@ -1,0 +1,30 @@
+"""The checkpoint service's metrics. Labels are bounded: never a run or a file."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Histogram
+
+COMMITTED = Counter("trainbus_checkpoints_committed_total", "Checkpoints that can be restored from now on.")
+REFUSED = Counter(
+    "trainbus_checkpoints_refused_total",
+    "Checkpoints that will never be committed, by cause: parts (the ranks' parts do not fit), "
+    "files (missing or wrong in the store), manifest (another one is there).",
+    ["cause"],
+)
+IGNORED = Counter(
+    "trainbus_checkpoints_ignored_total",
+    "Staged parts of no consequence, by cause: zombie (an older generation's), known (settled before).",
+    ["cause"],
+)
+COMMIT_SECONDS = Histogram(
+    "trainbus_checkpoint_commit_seconds",
+    "From the last part arriving to the commit: verifying the files and writing the manifest.",
+    buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300),
+)
+VERIFIED_BYTES = Counter("trainbus_checkpoint_verified_bytes_total", "Bytes read back from the store and hashed.")
+DELETED = Counter("trainbus_checkpoints_deleted_total", "Checkpoints removed by retention.")
+GC_RUNS = Counter("trainbus_checkpoint_gc_runs_total", "Garbage collections, by outcome: done, failed.", ["outcome"])
+GC_DELETED = Counter(
+    "trainbus_checkpoint_gc_deleted_total", "Objects removed by garbage collection: blob, manifest.", ["kind"]
+)
+GC_FREED_BYTES = Counter("trainbus_checkpoint_gc_freed_bytes_total", "Bytes of blobs removed by garbage collection.")

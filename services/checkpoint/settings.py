@@ -1,0 +1,24 @@
+"""The checkpoint service's own settings."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from services.kit.objects import FRESHEN_S
+from services.kit.settings import Settings
+
+
+class CheckpointSettings(Settings):
+    #: Files up to this size are read back and hashed before a commit; of larger ones the size alone is compared
+    #: (they were hashed when they were uploaded, under the name of their hash).
+    checkpoint_verify_bytes: int = Field(256 * 2**20, ge=0)
+    #: Files of one checkpoint that are verified at the same time.
+    checkpoint_verify_parallel: int = Field(8, ge=1)
+    checkpoint_gc_every_s: float = Field(6 * 3600.0, gt=0)
+    #: What was written more lately than this is never garbage. It must leave room for the slowest upload.
+    checkpoint_gc_grace_s: float = Field(48 * 3600.0, ge=4 * FRESHEN_S)
+
+    @classmethod
+    def of(cls, settings: Settings) -> CheckpointSettings:
+        """These settings, filled up from the environment."""
+        return settings if isinstance(settings, cls) else cls(**settings.model_dump())

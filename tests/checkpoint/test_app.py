@@ -1,0 +1,302 @@
+"""The checkpoint service on a real nats-server and a real S3."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from contracts.base import Fact
+from contracts.events.checkpoint import CheckpointCommitted, CheckpointStaged
+from contracts.events.train import Retention
+from services.checkpoint.app import Committer, build
+from services.checkpoint.collect import collect_garbage
+from services.checkpoint.core.commit import manifest_uri
+from services.checkpoint.settings import CheckpointSettings
+from services.kit.bus import Bus, Received, Transient
+from services.kit.clock import ManualClock
+from services.kit.objects import Objects
+from services.kit.settings import Settings
+from tests.checkpoint.facts import RUN, blob_uri, content, file, placed, staged
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing in the service catches it."""
+
+
+class Rig:
+    """A committer on real servers, and the facts that agents and scheduler would publish."""
+
+    def __init__(self, bus: Bus, objects: Objects, settings: Settings) -> None:
+        self.bus, self.objects = bus, objects
+        self.settings = CheckpointSettings.of(settings)
+        self.bucket = settings.bucket_models
+        self.committer = self.restarted()
+
+    def restarted(self) -> Committer:
+        self.committer = Committer(self.bus, self.objects, self.settings)
+        return self.committer
+
+    async def upload(self, part: CheckpointStaged) -> None:
+        for each in part.files:
+            rank = int(each.path.split("_")[1].split(".")[0])
+            await self.objects.put(each.uri, content(rank, part.step, part.generation))
+
+    async def stage(self, step: int = 100, generation: int = 1, **fields: Any) -> list[Received[Any]]:
+        """Both nodes' parts, uploaded and published; the messages as a consumer gets them."""
+        messages = []
+        for node in ("a", "b"):
+            part = staged(self.bucket, node, step, generation, **fields)
+            await self.upload(part)
+            messages.append(await self.publish(part))
+        return messages
+
+    async def publish(self, fact: Fact) -> Received[Any]:
+        await self.bus.publish(fact)
+        stored = await self.bus.last(fact.subject)
+        assert stored is not None
+        return stored
+
+    async def deliver(self, messages: list[Received[Any]]) -> None:
+        for message in messages:
+            await self.committer.on_checkpoint_staged(message)
+
+    async def facts(self, name: str, run: str = RUN) -> list[Any]:
+        return [received.event for received in await self.bus.history(f"run.{run}.{name}")]
+
+    async def commits(self) -> list[tuple[int, int]]:
+        return [(c.generation, c.checkpoint.step) for c in await self.facts("checkpoint_committed")]
+
+    async def manifests(self) -> list[str]:
+        found = [info.key async for info in self.objects.list(f"s3://{self.bucket}/digits/")]
+        return [key.rsplit("/", 1)[1] for key in found]
+
+    def die_publishing(self, monkeypatch: pytest.MonkeyPatch, kind: type[Fact], *, after: bool = False) -> None:
+        """Kill the service once, just before or after it publishes ``kind``."""
+        publish = self.bus.publish
+
+        async def dying(fact: Fact, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(fact, kind):
+                monkeypatch.setattr(self.bus, "publish", publish)
+                if after:
+                    await publish(fact, *args, **kwargs)
+                raise Killed
+            return await publish(fact, *args, **kwargs)
+
+        monkeypatch.setattr(self.bus, "publish", dying)
+
+
+@pytest_asyncio.fixture
+async def rig(make_bus: Callable[..., Any], objects: Objects, s3_settings: Settings) -> Rig:
+    return Rig(await make_bus("checkpoint"), objects, s3_settings)
+
+
+async def test_the_running_service_commits_once_what_two_nodes_staged(
+    rig: Rig, s3_settings: Settings, bus: Bus
+) -> None:
+    services = [build(s3_settings), build(s3_settings)]
+    tasks = [asyncio.create_task(service.run()) for service in services]
+    try:
+        await rig.publish(placed())
+        await rig.stage(metrics={"validation/loss": 0.5})
+        async with asyncio.timeout(10):
+            async for batch in bus.follow("FACTS", ("run.*.checkpoint_committed",)):
+                if batch:
+                    break
+        # The same parts again, as new messages: the server no longer remembers their ids.
+        for node in ("a", "b"):
+            again = staged(rig.bucket, node, metrics={"validation/loss": 0.5})
+            await bus.js.publish(again.subject, again.model_dump_json().encode())
+        async with asyncio.timeout(10):
+            info = await bus.js.consumer_info("FACTS", "checkpoint")
+            while info.num_pending or info.num_ack_pending:
+                await asyncio.sleep(0.02)
+                info = await bus.js.consumer_info("FACTS", "checkpoint")
+    finally:
+        for service in services:
+            service.stopping.set()
+        await asyncio.gather(*tasks)
+    [commit] = await rig.facts("checkpoint_committed")
+    assert commit.checkpoint.step == 100
+    assert commit.metrics == {"validation/loss": 0.5}
+    manifest = json.loads(await rig.objects.get(commit.checkpoint.uri))
+    assert sum(each["size_bytes"] for each in manifest["files"]) == commit.size_bytes
+    assert await rig.facts("checkpoint_refused") == []
+    cause = await bus.last(f"run.{RUN}.checkpoint_committed")
+    assert cause is not None
+    assert cause.envelope.causation_id.startswith(f"run/{RUN}/checkpoint_staged/1/100/")
+
+
+async def test_one_part_alone_commits_nothing(rig: Rig) -> None:
+    await rig.publish(placed())
+    part = staged(rig.bucket, "a")
+    await rig.upload(part)
+    await rig.deliver([await rig.publish(part)])
+    assert await rig.commits() == []
+    assert await rig.manifests() == []
+
+
+async def test_what_is_staged_before_it_is_placed_waits(rig: Rig) -> None:
+    messages = await rig.stage()
+    with pytest.raises(Transient):
+        await rig.deliver(messages)
+    await rig.publish(placed())
+    await rig.deliver(messages)
+    assert await rig.commits() == [(1, 100)]
+
+
+async def test_a_zombie_cannot_commit(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    await rig.publish(placed(1))
+    messages = await rig.stage()
+    # Placed anew while the service is verifying: the fence is what stops it.
+    put = rig.objects.put
+
+    async def placed_meanwhile(*args: Any, **kwargs: Any) -> None:
+        await put(*args, **kwargs)
+        await rig.publish(placed(2))
+
+    monkeypatch.setattr(rig.objects, "put", placed_meanwhile)
+    await rig.deliver(messages[1:])
+    monkeypatch.undo()
+    assert await rig.commits() == []
+    assert await rig.manifests() == [], "its manifest is withdrawn"
+    await rig.deliver(messages)
+    await rig.deliver(await rig.stage(110, 1))
+    assert await rig.commits() == []
+    await rig.deliver(await rig.stage(100, 2))
+    assert await rig.commits() == [(2, 100)]
+
+
+async def test_a_kill_between_manifest_and_commit(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    await rig.publish(placed())
+    messages = await rig.stage()
+    rig.die_publishing(monkeypatch, CheckpointCommitted)
+    with suppress(Killed):
+        await rig.deliver(messages)
+    assert (await rig.commits(), len(await rig.manifests())) == ([], 1)
+    rig.restarted()
+    await rig.deliver(messages)
+    await rig.deliver(messages)
+    assert await rig.commits() == [(1, 100)]
+    assert len(await rig.manifests()) == 1
+
+
+async def test_the_next_generation_reaches_the_step_whose_commit_was_never_published(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.publish(placed(1))
+    messages = await rig.stage()
+    rig.die_publishing(monkeypatch, CheckpointCommitted)
+    with suppress(Killed):
+        await rig.deliver(messages)
+    await rig.publish(placed(2))
+    rig.restarted()
+    await rig.deliver(messages)
+    await rig.deliver(await rig.stage(100, 2))
+    assert await rig.commits() == [(2, 100)]
+    [commit] = await rig.facts("checkpoint_committed")
+    assert json.loads(await rig.objects.get(commit.checkpoint.uri))["generation"] == 2
+
+
+@pytest.mark.parametrize("fault", ["missing", "corrupt", "truncated", "another manifest"])
+async def test_what_does_not_verify_is_refused_for_good(rig: Rig, fault: str) -> None:
+    await rig.publish(placed())
+    messages = await rig.stage()
+    blob = blob_uri(rig.bucket, content(2, 100))
+    match fault:
+        case "missing":
+            await rig.objects.delete(blob)
+        case "corrupt":
+            await rig.objects.put(blob, content(3, 100))
+        case "truncated":
+            await rig.objects.put(blob, b"short")
+        case _:
+            await rig.objects.put(manifest_uri(rig.bucket, "digits", RUN, 1, 100, 1), b"{}")
+    await rig.deliver(messages)
+    [refused] = await rig.facts("checkpoint_refused")
+    assert refused.step == 100
+    assert ("rank_2.bin" if fault != "another manifest" else "another content") in refused.reason
+    await rig.objects.put(blob, content(2, 100))
+    await rig.deliver(messages)
+    assert await rig.commits() == []
+    await rig.deliver(await rig.stage(110))
+    assert await rig.commits() == [(1, 110)], "the next one is not disturbed"
+
+
+async def test_retention_removes_manifests_once_even_when_killed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    from contracts.events.checkpoint import CheckpointDeleted
+    from contracts.events.model import ModelPromoted
+
+    await rig.publish(placed(retention=Retention(last=2, best=1)))
+    for step, loss in ((10, 0.1), (20, 0.9)):
+        await rig.deliver(await rig.stage(step, metrics={"validation/loss": loss}))
+    champion = (await rig.facts("checkpoint_committed"))[1].checkpoint.uri
+    await rig.publish(ModelPromoted(model="m", version=1, run_id=RUN, checkpoint_uri=champion))
+    for step in (30, 40):
+        await rig.deliver(await rig.stage(step, metrics={"validation/loss": 0.8}))
+    rig.die_publishing(monkeypatch, CheckpointDeleted)
+    messages = await rig.stage(50, metrics={"validation/loss": 0.7})
+    with suppress(Killed):
+        await rig.deliver(messages)
+    assert await rig.facts("checkpoint_deleted") == []
+    rig.restarted()
+    await rig.deliver(messages)
+    await rig.deliver(messages)
+    assert [fact.step for fact in await rig.facts("checkpoint_deleted")] == [30]
+    # The best, the champion's, and the last two.
+    assert [int(name.split("_")[1].split(".")[0]) for name in await rig.manifests()] == [10, 20, 40, 50]
+
+
+async def test_garbage_collection_takes_what_nothing_names_and_nothing_else(
+    make_bus: Callable[..., Any], objects: Objects, s3_settings: Settings
+) -> None:
+    clock = ManualClock()
+    later = ManualClock(start=clock.now().replace(year=2100))
+    rig = Rig(await make_bus("checkpoint"), objects, s3_settings)
+    await rig.publish(placed(retention=Retention(last=2, best=0)))
+    shared = b"frozen weights, the same in every step"
+    await objects.put(blob_uri(rig.bucket, shared), shared)
+    for step in (10, 20, 30):
+        for node in ("a", "b"):
+            part = staged(rig.bucket, node, step)
+            await rig.upload(part)
+            files = (*part.files, file(rig.bucket, "frozen.bin", shared))
+            await rig.deliver([await rig.publish(part.model_copy(update={"files": files}))])
+    half = staged(rig.bucket, "a", 40)
+    await rig.upload(half)
+    await rig.publish(half)
+    stray = blob_uri(rig.bucket, b"stray")
+    await objects.put(stray, b"stray")
+    # Nothing is old enough yet.
+    assert (await collect_garbage(rig.bus, objects, rig.settings)).blobs == 0
+    old = await make_bus("gc", clock=later)
+    found = await collect_garbage(old, objects, rig.settings)
+    gone = [blob_uri(rig.bucket, content(rank, 10)) for rank in range(4)]
+    assert [found.blobs, found.manifests] == [5, 0]
+    assert not any([await objects.exists(uri) for uri in [*gone, stray]])
+    for commit in (await rig.facts("checkpoint_committed"))[1:]:
+        for each in json.loads(await objects.get(commit.checkpoint.uri))["files"]:
+            assert await objects.hash(each["uri"]) == each["sha256"]
+    assert all([await objects.exists(each.uri) for each in half.files])
+    # The half that waited is superseded, and long ago: it goes. A second collection finds nothing.
+    await rig.publish(placed(2))
+    assert (await collect_garbage(old, objects, rig.settings)).blobs == 2
+    assert (await collect_garbage(old, objects, rig.settings)).blobs == 0
+
+
+async def test_garbage_collection_stops_at_a_manifest_it_cannot_read(
+    make_bus: Callable[..., Any], objects: Objects, s3_settings: Settings
+) -> None:
+    later = ManualClock(start=ManualClock().now() + timedelta(days=36500))
+    rig = Rig(await make_bus("gc", clock=later), objects, s3_settings)
+    await objects.put(blob_uri(rig.bucket, b"stray"), b"stray")
+    await objects.put(manifest_uri(rig.bucket, "x", "ry", 1, 1, 1), b"scrambled")
+    with pytest.raises(ValueError, match="repair or remove it"):
+        await collect_garbage(rig.bus, objects, rig.settings)
+    assert await objects.exists(blob_uri(rig.bucket, b"stray"))

@@ -1,0 +1,203 @@
+"""Tables and properties of what the checkpoint service decides."""
+
+from __future__ import annotations
+
+import json
+import math
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contracts.events.checkpoint import CheckpointDeleted, CheckpointStaged
+from contracts.events.model import ModelPromoted
+from contracts.events.run import CheckpointRef, RunAccepted, RunCompleted
+from contracts.events.train import EvaluateTarget, Retention, TrainRequested
+from services.checkpoint.core.commit import Assembled, Refusal, Waiting, assemble
+from services.checkpoint.core.garbage import Ledger, Stored, blobs_of, garbage, orphan_manifests
+from services.checkpoint.core.retention import Holds, plan
+from tests.checkpoint.facts import RUN, committed, file, placed, staged
+
+B = "models"
+NOW = datetime(2026, 1, 10, tzinfo=UTC)
+GRACE = timedelta(days=2)
+
+
+def test_all_parts_make_a_manifest_whatever_their_order() -> None:
+    a = staged(B, "a", metrics={"loss": 1.0, "x": 3.0})
+    b = staged(B, "b", metrics={"loss": 2.0})
+    one, other = assemble(placed(), [a, b], B), assemble(placed(), [b, a, b, staged(B, "a", generation=7)], B)
+    assert isinstance(one, Assembled)
+    assert isinstance(other, Assembled)
+    assert one == other
+    assert one.ref.uri == f"s3://models/digits/{RUN}/checkpoints/epoch_1/step_00000100.g1.json"
+    manifest = json.loads(one.manifest)
+    assert [each["path"] for each in manifest["files"]] == [f"rank_{rank}.bin" for rank in range(4)]
+    assert manifest["metrics"] == {"loss": 1.0, "x": 3.0}
+    assert (manifest["generation"], manifest["world_size"], manifest["samples_consumed"]) == (1, 4, 6400)
+    assert one.manifest == json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
+
+
+def test_it_waits_for_missing_ranks_and_does_not_listen_to_strangers() -> None:
+    assert assemble(placed(), [staged(B, "b")], B) == Waiting((0, 1))
+    assert assemble(placed(), [staged(B, "b"), staged(B, "stranger")], B) == Waiting((0, 1))
+    assert assemble(placed(2), [staged(B, "a"), staged(B, "b")], B) == Waiting((0, 1, 2, 3))
+
+
+BAD_PARTS: dict[str, tuple[dict[str, Any], str]] = {
+    "wrong ranks": ({"ranks": (2,)}, "node b staged ranks"),
+    "wrong world": ({"world_size": 8}, "of 8"),
+    "another sample": ({"samples_consumed": 5}, "disagree"),
+    "outside the folder": ({"files": (file(B, "x/../../etc/passwd", b""),)}, "leaves the checkpoint's folder"),
+    "no blob": ({"files": (file(B, "x", b"", uri="s3://models/elsewhere"),)}, "as the blob of its hash"),
+    "other bucket": ({"files": (file("lake", "x", b""),)}, "as the blob of its hash"),
+    "same name": ({"files": (file(B, "rank_0.bin", b"else"),)}, "two ranks wrote different contents"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PARTS)
+def test_parts_that_do_not_fit_are_refused_in_words(case: str) -> None:
+    fields, words = BAD_PARTS[case]
+    refusal = assemble(placed(), [staged(B, "a"), staged(B, "b", **fields)], B)
+    assert isinstance(refusal, Refusal)
+    assert words in refusal.reason
+
+
+def test_the_first_word_of_a_node_counts() -> None:
+    second_thoughts = staged(B, "a", files=(file(B, "rank_0.bin", b"other"),))
+    first = assemble(placed(), [staged(B, "a"), staged(B, "b")], B)
+    assert assemble(placed(), [staged(B, "a"), second_thoughts, staged(B, "b")], B) == first
+
+
+def steps_deleted(losses: list[float | None], retention: Retention, **options: Any) -> list[int]:
+    commits = [committed(10 * (n + 1), loss, final=options.get("final") == n) for n, loss in enumerate(losses)]
+    by_step = {commit.checkpoint.step: commit.checkpoint.uri for commit in commits}
+    deleted = {by_step[step] for step in options.get("deleted", ())}
+    held = {by_step[step] for step in options.get("held", ())}
+    return [deletion.step for deletion in plan(commits, deleted, retention, held)]
+
+
+NAN = math.nan
+RETENTION: dict[str, tuple[list[float | None], Retention, dict[str, Any], list[int]]] = {
+    "few": ([1, 2], Retention(last=3), {}, []),
+    "last three and the best": ([1, 0.1, 3, 4, 5, 6], Retention(last=3, best=1), {}, [10, 30]),
+    "best is among the last": ([5, 4, 3, 2, 1], Retention(last=2, best=1), {}, [10, 20, 30]),
+    "best two by max": ([9, 8, 1, 2, 3], Retention(last=2, best=2, mode="max"), {}, [30]),
+    "of equals the newer": ([1, 1, 5, 5], Retention(last=2, best=1), {}, [10]),
+    "no metric": ([None, None, None, None], Retention(last=2, best=2), {}, [10, 20]),
+    "nan is no best": ([NAN, 7, 8, 9], Retention(last=2, best=1), {}, [10]),
+    "held": ([4, 3, 2, 1], Retention(last=2, best=0), {"held": [10]}, [20]),
+    "deleted before": ([4, 3, 2, 1], Retention(last=2, best=0), {"deleted": [10]}, [20]),
+    "last one keeps two while it runs": ([4, 3, 2], Retention(last=1, best=0), {}, [10]),
+    "last one at the end": ([4, 3, 2], Retention(last=1, best=0), {"final": 2}, [10, 20]),
+    "final is kept": ([4, 3, 2, 1], Retention(last=1, best=0), {"final": 0}, [20, 30]),
+}
+
+
+@pytest.mark.parametrize("case", RETENTION)
+def test_retention(case: str) -> None:
+    losses, retention, options, gone = RETENTION[case]
+    assert steps_deleted(losses, retention, **options) == gone
+
+
+@given(
+    st.lists(st.none() | st.floats(), max_size=12),
+    st.integers(1, 4),
+    st.integers(0, 3),
+    st.sets(st.integers(0, 11)),
+)
+def test_the_newest_and_the_held_always_stay(losses: list[float | None], last: int, best: int, held: set[int]) -> None:
+    retention = Retention(last=last, best=best)
+    commits = [committed(n, loss) for n, loss in enumerate(losses)]
+    held_uris = {commits[n].checkpoint.uri for n in held if n < len(commits)}
+    gone = {deletion.uri for deletion in plan(commits, set(), retention, held_uris)}
+    assert not gone & (held_uris | {commit.checkpoint.uri for commit in commits[-last:]})
+    assert len(commits) - len(gone) <= max(last, 2) + best + len(held_uris)
+    # Once carried out, nothing more is to do.
+    assert not plan(commits, gone, retention, held_uris)
+
+
+def test_holds_follow_champions_for_ever_and_other_runs_until_they_end() -> None:
+    holds = Holds()
+    uri = committed(10).checkpoint.uri
+    spec = TrainRequested(
+        name="e", kind="evaluate", command=["x"], evaluate=EvaluateTarget(run_id=RUN, checkpoint_uri=uri)
+    )
+    holds.apply(RunAccepted(run_id="re", spec=spec, request_id="1", request_source="s"))
+    resume = CheckpointRef(uri=uri, step=10, epoch=1, samples_consumed=1)
+    holds.apply(placed(run="rother", resume=resume))
+    holds.apply(placed(2, resume=committed(20).checkpoint))  # its own: not held
+    assert holds.uris == {uri}
+    holds.apply(RunCompleted(run_id="re", generation=1))
+    assert holds.uris == {uri}
+    holds.apply(RunCompleted(run_id="rother", generation=1))
+    assert holds.uris == set()
+    for version, step in enumerate((30, 40), start=1):
+        checkpoint = committed(step).checkpoint.uri
+        holds.apply(ModelPromoted(model="m", version=version, run_id=RUN, checkpoint_uri=checkpoint))
+    assert holds.uris == {committed(step).checkpoint.uri for step in (30, 40)}
+
+
+def stored(uri: str, age_days: float) -> Stored:
+    return Stored(uri, uri.split("/", 3)[3], 1, NOW - timedelta(days=age_days))
+
+
+def removed(step: int) -> CheckpointDeleted:
+    return CheckpointDeleted(run_id=RUN, uri=committed(step).checkpoint.uri, step=step, reason="")
+
+
+def blobs(part: CheckpointStaged) -> set[str]:
+    return {file.uri for file in part.files}
+
+
+GARBAGE: dict[str, tuple[list[Any], bool]] = {
+    "named by nothing": ([], True),
+    "staged, may be committed yet": ([(placed(), 9), (staged(B, "a"), 9)], False),
+    "staged before we know of the placement": ([(staged(B, "a"), 9)], False),
+    "zombie's, long ago": ([(placed(), 9), (staged(B, "a"), 9), (placed(2), 8)], True),
+    "zombie's, just now": ([(placed(), 9), (staged(B, "a"), 1), (placed(2), 1)], False),
+    "committed, manifest gone": (
+        [(placed(), 9), (staged(B, "a"), 9), (committed(100), 9), (removed(100), 8)],
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GARBAGE)
+def test_garbage_is_what_nothing_names(case: str) -> None:
+    facts, is_garbage = GARBAGE[case]
+    ledger = Ledger()
+    for fact, age_days in facts:
+        ledger.apply(fact, NOW - timedelta(days=age_days))
+    uris = sorted(blobs(staged(B, "a")))
+    old = [stored(uri, 10) for uri in uris]
+    assert [blob.uri for blob in garbage(old, set(), ledger, NOW, GRACE)] == (uris if is_garbage else [])
+    # Whatever the facts say: a manifest's blobs stay, and young ones stay.
+    assert garbage(old, set(uris), ledger, NOW, GRACE) == []
+    assert garbage([stored(uri, 1) for uri in uris], set(), ledger, NOW, GRACE) == []
+
+
+def test_orphan_manifests_are_the_deleted_and_the_superseded_only() -> None:
+    ledger = Ledger()
+    deleted = committed(30).checkpoint.uri
+    facts = (placed(1), committed(10), committed(30), placed(2), removed(30))
+    for fact in facts:
+        ledger.apply(fact, NOW)
+    ages = {
+        committed(10).checkpoint.uri: 9,  # committed
+        committed(20).checkpoint.uri: 9,  # of generation 1, never committed
+        committed(21).checkpoint.uri: 1,  # the same, but young
+        deleted: 9,
+        committed(20, generation=2).checkpoint.uri: 9,  # may be committed yet
+        committed(20, run="runknown").checkpoint.uri: 9,
+    }
+    found = orphan_manifests([stored(uri, age) for uri, age in ages.items()], ledger, NOW, GRACE)
+    assert {each.uri for each in found} == {committed(20).checkpoint.uri, deleted}
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"files": [1]}', b"\xff"])
+def test_what_is_no_manifest_stops_the_collection(body: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        blobs_of(body)

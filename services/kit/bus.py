@@ -244,6 +244,9 @@ class Bus:
                 await asyncio.sleep(min(0.1 * 2**attempt, 2.0))
                 continue
             metrics.PUBLISHED.labels(envelope.type).inc()
+            if self.settings.chaos_twice:
+                with suppress(APIError):
+                    await self.js.publish(subject, body, headers=headers, timeout=PUBLISH_TIMEOUT_S)
             return Ack(ack.seq, bool(ack.duplicate))
         raise AssertionError("unreachable")
 
@@ -394,7 +397,8 @@ class Bus:
             ):
                 await self._with_heartbeat(handler(received), msg, consumer.ack_wait_s)
             outcome = "ok"
-            await self._settle(msg.ack_sync())
+            once_more = self.settings.chaos_twice and metadata.num_delivered == 1
+            await self._settle(msg.nak() if once_more else msg.ack_sync())
         except InvalidData as error:
             outcome = await self._invalid(subscription, msg, raw, error)
         except (EnvelopeError, Poison) as error:

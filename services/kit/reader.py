@@ -91,7 +91,7 @@ class Reader:
         while True:
             try:
                 return await self._once(info, chunks, path)
-            except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
                 if loop.time() > deadline:
                     raise Transient(f"object store: {info.uri}: {error!r}") from error
                 log.info("object store does not answer, trying again", what=info.uri, error=repr(error))

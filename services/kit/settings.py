@@ -47,6 +47,9 @@ class Settings(BaseSettings):
     #: Seconds after which a holder that has not renewed its lease is taken for dead.
     lease_ttl_s: float = Field(3.0, gt=0.2)
 
+    #: Fault injection for tests: every fact is published twice and every message is handled twice.
+    chaos_twice: bool = False
+
     @property
     def nats_servers(self) -> list[str]:
         return [url.strip() for url in self.nats_url.split(",") if url.strip()]

@@ -19,7 +19,7 @@ from faststream.nats.prometheus import NatsPrometheusMiddleware
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 
 from contracts.events.run import RunCancelled
-from services.kit.bus import Bus, Poison
+from services.kit.bus import Bus, Poison, Received
 from services.kit.reconcile import reconcile
 from services.kit.settings import Settings
 from tests.kit.support import CONSUMER, TOPOLOGY, until
@@ -255,3 +255,20 @@ async def test_given_up_after_max_deliver(world: World) -> None:
     await until(kept, "a dead letter")
     letter = await world.bus.js.get_last_msg("DEAD_LETTERS", "dead.>")
     assert "given up after 3 deliveries" in letter.headers["trainbus-dead-reason"]
+
+
+async def test_the_fault_that_delivers_everything_twice_does(world: World) -> None:
+    """The end-to-end tests rely on this fault injection: here it is seen to work."""
+    bus = Bus("twice", world.settings.model_copy(update={"chaos_twice": True}))
+    await bus.connect(reconcile_topology=False)
+    seen: list[int] = []
+
+    @bus.on(CONSUMER, RunCancelled)
+    async def on_cancelled(received: Received[RunCancelled]) -> None:
+        seen.append(received.deliveries)
+
+    await bus.start()
+    await bus.publish(RunCancelled(run_id="r1", reason="x"))
+    await until(lambda: seen == [1, 2], "both deliveries")
+    assert (await bus.js.stream_info("TEST")).state.messages == 1, "the server stores one of the two"
+    await bus.close()

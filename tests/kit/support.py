@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import time
 from collections.abc import Awaitable, Callable
 
@@ -26,3 +28,14 @@ async def until(condition: Callable[[], bool | Awaitable[bool]], what: str, time
             return
         assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}"
         await asyncio.sleep(0.01)
+
+
+def wait_for_nats(host: str, port: int, timeout_s: float = 15.0) -> None:
+    """Block until a nats-server greets on host:port."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=0.5) as link:
+            if link.recv(4) == b"INFO":
+                return
+        assert time.monotonic() < deadline, f"no nats-server on {host}:{port} after {timeout_s:.0f} s"
+        time.sleep(0.05)

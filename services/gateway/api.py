@@ -1,0 +1,387 @@
+"""The HTTP interface: routes, and how errors are told."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, FastAPI, Header, HTTPException, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from contracts import subjects, topology
+from contracts.envelope import MAX_BODY_BYTES, InvalidData
+from contracts.events.run import RunLog, RunProgress
+from contracts.events.train import CancelRequested, RestoreRequested
+from services.gateway import queries, views
+from services.gateway.commands import MAX_KEY, Commands, Unavailable, same_request
+from services.gateway.core.rows import STATES, TERMINAL
+from services.gateway.instrument import Instrument
+from services.gateway.page import CONTENT_SECURITY_POLICY, PAGE
+from services.gateway.projection import Projection, event_row
+from services.gateway.queries import Ambiguous, BadCursor, NotFound, Row
+from services.gateway.sse import HEADERS, EventStream
+from services.kit.bus import Received
+from services.kit.service import Service
+
+Key = Annotated[
+    str | None, Header(alias="Idempotency-Key", max_length=MAX_KEY, description="the same key is the same request")
+]
+LastEventId = Annotated[int, Header(alias="Last-Event-ID", ge=0, description="go on after this event")]
+Follow = Annotated[bool, Query(description="false: what there is now, as JSON")]
+Limit = Annotated[int, Query(ge=1, le=500)]
+ERRORS: dict[int | str, dict[str, Any]] = {code: {"model": views.Error} for code in (404, 409, 413, 415, 422, 503)}
+
+
+def build_api(service: Service, projection: Projection) -> FastAPI:
+    """The application: everything it does goes through the bus or the read model."""
+    app = FastAPI(
+        title="trainbus",
+        version="1",
+        description="Train models and follow them. Name a run by its id, a unique beginning of it, or its name.",
+        responses=ERRORS,
+        docs_url=None,  # their pages load scripts from elsewhere; /openapi.json is served
+        redoc_url=None,
+    )
+    app.add_middleware(Instrument)
+    _errors(app)
+    app.include_router(_operations(service, projection))
+    app.include_router(_runs(service, projection))
+    app.include_router(_streams(service, projection))
+    app.include_router(_things(projection))
+    return app
+
+
+async def find(projection: Projection, reference: str) -> Row:
+    """The run, waiting briefly for the read model if it is not there: it may have been published just now."""
+    try:
+        return await queries.find_run(projection.store, reference)
+    except NotFound:
+        await projection.catch_up()
+        return await queries.find_run(projection.store, reference)
+
+
+# -- runs -----------------------------------------------------------------------
+
+
+def _runs(service: Service, projection: Projection) -> APIRouter:
+    router, store, commands = APIRouter(), projection.store, Commands(service.bus)
+
+    @router.post(
+        "/training-runs",
+        status_code=202,
+        response_model=views.Accepted,
+        openapi_extra={
+            "requestBody": {
+                "required": True,
+                "description": "`train.requested`; see contracts/schemas",
+                "content": {"application/json": {"schema": {"type": "object"}}},
+            }
+        },
+    )
+    async def post_run(request: Request, response: Response, key: Key = None) -> views.Accepted:
+        """Ask for a training run. 202: it is on the bus, and will be accepted or rejected."""
+        body = await _json_body(request)
+        train, envelope = commands.parse_train(body, key or "")
+        run_id = commands.run_id(envelope)
+        known: Row | None = None
+        if key:
+            try:
+                known = await queries.find_run(store, run_id)
+            except NotFound:
+                known = None
+            if known is not None and not same_request(known, train):
+                raise HTTPException(409, f"Idempotency-Key {key!r} was used for another request: use a new one")
+        ack = await commands.publish(train, envelope)
+        response.headers["Location"] = f"/training-runs/{run_id}"
+        return views.Accepted(
+            run_id=run_id,
+            request_id=envelope.id,
+            state=known["state"] if known else "requested",
+            duplicate=ack.duplicate or known is not None,
+            sequence=ack.sequence,
+        )
+
+    @router.get("/training-runs", response_model=views.RunPage)
+    async def get_runs(
+        state: Annotated[list[str] | None, Query(description="one or more of " + ", ".join(STATES))] = None,
+        name: Annotated[str | None, Query(max_length=200, description="part of the name")] = None,
+        limit: Limit = 50,
+        cursor: str | None = None,
+    ) -> views.RunPage:
+        """Runs, newest first."""
+        states = [s for given in state or [] for s in given.split(",") if s]
+        if unknown := set(states) - set(STATES):
+            raise HTTPException(422, f"state: {', '.join(sorted(unknown))} is none of {', '.join(STATES)}")
+        return await queries.list_runs(store, states=states, name=name, limit=limit, cursor=cursor)
+
+    @router.get("/training-runs/{run}", response_model=views.RunDetail)
+    async def get_run(run: str) -> views.RunDetail:
+        """Everything about one run."""
+        return await queries.run_detail(store, await find(projection, run))
+
+    @router.get("/training-runs/{run}/curves", response_model=views.Curves)
+    async def get_curves(
+        run: str,
+        name: Annotated[list[str] | None, Query(description="metrics; all if none is named")] = None,
+        max_points: Annotated[int, Query(ge=2, le=10_000)] = 500,
+    ) -> views.Curves:
+        """Metric curves without what was trained twice, thinned for plotting."""
+        row = await find(projection, run)
+        return await queries.curves(store, row["run_id"], name or [], max_points)
+
+    @router.get("/training-runs/{run}/checkpoints", response_model=views.Checkpoints)
+    async def get_checkpoints(run: str) -> views.Checkpoints:
+        """Committed checkpoints, oldest first."""
+        row = await find(projection, run)
+        return views.Checkpoints(checkpoints=await queries.checkpoints(store, row["run_id"]))
+
+    @router.get("/training-runs/{run}/why", response_model=views.Why)
+    async def get_why(run: str) -> dict[str, Any]:
+        """Why the run is where it is, asked of the scheduler."""
+        return await commands.why(await find(projection, run))
+
+    @router.post("/training-runs/{run}/cancel", status_code=202, response_model=views.Accepted)
+    async def cancel(
+        run: str, key: Key = None, reason: Annotated[str, Query(max_length=2000)] = "cancelled by request"
+    ) -> views.Accepted:
+        """Stop a run for good. Its checkpoints stay."""
+        row = await find(projection, run)
+        if row["state"] in TERMINAL:
+            raise HTTPException(409, f"run {row['run_id']} is already {row['state']}: there is nothing to cancel")
+        envelope = commands.envelope(CancelRequested, key or "")
+        ack = await commands.publish(CancelRequested(run_id=row["run_id"], reason=reason), envelope)
+        return views.Accepted(
+            run_id=row["run_id"],
+            request_id=envelope.id,
+            state=row["state"],
+            duplicate=ack.duplicate,
+            sequence=ack.sequence,
+        )
+
+    @router.post("/training-runs/{run}/checkpoints/{epoch}/restore", status_code=202, response_model=views.Accepted)
+    async def restore(run: str, epoch: int, response: Response, key: Key = None) -> views.Accepted:
+        """Start a new run from the last checkpoint of an epoch. History is not rewritten."""
+        row = await find(projection, run)
+        epochs = await restorable(row["run_id"])
+        if epoch not in epochs:
+            await projection.catch_up()
+            epochs = await restorable(row["run_id"])
+        if epoch not in epochs:
+            there = ", ".join(map(str, sorted(epochs))) or "none"
+            raise HTTPException(404, f"run {row['run_id']} has no checkpoint of epoch {epoch}; there is: {there}")
+        envelope = commands.envelope(RestoreRequested, key or "")
+        ack = await commands.publish(RestoreRequested(run_id=row["run_id"], epoch=epoch), envelope)
+        run_id = commands.run_id(envelope)
+        response.headers["Location"] = f"/training-runs/{run_id}"
+        return views.Accepted(
+            run_id=run_id,
+            request_id=envelope.id,
+            duplicate=ack.duplicate,
+            sequence=ack.sequence,
+            parent_run_id=row["run_id"],
+        )
+
+    async def restorable(run_id: str) -> set[int]:
+        return {c.epoch for c in await queries.checkpoints(store, run_id) if c.deleted_at is None}
+
+    return router
+
+
+async def _json_body(request: Request) -> bytes:
+    # A form or plain text is what a web page may send across sites without asking.
+    if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
+        raise HTTPException(415, "send the request with Content-Type: application/json")
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise HTTPException(
+                413, f"the body has more than {MAX_BODY_BYTES:,} bytes: put large content into the object store"
+            )
+    return bytes(body)
+
+
+# -- streams --------------------------------------------------------------------
+
+
+def _streams(service: Service, projection: Projection) -> APIRouter:
+    router, store, bus = APIRouter(), projection.store, service.bus
+
+    async def respond(
+        row: Row, stream: str, subject: str, after: int, done: Callable[[Row], bool], encode: Any, route: str
+    ) -> Response:
+        async def finished() -> bool:
+            return done(await queries.find_run(store, row["run_id"]))
+
+        events = EventStream(bus, stream, subject, after, finished, encode, route)
+        if await events.nothing_left():
+            return Response(status_code=204)  # tells an EventSource not to come back
+        return StreamingResponse(events.body(service.stopping), media_type="text/event-stream", headers=HEADERS)
+
+    async def stored(stream: str, subject: str, after: int) -> list[Received[Any]]:
+        return await bus.history(subject, stream=stream, start_sequence=after + 1)
+
+    @router.get("/training-runs/{run}/metrics", response_model=views.Metrics)
+    async def get_metrics(run: str, follow: Follow = True, last_event_id: LastEventId = 0) -> Any:
+        """Metric points as server-sent events ``metrics``: all there are, then live, then ``end``."""
+        row = await find(projection, run)
+        subject = subjects.progress(row["run_id"])
+        if follow:
+            return await respond(
+                row, topology.PROGRESS.name, subject, last_event_id, _terminal, _encode_metrics, "metrics"
+            )
+        found = await stored(topology.PROGRESS.name, subject, last_event_id)
+        return views.Metrics(batches=[_metrics(i.event) for i in found], last_event_id=_last(found, last_event_id))
+
+    @router.get("/training-runs/{run}/logs", response_model=views.Logs)
+    async def get_logs(run: str, follow: Follow = True, last_event_id: LastEventId = 0) -> Any:
+        """Output lines of all ranks as server-sent events ``log``."""
+        row = await find(projection, run)
+        subject = subjects.log(row["run_id"])
+        if follow:
+            return await respond(row, topology.LOGS.name, subject, last_event_id, _terminal, _encode_log, "logs")
+        found = await stored(topology.LOGS.name, subject, last_event_id)
+        return views.Logs(batches=[_log(i.event) for i in found], last_event_id=_last(found, last_event_id))
+
+    @router.get("/training-runs/{run}/events", response_model=views.Facts)
+    async def get_events(run: str, follow: Follow = True, last_event_id: LastEventId = 0) -> Any:
+        """The run's facts as server-sent events named after the fact; ends with the verdict, if one is due."""
+        row = await find(projection, run)
+        if follow:
+            subject = subjects.run(row["run_id"])
+            return await respond(
+                row, topology.FACTS.name, subject, last_event_id, views.settled, _encode_fact, "events"
+            )
+        facts = await queries.run_facts(store, row["run_id"], last_event_id)
+        return views.Facts(events=facts, last_event_id=facts[-1].sequence if facts else last_event_id)
+
+    return router
+
+
+def _terminal(row: Row) -> bool:
+    return row["state"] in TERMINAL
+
+
+def _last(found: list[Received[Any]], default: int) -> int:
+    return found[-1].sequence if found else default
+
+
+def _metrics(progress: RunProgress) -> views.MetricBatch:
+    return views.MetricBatch.model_validate({**progress.model_dump(mode="json")})
+
+
+def _encode_metrics(item: Received[Any]) -> tuple[str, str]:
+    return "metrics", _metrics(item.event).model_dump_json()
+
+
+def _log(log: RunLog) -> views.LogBatch:
+    return views.LogBatch(generation=log.generation, rank=log.rank, offset=log.offset, lines=list(log.lines))
+
+
+def _encode_log(item: Received[Any]) -> tuple[str, str]:
+    return "log", _log(item.event).model_dump_json()
+
+
+def _encode_fact(item: Received[Any]) -> tuple[str, str]:
+    fact = views.Fact.model_validate(views.timeline_fields(event_row(item)))
+    return fact.fact, fact.model_dump_json()
+
+
+# -- nodes, datasets, models, the page and what operators look at -----------------
+
+
+def _things(projection: Projection) -> APIRouter:
+    router, store = APIRouter(), projection.store
+
+    @router.get("/nodes", response_model=views.Nodes)
+    async def get_nodes() -> views.Nodes:
+        """Every node, its state and what runs there."""
+        return views.Nodes(nodes=await queries.nodes(store))
+
+    @router.get("/datasets", response_model=views.Datasets)
+    async def get_datasets(limit: Limit = 100) -> views.Datasets:
+        """Datasets that can be trained on, newest first."""
+        return views.Datasets(datasets=await queries.datasets(store, limit))
+
+    @router.get("/models", response_model=views.Models)
+    async def get_models(limit: Limit = 100) -> views.Models:
+        """Registered models with their champions."""
+        return views.Models(models=await queries.models(store, limit))
+
+    return router
+
+
+def _operations(service: Service, projection: Projection) -> APIRouter:
+    router = APIRouter(include_in_schema=False)
+
+    @router.get("/")
+    async def page() -> HTMLResponse:
+        return HTMLResponse(PAGE, headers={"Content-Security-Policy": CONTENT_SECURITY_POLICY})
+
+    @router.get("/health")
+    async def health() -> dict[str, str]:
+        return {"service": service.name, "status": "ok"}
+
+    @router.get("/ready")
+    async def ready() -> JSONResponse:
+        checks = service.readiness()
+        good = all(checks.values())
+        return JSONResponse({"service": service.name, "ready": good, "checks": checks}, 200 if good else 503)
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
+
+    return router
+
+
+# -- errors -----------------------------------------------------------------------
+
+
+def _errors(app: FastAPI) -> None:
+    def answer(status: int, detail: str, **more: Any) -> JSONResponse:
+        headers = {"Retry-After": "2"} if status == 503 else None
+        return JSONResponse(views.Error(detail=detail, **more).model_dump(exclude_defaults=True), status, headers)
+
+    async def on_http(_: Request, error: HTTPException) -> JSONResponse:
+        return answer(error.status_code, str(error.detail))
+
+    async def on_not_found(_: Request, error: NotFound) -> JSONResponse:
+        return answer(404, str(error))
+
+    async def on_ambiguous(_: Request, error: Ambiguous) -> JSONResponse:
+        return answer(409, str(error), candidates=error.candidates)
+
+    async def on_cursor(_: Request, error: BadCursor) -> JSONResponse:
+        return answer(422, str(error))
+
+    async def on_unavailable(_: Request, error: Unavailable) -> JSONResponse:
+        return answer(503, str(error))
+
+    async def on_invalid(_: Request, error: InvalidData) -> JSONResponse:
+        problems = [views.Problem(field=field, message=message) for field, message in error.problems]
+        return answer(422, str(error), problems=problems)
+
+    async def on_validation(_: Request, error: RequestValidationError) -> JSONResponse:
+        problems = [
+            views.Problem(field=".".join(str(part) for part in detail["loc"][1:]), message=detail["msg"])
+            for detail in error.errors()
+        ]
+        return answer(422, "; ".join(f"{p.field}: {p.message}" for p in problems), problems=problems)
+
+    handlers: dict[type[Exception], Callable[[Request, Any], Awaitable[JSONResponse]]] = {
+        HTTPException: on_http,
+        NotFound: on_not_found,
+        Ambiguous: on_ambiguous,
+        BadCursor: on_cursor,
+        Unavailable: on_unavailable,
+        InvalidData: on_invalid,
+        RequestValidationError: on_validation,
+    }
+    for kind, handler in handlers.items():
+        app.add_exception_handler(kind, handler)
+
+
+__all__ = ["build_api", "find"]

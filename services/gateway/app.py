@@ -1,0 +1,128 @@
+"""The gateway service: the projection of the streams, and the HTTP interface in front of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import structlog
+import uvicorn
+
+from contracts import topology
+from services.gateway import metrics, queries
+from services.gateway.api import build_api
+from services.gateway.core.rows import STATES
+from services.gateway.projection import STREAMS, Projection
+from services.gateway.settings import GatewaySettings, gateway_settings
+from services.gateway.store import Store
+from services.kit.service import Service
+from services.kit.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+#: How often the gauges over the read model are taken, and old points pruned.
+GAUGES_EVERY_S = 2.0
+PRUNE_EVERY_S = 3600.0
+#: How long open requests may take to end when the service stops.
+GRACE_S = 3
+
+
+class Gateway(Service):
+    """A service with an HTTP interface of its own; ``gateway_port`` is where it listens once it is ready."""
+
+    gateway_port: int | None = None
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # The service's frame handles signals.
+        yield
+
+
+def build(settings: Settings) -> Gateway:
+    """The gateway, ready to run."""
+    own = gateway_settings(settings)
+    service = Gateway("gateway", own)
+    store = service.resource(Store(own.database_url))
+    projection = Projection(service.bus, store)
+    service.ready_when("projection", lambda: projection.ready)
+
+    async def project() -> None:
+        await projection.adopt()
+        async with asyncio.TaskGroup() as group:
+            for stream in STREAMS:
+                group.create_task(projection.run(stream), name=f"project {stream}")
+
+    service.background(project)
+    service.background(lambda: _gauges(store))
+    service.background(lambda: _prune(store))
+    _serve(service, own, projection)
+    return service
+
+
+def _serve(service: Gateway, settings: GatewaySettings, projection: Projection) -> None:
+    config = uvicorn.Config(
+        build_api(service, projection),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=GRACE_S,
+        server_header=False,
+    )
+    server = _Server(config)
+    ended = asyncio.Event()
+
+    async def serve() -> None:
+        # The socket is ours, so that a port that is taken ends the service with an error that says so.
+        listener = socket.create_server((settings.gateway_host, settings.gateway_port))
+        service.gateway_port = listener.getsockname()[1]
+        log.info("gateway listens", url=f"http://{settings.gateway_host}:{service.gateway_port}")
+        try:
+            await server.serve(sockets=[listener])
+        finally:
+            listener.close()
+            service.gateway_port = None
+            ended.set()
+
+    async def stop() -> None:
+        server.should_exit = True
+        if service.gateway_port is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), GRACE_S + 2)
+
+    service.background(serve)
+    service.on_stop(stop)
+
+
+async def _gauges(store: Store) -> None:
+    """Keep the gauges over the read model fresh."""
+    while True:
+        counts = await queries.states(store)
+        for state in STATES:
+            metrics.RUNS.labels(state).set(counts.get(state, 0))
+        oldest = await queries.oldest_queued(store)
+        metrics.OLDEST_QUEUED_SECONDS.set(0 if oldest is None else max(time.time() - oldest, 0))
+        nodes = await queries.nodes(store)
+        node_states = Counter(node.state for node in nodes)
+        for state in ("up", "draining", "left", "lost"):
+            metrics.NODES.labels(state).set(node_states[state])
+        there = [node for node in nodes if node.state in ("up", "draining")]
+        used = sum(node.used for node in there)
+        metrics.SLOTS.labels("used").set(used)
+        metrics.SLOTS.labels("free").set(sum(node.slots for node in there) - used)
+        await asyncio.sleep(GAUGES_EVERY_S)
+
+
+async def _prune(store: Store) -> None:
+    """Drop points that the stream no longer holds either, so that the read model stays bounded."""
+    keep_s = topology.PROGRESS.max_age_s or float("inf")
+    while True:
+        deleted = await store.prune_points(time.time() - keep_s)
+        if deleted:
+            log.info("points pruned", deleted=deleted)
+        await asyncio.sleep(PRUNE_EVERY_S)

@@ -1,0 +1,116 @@
+"""What clients want, onto the bus as requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import uuid
+from typing import Any
+
+import nats.errors
+
+from contracts import subjects
+from contracts.base import Request, run_id_for
+from contracts.envelope import MAX_BODY_BYTES, Envelope, InvalidData, parse
+from contracts.events.train import CancelRequested, RestoreRequested, TrainRequested
+from services.gateway.core.fold import request_hash
+from services.gateway.core.rows import TERMINAL
+from services.gateway.queries import Row
+from services.kit import telemetry
+from services.kit.bus import Ack, Bus, Transient
+
+#: How long a client waits for the bus before it is told to come back.
+PUBLISH_TIMEOUT_S = 10.0
+WHY_TIMEOUT_S = 2.0
+MAX_KEY = 255
+
+
+class Unavailable(Exception):
+    """The bus does not answer; the same request may be sent again under the same key."""
+
+
+class Commands:
+    """Publishes requests, and asks the scheduler."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+
+    def parse_train(self, body: bytes, key: str) -> tuple[TrainRequested, Envelope]:
+        """The request in ``body``.
+
+        Raises:
+            InvalidData: with the problem of each field, as the contract states it.
+        """
+        envelope = self.envelope(TrainRequested, key)
+        try:
+            data = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise InvalidData(envelope, [("", f"the body is not JSON: {error}")]) from error
+        request = parse(envelope, data)
+        if not isinstance(request, TrainRequested):
+            raise InvalidData(envelope, [("", "the body must be a train request")])
+        return request, envelope
+
+    def envelope(self, request: type[Request], key: str) -> Envelope:
+        """The envelope that carries ``key`` as the event's id: the same key is the same request."""
+        event_id = key or uuid.uuid4().hex
+        return Envelope(
+            id=event_id,
+            source=self._bus.source,
+            type=request.type,
+            time=self._bus.clock.now(),
+            correlation_id=event_id,
+            traceparent=telemetry.current_traceparent(),
+        )
+
+    def run_id(self, envelope: Envelope) -> str:
+        return run_id_for(envelope.source, envelope.id)
+
+    async def publish(self, request: Request, envelope: Envelope) -> Ack:
+        """Publish and wait until it is stored."""
+        try:
+            async with asyncio.timeout(PUBLISH_TIMEOUT_S):
+                return await self._bus.publish_event(request, request.subject, envelope)
+        except (TimeoutError, Transient) as error:
+            raise Unavailable("NATS does not answer: send the request again, with the same Idempotency-Key") from error
+
+    async def why(self, row: Row) -> dict[str, Any]:
+        """Why a run is where it is: the scheduler's word, or else the last one that was recorded."""
+        recorded = {"run_id": row["run_id"], "state": row["state"], "answered_by": "read model"}
+        if row["state"] in TERMINAL:
+            return {**recorded, "message": row["reason"] or f"the run is {row['state']}"}
+        question = json.dumps({"run_id": row["run_id"]}).encode()
+        try:
+            reply = await self._bus.nc.request(subjects.service("scheduler", "why"), question, timeout=WHY_TIMEOUT_S)
+            answer = json.loads(reply.data)
+        except (nats.errors.Error, TimeoutError, ValueError):
+            last = row["waiting_message"] or row["reason"] or f"the run is {row['state']}"
+            return {**recorded, "message": f"{last} (recorded earlier: the scheduler does not answer)"}
+        if not isinstance(answer, dict):
+            answer = {"message": str(answer)}
+        message = answer.get("message") or answer.get("reason") or f"the run is {answer.get('state', row['state'])}"
+        state = str(answer.get("state") or row["state"])
+        return {
+            "run_id": row["run_id"],
+            "state": state,
+            "message": str(message),
+            "answered_by": "scheduler",
+            "answer": answer,
+        }
+
+
+def same_request(row: Row, request: TrainRequested) -> bool:
+    """Whether a run that exists was asked for by this very request."""
+    return row["request_hash"] is None or row["request_hash"] == request_hash(request)
+
+
+__all__ = [
+    "MAX_BODY_BYTES",
+    "CancelRequested",
+    "Commands",
+    "InvalidData",
+    "RestoreRequested",
+    "TrainRequested",
+    "Unavailable",
+    "same_request",
+]

@@ -1,0 +1,402 @@
+"""The fold of events into rows. Applying the same events in the same order gives the same rows."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from contracts.base import Event
+from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted
+from contracts.events.dataset import DatasetSharded
+from contracts.events.model import ModelPromoted
+from contracts.events.node import NodeDraining, NodeFact, NodeJoined, NodeLeft, NodeLost
+from contracts.events.run import (
+    RunAccepted,
+    RunCancelled,
+    RunCompleted,
+    RunEvaluated,
+    RunExited,
+    RunFact,
+    RunFailed,
+    RunNotPromoted,
+    RunPlaced,
+    RunPreempting,
+    RunPrepared,
+    RunPrepareFailed,
+    RunProgress,
+    RunPromoted,
+    RunQueued,
+    RunRejected,
+    RunReleased,
+    RunStarted,
+    RunTracked,
+    RunWaiting,
+)
+from contracts.events.train import RestoreRequested, TrainRequested
+from services.gateway.core.rows import TERMINAL, Checkpoint, Dataset, Model, Node, Point, Run
+
+VERDICTS = (RunEvaluated, RunPromoted, RunNotPromoted)
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """When and where an event was said. ``run_id`` is what a request would make."""
+
+    sequence: int
+    time_s: float
+    run_id: str = ""
+
+
+@dataclass(slots=True)
+class Rows:
+    """The rows that a batch of events is about: what was there, and after ``apply`` what is."""
+
+    runs: dict[str, Run] = field(default_factory=dict)
+    checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
+    nodes: dict[str, Node] = field(default_factory=dict)
+    datasets: dict[str, Dataset] = field(default_factory=dict)
+    models: dict[tuple[str, int], Model] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The rows that must be loaded before events can be applied."""
+
+    runs: frozenset[str] = frozenset()
+    checkpoints: frozenset[str] = frozenset()
+    nodes: frozenset[str] = frozenset()
+
+
+def keys(events: Iterable[tuple[Event, At]]) -> Keys:
+    """Which existing rows the events will change."""
+    runs, checkpoints, nodes = set(), set(), set()
+    for event, at in events:
+        if isinstance(event, RunFact):
+            runs.add(event.run_id)
+        elif isinstance(event, (TrainRequested, RestoreRequested)):
+            runs.add(at.run_id)
+        elif isinstance(event, NodeFact):
+            nodes.add(event.node_id)
+        if isinstance(event, CheckpointDeleted):
+            checkpoints.add(event.uri)
+    return Keys(frozenset(runs), frozenset(checkpoints), frozenset(nodes))
+
+
+def apply(rows: Rows, event: Event, at: At) -> None:
+    """Fold one event into ``rows``. What a stale generation or incarnation says changes nothing."""
+    if isinstance(event, (TrainRequested, RestoreRequested)):
+        requested = _requested(event, at)
+        # The facts may have been read first: they say more, but not when it all began.
+        rows.runs[at.run_id] = (
+            replace(known, requested_at=at.time_s, request_hash=requested.request_hash)
+            if (known := rows.runs.get(at.run_id))
+            else requested
+        )
+    elif isinstance(event, CheckpointCommitted):
+        _on_committed(rows, event, at)
+    elif isinstance(event, CheckpointDeleted):
+        if (checkpoint := rows.checkpoints.get(event.uri)) is not None:
+            rows.checkpoints[event.uri] = replace(checkpoint, deleted_at=at.time_s, deleted_reason=event.reason)
+    elif isinstance(event, RunFact):
+        before = rows.runs.get(event.run_id) or Run(event.run_id, requested_at=at.time_s)
+        after = fold_run(before, event, at)
+        if after is not before:
+            rows.runs[event.run_id] = replace(after, sequence=max(before.sequence, at.sequence))
+    elif isinstance(event, NodeFact):
+        if (node := fold_node(rows.nodes.get(event.node_id), event, at)) is not None:
+            rows.nodes[event.node_id] = node
+    elif isinstance(event, DatasetSharded):
+        rows.datasets[event.dataset_id] = _dataset(event)
+    elif isinstance(event, ModelPromoted):
+        rows.models[event.model, event.version] = _model(event, at)
+
+
+def request_hash(spec: TrainRequested) -> str:
+    """The same for requests that mean the same, whatever their bodies' spelling."""
+    return hashlib.sha256(spec.model_dump_json().encode()).hexdigest()
+
+
+# -- runs ---------------------------------------------------------------------
+
+
+def fold_run(run: Run, fact: Event, at: At) -> Run:
+    """The run after ``fact``; the very same object if the fact changes nothing."""
+    if run.state in TERMINAL and not isinstance(fact, (*VERDICTS, RunTracked)):
+        return run
+    generation = getattr(fact, "generation", None)
+    if isinstance(fact, (RunStarted, RunPreempting, RunReleased, RunExited)) and generation != run.generation:
+        return run
+    match fact:
+        case RunAccepted():
+            return _accepted(run, fact, at)
+        case RunRejected():
+            problems = [problem.model_dump() for problem in fact.problems]
+            name = run.name or fact.name or ""
+            return replace(run, state="rejected", name=name, reason=fact.reason, problems=problems, ended_at=at.time_s)
+        case RunPrepared():
+            state = "accepted" if run.state == "preparing" else run.state
+            return replace(run, state=state, dataset_id=fact.dataset_id)
+        case RunPrepareFailed():
+            return replace(run, reason=fact.reason)
+        case RunQueued() if fact.next_generation > run.generation:
+            return replace(
+                run,
+                state="queued",
+                next_generation=fact.next_generation,
+                failures=fact.failures,
+                reason=None if fact.reason == "new" else fact.reason,
+                queued_at=at.time_s,
+                slots_got=0,
+                members=[],
+                waiting_code=None,
+                waiting_message=None,
+                waiting_since=None,
+            )
+        case RunWaiting() if fact.next_generation > run.generation:
+            return replace(run, waiting_code=fact.code, waiting_message=fact.message, waiting_since=at.time_s)
+        case RunPlaced() if fact.generation > run.generation:
+            return _placed(run, fact)
+        case RunStarted():
+            state = "running" if run.state == "placed" else run.state
+            return replace(run, state=state, started_at=run.started_at or at.time_s)
+        case RunPreempting():
+            return replace(run, state="preempting", reason=fact.reason)
+        case RunReleased():
+            return replace(run, members=_let_go(run, fact.node_id))
+        case RunExited():
+            reason = fact.reason if fact.outcome == "failed" and fact.reason else run.reason
+            return replace(
+                run, members=_let_go(run, fact.node_id), reason=reason, log_tail=list(fact.log_tail) or run.log_tail
+            )
+        case RunCompleted() if fact.generation >= run.generation:
+            return replace(
+                run,
+                state="completed",
+                reason=None,
+                ended_at=at.time_s,
+                metrics={**run.metrics, **finite(fact.metrics)},
+                checkpoint=_newer(run.checkpoint, fact.checkpoint.model_dump() if fact.checkpoint else None),
+                artifacts=[artifact.model_dump() for artifact in fact.artifacts],
+                **_not_waiting(),
+            )
+        case RunFailed() if fact.generation == 0 or fact.generation >= run.generation:
+            tail = list(fact.log_tail) or run.log_tail
+            return replace(run, state="failed", reason=fact.reason, log_tail=tail, ended_at=at.time_s, **_not_waiting())
+        case RunCancelled():
+            return replace(run, state="cancelled", reason=fact.reason, ended_at=at.time_s, **_not_waiting())
+        case RunTracked():
+            return replace(run, mlflow_run_id=fact.mlflow_run_id, mlflow_experiment_id=fact.mlflow_experiment_id)
+        case RunEvaluated():
+            evaluation = fact.model_dump(mode="json", exclude={"run_id"})
+            return replace(run, evaluation=evaluation, verdict=run.verdict or "evaluated")
+        case RunPromoted():
+            return replace(
+                run, verdict="promoted", verdict_reason=fact.reason, model=fact.model, model_version=fact.version
+            )
+        case RunNotPromoted():
+            return replace(run, verdict="not_promoted", verdict_reason=fact.reason)
+    return run
+
+
+def _spec_columns(spec: TrainRequested) -> dict[str, Any]:
+    return {
+        "name": spec.name,
+        "kind": spec.kind,
+        "experiment": spec.experiment,
+        "user": spec.user,
+        "team": spec.team,
+        "priority": spec.priority,
+        "model": spec.model,
+        "slots_min": spec.slots.min,
+        "slots_max": spec.slots.max,
+        "slots_wanted": spec.slots.max,
+        "spec": spec.model_dump(mode="json", exclude_defaults=True),
+    }
+
+
+def _requested(request: TrainRequested | RestoreRequested, at: At) -> Run:
+    if isinstance(request, RestoreRequested):
+        point = f"step {request.step}" if request.step is not None else f"epoch {request.epoch}"
+        return Run(
+            at.run_id,
+            name=f"{request.run_id} from {point}",
+            parent_run_id=request.run_id,
+            requested_at=at.time_s,
+        )
+    return Run(at.run_id, requested_at=at.time_s, request_hash=request_hash(request), **_spec_columns(request))
+
+
+def _accepted(run: Run, fact: RunAccepted, at: At) -> Run:
+    if run.state != "requested":
+        return run
+    columns = _spec_columns(fact.spec)
+    return replace(
+        run,
+        **columns,
+        state="accepted" if fact.spec.data is None else "preparing",
+        parent_run_id=fact.parent_run_id,
+        requested_at=run.requested_at or at.time_s,
+    )
+
+
+def _placed(run: Run, fact: RunPlaced) -> Run:
+    resume_step = fact.resume.step if fact.resume else 0
+    columns = {} if run.spec is not None else _spec_columns(fact.spec)
+    return replace(
+        run,
+        **{**columns, **_not_waiting()},
+        state="placed",
+        generation=fact.generation,
+        slots_got=fact.world_size,
+        slots_wanted=fact.wanted_slots or run.slots_max or fact.world_size,
+        members=[{**member.model_dump(mode="json"), "released": False} for member in fact.members],
+        placements=[*run.placements, {"generation": fact.generation, "resume_step": resume_step}],
+        reason=None,
+    )
+
+
+def _not_waiting() -> dict[str, Any]:
+    return {"waiting_code": None, "waiting_message": None, "waiting_since": None}
+
+
+def _let_go(run: Run, node_id: str) -> list[dict[str, Any]]:
+    return [{**m, "released": True} if m["node_id"] == node_id else m for m in run.members]
+
+
+def _newer(have: dict[str, Any] | None, found: dict[str, Any] | None) -> dict[str, Any] | None:
+    if have is None or found is None:
+        return found or have
+    return found if found["step"] >= have["step"] else have
+
+
+def _on_committed(rows: Rows, fact: CheckpointCommitted, at: At) -> None:
+    run = rows.runs.get(fact.run_id) or Run(fact.run_id, requested_at=at.time_s)
+    if fact.generation < run.generation:
+        return
+    ref = fact.checkpoint
+    rows.checkpoints[ref.uri] = Checkpoint(
+        uri=ref.uri,
+        run_id=fact.run_id,
+        generation=fact.generation,
+        step=ref.step,
+        epoch=ref.epoch,
+        samples_consumed=ref.samples_consumed,
+        size_bytes=fact.size_bytes,
+        committed_at=at.time_s,
+        metrics=finite(fact.metrics),
+        final=fact.final,
+    )
+    latest = {**ref.model_dump(), "committed_at": at.time_s}
+    rows.runs[run.run_id] = replace(run, checkpoint=latest, sequence=max(run.sequence, at.sequence))
+
+
+# -- progress -----------------------------------------------------------------
+
+
+def apply_progress(run: Run | None, progress: RunProgress) -> tuple[Run | None, list[Point]]:
+    """The run with its newest figures, and the points to keep: not those of an abandoned tail."""
+    placements = run.placements if run else []
+    system = progress.kind == "system"
+    points = [
+        Point(
+            run_id=progress.run_id,
+            kind=progress.kind,
+            name=name,
+            node_id=progress.node_id if system else "",
+            step=int(point.time) if system else point.step,
+            time=point.time,
+            value=value,
+            generation=progress.generation,
+        )
+        for point in progress.points
+        if system or survives(progress.generation, point.step, placements)
+        for name, value in finite(point.values).items()
+    ]
+    if run is None or system or progress.generation < max(run.progress_generation, run.generation):
+        return run, points
+    metrics = dict(run.metrics)
+    for point in progress.points:
+        metrics |= finite(point.values)
+    return (
+        replace(
+            run,
+            progress_generation=progress.generation,
+            step=max([progress.step, *(point.step for point in progress.points)]),
+            total_steps=progress.total_steps or run.total_steps,
+            epoch=progress.epoch or run.epoch,
+            samples_consumed=progress.samples_consumed or run.samples_consumed,
+            metrics=run.metrics if run.state in TERMINAL else metrics,
+        ),
+        points,
+    )
+
+
+def survives(generation: int, step: int, placements: Iterable[Mapping[str, int]]) -> bool:
+    """Whether a step of a generation is part of the run's history: no later one resumed before it."""
+    return all(step <= later["resume_step"] for later in placements if later["generation"] > generation)
+
+
+def finite(values: Mapping[str, float]) -> dict[str, float]:
+    """Without NaN and infinities, which neither JSON nor every SQL database can hold."""
+    return {name: value for name, value in values.items() if math.isfinite(value)}
+
+
+# -- nodes, datasets, models --------------------------------------------------
+
+
+def fold_node(node: Node | None, fact: NodeFact, at: At) -> Node | None:
+    """The node after ``fact``. News of an old incarnation cannot end a new one."""
+    if isinstance(fact, NodeJoined):
+        return Node(
+            node_id=fact.node_id,
+            incarnation=fact.incarnation,
+            state="up",
+            slots=fact.slots,
+            accelerator=fact.accelerator,
+            address=fact.address,
+            memory_bytes=fact.memory_bytes,
+            slot_memory_bytes=fact.slot_memory_bytes,
+            labels=fact.labels,
+            software=fact.software,
+            joined_at=at.time_s,
+            changed_at=at.time_s,
+        )
+    if node is None or node.incarnation != fact.incarnation:
+        return node
+    state = {NodeLeft: "left", NodeLost: "lost", NodeDraining: "draining"}.get(type(fact))
+    if state is None or (state == "draining" and node.state != "up"):
+        return node
+    return replace(node, state=state, reason=getattr(fact, "reason", "") or None, changed_at=at.time_s)
+
+
+def _dataset(fact: DatasetSharded) -> Dataset:
+    return Dataset(
+        dataset_id=fact.dataset_id,
+        feature_store_version=fact.feature_store_version,
+        split_config_hash=fact.split_config_hash,
+        s3_path=fact.manifest_uri.rsplit("/", 1)[0] + "/",
+        row_count=fact.row_count,
+        created_at=fact.created_at.timestamp(),
+        split_counts=fact.split_counts,
+        shard_count=fact.shard_count,
+        size_bytes=fact.size_bytes,
+        classes=list(fact.classes),
+    )
+
+
+def _model(fact: ModelPromoted, at: At) -> Model:
+    return Model(
+        name=fact.model,
+        version=fact.version,
+        run_id=fact.run_id,
+        checkpoint_uri=fact.checkpoint_uri,
+        dataset_id=fact.dataset_id,
+        metrics=finite(fact.metrics),
+        previous_run_id=fact.previous_run_id,
+        reason=fact.reason,
+        rollback=fact.rollback,
+        promoted_at=at.time_s,
+    )

@@ -1,0 +1,167 @@
+"""The rows of the read model, as values. Times are seconds since the epoch, so that any SQL can plot them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+#: States after which nothing more happens to a run itself; a verdict may still come.
+TERMINAL = frozenset({"rejected", "completed", "failed", "cancelled"})
+#: States in which a run holds slots.
+HOLDING = frozenset({"placed", "running", "preempting"})
+STATES = (
+    "requested",
+    "accepted",
+    "preparing",
+    "queued",
+    "placed",
+    "running",
+    "preempting",
+    "completed",
+    "failed",
+    "cancelled",
+    "rejected",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run as its facts so far add up."""
+
+    run_id: str
+    state: str = "requested"
+    name: str = ""
+    kind: str = "train"
+    experiment: str = "default"
+    user: str | None = None
+    team: str | None = None
+    priority: int = 0
+    model: str | None = None
+    parent_run_id: str | None = None
+    spec: dict[str, Any] | None = None
+    #: Hash of the request's body: another request under the same idempotency key is told so.
+    request_hash: str | None = None
+    requested_at: float | None = None
+    queued_at: float | None = None
+    started_at: float | None = None
+    ended_at: float | None = None
+    generation: int = 0
+    next_generation: int = 0
+    failures: int = 0
+    slots_min: int = 0
+    slots_max: int = 0
+    slots_got: int = 0
+    slots_wanted: int = 0
+    #: Each node's part of the placement, with ``released`` once it has let go.
+    members: list[dict[str, Any]] = field(default_factory=list)
+    #: ``{"generation", "resume_step"}`` of every placement: which metric points survive.
+    placements: list[dict[str, int]] = field(default_factory=list)
+    #: Why the run is where it is: a failure, a preemption, a rejection.
+    reason: str | None = None
+    problems: list[dict[str, str]] = field(default_factory=list)
+    waiting_code: str | None = None
+    waiting_message: str | None = None
+    waiting_since: float | None = None
+    dataset_id: str | None = None
+    step: int = 0
+    total_steps: int | None = None
+    epoch: int = 0
+    samples_consumed: int = 0
+    #: Newest value of each metric, and the generation that reported the progress above.
+    metrics: dict[str, float] = field(default_factory=dict)
+    progress_generation: int = 0
+    checkpoint: dict[str, Any] | None = None
+    mlflow_run_id: str | None = None
+    mlflow_experiment_id: str | None = None
+    #: evaluated, promoted or not_promoted, once it is known.
+    verdict: str | None = None
+    verdict_reason: str | None = None
+    model_version: int | None = None
+    evaluation: dict[str, Any] | None = None
+    log_tail: list[str] = field(default_factory=list)
+    artifacts: list[dict[str, Any]] = field(default_factory=list)
+    #: Sequence of the last fact folded in.
+    sequence: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A committed checkpoint. ``deleted_at`` is set once retention removed it."""
+
+    uri: str
+    run_id: str
+    generation: int
+    step: int
+    epoch: int
+    samples_consumed: int
+    size_bytes: int
+    committed_at: float
+    metrics: dict[str, float] = field(default_factory=dict)
+    final: bool = False
+    deleted_at: float | None = None
+    deleted_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node's present life. ``state`` is up, draining, left or lost."""
+
+    node_id: str
+    incarnation: str
+    state: str
+    slots: int
+    accelerator: str
+    address: str
+    memory_bytes: int
+    slot_memory_bytes: int
+    labels: dict[str, str]
+    software: dict[str, str]
+    joined_at: float
+    changed_at: float
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """The training_datasets record."""
+
+    dataset_id: str
+    feature_store_version: str
+    split_config_hash: str
+    s3_path: str
+    row_count: int
+    created_at: float
+    split_counts: dict[str, int]
+    shard_count: int
+    size_bytes: int
+    classes: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One champion of a registered model; the highest version is the present one."""
+
+    name: str
+    version: int
+    run_id: str
+    checkpoint_uri: str
+    dataset_id: str | None
+    metrics: dict[str, float]
+    previous_run_id: str | None
+    reason: str
+    rollback: bool
+    promoted_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One value of one metric. ``kind`` system is measured by a node and placed by second, not by step."""
+
+    run_id: str
+    kind: str
+    name: str
+    node_id: str
+    step: int
+    time: float
+    value: float
+    generation: int

@@ -1,0 +1,33 @@
+"""The gateway's metrics. Labels are bounded: routes are templates, never paths."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from services.kit.metrics import LATENCY_BUCKETS
+
+HTTP_REQUESTS = Counter(
+    "trainbus_gateway_http_requests_total", "HTTP requests answered.", ["method", "route", "status"]
+)
+HTTP_SECONDS = Histogram(
+    "trainbus_gateway_http_request_seconds",
+    "From a request's arrival to the first byte of its answer.",
+    ["route"],
+    buckets=LATENCY_BUCKETS,
+)
+SSE_CLIENTS = Gauge("trainbus_gateway_sse_clients", "Open server-sent event streams.", ["route"])
+PROJECTED = Counter("trainbus_gateway_projected_events_total", "Events folded into the read model.", ["stream"])
+PROJECTION_BEHIND = Gauge(
+    "trainbus_gateway_projection_behind_events", "Events stored but not yet in the read model.", ["stream"]
+)
+PROJECTION_LAG_SECONDS = Gauge(
+    "trainbus_gateway_projection_lag_seconds",
+    "Age of the oldest event not yet in the read model; 0 when it has caught up.",
+    ["stream"],
+)
+RUNS = Gauge("trainbus_gateway_runs", "Runs in the read model by state.", ["state"])
+OLDEST_QUEUED_SECONDS = Gauge(
+    "trainbus_gateway_oldest_queued_seconds", "How long the run that has waited longest for slots has waited."
+)
+NODES = Gauge("trainbus_gateway_nodes", "Nodes in the read model by state.", ["state"])
+SLOTS = Gauge("trainbus_gateway_slots", "Slots of nodes that are up or draining, by use: used, free.", ["use"])

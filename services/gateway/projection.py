@@ -1,0 +1,215 @@
+"""Streams into the read model: batches and positions in one transaction, so each event counts once."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import nats.errors
+import sqlalchemy as sa
+import structlog
+from nats.js.api import StreamInfo
+from nats.js.errors import APIError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from contracts import topology
+from contracts.base import Event, run_id_for
+from contracts.events import BY_TYPE
+from contracts.events.run import RunPlaced, RunProgress
+from services.gateway import metrics
+from services.gateway.core.describe import describe
+from services.gateway.core.fold import At, Rows, apply, apply_progress, keys
+from services.gateway.core.rows import Point
+from services.gateway.store import EVENTS, Moved, Store
+from services.kit.bus import Bus, Received
+
+log = structlog.get_logger(__name__)
+
+FACTS, REQUESTS, PROGRESS = topology.FACTS.name, topology.REQUESTS.name, topology.PROGRESS.name
+#: What is projected, in the order in which a rebuild reads it: points know what was abandoned.
+STREAMS = (REQUESTS, FACTS, PROGRESS)
+REFOLD_BATCH = 2000
+
+
+class Projection:
+    """Keeps one store up with the streams."""
+
+    def __init__(self, bus: Bus, store: Store) -> None:
+        self.bus, self.store = bus, store
+        #: Streams whose end has been reached at least once: before that, answers are history.
+        self.caught_up: set[str] = set()
+        self._advanced = asyncio.Condition()
+        #: How often the follower of each stream found nothing more to read.
+        self._idle: Counter[str] = Counter()
+
+    @property
+    def ready(self) -> bool:
+        return self.caught_up >= set(STREAMS)
+
+    async def adopt(self) -> None:
+        """Make the store fit the streams that are there now."""
+        created: dict[str, float] = {}
+        for stream in STREAMS:
+            created[stream] = _created_s(await self._stream_info(stream))
+        await self.store.adopt(created)
+
+    async def run(self, stream: str, *, until_caught_up: bool = False) -> None:
+        """Project ``stream`` for ever, or up to what is stored now."""
+        while True:
+            try:
+                await self._run(stream, until_caught_up)
+                return
+            except Moved as moved:
+                # Another gateway, or a rebuild, writes to the same database: share the work.
+                log.info("projection moved by another", stream=stream, reason=str(moved))
+                await self.adopt()
+
+    async def _run(self, stream: str, until_caught_up: bool) -> None:
+        position = await self.store.position(stream)
+        batches = self.bus.follow(stream, (), position + 1, until_caught_up=until_caught_up)
+        async for batch in batches:
+            if batch:
+                position = await self.commit(stream, position, batch)
+                _measure(stream, batch[-1])
+            else:
+                self._idle[stream] += 1
+            if not batch or batch[-1].pending == 0:
+                self.caught_up.add(stream)
+                metrics.PROJECTION_BEHIND.labels(stream).set(0)
+                metrics.PROJECTION_LAG_SECONDS.labels(stream).set(0)
+                if await self.store.position(stream) < position:
+                    raise Moved(f"projection of {stream} was rewound")
+            async with self._advanced:
+                self._advanced.notify_all()
+
+    async def commit(self, stream: str, position: int, batch: Sequence[Received[Any]]) -> int:
+        """Fold a batch into the store; returns the new position."""
+        to = batch[-1].sequence
+        async with self.store.moving(stream, position, to) as connection:
+            if stream == PROGRESS:
+                await self._fold_progress(connection, batch)
+            else:
+                await self._fold(connection, [(item.event, _at(item)) for item in batch])
+            if stream == FACTS:
+                await self.store.add_events(connection, [event_row(item) for item in batch])
+        metrics.PROJECTED.labels(stream).inc(len(batch))
+        return to
+
+    async def _fold(self, connection: AsyncConnection, events: list[tuple[Event, At]]) -> None:
+        before = await self.store.load(connection, keys(events))
+        after = copy.copy(before)
+        after.runs, after.checkpoints, after.nodes = dict(before.runs), dict(before.checkpoints), dict(before.nodes)
+        for event, at in events:
+            apply(after, event, at)
+        await self.store.save(connection, before, after)
+        abandoned = [
+            (event.run_id, event.generation, event.resume.step if event.resume else 0)
+            for event, _ in events
+            if isinstance(event, RunPlaced) and event.generation > 1
+        ]
+        await self.store.add_points(connection, (), abandoned)
+
+    async def _fold_progress(self, connection: AsyncConnection, batch: Sequence[Received[Any]]) -> None:
+        events = [(item.event, _at(item)) for item in batch if isinstance(item.event, RunProgress)]
+        before = await self.store.load(connection, keys(events))
+        runs = dict(before.runs)
+        points: dict[tuple[object, ...], Point] = {}
+        for event, _ in events:
+            run, found = apply_progress(runs.get(event.run_id), event)
+            if run is not None:
+                runs[event.run_id] = run
+            for point in found:
+                # One statement may not touch a row twice, and the newest generation wins.
+                key = (point.run_id, point.kind, point.name, point.node_id, point.step)
+                if key not in points or points[key].generation <= point.generation:
+                    points[key] = point
+        await self.store.save(connection, before, Rows(runs=runs))
+        await self.store.add_points(connection, points.values(), ())
+
+    # -- waiting ------------------------------------------------------------
+
+    async def catch_up(self, timeout_s: float = 2.0) -> bool:
+        """Wait until everything that is stored at this moment is in the read model.
+
+        What a client has published before it asks is then in the answer.
+        """
+        idle = self._idle.copy()
+        try:
+            async with asyncio.timeout(timeout_s), self._advanced:
+                for stream in (REQUESTS, FACTS):
+                    sequence = (await self._stream_info(stream)).state.last_seq
+                    # A message at the end that cannot be decoded never moves the position; a follower
+                    # that found nothing more since we began has seen it all the same.
+                    while await self.store.position(stream) < sequence and self._idle[stream] == idle[stream]:
+                        await self._advanced.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _stream_info(self, stream: str) -> StreamInfo:
+        """What the server says about a stream, waiting while it is away."""
+        while True:
+            try:
+                return await self.bus.js.stream_info(stream)
+            except (nats.errors.Error, APIError, TimeoutError) as error:
+                log.warning("waiting for the stream", stream=stream, error=repr(error))
+                await asyncio.sleep(0.3)
+
+    # -- starting over ------------------------------------------------------
+
+    async def rewind(self, sequence: int) -> int:
+        """Throw away every row, keep the events before ``sequence`` and fold those again. Returns their number.
+
+        The projections then go on from there: the log decides again what follows.
+        """
+        count = 0
+        async with self.store.rewinding(sequence - 1) as connection:
+            position = 0
+            while True:
+                later = sa.select(EVENTS).where(EVENTS.c.sequence > position)
+                query = later.order_by(EVENTS.c.sequence).limit(REFOLD_BATCH)
+                rows = list((await connection.execute(query)).mappings())
+                if not rows:
+                    break
+                events = [
+                    (BY_TYPE[row["type"]].model_validate(row["data"]), At(row["sequence"], row["time"]))
+                    for row in rows
+                    if row["type"] in BY_TYPE
+                ]
+                await self._fold(connection, events)
+                position = rows[-1]["sequence"]
+                count += len(rows)
+        return count
+
+
+def _at(item: Received[Any]) -> At:
+    return At(item.sequence, item.envelope.time.timestamp(), run_id_for(item.envelope.source, item.envelope.id))
+
+
+def event_row(item: Received[Any]) -> dict[str, Any]:
+    return {
+        "sequence": item.sequence,
+        "time": item.envelope.time.timestamp(),
+        "subject": item.subject,
+        "type": item.envelope.type,
+        "event_id": item.envelope.id,
+        "causation_id": item.envelope.causation_id,
+        "correlation_id": item.envelope.correlation_id,
+        "run_id": getattr(item.event, "run_id", None),
+        "summary": describe(item.event),
+        "data": item.event.model_dump(mode="json", exclude_defaults=True),
+    }
+
+
+def _measure(stream: str, last: Received[Any]) -> None:
+    metrics.PROJECTION_BEHIND.labels(stream).set(last.pending)
+    lag_s = time.time() - last.envelope.time.timestamp() if last.pending else 0.0
+    metrics.PROJECTION_LAG_SECONDS.labels(stream).set(max(lag_s, 0.0))
+
+
+def _created_s(info: StreamInfo) -> float:
+    return info.created.timestamp() if info.created else 0.0

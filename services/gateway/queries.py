@@ -1,0 +1,174 @@
+"""Questions to the read model."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import sqlalchemy as sa
+
+from services.gateway import views
+from services.gateway.core.rows import HOLDING
+from services.gateway.store import CHECKPOINTS, DATASETS, EVENTS, MODELS, NODES, POINTS, RUNS, Store
+
+Row = Mapping[Any, Any]
+#: Runs named in the answer to an ambiguous prefix.
+MAX_CANDIDATES = 10
+
+
+class NotFound(Exception):
+    """Nothing is known under this name."""
+
+
+class Ambiguous(Exception):
+    """A name or prefix means several runs."""
+
+    def __init__(self, reference: str, candidates: list[str]) -> None:
+        self.candidates = candidates
+        super().__init__(f"{reference!r} could mean {len(candidates)} runs or more: give the run's id")
+
+
+class BadCursor(ValueError):
+    """The cursor is none that this interface gave out."""
+
+
+async def find_run(store: Store, reference: str) -> Row:
+    """The run with this id, else with this name, else whose id alone begins like this."""
+    for condition in (
+        RUNS.c.run_id == reference,
+        RUNS.c.name == reference,
+        RUNS.c.run_id.startswith(reference, autoescape=True),
+    ):
+        query = sa.select(RUNS).where(condition).order_by(RUNS.c.requested_at.desc()).limit(MAX_CANDIDATES)
+        rows = await store.fetch(query)
+        if len(rows) == 1:
+            return rows[0]
+        if rows:
+            raise Ambiguous(reference, [row["run_id"] for row in rows])
+    raise NotFound(f"no run has the id, the name or the beginning of an id {reference!r}")
+
+
+async def list_runs(
+    store: Store, *, states: list[str], name: str | None, limit: int, cursor: str | None
+) -> views.RunPage:
+    """Runs, newest first."""
+    query = sa.select(RUNS).order_by(RUNS.c.requested_at.desc(), RUNS.c.run_id.desc()).limit(limit + 1)
+    if states:
+        query = query.where(RUNS.c.state.in_(states))
+    if name:
+        query = query.where(RUNS.c.name.contains(name, autoescape=True))
+    if cursor:
+        time_s, run_id = _read_cursor(cursor)
+        earlier = sa.or_(RUNS.c.requested_at < time_s, sa.and_(RUNS.c.requested_at == time_s, RUNS.c.run_id < run_id))
+        query = query.where(earlier)
+    rows = await store.fetch(query)
+    more = len(rows) > limit
+    rows = rows[:limit]
+    return views.RunPage(
+        runs=[views.RunSummary.model_validate(views.run_fields(row)) for row in rows],
+        next_cursor=_cursor(rows[-1]) if more else None,
+    )
+
+
+async def run_detail(store: Store, row: Row) -> views.RunDetail:
+    """Everything about a run, with its timeline."""
+    facts = await run_facts(store, row["run_id"])
+    return views.RunDetail.model_validate({**views.run_fields(row), "timeline": [fact.model_dump() for fact in facts]})
+
+
+async def run_facts(store: Store, run_id: str, after: int = 0) -> list[views.Fact]:
+    """The facts of a run in order; those of its dataset and model that name it included."""
+    query = sa.select(EVENTS).where(EVENTS.c.run_id == run_id, EVENTS.c.sequence > after).order_by(EVENTS.c.sequence)
+    return [views.Fact.model_validate(views.timeline_fields(row)) for row in await store.fetch(query)]
+
+
+async def curves(store: Store, run_id: str, names: list[str], max_points: int) -> views.Curves:
+    """The run's metric curves, at most ``max_points`` values each, the last one always among them."""
+    query = (
+        sa.select(POINTS.c.name, POINTS.c.step, POINTS.c.value)
+        .where(POINTS.c.run_id == run_id, POINTS.c.kind == "training")
+        .order_by(POINTS.c.name, POINTS.c.step)
+    )
+    if names:
+        query = query.where(POINTS.c.name.in_(names))
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in await store.fetch(query):
+        found.setdefault(row["name"], []).append((row["step"], row["value"]))
+    return views.Curves(run_id=run_id, curves={name: thin(points, max_points) for name, points in found.items()})
+
+
+def thin(points: list[tuple[int, float]], max_points: int) -> list[tuple[int, float]]:
+    """Every n-th point counted from the last, so that the newest value is shown."""
+    stride = -(-len(points) // max_points)
+    return points[::-1][::stride][::-1] if stride > 1 else points
+
+
+async def checkpoints(store: Store, run_id: str) -> list[views.Checkpoint]:
+    """The run's committed checkpoints, oldest first, deleted ones included."""
+    query = sa.select(CHECKPOINTS).where(CHECKPOINTS.c.run_id == run_id).order_by(CHECKPOINTS.c.step)
+    return [views.Checkpoint.model_validate(dict(row)) for row in await store.fetch(query)]
+
+
+async def holding_runs(store: Store) -> list[Row]:
+    return list(await store.fetch(sa.select(RUNS).where(RUNS.c.state.in_(HOLDING))))
+
+
+async def nodes(store: Store) -> list[views.Node]:
+    """Every node that ever joined, with what it runs now."""
+    used = views.used_slots(await holding_runs(store))
+    rows = await store.fetch(sa.select(NODES).order_by(NODES.c.node_id))
+    return [
+        views.Node.model_validate(
+            {
+                **row,
+                "used": sum(used.get(row["node_id"], {}).values()),
+                "runs": sorted(used.get(row["node_id"], {})),
+            }
+        )
+        for row in rows
+    ]
+
+
+async def datasets(store: Store, limit: int) -> list[views.Dataset]:
+    """The newest datasets first."""
+    rows = await store.fetch(sa.select(DATASETS).order_by(DATASETS.c.created_at.desc()).limit(limit))
+    return [views.Dataset.model_validate(dict(row)) for row in rows]
+
+
+async def models(store: Store, limit: int) -> list[views.ModelVersion]:
+    """Registered models, each with its newest version first."""
+    rows = await store.fetch(sa.select(MODELS).order_by(MODELS.c.name, MODELS.c.version.desc()).limit(limit))
+    champions: dict[str, int] = {}
+    for row in rows:
+        champions.setdefault(row["name"], row["version"])
+    return [
+        views.ModelVersion.model_validate({**row, "champion": champions[row["name"]] == row["version"]}) for row in rows
+    ]
+
+
+async def states(store: Store) -> dict[str, int]:
+    """How many runs are in each state."""
+    query = sa.select(RUNS.c.state, sa.func.count().label("runs")).group_by(RUNS.c.state)
+    return {row["state"]: row["runs"] for row in await store.fetch(query)}
+
+
+async def oldest_queued(store: Store) -> float | None:
+    """When the run was queued that has waited longest, or None if none waits."""
+    query = sa.select(sa.func.min(RUNS.c.queued_at).label("oldest")).where(RUNS.c.state == "queued")
+    oldest = (await store.fetch(query))[0]["oldest"]
+    return None if oldest is None else float(oldest)
+
+
+def _cursor(row: Row) -> str:
+    return base64.urlsafe_b64encode(json.dumps([row["requested_at"], row["run_id"]]).encode()).decode().rstrip("=")
+
+
+def _read_cursor(cursor: str) -> tuple[float, str]:
+    try:
+        time_s, run_id = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
+        return float(time_s), str(run_id)
+    except (binascii.Error, ValueError, TypeError) as error:
+        raise BadCursor("cursor: give a 'next_cursor' of an earlier answer, unchanged") from error

@@ -1,0 +1,80 @@
+"""Streams of the bus as server-sent events: history first, then live, each event with its sequence as id."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any
+
+from nats.js.errors import NotFoundError
+
+from services.gateway import metrics
+from services.kit.bus import Bus, Received
+
+#: Seconds without an event after which a comment is sent, so that proxies keep the connection.
+HEARTBEAT_S = 10.0
+IDLE_S = 0.25
+#: Seconds without a further event after which the stream of a finished run ends in any case.
+QUIET_END_S = 2.0
+HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
+Encode = Callable[[Received[Any]], tuple[str, str]]
+Finished = Callable[[], Awaitable[bool]]
+
+
+def event(name: str, data: str, sequence: int | None = None) -> bytes:
+    """One event in the wire format. ``data`` is JSON and therefore one line."""
+    head = f"id: {sequence}\n" if sequence is not None else ""
+    return f"{head}event: {name}\ndata: {data}\n\n".encode()
+
+
+class EventStream:
+    """One client's view of one subject, from after a sequence on, until the run is finished."""
+
+    def __init__(
+        self, bus: Bus, stream: str, subject: str, after: int, finished: Finished, encode: Encode, route: str
+    ) -> None:
+        self._bus, self._stream, self._subject = bus, stream, subject
+        self._sent, self._finished, self._encode, self._route = after, finished, encode, route
+
+    async def nothing_left(self) -> bool:
+        """Whether the run is finished and the client has seen everything: it need not come back."""
+        return self._sent > 0 and await self._finished() and await self._sent_all()
+
+    async def body(self, stopping: asyncio.Event) -> AsyncIterator[bytes]:
+        """The events, comments while nothing happens, and ``end`` once nothing more can come."""
+        clients = metrics.SSE_CLIENTS.labels(self._route)
+        clients.inc()
+        try:
+            yield b"retry: 1000\n: " + self._subject.encode() + b"\n\n"
+            spoken = time.monotonic()
+            quiet_since: float | None = None
+            follow = self._bus.follow(self._stream, (self._subject,), self._sent + 1, idle_s=IDLE_S)
+            async with aclosing(follow) as batches:  # type: ignore[type-var]
+                async for batch in batches:
+                    if stopping.is_set():
+                        return  # without an end: the client comes back to another instance
+                    if batch:
+                        yield b"".join(event(*self._encode(item), item.sequence) for item in batch)
+                        self._sent, spoken, quiet_since = batch[-1].sequence, time.monotonic(), None
+                    if batch and batch[-1].pending:
+                        continue
+                    if await self._finished():
+                        quiet_since = quiet_since or time.monotonic()
+                        if await self._sent_all() or time.monotonic() - quiet_since > QUIET_END_S:
+                            yield event("end", "{}")
+                            return
+                    if time.monotonic() - spoken > HEARTBEAT_S:
+                        yield b": heartbeat\n\n"
+                        spoken = time.monotonic()
+        finally:
+            clients.dec()
+
+    async def _sent_all(self) -> bool:
+        try:
+            last = await self._bus.js.get_last_msg(self._stream, self._subject)
+        except NotFoundError:
+            return True
+        return (last.seq or 0) <= self._sent

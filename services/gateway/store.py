@@ -1,0 +1,298 @@
+"""The read model in SQL: tables made from the core's rows, and transactions that keep it exact.
+
+The read model needs no migrations. Its schema carries a version; another one on disk means that all
+tables are dropped and built again from the stream.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import types
+import typing
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import make_url
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+
+from services.gateway.core.fold import Keys, Rows
+from services.gateway.core.rows import Checkpoint, Dataset, Model, Node, Point, Run
+
+#: Raise it whenever a table or the meaning of a column changes.
+SCHEMA_VERSION = 1
+METADATA = sa.MetaData()
+#: Rows a statement: SQLite takes at most 32,766 values.
+CHUNK = 500
+
+R = TypeVar("R")
+
+
+def _table(name: str, row: type[Any], key: tuple[str, ...], indexes: Sequence[tuple[str, ...]] = ()) -> sa.Table:
+    """A table with one column for each field of ``row``."""
+    hints = typing.get_type_hints(row)
+    columns = [sa.Column(f.name, *_type(hints[f.name]), primary_key=f.name in key) for f in dataclasses.fields(row)]
+    return sa.Table(
+        name, METADATA, *columns, *(sa.Index(f"ix_{name}_{'_'.join(fields)}", *fields) for fields in indexes)
+    )
+
+
+def _type(hint: Any) -> tuple[Any, ...]:
+    if isinstance(hint, types.UnionType):
+        hint = next(a for a in typing.get_args(hint) if a is not type(None))
+    simple = {str: sa.Text(), int: sa.BigInteger(), float: sa.Double(), bool: sa.Boolean()}
+    # A missing document is SQL's NULL, not the JSON text "null".
+    return (simple.get(hint, sa.JSON(none_as_null=True)),)
+
+
+RUNS = _table("runs", Run, ("run_id",), [("state",), ("requested_at", "run_id"), ("name",)])
+CHECKPOINTS = _table("checkpoints", Checkpoint, ("uri",), [("run_id", "step")])
+NODES = _table("nodes", Node, ("node_id",))
+DATASETS = _table("training_datasets", Dataset, ("dataset_id",))
+MODELS = _table("models", Model, ("name", "version"))
+POINTS = _table("points", Point, ("run_id", "kind", "name", "node_id", "step"), [("time",)])
+EVENTS = sa.Table(
+    "events",
+    METADATA,
+    sa.Column("sequence", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("time", sa.Double, nullable=False),
+    sa.Column("subject", sa.Text, nullable=False),
+    sa.Column("type", sa.Text, nullable=False),
+    sa.Column("event_id", sa.Text, nullable=False),
+    sa.Column("causation_id", sa.Text, nullable=False),
+    sa.Column("correlation_id", sa.Text, nullable=False),
+    sa.Column("run_id", sa.Text),
+    sa.Column("summary", sa.Text, nullable=False),
+    sa.Column("data", sa.JSON, nullable=False),
+    sa.Index("ix_events_run_id_sequence", "run_id", "sequence"),
+    sa.Index("ix_events_time", "time"),
+)
+PROJECTIONS = sa.Table(
+    "projections",
+    METADATA,
+    sa.Column("stream", sa.Text, primary_key=True),
+    #: Sequence of the last event that is in the read model.
+    sa.Column("position", sa.BigInteger, nullable=False),
+    #: When the stream was made: another stream under the same name needs another read model.
+    sa.Column("stream_created", sa.Double, nullable=False),
+    sa.Column("commits", sa.BigInteger, nullable=False),
+    sa.Column("updated_at", sa.Double, nullable=False),
+)
+SCHEMA = sa.Table("read_model_schema", METADATA, sa.Column("version", sa.Integer, primary_key=True))
+#: Every writer updates this projection's row first, so that writers of all streams take turns.
+LOCK_STREAM = "FACTS"
+
+
+class Moved(Exception):
+    """Somebody else has moved the projection: read its position and go on from there."""
+
+
+class Store:
+    """One connection pool to the read model. An async context manager."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.sqlite = make_url(url).get_backend_name() == "sqlite"
+        self._engine: AsyncEngine | None = None
+
+    async def __aenter__(self) -> Store:
+        database = make_url(self.url).database
+        if self.sqlite and database and database != ":memory:":
+            Path(database).parent.mkdir(parents=True, exist_ok=True)
+        self._engine = create_async_engine(self.url, pool_pre_ping=not self.sqlite)
+        if self.sqlite:
+            sa.event.listen(self._engine.sync_engine, "connect", _sqlite_pragmas)
+        try:
+            await self._ensure_schema()
+        except BaseException:
+            await self._engine.dispose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.engine.dispose()
+
+    @property
+    def engine(self) -> AsyncEngine:
+        if self._engine is None:
+            raise RuntimeError("the store is not open: use `async with Store(url)`")
+        return self._engine
+
+    async def _ensure_schema(self) -> None:
+        async with self.engine.begin() as connection:
+            await connection.run_sync(SCHEMA.create, checkfirst=True)
+            version = (await connection.execute(sa.select(sa.func.max(SCHEMA.c.version)))).scalar()
+            if version == SCHEMA_VERSION:
+                return
+            await connection.run_sync(METADATA.drop_all)
+            await connection.run_sync(METADATA.create_all)
+            await connection.execute(SCHEMA.insert().values(version=SCHEMA_VERSION))
+
+    # -- reading ------------------------------------------------------------
+
+    async def fetch(self, statement: sa.Executable) -> list[sa.RowMapping]:
+        """The rows a query gives."""
+        async with self.engine.connect() as connection:
+            return list((await connection.execute(statement)).mappings())
+
+    async def position(self, stream: str) -> int:
+        """Sequence of the last event of ``stream`` that is in the read model."""
+        query = sa.select(PROJECTIONS.c.position).where(PROJECTIONS.c.stream == stream)
+        rows = await self.fetch(query)
+        return int(rows[0]["position"]) if rows else 0
+
+    # -- writing ------------------------------------------------------------
+
+    async def adopt(self, streams: dict[str, float]) -> None:
+        """Begin projecting ``streams`` (name -> when it was made); start over if one was made anew."""
+        async with self.engine.begin() as connection:
+            known = {row.stream: row.stream_created for row in (await connection.execute(sa.select(PROJECTIONS))).all()}
+            if any(name in known and abs(known[name] - created) > 0.001 for name, created in streams.items()):
+                await self._clear(connection)
+                known = {}
+            for name, created in streams.items():
+                if name not in known:
+                    statement = self._insert(PROJECTIONS).values(
+                        stream=name, position=0, stream_created=created, commits=0, updated_at=time.time()
+                    )
+                    await connection.execute(statement.on_conflict_do_nothing())
+
+    @asynccontextmanager
+    async def moving(self, stream: str, position: int, to: int) -> AsyncIterator[AsyncConnection]:
+        """A transaction that moves a projection from ``position`` to ``to``, with what it adds.
+
+        Raises:
+            Moved: the projection is not at ``position``; nothing is changed.
+        """
+        async with self.engine.begin() as connection:
+            await self._take_turn(connection)
+            moved = await connection.execute(
+                PROJECTIONS.update()
+                .where(PROJECTIONS.c.stream == stream, PROJECTIONS.c.position == position)
+                .values(position=to, updated_at=time.time())
+            )
+            if moved.rowcount != 1:
+                raise Moved(f"projection of {stream} is no longer at {position}")
+            yield connection
+
+    @asynccontextmanager
+    async def rewinding(self, position: int) -> AsyncIterator[AsyncConnection]:
+        """A transaction in which all rows but the events up to ``position`` are gone, to be folded anew."""
+        async with self.engine.begin() as connection:
+            await self._take_turn(connection)
+            await self._clear(connection, keep_events_to=position)
+            yield connection
+
+    async def _take_turn(self, connection: AsyncConnection) -> None:
+        # An update comes first: SQLite's write lock and PostgreSQL's row lock are held from here on,
+        # so what is read below cannot change before it is written.
+        await connection.execute(
+            PROJECTIONS.update().where(PROJECTIONS.c.stream == LOCK_STREAM).values(commits=PROJECTIONS.c.commits + 1)
+        )
+
+    async def _clear(self, connection: AsyncConnection, keep_events_to: int = 0) -> None:
+        for table in (RUNS, CHECKPOINTS, NODES, DATASETS, MODELS, POINTS):
+            await connection.execute(table.delete())
+        await connection.execute(EVENTS.delete().where(EVENTS.c.sequence > keep_events_to))
+        if keep_events_to:
+            others = PROJECTIONS.update().where(PROJECTIONS.c.stream != LOCK_STREAM)
+            await connection.execute(others.values(position=0))
+            facts = PROJECTIONS.update().where(PROJECTIONS.c.stream == LOCK_STREAM)
+            await connection.execute(facts.values(position=keep_events_to))
+        else:
+            await connection.execute(PROJECTIONS.delete())
+
+    async def load(self, connection: AsyncConnection, keys: Keys) -> Rows:
+        """The existing rows that ``keys`` name."""
+        return Rows(
+            runs={r.run_id: r for r in await _rows(connection, RUNS, Run, RUNS.c.run_id, keys.runs)},
+            checkpoints={
+                c.uri: c for c in await _rows(connection, CHECKPOINTS, Checkpoint, CHECKPOINTS.c.uri, keys.checkpoints)
+            },
+            nodes={n.node_id: n for n in await _rows(connection, NODES, Node, NODES.c.node_id, keys.nodes)},
+        )
+
+    async def save(self, connection: AsyncConnection, before: Rows, after: Rows) -> None:
+        """Write the rows of ``after`` that differ from ``before``."""
+        await self.upsert(connection, RUNS, _changed(before.runs, after.runs))
+        await self.upsert(connection, CHECKPOINTS, _changed(before.checkpoints, after.checkpoints))
+        await self.upsert(connection, NODES, _changed(before.nodes, after.nodes))
+        await self.upsert(connection, DATASETS, after.datasets.values())
+        await self.upsert(connection, MODELS, after.models.values())
+
+    async def upsert(
+        self, connection: AsyncConnection, table: sa.Table, rows: Iterable[Any], *, where: str | None = None
+    ) -> None:
+        """Insert rows or overwrite those with the same key (only where column ``where`` is not lower)."""
+        values = [dataclasses.asdict(row) for row in rows]
+        for start in range(0, len(values), CHUNK):
+            statement = self._insert(table)
+            new = statement.excluded
+            statement = statement.on_conflict_do_update(
+                index_elements=list(table.primary_key.columns),
+                set_={c.name: new[c.name] for c in table.columns if not c.primary_key},
+                where=new[where] >= table.c[where] if where else None,
+            )
+            await connection.execute(statement, values[start : start + CHUNK])
+
+    async def add_points(
+        self, connection: AsyncConnection, points: Iterable[Point], abandoned: Iterable[tuple[str, int, int]]
+    ) -> None:
+        """Keep points, the newest generation's for each step, and drop abandoned tails.
+
+        ``abandoned``: (run, generation, resume_step): what older generations trained beyond is gone.
+        """
+        await self.upsert(connection, POINTS, points, where="generation")
+        for run_id, generation, resume_step in abandoned:
+            await connection.execute(
+                POINTS.delete().where(
+                    POINTS.c.run_id == run_id,
+                    POINTS.c.kind == "training",
+                    POINTS.c.generation < generation,
+                    POINTS.c.step > resume_step,
+                )
+            )
+
+    async def add_events(self, connection: AsyncConnection, events: list[dict[str, Any]]) -> None:
+        """Append events; one that is there is left as it is."""
+        if events:
+            await connection.execute(self._insert(EVENTS).on_conflict_do_nothing(), events)
+
+    async def prune_points(self, before_s: float) -> int:
+        """Delete points older than ``before_s``: the read model keeps no more than the stream does."""
+        async with self.engine.begin() as connection:
+            await self._take_turn(connection)
+            return (await connection.execute(POINTS.delete().where(POINTS.c.time < before_s))).rowcount
+
+    def _insert(self, table: sa.Table) -> Any:
+        # The two dialects spell "on conflict" alike, but SQLAlchemy keeps them apart.
+        return sqlite.insert(table) if self.sqlite else postgresql.insert(table)
+
+
+async def _rows(
+    connection: AsyncConnection, table: sa.Table, row: type[R], column: sa.Column[Any], wanted: frozenset[str]
+) -> list[R]:
+    found: list[R] = []
+    names = sorted(wanted)
+    for start in range(0, len(names), CHUNK):
+        query = sa.select(table).where(column.in_(names[start : start + CHUNK]))
+        found += [row(**mapping) for mapping in (await connection.execute(query)).mappings()]
+    return found
+
+
+def _changed(before: dict[Any, R], after: dict[Any, R]) -> list[R]:
+    return [row for key, row in after.items() if before.get(key) is not row]
+
+
+def _sqlite_pragmas(connection: Any, _: object) -> None:
+    cursor = connection.cursor()
+    # Readers do not wait for the writer; a crash of the machine may lose the last commits, which
+    # are then projected again from the stream.
+    cursor.execute("PRAGMA journal_mode=WAL")
+    cursor.execute("PRAGMA synchronous=NORMAL")
+    cursor.execute("PRAGMA busy_timeout=15000")
+    cursor.close()

@@ -1,0 +1,333 @@
+"""What the HTTP interface answers: the response models, and how rows become them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from services.gateway.core.rows import HOLDING, TERMINAL
+
+
+def _time(value: Any) -> Any:
+    return datetime.fromtimestamp(value, UTC) if isinstance(value, (int, float)) else value
+
+
+#: Rows hold seconds since the epoch, answers RFC 3339.
+Time = Annotated[datetime, BeforeValidator(_time)]
+
+
+class View(BaseModel):
+    model_config = ConfigDict(from_attributes=True)
+
+
+class Problem(View):
+    """One thing wrong with a request; ``field`` is dotted, '' is the request as a whole."""
+
+    field: str
+    message: str
+
+
+class Error(View):
+    """Any answer that is not a success."""
+
+    detail: str
+    problems: list[Problem] = []
+    #: Runs that an ambiguous name or prefix could mean.
+    candidates: list[str] = []
+
+
+class Accepted(View):
+    """The request is on the bus; what becomes of it is told by the run's facts."""
+
+    run_id: str
+    request_id: str
+    state: str = "requested"
+    #: The same request had been published before.
+    duplicate: bool = False
+    sequence: int
+    parent_run_id: str | None = None
+
+
+class Slots(View):
+    min: int
+    max: int
+    got: int
+    wanted: int
+
+
+class Waiting(View):
+    code: str
+    message: str
+    since: Time
+
+
+class LastCheckpoint(View):
+    uri: str
+    step: int
+    epoch: int
+    samples_consumed: int
+    committed_at: Time | None = None
+
+
+class RunSummary(View):
+    """A run as it stands."""
+
+    run_id: str
+    name: str
+    kind: str
+    #: requested, accepted, preparing, queued, placed, running, preempting, completed, failed, cancelled, rejected
+    state: str
+    terminal: bool
+    #: evaluated, promoted or not_promoted.
+    verdict: str | None
+    verdict_reason: str | None
+    experiment: str
+    user: str | None
+    team: str | None
+    priority: int
+    model: str | None
+    model_version: int | None
+    parent_run_id: str | None
+    slots: Slots
+    generation: int
+    #: Placements after the first.
+    restarts: int
+    #: Failures by the run's own fault.
+    failures: int
+    step: int
+    total_steps: int | None
+    epoch: int
+    samples_consumed: int
+    #: Newest value of each metric.
+    metrics: dict[str, float]
+    last_checkpoint: LastCheckpoint | None
+    dataset_id: str | None
+    reason: str | None
+    waiting: Waiting | None
+    requested_at: Time | None
+    queued_at: Time | None
+    started_at: Time | None
+    ended_at: Time | None
+    mlflow_run_id: str | None
+    mlflow_experiment_id: str | None
+
+
+class RunPage(View):
+    """Runs, newest first; ``next_cursor`` asks for those after."""
+
+    runs: list[RunSummary]
+    next_cursor: str | None = None
+
+
+class TimelineEntry(View):
+    """One fact of a run in one line."""
+
+    sequence: int
+    time: Time
+    type: str
+    fact: str
+    summary: str
+
+
+class RunDetail(RunSummary):
+    """Everything the read model knows about a run."""
+
+    spec: dict[str, Any] | None
+    members: list[dict[str, Any]]
+    placements: list[dict[str, int]]
+    problems: list[Problem]
+    evaluation: dict[str, Any] | None
+    log_tail: list[str]
+    artifacts: list[dict[str, Any]]
+    timeline: list[TimelineEntry]
+
+
+class Fact(TimelineEntry):
+    """One fact with its data and its place in the chain of causes."""
+
+    subject: str
+    event_id: str
+    causation_id: str
+    correlation_id: str
+    run_id: str | None
+    data: dict[str, Any]
+
+
+class Facts(View):
+    events: list[Fact]
+    #: Pass it as ``Last-Event-ID`` to follow from here.
+    last_event_id: int
+
+
+class MetricBatch(View):
+    """A batch of metric points as a rank reported it."""
+
+    generation: int
+    kind: str
+    node_id: str
+    rank: int
+    step: int
+    total_steps: int | None = None
+    epoch: int
+    samples_consumed: int
+    points: list[dict[str, Any]]
+
+
+class Metrics(View):
+    batches: list[MetricBatch]
+    last_event_id: int
+
+
+class Curves(View):
+    """Metric curves without what was abandoned: name -> [[step, value], ...], thinned to ``max_points``."""
+
+    run_id: str
+    curves: dict[str, list[tuple[int, float]]]
+
+
+class LogBatch(View):
+    generation: int
+    rank: int
+    offset: int
+    lines: list[str]
+
+
+class Logs(View):
+    batches: list[LogBatch]
+    last_event_id: int
+
+
+class Checkpoint(View):
+    uri: str
+    run_id: str
+    generation: int
+    step: int
+    epoch: int
+    samples_consumed: int
+    size_bytes: int
+    metrics: dict[str, float]
+    final: bool
+    committed_at: Time
+    deleted_at: Time | None
+    deleted_reason: str | None
+
+
+class Checkpoints(View):
+    checkpoints: list[Checkpoint]
+
+
+class Why(View):
+    """Why a run is where it is. ``answered_by`` is scheduler, or read model when that does not answer."""
+
+    run_id: str
+    state: str
+    message: str
+    answered_by: str
+    #: The scheduler's whole answer.
+    answer: dict[str, Any] = Field(default_factory=dict)
+
+
+class Node(View):
+    node_id: str
+    state: str
+    slots: int
+    used: int
+    accelerator: str
+    address: str
+    memory_bytes: int
+    slot_memory_bytes: int
+    labels: dict[str, str]
+    software: dict[str, str]
+    incarnation: str
+    joined_at: Time
+    changed_at: Time
+    reason: str | None
+    #: Runs that hold slots here.
+    runs: list[str]
+
+
+class Nodes(View):
+    nodes: list[Node]
+
+
+class Dataset(View):
+    """The training_datasets record."""
+
+    dataset_id: str
+    feature_store_version: str
+    split_config_hash: str
+    s3_path: str
+    row_count: int
+    created_at: Time
+    split_counts: dict[str, int]
+    shard_count: int
+    size_bytes: int
+    classes: list[str]
+
+
+class Datasets(View):
+    datasets: list[Dataset]
+
+
+class ModelVersion(View):
+    name: str
+    version: int
+    champion: bool
+    run_id: str
+    checkpoint_uri: str
+    dataset_id: str | None
+    metrics: dict[str, float]
+    previous_run_id: str | None
+    reason: str
+    rollback: bool
+    promoted_at: Time
+
+
+class Models(View):
+    models: list[ModelVersion]
+
+
+def run_fields(row: Mapping[Any, Any]) -> dict[str, Any]:
+    """A ``runs`` row in the shape of ``RunSummary``."""
+    waiting = None
+    if row["waiting_message"] is not None and row["state"] == "queued":
+        waiting = {"code": row["waiting_code"], "message": row["waiting_message"], "since": row["waiting_since"]}
+    return {
+        **row,
+        "terminal": row["state"] in TERMINAL,
+        "slots": {
+            "min": row["slots_min"],
+            "max": row["slots_max"],
+            "got": row["slots_got"],
+            "wanted": row["slots_wanted"],
+        },
+        "restarts": max(row["generation"] - 1, 0),
+        "last_checkpoint": row["checkpoint"],
+        "waiting": waiting,
+    }
+
+
+def timeline_fields(row: Mapping[Any, Any]) -> dict[str, Any]:
+    """An ``events`` row in the shape of ``Fact``."""
+    return {**row, "fact": row["subject"].rsplit(".", 1)[-1]}
+
+
+def settled(row: Mapping[Any, Any]) -> bool:
+    """Whether no further fact about the run is to be expected, its verdict included."""
+    if row["state"] not in TERMINAL:
+        return False
+    evaluation = (row["spec"] or {}).get("evaluation")
+    return row["state"] != "completed" or not evaluation or row["verdict"] in ("promoted", "not_promoted")
+
+
+def used_slots(runs: list[Mapping[Any, Any]]) -> dict[str, dict[str, int]]:
+    """node -> run -> slots held there, from the rows of runs that hold slots."""
+    used: dict[str, dict[str, int]] = {}
+    for run in runs:
+        for member in run["members"] if run["state"] in HOLDING else ():
+            if not member["released"]:
+                used.setdefault(member["node_id"], {})[run["run_id"]] = len(member["slots"])
+    return used

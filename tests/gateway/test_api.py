@@ -1,0 +1,237 @@
+"""The HTTP interface over a real nats-server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from contracts import subjects
+from contracts.base import run_id_for
+from contracts.events.checkpoint import CheckpointCommitted
+from contracts.events.run import RunAccepted, RunLog, RunQueued, RunWaiting
+from contracts.events.train import CancelRequested, RestoreRequested
+from services.kit.bus import Bus
+from tests.gateway.conftest import BODY, EVALUATED_SPEC, RUN, SPEC, Running, life, placed, progress, ref
+
+
+async def publish(bus: Bus, *events: Any) -> int:
+    sequence = 0
+    for event in events:
+        sequence = (await bus.publish(event)).sequence
+    return sequence
+
+
+async def read_sse(
+    gateway: Running, path: str, headers: dict[str, str] | None = None, first: asyncio.Event | None = None
+) -> list[dict[str, str]]:
+    """The events of a stream up to and including ``end``; ``first`` is set when one has arrived."""
+    found: list[dict[str, str]] = []
+    async with asyncio.timeout(10), gateway.client.stream("GET", path, headers=headers or {}) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        current: dict[str, str] = {}
+        async for line in response.aiter_lines():
+            if not line and "event" in current:
+                found.append(current)
+                if first is not None:
+                    first.set()
+                if current["event"] == "end":
+                    return found
+            if not line:
+                current = {}
+            elif not line.startswith(":"):
+                name, _, value = line.partition(": ")
+                current[name] = value
+    return found
+
+
+async def test_post_then_get_at_once(gateway: Running, bus: Bus) -> None:
+    answers = [
+        await gateway.client.post("/training-runs", json=BODY, headers={"Idempotency-Key": "k1"}) for _ in range(2)
+    ]
+    assert [a.status_code for a in answers] == [202, 202]
+    run_id = answers[0].json()["run_id"]
+    assert run_id == run_id_for("trainbus/gateway", "k1")
+    assert answers[0].headers["location"] == f"/training-runs/{run_id}"
+    assert answers[1].json()["duplicate"] is True
+    run = await gateway.get(f"/training-runs/{run_id}")
+    assert (run["state"], run["name"], run["slots"]["max"]) == ("requested", "digits", 4)
+    stored = await bus.history(subjects.request("train"), stream="REQUESTS")
+    assert [(s.event.name, s.envelope.id) for s in stored] == [("digits", "k1")]
+    other = await gateway.client.post(
+        "/training-runs", json={**BODY, "name": "other"}, headers={"Idempotency-Key": "k1"}
+    )
+    assert other.status_code == 409
+    assert "use a new one" in other.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "says"),
+    [
+        pytest.param({**BODY, "slotz": 2}, "slotz", "check its spelling", id="unknown field"),
+        pytest.param({**BODY, "slots": -1}, "slots.min", "greater than or equal to 1", id="negative size"),
+        pytest.param({**BODY, "priority": "high"}, "priority", "valid integer", id="wrong type"),
+        pytest.param({"name": "x"}, "", "exactly one of 'task'", id="nothing to run"),
+        pytest.param([1], "", "must be a JSON object", id="no object"),
+    ],
+)
+async def test_bad_requests_name_the_field(gateway: Running, body: Any, field: str, says: str) -> None:
+    answer = await gateway.client.post("/training-runs", json=body)
+    assert answer.status_code == 422
+    assert any(p["field"] == field and says in p["message"] for p in answer.json()["problems"]), answer.text
+
+
+async def test_refused_before_the_bus(gateway: Running) -> None:
+    form = await gateway.client.post("/training-runs", content=b"{}", headers={"content-type": "text/plain"})
+    assert (form.status_code, "application/json" in form.json()["detail"]) == (415, True)
+    json_type = {"content-type": "application/json"}
+    assert (await gateway.client.post("/training-runs", content=b"{", headers=json_type)).status_code == 422
+    large = b'{"name": "' + b"x" * 2 * 2**20 + b'"}'
+    assert (await gateway.client.post("/training-runs", content=large, headers=json_type)).status_code == 413
+
+
+async def test_a_whole_life(gateway: Running, bus: Bus) -> None:
+    await publish(bus, *life(spec=EVALUATED_SPEC))
+    events = await read_sse(gateway, f"/training-runs/{RUN}/events")
+    assert [e["event"] for e in events][-3:] == ["completed", "promoted", "end"]
+    run = await gateway.get(f"/training-runs/{RUN}")
+    assert (run["state"], run["verdict"], run["generation"], run["restarts"]) == ("completed", "promoted", 2, 1)
+    assert run["slots"] == {"min": 1, "max": 4, "got": 2, "wanted": 4}
+    assert run["last_checkpoint"]["step"] == 40
+    assert run["metrics"]["test/accuracy"] == 0.97
+    assert "2 slots on n1[0,1], from step 20" in [e["summary"] for e in run["timeline"] if e["fact"] == "placed"][1]
+    listed = await gateway.get("/training-runs", params={"state": "completed", "name": "dig"})
+    assert [r["run_id"] for r in listed["runs"]] == [RUN]
+    assert [c["step"] for c in (await gateway.get("/training-runs/digits/checkpoints"))["checkpoints"]] == [20, 40]
+    assert [n["used"] for n in (await gateway.get("/nodes"))["nodes"]] == [0, 0]
+    facts = await gateway.get(f"/training-runs/{RUN}/events", params={"follow": "false"})
+    assert [f["fact"] for f in facts["events"]] == [f["fact"] for f in run["timeline"]]
+
+
+async def test_metrics_stream_history_live_resume_and_end(gateway: Running, bus: Bus) -> None:
+    facts = life()
+    before, after = facts[:7], facts[7:]
+    await publish(bus, *before)
+    first = asyncio.Event()
+    reading = asyncio.create_task(read_sse(gateway, f"/training-runs/{RUN}/metrics", first=first))
+    await first.wait()  # history is read; what follows arrives live
+    await publish(bus, *after)
+    events = await reading
+    assert [e["event"] for e in events] == ["metrics", "metrics", "end"]
+    batches = [json.loads(e["data"]) for e in events[:-1]]
+    assert [b["generation"] for b in batches] == [1, 2]
+    resumed = await read_sse(gateway, f"/training-runs/{RUN}/metrics", {"Last-Event-ID": events[0]["id"]})
+    assert [e.get("id") for e in resumed] == [events[1]["id"], None]
+    done = await gateway.client.get(f"/training-runs/{RUN}/metrics", headers={"Last-Event-ID": events[1]["id"]})
+    assert done.status_code == 204
+    history = await gateway.get(f"/training-runs/{RUN}/metrics", params={"follow": "false"})
+    assert history["batches"] == batches
+    curve = (await gateway.get(f"/training-runs/{RUN}/curves"))["curves"]["train/loss"]
+    assert [step for step, _ in curve] == list(range(1, 41)), "the abandoned tail is not drawn twice"
+    assert all((value >= 100) == (step > 20) for step, value in curve)
+
+
+async def test_logs(gateway: Running, bus: Bus) -> None:
+    await publish(bus, *life())
+    for rank in (0, 1):
+        await publish(bus, RunLog(run_id=RUN, generation=1, rank=rank, offset=0, lines=(f"hello from {rank}",)))
+    events = await read_sse(gateway, f"/training-runs/{RUN}/logs")
+    assert [json.loads(e["data"])["lines"] for e in events[:-1]] == [["hello from 0"], ["hello from 1"]]
+
+
+async def test_references(gateway: Running, bus: Bus) -> None:
+    for run_id, name in (("rabc1", "one"), ("rabc2", "two"), ("rxyz", "two")):
+        spec = SPEC.model_copy(update={"name": name})
+        await publish(bus, RunAccepted(run_id=run_id, spec=spec, request_id=run_id, request_source="t"))
+    for reference, run_id in (("rabc1", "rabc1"), ("one", "rabc1"), ("rx", "rxyz")):
+        assert (await gateway.get(f"/training-runs/{reference}"))["run_id"] == run_id
+    for reference in ("rabc", "two"):
+        answer = await gateway.client.get(f"/training-runs/{reference}")
+        assert (answer.status_code, len(answer.json()["candidates"])) == (409, 2)
+    missing = await gateway.client.get("/training-runs/nothing")
+    assert (missing.status_code, "nothing" in missing.json()["detail"]) == (404, True)
+
+
+async def test_pages_by_cursor(gateway: Running, bus: Bus) -> None:
+    ids = [f"r{i}" for i in range(5)]
+    for run_id in ids:
+        await publish(bus, RunAccepted(run_id=run_id, spec=SPEC, request_id=run_id, request_source="t"))
+    await gateway.get(f"/training-runs/{ids[-1]}")
+    seen: list[str] = []
+    cursor: str | None = None
+    while True:
+        page = await gateway.get("/training-runs", params={"limit": 2, **({"cursor": cursor} if cursor else {})})
+        seen += [run["run_id"] for run in page["runs"]]
+        cursor = page["next_cursor"]
+        if cursor is None:
+            break
+    assert seen == ids[::-1]
+    assert (await gateway.client.get("/training-runs", params={"cursor": "bad"})).status_code == 422
+    assert (await gateway.client.get("/training-runs", params={"state": "lost"})).status_code == 422
+
+
+async def test_cancel_and_restore(gateway: Running, bus: Bus) -> None:
+    committed = CheckpointCommitted(run_id=RUN, generation=1, checkpoint=ref(20), size_bytes=10)
+    await publish(bus, *life()[2:6], committed)
+    missing = await gateway.client.post(f"/training-runs/{RUN}/checkpoints/7/restore")
+    assert (missing.status_code, missing.json()["detail"].endswith("there is: 1")) == (404, True)
+    restored = await gateway.client.post(
+        f"/training-runs/{RUN}/checkpoints/1/restore", headers={"Idempotency-Key": "again"}
+    )
+    assert restored.status_code == 202
+    child = await gateway.get(f"/training-runs/{restored.json()['run_id']}")
+    assert (child["state"], child["parent_run_id"]) == ("requested", RUN)
+    assert (await gateway.client.post(f"/training-runs/{RUN}/cancel", params={"reason": "enough"})).status_code == 202
+    asked = await bus.history(subjects.request("restore"), subjects.request("cancel"), stream="REQUESTS")
+    assert [a.event for a in asked] == [
+        RestoreRequested(run_id=RUN, epoch=1),
+        CancelRequested(run_id=RUN, reason="enough"),
+    ]
+    await publish(bus, *life()[8:])
+    await read_sse(gateway, f"/training-runs/{RUN}/events")
+    assert (await gateway.client.post(f"/training-runs/{RUN}/cancel")).status_code == 409
+
+
+async def test_why_with_and_without_a_scheduler(gateway: Running, bus: Bus) -> None:
+    waiting = RunWaiting(run_id=RUN, next_generation=1, code="slots", message="needs 4 slots, 2 are free")
+    accepted = RunAccepted(run_id=RUN, spec=SPEC, request_id="e", request_source="t")
+    await publish(bus, accepted, RunQueued(run_id=RUN, next_generation=1), waiting)
+    alone = await gateway.get(f"/training-runs/{RUN}/why")
+    assert alone["answered_by"] == "read model"
+    assert "needs 4 slots" in alone["message"]
+    assert "does not answer" in alone["message"]
+
+    async def answer(message: Any) -> None:
+        assert json.loads(message.data) == {"run_id": RUN}
+        await message.respond(json.dumps({"state": "queued", "message": "behind rtwo"}).encode())
+
+    await bus.nc.subscribe(subjects.service("scheduler", "why"), cb=answer)
+    await bus.nc.flush()
+    asked = await gateway.get(f"/training-runs/{RUN}/why")
+    assert (asked["answered_by"], asked["message"]) == ("scheduler", "behind rtwo")
+
+
+async def test_nodes_show_what_runs_there(gateway: Running, bus: Bus) -> None:
+    await publish(bus, *life()[:4], placed(1, "n1", "n2"), progress(1, range(1, 3)))
+    await gateway.client.get("/training-runs/none")  # waits until all of the above is in
+    nodes = (await gateway.get("/nodes"))["nodes"]
+    assert [(n["node_id"], n["state"], n["used"], n["runs"]) for n in nodes] == [
+        ("n1", "up", 2, [RUN]),
+        ("n2", "up", 2, [RUN]),
+    ]
+
+
+async def test_operations(gateway: Running) -> None:
+    page = await gateway.client.get("/")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert (await gateway.get("/health")) == {"service": "gateway", "status": "ok"}
+    assert (await gateway.get("/ready"))["checks"]["projection"] is True
+    await gateway.client.get("/training-runs/some-run-id")
+    metrics = (await gateway.client.get("/metrics")).text
+    assert 'route="/training-runs/{run}",status="404"' in metrics
+    assert "some-run-id" not in metrics
+    schema = await gateway.get("/openapi.json")
+    assert schema["paths"]["/training-runs/{run}"]["get"]["responses"]["200"]["content"]

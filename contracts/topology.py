@@ -91,7 +91,12 @@ INGESTION = Consumer("ingestion", FACTS.name, (run.RunAccepted,), "Runs that bri
 INGESTION_REQUESTS = Consumer(
     "ingestion-requests", REQUESTS.name, (train.IngestRequested,), "Datasets wanted without a run."
 )
-SHARDING = Consumer("sharding", FACTS.name, (dataset.DatasetIngested,), "Ingested data to be sharded.")
+SHARDING = Consumer(
+    "sharding",
+    FACTS.name,
+    (dataset.DatasetIngested, run.RunAccepted),
+    "Ingested data to be sharded, and runs that name a dataset to be looked up.",
+)
 CHECKPOINT = Consumer(
     "checkpoint", FACTS.name, (checkpoint.CheckpointStaged,), "Staged checkpoints to verify and commit."
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,12 +21,26 @@ from yarl import URL
 
 from services.kit import metrics
 from services.kit.bus import Transient
-from services.kit.objects import CHUNK, PATIENCE_S, Missing, ObjectInfo
+from services.kit.objects import CHUNK, PATIENCE_S, Missing
 from services.kit.settings import Settings
 
 log = structlog.get_logger(__name__)
 CONNECTIONS = 32
 TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=3, sock_read=30)
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """One version of an object, as a listing named it."""
+
+    bucket: str
+    key: str
+    size_bytes: int
+    etag: str
+
+    @property
+    def uri(self) -> str:
+        return f"s3://{self.bucket}/{self.key}"
 
 
 class Changed(Exception):
@@ -68,17 +83,17 @@ class Reader:
     ) -> None:
         await self._stack.aclose()
 
-    async def read(self, info: ObjectInfo) -> bytes:
+    async def read(self, info: Pinned) -> bytes:
         """The whole object, as it was listed. For what is known to be small."""
         chunks: list[bytes] = []
         await self._fetch(info, chunks, None)
         return b"".join(chunks)
 
-    async def download(self, info: ObjectInfo, path: Path) -> str:
+    async def download(self, info: Pinned, path: Path) -> str:
         """Write the object, as it was listed, to ``path``; return its SHA-256."""
         return await self._fetch(info, None, path)
 
-    async def _fetch(self, info: ObjectInfo, chunks: list[bytes] | None, path: Path | None) -> str:
+    async def _fetch(self, info: Pinned, chunks: list[bytes] | None, path: Path | None) -> str:
         """Try again while the store is away.
 
         Raises:
@@ -98,7 +113,7 @@ class Reader:
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, 2.0)
 
-    async def _once(self, info: ObjectInfo, chunks: list[bytes] | None, path: Path | None) -> str:
+    async def _once(self, info: Pinned, chunks: list[bytes] | None, path: Path | None) -> str:
         assert self._http is not None, "use Reader as an async context manager"
         url = f"{self._endpoint}/{info.bucket}/{quote(info.key, safe='/~')}"
         headers = await self._signed(url)
@@ -146,7 +161,7 @@ class _Sink:
         self._chunks.append(chunk)
 
 
-async def _check(answer: aiohttp.ClientResponse, info: ObjectInfo) -> None:
+async def _check(answer: aiohttp.ClientResponse, info: Pinned) -> None:
     if answer.status == 200:
         etag = answer.headers.get("ETag", "").strip('"')
         if etag != info.etag:

@@ -1,0 +1,1 @@
+"""Turns a prefix in the lake into an index of validated, split records."""

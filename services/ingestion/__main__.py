@@ -1,0 +1,4 @@
+from services.ingestion.app import build
+from services.kit.settings import Settings
+
+build(Settings()).main()

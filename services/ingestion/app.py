@@ -1,0 +1,150 @@
+"""The ingestion service: runs and requests that bring raw data, to indexes of validated records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import structlog
+from botocore.exceptions import ClientError
+
+from contracts import subjects, topology
+from contracts.base import Fact, short_hash
+from contracts.events.dataset import DatasetIngested, DatasetIngestFailed
+from contracts.events.run import RunAccepted, RunPrepareFailed
+from contracts.events.train import DataSource, IngestRequested
+from services.ingestion import metrics
+from services.ingestion.core.verdict import objection
+from services.ingestion.ingest import Ingest, Ingested
+from services.kit.bus import Conflict, Expect, Poison, Received
+from services.kit.jobs import Jobs
+from services.kit.objects import Missing, Objects
+from services.kit.reader import Changed, Reader, Refused
+from services.kit.service import Service
+from services.kit.settings import Settings
+from services.kit.workdir import Workdir
+
+log = structlog.get_logger(__name__)
+
+
+class Ingestion:
+    """The handlers. Everything in them may happen twice."""
+
+    def __init__(self, service: Service, objects: Objects, reader: Reader, workdir: Workdir) -> None:
+        self._bus, self._settings = service.bus, service.settings
+        self._objects, self._reader, self._workdir = objects, reader, workdir
+        # Two at a time: a long one does not hold up a short one.
+        self.jobs = Jobs(self._bus, "ingestion", self.work, self.give_up, concurrency=2)
+
+    async def on_run_accepted(self, received: Received[RunAccepted]) -> None:
+        if isinstance(received.event.spec.data, DataSource):
+            await self.jobs.submit(received.event.run_id, received)
+
+    async def on_ingest_requested(self, received: Received[IngestRequested]) -> None:
+        await self.jobs.submit(_ingestion(received)[0], received)
+
+    async def work(self, received: Received[Any]) -> None:
+        """Ingest, and say so. ``Poison`` is an ingestion that failed for good."""
+        ingestion_id, run_id, data = _ingestion(received)
+        if await self._verdict(ingestion_id) is not None:
+            # A second delivery, or a job whose result was out when its instance died.
+            return await self._again(received)
+        started = self._bus.clock.monotonic()
+        with self._workdir.temporary(f"{ingestion_id}-") as folder:
+            result = await self._ingest(data, Path(folder))
+        if (problem := objection(result.outcome, data, result.quarantine_uri)) is not None:
+            raise Poison(problem)
+        await self._say(_ingested(ingestion_id, run_id, data, result), received)
+        took_s = self._bus.clock.monotonic() - started
+        metrics.JOB_SECONDS.labels("reused" if result.reused else "ingested").observe(took_s)
+        outcome = result.outcome
+        level = log.warning if not (outcome.splits["validation"] and outcome.splits["test"]) else log.info
+        level(
+            "ingested",
+            ingestion_id=ingestion_id,
+            reused=result.reused,
+            accepted=outcome.accepted,
+            quarantined=outcome.broken,
+            splits=outcome.splits,
+            seconds=round(took_s, 2),
+        )
+
+    async def give_up(self, received: Received[Any], reason: str) -> None:
+        """Say that the source cannot be used, to whoever follows the data and to the run that waits."""
+        ingestion_id, run_id, _ = _ingestion(received)
+        metrics.JOB_SECONDS.labels("failed").observe(0)
+        log.warning("ingestion failed", ingestion_id=ingestion_id, reason=reason)
+        await self._say(DatasetIngestFailed(ingestion_id=ingestion_id, run_id=run_id, reason=reason), received)
+        await self._again(received)
+
+    async def _ingest(self, data: DataSource, folder: Path) -> Ingested:
+        """Run it, with the store's refusals told apart from its being away."""
+        try:
+            return await Ingest(self._settings, self._objects, self._reader, folder, data).run()
+        except Changed as error:
+            raise Poison(f"{error}: it was overwritten while it was read; send the request again") from error
+        except Missing as error:
+            raise Poison(f"{error} was deleted while it was read; send the request again") from error
+        except Refused as error:
+            raise Poison(f"{error}; give the ingestion service read access, or check data.source") from error
+        except ClientError as error:
+            if error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 500) >= 500:
+                raise
+            raise Poison(f"the object store refuses {data.source}: {error}; check data.source and access") from error
+
+    async def _verdict(self, ingestion_id: str) -> DatasetIngested | DatasetIngestFailed | None:
+        last = await self._bus.last(subjects.fact("dataset", ingestion_id, subjects.ANY))
+        return last.event if last else None
+
+    async def _again(self, received: Received[Any]) -> None:
+        """Complete what the first verdict means; it stands, whatever came out later."""
+        ingestion_id, run_id, _ = _ingestion(received)
+        verdict = await self._verdict(ingestion_id)
+        if isinstance(verdict, DatasetIngestFailed) and run_id is not None:
+            await self._say(RunPrepareFailed(run_id=run_id, reason=verdict.reason), received)
+
+    async def _say(self, fact: Fact, received: Received[Any]) -> None:
+        """Publish a fact unless its like is there: an ingestion ends once, one way or the other."""
+        both = subjects.fact("dataset", fact.aggregate_id, subjects.ANY) if fact.aggregate == "dataset" else ""
+        try:
+            await self._bus.publish(fact, received.envelope, expect=Expect(0, both))
+        except Conflict:
+            log.info("said before", subject=fact.subject)
+
+
+def _ingestion(received: Received[Any]) -> tuple[str, str | None, DataSource]:
+    """Id of the ingestion, the run that waits for it, and the source."""
+    event = received.event
+    if isinstance(event, IngestRequested):
+        return "i" + short_hash(received.envelope.source, received.envelope.id), None, event.data
+    assert isinstance(event, RunAccepted)
+    assert isinstance(event.spec.data, DataSource)
+    return event.run_id, event.run_id, event.spec.data
+
+
+def _ingested(ingestion_id: str, run_id: str | None, data: DataSource, result: Ingested) -> DatasetIngested:
+    outcome = result.outcome
+    return DatasetIngested(
+        ingestion_id=ingestion_id,
+        run_id=run_id,
+        data=data,
+        fingerprint=result.fingerprint,
+        index_uri=result.index_uri,
+        accepted=outcome.accepted,
+        quarantined=outcome.quarantined,
+        quarantine_uri=result.quarantine_uri if outcome.broken else None,
+        split_counts=outcome.splits,
+        classes=outcome.classes,
+    )
+
+
+def build(settings: Settings) -> Service:
+    service = Service("ingestion", settings)
+    objects = service.resource(Objects(settings))
+    reader = service.resource(Reader(settings))
+    workdir = service.resource(Workdir(settings.data_dir / "ingestion"))
+    ingestion = Ingestion(service, objects, reader, workdir)
+    service.bus.on(topology.INGESTION, RunAccepted)(ingestion.on_run_accepted)
+    service.bus.on(topology.INGESTION_REQUESTS, IngestRequested)(ingestion.on_ingest_requested)
+    service.background(ingestion.jobs.run)
+    return service

@@ -1,0 +1,48 @@
+"""Work beside the event loop and beside other work, ended in good order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Like ``asyncio.to_thread``, but a cancelled caller waits until the thread has let go.
+
+    A thread cannot be stopped; files and databases that it uses must not be closed under it.
+    """
+    work = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        with suppress(Exception):
+            await work
+        raise
+
+
+async def all_of(work: Iterable[Coroutine[Any, Any, T]], *, at_a_time: int) -> list[T]:
+    """Run everything, so many at a time; the results in order.
+
+    The first error ends the rest and is raised as it is, not wrapped as a TaskGroup does it.
+    """
+    gate = asyncio.Semaphore(at_a_time)
+
+    async def one(coroutine: Coroutine[Any, Any, T]) -> T:
+        async with gate:
+            return await coroutine
+
+    coroutines = list(work)
+    tasks = [asyncio.create_task(one(coroutine)) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for coroutine in coroutines:
+            coroutine.close()  # those that were never started

@@ -1,0 +1,133 @@
+"""The sharding service: ingested data to datasets, and runs that name a dataset to its manifest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import structlog
+
+from contracts import topology
+from contracts.base import Fact
+from contracts.datasets import SPLITS
+from contracts.events.dataset import DatasetIngested, DatasetSharded
+from contracts.events.run import RunAccepted, RunPrepared, RunPrepareFailed
+from contracts.events.train import DatasetRef
+from services.kit.bus import Conflict, Expect, Poison, Received
+from services.kit.jobs import Jobs
+from services.kit.objects import Missing, Objects
+from services.kit.reader import Changed, Reader, Refused
+from services.kit.service import Service
+from services.kit.settings import Settings
+from services.kit.workdir import Workdir
+from services.sharding import metrics
+from services.sharding.shard import Dataset, Shard, look_up
+
+log = structlog.get_logger(__name__)
+
+
+class Sharding:
+    """The handlers. Everything in them may happen twice."""
+
+    def __init__(self, service: Service, objects: Objects, reader: Reader, workdir: Workdir) -> None:
+        self._bus, self._settings = service.bus, service.settings
+        self._objects, self._reader, self._workdir = objects, reader, workdir
+        self.jobs = Jobs(self._bus, "sharding", self.work, self.give_up, concurrency=2)
+
+    async def on_dataset_ingested(self, received: Received[DatasetIngested]) -> None:
+        await self.jobs.submit(received.event.ingestion_id, received)
+
+    async def on_run_accepted(self, received: Received[RunAccepted]) -> None:
+        """Look up the dataset that a run names."""
+        run_id, data = received.event.run_id, received.event.spec.data
+        if not isinstance(data, DatasetRef):
+            return
+        bucket = self._settings.bucket_datasets
+        try:
+            dataset = await look_up(self._objects, bucket, data.dataset_id)
+        except Missing:
+            reason = f"there is no dataset {data.dataset_id}: check data.dataset_id, or give the source to ingest"
+            await self._say(RunPrepareFailed(run_id=run_id, reason=reason), received)
+        except ValueError as error:
+            await self._say(RunPrepareFailed(run_id=run_id, reason=str(error)), received)
+        else:
+            await self._say(_prepared(run_id, dataset), received)
+
+    async def work(self, received: Received[DatasetIngested]) -> None:
+        """Make the dataset, and say so. ``Poison`` is one that can never be made from this index."""
+        event, started = received.event, self._bus.clock.monotonic()
+        with self._workdir.temporary(f"{event.ingestion_id}-") as folder:
+            dataset = await self._shard(event, Path(folder))
+        await self._say(self._sharded(event, dataset), received)
+        if event.run_id is not None:
+            await self._say(_prepared(event.run_id, dataset), received)
+        took_s = self._bus.clock.monotonic() - started
+        metrics.JOB_SECONDS.labels("reused" if dataset.reused else "sharded").observe(took_s)
+        log.info(
+            "sharded",
+            ingestion_id=event.ingestion_id,
+            dataset_id=dataset.dataset_id,
+            reused=dataset.reused,
+            size_bytes=dataset.manifest.size_bytes,
+            seconds=round(took_s, 2),
+        )
+
+    async def give_up(self, received: Received[DatasetIngested], reason: str) -> None:
+        metrics.JOB_SECONDS.labels("failed").observe(0)
+        log.warning("sharding failed", ingestion_id=received.event.ingestion_id, reason=reason)
+        if received.event.run_id is not None:
+            await self._say(RunPrepareFailed(run_id=received.event.run_id, reason=reason), received)
+
+    async def _shard(self, event: DatasetIngested, folder: Path) -> Dataset:
+        """Run it, with what can never succeed told apart from what passes."""
+        try:
+            return await Shard(self._objects, self._reader, folder, event, self._settings.bucket_datasets).run()
+        except (Changed, Missing) as error:
+            raise Poison(f"{error}: changed or deleted after it was ingested; send the request again") from error
+        except Refused as error:
+            raise Poison(f"{error}; give the sharding service read access") from error
+
+    def _sharded(self, event: DatasetIngested, dataset: Dataset) -> DatasetSharded:
+        manifest = dataset.manifest
+        return DatasetSharded(
+            dataset_id=dataset.dataset_id,
+            manifest_uri=dataset.manifest_uri,
+            feature_store_version=event.fingerprint,
+            split_config_hash=manifest.split_config_hash,
+            row_count=sum(manifest.splits[split].samples for split in SPLITS),
+            split_counts={split: manifest.splits[split].samples for split in SPLITS},
+            shard_count=sum(len(manifest.splits[split].shards) for split in SPLITS),
+            size_bytes=manifest.size_bytes,
+            classes=manifest.classes,
+            created_at=self._bus.clock.now(),
+        )
+
+    async def _say(self, fact: Fact, received: Received[DatasetIngested] | Received[RunAccepted]) -> None:
+        """Publish a fact unless it is there: a dataset is made once, a run prepared once."""
+        try:
+            await self._bus.publish(fact, received.envelope, expect=Expect(0))
+        except Conflict:
+            log.info("said before", subject=fact.subject)
+
+
+def _prepared(run_id: str, dataset: Dataset) -> RunPrepared:
+    samples = {split: dataset.manifest.splits[split].samples for split in SPLITS}
+    return RunPrepared(
+        run_id=run_id,
+        dataset_id=dataset.dataset_id,
+        manifest_uri=dataset.manifest_uri,
+        train_samples=samples["train"],
+        validation_samples=samples["validation"],
+        test_samples=samples["test"],
+    )
+
+
+def build(settings: Settings) -> Service:
+    service = Service("sharding", settings)
+    objects = service.resource(Objects(settings))
+    reader = service.resource(Reader(settings))
+    workdir = service.resource(Workdir(settings.data_dir / "sharding"))
+    sharding = Sharding(service, objects, reader, workdir)
+    service.bus.on(topology.SHARDING, DatasetIngested)(sharding.on_dataset_ingested)
+    service.bus.on(topology.SHARDING, RunAccepted)(sharding.on_run_accepted)
+    service.background(sharding.jobs.run)
+    return service

@@ -1,0 +1,1 @@
+"""What sharding decides: the order of samples, the bytes of a shard, the manifest. Pure."""

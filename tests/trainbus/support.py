@@ -1,0 +1,293 @@
+"""Small datasets in the format that sharding writes, and ranks started as an agent starts them."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import tarfile
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from contracts.events.train import TrainRequested
+from contracts.ranks import JOURNAL_LINE, JournalLine, Launch
+from trainbus.data.dataset import Dataset
+
+REPOSITORY = Path(__file__).parents[2]
+Samples = Iterable[tuple[str, dict[str, bytes]]]
+
+#: A task small enough to run in milliseconds: a linear model on eight floats and their class.
+LINEAR_TASK = '''
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from trainbus import Task
+
+
+class Linear(Task):
+    def __init__(self, lr=0.05, dropout=0.0, momentum=0.9, adam=True, width=16):
+        self.lr, self.dropout, self.momentum, self.adam, self.width = lr, dropout, momentum, adam, width
+
+    def model(self):
+        return nn.Sequential(nn.Linear(8, self.width), nn.Tanh(), nn.Dropout(self.dropout), nn.Linear(self.width, 3))
+
+    def optimizer(self, model):
+        if self.adam:
+            return torch.optim.AdamW(model.parameters(), lr=self.lr)
+        return torch.optim.SGD(model.parameters(), lr=self.lr, momentum=self.momentum)
+
+    def schedule(self, optimizer, total_steps):
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total_steps + 1)
+
+    def decode(self, sample):
+        return torch.from_numpy(np.frombuffer(sample["bin"], dtype=np.float32).copy()), int(sample["cls"])
+
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    def metrics(self, model, batch):
+        logits = model(batch[0])
+        return {"loss": F.cross_entropy(logits, batch[1]), "accuracy": (logits.argmax(1) == batch[1]).float()}
+
+    def predict(self, model, batch):
+        return model(batch[0]).argmax(1), batch[1]
+'''
+
+
+def write_dataset(
+    folder: Path, splits: Mapping[str, Samples], *, format: str = "images", classes: Iterable[str] = (), per_shard: int = 50
+) -> str:
+    """Write shards, indexes and manifest; return the dataset's id."""
+    manifest: dict[str, Any] = {
+        "version": 1,
+        "format": format,
+        "fingerprint": "0" * 64,
+        "split_config_hash": "1" * 64,
+        "classes": list(classes),
+        "splits": {},
+    }
+    for split in ("train", "validation", "test"):
+        samples = list(splits.get(split, ()))
+        shards = []
+        for number, first in enumerate(range(0, len(samples), per_shard)):
+            shards.append(_write_shard(folder, f"{split}/shard-{number:05d}", samples[first : first + per_shard]))
+        manifest["splits"][split] = {"samples": len(samples), "shards": shards}
+    data = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "manifest.json").write_bytes(data)
+    return hashlib.sha256(data).hexdigest()
+
+
+def _write_shard(folder: Path, name: str, samples: list[tuple[str, dict[str, bytes]]]) -> dict[str, Any]:
+    path, index_path = folder / f"{name}.tar", folder / f"{name}.idx.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    entries = []
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        for key, fields in samples:
+            places = {}
+            for extension, data in fields.items():
+                info = tarfile.TarInfo(f"{key}.{extension}")
+                info.size = len(data)
+                places[extension] = [tar.offset + tarfile.BLOCKSIZE, len(data)]
+                tar.addfile(info, io.BytesIO(data))
+            entries.append({"key": key, "fields": places})
+    index_path.write_text(json.dumps({"version": 1, "samples": entries}))
+    return {
+        "path": f"{name}.tar",
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "size_bytes": path.stat().st_size,
+        "samples": len(samples),
+        "index_path": f"{name}.idx.json",
+        "index_sha256": hashlib.sha256(index_path.read_bytes()).hexdigest(),
+    }
+
+
+def linear_samples(count: int, offset: int = 0) -> Samples:
+    """Points in eight dimensions whose class is that of their largest coordinate among the first three."""
+    import numpy as np
+
+    rng = np.random.default_rng(offset)
+    for number in range(count):
+        point = rng.standard_normal(8).astype(np.float32)
+        yield f"s{offset + number:06d}", {"bin": point.tobytes(), "cls": str(int(point[:3].argmax())).encode()}
+
+
+def linear_dataset(folder: Path, train: int = 100, validation: int = 23, test: int = 17) -> Dataset:
+    splits = {
+        "train": linear_samples(train),
+        "validation": linear_samples(validation, 10_000),
+        "test": linear_samples(test, 20_000),
+    }
+    dataset_id = write_dataset(folder, splits, classes=("a", "b", "c"))
+    return Dataset(folder, dataset_id)
+
+
+def digits_dataset(folder: Path) -> Dataset:
+    """scikit-learn's digits as PNG files, seven tenths of them to train on."""
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    splits: dict[str, list[tuple[str, dict[str, bytes]]]] = {"train": [], "validation": [], "test": []}
+    for number, (image, label) in enumerate(zip(digits.images, digits.target, strict=True)):
+        buffer = io.BytesIO()
+        Image.fromarray((image * 15.9375).astype("uint8")).save(buffer, "PNG")
+        place = int(hashlib.sha256(str(number).encode()).hexdigest(), 16) % 20
+        split = "train" if place < 14 else "validation" if place < 17 else "test"
+        splits[split].append((f"digit-{number:04d}", {"png": buffer.getvalue(), "cls": str(label).encode()}))
+    dataset_id = write_dataset(folder, splits, classes=[str(digit) for digit in range(10)], per_shard=500)
+    return Dataset(folder, dataset_id)
+
+
+def text_dataset(folder: Path, data: bytes, window_bytes: int = 65) -> Dataset:
+    windows = [data[i : i + window_bytes] for i in range(0, len(data) - window_bytes, window_bytes)]
+    samples = [(f"w{number:06d}", {"bin": window}) for number, window in enumerate(windows)]
+    cut = len(samples) * 9 // 10
+    dataset_id = write_dataset(
+        folder, {"train": samples[:cut], "validation": samples[cut:]}, format="text", per_shard=2000
+    )
+    return Dataset(folder, dataset_id)
+
+
+def write_task(folder: Path, source: str = LINEAR_TASK, name: str = "task") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.py").write_text(source)
+    return folder
+
+
+class FakeAgent:
+    """The agent's end of the control socket: remembers who said hello, and says what it is told to."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.hellos: list[dict[str, Any]] = []
+        self.rings = 0
+        self.changed = threading.Condition()
+        self._connections: list[socket.socket] = []
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            self._connections.append(connection)
+            threading.Thread(target=self._read, args=(connection,), daemon=True).start()
+
+    def _read(self, connection: socket.socket) -> None:
+        with connection.makefile("rb") as lines:
+            for line in lines:
+                with self.changed:
+                    if line.strip():
+                        self.hellos.append(json.loads(line))
+                    else:
+                        self.rings += 1
+                    self.changed.notify_all()
+
+    def wait_for_hellos(self, count: int, timeout_s: float = 60) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.hellos) >= count, timeout_s), self.hellos
+
+    def say(self, line: Mapping[str, Any]) -> None:
+        for connection in self._connections:
+            connection.sendall(json.dumps(line).encode() + b"\n")
+
+    def close(self) -> None:
+        self._listener.close()
+        for connection in self._connections:
+            connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+        self.path.unlink(missing_ok=True)
+
+
+def request(**changes: Any) -> TrainRequested:
+    training = {"epochs": 2, "global_batch": 16, **changes.pop("training", {})}
+    defaults: dict[str, Any] = {
+        "name": "test",
+        "task": "task:Linear",
+        "code": {"uri": "s3://code/package", "sha256": "0" * 64},
+        "training": training,
+    }
+    return TrainRequested.model_validate({**defaults, **changes})
+
+
+def rank_env(launch_path: Path, rank: int, world_size: int, port: int, **extra: str) -> dict[str, str]:
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
+    return {
+        **kept,
+        "PYTHONPATH": str(REPOSITORY),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TRAINBUS_LAUNCH": str(launch_path),
+        **extra,
+    }
+
+
+def write_launch(
+    folder: Path,
+    spec: TrainRequested,
+    dataset: Dataset,
+    code_folder: Path,
+    *,
+    world_size: int = 1,
+    socket_path: Path | None = None,
+    resume_folder: Path | None = None,
+    orphan_timeout_s: float = 120.0,
+) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    launch = Launch(
+        run_id="rtest",
+        generation=1,
+        node_id="n1",
+        world_size=world_size,
+        spec=spec,
+        folder=str(folder),
+        socket=str(socket_path or folder / "agent.sock"),
+        code_folder=str(code_folder),
+        dataset_folder=str(dataset.folder),
+        dataset_id=dataset.dataset_id,
+        resume_folder=str(resume_folder) if resume_folder else None,
+        orphan_timeout_s=orphan_timeout_s,
+    )
+    path = folder / "launch.json"
+    path.write_text(launch.model_dump_json())
+    return path
+
+
+def start_rank(env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "trainbus.rank"], env=dict(env), stdout=output, stderr=output, cwd=log.parent
+        )
+
+
+def journal(folder: Path, rank: int = 0) -> list[JournalLine]:
+    """Everything a rank wrote to its journal."""
+    lines = (folder / f"rank_{rank}.jsonl").read_bytes().splitlines()
+    return [JOURNAL_LINE.validate_json(line) for line in lines]
+
+
+def keys_by_step(folder: Path, world_size: int) -> dict[int, list[str]]:
+    """The keys each step was trained on, in the order of the ranks."""
+    steps: dict[int, list[str]] = {}
+    for rank in range(world_size):
+        for line in (folder / f"samples_rank_{rank}.jsonl").read_text().splitlines():
+            record = json.loads(line)
+            steps.setdefault(record["step"], []).extend(record["keys"])
+    return dict(sorted(steps.items()))

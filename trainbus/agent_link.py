@@ -1,0 +1,234 @@
+"""A rank's two lines to its agent: the journal (a file) and the control socket.
+
+The journal is appended to without ever waiting for anybody. The socket is served by a thread of
+its own that reconnects for ever; a training step only reads flags from it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from contracts.ranks import (
+    CONTROL_LINE,
+    EXIT_STOPPED,
+    CheckpointLine,
+    CheckpointNowLine,
+    EndedLine,
+    HelloLine,
+    Launch,
+    MetricsLine,
+    ResultLine,
+    StartedLine,
+    StopLine,
+    json_line,
+)
+from trainbus.exits import EXIT_ORPHANED, hard_exit
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+RECONNECT_INTERVAL_S = 0.2
+
+
+class Journal:
+    """Appends lines for the agent to read. One ``write()`` a line, so a kill leaves whole lines behind it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        #: Called after urgent lines; the agent link makes it ring the doorbell.
+        self.doorbell: Callable[[], None] = lambda: None
+
+    def metrics(
+        self,
+        step: int,
+        values: Mapping[str, float],
+        *,
+        epoch: int = 0,
+        samples_consumed: int = 0,
+        total_steps: int | None = None,
+    ) -> None:
+        """Journal the finite ones of ``values``; JSON has no word for the others."""
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        line = MetricsLine(
+            step=step,
+            time=time.time(),
+            values=finite,
+            epoch=epoch,
+            samples_consumed=samples_consumed,
+            total_steps=total_steps,
+        )
+        self._append(json_line(line))
+
+    def started(self, step: int, samples_consumed: int) -> None:
+        self._urgent(StartedLine(time=time.time(), step=step, samples_consumed=samples_consumed))
+
+    def checkpoint(
+        self, folder: Path, *, step: int, epoch: int, samples_consumed: int, metrics: Mapping[str, float], final: bool
+    ) -> None:
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self._urgent(
+            CheckpointLine(
+                time=time.time(),
+                folder=str(folder),
+                step=step,
+                epoch=epoch,
+                samples_consumed=samples_consumed,
+                metrics=finite,
+                final=final,
+            )
+        )
+
+    def result(self, metrics: Mapping[str, float], artifacts: tuple[str, ...] = ()) -> None:
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        self._urgent(ResultLine(time=time.time(), metrics=finite, artifacts=artifacts))
+
+    def ended(self, line: EndedLine) -> None:
+        self._urgent(line)
+
+    def _urgent(self, line: StartedLine | CheckpointLine | ResultLine | EndedLine) -> None:
+        self._append(json_line(line))
+        self.doorbell()
+
+    def _append(self, data: bytes) -> None:
+        written = os.write(self._fd, data)
+        if written != len(data):
+            raise OSError(f"{self.path}: only {written} of {len(data)} bytes could be appended; is the disk full?")
+
+
+class Control:
+    """What the agent has asked for. Read by the training loop, written by the link's thread or a signal."""
+
+    def __init__(self) -> None:
+        self._stop = threading.Event()
+        self._checkpoint_now = threading.Event()
+        self.reason = ""
+        self.asked_at: float | None = None
+
+    def request_stop(self, reason: str) -> None:
+        """Ask for a stop at the next step that all ranks agree on. Asking again changes nothing."""
+        if not self._stop.is_set():
+            self.reason = reason
+            self.asked_at = time.monotonic()
+            self._stop.set()
+
+    def request_checkpoint(self) -> None:
+        self._checkpoint_now.set()
+
+    @property
+    def stop_requested(self) -> bool:
+        return self._stop.is_set()
+
+    def take_checkpoint_request(self) -> bool:
+        """Whether a checkpoint was asked for since the last call."""
+        asked = self._checkpoint_now.is_set()
+        self._checkpoint_now.clear()
+        return asked
+
+
+class AgentLink:
+    """Keeps the control socket open from a thread, for as long as the process lives.
+
+    Without an agent for ``orphan_timeout_s`` it ends the process: somebody else may be training
+    this run by then. A stop that wants no checkpoint ends the process at once, too.
+    """
+
+    def __init__(
+        self, launch: Launch, rank: int, journal: Journal, control: Control, exit: Callable[[int], object] = hard_exit
+    ) -> None:
+        self._launch = launch
+        self._hello = json_line(HelloLine(rank=rank, pid=os.getpid(), generation=launch.generation))
+        self._journal = journal
+        self._control = control
+        self._exit = exit
+        self._socket: socket.socket | None = None
+        #: Set when a stop must end the process without the training loop's help (runs of kind evaluate).
+        self.stop_at_once = False
+
+    def start(self) -> None:
+        self._journal.doorbell = self._ring
+        threading.Thread(target=self._serve, name="trainbus-agent-link", daemon=True).start()
+
+    def _ring(self) -> None:
+        """Ring the doorbell. A lost ring costs nothing but time: the agent looks at the journal anyway."""
+        connection = self._socket
+        if connection is None:
+            return
+        try:
+            connection.send(b"\n", socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except OSError:
+            return  # full or broken: the thread that reads will notice and reconnect
+
+    def _serve(self) -> None:
+        last_seen = time.monotonic()
+        while True:
+            try:
+                connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                connection.settimeout(5.0)
+                connection.connect(self._launch.socket)
+                connection.sendall(self._hello)
+            except OSError:
+                connection.close()
+                if time.monotonic() - last_seen > self._launch.orphan_timeout_s:
+                    self._orphaned()
+                    return
+                time.sleep(RECONNECT_INTERVAL_S)
+                continue
+            self._socket = connection
+            self._read(connection)
+            self._socket = None
+            connection.close()
+            last_seen = time.monotonic()
+
+    def _read(self, connection: socket.socket) -> None:
+        """Obey lines until the connection ends."""
+        connection.settimeout(None)
+        pending = b""
+        while True:
+            try:
+                data = connection.recv(65536)
+            except OSError:
+                return
+            if not data:
+                return
+            *lines, pending = (pending + data).split(b"\n")
+            for line in lines:
+                if line.strip():
+                    self._obey(line)
+
+    def _obey(self, line: bytes) -> None:
+        try:
+            order = CONTROL_LINE.validate_json(line)
+        except ValidationError as error:
+            # A newer agent may say more than we know; what we know we do.
+            print(f"trainbus: ignored a control line: {error.errors()[0]['msg']}", flush=True)
+            return
+        match order:
+            case CheckpointNowLine():
+                self._control.request_checkpoint()
+            case StopLine(checkpoint=False) as stop:
+                self._end_at_once(stop.reason)
+            case StopLine() as stop if self.stop_at_once:
+                self._end_at_once(stop.reason)
+            case StopLine() as stop:
+                self._control.request_stop(stop.reason)
+
+    def _end_at_once(self, reason: str) -> None:
+        self._journal.ended(EndedLine(time=time.time(), outcome="stopped", error=reason))
+        self._exit(EXIT_STOPPED)
+
+    def _orphaned(self) -> None:
+        error = f"no agent at the control socket for {self._launch.orphan_timeout_s:g} s: the node is taken for lost"
+        print(f"trainbus: {error}", flush=True)
+        self._journal.ended(EndedLine(time=time.time(), outcome="failed", error=error))
+        self._exit(EXIT_ORPHANED)

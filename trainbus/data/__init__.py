@@ -1,0 +1,1 @@
+"""Samples: which ones (sampler), from where (reader), as what (dataset, loader)."""

@@ -1,0 +1,62 @@
+"""A dataset on this node: its manifest, checked, and its splits."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from contracts.base import Sha256
+from contracts.events.dataset import ShardFile
+from trainbus.data.reader import DatasetError, SplitReader
+
+SplitName = Literal["train", "validation", "test"]
+
+
+class SplitManifest(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+    samples: int
+    shards: tuple[ShardFile, ...] = ()
+
+
+class Manifest(BaseModel):
+    """``manifest.json``. The SHA-256 of its bytes is the dataset's id."""
+
+    model_config = ConfigDict(frozen=True)
+
+    version: Literal[1]
+    format: Literal["images", "jsonl", "parquet", "text"]
+    fingerprint: str
+    split_config_hash: Sha256
+    classes: tuple[str, ...] = ()
+    splits: dict[SplitName, SplitManifest]
+
+
+class Dataset:
+    """Opens a dataset folder and verifies that it is the dataset it should be."""
+
+    def __init__(self, folder: Path, dataset_id: str | None = None) -> None:
+        self.folder = folder
+        try:
+            data = (folder / "manifest.json").read_bytes()
+        except OSError as error:
+            raise DatasetError(f"the dataset has no manifest.json: {error}") from error
+        self.dataset_id = hashlib.sha256(data).hexdigest()
+        if dataset_id is not None and dataset_id != self.dataset_id:
+            raise DatasetError(f"this is dataset {self.dataset_id[:12]}, not {dataset_id[:12]} which the run asked for")
+        try:
+            self.manifest = Manifest.model_validate_json(data)
+        except ValidationError as error:
+            raise DatasetError(f"manifest.json is not one this version reads: {error}") from error
+        self.classes = self.manifest.classes
+
+    def split(self, name: SplitName) -> SplitReader:
+        """Return the samples of one split; an absent split is an empty one."""
+        split = self.manifest.splits.get(name, SplitManifest(samples=0))
+        reader = SplitReader(self.folder, split.shards)
+        if len(reader) != split.samples:
+            raise DatasetError(f"split {name!r} says {split.samples} samples, its shards hold {len(reader)}")
+        return reader

@@ -1,0 +1,86 @@
+"""Reads, decodes and collates ahead of the training step, in one thread."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from trainbus.data.reader import SplitReader
+from trainbus.data.sampler import Ids
+from trainbus.task import Task
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Some samples that go through the model together. ``batch`` is None where there are none."""
+
+    samples: int
+    batch: Any | None
+    keys: tuple[str, ...] = field(default=())
+
+
+def load(task: Task, reader: SplitReader, ids: Ids) -> MicroBatch:
+    """Read and decode the samples and make one batch of them."""
+    if len(ids) == 0:
+        return MicroBatch(0, None)
+    samples = [reader[int(i)] for i in ids]
+    batch = task.collate([task.decode(sample.fields) for sample in samples])
+    return MicroBatch(len(samples), batch, tuple(sample.key for sample in samples))
+
+
+def ahead(items: Iterable[T], depth: int = 2) -> Iterator[T]:
+    """Yield ``items``, made up to ``depth`` ahead in a thread; an error in making one is raised here.
+
+    Closing the iterator ends the thread.
+    """
+    done = object()
+    ready: queue.Queue[Any] = queue.Queue(maxsize=depth)
+    closed = threading.Event()
+
+    def put(item: object) -> bool:
+        while not closed.is_set():
+            try:
+                ready.put(item, timeout=0.2)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    def work() -> None:
+        try:
+            for item in items:
+                if not put((item, None)):
+                    return
+            put((done, None))
+        except BaseException as error:
+            put((done, error))
+
+    threading.Thread(target=work, name="trainbus-loader", daemon=True).start()
+    try:
+        while True:
+            item, error = ready.get()
+            if error is not None:
+                raise error
+            if item is done:
+                return
+            yield item
+    finally:
+        closed.set()
+
+
+def to_device(batch: Any, move: Callable[[Any], Any]) -> Any:
+    """Apply ``move`` to every tensor inside nested tuples, lists and dicts."""
+    match batch:
+        case dict():
+            return {key: to_device(value, move) for key, value in batch.items()}
+        case tuple() if hasattr(batch, "_fields"):
+            return type(batch)(*(to_device(value, move) for value in batch))
+        case tuple() | list():
+            return type(batch)(to_device(value, move) for value in batch)
+        case _:
+            return move(batch) if hasattr(batch, "to") else batch

@@ -1,0 +1,34 @@
+"""How a rank ends. gloo and NCCL can hang in their teardown, so a rank never leaves through it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+#: No agent for ``orphan_timeout_s``: the node is taken for lost, and this rank must not go on.
+EXIT_ORPHANED = 76
+
+#: Where the exit code goes. Set in ranks forked from a warm process, which may be gone by then;
+#: a rank started through a shell has its code written by the shell.
+exit_file: Path | None = None
+
+
+def hard_exit(code: int) -> NoReturn:
+    """End this process now, with its output flushed and its exit code on disk."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a closed or full log must not keep the process alive
+            stream.flush()
+    if exit_file is not None:
+        with contextlib.suppress(OSError):
+            write_exit_file(exit_file, code)
+    os._exit(code)
+
+
+def write_exit_file(path: Path, code: int) -> None:
+    """Write ``code`` so that a reader sees all of it or nothing."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(f"{code}\n")
+    temporary.replace(path)

@@ -1,0 +1,139 @@
+"""One rank of a run: ``python -m trainbus.rank``, or the same forked from a warm process.
+
+Reads TRAINBUS_LAUNCH, imports the task, trains or evaluates, tells the agent through its journal, and exits with
+0 (done), 75 (stopped as asked) or 1 (failed; the ``ended`` line and the log say why).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from contracts.ranks import EXIT_DONE, EXIT_STOPPED, LAUNCH_VARIABLE, EndedLine, Launch
+from trainbus.agent_link import AgentLink, Control, Journal
+from trainbus.data.dataset import Dataset
+from trainbus.data.reader import DatasetError
+from trainbus.evaluate import evaluate
+from trainbus.exits import hard_exit
+from trainbus.task import TaskError, describe, load_task
+from trainbus.trainer.checkpoint import CheckpointError
+from trainbus.trainer.optimizer_state import StateMismatch
+from trainbus.trainer.trainer import Trainer, TrainingDiverged
+from trainbus.trainer.world import World, limit_threads, seed_all
+
+EXIT_FAILED = 1
+#: Errors whose text says all there is to say; anything else gets its traceback into the log.
+EXPLAINED = (TaskError, DatasetError, CheckpointError, StateMismatch, TrainingDiverged)
+
+
+def run(env: Mapping[str, str]) -> int:
+    """Be the rank that ``env`` describes, to its end; return the exit code."""
+    path = env.get(LAUNCH_VARIABLE)
+    if not path:
+        print(f"trainbus.rank is started by a node's agent, which sets {LAUNCH_VARIABLE}", file=sys.stderr)
+        return EXIT_FAILED
+    launch = Launch.model_validate_json(Path(path).read_bytes())
+    world = World.from_env(env)
+    journal = Journal(Path(launch.folder) / f"rank_{world.rank}.jsonl")
+    control = Control()
+    link = AgentLink(launch, world.rank, journal, control)
+    link.stop_at_once = launch.spec.kind == "evaluate"  # it has nothing to save
+    link.start()
+    signal.signal(signal.SIGTERM, lambda *_: control.request_stop("SIGTERM"))
+    try:
+        ended = _work(launch, world, journal, control, env)
+    except BaseException as error:
+        ended = _failed(error, launch)
+    try:
+        if ended.outcome != "failed":
+            world.leave()
+    except RuntimeError as error:  # the work is done and on disk; a peer that is already gone changes nothing
+        print(f"trainbus: the last barrier failed: {error}", flush=True)
+    journal.ended(ended)
+    return {"succeeded": EXIT_DONE, "stopped": EXIT_STOPPED}.get(ended.outcome, EXIT_FAILED)
+
+
+def _work(launch: Launch, world: World, journal: Journal, control: Control, env: Mapping[str, str]) -> EndedLine:
+    spec = launch.spec
+    limit_threads(env)
+    training = spec.training
+    task = load_task(spec.task or "", spec.params, Path(launch.code_folder) if launch.code_folder else None)
+    if launch.dataset_folder is None:
+        raise DatasetError("a task needs data: give 'data' in the request")
+    dataset = Dataset(Path(launch.dataset_folder), launch.dataset_id)
+    task.classes = dataset.classes
+    world.join(env, always=training is not None and training.strategy == "deepspeed")
+
+    if spec.kind == "evaluate":
+        seed_all(0, "evaluate", world.rank)
+        journal.started(launch.resume.step if launch.resume else 0, 0)
+        metrics, artifacts = evaluate(launch, task, dataset, world)
+        journal.result(metrics, artifacts)
+        return EndedLine(time=time.time(), outcome="succeeded")
+
+    assert training is not None, "the contract wants training for every task"
+    trainer = Trainer(
+        task,
+        dataset,
+        training,
+        folder=Path(launch.folder),
+        world=world,
+        control=control,
+        journal=journal,
+        resume_folder=Path(launch.resume_folder) if launch.resume_folder else None,
+        best_metric=spec.retention.metric,
+        best_mode=spec.retention.mode,
+        about=_about(launch),
+        record_samples=env.get("TRAINBUS_RECORD_SAMPLES") == "1",
+    )
+    outcome = trainer.fit()
+    if outcome.outcome == "succeeded":
+        journal.result(outcome.metrics)
+    return EndedLine(
+        time=time.time(),
+        outcome=outcome.outcome,
+        step=outcome.step,
+        samples_consumed=outcome.samples_consumed,
+        error=control.reason if outcome.outcome == "stopped" else "",
+    )
+
+
+def _about(launch: Launch) -> dict[str, Any]:
+    return {
+        "run_id": launch.run_id,
+        "generation": launch.generation,
+        "task": launch.spec.task,
+        "params": launch.spec.params,
+        "dataset_id": launch.dataset_id,
+    }
+
+
+def _failed(error: BaseException, launch: Launch) -> EndedLine:
+    code = Path(launch.code_folder) if launch.code_folder else None
+    if isinstance(error, EXPLAINED):
+        text = str(error)
+    else:
+        traceback.print_exception(error)
+        text = describe(error, code)
+    print(f"trainbus: failed: {text}", file=sys.stderr, flush=True)
+    return EndedLine(time=time.time(), outcome="failed", error=text[:4000])
+
+
+def main(run: Callable[[Mapping[str, str]], int] = run) -> None:
+    """Run, and end the process whatever happens: a rank must never linger in a teardown."""
+    code = EXIT_FAILED
+    try:
+        code = run(os.environ)
+    except BaseException:
+        traceback.print_exc()
+    hard_exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""What a user writes: one class that says what the model is, what a sample is and what the loss is."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+
+class TaskError(Exception):
+    """The task cannot be used; the text says what to change in it."""
+
+
+class Task:
+    """A training task. Subclass it, and give ``model``, ``decode`` and ``loss``.
+
+    ``params`` of the request become keyword arguments of the constructor. A task holds no state
+    that training changes: that lives in the model, the optimizer and the schedule, which are checkpointed.
+
+    Random numbers: torch, numpy and random are seeded anew for each step from (seed, step, rank), so
+    random augmentation belongs in ``loss``; ``decode`` and ``collate`` run ahead in a thread and
+    must be pure functions of their arguments.
+    """
+
+    #: Set by the trainer before anything is called: the class names of the dataset, in the order of their indices.
+    classes: tuple[str, ...] = ()
+    #: True lets DDP cope with parameters that some steps do not use, at the cost of a walk through the graph.
+    find_unused_parameters: bool = False
+
+    def model(self) -> nn.Module:
+        """Return a fresh model. Called once in a process, on every rank with the same seed."""
+        raise TaskError(f"{type(self).__name__} needs a method model(self) that returns an nn.Module")
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        """Return the optimizer over ``model``'s parameters. Default: AdamW with its own defaults."""
+        return torch.optim.AdamW(model.parameters())
+
+    def schedule(self, optimizer: Optimizer, total_steps: int) -> LRScheduler | None:
+        """Return the learning-rate schedule, stepped once a training step, or None for a constant rate."""
+        return None
+
+    def decode(self, sample: dict[str, bytes]) -> Any:
+        """Turn one sample, its fields by extension (``{"png": ..., "cls": ...}``), into what ``collate`` takes."""
+        raise TaskError(f"{type(self).__name__} needs a method decode(self, sample) that returns one example")
+
+    def collate(self, examples: Sequence[Any]) -> Any:
+        """Turn a non-empty list of decoded examples into a batch. Default: torch's ``default_collate``.
+
+        The batch may nest tensors in tuples, lists and dicts; they are moved to the device.
+        """
+        return torch.utils.data.default_collate(list(examples))
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Return the loss of a batch of n samples: a scalar tensor (shape ``[]``), the MEAN over its n samples.
+
+        It must be a mean over samples because ranks and micro-batches hold different numbers of
+        them: the trainer weights each by its count, so that the step is the exact mean over the global batch.
+        """
+        raise TaskError(f"{type(self).__name__} needs a method loss(self, model, batch) that returns a scalar tensor")
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """Return what to measure on a batch of n samples, by name. Default: ``{"loss": self.loss(...)}``.
+
+        Each value is either a scalar (shape ``[]``), the mean over the n samples, or one value a
+        sample (shape ``[n]``). The trainer adds them up weighted by n, in float64, over all batches and
+        ranks, so the result is the exact mean over the split whatever the world size. What is no mean over samples
+        (perplexity, F1) must be computed from such means or in ``predict``.
+        """
+        return {"loss": self.loss(model, batch)}
+
+    def predict(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor] | None:
+        """Return (predicted class, true class), both int64 of shape ``[n]``; None (default) for other tasks.
+
+        Evaluation makes the confusion matrix and ``predictions.json`` of it.
+        """
+        return None
+
+
+def load_task(name: str, params: dict[str, Any], code_folder: Path | None) -> Task:
+    """Import ``module:Class`` from the code package and make it.
+
+    Raises:
+        TaskError: it does not import, is no Task, lacks a method, or does not take ``params``.
+    """
+    module_name, _, class_name = name.partition(":")
+    if code_folder is not None:
+        if not code_folder.is_dir():
+            raise TaskError(f"the code folder {code_folder.name!r} is not there")
+        sys.path.insert(0, str(code_folder))
+        importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name == module_name.partition(".")[0]:
+            found = sorted(path.stem for path in code_folder.glob("*.py")) if code_folder else []
+            raise TaskError(
+                f"task {name!r}: there is no module {error.name!r} in the code package"
+                f" (its modules: {', '.join(found) or 'none'})"
+            ) from error
+        raise TaskError(
+            f"task {name!r} does not import: it needs the module {error.name!r}, which is not installed on the node"
+        ) from error
+    except BaseException as error:  # even a SystemExit of the user's module is a task that does not import
+        traceback.print_exc()
+        raise TaskError(f"task {name!r} does not import: {describe(error, code_folder)}") from error
+    cls = getattr(module, class_name, None)
+    if not (inspect.isclass(cls) and issubclass(cls, Task)):
+        tasks = [key for key, value in vars(module).items() if inspect.isclass(value) and issubclass(value, Task)]
+        known = ", ".join(sorted(key for key in tasks if key != "Task")) or "none"
+        problem = "is no subclass of trainbus.Task" if cls is not None else "is not there"
+        raise TaskError(f"task {name!r}: {class_name} {problem} (tasks in module {module_name!r}: {known})")
+    missing = [method for method in ("model", "decode", "loss") if getattr(cls, method) is getattr(Task, method)]
+    if missing:
+        raise TaskError(f"task {name!r}: {class_name} lacks {', '.join(f'{method}()' for method in missing)}")
+    try:
+        inspect.signature(cls).bind(**params)
+    except TypeError as error:
+        raise TaskError(f"task {name!r}: params do not fit {class_name}{inspect.signature(cls)}: {error}") from error
+    try:
+        made: Task = cls(**params)
+    except Exception as error:
+        traceback.print_exc()
+        raise TaskError(f"task {name!r}: {class_name}(...) failed: {describe(error, code_folder)}") from error
+    return made
+
+
+def describe(error: BaseException, code_folder: Path | None = None) -> str:
+    """Return the error in one line, with the last place in the user's own code that it came through."""
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{type(error).__name__}: {error.msg} ({Path(error.filename).name}, line {error.lineno})"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if code_folder is not None and Path(frame.filename).is_relative_to(code_folder):
+            return f"{text} ({Path(frame.filename).relative_to(code_folder)}, line {frame.lineno}, in {frame.name})"
+    return text

@@ -1,0 +1,104 @@
+"""Optimizer state by parameter name: tensors for safetensors, the rest for JSON.
+
+Keyed by name instead of by position, so that it is readable without the code and fits whatever
+strategy and world size loads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class StateMismatch(Exception):
+    """A checkpoint does not fit the model or the optimizer; the text names the tensor."""
+
+
+@dataclass(slots=True)
+class OptimizerState:
+    #: ``<parameter>/<key>`` -> tensor on the host, for example ``conv.weight/exp_avg``.
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    #: What is no tensor, by parameter and key.
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    #: Hyperparameters of each group, with the names of its parameters under ``params``.
+    groups: list[dict[str, Any]] = field(default_factory=list)
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def pack_groups(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """Return each group's hyperparameters, plain, beside the names of its parameters."""
+    packed = []
+    for group, members in zip(groups, names, strict=True):
+        hyper = {key: plain(value) for key, value in group.items() if key != "params"}
+        packed.append({**hyper, "params": list(members)})
+    return packed
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON can hold it: a scalar tensor becomes a number."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def pack(optimizer: Optimizer, model: nn.Module) -> OptimizerState:
+    """Copy the optimizer's state to the host."""
+    names = parameter_names(model)
+    state = OptimizerState()
+    members = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    state.groups = pack_groups(optimizer.param_groups, members)
+    for parameter, values in optimizer.state.items():
+        name = names[id(parameter)]
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                state.tensors[f"{name}/{key}"] = value.detach().to("cpu", copy=True).contiguous()
+            else:
+                state.values.setdefault(name, {})[key] = value
+    return state
+
+
+def check_groups(state: OptimizerState, names: Sequence[Sequence[str]]) -> None:
+    """Raise ``StateMismatch`` unless the checkpoint's groups hold the same parameters."""
+    if len(state.groups) != len(names):
+        raise StateMismatch(f"the checkpoint has {len(state.groups)} parameter groups, the optimizer {len(names)}")
+    for index, (group, members) in enumerate(zip(state.groups, names, strict=True)):
+        differ = set(group["params"]) ^ set(members)
+        if differ:
+            raise StateMismatch(f"parameter group {index} differs at {sorted(differ)[0]!r}")
+
+
+def restore_groups(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Put saved hyperparameters into the optimizer's groups, in place, since a schedule holds on to them."""
+    for group, values in zip(groups, saved, strict=True):
+        for key, value in values.items():
+            if key == "params":
+                continue
+            present = group.get(key)
+            if isinstance(present, Tensor):
+                present.fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(present, tuple) else value
+
+
+def unpack(state: OptimizerState, optimizer: Optimizer, model: nn.Module) -> None:
+    """Put a packed state into a fresh optimizer over the same parameters."""
+    names = parameter_names(model)
+    check_groups(state, [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups])
+    by_name = dict(model.named_parameters())
+    for name_and_key, tensor in state.tensors.items():
+        name, _, key = name_and_key.rpartition("/")
+        parameter = by_name[name]
+        if tensor.ndim > 0 and tensor.shape != parameter.shape and tensor.numel() == parameter.numel():
+            raise StateMismatch(f"optimizer state {name_and_key!r} has shape {tuple(tensor.shape)}")
+        # Adam keeps its step count on the host unless it is fused or capturable; it moves it there itself if so.
+        target = parameter.device if tensor.ndim > 0 else torch.device("cpu")
+        optimizer.state[parameter][key] = tensor.to(target, copy=True)
+    for name, values in state.values.items():
+        optimizer.state[by_name[name]].update(values)
+    restore_groups(optimizer.param_groups, state.groups)

@@ -1,0 +1,21 @@
+"""How a step is spread over the ranks. Each strategy offers the same six things; see ``base.py``."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from contracts.events.train import Training
+from trainbus.task import Task
+from trainbus.trainer.strategies.base import Strategy
+from trainbus.trainer.world import World
+
+
+def make_strategy(task: Task, model: nn.Module, training: Training, world: World) -> Strategy:
+    """Return the strategy that the request names, around a model whose weights are loaded already."""
+    if training.strategy == "deepspeed":
+        from trainbus.trainer.strategies.deepspeed import DeepSpeedStrategy
+
+        return DeepSpeedStrategy(task, model, training, world)
+    from trainbus.trainer.strategies.ddp import DDPStrategy
+
+    return DDPStrategy(task, model, training, world)

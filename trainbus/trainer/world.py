@@ -1,0 +1,109 @@
+"""Which rank this is, on which device, and how it meets the others."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+#: How long the ranks of a generation wait for each other at the start, and in a collective.
+RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
+COLLECTIVE_TIMEOUT = timedelta(seconds=600)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process's place among the ranks."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> World:
+        """Read what the agent (or torchrun) says; without it, this is the only rank."""
+        return cls(int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1")), int(env.get("LOCAL_RANK", "0")))
+
+    @property
+    def device(self) -> torch.device:
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        # An agent that gives each rank its own CUDA_VISIBLE_DEVICES leaves one device to choose from.
+        return torch.device("cuda", self.local_rank % torch.cuda.device_count())
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def join(self, env: Mapping[str, str], always: bool = False) -> None:
+        """Form the process group at MASTER_ADDR:MASTER_PORT. A single rank needs none, unless ``always``."""
+        if self.size == 1 and not always:
+            return
+        store = dist.TCPStore(
+            env.get("MASTER_ADDR", "127.0.0.1"),
+            int(env.get("MASTER_PORT", "0")),
+            self.size,
+            is_master=self.is_first,
+            timeout=RENDEZVOUS_TIMEOUT,
+            wait_for_workers=False,
+        )
+        device = self.device
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=self.rank,
+            world_size=self.size,
+            timeout=COLLECTIVE_TIMEOUT,
+            device_id=device if device.type == "cuda" else None,
+        )
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum ``tensor`` over the ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def from_first(self, value: Any) -> Any:
+        """Return rank 0's value of a small picklable object on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value on rank 0, and an empty list elsewhere."""
+        if self.size == 1:
+            return [value]
+        box: list[Any] | None = [None] * self.size if self.is_first else None
+        dist.gather_object(value, box, dst=0)
+        return box or []
+
+    def leave(self) -> None:
+        """Wait until every rank is here, so that none loses the rendezvous while it still needs it."""
+        if dist.is_initialized() and self.size > 1:
+            dist.barrier()
+
+
+def limit_threads(env: Mapping[str, str]) -> None:
+    """Give this rank one thread for its arithmetic on CPU unless OMP_NUM_THREADS says otherwise.
+
+    A CPU slot stands for one core, and ranks that each start a thread for every core thrash. The
+    number of threads also changes the last bits of a sum, so it must not depend on what else runs on the node.
+    """
+    torch.set_num_threads(max(1, int(env.get("OMP_NUM_THREADS") or 1)))
+
+
+def seed_all(*parts: int | str) -> None:
+    """Seed torch (all devices), numpy and random from a hash of ``parts``."""
+    digest = sha256("\0".join(str(part) for part in parts).encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    np.random.seed(int.from_bytes(digest[8:12], "little"))
+    random.seed(digest)

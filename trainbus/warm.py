@@ -1,0 +1,221 @@
+"""A process with torch imported that forks ranks: ``python -m trainbus.warm --socket PATH``.
+
+Importing torch takes seconds, forking takes milliseconds. This process imports everything a rank needs, and
+has no threads, no process group and no CUDA, so a fork of it is as good as a fresh start. It serves any
+number of connections, one JSON object a line: ``fork``, ``ping``; and says ``exited`` to all when a child ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+# A pool of threads would not survive the fork, so the libraries must not start one. The children set their own number.
+for _name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+
+import safetensors.torch  # noqa: E402
+import torch.distributed  # noqa: E402
+import torch.nn.parallel  # noqa: E402
+
+from trainbus import exits, rank  # noqa: E402
+
+#: How long to stay without a connection and without children.
+IDLE_S = 60.0
+WARMED = (safetensors.torch, torch.distributed, torch.nn.parallel)
+
+
+class Connection:
+    """One client, and what it has sent so far of its next line."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.pending = b""
+
+
+class WarmServer:
+    """Forks on request and reports how each child ended. One thread, no locks."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._connections: set[Connection] = set()
+        #: pid -> where its exit code goes.
+        self._children: dict[int, Path] = {}
+        self._ending = False
+        self._idle_since = time.monotonic()
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(path))
+        self._listener.listen(16)
+        self._listener.setblocking(False)
+        # Signals come in through a socket, so that one select waits for everything.
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+
+    def serve(self) -> None:
+        """Serve until SIGTERM, or until nobody has needed this process for a while."""
+        signal.set_wakeup_fd(self._wake_write.fileno())
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, self._on_terminate)
+        while not self._ending and not self._is_idle():
+            for key, _ in self._selector.select(timeout=1.0):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj is self._wake_read:
+                    with contextlib.suppress(BlockingIOError):
+                        self._wake_read.recv(4096)
+                else:
+                    self._read(key.data)
+            self._reap()
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()
+
+    def _on_terminate(self, *_: object) -> None:
+        self._ending = True
+
+    def _is_idle(self) -> bool:
+        if self._connections or self._children:
+            self._idle_since = time.monotonic()
+        return time.monotonic() - self._idle_since > IDLE_S
+
+    def _accept(self) -> None:
+        sock, _ = self._listener.accept()
+        sock.settimeout(5.0)  # a client that does not read must not hold up the others for long
+        connection = Connection(sock)
+        self._connections.add(connection)
+        self._selector.register(sock, selectors.EVENT_READ, connection)
+
+    def _read(self, connection: Connection) -> None:
+        try:
+            data = connection.sock.recv(1 << 20)
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(connection)
+            return
+        *lines, connection.pending = (connection.pending + data).split(b"\n")
+        for line in lines:
+            if line.strip():
+                self._send(connection, self._answer(line))
+
+    def _answer(self, line: bytes) -> dict[str, Any]:
+        request_id = None
+        try:
+            request = json.loads(line)
+            request_id = request.get("id")
+            match request.get("op"):
+                case "ping":
+                    return {"op": "pong", "pid": os.getpid()}
+                case "fork":
+                    return {"op": "forked", "id": request_id, "pid": self._fork(request)}
+                case other:
+                    return {"op": "error", "id": request_id, "error": f"there is no op {other!r}"}
+        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            return {"op": "error", "id": request_id, "error": f"{type(error).__name__}: {error}"}
+
+    def _fork(self, request: dict[str, Any]) -> int:
+        env = {str(name): str(value) for name, value in request["env"].items()}
+        cwd, log, exit_file = str(request["cwd"]), str(request["log"]), Path(request["exit_file"])
+        # Opened before the fork, so that what is wrong with them is this request's error.
+        log_fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            if not os.path.isdir(cwd):
+                raise NotADirectoryError(cwd)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            pid = os.fork()
+            if pid == 0:
+                self._be_rank(env, cwd, log_fd, exit_file)
+        finally:
+            os.close(log_fd)
+        self._children[pid] = exit_file
+        return pid
+
+    def _be_rank(self, env: dict[str, str], cwd: str, log_fd: int, exit_file: Path) -> NoReturn:
+        """The child: leave everything of the parent behind, and be a rank."""
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.setsid()
+            self._selector.close()
+            for sock in (self._listener, self._wake_read, self._wake_write, *(c.sock for c in self._connections)):
+                sock.close()
+            null_fd = os.open(os.devnull, os.O_RDONLY)
+            os.dup2(null_fd, 0)
+            os.dup2(log_fd, 1)
+            os.dup2(log_fd, 2)
+            os.close(null_fd)
+            os.close(log_fd)
+            for stream in (sys.stdout, sys.stderr):
+                stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+            os.chdir(cwd)
+            os.environ.clear()
+            os.environ.update(env)
+            sys.argv = ["trainbus.rank"]
+            exits.exit_file = exit_file
+            rank.main()
+        except BaseException:
+            traceback.print_exc()
+        os._exit(rank.EXIT_FAILED)
+
+    def _reap(self) -> None:
+        while self._children:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            exit_file = self._children.pop(pid, None)
+            if exit_file is None:
+                continue
+            code = os.waitstatus_to_exitcode(status)
+            try:
+                exits.write_exit_file(exit_file, code)
+            except OSError as error:  # the run's folder may be gone already
+                print(f"trainbus.warm: {exit_file}: {error}", file=sys.stderr, flush=True)
+            for connection in list(self._connections):
+                self._send(connection, {"op": "exited", "pid": pid, "code": code})
+
+    def _send(self, connection: Connection, message: dict[str, Any]) -> None:
+        try:
+            connection.sock.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            self._drop(connection)
+
+    def _drop(self, connection: Connection) -> None:
+        if connection in self._connections:
+            self._connections.discard(connection)
+            self._selector.unregister(connection.sock)
+            connection.sock.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--socket", type=Path, required=True)
+    arguments = parser.parse_args()
+    # What is imported stays shared with the children for longer if the collector leaves it alone.
+    gc.collect()
+    gc.freeze()
+    WarmServer(arguments.socket).serve()
+
+
+if __name__ == "__main__":
+    main()

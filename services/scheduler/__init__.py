@@ -1,0 +1,1 @@
+"""Decides which run has which slots, and nothing else does."""

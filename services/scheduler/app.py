@@ -1,0 +1,140 @@
+"""The scheduler's shell: folds the log, answers requests, and, while it leads, decides.
+
+Every instance folds and every instance answers requests: an answer is a fact that is fenced on its
+own (``accepted`` and ``rejected`` expect a run without facts; ``cancelling`` and ``draining`` have
+one id), so it needs no leader and costs no time when the leader dies. Whatever touches slots, or
+ends a run, is decided by ``core.decide`` on the one instance that holds the lease.
+"""
+
+from __future__ import annotations
+
+import structlog
+from pydantic import Field
+
+from contracts import subjects, topology
+from contracts.base import run_id_for
+from contracts.envelope import InvalidData, RawMessage, open_envelope
+from contracts.events.node import NodeDraining
+from contracts.events.run import Problem, RunCancelling
+from contracts.events.train import CancelRequested, DrainRequested, RestoreRequested, TrainRequested
+from services.kit.bus import Conflict, Expect, Poison, Received
+from services.kit.service import Service
+from services.kit.settings import Settings
+from services.scheduler.core import admit
+from services.scheduler.core.cluster import Run
+from services.scheduler.core.decisions import AcceptRun, RejectRun, answer_fact
+from services.scheduler.core.policy import Policy
+from services.scheduler.leader import Leader
+from services.scheduler.memory import Memory
+from services.scheduler.questions import answering
+
+log = structlog.get_logger(__name__)
+
+
+class SchedulerSettings(Settings):
+    """The scheduler's own settings."""
+
+    #: A run is not grown before it has had its slots for so long.
+    resize_interval_s: float = Field(2.0, ge=0)
+    #: How long a run that has ended waits for its final checkpoint to be committed.
+    final_checkpoint_wait_s: float = Field(60.0, ge=0)
+
+
+def build(settings: Settings) -> Service:
+    """Make a scheduler: a leader or a standby, as the lease decides."""
+    own = settings if isinstance(settings, SchedulerSettings) else SchedulerSettings(**settings.model_dump())
+    service = Service("scheduler", own)
+    policy = Policy(resize_interval_s=own.resize_interval_s, final_checkpoint_wait_s=own.final_checkpoint_wait_s)
+    memory = Memory(service.bus)
+    leader = Leader(service.bus, memory, policy, own)
+    Requests(service, memory).register()
+    service.background(memory.follow)
+    service.background(leader.lead)
+    service.background(leader.watch_nodes)
+    service.resource(answering(service.bus, memory, leader, policy))
+    service.ready_when("folded", lambda: memory.caught_up.is_set())
+    return service
+
+
+class Requests:
+    """Turns requests into facts; decides nothing about slots."""
+
+    def __init__(self, service: Service, memory: Memory) -> None:
+        self.bus = service.bus
+        self.memory = memory
+
+    def register(self) -> None:
+        consumer = topology.SCHEDULER_REQUESTS
+        self.bus.on(consumer, TrainRequested, on_invalid=self.on_invalid)(self.on_train)
+        self.bus.on(consumer, CancelRequested)(self.on_cancel)
+        self.bus.on(consumer, RestoreRequested)(self.on_restore)
+        self.bus.on(consumer, DrainRequested)(self.on_drain)
+
+    async def on_train(self, received: Received[TrainRequested]) -> None:
+        run_id = run_id_for(received.envelope.source, received.envelope.id)
+        if admit.needs_the_log(received.event):
+            await self.memory.catch_up()
+        await self._answer(received, admit.answer_train(self.memory.cluster, run_id, received.event))
+
+    async def on_restore(self, received: Received[RestoreRequested]) -> None:
+        await self.memory.catch_up()
+        parent = self._run(received.event.run_id, "restore")
+        run_id = run_id_for(received.envelope.source, received.envelope.id)
+        await self._answer(received, admit.answer_restore(parent, run_id, received.event))
+
+    async def on_cancel(self, received: Received[CancelRequested]) -> None:
+        if received.event.run_id not in self.memory.cluster.runs:
+            await self.memory.catch_up()
+        run = self._run(received.event.run_id, "cancel")
+        if run.terminal:
+            log.info("nothing to cancel, the run is over", run_id=run.run_id, phase=str(run.phase))
+            return
+        fact = RunCancelling(run_id=run.run_id, reason=received.event.reason)
+        await self.bus.publish(fact, received.envelope)
+
+    async def on_drain(self, received: Received[DrainRequested]) -> None:
+        await self.memory.catch_up()
+        node = self.memory.cluster.nodes.get(received.event.node_id)
+        if node is None or not node.alive:
+            known = ", ".join(sorted(n.node_id for n in self.memory.cluster.nodes.values() if n.alive)) or "none"
+            raise Poison(f"no node {received.event.node_id!r} to drain; these have joined: {known}")
+        fact = NodeDraining(node_id=node.node_id, incarnation=node.incarnation, reason=received.event.reason)
+        await self.bus.publish(fact, received.envelope)
+
+    async def on_invalid(self, raw: RawMessage, error: InvalidData) -> None:
+        """Tell whoever asked for a run what is wrong with the request. The kit keeps the message."""
+        if error.envelope.type not in (TrainRequested.type, RestoreRequested.type):
+            return
+        _, data = open_envelope(raw)
+        name = data.get("name") if isinstance(data, dict) else None
+        run_id = run_id_for(error.envelope.source, error.envelope.id)
+        problems = tuple(Problem(field=field, message=message) for field, message in error.problems)
+        reason = "the request is not valid: " + "; ".join(
+            f"{problem.field}: {problem.message}" if problem.field else problem.message for problem in problems[:5]
+        )
+        rejection = RejectRun(run_id, name[:200] if isinstance(name, str) else None, reason, problems)
+        fact = answer_fact(rejection, error.envelope.id, error.envelope.source)
+        try:
+            await self.bus.publish(fact, error.envelope, expect=_nothing_yet(run_id))
+        except Conflict:
+            log.info("already answered", run_id=run_id)
+
+    async def _answer(
+        self, received: Received[TrainRequested] | Received[RestoreRequested], answer: AcceptRun | RejectRun
+    ) -> None:
+        fact = answer_fact(answer, received.envelope.id, received.envelope.source)
+        try:
+            await self.bus.publish(fact, received.envelope, expect=_nothing_yet(answer.run_id))
+        except Conflict:
+            # The same request came before: it is one run for ever.
+            log.info("already answered", run_id=answer.run_id)
+
+    def _run(self, run_id: str, verb: str) -> Run:
+        run = self.memory.cluster.runs.get(run_id)
+        if run is None:
+            raise Poison(f"no run has the id {run_id!r}, so there is nothing to {verb}: take it from the accepted fact")
+        return run
+
+
+def _nothing_yet(run_id: str) -> Expect:
+    return Expect(0, subjects.run(run_id))

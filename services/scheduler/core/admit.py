@@ -1,0 +1,68 @@
+"""Answers to requests: accept or reject, with what to change."""
+
+from __future__ import annotations
+
+from contracts.events.run import CheckpointRef, Problem
+from contracts.events.train import DataSource, RestoreRequested, TrainRequested
+from services.scheduler.core.cluster import Cluster, Run
+from services.scheduler.core.decisions import AcceptRun, RejectRun
+
+#: How many of the existing checkpoints a rejection lists.
+LISTED = 20
+
+
+def needs_the_log(spec: TrainRequested) -> bool:
+    """Whether the answer depends on what has been folded."""
+    return spec.resume_from is not None
+
+
+def answer_train(cluster: Cluster, run_id: str, spec: TrainRequested) -> AcceptRun | RejectRun:
+    """Accept the request unless it can never run. Too many slots is no such reason: nodes may join."""
+    problems: list[Problem] = []
+    if spec.resume_from is not None and spec.resume_from not in cluster.checkpoints:
+        problems.append(
+            Problem(
+                field="resume_from",
+                message=f"no committed checkpoint has the manifest {spec.resume_from}: "
+                "take the uri from a checkpoint_committed fact (`trainbus checkpoints ls RUN`)",
+            )
+        )
+    if spec.kind == "evaluate" and isinstance(spec.data, DataSource):
+        problems.append(
+            Problem(field="data", message="an evaluation measures an existing dataset: give data.dataset_id")
+        )
+    if problems:
+        return RejectRun(run_id, spec.name, "the request cannot run as it is", tuple(problems))
+    return AcceptRun(run_id, spec)
+
+
+def answer_restore(parent: Run, run_id: str, request: RestoreRequested) -> AcceptRun | RejectRun:
+    """Make a new run out of ``parent``'s request, starting from the checkpoint that is asked for."""
+    found = find_checkpoint(parent, request)
+    name = f"{parent.spec.name} (restored)"[:200]
+    if found is None:
+        field, wanted = ("step", request.step) if request.step is not None else ("epoch", request.epoch)
+        message = f"run {parent.run_id} has no committed checkpoint of {field} {wanted}; {_existing(parent)}"
+        return RejectRun(run_id, name, "there is no such checkpoint", (Problem(field=field, message=message),))
+    spec = parent.spec.model_copy(update={"name": name, "resume_from": found.uri})
+    return AcceptRun(run_id, spec, parent.run_id)
+
+
+def find_checkpoint(parent: Run, request: RestoreRequested) -> CheckpointRef | None:
+    """The committed checkpoint of that step, or the last one of that epoch; the newest generation's if several."""
+    fitting = [
+        committed
+        for committed in parent.checkpoints.values()
+        if (committed.ref.step == request.step if request.step is not None else committed.ref.epoch == request.epoch)
+    ]
+    if not fitting:
+        return None
+    return max(fitting, key=lambda committed: (committed.generation, committed.ref.step)).ref
+
+
+def _existing(parent: Run) -> str:
+    steps = sorted({(committed.ref.step, committed.ref.epoch) for committed in parent.checkpoints.values()})
+    if not steps:
+        return "it has none at all"
+    listed = ", ".join(f"step {step} (epoch {epoch})" for step, epoch in steps[-LISTED:])
+    return f"these exist: {listed}"

@@ -1,0 +1,447 @@
+"""The scheduler's memory: runs, nodes and slots, as a fold over the facts in stream order.
+
+``apply`` is the only thing that changes a ``Cluster``. It is total: a fact that is late, doubled,
+or of an old generation changes nothing, so any log can be folded and every fold of it is the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any, Literal
+
+from contracts.base import Fact
+from contracts.envelope import Envelope
+from contracts.events import checkpoint, node, run
+from contracts.events.run import CheckpointRef, RunExited, RunPreempting, RunPrepared
+from contracts.events.train import TrainRequested
+
+Ending = Literal["released", "succeeded", "failed", "lost"]
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class Phase(StrEnum):
+    """Where a run is in its life."""
+
+    PREPARING = "preparing"
+    READY = "ready"
+    QUEUED = "queued"
+    PLACED = "placed"
+    RUNNING = "running"
+    PREEMPTING = "preempting"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    REJECTED = "rejected"
+
+
+TERMINAL = frozenset({Phase.COMPLETED, Phase.FAILED, Phase.CANCELLED, Phase.REJECTED})
+
+
+@dataclass(slots=True)
+class Part:
+    """One node's part of a run's current generation."""
+
+    node_id: str
+    slots: tuple[int, ...]
+    ranks: tuple[int, ...]
+    ended: Ending | None = None
+    exit: RunExited | None = None
+    #: It failed on its own: before anybody asked the generation to stop.
+    unprovoked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A committed checkpoint and the generation that made it."""
+
+    generation: int
+    ref: CheckpointRef
+
+
+@dataclass(slots=True)
+class Run:
+    """What the log says about one run."""
+
+    run_id: str
+    spec: TrainRequested
+    #: Sequence of its acceptance: the submit order.
+    submitted: int
+    submitted_at: datetime
+    correlation_id: str = ""
+    traceparent: str = ""
+    phase: Phase = Phase.READY
+    dataset: RunPrepared | None = None
+    prepare_problem: str | None = None
+    cancel_reason: str | None = None
+    generation: int = 0
+    failures: int = 0
+    queued_at: datetime = EPOCH
+    queue_reason: str = "new"
+    #: The parts of the current generation, also those that ended, until what follows is decided.
+    parts: dict[str, Part] = field(default_factory=dict)
+    placed_at: datetime = EPOCH
+    preempting: RunPreempting | None = None
+    ended_at: datetime | None = None
+    checkpoints: dict[str, Committed] = field(default_factory=dict)
+    newest: Committed | None = None
+    committed_at: datetime = EPOCH
+    #: The final checkpoint of the current generation.
+    final: CheckpointRef | None = None
+    #: Where the first generation starts, when the request named a checkpoint.
+    initial: CheckpointRef | None = None
+    #: Generations in a row that broke without a new checkpoint, and when the last one did.
+    setbacks: int = 0
+    #: The code of the last ``waiting``, and for which generation it was said.
+    waiting_code: str = ""
+    waiting_generation: int = 0
+    outcome: str = ""
+    last_sequence: int = 0
+    last_event_id: str = ""
+
+    @property
+    def terminal(self) -> bool:
+        return self.phase in TERMINAL
+
+    @property
+    def live(self) -> list[Part]:
+        return [part for part in self.parts.values() if part.ended is None]
+
+    @property
+    def next_generation(self) -> int:
+        return self.generation + 1
+
+    @property
+    def slot_count(self) -> int:
+        """Slots that this run holds now."""
+        return sum(len(part.slots) for part in self.parts.values() if part.ended is None)
+
+    @property
+    def resume(self) -> CheckpointRef | None:
+        """Where its next generation starts: the last committed checkpoint."""
+        return self.newest.ref if self.newest else self.initial
+
+
+@dataclass(slots=True)
+class Node:
+    """A node in its present incarnation."""
+
+    node_id: str
+    incarnation: str
+    slots: int
+    lease_ttl_s: float
+    state: Literal["alive", "lost", "left"] = "alive"
+    draining: bool = False
+    accelerator: str = "cpu"
+    #: Slot -> the (run_id, generation) that has it.
+    used: dict[int, tuple[str, int]] = field(default_factory=dict)
+    past: set[str] = field(default_factory=set)
+
+    @property
+    def alive(self) -> bool:
+        return self.state == "alive"
+
+    @property
+    def open(self) -> bool:
+        """Whether something new may be placed here."""
+        return self.alive and not self.draining
+
+    @property
+    def free(self) -> list[int]:
+        return [slot for slot in range(self.slots) if slot not in self.used]
+
+
+@dataclass(slots=True)
+class Cluster:
+    """Everything the scheduler knows; indexes are kept so that deciding need not look at every run."""
+
+    runs: dict[str, Run] = field(default_factory=dict)
+    nodes: dict[str, Node] = field(default_factory=dict)
+    #: Accepted and not queued yet; waiting for slots; with parts whose outcome is not decided.
+    unqueued: dict[str, None] = field(default_factory=dict)
+    queued: dict[str, None] = field(default_factory=dict)
+    active: dict[str, None] = field(default_factory=dict)
+    #: Every committed checkpoint that was not deleted, by the uri of its manifest.
+    checkpoints: dict[str, CheckpointRef] = field(default_factory=dict)
+    phases: Counter[Phase] = field(default_factory=Counter)
+    #: Sequence of the last fact folded, and of the last ``placed``: the fence of a placement.
+    sequence: int = 0
+    placed_sequence: int = 0
+
+    @property
+    def slots_total(self) -> int:
+        return sum(node.slots for node in self.nodes.values() if node.alive)
+
+    @property
+    def slots_used(self) -> int:
+        return sum(len(node.used) for node in self.nodes.values() if node.alive)
+
+
+def fold(events: Iterable[tuple[Fact, int, datetime]]) -> Cluster:
+    """The cluster after these (fact, sequence, time), oldest first."""
+    cluster = Cluster()
+    for fact, sequence, time in events:
+        apply(cluster, fact, sequence, time)
+    return cluster
+
+
+def apply(cluster: Cluster, fact: Fact, sequence: int, time: datetime, envelope: Envelope | None = None) -> None:
+    """Fold one fact in. ``time`` is when the server stored it: one clock for all facts."""
+    if sequence <= cluster.sequence:
+        return
+    cluster.sequence = sequence
+    if isinstance(fact, run.RunPlaced):
+        cluster.placed_sequence = sequence
+    if isinstance(fact, run.RunAccepted):
+        _accepted(cluster, fact, sequence, time, envelope)
+    elif isinstance(fact, run.RunRejected):
+        if fact.run_id not in cluster.runs:
+            cluster.phases[Phase.REJECTED] += 1
+    elif isinstance(fact, run.RunFact):
+        known = cluster.runs.get(fact.run_id)
+        if known is None:
+            return
+        known.last_sequence, known.last_event_id = sequence, fact.event_id
+        if on_run := _RUN_FACTS.get(type(fact)):
+            on_run(cluster, known, fact, time)
+    elif on_node := _NODE_FACTS.get(type(fact)):
+        on_node(cluster, fact, time)
+
+
+# -- a run's facts ----------------------------------------------------------------------------------
+
+
+def _accepted(
+    cluster: Cluster, fact: run.RunAccepted, sequence: int, time: datetime, envelope: Envelope | None
+) -> None:
+    if fact.run_id in cluster.runs:
+        return
+    accepted = Run(fact.run_id, fact.spec, sequence, time, last_sequence=sequence, last_event_id=fact.event_id)
+    accepted.correlation_id = (envelope.correlation_id if envelope else "") or fact.request_id
+    accepted.traceparent = envelope.traceparent if envelope else ""
+    if fact.spec.resume_from is not None:
+        accepted.initial = cluster.checkpoints.get(fact.spec.resume_from)
+    cluster.runs[fact.run_id] = accepted
+    cluster.unqueued[fact.run_id] = None
+    accepted.phase = Phase.READY if fact.spec.data is None else Phase.PREPARING
+    cluster.phases[accepted.phase] += 1
+
+
+def _prepared(cluster: Cluster, known: Run, fact: RunPrepared, time: datetime) -> None:
+    if known.phase is Phase.PREPARING and known.prepare_problem is None:
+        known.dataset = fact
+        _enter(cluster, known, Phase.READY)
+
+
+def _prepare_failed(cluster: Cluster, known: Run, fact: run.RunPrepareFailed, time: datetime) -> None:
+    if known.phase is Phase.PREPARING:
+        known.prepare_problem = fact.reason
+
+
+def _cancelling(cluster: Cluster, known: Run, fact: run.RunCancelling, time: datetime) -> None:
+    if not known.terminal and known.cancel_reason is None:
+        known.cancel_reason = fact.reason
+
+
+def _queued(cluster: Cluster, known: Run, fact: run.RunQueued, time: datetime) -> None:
+    if known.terminal or known.phase is Phase.QUEUED or known.live or fact.next_generation != known.next_generation:
+        return
+    if fact.reason in ("crashed", "node lost"):
+        known.setbacks += 1
+    known.parts, known.preempting, known.ended_at = {}, None, None
+    known.queued_at, known.queue_reason, known.failures = time, fact.reason, fact.failures
+    _enter(cluster, known, Phase.QUEUED)
+
+
+def _waiting(cluster: Cluster, known: Run, fact: run.RunWaiting, time: datetime) -> None:
+    known.waiting_code, known.waiting_generation = fact.code, fact.next_generation
+
+
+def _placed(cluster: Cluster, known: Run, fact: run.RunPlaced, time: datetime) -> None:
+    if fact.generation != known.next_generation or known.live:
+        return
+    known.generation, known.placed_at, known.final = fact.generation, time, None
+    known.preempting, known.ended_at = None, None
+    known.parts = {member.node_id: Part(member.node_id, member.slots, member.ranks) for member in fact.members}
+    # A placement of a run that is over (a leader too late) holds its slots all the same, since the
+    # agents act on it, until it has been told to let go.
+    cluster.active[known.run_id] = None
+    if not known.terminal:
+        _enter(cluster, known, Phase.PLACED)
+    for part in known.parts.values():
+        home = cluster.nodes.get(part.node_id)
+        if home is None or not home.alive:
+            _end(cluster, known, part, "lost", time)
+        else:
+            for slot in part.slots:
+                home.used.setdefault(slot, (known.run_id, fact.generation))
+
+
+def _started(cluster: Cluster, known: Run, fact: run.RunStarted, time: datetime) -> None:
+    if fact.generation == known.generation and known.phase is Phase.PLACED and fact.node_id in known.parts:
+        _enter(cluster, known, Phase.RUNNING)
+
+
+def _preempting(cluster: Cluster, known: Run, fact: RunPreempting, time: datetime) -> None:
+    if fact.generation != known.generation or not known.live or known.preempting is not None:
+        return
+    known.preempting = fact
+    if not known.terminal:
+        _enter(cluster, known, Phase.PREEMPTING)
+
+
+def _released(cluster: Cluster, known: Run, fact: run.RunReleased, time: datetime) -> None:
+    part = known.parts.get(fact.node_id)
+    if part is not None and part.ended is None and fact.generation == known.generation:
+        _end(cluster, known, part, "released", time)
+
+
+def _exited(cluster: Cluster, known: Run, fact: RunExited, time: datetime) -> None:
+    part = known.parts.get(fact.node_id)
+    if part is not None and part.ended is None and fact.generation == known.generation:
+        part.exit = fact
+        part.unprovoked = known.preempting is None
+        _end(cluster, known, part, fact.outcome, time)
+
+
+def _end(cluster: Cluster, known: Run, part: Part, how: Ending, time: datetime) -> None:
+    """A part is over: its slots are free, and with the last one the generation has ended."""
+    part.ended = how
+    home = cluster.nodes.get(part.node_id)
+    if home is not None:
+        for slot in part.slots:
+            if home.used.get(slot) == (known.run_id, known.generation):
+                del home.used[slot]
+    if not known.live:
+        known.ended_at = time
+        if known.terminal:
+            cluster.active.pop(known.run_id, None)
+
+
+def _committed(cluster: Cluster, known: Run, fact: checkpoint.CheckpointCommitted, time: datetime) -> None:
+    if fact.generation > known.generation:
+        return
+    committed = Committed(fact.generation, fact.checkpoint)
+    known.checkpoints[fact.checkpoint.uri] = committed
+    cluster.checkpoints[fact.checkpoint.uri] = fact.checkpoint
+    if known.newest is None or _age(committed) >= _age(known.newest):
+        known.newest, known.committed_at, known.setbacks = committed, time, 0
+    if fact.final and fact.generation == known.generation:
+        known.final = fact.checkpoint
+
+
+def _deleted(cluster: Cluster, known: Run, fact: checkpoint.CheckpointDeleted, time: datetime) -> None:
+    gone = known.checkpoints.pop(fact.uri, None)
+    cluster.checkpoints.pop(fact.uri, None)
+    if gone is not None and gone == known.newest:
+        known.newest = max(known.checkpoints.values(), key=_age, default=None)
+
+
+def _age(committed: Committed) -> tuple[int, int]:
+    return committed.generation, committed.ref.step
+
+
+def _completed(cluster: Cluster, known: Run, fact: run.RunCompleted, time: datetime) -> None:
+    _over(cluster, known, Phase.COMPLETED, "completed")
+
+
+def _failed(cluster: Cluster, known: Run, fact: run.RunFailed, time: datetime) -> None:
+    _over(cluster, known, Phase.FAILED, fact.reason)
+
+
+def _cancelled(cluster: Cluster, known: Run, fact: run.RunCancelled, time: datetime) -> None:
+    _over(cluster, known, Phase.CANCELLED, fact.reason)
+
+
+def _over(cluster: Cluster, known: Run, phase: Phase, outcome: str) -> None:
+    if known.terminal:
+        return
+    _enter(cluster, known, phase)
+    known.outcome = outcome
+    if not known.live:
+        cluster.active.pop(known.run_id, None)
+        known.parts = {}
+
+
+def _enter(cluster: Cluster, known: Run, phase: Phase) -> None:
+    """Change the phase and keep the indexes in step with it."""
+    cluster.phases[known.phase] -= 1
+    cluster.phases[phase] += 1
+    if phase not in (Phase.PREPARING, Phase.READY):
+        cluster.unqueued.pop(known.run_id, None)
+    if phase is Phase.QUEUED:
+        cluster.queued[known.run_id] = None
+        cluster.active.pop(known.run_id, None)
+    else:
+        cluster.queued.pop(known.run_id, None)
+    known.phase = phase
+
+
+# -- a node's facts ---------------------------------------------------------------------------------
+
+
+def _joined(cluster: Cluster, fact: node.NodeJoined, time: datetime) -> None:
+    old = cluster.nodes.get(fact.node_id)
+    past: set[str] = set()
+    if old is not None:
+        if fact.incarnation == old.incarnation or fact.incarnation in old.past:
+            return
+        past = old.past | {old.incarnation}
+    new = Node(fact.node_id, fact.incarnation, fact.slots, fact.lease_ttl_s, accelerator=fact.accelerator, past=past)
+    if old is not None:
+        kept = set(fact.running)
+        new.used = {slot: holder for slot, holder in old.used.items() if holder in kept}
+        _lose_parts(cluster, old, kept, time)
+    cluster.nodes[fact.node_id] = new
+
+
+def _gone(state: Literal["lost", "left"]) -> Callable[[Cluster, Any, datetime], None]:
+    def on_gone(cluster: Cluster, fact: node.NodeLost | node.NodeLeft, time: datetime) -> None:
+        known = cluster.nodes.get(fact.node_id)
+        if known is not None and known.alive and known.incarnation == fact.incarnation:
+            known.state = state
+            _lose_parts(cluster, known, set(), time)
+
+    return on_gone
+
+
+def _draining(cluster: Cluster, fact: node.NodeDraining, time: datetime) -> None:
+    known = cluster.nodes.get(fact.node_id)
+    if known is not None and known.incarnation == fact.incarnation:
+        known.draining = True
+
+
+def _lose_parts(cluster: Cluster, home: Node, kept: set[tuple[str, int]], time: datetime) -> None:
+    for run_id, generation in dict.fromkeys(home.used.values()):
+        holder = cluster.runs[run_id]
+        part = holder.parts.get(home.node_id)
+        if (run_id, generation) not in kept and part is not None and holder.generation == generation:
+            _end(cluster, holder, part, "lost", time)
+
+
+_RUN_FACTS: dict[type[Fact], Callable[[Cluster, Run, Any, datetime], None]] = {
+    RunPrepared: _prepared,
+    run.RunPrepareFailed: _prepare_failed,
+    run.RunCancelling: _cancelling,
+    run.RunQueued: _queued,
+    run.RunWaiting: _waiting,
+    run.RunPlaced: _placed,
+    run.RunStarted: _started,
+    RunPreempting: _preempting,
+    run.RunReleased: _released,
+    RunExited: _exited,
+    checkpoint.CheckpointCommitted: _committed,
+    checkpoint.CheckpointDeleted: _deleted,
+    run.RunCompleted: _completed,
+    run.RunFailed: _failed,
+    run.RunCancelled: _cancelled,
+}
+_NODE_FACTS: dict[type[Fact], Callable[[Cluster, Any, datetime], None]] = {
+    node.NodeJoined: _joined,
+    node.NodeLost: _gone("lost"),
+    node.NodeLeft: _gone("left"),
+    node.NodeDraining: _draining,
+}

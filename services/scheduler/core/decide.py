@@ -1,0 +1,179 @@
+"""``decide``: what to queue, place, shrink, preempt and end. Same input, same output.
+
+A pass settles what has happened, orders what waits, places whole gangs, reclaims for those that
+wait in vain, and grows when nobody does. Each step is a function of its own, so that a policy can
+replace one of them: order (policy.py), place (place.py), reclaim (reclaim.py), explain (explain.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+
+from services.scheduler.core import explain
+from services.scheduler.core.cluster import Cluster, Run
+from services.scheduler.core.decisions import CancelRun, Decision, ExplainRun, LoseNode, PlaceRun, PreemptRun, QueueRun
+from services.scheduler.core.explain import Why
+from services.scheduler.core.place import free_slots, take
+from services.scheduler.core.policy import Policy
+from services.scheduler.core.reclaim import Holding, growing, holdings, victims
+from services.scheduler.core.settle import settle_active, settle_unqueued
+
+
+@dataclass(slots=True)
+class Plan:
+    """The outcome of one pass: the decisions, and for each run that waits, why."""
+
+    decisions: list[Decision] = field(default_factory=list)
+    waits: dict[str, Why] = field(default_factory=dict)
+
+
+def decide(cluster: Cluster, now: datetime, policy: Policy) -> list[Decision]:
+    """Choose what to do. A run's decisions stand in the order in which they must become facts."""
+    return plan(cluster, now, policy).decisions
+
+
+def plan(cluster: Cluster, now: datetime, policy: Policy) -> Plan:
+    """``decide``, with the reason for which every other run waits."""
+    result = Plan()
+    # 1. What has happened to each run alone. A run that is queued by it competes in this very pass.
+    waiting = _settle(cluster, now, policy, result)
+    leaving = {d.run_id for d in result.decisions if isinstance(d, PreemptRun)}
+    # 2. Order what waits.
+    waiting.sort(key=policy.order)
+    # 3. Whole gangs only, since half a gang deadlocks its peers. 4. Reclaim for those in vain.
+    blocked = _place(cluster, waiting, now, policy, result)
+    holders = holdings(cluster, now)
+    if blocked:
+        _reclaim(blocked, holders, leaving, policy, result)
+    elif not leaving:
+        _grow(cluster, holders, waiting, now, policy, result)
+    _explain(cluster, result)
+    return result
+
+
+def lost_nodes(cluster: Cluster, expired: set[str]) -> list[LoseNode]:
+    """The nodes to be taken for lost, out of those whose lease has run out."""
+    return [
+        LoseNode(node.node_id, node.incarnation, f"its lease was not renewed for {node.lease_ttl_s:g} s")
+        for node_id in sorted(expired)
+        if (node := cluster.nodes.get(node_id)) is not None and node.alive
+    ]
+
+
+def _settle(cluster: Cluster, now: datetime, policy: Policy, result: Plan) -> list[Run]:
+    """Decide what follows for each run alone; return those that compete for slots."""
+    waiting: list[Run] = []
+    for run_id in cluster.unqueued:
+        run = cluster.runs[run_id]
+        settlement = settle_unqueued(run)
+        if settlement is not None:
+            result.decisions.append(settlement)
+        if isinstance(settlement, QueueRun):
+            waiting.append(run)
+    for run_id in cluster.active:
+        run = cluster.runs[run_id]
+        settlement = settle_active(cluster, run, now, policy)
+        if settlement is None:
+            continue
+        result.decisions.append(settlement)
+        if isinstance(settlement, QueueRun) and not _breaks_again(run, settlement, policy):
+            waiting.append(run)
+    for run_id in cluster.queued:
+        run = cluster.runs[run_id]
+        if run.cancel_reason is not None:
+            result.decisions.append(CancelRun(run_id, run.cancel_reason))
+        else:
+            waiting.append(run)
+    return waiting
+
+
+def _breaks_again(run: Run, settlement: QueueRun, policy: Policy) -> bool:
+    """Whether a run that just broke must first wait; it is then looked at once it is queued."""
+    return settlement.reason in ("crashed", "node lost") and policy.retry_delay_s(run.setbacks + 1) > 0
+
+
+def _place(cluster: Cluster, waiting: list[Run], now: datetime, policy: Policy, result: Plan) -> list[Run]:
+    """Place in order until one does not fit; nothing overtakes that one. Return it and those behind.
+
+    Everybody first gets what it needs; what is then left goes to the first in order, up to its
+    maximum. So an elastic run does not shut out the one behind it, and fills the cluster alone.
+    """
+    free = free_slots(cluster)
+    idle = sum(len(slots) for slots in free.values())
+    capacity = sum(node.slots for node in cluster.nodes.values() if node.open)
+    fitting: list[Run] = []
+    blocked: list[Run] = []
+    for run in waiting:
+        retry_at = run.queued_at + timedelta(seconds=policy.retry_delay_s(run.setbacks))
+        if run.setbacks and run.run_id in cluster.queued and now < retry_at:
+            result.waits[run.run_id] = Why("paused", retry_at=retry_at)
+        elif run.spec.slots.min > capacity:
+            # It can wait for nodes, but must not keep anybody else waiting.
+            result.waits[run.run_id] = explain.too_large(cluster, capacity)
+        elif blocked or run.spec.slots.min > idle:
+            blocked.append(run)
+        else:
+            fitting.append(run)
+            idle -= run.spec.slots.min
+    for run in fitting:
+        extra = min(idle, run.spec.slots.max - run.spec.slots.min)
+        idle -= extra
+        members = take(free, run.spec.slots.min + extra)
+        result.decisions.append(PlaceRun(run.run_id, run.next_generation, members, run.resume))
+    for run in blocked:
+        ahead = None if run is blocked[0] else blocked[0].run_id
+        result.waits[run.run_id] = Why("priority" if ahead else "slots", idle=idle, capacity=capacity, ahead=ahead)
+    return blocked
+
+
+def _reclaim(blocked: list[Run], holders: list[Holding], leaving: set[str], policy: Policy, result: Plan) -> None:
+    """Preempt for the blocked runs, in order, as long as it makes them fit."""
+    supply = result.waits[blocked[0].run_id].idle
+    for run in blocked:
+        candidates: list[Holding] = []
+        coming = 0
+        for holding in holders:
+            stopping = holding.run.preempting is not None or holding.run.run_id in leaving
+            if stopping and (_ends(holding.run) or policy.order(holding.run) > policy.order(run)):
+                coming += holding.slots
+            elif not stopping and holding.run.spec.priority < run.spec.priority:
+                candidates.append(holding)
+        need = run.spec.slots.min - supply - coming
+        chosen = victims(candidates, need, run) if need > 0 else []
+        if need > 0 and not chosen:
+            return
+        result.decisions += chosen
+        leaving |= {decision.run_id for decision in chosen}
+        supply -= run.spec.slots.min
+        result.waits[run.run_id] = explain.freeing(result.waits[run.run_id], holders, leaving)
+
+
+def _ends(run: Run) -> bool:
+    """Whether a run that is being stopped will not come back for its slots."""
+    return (
+        run.terminal or run.cancel_reason is not None or (run.preempting is not None and run.preempting.then != "queue")
+    )
+
+
+def _grow(
+    cluster: Cluster, holders: list[Holding], waiting: list[Run], now: datetime, policy: Policy, result: Plan
+) -> None:
+    """Give idle slots to elastic runs, if no run waits that could use them now or soon."""
+    if any(why.code == "paused" for why in result.waits.values()):
+        return
+    if any(holding.run.preempting is not None for holding in holders):
+        return
+    placed = sum(len(m.slots) for d in result.decisions if isinstance(d, PlaceRun) for m in d.members)
+    idle = sum(len(node.free) for node in cluster.nodes.values() if node.open) - placed
+    if idle > 0:
+        result.decisions += growing(holders, idle, now, policy)
+
+
+def _explain(cluster: Cluster, result: Plan) -> None:
+    for run_id, why in result.waits.items():
+        run = cluster.runs[run_id]
+        # One that is being queued in this pass is explained in the next: it may be placed by then.
+        if run_id in cluster.queued and (run.waiting_code, run.waiting_generation) != (why.code, run.next_generation):
+            message = explain.message(cluster, run, why)
+            result.decisions.append(ExplainRun(run_id, run.next_generation, why.code, message))

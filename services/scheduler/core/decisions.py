@@ -1,0 +1,189 @@
+"""What the scheduler can decide, in the imperative, and the fact that each becomes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
+
+from contracts.events.node import NodeLost
+from contracts.events.run import (
+    Artifact,
+    CheckpointRef,
+    Member,
+    Problem,
+    QueueReason,
+    RunAccepted,
+    RunCancelled,
+    RunCompleted,
+    RunFact,
+    RunFailed,
+    RunPlaced,
+    RunPreempting,
+    RunQueued,
+    RunRejected,
+    RunWaiting,
+)
+from contracts.events.train import TrainRequested
+from services.scheduler.core.cluster import Cluster
+
+Code = Literal["slots", "infeasible", "priority", "no nodes", "fragmented", "draining", "paused"]
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptRun:
+    run_id: str
+    spec: TrainRequested
+    parent_run_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RejectRun:
+    run_id: str
+    name: str | None
+    reason: str
+    problems: tuple[Problem, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class QueueRun:
+    run_id: str
+    next_generation: int
+    reason: QueueReason
+    failures: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceRun:
+    run_id: str
+    generation: int
+    members: tuple[Member, ...]
+    resume: CheckpointRef | None
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptRun:
+    run_id: str
+    generation: int
+    reason: str
+    queue_reason: QueueReason
+    grace_s: float
+    then: Literal["queue", "cancel", "fail"] = "queue"
+
+
+@dataclass(frozen=True, slots=True)
+class CompleteRun:
+    run_id: str
+    generation: int
+    checkpoint: CheckpointRef | None
+    metrics: tuple[tuple[str, float], ...]
+    artifacts: tuple[Artifact, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FailRun:
+    run_id: str
+    generation: int
+    reason: str
+    log_tail: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRun:
+    run_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainRun:
+    """Say why a run still waits; decided only when the kind of reason has changed."""
+
+    run_id: str
+    next_generation: int
+    code: Code
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoseNode:
+    node_id: str
+    incarnation: str
+    reason: str
+
+
+Decision = QueueRun | PlaceRun | PreemptRun | CompleteRun | FailRun | CancelRun | ExplainRun
+
+
+def fact_of(decision: Decision, cluster: Cluster, now: datetime) -> RunFact:
+    """The fact that this decision, made from ``cluster`` at ``now``, is published as."""
+    run_id = decision.run_id
+    match decision:
+        case QueueRun():
+            return RunQueued(
+                run_id=run_id,
+                next_generation=decision.next_generation,
+                reason=decision.reason,
+                failures=decision.failures,
+            )
+        case PlaceRun():
+            known = cluster.runs[run_id]
+            return RunPlaced(
+                run_id=run_id,
+                generation=decision.generation,
+                members=decision.members,
+                world_size=sum(len(member.slots) for member in decision.members),
+                resume=decision.resume,
+                spec=known.spec,
+                dataset=known.dataset,
+                decided_at_sequence=cluster.sequence,
+                decided_at=now,
+                wanted_slots=known.spec.slots.max,
+            )
+        case PreemptRun():
+            return RunPreempting(
+                run_id=run_id,
+                generation=decision.generation,
+                reason=decision.reason,
+                queue_reason=decision.queue_reason,
+                grace_s=decision.grace_s,
+                then=decision.then,
+            )
+        case CompleteRun():
+            return RunCompleted(
+                run_id=run_id,
+                generation=decision.generation,
+                checkpoint=decision.checkpoint,
+                metrics=dict(decision.metrics),
+                artifacts=decision.artifacts,
+            )
+        case FailRun():
+            return RunFailed(
+                run_id=run_id, generation=decision.generation, reason=decision.reason, log_tail=decision.log_tail
+            )
+        case CancelRun():
+            return RunCancelled(run_id=run_id, reason=decision.reason)
+        case ExplainRun():
+            return RunWaiting(
+                run_id=run_id,
+                next_generation=decision.next_generation,
+                code=decision.code,
+                message=decision.message,
+                decided_at_sequence=cluster.sequence,
+            )
+
+
+def answer_fact(answer: AcceptRun | RejectRun, request_id: str, request_source: str) -> RunAccepted | RunRejected:
+    """The fact that answers a request."""
+    if isinstance(answer, AcceptRun):
+        return RunAccepted(
+            run_id=answer.run_id,
+            spec=answer.spec,
+            request_id=request_id,
+            request_source=request_source,
+            parent_run_id=answer.parent_run_id,
+        )
+    return RunRejected(run_id=answer.run_id, name=answer.name, reason=answer.reason, problems=answer.problems)
+
+
+def lost_fact(decision: LoseNode) -> NodeLost:
+    return NodeLost(node_id=decision.node_id, incarnation=decision.incarnation, reason=decision.reason)

@@ -1,0 +1,191 @@
+"""Why a run waits: the true reason, in numbers, and what would change it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from services.scheduler.core.cluster import Cluster, Phase, Run
+from services.scheduler.core.decisions import Code
+from services.scheduler.core.reclaim import Holding
+
+#: How many runs or nodes a message names.
+NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """The reason as data. The text is made of it only when somebody reads it."""
+
+    code: Code
+    idle: int = 0
+    #: Slots of all nodes on which something may be placed.
+    capacity: int = 0
+    #: The first run that is blocked before this one.
+    ahead: str | None = None
+    retry_at: datetime | None = None
+    #: Runs that have been asked to give up slots for it.
+    freeing: tuple[str, ...] = ()
+
+
+def too_large(cluster: Cluster, capacity: int) -> Why:
+    """The reason of a run that wants more slots than there are."""
+    if not any(node.alive for node in cluster.nodes.values()):
+        return Why("no nodes")
+    draining = any(node.alive and node.draining for node in cluster.nodes.values())
+    return Why("draining" if draining else "infeasible", capacity=capacity)
+
+
+def freeing(why: Why, holders: Iterable[Holding], leaving: set[str]) -> Why:
+    names = (h.run.run_id for h in holders if h.run.preempting is not None or h.run.run_id in leaving)
+    return replace(why, freeing=tuple(sorted(names)))
+
+
+def message(cluster: Cluster, run: Run, why: Why) -> str:
+    """Say why ``run`` waits and what would let it run."""
+    need = run.spec.slots.min
+    match why.code:
+        case "no nodes":
+            return "no node has joined, so there are no slots at all; start a worker (`trainbus service worker`)"
+        case "infeasible":
+            return (
+                f"needs at least {_slots(need)}, more than the {why.capacity} of the whole cluster; it runs as soon "
+                f"as nodes with {need - why.capacity} more join, or submit it again with slots.min of at most "
+                f"{why.capacity}"
+            )
+        case "draining":
+            names = ", ".join(sorted(n.node_id for n in cluster.nodes.values() if n.alive and n.draining)[:NAMED])
+            return (
+                f"needs at least {_slots(need)}, but only {why.capacity} are left while these nodes are being "
+                f"drained: {names}; it runs when they, or others, join again"
+            )
+        case "paused":
+            when = why.retry_at.isoformat(timespec="seconds") if why.retry_at else "soon"
+            return f"broke {run.setbacks} times in a row without a new checkpoint; the next try is at {when}"
+        case "priority":
+            return (
+                f"run {why.ahead} is ahead of it in the queue and waits for slots; {_place_in_queue(cluster, run, why)}"
+            )
+        case _:
+            return _for_slots(cluster, run, why)
+
+
+def _for_slots(cluster: Cluster, run: Run, why: Why) -> str:
+    need = run.spec.slots.min
+    text = f"needs at least {_slots(need)}, {why.idle} of {why.capacity} are free"
+    if why.freeing:
+        return f"{text}; {_named(why.freeing)} asked to let go, it starts as soon as they have"
+    holders = [cluster.runs[run_id] for run_id in cluster.active if cluster.runs[run_id].live]
+    names = _named(sorted(holder.run_id for holder in holders))
+    text += f"; {names} hold{'s' if len(holders) == 1 else ''} the rest" if holders else ""
+    changes = [f"it starts when {need - why.idle} more get free"]
+    if why.idle:
+        changes.append(f"with slots.min {why.idle} it would start now")
+    least = min((holder.spec.priority for holder in holders), default=None)
+    if least is not None and run.spec.priority <= least < 1000:
+        changes.append(f"with a priority above {least} it would be given slots of runs below it")
+    return f"{text}; {', or '.join(changes)}"
+
+
+def _place_in_queue(cluster: Cluster, run: Run, why: Why) -> str:
+    ahead = cluster.runs.get(why.ahead or "")
+    if ahead is not None and ahead.spec.priority > run.spec.priority:
+        return f"a priority above {ahead.spec.priority} would put this one first"
+    return "within a priority the order is that of submission"
+
+
+def state(cluster: Cluster, run_id: str, waits: dict[str, Why]) -> dict[str, Any]:
+    """What can be said about a run: its state, a code, and a sentence."""
+    run = cluster.runs.get(run_id)
+    if run is None:
+        return {"run_id": run_id, "state": "unknown", "code": "unknown", "message": f"no run has the id {run_id}"}
+    why = waits.get(run_id)
+    code, text = (why.code, message(cluster, run, why)) if why else _not_waiting(run)
+    return {
+        "run_id": run_id,
+        "name": run.spec.name,
+        "state": str(run.phase),
+        "code": code,
+        "message": text,
+        "priority": run.spec.priority,
+        "generation": run.generation,
+        "failures": run.failures,
+        "slots": run.slot_count,
+        "slots_min": run.spec.slots.min,
+        "slots_max": run.spec.slots.max,
+        "nodes": sorted(part.node_id for part in run.live),
+    }
+
+
+def _not_waiting(run: Run) -> tuple[str, str]:
+    where = _named(sorted(part.node_id for part in run.live), "node")
+    wish = "" if run.slot_count >= run.spec.slots.max else f" (it would use up to {run.spec.slots.max})"
+    match run.phase:
+        case Phase.PREPARING:
+            return "preparing", "its data is being prepared; it is queued as soon as that is done"
+        case Phase.PLACED | Phase.RUNNING if not run.live:
+            return "finishing", "its ranks have ended well; its final checkpoint is being committed"
+        case Phase.PLACED:
+            return "starting", f"placed on {_slots(run.slot_count)}{wish} of {where}, its ranks are starting"
+        case Phase.RUNNING:
+            return "running", f"runs on {_slots(run.slot_count)}{wish} of {where}"
+        case Phase.PREEMPTING:
+            return "preempting", run.preempting.reason if run.preempting else "is being stopped"
+        case Phase.COMPLETED | Phase.FAILED | Phase.CANCELLED | Phase.REJECTED:
+            return str(run.phase), run.outcome
+        case _:
+            return "deciding", "will be decided on at once"
+
+
+def summary(cluster: Cluster, limit: int = 100) -> dict[str, Any]:
+    """The queue, the nodes and the counts."""
+    queue = sorted((cluster.runs[run_id] for run_id in cluster.queued), key=lambda r: (-r.spec.priority, r.submitted))
+    return {
+        "sequence": cluster.sequence,
+        "runs": {str(phase): count for phase, count in sorted(cluster.phases.items()) if count},
+        "queue_length": len(queue),
+        "queue": [
+            {
+                "run_id": run.run_id,
+                "name": run.spec.name,
+                "priority": run.spec.priority,
+                "slots_min": run.spec.slots.min,
+                "slots_max": run.spec.slots.max,
+                "waiting": run.waiting_code,
+            }
+            for run in queue[:limit]
+        ],
+        "active": [
+            {
+                "run_id": run.run_id,
+                "name": run.spec.name,
+                "state": str(run.phase),
+                "generation": run.generation,
+                "slots": run.slot_count,
+            }
+            for run in (cluster.runs[run_id] for run_id in list(cluster.active)[:limit])
+        ],
+        "nodes": [
+            {
+                "node_id": node.node_id,
+                "state": "draining" if node.alive and node.draining else node.state,
+                "slots": node.slots,
+                "used": len(node.used),
+                "free": node.slots - len(node.used) if node.open else 0,
+                "accelerator": node.accelerator,
+            }
+            for _, node in sorted(cluster.nodes.items())
+        ],
+    }
+
+
+def _slots(count: int) -> str:
+    return f"{count} slot{'s' if count != 1 else ''}"
+
+
+def _named(names: Iterable[str], what: str = "run") -> str:
+    listed = list(names)
+    shown = ", ".join(listed[:NAMED]) + (f" and {len(listed) - NAMED} more" if len(listed) > NAMED else "")
+    return f"{what}{'s' if len(listed) != 1 else ''} {shown}"

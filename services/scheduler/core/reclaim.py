@@ -1,0 +1,93 @@
+"""Whose slots are taken for a run that waits: shrink what can shrink, preempt whole only if that is too little."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from services.scheduler.core.cluster import Cluster, Phase, Run
+from services.scheduler.core.decisions import PreemptRun
+from services.scheduler.core.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A run that holds slots which could be placed anew (those on draining nodes could not)."""
+
+    run: Run
+    slots: int
+    #: How long ago its work was last safe, times its slots: what a kill would lose.
+    at_stake: float
+
+
+def holdings(cluster: Cluster, now: datetime) -> list[Holding]:
+    """Every run that holds slots on open nodes."""
+    found = []
+    for run_id in cluster.active:
+        run = cluster.runs[run_id]
+        slots = sum(
+            len(part.slots) for part in run.parts.values() if part.ended is None and cluster.nodes[part.node_id].open
+        )
+        if slots:
+            safe_at = max(run.committed_at, run.placed_at)
+            found.append(Holding(run, slots, slots * (now - safe_at) / timedelta(seconds=1)))
+    return found
+
+
+def victims(candidates: list[Holding], need: int, waiter: Run) -> list[PreemptRun]:
+    """The stops that free ``need`` slots for ``waiter``, or none at all if they cannot be freed.
+
+    Least priority first, then whoever loses least.
+    """
+    ordered = sorted(candidates, key=lambda h: (h.run.spec.priority, h.at_stake, h.run.run_id))
+    for whole in range(len(ordered) + 1):
+        missing = need - sum(holding.slots for holding in ordered[:whole])
+        shrunk = _shrinks(ordered[whole:], missing)
+        if shrunk is not None:
+            return [_preempt(h.run, waiter) for h in ordered[:whole]] + [
+                _resize(h.run, f"shrinks by {by} for run {waiter.run_id} of higher priority") for h, by in shrunk
+            ]
+    return []
+
+
+def _shrinks(candidates: list[Holding], missing: int) -> list[tuple[Holding, int]] | None:
+    """Who shrinks by how much to free ``missing`` slots; None if shrinking does not suffice."""
+    chosen: list[tuple[Holding, int]] = []
+    for holding in candidates:
+        if missing <= 0:
+            break
+        by = min(holding.slots - holding.run.spec.slots.min, missing)
+        if by > 0:
+            chosen.append((holding, by))
+            missing -= by
+    return chosen if missing <= 0 else None
+
+
+def growing(candidates: list[Holding], idle: int, now: datetime, policy: Policy) -> list[PreemptRun]:
+    """The restarts that put ``idle`` slots to use. Only called when nobody waits for them."""
+    chosen: list[PreemptRun] = []
+    for holding in sorted(candidates, key=lambda h: policy.order(h.run)):
+        run = holding.run
+        by = min(run.spec.slots.max - run.slot_count, idle)
+        if by <= 0 or not _can_grow(run, now, policy):
+            continue
+        chosen.append(_resize(run, f"grows from {run.slot_count} to {run.slot_count + by} slots"))
+        idle -= by
+    return chosen
+
+
+def _can_grow(run: Run, now: datetime, policy: Policy) -> bool:
+    # A command has no checkpoints and would begin again; an evaluation is over before growing pays.
+    resumable = run.spec.task is not None and run.spec.kind == "train"
+    settled = now - run.placed_at >= timedelta(seconds=policy.resize_interval_s)
+    whole = all(part.ended is None for part in run.parts.values())
+    return resumable and settled and whole and run.phase is Phase.RUNNING
+
+
+def _preempt(run: Run, waiter: Run) -> PreemptRun:
+    reason = f"gives way to run {waiter.run_id} of priority {waiter.spec.priority}"
+    return PreemptRun(run.run_id, run.generation, reason, "preempted", run.spec.grace_s)
+
+
+def _resize(run: Run, reason: str) -> PreemptRun:
+    return PreemptRun(run.run_id, run.generation, reason, "resized", run.spec.grace_s)

@@ -1,0 +1,129 @@
+"""What follows from what has happened to a run: each run on its own, without a look at the others."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+
+from contracts.events.run import QueueReason
+from services.scheduler.core.cluster import Cluster, Part, Phase, Run
+from services.scheduler.core.decisions import CancelRun, CompleteRun, FailRun, PreemptRun, QueueRun
+from services.scheduler.core.policy import Policy
+
+Settlement = CancelRun | CompleteRun | FailRun | PreemptRun | QueueRun
+
+
+def settle_unqueued(run: Run) -> Settlement | None:
+    """Queue a run whose data is there; end one that cannot or shall not go on."""
+    if run.cancel_reason is not None:
+        return CancelRun(run.run_id, run.cancel_reason)
+    if run.prepare_problem is not None:
+        return FailRun(run.run_id, 0, f"its data could not be prepared: {run.prepare_problem}")
+    if run.spec.resume_from is not None and run.initial is None:
+        return FailRun(run.run_id, 0, f"the checkpoint to start from does not exist (any more): {run.spec.resume_from}")
+    if run.phase is Phase.READY:
+        return QueueRun(run.run_id, run.next_generation, "new", run.failures)
+    return None
+
+
+def settle_active(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> Settlement | None:
+    """Stop the rest of a gang that has broken; decide what follows once every part has ended."""
+    if run.live:
+        return None if run.preempting is not None else _stop(cluster, run)
+    return None if run.terminal else _outcome(run, now, policy)
+
+
+def _stop(cluster: Cluster, run: Run) -> PreemptRun | None:
+    """Why a gang that still runs must let go, if it must."""
+    broken = [part for part in run.parts.values() if part.ended in ("failed", "lost")]
+    released = [part for part in run.parts.values() if part.ended == "released"]
+    draining = [part.node_id for part in run.live if cluster.nodes[part.node_id].draining]
+    if run.terminal:
+        return PreemptRun(run.run_id, run.generation, "the run is over", "preempted", 0.0, "cancel")
+    if broken:
+        # Its peers hang in a collective that can never complete: no checkpoint to wait for.
+        return PreemptRun(run.run_id, run.generation, _broken_text(broken[0]), _broken_reason(run), 0.0)
+    if run.cancel_reason is not None:
+        return PreemptRun(run.run_id, run.generation, run.cancel_reason, "preempted", run.spec.grace_s, "cancel")
+    if released:
+        text = f"node {released[0].node_id} has let go of its ranks"
+        return PreemptRun(run.run_id, run.generation, text, "preempted", run.spec.grace_s)
+    if draining:
+        text = f"node {draining[0]} is being drained"
+        return PreemptRun(run.run_id, run.generation, text, "preempted", run.spec.grace_s)
+    return None
+
+
+def _outcome(run: Run, now: datetime, policy: Policy) -> Settlement | None:
+    endings = {part.ended for part in run.parts.values()}
+    stop = run.preempting
+    if endings == {"succeeded"}:
+        return _complete(run, now, policy)
+    if run.cancel_reason is not None or (stop is not None and stop.then == "cancel"):
+        return CancelRun(run.run_id, run.cancel_reason or (stop.reason if stop else ""))
+    if stop is not None and stop.then == "fail":
+        return FailRun(run.run_id, run.generation, stop.reason)
+    if endings & {"failed", "lost"}:
+        reason = _broken_reason(run)
+        if reason == "crashed":
+            return _crashed(run)
+        return QueueRun(run.run_id, run.next_generation, reason, run.failures)
+    return QueueRun(run.run_id, run.next_generation, stop.queue_reason if stop else "preempted", run.failures)
+
+
+def _complete(run: Run, now: datetime, policy: Policy) -> CompleteRun | None:
+    """Completed; but not before its final checkpoint, which may be committed after the ranks ended."""
+    trains = run.spec.kind == "train" and run.spec.task is not None and run.spec.training is not None
+    if trains and run.final is None and run.ended_at is not None:
+        waited = now - run.ended_at
+        if waited < timedelta(seconds=policy.final_checkpoint_wait_s):
+            return None
+    first = next((part for part in run.parts.values() if 0 in part.ranks), None)
+    told = first.exit if first else None
+    checkpoint = run.final or (run.newest.ref if run.newest else None)
+    metrics = tuple(told.metrics.items()) if told else ()
+    return CompleteRun(run.run_id, run.generation, checkpoint, metrics, told.artifacts if told else ())
+
+
+def _crashed(run: Run) -> FailRun | QueueRun:
+    failures = run.failures + 1
+    if failures < run.spec.max_attempts:
+        return QueueRun(run.run_id, run.next_generation, "crashed", failures)
+    part = _culprit(run)
+    told = part.exit if part else None
+    why = (told.reason if told else "") or "its ranks failed"
+    where = f"rank {told.rank} on node {told.node_id}" if told and told.rank is not None else "a rank"
+    code = f", exit code {told.exit_code}" if told and told.exit_code is not None else ""
+    attempts = f"{failures} attempt{'s' if failures > 1 else ''} (max_attempts {run.spec.max_attempts})"
+    return FailRun(
+        run.run_id, run.generation, f"failed after {attempts}: {where}{code}: {why}", told.log_tail if told else ()
+    )
+
+
+def _culprit(run: Run) -> Part | None:
+    """The part that failed on its own, rather than because another one had."""
+    failed = [part for part in run.parts.values() if part.ended == "failed"]
+    return max(failed, key=lambda part: (part.unprovoked, 0 in part.ranks), default=None)
+
+
+def _broken_reason(run: Run) -> QueueReason:
+    """Whose fault a broken generation was.
+
+    Ranks whose peer's node died fail as well, with errors that look like their own: a lost part
+    speaks for all. So does a failure after the generation was asked to stop.
+    """
+    parts = list(run.parts.values())
+    if any(part.ended == "lost" for part in parts):
+        return "node lost"
+    own = [part for part in parts if part.exit is not None and part.ended == "failed" and part.unprovoked]
+    if any(part.exit is not None and not part.exit.blameless for part in own):
+        return "crashed"
+    if own:
+        return "node lost"
+    return run.preempting.queue_reason if run.preempting else "crashed"
+
+
+def _broken_text(part: Part) -> str:
+    if part.ended == "lost":
+        return f"node {part.node_id} is lost"
+    reason = part.exit.reason if part.exit else ""
+    return f"ranks on node {part.node_id} failed: {reason}"[:500] if reason else f"ranks on node {part.node_id} failed"

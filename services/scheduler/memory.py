@@ -1,0 +1,88 @@
+"""The cluster as this instance has folded it so far."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import structlog
+
+from contracts import subjects, topology
+from contracts.base import Fact
+from contracts.events.run import RunPlaced
+from services.kit.bus import Bus, Received
+from services.scheduler import metrics
+from services.scheduler.core.cluster import Cluster, Phase, apply
+
+log = structlog.get_logger(__name__)
+
+#: Every fact of a run is followed, also those that change nothing here: a run's last sequence is
+#: what its next decision is fenced with.
+FOLLOWED = (subjects.fact("run", subjects.ANY, subjects.ANY), subjects.fact("node", subjects.ANY, subjects.ANY))
+
+
+class Memory:
+    """A cluster that grows with the log, and ways to wait for it."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+        self.cluster = Cluster()
+        self.caught_up = asyncio.Event()
+        self._progress = asyncio.Condition()
+
+    async def follow(self) -> None:
+        """Fold the log for as long as the service runs."""
+        async for batch in self.bus.follow(topology.FACTS.name, FOLLOWED):
+            for received in batch:
+                self._fold(received)
+            if not batch or batch[-1].pending == 0:
+                if not self.caught_up.is_set():
+                    log.info("folded the log", sequence=self.cluster.sequence, runs=len(self.cluster.runs))
+                self.caught_up.set()
+            if batch:
+                observe(self.cluster)
+                async with self._progress:
+                    self._progress.notify_all()
+
+    async def until(self, sequence: int) -> None:
+        """Wait until the fact of that sequence is folded."""
+        async with self._progress:
+            await self._progress.wait_for(lambda: self.cluster.sequence >= sequence)
+
+    async def changed(self, since: int, timeout_s: float) -> None:
+        """Wait until something newer than ``since`` is folded, at most ``timeout_s``."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.until(since + 1)
+        except TimeoutError:
+            return
+
+    async def catch_up(self) -> None:
+        """Fold at least everything that is in the log now, so that "unknown" means unknown."""
+        await self.caught_up.wait()
+        for subject in FOLLOWED:
+            last = await self.bus.last(subject)
+            if last is not None:
+                await self.until(last.sequence)
+
+    def _fold(self, received: Received[Any]) -> None:
+        fact = received.event
+        if not isinstance(fact, Fact):
+            return
+        time = received.stored_at or self.bus.clock.now()
+        if isinstance(fact, RunPlaced) and (run := self.cluster.runs.get(fact.run_id)) and self.caught_up.is_set():
+            metrics.WAITING_SECONDS.observe(max((time - run.queued_at).total_seconds(), 0))
+        apply(self.cluster, fact, received.sequence, time, received.envelope)
+
+
+def observe(cluster: Cluster) -> None:
+    """Bring the gauges in step with the cluster."""
+    metrics.FOLDED_SEQUENCE.set(cluster.sequence)
+    metrics.QUEUE_LENGTH.set(len(cluster.queued))
+    metrics.SLOTS.labels("total").set(cluster.slots_total)
+    metrics.SLOTS.labels("used").set(cluster.slots_used)
+    for phase in Phase:
+        metrics.RUNS.labels(str(phase)).set(cluster.phases[phase])
+    states = ["draining" if node.alive and node.draining else node.state for node in cluster.nodes.values()]
+    for state in ("alive", "draining", "lost", "left"):
+        metrics.NODES.labels(state).set(states.count(state))

@@ -1,0 +1,28 @@
+"""The scheduler's metrics."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+from services.kit.metrics import LATENCY_BUCKETS
+
+QUEUE_LENGTH = Gauge("trainbus_scheduler_queue_length", "Runs that wait for slots.")
+RUNS = Gauge("trainbus_scheduler_runs", "Runs by phase, as folded from the log.", ["phase"])
+SLOTS = Gauge("trainbus_scheduler_slots", "Slots of living nodes: total, used.", ["kind"])
+NODES = Gauge("trainbus_scheduler_nodes", "Nodes by state: alive, draining, lost, left.", ["state"])
+PLACEMENTS = Counter("trainbus_scheduler_placements_total", "Placements published by this instance.")
+PREEMPTIONS = Counter(
+    "trainbus_scheduler_preemptions_total",
+    "Generations asked to let go by this instance, by reason: preempted, resized, crashed, node lost.",
+    ["reason"],
+)
+CONFLICTS = Counter("trainbus_scheduler_conflicts_total", "Decisions dropped because a newer fact was there first.")
+DECIDE_SECONDS = Histogram(
+    "trainbus_scheduler_decide_seconds", "Seconds one decide pass took.", buckets=LATENCY_BUCKETS
+)
+WAITING_SECONDS = Histogram(
+    "trainbus_scheduler_waiting_seconds",
+    "Seconds from queued to placed.",
+    buckets=(0.01, 0.05, 0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600, 14400, 86400),
+)
+FOLDED_SEQUENCE = Gauge("trainbus_scheduler_folded_sequence", "Sequence of the last fact folded.")

@@ -1,0 +1,277 @@
+"""A small world in which the scheduler's core lives: a log, agents that act on it, and time.
+
+Deterministic: everything random comes from the ``random.Random`` that it is given.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from contracts.base import Fact
+from contracts.events.checkpoint import CheckpointCommitted
+from contracts.events.node import NodeDraining, NodeJoined, NodeLeft, NodeLost
+from contracts.events.run import (
+    CheckpointRef,
+    RunAccepted,
+    RunCancelling,
+    RunExited,
+    RunPlaced,
+    RunPreempting,
+    RunReleased,
+    RunStarted,
+)
+from contracts.events.train import TrainRequested
+from services.scheduler.core.cluster import TERMINAL, Cluster, Run, apply
+from services.scheduler.core.decide import decide
+from services.scheduler.core.decisions import Decision, fact_of
+from services.scheduler.core.policy import Policy
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+CODE = {"uri": "s3://code/p.tar.gz", "sha256": "0" * 64}
+
+
+def spec(slots: Any = 1, priority: int = 0, *, command: bool = False, **more: Any) -> TrainRequested:
+    """A small request; a task by default, so that it has checkpoints."""
+    what = {"command": ["true"]} if command else {"task": "m:T", "code": CODE, "training": {"epochs": 1}}
+    return TrainRequested.model_validate({"name": "run", "slots": slots, "priority": priority, **what, **more})
+
+
+class World:
+    """The log and the cluster folded from it."""
+
+    def __init__(self, policy: Policy | None = None) -> None:
+        self.policy = policy or Policy()
+        self.cluster = Cluster()
+        self.now = START
+        self.log: list[tuple[Fact, int, datetime]] = []
+        self.checked: dict[str, int] = defaultdict(int)
+
+    # -- the log ------------------------------------------------------------
+
+    def say(self, fact: Fact) -> None:
+        """Append a fact and fold it, as a real log would (the fold never fails)."""
+        self.log.append((fact, len(self.log) + 1, self.now))
+        apply(self.cluster, *self.log[-1])
+        self.check()
+
+    def step(self, limit: int | None = None) -> list[Decision]:
+        """Decide once and make the first ``limit`` decisions facts, as a scheduler that dies half-way would."""
+        decisions = decide(self.cluster, self.now, self.policy)
+        facts = [fact_of(decision, self.cluster, self.now) for decision in decisions]
+        for fact in facts[:limit]:
+            self.say(fact)
+        return decisions
+
+    def settle(self) -> list[Decision]:
+        """Decide until there is nothing left to decide; a scheduler must come to rest."""
+        made: list[Decision] = []
+        for _ in range(50):
+            decisions = self.step()
+            if not decisions:
+                return made
+            made += decisions
+        raise AssertionError(f"the scheduler never comes to rest: {made[-6:]}")
+
+    def wait(self, seconds: float) -> None:
+        self.now += timedelta(seconds=seconds)
+
+    # -- who says what -------------------------------------------------------
+
+    def join(self, node_id: str, slots: int, life: str = "1", running: tuple[tuple[str, int], ...] = ()) -> None:
+        self.say(
+            NodeJoined(
+                node_id=node_id, incarnation=f"{node_id}-{life}", address="h", slots=slots, lease_ttl_s=3, running=running
+            )
+        )
+
+    def lose(self, node_id: str) -> None:
+        self.say(NodeLost(node_id=node_id, incarnation=self.cluster.nodes[node_id].incarnation))
+
+    def leave(self, node_id: str) -> None:
+        self.say(NodeLeft(node_id=node_id, incarnation=self.cluster.nodes[node_id].incarnation))
+
+    def drain(self, node_id: str) -> None:
+        self.say(NodeDraining(node_id=node_id, incarnation=self.cluster.nodes[node_id].incarnation))
+
+    def accept(self, run_id: str, wanted: TrainRequested) -> None:
+        self.say(RunAccepted(run_id=run_id, spec=wanted, request_id=run_id, request_source="test"))
+
+    def cancel(self, run_id: str) -> None:
+        self.say(RunCancelling(run_id=run_id, reason="cancelled by request"))
+
+    def commit(self, run_id: str, step: int, *, generation: int | None = None, final: bool = False, epoch: int = 1) -> str:
+        generation = generation or self.cluster.runs[run_id].generation
+        uri = f"s3://models/e/{run_id}/g{generation}/step_{step}.json"
+        ref = CheckpointRef(uri=uri, step=step, epoch=epoch, samples_consumed=step * 8)
+        self.say(CheckpointCommitted(run_id=run_id, generation=generation, checkpoint=ref, size_bytes=1, final=final))
+        return uri
+
+    def start(self, run_id: str) -> None:
+        run = self.run(run_id)
+        for part in run.live:
+            self.say(RunStarted(run_id=run_id, generation=run.generation, node_id=part.node_id))
+
+    def release(self, run_id: str, *node_ids: str) -> None:
+        run = self.run(run_id)
+        for node_id in node_ids or tuple(part.node_id for part in run.live):
+            self.say(RunReleased(run_id=run_id, generation=run.generation, node_id=node_id))
+
+    def exit(self, run_id: str, outcome: Any = "succeeded", *node_ids: str, **more: Any) -> None:
+        run = self.run(run_id)
+        for node_id in node_ids or tuple(part.node_id for part in run.live):
+            fact = {"run_id": run_id, "generation": run.generation, "node_id": node_id, "outcome": outcome, **more}
+            self.say(RunExited.model_validate(fact))
+
+    # -- looking -------------------------------------------------------------
+
+    def run(self, run_id: str) -> Run:
+        return self.cluster.runs[run_id]
+
+    def phase(self, run_id: str) -> str:
+        return str(self.run(run_id).phase)
+
+    def facts(self, kind: type[Fact], run_id: str | None = None) -> list[Any]:
+        found = [fact for fact, _, _ in self.log if isinstance(fact, kind)]
+        return [fact for fact in found if run_id is None or fact.aggregate_id == run_id]
+
+    def check(self) -> None:
+        """No slot is used twice; gangs are whole; generations count up."""
+        cluster = self.cluster
+        holders: dict[tuple[str, int], str] = {}
+        for run in cluster.runs.values():
+            for part in run.live:
+                for slot in part.slots:
+                    place = (part.node_id, slot)
+                    assert place not in holders, f"{place} is held by {holders[place]} and {run.run_id}"
+                    holders[place] = run.run_id
+                    assert cluster.nodes[part.node_id].used.get(slot) == (run.run_id, run.generation)
+            assert run.generation >= self.checked[run.run_id]
+            self.checked[run.run_id] = run.generation
+        used = sum(len(node.used) for node in cluster.nodes.values())
+        assert used == len(holders), "a slot is taken by nobody"
+        last = self.log[-1][0]
+        if isinstance(last, RunPlaced):
+            slots = last.spec.slots
+            assert slots.min <= last.world_size <= slots.max
+            assert sorted(rank for member in last.members for rank in member.ranks) == list(range(last.world_size))
+            assert all(len(member.slots) == len(member.ranks) for member in last.members)
+
+
+class Chaos:
+    """Agents, nodes and users that do what they like, in any order the bus allows."""
+
+    def __init__(self, world: World, rng: random.Random, nodes: int = 3) -> None:
+        self.world, self.rng = world, rng
+        self.lives: dict[str, int] = {}
+        self.node_ids = [f"n{i}" for i in range(nodes)]
+        for node_id in self.node_ids:
+            self._join(node_id)
+
+    def act(self) -> None:
+        """One random thing happens."""
+        act = self.rng.choice(
+            [self._agent] * 12 + [self._stale, self._node, self._user, self._time, self._time, self._scheduler] * 2
+        )
+        act()
+
+    def _scheduler(self) -> None:
+        self.world.step(self.rng.choice([None, None, 1, 2]))
+
+    def _time(self) -> None:
+        self.world.wait(self.rng.choice([0.1, 1.0, 3.0, 40.0]))
+
+    def _agent(self) -> None:
+        world, rng = self.world, self.rng
+        live = [(run, part) for run in world.cluster.runs.values() for part in run.live]
+        if not live:
+            return
+        run, part = rng.choice(live)
+        deed = rng.random()
+        if run.preempting is not None or run.terminal:
+            if deed < 0.15:
+                world.exit(run.run_id, rng.choice(["succeeded", "failed"]), part.node_id)
+            elif deed < 0.3 and run.spec.task:
+                world.commit(run.run_id, (run.newest.ref.step if run.newest else 0) + 1)
+            else:
+                world.release(run.run_id, part.node_id)
+        elif deed < 0.3:
+            world.start(run.run_id)
+        elif deed < 0.5 and run.spec.task:
+            world.commit(run.run_id, (run.newest.ref.step if run.newest else 0) + 1)
+        elif deed < 0.6:
+            world.exit(run.run_id, "failed", part.node_id, blameless=rng.random() < 0.3)
+        elif deed < 0.65:
+            world.release(run.run_id, part.node_id)
+        elif deed < 0.9:
+            if run.spec.task and rng.random() < 0.7:
+                world.commit(run.run_id, (run.newest.ref.step if run.newest else 0) + 1, final=True)
+            world.exit(run.run_id)
+
+    def _stale(self) -> None:
+        """Anything that was said before is said again, or what a generation says comes late."""
+        if self.world.log:
+            self.world.say(self.rng.choice(self.world.log)[0])
+
+    def _node(self) -> None:
+        world, rng = self.world, self.rng
+        node_id = rng.choice(self.node_ids)
+        node = world.cluster.nodes[node_id]
+        if not node.alive:
+            self._join(node_id)
+            return
+        deed = rng.random()
+        if deed < 0.3:
+            world.lose(node_id)
+        elif deed < 0.4:
+            world.leave(node_id)
+        elif deed < 0.5:
+            world.drain(node_id)
+        else:
+            holders = sorted(set(node.used.values()))
+            self._join(node_id, tuple(holder for holder in holders if rng.random() < 0.5))
+
+    def _user(self) -> None:
+        runs = [run for run in self.world.cluster.runs.values() if not run.terminal]
+        if runs and self.rng.random() < 0.4:
+            self.world.cancel(self.rng.choice(runs).run_id)
+        elif len(self.world.cluster.runs) < 15:
+            self.submit()
+
+    def submit(self) -> None:
+        least = self.rng.randint(1, 4)
+        wanted = {"min": least, "max": self.rng.randint(least, 6)}
+        run_id = f"r{len(self.world.cluster.runs)}"
+        more = {"max_attempts": self.rng.randint(1, 4), "grace_s": 5}
+        self.world.accept(run_id, spec(wanted, self.rng.randint(0, 3), command=self.rng.random() < 0.3, **more))
+
+    def _join(self, node_id: str, running: tuple[tuple[str, int], ...] = ()) -> None:
+        self.lives[node_id] = self.lives.get(node_id, 0) + 1
+        self.world.join(node_id, 2, str(self.lives[node_id]), running)
+
+    def calm(self) -> None:
+        """From now on everything works: every run must come to an end."""
+        world = self.world
+        for node_id in self.node_ids:
+            if not world.cluster.nodes[node_id].open:
+                self._join(node_id)
+        for _ in range(300):
+            world.settle()
+            live = [run for run in world.cluster.runs.values() if run.live]
+            if all(run.phase in TERMINAL and not run.live for run in world.cluster.runs.values()):
+                return
+            for run in live:
+                if run.preempting is not None or run.terminal:
+                    world.release(run.run_id)
+                else:
+                    if run.spec.task:
+                        world.commit(run.run_id, (run.newest.ref.step if run.newest else 0) + 1, final=True)
+                    world.exit(run.run_id)
+            world.wait(31.0)
+        left = {run.run_id: (str(run.phase), run.spec.slots) for run in world.cluster.runs.values() if not run.terminal}
+        raise AssertionError(f"these runs never end: {left}")
+
+
+__all__ = ["START", "Chaos", "RunPreempting", "World", "spec"]

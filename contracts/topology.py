@@ -103,7 +103,8 @@ CHECKPOINT = Consumer(
 EVALUATION = Consumer(
     "evaluation",
     FACTS.name,
-    (run.RunCompleted, run.RunFailed, run.RunCancelled),
+    # Rejected ones too: the service's own requests may be.
+    (run.RunCompleted, run.RunFailed, run.RunCancelled, run.RunRejected),
     "Runs whose result is to be measured, compared and perhaps promoted.",
 )
 EVALUATION_REQUESTS = Consumer(

@@ -1,0 +1,1 @@
+"""Measures what a training made, compares it with the champion, and promotes it or not."""

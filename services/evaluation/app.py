@@ -1,0 +1,325 @@
+"""The evaluation service: completed -> measured -> compared -> promoted or not, each exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import structlog
+
+from contracts import subjects, topology
+from contracts.envelope import Envelope
+from contracts.events.model import ModelPromoted
+from contracts.events.run import (
+    Artifact,
+    RunAccepted,
+    RunCompleted,
+    RunEvaluated,
+    RunNotPromoted,
+    RunPrepared,
+    RunPromoted,
+)
+from contracts.events.train import PromoteRequested, RollbackRequested, TrainRequested
+from services.evaluation import metrics, plot
+from services.evaluation.core import report as reporting
+from services.evaluation.core.decide import (
+    Conclude,
+    Report,
+    RequestEvaluation,
+    Step,
+    evaluation_request,
+    next_steps,
+    next_version,
+    promoted,
+)
+from services.evaluation.core.state import FOLDED, Candidate, State, Version
+from services.kit.bus import Bus, Conflict, Expect, Poison, Received
+from services.kit.objects import Missing, Objects
+from services.kit.service import Service
+from services.kit.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+PREDICTIONS = "predictions.json"
+#: Predictions larger than this are left out of the report rather than read into memory.
+MAX_PREDICTIONS_BYTES = 64 * 2**20
+#: How often a candidate is looked at again within one handling before the message is left to be redelivered.
+MAX_ROUNDS = 50
+#: How often candidates are looked at although nothing has happened.
+SETTLE_EVERY_S = 60.0
+#: Makes the promotion that was asked for out of the present champion; None: nothing to do.
+Make = Callable[[Version | None], Awaitable[ModelPromoted | None]]
+SETTLED: dict[type, str] = {ModelPromoted: "promoted", RunNotPromoted: "not_promoted"}
+
+
+class Evaluator:
+    """Brings every candidate to its end, one step at a time, each derived from the facts as they are."""
+
+    def __init__(self, bus: Bus, objects: Objects, settings: Settings) -> None:
+        self._bus, self._objects, self._bucket = bus, objects, settings.bucket_models
+        self._state = State()
+        self._folded_up_to = 0
+        self._alone = asyncio.Lock()
+
+    # -- what has ended -----------------------------------------------------
+
+    async def on_run_ended(self, _: Received[Any]) -> None:
+        """Go on with every candidate that is not settled: there are few, and any may have waited for this run."""
+        await self.settle_all()
+
+    async def settle_all(self) -> None:
+        """Take each open candidate as far as it goes now. One that cannot be settled does not stop the others."""
+        async with self._alone:
+            await self._catch_up()
+            failures: list[Exception] = []
+            for run_id in [run_id for run_id, candidate in self._state.open.items() if candidate.completed]:
+                try:
+                    await self._settle(run_id)
+                except Exception as error:
+                    # Raised below, so that the message is delivered again.
+                    log.warning("candidate not settled", run_id=run_id, error=repr(error))
+                    failures.append(error)
+            metrics.OPEN.set(sum(1 for candidate in self._state.open.values() if candidate.completed))
+            if failures:
+                raise failures[0]
+
+    async def settle_now_and_then(self) -> None:
+        """Look after candidates whose message was given up while the object store was away for long."""
+        while True:
+            try:
+                await self.settle_all()
+            except Exception:
+                log.exception("some candidates are not settled, trying again", delay_s=SETTLE_EVERY_S)
+            await asyncio.sleep(SETTLE_EVERY_S)
+
+    async def _settle(self, run_id: str) -> None:
+        for _ in range(MAX_ROUNDS):
+            await self._catch_up()
+            candidate = self._state.open.get(run_id)
+            steps = next_steps(self._state, candidate, self._bus.source) if candidate else []
+            if candidate is None or not steps:
+                return
+            try:
+                for step in steps:
+                    await self._perform(step, candidate)
+            except Conflict:
+                metrics.CONFLICTS.inc()
+                log.info("the champion has changed meanwhile: deciding anew", run_id=run_id)
+                continue
+            if all(isinstance(step, RequestEvaluation) for step in steps):
+                return  # its end will be told
+        raise RuntimeError(f"run {run_id} was not settled in {MAX_ROUNDS} rounds: its model's champion keeps changing")
+
+    async def _catch_up(self) -> None:
+        """Fold what is new in the stream; each fact comes once, in order."""
+        filters = tuple(event.subject_filter() for event in FOLDED)
+        start = self._folded_up_to + 1
+        async for batch in self._bus.follow(topology.FACTS.name, filters, start, until_caught_up=True):
+            for received in batch:
+                self._state.apply(received.event, received.envelope, received.sequence)
+                self._folded_up_to = received.sequence
+
+    # -- steps --------------------------------------------------------------
+
+    async def _perform(self, step: Step, candidate: Candidate) -> None:
+        match step:
+            case RequestEvaluation():
+                await self._request(step, candidate)
+            case Report():
+                await self._report(step, candidate)
+            case Conclude(fact, sequence):
+                expect = None if sequence is None else Expect(sequence, step.fence)
+                await self._bus.publish(fact, candidate.completed, expect=expect)
+                if label := SETTLED.get(type(fact), ""):
+                    metrics.DECIDED.labels(label).inc()
+                reason = fact.reason
+                log.info("concluded", run_id=candidate.run_id, fact=fact.fact, model=fact.model, reason=reason)
+
+    async def _request(self, step: RequestEvaluation, candidate: Candidate) -> None:
+        trained = candidate.spec
+        if step.target_run_id != candidate.run_id:
+            accepted = await self._bus.last(subjects.fact("run", step.target_run_id, RunAccepted.fact))
+            if accepted is None:
+                await self._cannot_compare(candidate, step.target_run_id)
+                return
+            trained = accepted.event.spec
+        cause = candidate.completed
+        assert cause is not None
+        event = evaluation_request(step, trained)
+        envelope = Envelope(
+            id=step.event_id,
+            source=self._bus.source,
+            type=TrainRequested.type,
+            time=self._bus.clock.now(),
+            subject=step.target_run_id,
+            correlation_id=cause.correlation_id or cause.id,
+            causation_id=cause.id,
+            traceparent=cause.traceparent,
+        )
+        await self._bus.publish_event(event, event.subject, envelope)
+        metrics.REQUESTED.labels("candidate" if step.target_run_id == candidate.run_id else "champion").inc()
+        log.info("evaluation requested", run_id=candidate.run_id, target=step.target_run_id)
+
+    async def _cannot_compare(self, candidate: Candidate, champion_run_id: str) -> None:
+        """Settle a candidate whose model's champion is none of our runs, so that it cannot be measured."""
+        model = candidate.spec.model or ""
+        champion = self._state.champion(model)
+        reason = (
+            f"the champion {champion_run_id} is no run of this bus, so it cannot be measured on this dataset: "
+            "publish promote.requested to promote this run all the same"
+        )
+        fact = RunNotPromoted(run_id=candidate.run_id, model=model, reason=reason)
+        await self._perform(Conclude(fact, champion.sequence if champion else 0), candidate)
+
+    async def _report(self, step: Report, candidate: Candidate) -> None:
+        spec, champion = candidate.spec, step.champion
+        assert spec.evaluation is not None
+        assert spec.model is not None
+        comparison = reporting.Comparison(
+            name=spec.name,
+            run_id=candidate.run_id,
+            model=spec.model,
+            dataset_id=candidate.dataset_id,
+            wanted=spec.evaluation,
+            candidate=step.outcome.metrics,
+            champion=step.champion_metrics,
+            champion_label=f"v{champion.fact.version} ({champion.fact.run_id})" if champion else "",
+            verdict=step.verdict,
+            confusion=await self._confusion(step.outcome.artifacts),
+        )
+        with metrics.REPORT_SECONDS.time():
+            png = await asyncio.to_thread(plot.comparison_png, comparison)
+            folder = f"s3://{self._bucket}/{spec.experiment}/{candidate.run_id}/evaluation"
+            report = (
+                await self._store(folder, "report.md", reporting.markdown(comparison).encode(), "text/markdown"),
+                await self._store(folder, "report.html", reporting.html(comparison, png).encode(), "text/html"),
+                await self._store(folder, "comparison.png", png, "image/png"),
+            )
+        fact = RunEvaluated(
+            run_id=candidate.run_id,
+            evaluation_run_id=step.evaluation_run_id,
+            metrics=step.outcome.metrics,
+            champion_run_id=champion.fact.run_id if champion else None,
+            champion_metrics=step.champion_metrics,
+            report=report,
+        )
+        await self._bus.publish(fact, candidate.completed, expect=Expect(0))
+
+    async def _store(self, folder: str, name: str, content: bytes, content_type: str) -> Artifact:
+        """Store a file of the report. Its hash is in its name, so what a fact points at never changes."""
+        sha256 = hashlib.sha256(content).hexdigest()
+        uri = f"{folder}/{sha256[:12]}/{name}"
+        await self._objects.put(uri, content, content_type=content_type)
+        return Artifact(name=name, uri=uri, sha256=sha256, size_bytes=len(content))
+
+    async def _confusion(self, artifacts: tuple[Artifact, ...]) -> reporting.Confusion | None:
+        found = next((each for each in artifacts if each.name.rsplit("/", 1)[-1] == PREDICTIONS), None)
+        if found is None:
+            return None
+        with suppress(Missing):
+            if (await self._objects.head(found.uri)).size_bytes <= MAX_PREDICTIONS_BYTES:
+                return await asyncio.to_thread(reporting.parse_predictions, await self._objects.get(found.uri))
+        log.info("predictions left out of the report: missing, or too large", uri=found.uri)
+        return None
+
+    # -- an operator's word -------------------------------------------------
+
+    async def on_promote_requested(self, received: Received[PromoteRequested]) -> None:
+        """Make the run's final checkpoint the champion, once for each request."""
+        request = received.event
+        await self._by_request(received, request.model, lambda champion: self._promotion(request, champion))
+
+    async def on_rollback_requested(self, received: Received[RollbackRequested]) -> None:
+        """Bring the champion before the present one back, once for each request."""
+        request = received.event
+        await self._by_request(received, request.model, lambda champion: self._rollback(request, champion))
+
+    async def _by_request(self, received: Received[Any], model: str, make: Make) -> None:
+        async with self._alone:
+            for _ in range(MAX_ROUNDS):
+                await self._catch_up()
+                history = self._state.models.get(model, [])
+                # A version that this very request led to: it was delivered before.
+                done = next((version for version in history if version.caused_by == received.envelope.id), None)
+                if done is not None:
+                    break
+                champion = self._state.champion(model)
+                fact = await make(champion)
+                if fact is None:
+                    break
+                fence = Expect(champion.sequence if champion else 0)
+                with suppress(Conflict):
+                    await self._bus.publish(fact, received.envelope, expect=fence)
+                    metrics.DECIDED.labels("rolled_back" if fact.rollback else "by_request").inc()
+                    log.info("champion changed by request", model=model, run_id=fact.run_id, rollback=fact.rollback)
+            if done is not None and not done.fact.rollback:
+                told = await self._bus.last(subjects.fact("run", done.fact.run_id, RunPromoted.fact))
+                if told is None:
+                    await self._bus.publish(promoted(done), received.envelope)
+        # Those who compare themselves with the champion have another one now.
+        await self.settle_all()
+
+    async def _promotion(self, request: PromoteRequested, champion: Version | None) -> ModelPromoted | None:
+        run_id = request.run_id
+        if champion is not None and champion.fact.run_id == run_id:
+            log.info("already the champion", model=request.model, run_id=run_id)
+            return None
+        accepted = await self._bus.last(subjects.fact("run", run_id, RunAccepted.fact))
+        if accepted is None:
+            raise Poison(f"there is no run {run_id!r}: promote one that `trainbus ps` lists")
+        trained_for = accepted.event.spec.model
+        if trained_for not in (None, request.model):
+            raise Poison(f"run {run_id} was trained for model {trained_for!r}, not for {request.model!r}")
+        completed = await self._bus.last(subjects.fact("run", run_id, RunCompleted.fact))
+        if completed is None or completed.event.checkpoint is None:
+            state = "has not completed" if completed is None else "has no committed checkpoint"
+            raise Poison(f"run {run_id} {state}: only a completed run with a checkpoint can be promoted")
+        await self._must_exist(completed.event.checkpoint.uri, run_id)
+        evaluated = await self._bus.last(subjects.fact("run", run_id, RunEvaluated.fact))
+        prepared = await self._bus.last(subjects.fact("run", run_id, RunPrepared.fact))
+        return ModelPromoted(
+            model=request.model,
+            version=next_version(champion),
+            run_id=run_id,
+            checkpoint_uri=completed.event.checkpoint.uri,
+            dataset_id=prepared.event.dataset_id if prepared else None,
+            # Never its training metrics: a candidate to come would be compared with those.
+            metrics=evaluated.event.metrics if evaluated else {},
+            previous_run_id=champion.fact.run_id if champion else None,
+            reason=request.reason,
+        )
+
+    async def _rollback(self, request: RollbackRequested, champion: Version | None) -> ModelPromoted:
+        before = self._state.before_champion(request.model)
+        if champion is None or before is None:
+            has = "has no champion" if champion is None else "has no champion before the present one"
+            raise Poison(f"model {request.model!r} {has}, so there is nothing to roll back to")
+        await self._must_exist(before.fact.checkpoint_uri, before.fact.run_id)
+        return before.fact.model_copy(
+            update={
+                "version": next_version(champion),
+                "previous_run_id": champion.fact.run_id,
+                "reason": request.reason,
+                "rollback": True,
+            }
+        )
+
+    async def _must_exist(self, uri: str, run_id: str) -> None:
+        if not await self._objects.exists(uri):
+            raise Poison(f"the checkpoint of run {run_id} is no longer in the store ({uri}): promote another run")
+
+
+def build(settings: Settings) -> Service:
+    """The service, ready to be run."""
+    service = Service("evaluation", settings)
+    objects: Objects = service.resource(Objects(settings))
+    evaluator = Evaluator(service.bus, objects, settings)
+    for event in topology.EVALUATION.events:
+        service.bus.on(topology.EVALUATION, event)(evaluator.on_run_ended)
+    service.background(evaluator.settle_now_and_then)
+    service.bus.on(topology.EVALUATION_REQUESTS, PromoteRequested)(evaluator.on_promote_requested)
+    service.bus.on(topology.EVALUATION_REQUESTS, RollbackRequested)(evaluator.on_rollback_requested)
+    return service

@@ -1,0 +1,177 @@
+"""What to do next about a candidate, derived from the facts alone.
+
+The shell carries one step out, reads the facts again and asks again. So a kill between any two steps, or
+an event that comes twice, changes nothing: what is done already is in the facts and is not asked for again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from contracts import subjects
+from contracts.base import run_id_for
+from contracts.events.model import ModelPromoted
+from contracts.events.run import RunNotPromoted, RunPromoted
+from contracts.events.train import DatasetRef, EvaluateTarget, Slots, TrainRequested
+from services.evaluation.core.gate import Verdict, gate, metric_value
+from services.evaluation.core.state import Candidate, Outcome, State, Version
+
+#: An evaluation is short and somebody waits for it: it goes before trainings of its run's own priority.
+PRIORITY_BONUS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEvaluation:
+    """Ask for a run that measures ``target_run_id``'s checkpoint; ``event_id`` makes it one run for ever."""
+
+    event_id: str
+    target_run_id: str
+    checkpoint_uri: str
+    dataset_id: str | None
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Write the report and publish ``evaluated``."""
+
+    evaluation_run_id: str
+    outcome: Outcome
+    champion: Version | None
+    champion_metrics: dict[str, float]
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Conclude:
+    """Publish this fact, if ``sequence`` is (still) the last one of the model's promotions."""
+
+    fact: ModelPromoted | RunPromoted | RunNotPromoted
+    #: None: the fact depends on nothing that may change.
+    sequence: int | None = None
+
+    @property
+    def fence(self) -> str:
+        return subjects.fact("model", self.fact.model, ModelPromoted.fact)
+
+
+Step = RequestEvaluation | Report | Conclude
+
+
+def next_steps(state: State, candidate: Candidate, source: str) -> list[Step]:
+    """What to do about a candidate now; nothing if it is waiting for a run or still trains."""
+    spec, run_id = candidate.spec, candidate.run_id
+    if candidate.completed is None or spec.model is None or spec.evaluation is None:
+        return []
+    history = state.models.get(spec.model, [])
+    # 1. The result is a champion, by the gate or by an operator's word: say so on the run.
+    own = next((version for version in history if version.fact.run_id == run_id), None)
+    if own is not None:
+        return [Conclude(promoted(own))]
+    if candidate.checkpoint is None:
+        return [_refuse(candidate, "the run completed without a committed checkpoint, so there is nothing to measure")]
+    # 2. Measure it; measure the champion too where its numbers are of another dataset.
+    champion = history[-1] if history else None
+    steps: list[Step] = []
+    own_event = f"evaluate/{run_id}"
+    outcome = _outcome(state, own_event, source)
+    if outcome is None:
+        steps += _request(
+            state, own_event, source, run_id, candidate.checkpoint.uri, candidate.dataset_id, spec.priority
+        )
+    elif outcome.error:
+        return [_refuse(candidate, f"its evaluation {run_id_for(source, own_event)} {outcome.error}")]
+    champion_metrics: dict[str, float] | None = None
+    if champion is not None:
+        fact = champion.fact
+        if fact.dataset_id == candidate.dataset_id and metric_value(fact.metrics, spec.evaluation.metric) is not None:
+            champion_metrics = fact.metrics
+        else:
+            event_id = f"evaluate/{fact.run_id}/{candidate.dataset_id or 'none'}"
+            measured = _outcome(state, event_id, source)
+            if measured is None:
+                steps += _request(
+                    state, event_id, source, fact.run_id, fact.checkpoint_uri, candidate.dataset_id, spec.priority
+                )
+            elif measured.error:
+                reason = (
+                    f"the champion {fact.run_id} could not be measured on this dataset: its evaluation "
+                    f"{run_id_for(source, event_id)} {measured.error}; "
+                    "publish promote.requested to promote this run all the same"
+                )
+                return [_refuse(candidate, reason, champion)]
+            else:
+                champion_metrics = measured.metrics
+    if outcome is None or (champion is not None and champion_metrics is None):
+        return steps
+    # 3. Both are measured: report, then decide.
+    verdict = gate(spec.evaluation, outcome.metrics, champion_metrics, champion.fact.run_id if champion else "")
+    if not candidate.evaluated:
+        return [Report(run_id_for(source, own_event), outcome, champion, champion_metrics or {}, verdict)]
+    if not verdict.promote:
+        return [_refuse(candidate, verdict.reason, champion)]
+    promotion = ModelPromoted(
+        model=spec.model,
+        version=next_version(champion),
+        run_id=run_id,
+        checkpoint_uri=candidate.checkpoint.uri,
+        dataset_id=candidate.dataset_id,
+        metrics=outcome.metrics,
+        previous_run_id=champion.fact.run_id if champion else None,
+        reason=verdict.reason,
+    )
+    return [Conclude(promotion, champion.sequence if champion else 0)]
+
+
+def promoted(version: Version) -> RunPromoted:
+    """The fact on the run that belongs to a promotion."""
+    fact = version.fact
+    return RunPromoted(run_id=fact.run_id, model=fact.model, version=fact.version, reason=fact.reason)
+
+
+def next_version(champion: Version | None) -> int:
+    return champion.fact.version + 1 if champion else 1
+
+
+def evaluation_request(step: RequestEvaluation, trained: TrainRequested) -> TrainRequested:
+    """The request for a run that measures a checkpoint, with the code and parameters it was trained with."""
+    return TrainRequested(
+        name=f"evaluate {trained.name}"[:200],
+        kind="evaluate",
+        experiment=trained.experiment,
+        user=trained.user,
+        team=trained.team,
+        priority=min(step.priority + PRIORITY_BONUS, 1000),
+        slots=Slots(min=1, max=1),
+        code=trained.code,
+        task=trained.task,
+        params=trained.params,
+        command=trained.command,
+        metric_patterns=trained.metric_patterns,
+        env=trained.env,
+        data=DatasetRef(dataset_id=step.dataset_id) if step.dataset_id else None,
+        training=trained.training,
+        evaluate=EvaluateTarget(run_id=step.target_run_id, checkpoint_uri=step.checkpoint_uri, split="test"),
+        resume_from=step.checkpoint_uri,
+        max_attempts=3,
+        grace_s=trained.grace_s,
+        tags=trained.tags,
+    )
+
+
+def _outcome(state: State, event_id: str, source: str) -> Outcome | None:
+    return state.outcomes.get(run_id_for(source, event_id))
+
+
+def _request(
+    state: State, event_id: str, source: str, run_id: str, uri: str, dataset_id: str | None, priority: int
+) -> list[Step]:
+    if run_id_for(source, event_id) in state.evaluations:
+        return []  # accepted: it is on its way
+    return [RequestEvaluation(event_id, run_id, uri, dataset_id, priority)]
+
+
+def _refuse(candidate: Candidate, reason: str, champion: Version | None = None) -> Conclude:
+    assert candidate.spec.model is not None
+    fact = RunNotPromoted(run_id=candidate.run_id, model=candidate.spec.model, reason=reason)
+    return Conclude(fact, champion.sequence if champion else None)

@@ -1,0 +1,130 @@
+"""What the service knows: a fold over facts. Thrown away and rebuilt at every start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from contracts.base import Event
+from contracts.envelope import Envelope
+from contracts.events.model import ModelPromoted
+from contracts.events.run import (
+    Artifact,
+    CheckpointRef,
+    RunAccepted,
+    RunCancelled,
+    RunCompleted,
+    RunEvaluated,
+    RunFailed,
+    RunNotPromoted,
+    RunPrepared,
+    RunPromoted,
+    RunRejected,
+)
+from contracts.events.train import TrainRequested
+
+#: The facts that ``State.apply`` folds.
+FOLDED: tuple[type[Event], ...] = (
+    RunAccepted,
+    RunRejected,
+    RunPrepared,
+    RunCompleted,
+    RunFailed,
+    RunCancelled,
+    RunEvaluated,
+    RunPromoted,
+    RunNotPromoted,
+    ModelPromoted,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A training whose result competes for a model, until that is settled."""
+
+    run_id: str
+    spec: TrainRequested
+    dataset_id: str | None = None
+    checkpoint: CheckpointRef | None = None
+    #: The envelope of its ``completed``: what everything done about it goes back to. None: it still trains.
+    completed: Envelope | None = None
+    evaluated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run of kind evaluate ended: with metrics, or with an error."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    artifacts: tuple[Artifact, ...] = ()
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One entry of a model's history, where it stands, and which event led to it."""
+
+    fact: ModelPromoted
+    sequence: int
+    caused_by: str
+
+
+@dataclass(slots=True)
+class State:
+    """Open candidates, ended evaluations, and each model's history."""
+
+    open: dict[str, Candidate] = field(default_factory=dict)
+    #: Runs of kind evaluate that the scheduler has accepted.
+    evaluations: set[str] = field(default_factory=set)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    models: dict[str, list[Version]] = field(default_factory=dict)
+
+    def apply(self, event: Event, envelope: Envelope, sequence: int) -> None:
+        """Take one fact in. Every fact must come once, in stream order."""
+        match event:
+            case RunAccepted(spec=spec, run_id=run_id):
+                if spec.kind == "evaluate":
+                    self.evaluations.add(run_id)
+                elif spec.evaluation is not None and spec.model is not None:
+                    self.open.setdefault(run_id, Candidate(run_id, spec))
+            case RunPrepared():
+                self._change(event.run_id, dataset_id=event.dataset_id)
+            case RunCompleted():
+                self._change(event.run_id, checkpoint=event.checkpoint, completed=envelope)
+                self._end(event.run_id, Outcome(dict(event.metrics), event.artifacts))
+            case RunFailed() | RunCancelled():
+                self.open.pop(event.run_id, None)
+                verb = "failed" if isinstance(event, RunFailed) else "was cancelled"
+                self._end(event.run_id, Outcome(error=f"{verb}: {event.reason}"))
+            case RunRejected():
+                # A rejected run was never accepted, so it cannot be told here whether it was an evaluation.
+                self.outcomes[event.run_id] = Outcome(error=f"was rejected: {event.reason[:500]}")
+            case RunEvaluated():
+                self._change(event.run_id, evaluated=True)
+            case RunPromoted() | RunNotPromoted():
+                self.open.pop(event.run_id, None)
+            case ModelPromoted():
+                version = Version(event, sequence, envelope.causation_id)
+                self.models.setdefault(event.model, []).append(version)
+
+    def champion(self, model: str) -> Version | None:
+        """The version that counts now."""
+        history = self.models.get(model)
+        return history[-1] if history else None
+
+    def before_champion(self, model: str) -> Version | None:
+        """What a rollback brings back: each rollback takes one promotion off, so two go back two."""
+        stack: list[Version] = []
+        for version in self.models.get(model, ()):
+            if not version.fact.rollback:
+                stack.append(version)
+            elif stack:
+                stack.pop()
+        return stack[-2] if len(stack) > 1 else None
+
+    def _change(self, run_id: str, **fields: object) -> None:
+        if (candidate := self.open.get(run_id)) is not None:
+            self.open[run_id] = replace(candidate, **fields)  # type: ignore[arg-type]
+
+    def _end(self, run_id: str, outcome: Outcome) -> None:
+        if run_id in self.evaluations:
+            self.outcomes.setdefault(run_id, outcome)

@@ -147,7 +147,10 @@ def plan(options: StackOptions, inherited: Mapping[str, str]) -> Layout:
     }
     gateway_url = f"http://127.0.0.1:{ports['gateway-http']}"
     extra = {
-        "tracking": {"TRAINBUS_MLFLOW_TRACKING_URI": mlflow_uri(data)},
+        "tracking": {
+            "TRAINBUS_MLFLOW_TRACKING_URI": mlflow_uri(data),
+            "TRAINBUS_MLFLOW_ARTIFACT_LOCATION": (data / "mlflow" / "artifacts").as_uri(),
+        },
         "gateway": {"TRAINBUS_GATEWAY_PORT": str(ports["gateway-http"])},
     }
 

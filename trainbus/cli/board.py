@@ -1,0 +1,422 @@
+"""What the log says, folded for people: runs, nodes, datasets, models. Pure.
+
+This is a view for the command line alone; it decides nothing. It works on any part of the log: what
+it has not seen it leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from contracts.events import checkpoint, dataset, model, node, run
+
+ENDED = ("completed", "failed", "cancelled", "rejected")
+
+
+@dataclass(slots=True)
+class Moment:
+    """One line of a run's timeline."""
+
+    sequence: int
+    time: datetime
+    fact: str
+    text: str
+
+
+@dataclass(slots=True)
+class RunView:
+    """One run as it stands."""
+
+    run_id: str
+    name: str = ""
+    kind: str = "train"
+    state: str = "accepted"
+    requested_at: datetime | None = None
+    ended_at: datetime | None = None
+    priority: int = 0
+    slots_min: int = 1
+    slots_max: int = 1
+    slots_got: int = 0
+    nodes: tuple[str, ...] = ()
+    generation: int = 0
+    resizes: tuple[int, ...] = ()
+    failures: int = 0
+    step: int = 0
+    samples_consumed: int = 0
+    total_steps: int | None = None
+    epoch: int = 0
+    #: Why it waits, or why it ended as it did.
+    reason: str = ""
+    log_tail: tuple[str, ...] = ()
+    dataset_id: str | None = None
+    checkpoints: dict[str, run.CheckpointRef] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    evaluation: dict[str, float] = field(default_factory=dict)
+    champion: dict[str, float] = field(default_factory=dict)
+    metric: str | None = None
+    verdict: str = ""
+    verdict_reason: str = ""
+    model: str | None = None
+    experiment: str = "default"
+    mlflow_run_id: str | None = None
+    parent_run_id: str | None = None
+    evaluates: str | None = None
+    timeline: list[Moment] = field(default_factory=list)
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED
+
+    @property
+    def restarts(self) -> int:
+        """Placements after the first."""
+        return max(0, self.generation - 1)
+
+    @property
+    def last_checkpoint(self) -> run.CheckpointRef | None:
+        return max(self.checkpoints.values(), key=lambda each: each.step, default=None)
+
+
+@dataclass(slots=True)
+class NodeView:
+    """One node as it stands."""
+
+    node_id: str
+    state: str = "up"
+    slots: int = 0
+    accelerator: str = "cpu"
+    address: str = ""
+    memory_bytes: int = 0
+    incarnation: str = ""
+    joined_at: datetime | None = None
+    #: Slot -> (run_id, rank).
+    busy: dict[int, tuple[str, int]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class DatasetView:
+    """One dataset that was ingested, and what became of it."""
+
+    ingestion_id: str
+    source: str = ""
+    format: str = ""
+    fingerprint: str = ""
+    accepted: int = 0
+    quarantined: dict[str, int] = field(default_factory=dict)
+    split_counts: dict[str, int] = field(default_factory=dict)
+    dataset_id: str | None = None
+    shard_count: int = 0
+    size_bytes: int = 0
+    failed: str = ""
+
+
+@dataclass(slots=True)
+class ModelView:
+    """One registered model and its champion."""
+
+    model: str
+    version: int
+    run_id: str
+    metrics: dict[str, float]
+    reason: str
+    promoted_at: datetime
+    checkpoint_uri: str
+
+
+@dataclass(slots=True)
+class Board:
+    """Everything there is to show. Feed it with ``apply``, in the log's order."""
+
+    runs: dict[str, RunView] = field(default_factory=dict)
+    nodes: dict[str, NodeView] = field(default_factory=dict)
+    datasets: dict[str, DatasetView] = field(default_factory=dict)
+    models: dict[str, ModelView] = field(default_factory=dict)
+
+    def apply(self, sequence: int, time: datetime, event: Any) -> None:
+        """Take in one fact. What this view does not know is ignored."""
+        if isinstance(event, run.RunFact):
+            view = self.runs.setdefault(event.run_id, RunView(event.run_id))
+            if view.requested_at is None:
+                view.requested_at = time
+            before = view.state
+            if (change := _RUN.get(type(event))) is not None:
+                change(view, event)
+            if view.ended and before not in ENDED:
+                view.ended_at = time
+            if text := describe(event):
+                view.timeline.append(Moment(sequence, time, event.fact, text))
+            self._occupy(event)
+        elif isinstance(event, node.NodeFact):
+            self._on_node(event, time)
+        elif isinstance(event, dataset.DatasetFact):
+            self._on_dataset(event)
+        elif isinstance(event, model.ModelPromoted):
+            self.models[event.model] = ModelView(
+                event.model, event.version, event.run_id, event.metrics, event.reason, time, event.checkpoint_uri
+            )
+
+    def _occupy(self, event: run.RunFact) -> None:
+        """Keep each node's busy slots up to date."""
+        if isinstance(event, run.RunPlaced):
+            for member in event.members:
+                there = self.nodes.setdefault(member.node_id, NodeView(member.node_id))
+                there.busy.update(
+                    {slot: (event.run_id, rank) for slot, rank in zip(member.slots, member.ranks, strict=False)}
+                )
+        elif isinstance(event, run.RunReleased | run.RunExited):
+            self._free(event.run_id, event.node_id)
+        elif isinstance(event, run.RunCompleted | run.RunFailed | run.RunCancelled | run.RunQueued):
+            for node_id in self.nodes:
+                self._free(event.run_id, node_id)
+
+    def _free(self, run_id: str, node_id: str) -> None:
+        if (there := self.nodes.get(node_id)) is not None:
+            there.busy = {slot: held for slot, held in there.busy.items() if held[0] != run_id}
+
+    def _on_node(self, event: node.NodeFact, time: datetime) -> None:
+        there = self.nodes.setdefault(event.node_id, NodeView(event.node_id))
+        if isinstance(event, node.NodeJoined):
+            running = {run_id for run_id, _ in event.running}
+            there.busy = {slot: held for slot, held in there.busy.items() if held[0] in running}
+            there.state, there.incarnation, there.joined_at = "up", event.incarnation, time
+            there.slots, there.accelerator = event.slots, event.accelerator
+            there.address, there.memory_bytes = event.address, event.memory_bytes
+        elif event.incarnation == there.incarnation:
+            there.state = {"left": "left", "lost": "lost", "draining": "draining"}.get(event.fact, there.state)
+            if there.state in ("left", "lost"):
+                there.busy = {}
+
+    def _on_dataset(self, event: dataset.DatasetFact) -> None:
+        if isinstance(event, dataset.DatasetIngested):
+            self.datasets[event.ingestion_id] = DatasetView(
+                event.ingestion_id,
+                event.data.source,
+                event.data.format,
+                event.fingerprint,
+                event.accepted,
+                {kind.code: kind.count for kind in event.quarantined},
+                dict(event.split_counts),
+            )
+        elif isinstance(event, dataset.DatasetIngestFailed):
+            self.datasets[event.ingestion_id] = DatasetView(event.ingestion_id, failed=event.reason)
+        elif isinstance(event, dataset.DatasetSharded):
+            for view in self.datasets.values():
+                if view.fingerprint == event.feature_store_version and view.dataset_id is None:
+                    view.dataset_id = event.dataset_id
+                    view.shard_count, view.size_bytes = event.shard_count, event.size_bytes
+
+    def find(self, name: str) -> list[RunView]:
+        """The runs that ``name`` can mean: an id, the start of one, or a run's name (the newest of that name)."""
+        if (exact := self.runs.get(name)) is not None:
+            return [exact]
+        if named := [view for view in self.runs.values() if view.name == name]:
+            return named[-1:]
+        return [view for view in self.runs.values() if view.run_id.startswith(name)]
+
+
+def fold(events: Iterable[tuple[int, datetime, Any]]) -> Board:
+    board = Board()
+    for sequence, time, event in events:
+        board.apply(sequence, time, event)
+    return board
+
+
+# -- how each fact changes a run ---------------------------------------------
+
+
+def _accepted(view: RunView, event: run.RunAccepted) -> None:
+    spec = event.spec
+    view.name, view.kind, view.priority, view.model = spec.name, spec.kind, spec.priority, spec.model
+    view.slots_min, view.slots_max, view.experiment = spec.slots.min, spec.slots.max, spec.experiment
+    view.state = "accepted" if spec.data is None else "preparing"
+    view.parent_run_id = event.parent_run_id
+    view.metric = spec.evaluation.metric if spec.evaluation else None
+    view.evaluates = spec.evaluate.run_id if spec.evaluate else None
+
+
+def _rejected(view: RunView, event: run.RunRejected) -> None:
+    view.state, view.name = "rejected", event.name or view.name
+    view.reason = "; ".join(f"{p.field}: {p.message}" if p.field else p.message for p in event.problems) or event.reason
+
+
+def _prepared(view: RunView, event: run.RunPrepared) -> None:
+    view.dataset_id = event.dataset_id
+
+
+def _prepare_failed(view: RunView, event: run.RunPrepareFailed) -> None:
+    view.reason = event.reason
+
+
+def _queued(view: RunView, event: run.RunQueued) -> None:
+    view.state, view.failures, view.slots_got, view.nodes = "queued", event.failures, 0, ()
+    view.reason = "" if event.reason == "new" else event.reason
+
+
+def _waiting(view: RunView, event: run.RunWaiting) -> None:
+    if view.state in ("queued", "accepted", "preparing"):
+        view.reason = event.message
+
+
+def _placed(view: RunView, event: run.RunPlaced) -> None:
+    view.state, view.generation, view.reason = "starting", event.generation, ""
+    view.slots_got = event.world_size
+    view.nodes = tuple(member.node_id for member in event.members)
+    view.resizes = (*view.resizes, event.world_size)
+
+
+def _started(view: RunView, event: run.RunStarted) -> None:
+    if event.generation == view.generation and view.state == "starting":
+        view.state = "running"
+        view.step, view.samples_consumed = (
+            max(view.step, event.step),
+            max(view.samples_consumed, event.samples_consumed),
+        )
+
+
+def _preempting(view: RunView, event: run.RunPreempting) -> None:
+    if event.generation == view.generation:
+        view.state, view.reason = "preempting", event.reason
+
+
+def _let_go(view: RunView, event: run.RunReleased | run.RunExited) -> None:
+    view.step = max(view.step, event.step)
+    view.samples_consumed = max(view.samples_consumed, event.samples_consumed)
+    if isinstance(event, run.RunExited):
+        view.metrics.update(event.metrics)
+
+
+def _committed(view: RunView, event: checkpoint.CheckpointCommitted) -> None:
+    view.checkpoints[event.checkpoint.uri] = event.checkpoint
+    view.step = max(view.step, event.checkpoint.step)
+    view.epoch = max(view.epoch, event.checkpoint.epoch)
+    view.samples_consumed = max(view.samples_consumed, event.checkpoint.samples_consumed)
+
+
+def _deleted(view: RunView, event: checkpoint.CheckpointDeleted) -> None:
+    view.checkpoints.pop(event.uri, None)
+
+
+def _completed(view: RunView, event: run.RunCompleted) -> None:
+    view.state, view.reason, view.slots_got, view.nodes = "completed", "", 0, ()
+    view.metrics.update(event.metrics)
+
+
+def _failed(view: RunView, event: run.RunFailed) -> None:
+    view.state, view.reason, view.log_tail = "failed", event.reason, event.log_tail
+    view.slots_got, view.nodes = 0, ()
+
+
+def _cancelled(view: RunView, event: run.RunCancelled) -> None:
+    view.state, view.reason, view.slots_got, view.nodes = "cancelled", event.reason, 0, ()
+
+
+def _tracked(view: RunView, event: run.RunTracked) -> None:
+    view.mlflow_run_id = event.mlflow_run_id
+
+
+def _evaluated(view: RunView, event: run.RunEvaluated) -> None:
+    view.evaluation, view.champion = dict(event.metrics), dict(event.champion_metrics)
+
+
+def _promoted(view: RunView, event: run.RunPromoted) -> None:
+    view.verdict, view.verdict_reason, view.model = f"champion v{event.version}", event.reason, event.model
+
+
+def _not_promoted(view: RunView, event: run.RunNotPromoted) -> None:
+    view.verdict, view.verdict_reason, view.model = "not promoted", event.reason, event.model
+
+
+_RUN: dict[type[Any], Callable[[RunView, Any], None]] = {
+    run.RunAccepted: _accepted,
+    run.RunRejected: _rejected,
+    run.RunPrepared: _prepared,
+    run.RunPrepareFailed: _prepare_failed,
+    run.RunQueued: _queued,
+    run.RunWaiting: _waiting,
+    run.RunPlaced: _placed,
+    run.RunStarted: _started,
+    run.RunPreempting: _preempting,
+    run.RunReleased: _let_go,
+    run.RunExited: _let_go,
+    checkpoint.CheckpointCommitted: _committed,
+    checkpoint.CheckpointDeleted: _deleted,
+    run.RunCompleted: _completed,
+    run.RunFailed: _failed,
+    run.RunCancelled: _cancelled,
+    run.RunTracked: _tracked,
+    run.RunEvaluated: _evaluated,
+    run.RunPromoted: _promoted,
+    run.RunNotPromoted: _not_promoted,
+}
+
+
+# -- one line about each fact -------------------------------------------------
+
+
+def describe(event: Any) -> str:
+    """What a fact says, in one line for people; '' for one that is not worth a line."""
+    text = _TEXT.get(type(event))
+    return text(event) if text is not None else event.type.removeprefix("trainbus.")
+
+
+def _placement(event: run.RunPlaced) -> str:
+    where = ", ".join(f"{member.node_id}×{len(member.ranks)}" for member in event.members)
+    start = f" from step {event.resume.step}" if event.resume else ""
+    return f"placed (generation {event.generation}) on {event.world_size} slots: {where}{start}"
+
+
+def _exited(event: run.RunExited) -> str:
+    if event.outcome == "succeeded":
+        return f"ranks on {event.node_id} are done at step {event.step}"
+    whose = "" if event.rank is None else f" (rank {event.rank})"
+    return f"ranks on {event.node_id} failed{whose}: {event.reason or f'exit code {event.exit_code}'}"
+
+
+def _ingested(event: dataset.DatasetIngested) -> str:
+    bad = sum(kind.count for kind in event.quarantined)
+    kinds = ", ".join(f"{kind.count} {kind.code}" for kind in event.quarantined)
+    return f"ingested {event.accepted:,} records" + (f", {bad} in quarantine ({kinds})" if bad else "")
+
+
+def numbers(values: dict[str, float]) -> str:
+    """Metric values, the few significant digits of each."""
+    return ", ".join(f"{name} {value:.4g}" for name, value in sorted(values.items()))
+
+
+_TEXT: dict[type[Any], Callable[[Any], str]] = {
+    run.RunAccepted: lambda e: (
+        f"accepted as {e.spec.name!r}" + (f", from a checkpoint of {e.parent_run_id}" if e.parent_run_id else "")
+    ),
+    run.RunRejected: lambda e: f"rejected: {e.reason}",
+    run.RunPrepared: lambda e: f"data ready: dataset {e.dataset_id[:12]}, {e.train_samples:,} training samples",
+    run.RunPrepareFailed: lambda e: f"data cannot be used: {e.reason}",
+    run.RunQueued: lambda e: "queued" if e.reason == "new" else f"queued again ({e.reason})",
+    run.RunWaiting: lambda e: f"waits: {e.message}",
+    run.RunPlaced: _placement,
+    run.RunStarted: lambda e: f"trains on {e.node_id} from step {e.step}",
+    run.RunPreempting: lambda e: f"asked to let go within {e.grace_s:g} s: {e.reason}",
+    run.RunReleased: lambda e: f"let go of {e.node_id} at step {e.step}" + ("" if e.clean else " (not all committed)"),
+    run.RunExited: _exited,
+    run.RunCompleted: lambda e: "completed" + (f": {numbers(e.metrics)}" if e.metrics else ""),
+    run.RunFailed: lambda e: f"failed: {e.reason}",
+    run.RunCancelled: lambda e: f"cancelled: {e.reason}",
+    run.RunTracked: lambda e: f"tracked in MLflow as {e.mlflow_run_id[:8]}",
+    run.RunEvaluated: lambda e: f"evaluated: {numbers(e.metrics)}",
+    run.RunPromoted: lambda e: f"promoted: {e.model} v{e.version}, {e.reason}",
+    run.RunNotPromoted: lambda e: f"not promoted: {e.reason}",
+    checkpoint.CheckpointStaged: lambda e: "",
+    checkpoint.CheckpointCommitted: lambda e: f"checkpoint committed at step {e.checkpoint.step}",
+    checkpoint.CheckpointRefused: lambda e: f"checkpoint of step {e.step} refused: {e.reason}",
+    checkpoint.CheckpointDeleted: lambda e: f"checkpoint of step {e.step} deleted: {e.reason}",
+    dataset.DatasetIngested: _ingested,
+    dataset.DatasetIngestFailed: lambda e: f"ingestion failed: {e.reason}",
+    dataset.DatasetSharded: lambda e: f"sharded: {e.row_count:,} samples in {e.shard_count} shards",
+    model.ModelPromoted: lambda e: f"champion v{e.version} is {e.run_id}" + (" (rolled back)" if e.rollback else ""),
+    node.NodeJoined: lambda e: f"joined with {e.slots} {e.accelerator} slots",
+    node.NodeLeft: lambda e: f"left {e.reason}".rstrip(),
+    node.NodeLost: lambda e: f"lost: {e.reason}",
+    node.NodeDraining: lambda e: f"draining: {e.reason}",
+}

@@ -1,0 +1,133 @@
+"""``up``, ``down`` and ``ui``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from urllib.request import urlopen
+
+from trainbus.cli.address import find_data_dir
+from trainbus.cli.embedded.launch import (
+    StackError,
+    StackInfo,
+    StackProcess,
+    is_locked,
+    locked_text,
+    read_stack,
+    stop_stack,
+)
+from trainbus.cli.embedded.layout import StackOptions, mlflow_uri, s3_keys
+from trainbus.cli.errors import USAGE, CliError
+
+
+def up(data_dir: Path | None, *, nodes: int, slots: int, detach: bool) -> None:
+    """Start the stack and stay in the foreground until Ctrl-C; print what runs where."""
+    from trainbus.cli import render
+
+    folder = find_data_dir(data_dir)
+    if is_locked(folder):
+        raise CliError(locked_text(folder))
+    folder.mkdir(parents=True, exist_ok=True)
+    started_at = time.monotonic()
+    output = folder / "supervisor.log" if detach else None
+    stack = StackProcess(StackOptions(folder, nodes, slots), output=output, detach=detach)
+    stopping = _stop_on_signals(stack)
+    stack.start()
+    try:
+        info = stack.wait_ready()
+    except StackError as error:
+        stack.stop()
+        raise CliError(str(error)) from error
+    render.console().print(_table(info))
+    print(f"ready after {time.monotonic() - started_at:.1f} s; {nodes} nodes of {slots} slots; data in {folder}")
+    if detach:
+        print("`trainbus down` stops it")
+        return
+    print("Ctrl-C stops it\n", flush=True)
+    while stack.poll() is None:
+        # The supervisor says itself what happens; here is only the end to wait for.
+        time.sleep(0.1)
+    stack.stop()
+    code = stack.poll() or 0
+    if code and not stopping:
+        raise CliError(f"the stack ended by itself (exit code {code})")
+
+
+def _stop_on_signals(stack: StackProcess) -> list[int]:
+    """The first signal stops the stack in order, a second one without waiting. Returns what has come so far."""
+    seen: list[int] = []
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        seen.append(number)
+        if len(seen) == 1:
+            print("\nstopping (workers complete their checkpoints; once more to hurry)", flush=True)
+        stack.hasten()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
+    return seen
+
+
+def _table(info: StackInfo) -> object:
+    from trainbus.cli import render
+
+    table = render.table("process", "pid", "where", "log", right=("pid",))
+    where = {"nats": info.nats_url, "s3": info.s3_endpoint, "gateway": info.gateway_url}
+    for each in info.processes:
+        address = where.get(each["name"]) or each["url"] or ""
+        table.add_row(each["name"], str(each["pid"]), address, os.path.relpath(each["log"]))
+    return table
+
+
+def down(data_dir: Path | None) -> None:
+    """Stop the stack that runs on a data folder."""
+    folder = find_data_dir(data_dir)
+    try:
+        if not stop_stack(folder):
+            raise CliError(f"no stack runs on {folder}", USAGE)
+    except StackError as error:
+        raise CliError(str(error)) from error
+    print(f"stopped; the data stays in {folder}")
+
+
+def ui(data_dir: Path | None, port: int) -> int:
+    """Serve MLflow's pages on the stack's store until Ctrl-C. Works while the stack is down, too."""
+    folder = find_data_dir(data_dir)
+    stack = read_stack(folder)
+    if not (folder / "mlflow" / "mlflow.db").exists():
+        raise CliError(f"nothing has been tracked in {folder} yet: train something first (`trainbus demo`)")
+    if stack is not None:
+        print(f"the gateway's page: {stack.gateway_url}/")
+    print(f"MLflow's page:      http://127.0.0.1:{port}/   (Ctrl-C stops it)", flush=True)
+    access_key, secret_key = s3_keys(folder)
+    environment = {**os.environ, "AWS_ACCESS_KEY_ID": access_key, "AWS_SECRET_ACCESS_KEY": secret_key}
+    if stack is not None:
+        environment["MLFLOW_S3_ENDPOINT_URL"] = stack.s3_endpoint
+    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", mlflow_uri(folder)]
+    command += ["--default-artifact-root", (folder.resolve() / "mlflow" / "artifacts").as_uri()]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    server = subprocess.Popen(command, env=environment)
+    try:
+        return server.wait()
+    except KeyboardInterrupt:
+        server.send_signal(signal.SIGINT)
+        server.wait()
+        return 0
+
+
+def ready(url: str) -> dict[str, object] | None:
+    """What a service's /ready says, None if it does not answer."""
+    try:
+        with urlopen(f"{url}/ready", timeout=1) as answer:
+            content: dict[str, object] = json.load(answer)
+            return content
+    except OSError:
+        return None
+    except ValueError:
+        return None

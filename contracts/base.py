@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -43,7 +43,8 @@ def token(name: str) -> str:
 class Event(BaseModel):
     """Something that is said on the bus: the JSON body; its envelope travels as headers."""
 
-    model_config = ConfigDict(frozen=True)
+    #: A metric may be NaN or infinite, which JSON numbers cannot: such values travel as "NaN", "Infinity".
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
 
     #: CloudEvents type, for example ``trainbus.run.placed.v1``.
     type: ClassVar[str]
@@ -61,7 +62,7 @@ class Request(Event):
 
     verb: ClassVar[str]
 
-    def __init_subclass__(cls, verb: str | None = None, **kwargs: object) -> None:
+    def __init_subclass__(cls, verb: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if verb is not None:
             cls.verb = verb
@@ -84,9 +85,7 @@ class Fact(Event):
     aggregate: ClassVar[str]
     fact: ClassVar[str]
 
-    def __init_subclass__(
-        cls, aggregate: str | None = None, fact: str | None = None, **kwargs: object
-    ) -> None:
+    def __init_subclass__(cls, aggregate: str | None = None, fact: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if aggregate is not None:
             cls.aggregate = aggregate

@@ -28,7 +28,7 @@ EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped because it was asked to; go on elsewhe
 
 
 class Line(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
 
 
 class Launch(Line):
@@ -145,5 +145,3 @@ CONTROL_LINE: TypeAdapter[ControlLine] = TypeAdapter(ControlLine)
 def json_line(line: BaseModel) -> bytes:
     """One line, ready to be appended or sent."""
     return line.model_dump_json(exclude_defaults=False).encode() + b"\n"
-
-

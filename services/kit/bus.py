@@ -165,9 +165,7 @@ class Bus:
                 await asyncio.sleep(0.3)
         metrics.CONNECTED.set(1)
         if reconcile_topology:
-            await self._patiently(
-                lambda: reconcile(self.js, topology.Topology(), replicas=self.settings.nats_replicas)
-            )
+            await self._patiently(lambda: reconcile(self.js, topology.Topology(), replicas=self.settings.nats_replicas))
 
     async def start(self) -> None:
         """Start every handler registered with ``on``. Call ``connect`` first."""
@@ -237,7 +235,7 @@ class Bus:
                 if error.err_code not in WRONG_LAST_SEQUENCE:
                     raise
                 return await self._already_there(subject, envelope.id, error)
-            except (nats.errors.Error, APIError, asyncio.TimeoutError) as error:
+            except (TimeoutError, nats.errors.Error, APIError) as error:
                 if time.monotonic() > deadline:
                     raise Transient(f"NATS did not take {envelope.type}: {error!r}") from error
                 metrics.PUBLISH_RETRIES.labels(envelope.type).inc()
@@ -307,7 +305,7 @@ class Bus:
 
     async def bucket(self, bucket: topology.Bucket) -> KeyValue:
         """A key-value bucket of the topology."""
-        return await self._patiently(lambda: self.js.key_value(bucket.name))
+        return cast(KeyValue, await self._patiently(lambda: self.js.key_value(bucket.name)))
 
     async def _patiently(self, call: Callable[[], Awaitable[Any]]) -> Any:
         """Try ``call`` again while the server does not answer."""
@@ -317,7 +315,7 @@ class Bus:
                 return await call()
             except (NotFoundError, BadRequestError, KeyNotFoundError):
                 raise
-            except (nats.errors.Error, asyncio.TimeoutError, APIError) as error:
+            except (TimeoutError, nats.errors.Error, APIError) as error:
                 if time.monotonic() > deadline:
                     raise Transient(f"NATS does not answer: {error!r}") from error
                 await asyncio.sleep(0.2)
@@ -333,7 +331,9 @@ class Bus:
         data does not fit their type, before they go to DEAD_LETTERS.
         """
         if event not in consumer.events:
-            raise ValueError(f"consumer {consumer.name} does not carry {event.__name__}: add it to contracts/topology.py")
+            raise ValueError(
+                f"consumer {consumer.name} does not carry {event.__name__}: add it to contracts/topology.py"
+            )
         subscription = self._subscriptions.setdefault(consumer.name, _Subscription(consumer))
         if on_invalid is not None:
             subscription.on_invalid = on_invalid
@@ -353,6 +353,7 @@ class Bus:
         async def undecoded(message: NatsMessage, _original: Any) -> NatsMessage:
             return message
 
+        several: dict[str, Any] = {"max_workers": consumer.concurrency} if consumer.concurrency > 1 else {}
         subscriber = self.broker.subscriber(
             subject=subjects.ANY,
             stream=JStream(consumer.stream, declare=False),
@@ -362,7 +363,7 @@ class Bus:
             no_reply=True,
             title=consumer.name,
             description=consumer.doc,
-            **({"max_workers": consumer.concurrency} if consumer.concurrency > 1 else {}),
+            **several,
         )
         subscriber(handle)
 
@@ -411,9 +412,7 @@ class Bus:
         metrics.HANDLED.labels(consumer.name, kind, outcome).inc()
         metrics.HANDLING_SECONDS.labels(consumer.name, kind).observe(time.monotonic() - started)
 
-    async def _invalid(
-        self, subscription: _Subscription, msg: Msg, raw: RawMessage, error: InvalidData
-    ) -> str:
+    async def _invalid(self, subscription: _Subscription, msg: Msg, raw: RawMessage, error: InvalidData) -> str:
         if subscription.on_invalid is not None:
             try:
                 await subscription.on_invalid(raw, error)
@@ -455,7 +454,7 @@ class Bus:
         """Send an acknowledgement. If it gets lost the message comes again, which handlers can bear."""
         try:
             await answer
-        except (nats.errors.Error, asyncio.TimeoutError) as error:
+        except (TimeoutError, nats.errors.Error) as error:
             log.warning("acknowledgement lost, expect a redelivery", error=repr(error))
 
     async def _with_heartbeat(self, work: Awaitable[None], msg: Msg, ack_wait_s: float) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import suppress
 
 import nats.errors
@@ -19,7 +19,8 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.js import api
-from nats.js.errors import APIError, Error as JetStreamError
+from nats.js.errors import APIError
+from nats.js.errors import Error as JetStreamError
 
 log = structlog.get_logger(__name__)
 
@@ -44,7 +45,7 @@ async def follow(
     *,
     idle_s: float,
     until_caught_up: bool,
-) -> AsyncIterator[list[Msg]]:
+) -> AsyncGenerator[list[Msg], None]:
     """Yield batches of raw messages; see ``Bus.follow``."""
     position = start_sequence - 1
     while True:
@@ -59,7 +60,7 @@ async def follow(
                 yield batch
                 if until_caught_up and batch and batch[-1].metadata.num_pending == 0:
                     return
-        except (_Broken, nats.errors.Error, APIError, JetStreamError, asyncio.TimeoutError, OSError) as error:
+        except (TimeoutError, _Broken, nats.errors.Error, APIError, JetStreamError, OSError) as error:
             log.info("following anew", stream=stream, position=position, reason=repr(error))
             # The reader's clock goes on while the server is away.
             if not until_caught_up:
@@ -127,7 +128,7 @@ class _Reader:
         while not batch:
             try:
                 msg = await self._inbox.next_msg(timeout=max(deadline - time.monotonic(), 0.001))
-            except (nats.errors.TimeoutError, asyncio.TimeoutError):
+            except (TimeoutError, nats.errors.TimeoutError):
                 if time.monotonic() - self._heard > SILENCE_S:
                     raise _Broken("the server is silent") from None
                 return batch

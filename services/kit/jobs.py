@@ -13,6 +13,7 @@ import json
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import nats.errors
 import structlog
@@ -28,8 +29,8 @@ from services.kit.lease import RENEW_SHARE, Record, Watch
 
 log = structlog.get_logger(__name__)
 
-Work = Callable[[Received], Awaitable[None]]
-GiveUp = Callable[[Received, str], Awaitable[None]]
+Work = Callable[[Received[Any]], Awaitable[None]]
+GiveUp = Callable[[Received[Any], str], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Jobs:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
 
-    async def submit(self, job_id: str, received: Received) -> None:
+    async def submit(self, job_id: str, received: Received[Any]) -> None:
         """Make the job durable. Submitting it again changes nothing."""
         headers, body = encode(received.event, received.envelope)
         value = {"subject": received.subject, "headers": headers, "body": body.decode(), "attempt": 0, "holder": ""}
@@ -76,7 +77,7 @@ class Jobs:
             while True:
                 try:
                     await self._claim_all()
-                except (nats.errors.Error, APIError, asyncio.TimeoutError, Transient) as error:
+                except (TimeoutError, nats.errors.Error, APIError, Transient) as error:
                     log.warning("cannot look for jobs", queue=self._queue, error=repr(error))
                 with suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._wake.wait(), timeout=0.5)
@@ -122,7 +123,7 @@ class Jobs:
                     break
                 jobs.append(_Job(entry.key, entry.revision or 0, json.loads(entry.value or b"{}")))
         finally:
-            await watcher.stop()
+            await watcher.stop()  # type: ignore[no-untyped-call]
         return jobs
 
     async def _run(self, bucket: KeyValue, job: _Job) -> None:
@@ -171,7 +172,7 @@ class Jobs:
         self._watch.forget(job.key)
         return "done"
 
-    async def _traced(self, received: Received) -> None:
+    async def _traced(self, received: Received[Any]) -> None:
         with (
             telemetry.span(f"job {self._queue}", traceparent=received.envelope.traceparent),
             telemetry.bound({"run_id": getattr(received.event, "run_id", None) or "", "queue": self._queue}),
@@ -192,11 +193,11 @@ class Jobs:
                         revision = entry.revision or revision  # an earlier renewal whose answer was lost
                         continue
                 return
-            except (nats.errors.Error, APIError, asyncio.TimeoutError) as error:
+            except (TimeoutError, nats.errors.Error, APIError) as error:
                 log.warning("claim not renewed", job=job.key, error=repr(error))
 
 
-def _received(job: _Job) -> Received:
+def _received(job: _Job) -> Received[Any]:
     headers = job.value["headers"]
     assert isinstance(headers, dict)
     raw = RawMessage(str(job.value["subject"]), str(job.value["body"]).encode(), headers)

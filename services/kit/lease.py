@@ -120,7 +120,7 @@ class Lease:
                 if not await self.renew():
                     log.warning("lease taken by another", key=self.key)
                     return
-            except (nats.errors.Error, APIError, asyncio.TimeoutError) as error:
+            except (TimeoutError, nats.errors.Error, APIError) as error:
                 log.warning("lease not renewed", key=self.key, error=repr(error))
             if not self.held:
                 log.warning("lease expired", key=self.key)
@@ -137,7 +137,7 @@ class Lease:
             try:
                 if await self.try_acquire():
                     break
-            except (nats.errors.Error, APIError, asyncio.TimeoutError) as error:
+            except (TimeoutError, nats.errors.Error, APIError) as error:
                 log.warning("lease not acquired", key=self.key, error=repr(error))
             await asyncio.sleep(self.ttl_s * RENEW_SHARE / 2)
         keeper = asyncio.create_task(self.keep())
@@ -207,5 +207,5 @@ async def read_all(bucket: KeyValue, prefix: str) -> dict[str, Record]:
                 value["holder"], float(value["ttl_s"]), entry.revision or 0, value.get("data", {})
             )
     finally:
-        await watcher.stop()
+        await watcher.stop()  # type: ignore[no-untyped-call]
     return records

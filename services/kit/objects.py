@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -166,9 +167,8 @@ class Objects:
         token: str | None = None
         while True:
             extra = {"ContinuationToken": token} if token else {}
-            page = await self._try(
-                lambda extra=extra: self._client.list_objects_v2(Bucket=bucket, Prefix=prefix, **extra), uri
-            )
+            call = partial(self._client.list_objects_v2, Bucket=bucket, Prefix=prefix, **extra)
+            page = await self._try(call, uri)
             for item in page.get("Contents", ()):
                 yield ObjectInfo(bucket, item["Key"], item["Size"], item["ETag"].strip('"'), item["LastModified"])
             token = page.get("NextContinuationToken")
@@ -195,7 +195,7 @@ class Objects:
 
     async def upload_blob(self, path: Path, bucket: str, *, sha256: str | None = None) -> tuple[str, str]:
         """Store a file under its hash unless it is there already and young; return (uri, sha256)."""
-        digest = sha256 or await asyncio.to_thread(hash_file, path)
+        digest = sha256 if sha256 is not None else await asyncio.to_thread(hash_file, path)
         uri = f"s3://{bucket}/{blob_key(digest)}"
         try:
             there = await self.head(uri)
@@ -277,7 +277,7 @@ class Objects:
                 if status < 500 and code not in ("SlowDown", "RequestTimeout"):
                     raise
                 problem: Exception = error
-            except (BotoCoreError, HttpError, OSError, asyncio.TimeoutError) as error:
+            except (TimeoutError, BotoCoreError, HttpError, OSError) as error:
                 problem = error
             if asyncio.get_running_loop().time() > deadline:
                 raise Transient(f"object store: {what}: {problem!r}") from problem

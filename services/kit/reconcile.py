@@ -98,11 +98,7 @@ async def _consumer(js: JetStreamContext, want: Consumer) -> list[str]:
                 raise
         return [f"created consumer {want.stream}/{want.name}"]
     filters = have.filter_subjects or ([have.filter_subject] if have.filter_subject else [])
-    if (
-        set(filters) == set(want.filters)
-        and have.max_deliver == UNLIMITED
-        and have.ack_wait == want.ack_wait_s
-    ):
+    if set(filters) == set(want.filters) and have.max_deliver == UNLIMITED and have.ack_wait == want.ack_wait_s:
         return []
     # add_consumer on an existing durable updates it in place: its position is kept.
     await js.add_consumer(

@@ -104,8 +104,8 @@ class Service:
         await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
 
-    async def _watch(self, tasks: list[asyncio.Task[None]]) -> None:
-        stop = asyncio.create_task(self.stopping.wait())
+    async def _watch(self, tasks: list[asyncio.Task[Any]]) -> None:
+        stop: asyncio.Task[Any] = asyncio.create_task(self.stopping.wait())
         try:
             while True:
                 done, _ = await asyncio.wait({stop, *tasks}, return_when=asyncio.FIRST_COMPLETED)

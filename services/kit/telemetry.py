@@ -25,7 +25,9 @@ def setup(service: str, settings: Settings) -> None:
     """Configure logging and tracing for this process."""
     level = logging.getLevelName(settings.log_level.upper())
     renderer: structlog.typing.Processor = (
-        structlog.processors.JSONRenderer() if settings.log_format == "json" else structlog.dev.ConsoleRenderer(
+        structlog.processors.JSONRenderer()
+        if settings.log_format == "json"
+        else structlog.dev.ConsoleRenderer(
             # The rich formatter prints local variables, and with them secrets.
             exception_formatter=structlog.dev.plain_traceback
         )

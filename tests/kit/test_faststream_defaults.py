@@ -175,7 +175,9 @@ async def test_an_operators_limits_are_kept(world: World, side: str) -> None:
         await reconcile(world.bus.js, TOPOLOGY)
     else:
         broker = NatsBroker(world.settings.nats_servers, logger=None)
-        broker.subscriber("run.*.*", stream=JStream("TEST", subjects=["run.*.*"]), durable="other", pull_sub=PullSub())(lambda _: None)
+        broker.subscriber("run.*.*", stream=JStream("TEST", subjects=["run.*.*"]), durable="other", pull_sub=PullSub())(
+            lambda _: None
+        )
         world.brokers.append(broker)
         await broker.start()
     now = (await world.bus.js.stream_info("TEST")).config

@@ -1,0 +1,38 @@
+"""One embedded stack for the faults and the bad input; each test has runs of its own on it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tests.e2e.support import Stack, connected
+from trainbus.cli.embedded.launch import StackProcess
+from trainbus.cli.embedded.layout import StackOptions
+
+
+@pytest.fixture(scope="session")
+def stack_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("stack")
+    with StackProcess(StackOptions(folder / "data"), output=folder / "output.log") as process:
+        process.wait_ready()
+        asyncio.run(_fill(folder / "data"))
+        yield folder / "data"
+
+
+async def _fill(data_dir: Path) -> None:
+    bus, objects = connected(data_dir)
+    async with objects:
+        await Stack(data_dir, bus, objects).fill_lake()
+
+
+@pytest_asyncio.fixture
+async def stack(stack_folder: Path) -> AsyncIterator[Stack]:
+    bus, objects = connected(stack_folder)
+    await bus.connect(reconcile_topology=False)
+    async with objects:
+        yield Stack(stack_folder, bus, objects)
+    await bus.close()

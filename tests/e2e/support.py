@@ -1,0 +1,246 @@
+"""An embedded stack under test: publish, wait for facts, kill, and audit what survived."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import json
+import os
+import signal
+import tarfile
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from contracts.base import run_id_for
+from contracts.events.run import RunFact, RunPlaced
+from services.kit.bus import Bus, Received
+from services.kit.objects import Objects
+from trainbus.cli.address import find
+from trainbus.cli.embedded.launch import read_stack
+
+PROJECT = Path(__file__).parent / "project"
+LAKE = "s3://lake/digits-small/"
+IMAGES = 300
+OVER = ("rejected", "completed", "failed", "cancelled")
+Body = dict[str, Any]
+
+
+def digits(count: int) -> list[tuple[str, bytes]]:
+    """``count`` of scikit-learn's handwritten digits as (path, PNG) pairs."""
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    found = []
+    for number in range(count):
+        buffer = io.BytesIO()
+        Image.fromarray((data.images[number] * 15).astype("uint8")).save(buffer, format="PNG")
+        found.append((f"{data.target[number]}/{number:05}.png", buffer.getvalue()))
+    return found
+
+
+def package(files: dict[str, str]) -> bytes:
+    """A gzipped tar of text files, by path. Paths are taken as they are, good or evil."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        for name, text in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(text.encode())
+            tar.addfile(info, io.BytesIO(text.encode()))
+    return buffer.getvalue()
+
+
+@dataclass
+class Stack:
+    """Handles on a running stack."""
+
+    data_dir: Path
+    bus: Bus
+    objects: Objects
+
+    # -- input --------------------------------------------------------------
+
+    async def fill_lake(self) -> None:
+        await asyncio.gather(*(self.objects.put(f"{LAKE}{path}", png) for path, png in digits(IMAGES)))
+
+    async def upload(self, body: bytes) -> Body:
+        """Store a code package; return the request's ``code``."""
+        digest = hashlib.sha256(body).hexdigest()
+        uri = f"s3://code/packages/{digest}.tar.gz"
+        await self.objects.put(uri, body)
+        return {"uri": uri, "sha256": digest}
+
+    async def slow_run(self, *, epochs: int = 8, step_s: float = 0.03, **changes: Any) -> Body:
+        """A request that trains ``epochs`` times over the small digits, in 15 steps each."""
+        code = await self.upload(package({"slow_task.py": (PROJECT / "slow_task.py").read_text()}))
+        body: Body = {
+            "name": "slow",
+            "experiment": "e2e",
+            "code": code,
+            "task": "slow_task:Slow",
+            "params": {"step_s": step_s},
+            "slots": {"min": 1, "max": 2},
+            "data": {"source": LAKE, "format": "images"},
+            "training": {"epochs": epochs, "global_batch": 16, "checkpoint_every_steps": 20},
+            "model": f"m-{uuid.uuid4().hex[:6]}",
+            "evaluation": {"metric": "test/accuracy", "mode": "max"},
+            "env": {"TRAINBUS_RECORD_SAMPLES": "1"},
+            "max_attempts": 5,
+            "grace_s": 10,
+        }
+        return {**body, **changes}
+
+    async def publish(self, body: Body | bytes, subject: str = "train.requested") -> str:
+        """Publish a bare body under an id of its own; return the run's id."""
+        event_id = uuid.uuid4().hex
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        await self.bus.js.publish(subject, raw, headers={"Nats-Msg-Id": event_id})
+        return run_id_for("nats", event_id)
+
+    # -- output -------------------------------------------------------------
+
+    async def facts(self, run_id: str) -> list[Received[Any]]:
+        return await self.bus.history(f"run.{run_id}.*")
+
+    async def wait_for(
+        self,
+        run_id: str,
+        fact: str,
+        timeout_s: float = 60.0,
+        condition: Callable[[Any], bool] = lambda _: True,
+    ) -> Any:
+        """Wait for a fact of a run; fail at once when the run is over without it."""
+        deadline = time.monotonic() + timeout_s
+        seen: list[str] = []
+        async for batch in self.bus.follow("FACTS", (f"run.{run_id}.*",)):
+            for received in batch:
+                event: RunFact = received.event
+                seen.append(event.fact)
+                if event.fact == fact and condition(event):
+                    return event
+                assert event.fact not in OVER or fact in ("evaluated", "promoted", "not_promoted"), (
+                    f"{run_id} is over without {fact}: {event}"
+                )
+            assert time.monotonic() < deadline, f"no {fact} of {run_id} within {timeout_s:.0f} s; seen: {seen}"
+        raise AssertionError("unreachable")
+
+    async def wait_for_step(self, run_id: str, step: int, timeout_s: float = 60.0, generation: int = 1) -> None:
+        """Wait until training has reported ``step`` in this generation or a later one."""
+        deadline = time.monotonic() + timeout_s
+        async for batch in self.bus.follow("PROGRESS", (f"progress.{run_id}",)):
+            for received in batch:
+                if received.event.generation >= generation and received.event.step >= step:
+                    return
+            assert time.monotonic() < deadline, f"{run_id} did not reach step {step} within {timeout_s:.0f} s"
+
+    async def dead_letter(self, body: bytes, timeout_s: float = 15.0) -> str:
+        """Wait for the dead letter that holds ``body``; return its reason."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            state = (await self.bus.js.stream_info("DEAD_LETTERS")).state
+            for sequence in range(state.first_seq, state.last_seq + 1):
+                message = await self.bus.js.get_msg("DEAD_LETTERS", sequence)
+                if message.data == body:
+                    return (message.headers or {})["trainbus-dead-reason"]
+            await asyncio.sleep(0.1)
+        raise AssertionError("no dead letter holds this body")
+
+    # -- faults -------------------------------------------------------------
+
+    def pid(self, name: str) -> int:
+        """The process of a server, service or node of the stack."""
+        info = read_stack(self.data_dir)
+        assert info is not None
+        return next(p["pid"] for p in info.processes if p["name"] == name and p["pid"])
+
+    def kill(self, name: str) -> None:
+        os.kill(self.pid(name), signal.SIGKILL)
+
+    async def kill_for(self, name: str, seconds: float) -> None:
+        """Keep a server away: it is restarted by the supervisor, and killed again, until the time is over."""
+        deadline = time.monotonic() + seconds
+        last = None
+        while time.monotonic() < deadline:
+            info = read_stack(self.data_dir)
+            pid = next((p["pid"] for p in info.processes if p["name"] == name), None) if info else None
+            if pid is not None and pid != last:
+                last = pid
+                os.kill(pid, signal.SIGKILL)
+            await asyncio.sleep(0.02)
+
+    def rank_pids(self, run_id: str) -> list[int]:
+        """The processes of a run's ranks, found by the launch file in their environment."""
+        found = []
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit():
+                try:
+                    environment = (folder / "environ").read_bytes()
+                    command = (folder / "cmdline").read_bytes()
+                except OSError:
+                    continue
+                if f"/runs/{run_id}/".encode() in environment or f"/runs/{run_id}/".encode() in command:
+                    found.append(int(folder.name))
+        return found
+
+    # -- audit --------------------------------------------------------------
+
+    async def audit(self, run_id: str, *, epochs: int) -> None:
+        """The promises: every sample once an epoch, one promotion, every metric once."""
+        facts = await self.facts(run_id)
+        counts = Counter(received.event.fact for received in facts)
+        assert counts["completed"] == 1, counts
+        trained = self._surviving_samples(run_id, [r.event for r in facts if isinstance(r.event, RunPlaced)], facts)
+        repeats = Counter(trained.values())
+        assert repeats == {epochs: len(trained)}, f"samples trained a wrong number of times: {repeats}"
+        prepared = next(r.event for r in facts if r.event.fact == "prepared")
+        assert len(trained) == prepared.train_samples
+        verdict = await self.wait_for(run_id, "promoted", 60)
+        promotions = [r for r in await self.bus.history(f"model.{verdict.model}.promoted") if r.event.run_id == run_id]
+        assert len(promotions) == 1
+        await self._audit_metrics(run_id, last_step=prepared.train_samples * epochs // 16)
+
+    def _surviving_samples(self, run_id: str, placed: list[RunPlaced], facts: list[Received[Any]]) -> Counter[str]:
+        """How often each sample was trained in the history that led to the result."""
+        trained: Counter[str] = Counter()
+        starts = {p.generation: (p.resume.step if p.resume else 0) for p in placed}
+        for generation, start in starts.items():
+            later = [starts[other] for other in starts if other > generation]
+            end = min(later) if later else None
+            for path in self.data_dir.glob(f"node-*/runs/{run_id}/g{generation}/samples_rank_*.jsonl"):
+                for line in path.read_text().splitlines():
+                    entry = json.loads(line)
+                    if entry["step"] > start and (end is None or entry["step"] <= end):
+                        trained.update(entry["keys"])
+        return trained
+
+    async def _audit_metrics(self, run_id: str, last_step: int) -> None:
+        """MLflow has exactly one loss a step, and no step is missing."""
+        from mlflow import MlflowClient
+
+        info = read_stack(self.data_dir)
+        assert info is not None
+        client = MlflowClient(info.mlflow_tracking_uri)
+        deadline = time.monotonic() + 30
+        while True:
+            tracked = [r.event for r in await self.facts(run_id) if r.event.fact == "tracked"]
+            if tracked:
+                history = client.get_metric_history(tracked[-1].mlflow_run_id, "train/loss")
+                steps = sorted(metric.step for metric in history)
+                run = client.get_run(tracked[-1].mlflow_run_id)
+                if run.info.status == "FINISHED" or time.monotonic() > deadline:
+                    break
+            assert time.monotonic() < deadline, "the run is not in MLflow"
+            await asyncio.sleep(0.2)
+        assert steps == list(range(1, last_step + 1))
+
+
+def connected(data_dir: Path) -> tuple[Bus, Objects]:
+    """A bus and an object store for the stack on a data folder; neither is connected yet."""
+    settings = find(data_dir).settings()
+    return Bus("e2e", settings), Objects(settings)

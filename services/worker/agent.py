@@ -1,0 +1,366 @@
+"""The node's agent: reads the facts that concern it, and keeps its placements, its lease and its word."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import nats.errors
+import structlog
+from nats.js.errors import APIError
+
+from contracts import subjects, topology
+from contracts.base import Event
+from contracts.events.checkpoint import CheckpointCommitted, CheckpointRefused
+from contracts.events.node import NodeDraining, NodeJoined, NodeLeft, NodeLost
+from contracts.events.run import RunCancelled, RunCompleted, RunFailed, RunPlaced, RunPreempting
+from services.kit.bus import Received, Transient
+from services.kit.lease import Lease, read
+from services.worker import metrics
+from services.worker.context import Context
+from services.worker.core import plan
+from services.worker.files import read_json, write_atomically
+from services.worker.placement import Placement, Record
+
+log = structlog.get_logger(__name__)
+
+FOLLOWED: tuple[type[Event], ...] = (
+    RunPlaced,
+    RunPreempting,
+    CheckpointCommitted,
+    CheckpointRefused,
+    RunCompleted,
+    RunFailed,
+    RunCancelled,
+)
+ENDS = (RunCompleted, RunFailed, RunCancelled)
+
+
+class Agent:
+    """One node's agent. ``run`` is its life; ``shut_down`` its orderly end."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._settings = context.settings
+        self._folder = self._settings.data_dir.resolve()
+        self._runs = self._folder / "runs"
+        self._state_file = self._folder / "agent" / "state.json"
+        self._placements: dict[tuple[str, int], Placement] = {}
+        self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._state = plan.NodeState(self._settings.node_id)
+        self._position: int | None = None
+        self._previous_incarnation = ""
+        self._lease: Lease | None = None
+        self._leaving = False
+        self.joined = asyncio.Event()
+
+    # -- life ---------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Live until cancelled; after being declared lost, live again under a new name."""
+        with self._only_one():
+            stored = read_json(self._state_file) or {}
+            self._position = stored.get("position")
+            self._previous_incarnation = stored.get("incarnation", "")
+            self._recover()
+            while not self._leaving:
+                await self._one_life()
+
+    async def shut_down(self) -> None:
+        """Let every run go with its grace, say so, and leave."""
+        self._leaving = True
+        for key, placement in self._placements.items():
+            if key in self._tasks:
+                placement.stop(placement.placed.spec.grace_s, "the node's agent is stopping")
+        while running := [task for task in self._tasks.values() if not task.done()]:
+            log.info("waiting for runs to let go", runs=len(running))
+            await asyncio.wait(running)
+        if self.joined.is_set():
+            left = NodeLeft(
+                node_id=self._settings.node_id, incarnation=self._state.incarnation, reason="the agent was stopped"
+            )
+            with suppress(Transient):
+                await asyncio.wait_for(self._context.bus.publish(left), 10)
+        if self._lease is not None:
+            await self._lease.release()
+
+    async def _one_life(self) -> None:
+        """Catch up, join, follow; return when declared lost."""
+        incarnation = uuid.uuid4().hex[:12]
+        self.joined.clear()
+        await self._catch_up()
+        await self._forget_what_is_over()
+        # Known on disk before it is known on the bus: a lease of this name is ours after a crash.
+        self._state = plan.joining(self._state, incarnation)
+        self._save()
+        held = asyncio.Event()
+        keeper = asyncio.create_task(self._keep_lease(incarnation, held))
+        try:
+            await self._await_lease(held, keeper)
+            await self._join(incarnation)
+            self._start_all()
+            async for batch in self._context.bus.follow(
+                topology.FACTS.name, self._filters(), (self._position or 0) + 1, idle_s=1.0
+            ):
+                if self._apply(batch):
+                    return
+                self._reap()
+                if keeper.done():
+                    keeper.result()
+        finally:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
+
+    async def _join(self, incarnation: str) -> None:
+        found = self._context.inventory
+        joined = NodeJoined(
+            node_id=self._settings.node_id,
+            incarnation=incarnation,
+            address=self._settings.address,
+            slots=found.slots,
+            accelerator=found.accelerator,
+            memory_bytes=found.memory_bytes,
+            slot_memory_bytes=found.slot_memory_bytes,
+            labels=self._settings.labels,
+            lease_ttl_s=self._settings.lease_ttl_s,
+            software=found.software,
+            running=plan.still_running(self._state),
+        )
+        ack = await self._context.bus.publish(joined)
+        self._state = plan.joined_at(self._state, ack.sequence)
+        self.joined.set()
+        metrics.JOINS.inc()
+        metrics.SLOTS.set(found.slots)
+        log.info("joined", incarnation=incarnation, slots=found.slots, running=len(joined.running))
+
+    async def _catch_up(self) -> None:
+        """Read what happened while no agent was here. A node that is new starts at the stream's end."""
+        if self._position is None:
+            info = await self._context.bus.js.stream_info(topology.FACTS.name)
+            self._position = info.state.last_seq
+            self._save()
+            return
+        async for batch in self._context.bus.follow(
+            topology.FACTS.name, self._filters(), self._position + 1, until_caught_up=True
+        ):
+            self._apply(batch)
+
+    async def _await_lease(self, held: asyncio.Event, keeper: asyncio.Task[None]) -> None:
+        """Wait until the node's name is ours. A second agent of the same name waits here for ever."""
+        waiting = asyncio.create_task(held.wait())
+        try:
+            while not held.is_set():
+                await asyncio.wait({waiting, keeper}, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+                if keeper.done():
+                    keeper.result()
+                if not held.is_set():
+                    log.warning("another agent has this node's name: give each a TRAINBUS_NODE_ID of its own")
+        finally:
+            waiting.cancel()
+
+    async def _keep_lease(self, incarnation: str, held: asyncio.Event) -> None:
+        """Hold the lease for as long as this life lasts, whatever the bus does in between."""
+        while True:
+            try:
+                bucket = await self._context.bus.bucket(topology.LEASES)
+                key = f"node.{self._settings.node_id}"
+                record = await read(bucket, key)
+                if record is not None and self._previous_incarnation and record.holder == self._previous_incarnation:
+                    # Our own, from before we were killed: no need to wait until it expires.
+                    await bucket.delete(key, last=record.revision)
+                self._lease = Lease(
+                    bucket, key, incarnation, self._settings.lease_ttl_s, data={"node_id": self._settings.node_id}
+                )
+                async with self._lease.leadership() as keeper:
+                    held.set()
+                    await keeper
+            except (nats.errors.Error, APIError, TimeoutError, Transient) as error:
+                log.warning("the node's lease cannot be kept", error=repr(error))
+                await asyncio.sleep(0.2)
+
+    # -- facts --------------------------------------------------------------
+
+    def _filters(self) -> tuple[str, ...]:
+        own = (subjects.fact("node", self._settings.node_id, fact.fact) for fact in (NodeLost, NodeDraining))
+        return (*(event.subject_filter() for event in FOLLOWED), *own)
+
+    def _apply(self, batch: list[Received[Any]]) -> bool:
+        """Act on the facts and remember the place; True when this life is over."""
+        rejoin = False
+        for received in batch:
+            self._state, decisions = plan.decide(self._state, received.event, received.sequence)
+            for decision in decisions:
+                rejoin |= self._carry_out(decision, received)
+        if batch:
+            self._position = batch[-1].sequence
+            self._save()
+        return rejoin
+
+    def _carry_out(self, decision: plan.Decision, received: Received[Any]) -> bool:
+        match decision:
+            case plan.Place():
+                self._take_up(decision, received)
+            case plan.Drop():
+                log.warning("dropping a placement", run_id=decision.run_id, reason=decision.why)
+                self._with(decision, lambda placement: placement.drop(decision.why))
+            case plan.Stop():
+                self._with(decision, lambda placement: placement.stop(decision.grace_s, decision.reason))
+            case plan.Settled():
+                self._with(decision, lambda placement: placement.settle(decision.step, decision.committed))
+            case plan.CleanUp():
+                write_atomically(self._runs / decision.run_id / "over", "")
+            case plan.Rejoin():
+                log.warning("this node was declared lost, joining anew", reason=decision.reason)
+                return True
+        return False
+
+    def _with(self, decision: plan.Drop | plan.Stop | plan.Settled, action: Any) -> None:
+        placement = self._placements.get((decision.run_id, decision.generation))
+        if placement is not None:
+            action(placement)
+
+    def _take_up(self, place: plan.Place, received: Received[Any]) -> None:
+        """Make the placement durable; its work begins once we have joined."""
+        envelope = received.envelope
+        record = Record(
+            placed=place.placed,
+            sequence=place.sequence,
+            correlation_id=envelope.correlation_id,
+            causation_id=envelope.id,
+            traceparent=envelope.traceparent,
+        )
+        folder = self._runs / place.placed.run_id / f"g{place.placed.generation}"
+        if not (folder / "placement.json").exists():
+            write_atomically(folder / "placement.json", record.model_dump_json())
+        self._placements[place.placed.run_id, place.placed.generation] = Placement(self._context, record, folder)
+        if self._leaving:
+            self._placements[place.placed.run_id, place.placed.generation].stop(0, "the node's agent is stopping")
+        if self.joined.is_set():
+            self._start(place.placed.run_id, place.placed.generation)
+
+    # -- placements ---------------------------------------------------------
+
+    def _recover(self) -> None:
+        """Find the placements of an earlier life on disk."""
+        held: list[plan.Held] = []
+        for file in sorted(self._runs.glob("*/g*/placement.json")):
+            record = Record.model_validate_json(file.read_bytes())
+            run_id, generation = record.placed.run_id, record.placed.generation
+            over = (file.parent / "done.json").exists()
+            if not (file.parents[1] / "over").exists():
+                held.append(plan.Held(run_id, generation, record.sequence, over))
+            if not over:
+                self._placements[run_id, generation] = Placement(self._context, record, file.parent)
+        self._state = plan.holding(self._settings.node_id, held)
+        for key, placement in self._placements.items():
+            newest = self._state.held.get(key[0])
+            if newest is None or newest.generation != key[1]:
+                placement.drop("a newer generation was placed, or the run is over")
+
+    async def _forget_what_is_over(self) -> None:
+        """Drop what ended without our hearing of it, and hear of checkpoints committed in the meantime."""
+        for (run_id, generation), placement in self._placements.items():
+            if (placement.folder / "done.json").exists():
+                continue
+            ends = await asyncio.gather(
+                *(self._context.bus.last(subjects.fact("run", run_id, end.fact)) for end in ENDS)
+            )
+            placed = await self._context.bus.last(subjects.fact("run", run_id, RunPlaced.fact))
+            if any(ends):
+                placement.drop("the run is over")
+            elif placed is not None and placed.event.generation > generation:
+                placement.drop("a newer generation was placed")
+            else:
+                for received in await self._context.bus.history(
+                    subjects.fact("run", run_id, CheckpointCommitted.fact), start_sequence=placement.record.sequence
+                ):
+                    if received.event.generation == generation:
+                        placement.settle(received.event.checkpoint.step, True)
+                continue
+            self._state = self._state.over(run_id, generation)
+
+    def _start_all(self) -> None:
+        for run_id, generation in list(self._placements):
+            self._start(run_id, generation)
+
+    def _start(self, run_id: str, generation: int) -> None:
+        key = (run_id, generation)
+        if key in self._tasks or key not in self._placements:
+            return
+        before = [task for (other, older), task in self._tasks.items() if other == run_id and older != generation]
+        self._tasks[key] = asyncio.create_task(self._live(self._placements[key], before), name=f"{run_id}/{generation}")
+        self._count()
+
+    async def _live(self, placement: Placement, before: list[asyncio.Task[None]]) -> None:
+        # What is left of an older generation is dead before a new one starts.
+        await asyncio.gather(*before, return_exceptions=True)
+        run_id = placement.placed.run_id
+        if placement.fresh and await self._is_void(placement):
+            placement.drop("it was placed long ago and is over")
+        try:
+            await placement.run()
+        except Exception as error:
+            log.exception("a placement broke", run_id=run_id, generation=placement.placed.generation)
+            await placement.give_up(error)
+        finally:
+            self._state = self._state.over(run_id, placement.placed.generation)
+
+    async def _is_void(self, placement: Placement) -> bool:
+        """Whether the fact is a repetition: somebody published an old placement again."""
+        run_id = placement.placed.run_id
+        ends = await asyncio.gather(*(self._context.bus.last(subjects.fact("run", run_id, end.fact)) for end in ENDS))
+        placed = await self._context.bus.last(subjects.fact("run", run_id, RunPlaced.fact))
+        return any(ends) or (placed is not None and placed.event.generation > placement.placed.generation)
+
+    def _reap(self) -> None:
+        """Look at placements that are over; tidy up behind runs that are."""
+        for key, task in list(self._tasks.items()):
+            if task.done():
+                del self._tasks[key]
+                placement = self._placements.pop(key)
+                task.result()  # what goes wrong even in giving up must end the agent, not be forgotten
+                placement.tidy()
+        self._count()
+        self._remove_old_runs()
+
+    def _count(self) -> None:
+        live = [self._placements[key] for key in self._tasks]
+        metrics.SLOTS_USED.set(sum(len(placement.member.slots) for placement in live))
+        metrics.RANKS_RUNNING.set(sum(len(placement.pids) for placement in live))
+
+    def _remove_old_runs(self) -> None:
+        """Keep the folders of the last few runs that are over."""
+        active = {run_id for run_id, _ in self._placements}
+        over = sorted(self._runs.glob("*/over"), key=lambda path: path.stat().st_mtime, reverse=True)
+        for marker in over[self._settings.keep_finished :]:
+            if marker.parent.name not in active:
+                shutil.rmtree(marker.parent, ignore_errors=True)
+
+    # -- disk ---------------------------------------------------------------
+
+    def _save(self) -> None:
+        state = {"position": self._position, "incarnation": self._state.incarnation or self._previous_incarnation}
+        write_atomically(self._state_file, json.dumps(state))
+
+    @contextmanager
+    def _only_one(self) -> Iterator[None]:
+        """Hold the data folder: two agents on it would train everything twice."""
+        self._state_file.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(self._state_file.parent / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise RuntimeError(
+                    f"another agent uses {self._folder}: give each node a TRAINBUS_DATA_DIR of its own"
+                ) from error
+            yield
+        finally:
+            os.close(handle)

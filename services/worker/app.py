@@ -1,0 +1,71 @@
+"""Wires the agent of one node."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import suppress
+
+from services.kit.objects import Objects
+from services.kit.service import Service
+from services.kit.settings import Settings
+from services.worker.agent import Agent
+from services.worker.cache import Cache
+from services.worker.context import Context, python_root
+from services.worker.control import socket_path
+from services.worker.core.ranks import INHERITED
+from services.worker.executor import ProcessExecutor
+from services.worker.node import inventory
+from services.worker.settings import WorkerSettings
+from services.worker.system import Meter
+from services.worker.warm import Warm
+
+
+def build(settings: Settings) -> Service:
+    """The node's agent as a service."""
+    if not isinstance(settings, WorkerSettings):
+        settings = WorkerSettings(**settings.model_dump())
+    service = Service("worker", settings)
+    objects = service.resource(Objects(settings))
+    found = inventory(settings)
+    agent_folder = settings.data_dir.resolve() / "agent"
+    warm = _warm(settings) if settings.warm else None
+    context = Context(
+        settings=settings,
+        bus=service.bus,
+        objects=objects,
+        cache=Cache(settings.data_dir.resolve() / "cache", objects, settings.cache_max_bytes),
+        executor=ProcessExecutor(warm),
+        inventory=found,
+        meter=Meter(found.gpus),
+    )
+    agent = Agent(context)
+
+    async def keep_warm() -> None:
+        if warm is not None:
+            agent_folder.mkdir(parents=True, exist_ok=True)
+            await warm.run()
+        else:
+            await asyncio.Event().wait()
+
+    async def leave() -> None:
+        try:
+            await agent.shut_down()
+        finally:
+            with suppress(OSError):
+                await context.executor.close()
+
+    service.background(agent.run)
+    service.background(keep_warm)
+    service.on_stop(leave)
+    service.ready_when("joined", agent.joined.is_set)
+    return service
+
+
+def _warm(settings: WorkerSettings) -> Warm:
+    folder = settings.data_dir.resolve() / "agent"
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = {name: os.environ[name] for name in INHERITED if name in os.environ}
+    # One thread: what forks must not have more, and ranks share the cores.
+    environment |= {"PYTHONPATH": str(python_root()), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    return Warm(socket_path(folder, "warm.sock"), folder / "warm.log", environment)

@@ -1,0 +1,67 @@
+"""What the placements of a node share."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import contracts
+from contracts.base import Fact
+from services.kit.bus import Bus
+from services.kit.objects import Objects
+from services.worker.cache import Cache
+from services.worker.core.ranks import Place
+from services.worker.executor import Executor
+from services.worker.node import Inventory, interface_of
+from services.worker.settings import WorkerSettings
+from services.worker.system import Meter
+
+
+class Meeting(Protocol):
+    """What the environment needs to know of a prepared placement."""
+
+    @property
+    def code_folder(self) -> Path | None: ...
+    @property
+    def master(self) -> tuple[str, int]: ...
+
+
+@dataclass(slots=True)
+class Context:
+    settings: WorkerSettings
+    bus: Bus
+    objects: Objects
+    cache: Cache
+    executor: Executor
+    inventory: Inventory
+    meter: Meter
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+
+    def place(self, launch_path: Path, prepared: Meeting) -> Place:
+        """Where the ranks of one placement run."""
+        address, port = prepared.master
+        code = (str(prepared.code_folder),) if prepared.code_folder is not None else ()
+        return Place(
+            launch_path=str(launch_path),
+            master_address=address,
+            master_port=port,
+            python_path=(*code, str(python_root())),
+            bin_folder=str(Path(sys.executable).parent),
+            cores=self.inventory.cores,
+            slots=self.inventory.slots,
+            interface=interface_of(self.settings.address),
+            gpus=tuple(gpu.uuid for gpu in self.inventory.gpus),
+        )
+
+    async def said(self, fact: Fact) -> bool:
+        """Whether the stream has this very fact already."""
+        return any(each.envelope.id == fact.event_id for each in await self.bus.history(fact.subject))
+
+
+def python_root() -> Path:
+    """The folder from which ``trainbus`` and ``contracts`` are imported."""
+    return Path(contracts.__file__).resolve().parent.parent

@@ -1,0 +1,230 @@
+"""From the bytes a rank wrote to the events that tell of them.
+
+What is published is cut from the files by offsets that are on disk *before* the publishing. After a
+crash the same cuts are published again under the same ids, so nothing is lost and nothing doubled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from contracts.events.run import ProgressPoint, RunLog, RunProgress
+from contracts.ranks import (
+    JOURNAL_LINE,
+    CheckpointLine,
+    EndedLine,
+    JournalLine,
+    MetricsLine,
+    ResultLine,
+    StartedLine,
+)
+
+POINTS_PER_BATCH = 200
+LINES_PER_BATCH = 200
+LINE_MAX_CHARS = 4000
+#: Points matched in a command's output have places of their own, beside those in the journal.
+PATTERN_OFFSET = 2**40
+
+
+class RankState(BaseModel):
+    """How far one rank's files are read, and what they said. Kept on disk between the two."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    #: [start, end) of each file is being published; what lies before is done.
+    journal_start: int = 0
+    journal_end: int = 0
+    log_start: int = 0
+    log_end: int = 0
+    #: How often each metric pattern has matched before log_start, and before log_end.
+    matches_start: dict[str, int] = Field(default_factory=dict)
+    matches_end: dict[str, int] = Field(default_factory=dict)
+    started: StartedLine | None = None
+    ended: EndedLine | None = None
+    result: ResultLine | None = None
+    step: int | None = None
+    epoch: int = 0
+    samples_consumed: int = 0
+    total_steps: int | None = None
+    #: Complete on disk and not yet staged.
+    checkpoints: list[CheckpointLine] = Field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Whose journal it is."""
+
+    run_id: str
+    generation: int
+    node_id: str
+
+
+def whole_lines(content: bytes, *, at_end: bool = False) -> bytes:
+    """``content`` up to its last newline; all of it when nobody will write more."""
+    return content if at_end else content[: content.rfind(b"\n") + 1]
+
+
+def parse(content: bytes, offset: int) -> tuple[list[tuple[int, JournalLine]], list[str]]:
+    """Every line with its offset, and what was wrong with the lines that are none."""
+    lines: list[tuple[int, JournalLine]] = []
+    problems: list[str] = []
+    for raw in content.splitlines(keepends=True):
+        text = raw.strip()
+        if text:
+            try:
+                lines.append((offset, JOURNAL_LINE.validate_python(_finite(json.loads(text)))))
+            except (ValueError, ValidationError, RecursionError) as error:
+                problems.append(f"at byte {offset}: {str(error).splitlines()[0]}")
+        offset += len(raw)
+    return lines, problems
+
+
+def fold(state: RankState, lines: Iterable[JournalLine]) -> None:
+    """Take the lines into the rank's state."""
+    for line in lines:
+        match line:
+            case MetricsLine():
+                state.step, state.samples_consumed = line.step, line.samples_consumed or state.samples_consumed
+                state.epoch = line.epoch or state.epoch
+                state.total_steps = line.total_steps or state.total_steps
+            case StartedLine():
+                state.started = line
+                state.samples_consumed = max(state.samples_consumed, line.samples_consumed)
+                state.step = line.step if state.step is None else state.step
+            case CheckpointLine():
+                state.checkpoints = [each for each in state.checkpoints if each.step != line.step] + [line]
+            case ResultLine():
+                state.result = line
+            case EndedLine():
+                state.ended = line
+                state.step = line.step or state.step
+                state.samples_consumed = line.samples_consumed or state.samples_consumed
+
+
+def progress(placed: Placed, rank: int, lines: Iterable[tuple[int, JournalLine]]) -> Iterator[RunProgress]:
+    """The metric lines as events. The same lines give the same events."""
+    metrics = [(offset, line) for offset, line in lines if isinstance(line, MetricsLine) and line.values]
+    for first in range(0, len(metrics), POINTS_PER_BATCH):
+        part = metrics[first : first + POINTS_PER_BATCH]
+        last = part[-1][1]
+        yield RunProgress(
+            run_id=placed.run_id,
+            generation=placed.generation,
+            node_id=placed.node_id,
+            rank=rank,
+            offset=part[0][0],
+            points=tuple(ProgressPoint(step=line.step, time=line.time, values=line.values) for _, line in part),
+            step=last.step,
+            total_steps=last.total_steps,
+            epoch=last.epoch,
+            samples_consumed=last.samples_consumed,
+        )
+
+
+def log_lines(content: bytes) -> list[str]:
+    """Output as lines that are fit to be shown: progress bars give their last state, long lines are cut."""
+    text = content.decode("utf-8", errors="replace")
+    lines = [line.rsplit("\r", 1)[-1] for line in text.replace("\r\n", "\n").split("\n")]
+    if lines and not lines[-1]:
+        lines.pop()
+    return [line if len(line) <= LINE_MAX_CHARS else line[:LINE_MAX_CHARS] + " […]" for line in lines]
+
+
+def logs(placed: Placed, rank: int, content: bytes, offset: int) -> Iterator[RunLog]:
+    """Output as events. The same bytes at the same offset give the same events."""
+    raw = content.splitlines(keepends=True)
+    for first in range(0, len(raw), LINES_PER_BATCH):
+        part = b"".join(raw[first : first + LINES_PER_BATCH])
+        yield RunLog(
+            run_id=placed.run_id,
+            generation=placed.generation,
+            rank=rank,
+            offset=offset,
+            lines=tuple(log_lines(part)),
+        )
+        offset += len(part)
+
+
+def compile_patterns(patterns: Mapping[str, str]) -> dict[str, re.Pattern[str]]:
+    """The metric patterns, compiled; raises ValueError that names the one to be changed."""
+    compiled: dict[str, re.Pattern[str]] = {}
+    for name, pattern in patterns.items():
+        try:
+            compiled[name] = re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"metric_patterns.{name}: {pattern!r} is no regular expression: {error}") from error
+        if not compiled[name].groups:
+            raise ValueError(f"metric_patterns.{name}: {pattern!r} needs a group around the value: (…)")
+    return compiled
+
+
+def match_patterns(
+    patterns: Mapping[str, re.Pattern[str]], lines: Iterable[str], counts: dict[str, int]
+) -> Iterator[tuple[int, str, float]]:
+    """(step, metric, value) for each match. The step is the group named ``step``, or the match's number.
+
+    ``counts`` is carried on from one part of the output to the next.
+    """
+    for line in lines:
+        for name, pattern in patterns.items():
+            found = pattern.search(line)
+            if found is None:
+                continue
+            groups = found.groupdict()
+            value = groups.get("value") or next(
+                (
+                    text
+                    for number, text in enumerate(found.groups(), start=1)
+                    if number != pattern.groupindex.get("step") and text is not None
+                ),
+                "",
+            )
+            counts[name] = counts.get(name, 0) + 1
+            try:
+                number, step = float(value), int(groups.get("step") or counts[name])
+            except ValueError:
+                continue
+            if math.isfinite(number):
+                yield step, name, number
+
+
+def pattern_progress(
+    placed: Placed, rank: int, offset: int, time: float, matches: Iterable[tuple[int, str, float]]
+) -> RunProgress | None:
+    """Matches of one part of the output as an event, None if there are none."""
+    points: dict[int, dict[str, float]] = {}
+    for step, name, value in matches:
+        points.setdefault(step, {})[name] = value
+    if not points:
+        return None
+    return RunProgress(
+        run_id=placed.run_id,
+        generation=placed.generation,
+        node_id=placed.node_id,
+        rank=rank,
+        offset=PATTERN_OFFSET + offset,
+        points=tuple(ProgressPoint(step=step, time=time, values=values) for step, values in sorted(points.items())),
+        step=max(points),
+    )
+
+
+def _finite(data: Any) -> Any:
+    """The object without values that JSON has no number for: a loss of NaN must not lose the others."""
+    if not isinstance(data, dict):
+        return data
+    for field in ("values", "metrics"):
+        values = data.get(field)
+        if isinstance(values, dict):
+            data[field] = {
+                str(name): value
+                for name, value in values.items()
+                if isinstance(value, int | float) and math.isfinite(value)
+            }
+    return data

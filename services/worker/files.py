@@ -1,0 +1,43 @@
+"""Small files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace ``path``; whoever reads it sees the old content or the new."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(content.encode() if isinstance(content, str) else content)
+    partial.replace(path)
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file, None if there is none."""
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make ``target`` hold ``source``'s bytes, without copying them where the file system can."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        return
+    except OSError:
+        partial = target.with_name(f".{target.name}.partial")
+        shutil.copyfile(source, partial)
+        partial.replace(target)
+
+
+def inside(path: Path, folder: Path) -> bool:
+    """Whether ``path``, its links followed, lies in ``folder``."""
+    return path.resolve().is_relative_to(folder.resolve())

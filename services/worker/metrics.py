@@ -1,0 +1,32 @@
+"""The agent's own metrics."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge, Histogram
+
+SLOTS = Gauge("trainbus_worker_slots", "Slots that this node offers.")
+SLOTS_USED = Gauge("trainbus_worker_slots_used", "Slots held by placements on this node.")
+RANKS_RUNNING = Gauge("trainbus_worker_ranks_running", "Rank processes alive on this node.")
+PLACEMENTS = Counter(
+    "trainbus_worker_placements_total",
+    "Placements that ended here, by how: succeeded, failed, released, dropped.",
+    ["outcome"],
+)
+RANK_STARTS = Counter("trainbus_worker_rank_starts_total", "Ranks started, by way: warm (forked) or cold.", ["way"])
+PREPARE_SECONDS = Histogram(
+    "trainbus_worker_prepare_seconds",
+    "From taking up a placement to starting its ranks: code, data, checkpoint, rendezvous.",
+    buckets=(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800),
+)
+UPLOAD_SECONDS = Histogram(
+    "trainbus_worker_checkpoint_upload_seconds",
+    "From a checkpoint's last local rank to its staging.",
+    buckets=(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300),
+)
+UPLOAD_BYTES = Counter("trainbus_worker_checkpoint_bytes_total", "Bytes of staged checkpoints, sent or already there.")
+JOURNAL_LAG_BYTES = Gauge("trainbus_worker_journal_lag_bytes", "Journal bytes written by ranks and not yet published.")
+BAD_LINES = Counter("trainbus_worker_bad_journal_lines_total", "Journal lines that could not be read and were skipped.")
+CACHE_LOOKUPS = Counter("trainbus_worker_cache_lookups_total", "Files asked of the node's cache.", ["result"])
+CACHE_BYTES = Gauge("trainbus_worker_cache_bytes", "Size of the node's cache.")
+JOINS = Counter("trainbus_worker_joins_total", "Lives of this agent: starts, and returns after it was taken for lost.")
+REATTACHED = Counter("trainbus_worker_reattached_total", "Placements whose ranks a restarted agent took up again.")

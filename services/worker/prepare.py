@@ -1,0 +1,140 @@
+"""What a placement needs before its ranks can start: code, data, checkpoint, and where to meet."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import nats.errors
+import structlog
+from nats.js.errors import APIError, BadRequestError, KeyNotFoundError
+
+from contracts import topology
+from contracts.events.run import CheckpointRef, Member, RunPlaced
+from services.kit.bus import Transient
+from services.worker.cache import CacheError, Hold
+from services.worker.context import Context
+from services.worker.core.ranks import slot_problem
+from services.worker.package import unpack
+from services.worker.together import together
+
+log = structlog.get_logger(__name__)
+
+RENDEZVOUS_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """All that is needed to start the ranks."""
+
+    code_folder: Path | None
+    dataset_folder: Path | None
+    resume_folder: Path | None
+    resume: CheckpointRef | None
+    master: tuple[str, int]
+
+
+async def prepare(context: Context, placed: RunPlaced, member: Member, folder: Path, hold: Hold) -> Prepared:
+    """Fetch everything, in parallel.
+
+    Raises:
+        PackageError, CacheError: what was asked for cannot be used; the text says what to change.
+        Transient: the store or the bus was away for too long.
+    """
+    problem = slot_problem(member, context.inventory.slots)
+    if problem is not None:
+        raise CacheError(problem)
+    code, dataset, resume = await together(
+        _code(context, placed, folder, hold),
+        _dataset(context, placed, hold),
+        _resume(context, placed, folder, hold),
+    )
+    master = await _meet(context, placed, member)
+    return Prepared(code, dataset, resume[0], resume[1], master)
+
+
+async def _code(context: Context, placed: RunPlaced, folder: Path, hold: Hold) -> Path | None:
+    if placed.spec.code is None:
+        return None
+    package = await context.cache.package(placed.spec.code, hold)
+    # A copy of its own: a script that writes beside itself must not change the next run's code.
+    target = folder / "code"
+    settings = context.settings
+    await asyncio.to_thread(
+        unpack, package, target, max_bytes=settings.package_max_bytes, max_files=settings.package_max_files
+    )
+    return target
+
+
+async def _dataset(context: Context, placed: RunPlaced, hold: Hold) -> Path | None:
+    dataset = placed.dataset
+    if dataset is None:
+        return None
+    spec = placed.spec
+    if spec.evaluate is not None:
+        splits: tuple[str, ...] = (spec.evaluate.split,)
+    elif spec.command is not None:
+        splits = ("train", "validation", "test")
+    else:
+        splits = ("train", "validation")
+    return await context.cache.dataset(dataset.manifest_uri, dataset.dataset_id, splits, hold)
+
+
+async def _resume(
+    context: Context, placed: RunPlaced, folder: Path, hold: Hold
+) -> tuple[Path | None, CheckpointRef | None]:
+    spec = placed.spec
+    if spec.evaluate is not None:
+        uri: str | None = spec.evaluate.checkpoint_uri
+    else:
+        uri = placed.resume.uri if placed.resume is not None else spec.resume_from
+    if uri is None:
+        return None, None
+    target = folder / "resume"
+    shutil.rmtree(target, ignore_errors=True)
+    return target, await context.cache.checkpoint(uri, target, hold)
+
+
+async def _meet(context: Context, placed: RunPlaced, member: Member) -> tuple[str, int]:
+    """Where the ranks meet: chosen by rank 0's node, waited for by the others."""
+    address = context.settings.address
+    key = f"{placed.run_id}.{placed.generation}"
+    alone = sum(1 for each in placed.members if each.ranks) == 1
+    if alone:
+        return address, free_port(address)
+    bucket = await context.bus.bucket(topology.RENDEZVOUS)
+    deadline = asyncio.get_running_loop().time() + context.settings.rendezvous_timeout_s
+    offer = f"{address}:{free_port(address)}".encode()
+    while True:
+        try:
+            if 0 in member.ranks:
+                try:
+                    await bucket.create(key, offer)
+                    return _parse(offer)
+                except BadRequestError:
+                    log.info("the meeting point was said before", key=key)
+            return _parse((await bucket.get(key)).value or b"")
+        except KeyNotFoundError:
+            pass
+        except (nats.errors.Error, APIError, TimeoutError) as error:
+            log.warning("the meeting point cannot be read", error=repr(error))
+        if asyncio.get_running_loop().time() > deadline:
+            raise Transient(
+                f"rank 0's node did not say within {context.settings.rendezvous_timeout_s:.0f} s where to meet"
+            )
+        await asyncio.sleep(RENDEZVOUS_POLL_S)
+
+
+def free_port(address: str) -> int:
+    """A port nobody listens on now. Somebody may by the time the ranks do: that is a blameless failure."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+def _parse(value: bytes) -> tuple[str, int]:
+    host, _, port = value.decode().rpartition(":")
+    return host, int(port)

@@ -1,0 +1,47 @@
+"""What a node's agent must be told."""
+
+from __future__ import annotations
+
+import socket
+from typing import Literal
+
+from pydantic import Field
+
+from contracts.base import TOKEN_PATTERN, token
+from services.kit.settings import Settings
+
+GIB = 2**30
+
+
+class WorkerSettings(Settings):
+    """Settings of one node. ``data_dir`` is the node's own: two agents must not share one."""
+
+    node_id: str = Field(default_factory=lambda: token(socket.gethostname()), pattern=TOKEN_PATTERN)
+    #: None: as many as there are GPUs, or CPU cores on a machine without.
+    slots: int | None = Field(None, ge=0, le=4096)
+    #: ``cpu`` leaves GPUs alone.
+    accelerator: Literal["auto", "cpu"] = "auto"
+    #: Where the ranks of other nodes reach the ranks of this one.
+    address: str = "127.0.0.1"
+    labels: dict[str, str] = Field(default_factory=dict)
+    #: Keep a process with torch imported from which ranks are forked in milliseconds.
+    warm: bool = True
+
+    #: Seconds after which ranks that hear nothing of an agent end themselves.
+    orphan_timeout_s: float = Field(30.0, gt=0)
+    #: Seconds between two looks at journals and logs; a rank's doorbell comes sooner.
+    follow_interval_s: float = Field(0.2, gt=0)
+    #: Seconds between two measurements of the node for each run.
+    system_interval_s: float = Field(5.0, gt=0)
+    #: Seconds from SIGTERM to SIGKILL.
+    kill_after_s: float = Field(1.0, ge=0)
+    #: Seconds that the other nodes wait for the address of rank 0.
+    rendezvous_timeout_s: float = Field(180.0, gt=0)
+    #: Seconds that a run which ended by itself waits for its last checkpoint to be committed.
+    commit_patience_s: float = Field(15.0, ge=0)
+
+    cache_max_bytes: int = Field(64 * GIB, ge=0)
+    #: Folders of ended runs that are kept for a look at their logs.
+    keep_finished: int = Field(5, ge=0)
+    package_max_bytes: int = Field(2 * GIB, gt=0)
+    package_max_files: int = Field(20_000, gt=0)

@@ -15,7 +15,7 @@ from contracts.envelope import MAX_BODY_BYTES, InvalidData
 from contracts.events.run import RunLog, RunProgress
 from contracts.events.train import CancelRequested, RestoreRequested
 from services.gateway import queries, views
-from services.gateway.commands import MAX_KEY, Commands, Unavailable, same_request
+from services.gateway.commands import MAX_KEY, Commands, Unavailable, recorded_why, same_request
 from services.gateway.core.rows import STATES, TERMINAL
 from services.gateway.instrument import Instrument
 from services.gateway.page import CONTENT_SECURITY_POLICY, PAGE
@@ -140,7 +140,11 @@ def _runs(service: Service, projection: Projection) -> APIRouter:
     @router.get("/training-runs/{run}/why", response_model=views.Why)
     async def get_why(run: str) -> dict[str, Any]:
         """Why the run is where it is, asked of the scheduler."""
-        return await commands.why(await find(projection, run))
+        row = await find(projection, run)
+        if row["state"] not in TERMINAL and (answer := await commands.ask_scheduler(row)) is not None:
+            return answer
+        await projection.catch_up()
+        return recorded_why(await queries.find_run(store, row["run_id"]))
 
     @router.post("/training-runs/{run}/cancel", status_code=202, response_model=views.Accepted)
     async def cancel(

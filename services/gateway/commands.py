@@ -11,8 +11,8 @@ import nats.errors
 
 from contracts import subjects
 from contracts.base import Request, run_id_for
-from contracts.envelope import MAX_BODY_BYTES, Envelope, InvalidData, parse
-from contracts.events.train import CancelRequested, RestoreRequested, TrainRequested
+from contracts.envelope import Envelope, InvalidData, parse
+from contracts.events.train import TrainRequested
 from services.gateway.core.fold import request_hash
 from services.gateway.core.rows import TERMINAL
 from services.gateway.queries import Row
@@ -74,43 +74,35 @@ class Commands:
         except (TimeoutError, Transient) as error:
             raise Unavailable("NATS does not answer: send the request again, with the same Idempotency-Key") from error
 
-    async def why(self, row: Row) -> dict[str, Any]:
-        """Why a run is where it is: the scheduler's word, or else the last one that was recorded."""
-        recorded = {"run_id": row["run_id"], "state": row["state"], "answered_by": "read model"}
-        if row["state"] in TERMINAL:
-            return {**recorded, "message": row["reason"] or f"the run is {row['state']}"}
+    async def ask_scheduler(self, row: Row) -> dict[str, Any] | None:
+        """Why a run is where it is, in the scheduler's words; None if it does not answer."""
         question = json.dumps({"run_id": row["run_id"]}).encode()
         try:
             reply = await self._bus.nc.request(subjects.service("scheduler", "why"), question, timeout=WHY_TIMEOUT_S)
             answer = json.loads(reply.data)
         except (nats.errors.Error, TimeoutError, ValueError):
-            last = row["waiting_message"] or row["reason"] or f"the run is {row['state']}"
-            return {**recorded, "message": f"{last} (recorded earlier: the scheduler does not answer)"}
+            return None
         if not isinstance(answer, dict):
             answer = {"message": str(answer)}
-        message = answer.get("message") or answer.get("reason") or f"the run is {answer.get('state', row['state'])}"
         state = str(answer.get("state") or row["state"])
+        message = str(answer.get("message") or answer.get("reason") or f"the run is {state}")
         return {
             "run_id": row["run_id"],
             "state": state,
-            "message": str(message),
+            "message": message,
             "answered_by": "scheduler",
             "answer": answer,
         }
 
 
+def recorded_why(row: Row) -> dict[str, Any]:
+    """Why a run is where it is, as far as its facts say."""
+    message = row["waiting_message"] or row["reason"] or f"the run is {row['state']}"
+    if row["state"] not in TERMINAL:
+        message += " (recorded earlier: the scheduler does not answer)"
+    return {"run_id": row["run_id"], "state": row["state"], "message": message, "answered_by": "read model"}
+
+
 def same_request(row: Row, request: TrainRequested) -> bool:
     """Whether a run that exists was asked for by this very request."""
     return row["request_hash"] is None or row["request_hash"] == request_hash(request)
-
-
-__all__ = [
-    "MAX_BODY_BYTES",
-    "CancelRequested",
-    "Commands",
-    "InvalidData",
-    "RestoreRequested",
-    "TrainRequested",
-    "Unavailable",
-    "same_request",
-]

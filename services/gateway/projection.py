@@ -21,8 +21,9 @@ from contracts.base import Event, run_id_for
 from contracts.events import BY_TYPE
 from contracts.events.run import RunPlaced, RunProgress
 from services.gateway import metrics
+from services.gateway import store as tables
 from services.gateway.core.describe import describe
-from services.gateway.core.fold import At, Rows, apply, apply_progress, keys
+from services.gateway.core.fold import At, apply, apply_progress, keys
 from services.gateway.core.rows import Point
 from services.gateway.store import EVENTS, Moved, Store
 from services.kit.bus import Bus, Received
@@ -114,20 +115,22 @@ class Projection:
         await self.store.add_points(connection, (), abandoned)
 
     async def _fold_progress(self, connection: AsyncConnection, batch: Sequence[Received[Any]]) -> None:
-        events = [(item.event, _at(item)) for item in batch if isinstance(item.event, RunProgress)]
-        before = await self.store.load(connection, keys(events))
-        runs = dict(before.runs)
+        said = [(item.event, _at(item)) for item in batch if isinstance(item.event, RunProgress)]
+        wanted = keys(said)
+        runs = (await self.store.load(connection, wanted)).runs
+        progress = await self.store.load_progress(connection, wanted.runs)
         points: dict[tuple[object, ...], Point] = {}
-        for event, _ in events:
-            run, found = apply_progress(runs.get(event.run_id), event)
-            if run is not None:
-                runs[event.run_id] = run
+        for event, at in said:
+            placements = runs[event.run_id].placements if event.run_id in runs else ()
+            newest, found = apply_progress(progress.get(event.run_id), placements, event, at)
+            if newest is not None:
+                progress[event.run_id] = newest
             for point in found:
                 # One statement may not touch a row twice, and the newest generation wins.
                 key = (point.run_id, point.kind, point.name, point.node_id, point.step)
                 if key not in points or points[key].generation <= point.generation:
                     points[key] = point
-        await self.store.save(connection, before, Rows(runs=runs))
+        await self.store.upsert(connection, tables.PROGRESS, progress.values())
         await self.store.add_points(connection, points.values(), ())
 
     # -- waiting ------------------------------------------------------------

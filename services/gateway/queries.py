@@ -12,11 +12,23 @@ import sqlalchemy as sa
 
 from services.gateway import views
 from services.gateway.core.rows import HOLDING
-from services.gateway.store import CHECKPOINTS, DATASETS, EVENTS, MODELS, NODES, POINTS, RUNS, Store
+from services.gateway.store import CHECKPOINTS, DATASETS, EVENTS, MODELS, NODES, POINTS, PROGRESS, RUNS, Store
 
 Row = Mapping[Any, Any]
 #: Runs named in the answer to an ambiguous prefix.
 MAX_CANDIDATES = 10
+
+
+#: Runs with how far they are.
+RUNS_AND_PROGRESS = sa.select(
+    RUNS,
+    PROGRESS.c.step,
+    PROGRESS.c.total_steps,
+    PROGRESS.c.epoch,
+    PROGRESS.c.samples_consumed,
+    PROGRESS.c.latest,
+    PROGRESS.c.reported_at,
+).select_from(RUNS.outerjoin(PROGRESS, RUNS.c.run_id == PROGRESS.c.run_id))
 
 
 class NotFound(Exception):
@@ -42,7 +54,7 @@ async def find_run(store: Store, reference: str) -> Row:
         RUNS.c.name == reference,
         RUNS.c.run_id.startswith(reference, autoescape=True),
     ):
-        query = sa.select(RUNS).where(condition).order_by(RUNS.c.requested_at.desc()).limit(MAX_CANDIDATES)
+        query = RUNS_AND_PROGRESS.where(condition).order_by(RUNS.c.requested_at.desc()).limit(MAX_CANDIDATES)
         rows = await store.fetch(query)
         if len(rows) == 1:
             return rows[0]
@@ -55,7 +67,8 @@ async def list_runs(
     store: Store, *, states: list[str], name: str | None, limit: int, cursor: str | None
 ) -> views.RunPage:
     """Runs, newest first."""
-    query = sa.select(RUNS).order_by(RUNS.c.requested_at.desc(), RUNS.c.run_id.desc()).limit(limit + 1)
+    newest_first = (RUNS.c.requested_at.desc(), RUNS.c.run_id.desc())
+    query = RUNS_AND_PROGRESS.order_by(*newest_first).limit(limit + 1)
     if states:
         query = query.where(RUNS.c.state.in_(states))
     if name:

@@ -21,7 +21,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from services.gateway.core.fold import Keys, Rows
-from services.gateway.core.rows import Checkpoint, Dataset, Model, Node, Point, Run
+from services.gateway.core.rows import Checkpoint, Dataset, Model, Node, Point, Progress, Run
 
 #: Raise it whenever a table or the meaning of a column changes.
 SCHEMA_VERSION = 1
@@ -50,6 +50,7 @@ def _type(hint: Any) -> tuple[Any, ...]:
 
 
 RUNS = _table("runs", Run, ("run_id",), [("state",), ("requested_at", "run_id"), ("name",)])
+PROGRESS = _table("progress", Progress, ("run_id",))
 CHECKPOINTS = _table("checkpoints", Checkpoint, ("uri",), [("run_id", "step")])
 NODES = _table("nodes", Node, ("node_id",))
 DATASETS = _table("training_datasets", Dataset, ("dataset_id",))
@@ -195,7 +196,7 @@ class Store:
         )
 
     async def _clear(self, connection: AsyncConnection, keep_events_to: int = 0) -> None:
-        for table in (RUNS, CHECKPOINTS, NODES, DATASETS, MODELS, POINTS):
+        for table in (RUNS, PROGRESS, CHECKPOINTS, NODES, DATASETS, MODELS, POINTS):
             await connection.execute(table.delete())
         await connection.execute(EVENTS.delete().where(EVENTS.c.sequence > keep_events_to))
         if keep_events_to:
@@ -215,6 +216,11 @@ class Store:
             },
             nodes={n.node_id: n for n in await _rows(connection, NODES, Node, NODES.c.node_id, keys.nodes)},
         )
+
+    async def load_progress(self, connection: AsyncConnection, runs: frozenset[str]) -> dict[str, Progress]:
+        """How far each of ``runs`` is, where it has said so."""
+        found = await _rows(connection, PROGRESS, Progress, PROGRESS.c.run_id, runs)
+        return {progress.run_id: progress for progress in found}
 
     async def save(self, connection: AsyncConnection, before: Rows, after: Rows) -> None:
         """Write the rows of ``after`` that differ from ``before``."""

@@ -101,7 +101,9 @@ class RunSummary(View):
     total_steps: int | None
     epoch: int
     samples_consumed: int
-    #: Newest value of each metric.
+    #: When the run last said how far it is.
+    reported_at: Time | None
+    #: Newest value of each metric; a completed run's own results last.
     metrics: dict[str, float]
     last_checkpoint: LastCheckpoint | None
     dataset_id: str | None
@@ -304,6 +306,10 @@ def run_fields(row: Mapping[Any, Any]) -> dict[str, Any]:
             "got": row["slots_got"],
             "wanted": row["slots_wanted"],
         },
+        "metrics": {**(row["latest"] or {}), **row["metrics"]},
+        "step": row["step"] or 0,
+        "epoch": row["epoch"] or 0,
+        "samples_consumed": row["samples_consumed"] or 0,
         "restarts": max(row["generation"] - 1, 0),
         "last_checkpoint": row["checkpoint"],
         "waiting": waiting,

@@ -36,7 +36,7 @@ from contracts.events.run import (
     RunWaiting,
 )
 from contracts.events.train import RestoreRequested, TrainRequested
-from services.gateway.core.rows import TERMINAL, Checkpoint, Dataset, Model, Node, Point, Run
+from services.gateway.core.rows import HOLDING, TERMINAL, Checkpoint, Dataset, Model, Node, Point, Progress, Run
 
 VERDICTS = (RunEvaluated, RunPromoted, RunNotPromoted)
 
@@ -88,13 +88,8 @@ def keys(events: Iterable[tuple[Event, At]]) -> Keys:
 def apply(rows: Rows, event: Event, at: At) -> None:
     """Fold one event into ``rows``. What a stale generation or incarnation says changes nothing."""
     if isinstance(event, (TrainRequested, RestoreRequested)):
-        requested = _requested(event, at)
-        # The facts may have been read first: they say more, but not when it all began.
-        rows.runs[at.run_id] = (
-            replace(known, requested_at=at.time_s, request_hash=requested.request_hash)
-            if (known := rows.runs.get(at.run_id))
-            else requested
-        )
+        known = rows.runs.get(at.run_id)
+        rows.runs[at.run_id] = _requested(event, at) if known is None else _asked_before(known, event, at)
     elif isinstance(event, CheckpointCommitted):
         _on_committed(rows, event, at)
     elif isinstance(event, CheckpointDeleted):
@@ -126,15 +121,16 @@ def fold_run(run: Run, fact: Event, at: At) -> Run:
     """The run after ``fact``; the very same object if the fact changes nothing."""
     if run.state in TERMINAL and not isinstance(fact, (*VERDICTS, RunTracked)):
         return run
-    generation = getattr(fact, "generation", None)
-    if isinstance(fact, (RunStarted, RunPreempting, RunReleased, RunExited)) and generation != run.generation:
+    if isinstance(fact, (RunStarted, RunPreempting, RunReleased, RunExited)) and (
+        fact.generation != run.generation or run.state not in HOLDING
+    ):
         return run
     match fact:
         case RunAccepted():
             return _accepted(run, fact, at)
         case RunRejected():
             problems = [problem.model_dump() for problem in fact.problems]
-            name = run.name or fact.name or ""
+            name = run.name if run.spec else fact.name or run.name
             return replace(run, state="rejected", name=name, reason=fact.reason, problems=problems, ended_at=at.time_s)
         case RunPrepared():
             state = "accepted" if run.state == "preparing" else run.state
@@ -177,7 +173,7 @@ def fold_run(run: Run, fact: Event, at: At) -> Run:
                 state="completed",
                 reason=None,
                 ended_at=at.time_s,
-                metrics={**run.metrics, **finite(fact.metrics)},
+                metrics=finite(fact.metrics),
                 checkpoint=_newer(run.checkpoint, fact.checkpoint.model_dump() if fact.checkpoint else None),
                 artifacts=[artifact.model_dump() for artifact in fact.artifacts],
                 **_not_waiting(),
@@ -227,6 +223,17 @@ def _requested(request: TrainRequested | RestoreRequested, at: At) -> Run:
             requested_at=at.time_s,
         )
     return Run(at.run_id, requested_at=at.time_s, request_hash=request_hash(request), **_spec_columns(request))
+
+
+def _asked_before(run: Run, request: TrainRequested | RestoreRequested, at: At) -> Run:
+    """The run with what only its request tells, when its facts were read first."""
+    requested = _requested(request, at)
+    run = replace(run, requested_at=at.time_s, request_hash=requested.request_hash)
+    if run.spec is not None:
+        return run
+    if isinstance(request, TrainRequested):
+        return replace(run, **_spec_columns(request))
+    return replace(run, name=run.name or requested.name, parent_run_id=run.parent_run_id or requested.parent_run_id)
 
 
 def _accepted(run: Run, fact: RunAccepted, at: At) -> Run:
@@ -296,39 +303,42 @@ def _on_committed(rows: Rows, fact: CheckpointCommitted, at: At) -> None:
 # -- progress -----------------------------------------------------------------
 
 
-def apply_progress(run: Run | None, progress: RunProgress) -> tuple[Run | None, list[Point]]:
-    """The run with its newest figures, and the points to keep: not those of an abandoned tail."""
-    placements = run.placements if run else []
-    system = progress.kind == "system"
+def apply_progress(
+    known: Progress | None, placements: Iterable[Mapping[str, int]], said: RunProgress, at: At
+) -> tuple[Progress | None, list[Point]]:
+    """The run's newest figures, and the points to keep: not those of an abandoned tail."""
+    system = said.kind == "system"
+    placements = tuple(placements)
     points = [
         Point(
-            run_id=progress.run_id,
-            kind=progress.kind,
+            run_id=said.run_id,
+            kind=said.kind,
             name=name,
-            node_id=progress.node_id if system else "",
+            node_id=said.node_id if system else "",
             step=int(point.time) if system else point.step,
             time=point.time,
             value=value,
-            generation=progress.generation,
+            generation=said.generation,
         )
-        for point in progress.points
-        if system or survives(progress.generation, point.step, placements)
+        for point in said.points
+        if system or survives(said.generation, point.step, placements)
         for name, value in finite(point.values).items()
     ]
-    if run is None or system or progress.generation < max(run.progress_generation, run.generation):
-        return run, points
-    metrics = dict(run.metrics)
-    for point in progress.points:
-        metrics |= finite(point.values)
+    if system or (known is not None and said.generation < known.generation):
+        return known, points
+    latest = dict(known.latest) if known else {}
+    for point in said.points:
+        latest |= finite(point.values)
     return (
-        replace(
-            run,
-            progress_generation=progress.generation,
-            step=max([progress.step, *(point.step for point in progress.points)]),
-            total_steps=progress.total_steps or run.total_steps,
-            epoch=progress.epoch or run.epoch,
-            samples_consumed=progress.samples_consumed or run.samples_consumed,
-            metrics=run.metrics if run.state in TERMINAL else metrics,
+        Progress(
+            run_id=said.run_id,
+            generation=said.generation,
+            step=max([said.step, *(point.step for point in said.points)]),
+            total_steps=said.total_steps or (known.total_steps if known else None),
+            epoch=said.epoch or (known.epoch if known else 0),
+            samples_consumed=said.samples_consumed or (known.samples_consumed if known else 0),
+            latest=latest,
+            reported_at=at.time_s,
         ),
         points,
     )

@@ -63,13 +63,8 @@ class Run:
     waiting_message: str | None = None
     waiting_since: float | None = None
     dataset_id: str | None = None
-    step: int = 0
-    total_steps: int | None = None
-    epoch: int = 0
-    samples_consumed: int = 0
-    #: Newest value of each metric, and the generation that reported the progress above.
+    #: What the run amounts to, once it has completed.
     metrics: dict[str, float] = field(default_factory=dict)
-    progress_generation: int = 0
     checkpoint: dict[str, Any] | None = None
     mlflow_run_id: str | None = None
     mlflow_experiment_id: str | None = None
@@ -82,6 +77,21 @@ class Run:
     artifacts: list[dict[str, Any]] = field(default_factory=list)
     #: Sequence of the last fact folded in.
     sequence: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run says it is. A row of its own: PROGRESS and FACTS are read independently."""
+
+    run_id: str
+    generation: int
+    step: int
+    total_steps: int | None
+    epoch: int
+    samples_consumed: int
+    #: Newest value of each metric.
+    latest: dict[str, float]
+    reported_at: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,211 @@
+"""The fold: named cases, and what must hold whatever the order and number of deliveries."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contracts.base import Event
+from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted
+from contracts.events.node import NodeDraining, NodeJoined, NodeLost
+from contracts.events.run import (
+    Problem,
+    RunCancelled,
+    RunCompleted,
+    RunEvaluated,
+    RunExited,
+    RunFailed,
+    RunNotPromoted,
+    RunPreempting,
+    RunPrepared,
+    RunProgress,
+    RunQueued,
+    RunRejected,
+    RunReleased,
+    RunStarted,
+    RunWaiting,
+)
+from contracts.events.train import DatasetRef, RestoreRequested, TrainRequested
+from services.gateway.core.describe import describe
+from services.gateway.core.fold import At, Rows, apply, apply_progress, finite, survives
+from services.gateway.queries import thin
+from tests.gateway.conftest import RUN, SPEC, life, placed, progress, ref
+
+SHA = "a" * 64
+
+
+def fold(events: list[Event]) -> Rows:
+    rows = Rows()
+    for sequence, event in enumerate(events, 1):
+        apply(rows, event, At(sequence, float(sequence), RUN))
+    return rows
+
+
+def state(*events: Event) -> str:
+    return fold(list(events)).runs[RUN].state
+
+
+FACTS = [event for event in life() if not isinstance(event, RunProgress)]
+ACCEPTED, QUEUED, PLACED, STARTED = FACTS[2], FACTS[3], FACTS[4], FACTS[5]
+WITH_DATA = ACCEPTED.model_copy(update={"spec": SPEC.model_copy(update={"data": DatasetRef(dataset_id=SHA)})})
+PREPARED = RunPrepared(run_id=RUN, dataset_id=SHA, manifest_uri="s3://datasets/m.json", train_samples=1)
+PREEMPTING = RunPreempting(run_id=RUN, generation=1, reason="r", grace_s=1)
+REJECTED = RunRejected(run_id=RUN, reason="no", problems=(Problem(field="slots", message="too many"),))
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        pytest.param([SPEC], "requested", id="requested"),
+        pytest.param([RestoreRequested(run_id="rother", epoch=1)], "requested", id="restore requested"),
+        pytest.param([SPEC, REJECTED], "rejected", id="rejected"),
+        pytest.param([REJECTED], "rejected", id="rejected, the request unreadable"),
+        pytest.param([ACCEPTED], "accepted", id="accepted without data"),
+        pytest.param([WITH_DATA], "preparing", id="accepted with data"),
+        pytest.param([WITH_DATA, PREPARED], "accepted", id="prepared"),
+        pytest.param([ACCEPTED, SPEC], "accepted", id="the request read after the fact"),
+        pytest.param([ACCEPTED, QUEUED], "queued", id="queued"),
+        pytest.param([ACCEPTED, QUEUED, PLACED], "placed", id="placed"),
+        pytest.param([ACCEPTED, QUEUED, PLACED, STARTED], "running", id="running"),
+        pytest.param([ACCEPTED, PLACED, STARTED, PREEMPTING], "preempting", id="preempting"),
+        pytest.param([ACCEPTED, PLACED, PREEMPTING, STARTED], "preempting", id="started while preempting"),
+        pytest.param([ACCEPTED, PLACED, placed(2, "n1"), STARTED], "placed", id="started of a stale generation"),
+        pytest.param([ACCEPTED, PLACED, QUEUED], "placed", id="queued of a stale generation"),
+        pytest.param(
+            [ACCEPTED, placed(2, "n1"), RunCompleted(run_id=RUN, generation=1)], "placed", id="completed, stale"
+        ),
+        pytest.param([ACCEPTED, PLACED, RunFailed(run_id=RUN, reason="crash")], "failed", id="failed"),
+        pytest.param([ACCEPTED, RunCancelled(run_id=RUN, reason="r"), PLACED], "cancelled", id="the end is the end"),
+    ],
+)
+def test_states(events: list[Any], expected: str) -> None:
+    assert state(*events) == expected
+
+
+def test_a_life_adds_up() -> None:
+    run = fold(FACTS).runs[RUN]
+    assert (run.generation, run.slots_got, run.slots_wanted, run.verdict) == (2, 2, 4, "promoted")
+    assert run.placements == [{"generation": 1, "resume_step": 0}, {"generation": 2, "resume_step": 20}]
+    assert [(m["node_id"], m["released"]) for m in run.members] == [("n1", True)]
+    assert run.checkpoint is not None
+    assert run.checkpoint["step"] == 40
+
+
+def test_verdicts_come_after_the_end() -> None:
+    evaluated = RunEvaluated(run_id=RUN, evaluation_run_id="reval", metrics={"acc": 0.9})
+    rows = fold([*FACTS[:-1], evaluated, RunNotPromoted(run_id=RUN, model="digits", reason="not better")])
+    assert (rows.runs[RUN].state, rows.runs[RUN].verdict) == ("completed", "not_promoted")
+    assert rows.runs[RUN].verdict_reason == "not better"
+
+
+def test_a_zombie_changes_nothing() -> None:
+    before = fold([ACCEPTED, PLACED, STARTED, placed(2, "n1")])
+    run = before.runs[RUN]
+    for stale in (
+        RunReleased(run_id=RUN, generation=1, node_id="n1"),
+        RunExited(run_id=RUN, generation=1, node_id="n1", outcome="failed", reason="killed"),
+        CheckpointCommitted(run_id=RUN, generation=1, checkpoint=ref(30), size_bytes=1),
+        RunWaiting(run_id=RUN, next_generation=2, code="slots", message="old"),
+    ):
+        apply(before, stale, At(99, 99.0))
+        assert before.runs[RUN] is run, stale
+    assert before.checkpoints == {}
+
+
+def test_waiting_is_forgotten_when_placed() -> None:
+    waiting = RunWaiting(run_id=RUN, next_generation=1, code="slots", message="needs 4")
+    assert fold([ACCEPTED, QUEUED, waiting]).runs[RUN].waiting_message == "needs 4"
+    assert fold([ACCEPTED, QUEUED, waiting, PLACED]).runs[RUN].waiting_message is None
+
+
+def test_nodes_and_checkpoints() -> None:
+    joined = NodeJoined(node_id="n1", incarnation="b", address="x", slots=2, lease_ttl_s=3)
+    old = NodeLost(node_id="n1", incarnation="a", reason="silent")
+    drained = NodeDraining(node_id="n1", incarnation="b", reason="repair")
+    assert fold([joined, old]).nodes["n1"].state == "up", "news of an old life cannot end a new one"
+    assert fold([joined, drained]).nodes["n1"].state == "draining"
+    assert fold([joined, drained, replaced(old, "b")]).nodes["n1"].state == "lost"
+    committed = CheckpointCommitted(run_id=RUN, generation=1, checkpoint=ref(20), size_bytes=1)
+    deleted = CheckpointDeleted(run_id=RUN, uri=ref(20).uri, step=20, reason="retention")
+    rows = fold([ACCEPTED, PLACED, committed, deleted])
+    assert rows.checkpoints[ref(20).uri].deleted_reason == "retention"
+
+
+def replaced(fact: NodeLost, incarnation: str) -> NodeLost:
+    return fact.model_copy(update={"incarnation": incarnation})
+
+
+@given(st.data())
+def test_folding_twice_changes_nothing(data: st.DataObject) -> None:
+    """Reading again from any earlier fact on, as a rebuild from a sequence does, ends in the same rows."""
+    at = [At(i, float(i), RUN) for i in range(1, len(FACTS) + 1)]
+    end = data.draw(st.integers(1, len(FACTS)))
+    again = data.draw(st.integers(0, end - 1))
+    once, twice = Rows(), Rows()
+    for event, when in zip(FACTS[:end], at, strict=False):
+        apply(once, event, when)
+        apply(twice, event, when)
+    event, when = FACTS[again], at[again]
+    apply(twice, event, when)
+    before, after = once.runs.get(RUN), twice.runs.get(RUN)
+    if before is not None and after is not None:
+        # Times of what was told again may differ; what is decided may not.
+        assert (after.state, after.generation, after.members, after.placements, after.verdict) == (
+            before.state,
+            before.generation,
+            before.members,
+            before.placements,
+            before.verdict,
+        )
+    assert twice.checkpoints.keys() == once.checkpoints.keys()
+
+
+class TestProgress:
+    placements: ClassVar = [{"generation": 2, "resume_step": 20}]
+
+    @pytest.mark.parametrize(
+        ("generation", "step", "kept"),
+        [(1, 20, True), (1, 21, False), (2, 21, True), (3, 5, True)],
+        ids=["before the resume", "abandoned", "its own", "newer than known"],
+    )
+    def test_survives(self, generation: int, step: int, kept: bool) -> None:
+        assert survives(generation, step, self.placements) is kept
+
+    def test_every_later_resume_counts(self) -> None:
+        placements = [{"generation": 2, "resume_step": 10}, {"generation": 3, "resume_step": 50}]
+        assert not survives(1, 30, placements)
+        assert survives(2, 30, placements)
+
+    def test_figures_are_the_newest_generations(self) -> None:
+        first, points = apply_progress(None, self.placements, progress(2, range(21, 25)), At(1, 1.0))
+        assert first is not None
+        assert (first.step, first.total_steps, first.samples_consumed, len(points)) == (24, 100, 24 * 64, 4)
+        assert first.latest == {"train/loss": pytest.approx(1 / 25)}
+        late, points = apply_progress(first, self.placements, progress(1, range(15, 31)), At(2, 2.0))
+        assert late is first
+        assert [p.step for p in points] == list(range(15, 21))
+
+    def test_what_no_json_can_hold_is_left_out(self) -> None:
+        assert finite({"a": 1.0, "b": float("nan"), "c": float("inf")}) == {"a": 1.0}
+
+
+@given(st.integers(1, 2000), st.integers(2, 50))
+def test_thinned_curves_are_bounded_and_keep_the_newest(count: int, max_points: int) -> None:
+    points = [(step, float(step)) for step in range(count)]
+    thinned = thin(points, max_points)
+    assert len(thinned) <= max_points
+    assert thinned[-1] == points[-1]
+    assert thinned == sorted(thinned)
+
+
+def test_every_fact_has_a_line() -> None:
+    lines = [describe(event) for event in [*FACTS, REJECTED, PREPARED]]
+    assert all(lines), lines
+    assert "slots: too many" in lines
+    assert isinstance(SPEC, TrainRequested)
+    started = RunStarted(run_id=RUN, generation=1, node_id="n1", step=3, samples_consumed=192)
+    assert describe(started) == "n1 trains from step 3, sample 192"
+    assert "preempted" in describe(RunQueued(run_id=RUN, next_generation=2, reason="preempted"))

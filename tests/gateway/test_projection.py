@@ -1,0 +1,188 @@
+"""The read model is exact through crashes, rebuilds, rivals and another stream under the same name."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from contracts.events.run import RunAccepted
+from services.gateway.projection import FACTS, PROGRESS, STREAMS, Projection
+from services.gateway.rebuild import rebuild
+from services.gateway.settings import GatewaySettings
+from services.gateway.store import METADATA, PROJECTIONS, SCHEMA, Moved, Store
+from services.kit.bus import Bus
+from tests.gateway.conftest import EVALUATED_SPEC, SPEC, life, running
+
+TABLES = ("runs", "progress", "checkpoints", "nodes", "training_datasets", "models", "points", "events")
+
+
+async def publish(bus: Bus, *events: Any) -> int:
+    sequence = 0
+    for event in events:
+        sequence = (await bus.publish(event)).sequence
+    return sequence
+
+
+async def contents(store: Store) -> dict[str, list[Any]]:
+    """Every row of the read model."""
+    found = {}
+    for name in TABLES:
+        table = METADATA.tables[name]
+        rows = await store.fetch(sa.select(table).order_by(*table.primary_key.columns))
+        found[name] = [dict(row) for row in rows]
+    return found
+
+
+async def project(bus: Bus, store: Store) -> None:
+    projection = Projection(bus, store)
+    await projection.adopt()
+    for stream in STREAMS:
+        await projection.run(stream, until_caught_up=True)
+
+
+async def crash_in_mid_commit(store: Store) -> None:
+    async with store.moving(FACTS, 0, 5) as connection:
+        await connection.execute(METADATA.tables["nodes"].delete())
+        raise RuntimeError("crash")
+
+
+async def test_rebuild_gives_the_same_rows(bus: Bus, gateway_settings: GatewaySettings) -> None:
+    for number in range(3):
+        await publish(bus, *life(f"r{number}", EVALUATED_SPEC))
+    async with Store(gateway_settings.database_url) as store:
+        await project(bus, store)
+        live = await contents(store)
+        assert len(live["runs"]) == 3
+        assert len(live["points"]) == 3 * 40
+        middle = live["events"][len(live["events"]) // 2]["sequence"]
+        # What went wrong in between: a row was lost, another made up.
+        async with store.engine.begin() as connection:
+            await connection.execute(METADATA.tables["runs"].delete().where(sa.text("run_id = 'r1'")))
+            await connection.execute(METADATA.tables["nodes"].update().values(state="gone"))
+        whole = await rebuild(gateway_settings)
+        assert (whole.from_sequence, whole.refolded, whole.runs) == (1, 0, 3)
+        assert await contents(store) == live
+        part = await rebuild(gateway_settings, from_sequence=middle)
+        assert (part.from_sequence, part.refolded) == (middle, len(live["events"]) // 2)
+        assert await contents(store) == live
+
+
+async def test_a_batch_counts_once(bus: Bus, gateway_settings: GatewaySettings) -> None:
+    """A crash before the commit leaves nothing; the same batch after the commit is refused."""
+    await publish(bus, *life())
+    batch = await bus.history(stream=FACTS)
+    async with Store(gateway_settings.database_url) as store:
+        projection = Projection(bus, store)
+        await projection.adopt()
+        clean = await contents(store)
+        with pytest.raises(RuntimeError, match="crash"):
+            await crash_in_mid_commit(store)
+        assert (await contents(store), await store.position(FACTS)) == (clean, 0)
+        position = await projection.commit(FACTS, 0, batch)
+        after = await contents(store)
+        with pytest.raises(Moved):
+            await projection.commit(FACTS, 0, batch)
+        assert (await contents(store), await store.position(FACTS)) == (after, position)
+
+
+async def test_points_are_the_same_whichever_stream_is_read_first(bus: Bus, gateway_settings: GatewaySettings) -> None:
+    await publish(bus, *life())
+    found = []
+    for order in ((FACTS, PROGRESS), (PROGRESS, FACTS)):
+        url = f"sqlite+aiosqlite:///{gateway_settings.data_dir}/{'-'.join(order)}.sqlite"
+        async with Store(url) as store:
+            projection = Projection(bus, store)
+            await projection.adopt()
+            for stream in order:
+                await projection.run(stream, until_caught_up=True)
+            found.append((await contents(store))["points"])
+    assert found[0] == found[1]
+    assert {p["step"]: p["generation"] for p in found[0]} == {s: 1 if s <= 20 else 2 for s in range(1, 41)}
+
+
+async def test_rivals_share_the_work(bus: Bus, gateway_settings: GatewaySettings) -> None:
+    """Two gateways and a rebuild on one database, while events arrive: each event counts once."""
+    async with running(gateway_settings) as one, running(gateway_settings) as two:
+        for number in range(5):
+            await publish(bus, *life(f"r{number}"))
+            if number == 2:
+                await rebuild(gateway_settings)
+        for gateway in (one, two):
+            await gateway.client.get("/training-runs/nothing")  # answers once everything is in
+            listed = (await gateway.get("/training-runs"))["runs"]
+            assert sorted(run["run_id"] for run in listed) == [f"r{i}" for i in range(5)]
+    async with Store(gateway_settings.database_url) as store:
+        await project(bus, store)
+        shared = await contents(store)
+        await rebuild(gateway_settings)
+        assert await contents(store) == shared
+
+
+async def test_another_stream_means_another_read_model(bus: Bus, gateway_settings: GatewaySettings) -> None:
+    await publish(bus, *life())
+    async with Store(gateway_settings.database_url) as store:
+        await project(bus, store)
+        async with store.engine.begin() as connection:
+            await connection.execute(PROJECTIONS.update().values(stream_created=1.0, position=10_000))
+            await connection.execute(METADATA.tables["runs"].update().values(name="of another life"))
+        await project(bus, store)
+        assert [run["name"] for run in (await contents(store))["runs"]] == ["digits"]
+
+
+async def test_another_schema_is_built_anew(bus: Bus, gateway_settings: GatewaySettings) -> None:
+    await publish(bus, *life())
+    async with Store(gateway_settings.database_url) as store:
+        await project(bus, store)
+        async with store.engine.begin() as connection:
+            await connection.execute(SCHEMA.update().values(version=0))
+            await connection.execute(sa.text("ALTER TABLE runs DROP COLUMN artifacts"))
+    async with Store(gateway_settings.database_url) as store:
+        assert (await contents(store))["runs"] == []
+        await project(bus, store)
+        assert len((await contents(store))["runs"]) == 1
+
+
+async def test_what_cannot_be_read_holds_nothing_up(bus: Bus, gateway_settings: GatewaySettings) -> None:
+    async with running(gateway_settings) as gateway:
+        await bus.js.publish("train.requested", b"no json")
+        await bus.js.publish("run.rbad.accepted", b"{}")
+        missing = await gateway.client.get("/training-runs/nothing")
+        assert missing.status_code == 404
+        await publish(bus, RunAccepted(run_id="rgood", spec=SPEC, request_id="e", request_source="t"))
+        assert (await gateway.get("/training-runs/rgood"))["state"] == "accepted"
+
+
+async def test_kill_minus_nine_in_mid_projection(bus: Bus, gateway_settings: GatewaySettings) -> None:
+    """A gateway process killed at any moment goes on where its last commit was."""
+    environment = {
+        **os.environ,
+        "TRAINBUS_NATS_URL": gateway_settings.nats_url,
+        "TRAINBUS_DATA_DIR": str(gateway_settings.data_dir),
+        "TRAINBUS_GATEWAY_PORT": "0",
+        "TRAINBUS_HTTP_PORT": "-1",
+    }
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.gateway", env=environment, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        assert process.stderr is not None
+        async with asyncio.timeout(20):
+            while b"gateway listens" not in await process.stderr.readline():
+                pass
+        for number in range(10):
+            await publish(bus, *life(f"r{number}"))
+    finally:
+        process.send_signal(signal.SIGKILL)
+        await process.wait()
+    async with Store(gateway_settings.database_url) as store:
+        await project(bus, store)
+        resumed = await contents(store)
+        await rebuild(gateway_settings)
+        assert await contents(store) == resumed
+    assert len(resumed["runs"]) == 10

@@ -1,0 +1,403 @@
+"""The shell: each fact makes MLflow match what the run's facts, read anew from the stream, say now.
+
+A fact only says which run to look at. So a fact that comes twice, late or after a restart leads to the same
+page, and one writer (a lock and a single thread) is all the coordination that MLflow needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import nats.errors
+import structlog
+from nats.js.errors import APIError
+
+from contracts import subjects, topology
+from contracts.envelope import Envelope
+from contracts.events.model import ModelPromoted
+from contracts.events.run import Artifact, RunFact, RunTracked
+from services.kit.bus import Bus, Poison, Received, Transient
+from services.kit.objects import Missing, Objects
+from services.kit.service import Service
+from services.kit.settings import Settings
+from services.tracking import metrics
+from services.tracking.core import describe, points
+from services.tracking.core.fold import FIRST_ATTEMPT, Run, filters, fold
+from services.tracking.settings import TrackingSettings
+from services.tracking.store import Away, Gone, Page, Promotion, Refused, Store
+
+log = structlog.get_logger(__name__)
+T = TypeVar("T")
+
+#: Runs kept in memory; others are read again from the stream when something happens to them.
+MAX_RUNS = 2000
+BEHIND_INTERVAL_S = 5.0
+
+
+@dataclass(slots=True)
+class Attempt:
+    """What MLflow has of one attempt of a run, so that only what changed is written."""
+
+    page: Page
+    cursor: points.Cursor
+    tags: dict[str, str]
+    heads: dict[str, int]
+    status: str
+    params_logged: bool = False
+    dataset_logged: bool = False
+
+
+@dataclass(slots=True)
+class Known:
+    """A run and its pages."""
+
+    run: Run
+    attempts: dict[int, Attempt] = field(default_factory=dict)
+
+
+class Projector:
+    """Keeps MLflow in step with the facts. Use it as an async context manager."""
+
+    def __init__(self, bus: Bus, settings: TrackingSettings, store: Store, stopping: asyncio.Event) -> None:
+        self._bus, self._settings, self._store, self._stopping = bus, settings, store, stopping
+        self._runs: OrderedDict[str, Known] = OrderedDict()
+        self._live: set[str] = set()
+        self._announced: set[str] = set()
+        self._lock = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mlflow")
+        self.away = False
+
+    async def __aenter__(self) -> Self:
+        # The import takes seconds: it runs beside the start, and the first call waits for it in the queue.
+        self._thread.submit(self._warm)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Whoever holds the lock ends its call first; whoever comes after finds the service stopping.
+        async with self._lock:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _warm(self) -> None:
+        try:
+            self._store.open()
+        except Exception as error:
+            log.warning("MLflow cannot be opened yet", uri=self._store.uri, error=str(error))
+
+    # -- handlers -----------------------------------------------------------
+
+    async def on_run_fact(self, received: Received[Any]) -> None:
+        """Bring the run's pages up to date."""
+        async with self._lock:
+            await self._twice(lambda: self._update(received.event.run_id, received.envelope))
+
+    async def on_model_promoted(self, received: Received[ModelPromoted]) -> None:
+        """Bring the registry up to date."""
+        async with self._lock:
+            await self._twice(lambda: self._promote(received.event))
+
+    async def follow_live(self) -> None:
+        """Log the points of running commands every few seconds: nothing of theirs need ever be committed."""
+        found = False
+        while not self._stopping.is_set():
+            try:
+                if not found:
+                    # Those that were running before this process began.
+                    self._live.update(await self._call(self._store.live))
+                    found = True
+                for run_id in sorted(self._live):
+                    await self._tick(run_id)
+            except (Poison, Transient, Refused, Gone) as error:
+                log.warning("live metrics have to wait", error=str(error))
+            await self._pause(self._settings.live_interval_s)
+
+    async def _tick(self, run_id: str) -> None:
+        async with self._lock:
+            await self._twice(lambda: self._update(run_id))
+
+    async def watch_behind(self) -> None:
+        """Keep the gauge of what waits: during an outage no handler would."""
+        while not self._stopping.is_set():
+            with suppress(nats.errors.Error, APIError, asyncio.TimeoutError):
+                info = await self._bus.js.consumer_info(topology.TRACKING.stream, topology.TRACKING.name)
+                metrics.BEHIND.set((info.num_pending or 0) + (info.num_ack_pending or 0))
+            await self._pause(BEHIND_INTERVAL_S)
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleep, but not beyond the service's end."""
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+
+    async def _twice(self, work: Callable[[], Any]) -> None:
+        """Do ``work``; if MLflow has lost what we remember of it, forget that and do it once more."""
+        try:
+            try:
+                await work()
+            except Gone as error:
+                log.warning("MLflow does not know what it knew; looking again", error=str(error))
+                self._runs.clear()
+                self._store.forget()
+                await work()
+        except (Gone, Refused) as error:
+            raise Poison(str(error)) from error
+
+    # -- one run ------------------------------------------------------------
+
+    async def _update(self, run_id: str, cause: Envelope | None = None) -> None:
+        known = await self._catch_up(run_id)
+        run = known.run
+        if run.accepted is None:
+            raise Poison(f"run {run_id} was never accepted: its facts are not this platform's")
+        for number, generation in run.attempts():
+            last = generation == run.generation
+            attempt = known.attempts.get(number)
+            if attempt is not None and not last and attempt.status != "RUNNING":
+                continue
+            attempt = attempt or await self._open(known, number, generation)
+            if attempt.page.deleted:
+                continue
+            await self._describe(run, attempt, number, generation)
+            await self._flush(run, attempt, generation)
+            await self._finish(run, attempt, generation, last)
+            if last:
+                await self._announce(run_id, attempt.page, cause)
+        if run.live and run.ended is None:
+            self._live.add(run_id)
+        else:
+            self._live.discard(run_id)
+
+    async def _catch_up(self, run_id: str) -> Known:
+        """The run with every fact that is stored by now."""
+        known = self._runs.setdefault(run_id, Known(Run(run_id)))
+        self._runs.move_to_end(run_id)
+        for received in await self._bus.history(*filters(run_id), start_sequence=known.run.sequence + 1):
+            fold(known.run, received.event, received.envelope.time, received.sequence)
+        while len(self._runs) > MAX_RUNS:
+            self._runs.popitem(last=False)
+        return known
+
+    async def _open(self, known: Known, number: int, generation: int) -> Attempt:
+        """The attempt's page: the one that is there, or a new one."""
+        run = known.run
+        assert run.accepted is not None
+        assert run.accepted_at is not None
+        spec = run.accepted.spec
+        page = await self._call(self._store.find, spec.experiment, run.run_id, number)
+        if page is None:
+            tags = describe.tags(run, number, generation)
+            if parent := await self._parent_page(run):
+                tags["mlflow.parentRunId"] = parent
+            placed = run.placements.get(generation)
+            start = placed.at if placed and number != FIRST_ATTEMPT else run.accepted_at
+            name = describe.clean_value(spec.name, describe.MAX_KEY_CHARS)
+            page = await self._call(self._store.create, spec.experiment, name, _ms(start.timestamp()), tags)
+            log.info("run is tracked", run_id=run.run_id, attempt=number, mlflow_run_id=page.mlflow_run_id)
+        cursor = points.Cursor.from_tag(page.tags.get(describe.CURSOR))
+        attempt = Attempt(page, cursor, dict(page.tags), dict(page.heads), page.status)
+        known.attempts[number] = attempt
+        return attempt
+
+    async def _parent_page(self, run: Run) -> str | None:
+        """The page of the run that this one evaluates."""
+        assert run.accepted is not None
+        target = run.accepted.spec.evaluate
+        if target is None or target.run_id == run.run_id:
+            return None
+        parent = (await self._catch_up(target.run_id)).run
+        if parent.accepted is None:
+            return None
+        number, _ = parent.attempts()[-1]
+        page = await self._call(self._store.find, parent.accepted.spec.experiment, target.run_id, number)
+        return page.mlflow_run_id if page else None
+
+    async def _describe(self, run: Run, attempt: Attempt, number: int, generation: int) -> None:
+        """Parameters, dataset and tags."""
+        assert run.accepted is not None
+        mlflow_run_id = attempt.page.mlflow_run_id
+        if not attempt.params_logged:
+            await self._call(self._store.log_params, mlflow_run_id, describe.params(run.accepted.spec))
+            attempt.params_logged = True
+        if run.prepared is not None and not attempt.dataset_logged:
+            prepared = run.prepared
+            profile = prepared.model_dump_json(include={"train_samples", "validation_samples", "test_samples"})
+            await self._call(self._store.log_params, mlflow_run_id, {"dataset_id": prepared.dataset_id})
+            await self._call(
+                self._store.log_dataset, mlflow_run_id, prepared.dataset_id, prepared.manifest_uri, profile
+            )
+            attempt.dataset_logged = True
+        await self._tag(attempt, describe.tags(run, number, generation))
+
+    async def _tag(self, attempt: Attempt, tags: dict[str, str]) -> None:
+        changed = {name: value for name, value in tags.items() if attempt.tags.get(name) != value}
+        if changed:
+            await self._call(self._store.log_tags, attempt.page.mlflow_run_id, changed)
+            attempt.tags.update(changed)
+
+    async def _flush(self, run: Run, attempt: Attempt, generation: int) -> None:
+        """Log every point that nothing can take back any more, then the cursor."""
+        horizon = points.horizon(run, generation)
+        final = horizon == points.NO_CEILING
+        if not final and (generation, horizon) == (attempt.cursor.generation, attempt.cursor.step):
+            return
+        selector = points.Selector(run, generation, attempt.cursor, attempt.heads)
+        progress = self._bus.follow(
+            topology.PROGRESS.name, (subjects.progress(run.run_id),), attempt.cursor.start, until_caught_up=True
+        )
+        async for batch in progress:
+            chosen = selector.select([(received.sequence, received.event) for received in batch])
+            if chosen:
+                await self._call(self._store.log_points, attempt.page.mlflow_run_id, chosen)
+        metrics.DROPPED.inc(selector.dropped)
+        cursor = selector.next_cursor()
+        # The cursor last: a crash before it logs the same points again, which changes nothing.
+        await self._tag(attempt, {describe.CURSOR: cursor.to_tag()})
+        attempt.cursor = cursor
+
+    async def _finish(self, run: Run, attempt: Attempt, generation: int, last: bool) -> None:
+        """Results, status and files, once there are any."""
+        if not last:
+            following = min(number for number in run.placements if number > generation)
+            await self._end(attempt, "KILLED", run.placements[following].at.timestamp())
+            return
+        if run.ended is not None:
+            step = run.last_checkpoint.step if run.last_checkpoint else max(attempt.heads.values(), default=0)
+            result = points.result_points(run.ended.metrics, "", step, _ms(run.ended.at.timestamp()))
+            await self._log(attempt, [point for point in result if point.key not in attempt.heads])
+            await self._end(attempt, run.ended.status, run.ended.at.timestamp())
+            await self._copy(attempt, "ended", run.ended.artifacts, "artifacts")
+        if run.evaluated is not None and run.evaluated_at is not None:
+            step = run.last_checkpoint.step if run.last_checkpoint else 0
+            at_ms = _ms(run.evaluated_at.timestamp())
+            await self._log(attempt, points.result_points(run.evaluated.metrics, "test/", step, at_ms))
+            await self._copy(attempt, "evaluated", run.evaluated.report, "evaluation")
+
+    async def _log(self, attempt: Attempt, chosen: list[points.Point]) -> None:
+        new = [point for point in chosen if attempt.heads.get(point.key, -1) < point.step]
+        if new:
+            await self._call(self._store.log_points, attempt.page.mlflow_run_id, new)
+            attempt.heads.update({point.key: point.step for point in new})
+
+    async def _end(self, attempt: Attempt, status: str, at_s: float) -> None:
+        if attempt.status != status:
+            await self._call(self._store.end, attempt.page.mlflow_run_id, status, _ms(at_s))
+            attempt.status = status
+
+    async def _copy(self, attempt: Attempt, mark: str, artifacts: tuple[Artifact, ...], folder: str) -> None:
+        """Copy small files into MLflow, once. Large ones are linked by their tags alone."""
+        done = [each for each in attempt.tags.get(describe.FILES, "").split(",") if each]
+        if mark in done:
+            return
+        small = [each for each in artifacts if each.size_bytes <= self._settings.artifact_max_bytes]
+        if small:
+            with tempfile.TemporaryDirectory(prefix="tracking-") as scratch:
+                async with Objects(self._settings) as objects:
+                    for artifact in small:
+                        inner, name = describe.file_path(artifact.name, folder)
+                        path = Path(scratch) / name
+                        try:
+                            await objects.download(artifact.uri, path, sha256=artifact.sha256)
+                        except (Missing, ValueError) as error:
+                            log.warning("artifact cannot be copied to MLflow", uri=artifact.uri, error=str(error))
+                            continue
+                        await self._call(self._store.log_file, attempt.page.mlflow_run_id, path, inner)
+                        path.unlink()
+        await self._tag(attempt, {describe.FILES: ",".join([*done, mark])})
+
+    async def _announce(self, run_id: str, page: Page, cause: Envelope | None) -> None:
+        """Say where the page is, once."""
+        if page.mlflow_run_id in self._announced:
+            return
+        tracked = RunTracked(run_id=run_id, mlflow_run_id=page.mlflow_run_id, mlflow_experiment_id=page.experiment_id)
+        last = await self._bus.last(tracked.subject)
+        if last is None or last.event.mlflow_run_id != page.mlflow_run_id:
+            await self._bus.publish(tracked, cause)
+        self._announced.add(page.mlflow_run_id)
+
+    # -- registry -----------------------------------------------------------
+
+    async def _promote(self, event: ModelPromoted) -> None:
+        known = await self._catch_up(event.run_id)
+        page: Page | None = None
+        if known.run.accepted is not None:
+            number, _ = known.run.attempts()[-1]
+            experiment = known.run.accepted.spec.experiment
+            page = await self._call(self._store.find, experiment, event.run_id, number)
+        tags = {
+            describe.RUN_ID: event.run_id,
+            "trainbus.version": str(event.version),
+            "trainbus.dataset_id": event.dataset_id or "",
+            "trainbus.reason": describe.clean_value(event.reason, describe.MAX_TAG_CHARS),
+        }
+        mlflow_run_id = page.mlflow_run_id if page and not page.deleted else None
+        promotion = Promotion(
+            event.model,
+            event.version,
+            event.run_id,
+            mlflow_run_id,
+            event.checkpoint_uri,
+            event.event_id,
+            event.rollback,
+            tags,
+        )
+        await self._call(self._store.promote, promotion)
+
+    # -- calling MLflow -----------------------------------------------------
+
+    async def _call(self, work: Callable[..., T], *args: Any) -> T:
+        """Run ``work`` in the one MLflow thread, again and again while MLflow is away.
+
+        Waiting here rather than handing the message back keeps the facts in order.
+        """
+        delay_s = self._settings.retry_first_s
+        loop = asyncio.get_running_loop()
+        while True:
+            if self._stopping.is_set():
+                raise Transient("the service is stopping")
+            try:
+                result = await loop.run_in_executor(self._thread, partial(work, *args))
+            except Away as error:
+                if not self.away:
+                    log.warning("MLflow is away; facts wait", uri=self._store.uri, error=str(error))
+                self.away = True
+                metrics.OUTAGE.set(1)
+                metrics.RETRIES.inc()
+                await self._pause(delay_s)
+                delay_s = min(delay_s * 2, self._settings.retry_max_s)
+                continue
+            if self.away:
+                log.info("MLflow is back", uri=self._store.uri)
+            self.away = False
+            metrics.OUTAGE.set(0)
+            return result
+
+
+def _ms(time_s: float) -> int:
+    return round(time_s * 1000)
+
+
+def build(settings: Settings, store: Store | None = None) -> Service:
+    """The tracking service. ``store`` stands in for MLflow where a test needs another."""
+    if not isinstance(settings, TrackingSettings):
+        settings = TrackingSettings(**settings.model_dump())
+    service = Service("tracking", settings)
+    store = store or Store(settings.tracking_uri, settings.artifact_location)
+    projector = service.resource(Projector(service.bus, settings, store, service.stopping))
+    for event in topology.TRACKING.events:
+        if issubclass(event, RunFact):
+            service.bus.on(topology.TRACKING, event)(projector.on_run_fact)
+    service.bus.on(topology.TRACKING, ModelPromoted)(projector.on_model_promoted)
+    service.background(projector.follow_live)
+    service.background(projector.watch_behind)
+    service.ready_when("mlflow", lambda: not projector.away)
+    return service

@@ -1,0 +1,1 @@
+"""What MLflow should hold, as pure functions of a run's facts and its metric points."""

@@ -1,0 +1,176 @@
+"""Names, parameters and tags within MLflow's limits. What is cut says so."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from contracts.events.train import TrainRequested
+from services.tracking.core.fold import FIRST_ATTEMPT, Run
+
+T = TypeVar("T")
+
+#: MLflow 3.17's limits (mlflow/utils/validation.py).
+MAX_KEY_CHARS = 250
+MAX_PARAM_CHARS = 6000
+MAX_TAG_CHARS = 8000
+MAX_PARAMS_PER_CALL = 100
+MAX_METRICS_PER_CALL = 1000
+#: MLflow's is 1,000,000; the rest is for the frame around the items.
+MAX_CALL_BYTES = 900_000
+#: A spec's ``params`` may be any size; what is beyond this stays on the bus.
+MAX_PARAMS = 2000
+MAX_ARTIFACT_TAGS = 50
+
+RUN_ID = "trainbus.run_id"
+ATTEMPT = "trainbus.attempt"
+LIVE = "trainbus.live"
+CURSOR = "trainbus.cursor"
+FILES = "trainbus.files_logged"
+RESERVED = ("mlflow.", "trainbus.")
+
+
+def clean_key(name: str) -> str:
+    """``name`` as MLflow takes it: its characters, no path tricks, at most 250 long. Different names stay different."""
+    key = re.sub(r"[^A-Za-z0-9_./ :-]", "_", name)
+    key = "/".join(part for part in key.split("/") if part not in ("", ".", "..")) or "_"
+    if key == name and len(key) <= MAX_KEY_CHARS:
+        return key
+    mark = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+    return f"{key[: MAX_KEY_CHARS - 9]}-{mark}"
+
+
+def clean_value(value: object, limit: int) -> str:
+    """``value`` as text that every database stores; a cut is marked with what is missing."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    text = text.replace("\0", "\\0").encode("utf-8", "replace").decode()
+    if len(text) <= limit:
+        return text
+    mark = f"... [cut, {len(text):,} characters in all]"
+    return text[: limit - len(mark)] + mark
+
+
+def flatten(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Nested mappings as dotted names; lists and scalars are values."""
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from flatten(inner, f"{prefix}.{name}" if prefix else str(name))
+    elif prefix:
+        yield prefix, value
+
+
+def params(spec: TrainRequested) -> dict[str, str]:
+    """The run's settings as MLflow parameters. ``env`` stays out: people put secrets there."""
+    shown = spec.model_dump(
+        mode="json",
+        include={"kind", "experiment", "priority", "slots", "task", "params", "command", "data", "training"}
+        | {"model", "resume_from", "max_attempts", "evaluation", "evaluate", "retention"},
+        exclude_none=True,
+    )
+    found: dict[str, str] = {}
+    for name, value in flatten(shown, ""):
+        if len(found) == MAX_PARAMS:
+            found["trainbus.params_cut"] = f"only the first {MAX_PARAMS} parameters are here"
+            break
+        found[clean_key(name)] = clean_value(value, MAX_PARAM_CHARS)
+    return found
+
+
+def tags(run: Run, attempt: int, generation: int) -> dict[str, str]:
+    """Every tag that the MLflow run of ``attempt`` should have now, as a function of the facts."""
+    if run.accepted is None:
+        return {}
+    spec = run.accepted.spec
+    found: dict[str, object] = {
+        RUN_ID: run.run_id,
+        ATTEMPT: attempt,
+        LIVE: "true" if run.live else "false",
+        "trainbus.kind": spec.kind,
+        "trainbus.request": f"{run.accepted.request_source} {run.accepted.request_id}",
+        "mlflow.user": spec.user or "",
+        "mlflow.source.name": spec.task or " ".join(spec.command or ()),
+        "trainbus.team": spec.team,
+        "trainbus.parent_run_id": run.accepted.parent_run_id,
+        "trainbus.model": spec.model,
+    }
+    if spec.code is not None:
+        found["mlflow.source.git.commit"] = spec.code.git_commit
+        found["trainbus.code.git_dirty"] = spec.code.git_dirty
+        found["trainbus.code.sha256"] = spec.code.sha256
+        found["trainbus.code.uri"] = spec.code.uri
+    if run.prepared is not None:
+        found["trainbus.dataset_id"] = run.prepared.dataset_id
+        found["trainbus.dataset_manifest"] = run.prepared.manifest_uri
+    if placement := run.placements.get(generation):
+        found["trainbus.generation"] = placement.generation
+        found["trainbus.slots"] = placement.slots
+        found["trainbus.nodes"] = placement.nodes
+    if checkpoint := run.last_checkpoint:
+        found["trainbus.checkpoint.uri"] = checkpoint.uri
+        found["trainbus.checkpoint.step"] = checkpoint.step
+        found["trainbus.checkpoint.epoch"] = checkpoint.epoch
+    found |= _outcome(run, generation)
+    for name, value in spec.tags.items():
+        found["user." + name if name.startswith(RESERVED) else name] = value
+    return {clean_key(name): clean_value(value, MAX_TAG_CHARS) for name, value in found.items() if value is not None}
+
+
+def _outcome(run: Run, generation: int) -> dict[str, object]:
+    found: dict[str, object] = {}
+    if generation < run.generation:
+        return {"trainbus.abandoned": f"started again from scratch as generation {run.generation}"}
+    if run.ended is not None:
+        found["trainbus.reason"] = run.ended.reason or None
+        found["trainbus.artifacts"] = len(run.ended.artifacts)
+        for artifact in run.ended.artifacts[:MAX_ARTIFACT_TAGS]:
+            found[f"trainbus.artifact.{artifact.name}"] = artifact.uri
+    if run.evaluated is not None:
+        found["trainbus.evaluation_run_id"] = run.evaluated.evaluation_run_id
+        found["trainbus.champion_run_id"] = run.evaluated.champion_run_id
+        for artifact in run.evaluated.report[:MAX_ARTIFACT_TAGS]:
+            found[f"trainbus.report.{artifact.name}"] = artifact.uri
+    if run.not_promoted is not None:
+        found["trainbus.not_promoted"] = run.not_promoted.reason
+    return found
+
+
+def file_path(name: str, folder: str) -> tuple[str, str]:
+    """Folder and file name for an artifact, inside the run's artifacts whatever ``name`` tries."""
+    parts = [clean_key(part) for part in name.replace("\\", "/").split("/") if part not in ("", ".", "..")]
+    parts = parts or ["file"]
+    return "/".join([folder, *parts[:-1]]).strip("/"), parts[-1]
+
+
+def chunks(items: Iterable[tuple[int, T]], max_items: int, max_bytes: int = MAX_CALL_BYTES) -> Iterator[list[T]]:
+    """Lists within both limits, in order. ``items`` are (bytes of JSON, item)."""
+    chunk: list[T] = []
+    total = 0
+    for size, item in items:
+        if chunk and (len(chunk) == max_items or total + size > max_bytes):
+            yield chunk
+            chunk, total = [], 0
+        chunk.append(item)
+        total += size
+    if chunk:
+        yield chunk
+
+
+def json_bytes(*texts: str) -> int:
+    """At most how many bytes an item of these texts takes in a request (escapes included)."""
+    return sum(len(json.dumps(text)) for text in texts) + 120
+
+
+__all__ = [
+    "FIRST_ATTEMPT",
+    "chunks",
+    "clean_key",
+    "clean_value",
+    "file_path",
+    "flatten",
+    "json_bytes",
+    "params",
+    "tags",
+]

@@ -1,0 +1,125 @@
+"""A run as tracking sees it: a fold over the run's facts, in any order and any number of times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from contracts import subjects, topology
+from contracts.base import Event
+from contracts.events.checkpoint import CheckpointCommitted
+from contracts.events.run import (
+    Artifact,
+    CheckpointRef,
+    RunAccepted,
+    RunCancelled,
+    RunCompleted,
+    RunEvaluated,
+    RunFact,
+    RunFailed,
+    RunNotPromoted,
+    RunPlaced,
+    RunPrepared,
+)
+
+#: The attempt that exists from ``accepted`` on, before anything is placed.
+FIRST_ATTEMPT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One generation: where it started from (None: from scratch) and what it was given."""
+
+    generation: int
+    resume_step: int | None
+    at: datetime
+    slots: int
+    nodes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How the run ended, in MLflow's words."""
+
+    status: str
+    at: datetime
+    reason: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+    artifacts: tuple[Artifact, ...] = ()
+
+
+@dataclass(slots=True)
+class Run:
+    """Everything that tracking has to know of a run. ``sequence`` is the last fact folded in."""
+
+    run_id: str
+    sequence: int = 0
+    accepted: RunAccepted | None = None
+    accepted_at: datetime | None = None
+    prepared: RunPrepared | None = None
+    placements: dict[int, Placement] = field(default_factory=dict)
+    #: The furthest committed checkpoint of each generation.
+    committed: dict[int, CheckpointRef] = field(default_factory=dict)
+    ended: Ended | None = None
+    evaluated: RunEvaluated | None = None
+    evaluated_at: datetime | None = None
+    not_promoted: RunNotPromoted | None = None
+
+    @property
+    def live(self) -> bool:
+        """Whether points are logged as they come: a command restarts from scratch, not from a checkpoint."""
+        return self.accepted is not None and self.accepted.spec.command is not None
+
+    @property
+    def generation(self) -> int:
+        """The newest placement, 0 before the first."""
+        return max(self.placements, default=0)
+
+    @property
+    def last_checkpoint(self) -> CheckpointRef | None:
+        return max(self.committed.values(), key=lambda ref: ref.step, default=None)
+
+    def attempts(self) -> list[tuple[int, int]]:
+        """The MLflow runs this run has, oldest first, as (attempt, its last generation).
+
+        A task has one: its generations continue each other. Each placement of a command is one of its own.
+        """
+        generations = sorted(self.placements)
+        if not self.live or len(generations) < 2:
+            return [(FIRST_ATTEMPT, self.generation)]
+        return [(FIRST_ATTEMPT, generations[0])] + [(number, number) for number in generations[1:]]
+
+
+def filters(run_id: str) -> tuple[str, ...]:
+    """The subjects that hold what ``fold`` reads of one run."""
+    wanted = [event for event in topology.TRACKING.events if issubclass(event, RunFact)]
+    return tuple(subjects.fact(event.aggregate, run_id, event.fact) for event in wanted)
+
+
+def fold(run: Run, event: Event, at: datetime, sequence: int) -> None:
+    """Take one fact in. What says the same again changes nothing; the first of a kind stands."""
+    run.sequence = max(run.sequence, sequence)
+    match event:
+        case RunAccepted() if run.accepted is None:
+            run.accepted, run.accepted_at = event, at
+        case RunPrepared() if run.prepared is None:
+            run.prepared = event
+        case RunPlaced():
+            resume = event.resume.step if event.resume else None
+            slots = sum(len(member.slots) for member in event.members) or event.world_size
+            placement = Placement(event.generation, resume, at, slots, len(event.members))
+            run.placements.setdefault(event.generation, placement)
+        case CheckpointCommitted():
+            known = run.committed.get(event.generation)
+            if known is None or event.checkpoint.step > known.step:
+                run.committed[event.generation] = event.checkpoint
+        case RunCompleted() if run.ended is None:
+            run.ended = Ended("FINISHED", at, "", event.metrics, event.artifacts)
+        case RunFailed() if run.ended is None:
+            run.ended = Ended("FAILED", at, event.reason)
+        case RunCancelled() if run.ended is None:
+            run.ended = Ended("KILLED", at, event.reason)
+        case RunEvaluated() if run.evaluated is None:
+            run.evaluated, run.evaluated_at = event, at
+        case RunNotPromoted() if run.not_promoted is None:
+            run.not_promoted = event

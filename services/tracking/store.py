@@ -1,0 +1,311 @@
+"""MLflow, blocking, one call at a time. Its many errors become three: Away, Refused, Gone.
+
+Everything here may be called again with the same arguments and then changes nothing. mlflow is imported on
+first use: that takes seconds and 200 MB.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.tracking import metrics
+from services.tracking.core import describe
+from services.tracking.core.points import Point
+
+SQLITE = "sqlite:///"
+#: How MLflow's client is to behave in this process. The retries are ours: its own take minutes.
+ENVIRONMENT = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
+}
+#: Codes with which MLflow says that this call can never succeed.
+FINAL = {"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "INVALID_STATE"}
+EVENT_ID = "trainbus.event_id"
+CHAMPION = "champion"
+CHAMPION_VERSION = "trainbus.champion_version"
+
+
+class Away(Exception):
+    """MLflow does not answer, or answers that it cannot now."""
+
+
+class Refused(Exception):
+    """MLflow will never take this."""
+
+
+class Gone(Exception):
+    """What was there is not there any more: somebody deleted it, or the database is another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A run's page in MLflow."""
+
+    mlflow_run_id: str
+    experiment_id: str
+    status: str
+    deleted: bool
+    tags: Mapping[str, str]
+    #: The highest step logged of each metric.
+    heads: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """A champion as the registry should show it."""
+
+    model: str
+    version: int
+    run_id: str
+    mlflow_run_id: str | None
+    source: str
+    event_id: str
+    rollback: bool
+    tags: Mapping[str, str]
+
+
+class Store:
+    """One MLflow: a server by URL, or a database that this process writes itself."""
+
+    def __init__(self, uri: str, artifact_location: str | None) -> None:
+        self.uri, self._artifact_location = uri, artifact_location
+        self._client: Any = None
+        self._experiments: dict[str, str] = {}
+
+    # -- life ---------------------------------------------------------------
+
+    def open(self) -> None:
+        """Import mlflow and reach the store, making its database if there is none."""
+        if self._client is not None:
+            return
+        with self._translated("open"):
+            for name, value in ENVIRONMENT.items():
+                os.environ.setdefault(name, value)
+            logging.getLogger("mlflow").setLevel(logging.WARNING)
+            logging.getLogger("alembic").setLevel(logging.WARNING)
+            from mlflow import MlflowClient
+
+            if self.uri.startswith(SQLITE):
+                _make_database(Path(self.uri.removeprefix(SQLITE)))
+            client = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
+            client.search_experiments(max_results=1)
+            self._client = client
+
+    @property
+    def _mlflow(self) -> Any:
+        self.open()
+        return self._client
+
+    def forget(self) -> None:
+        """Drop what is remembered of MLflow's content."""
+        self._experiments.clear()
+
+    @contextmanager
+    def _translated(self, operation: str) -> Iterator[None]:
+        with metrics.CALL_SECONDS.labels(operation).time():
+            try:
+                yield
+            except (OSError, sqlite3.Error) as error:
+                raise Away(f"{operation}: {error!r}") from error
+            except Exception as error:
+                code = getattr(error, "error_code", None)
+                if code is None and not type(error).__module__.startswith(("requests", "urllib3", "sqlalchemy")):
+                    raise
+                text = f"{operation}: MLflow says {code}: {error}"
+                if code == "RESOURCE_DOES_NOT_EXIST":
+                    raise Gone(text) from error
+                raise (Refused if code in FINAL else Away)(text) from error
+
+    # -- runs ---------------------------------------------------------------
+
+    def find(self, experiment: str, run_id: str, attempt: int) -> Page | None:
+        """The page of one attempt of a run, deleted ones included: they are not made again."""
+        with self._translated("find_run"):
+            from mlflow.entities import ViewType
+
+            experiment_id = self._experiment(experiment)
+            wanted = f"tags.`{describe.RUN_ID}` = '{run_id}' and tags.`{describe.ATTEMPT}` = '{attempt}'"
+            # The oldest: should two ever have been made, every caller takes the same one.
+            found = self._mlflow.search_runs(
+                [experiment_id], wanted, ViewType.ALL, max_results=1, order_by=["attributes.start_time ASC"]
+            )
+            return _page(found[0]) if found else None
+
+    def create(self, experiment: str, name: str, start_ms: int, tags: Mapping[str, str]) -> Page:
+        """A new page, its tags set in the same step: found again by them whatever happens next."""
+        with self._translated("create_run"):
+            experiment_id = self._experiment(experiment)
+            first = dict(list(tags.items())[: describe.MAX_PARAMS_PER_CALL])
+            return _page(self._mlflow.create_run(experiment_id, start_ms, first, name))
+
+    def live(self) -> list[str]:
+        """Every command that was running when it was last looked at, by its run id."""
+        with self._translated("find_live"):
+            experiments = [each.experiment_id for each in self._pages(self._mlflow.search_experiments)]
+            wanted = f"tags.`{describe.LIVE}` = 'true' and attributes.status = 'RUNNING'"
+            found: list[Any] = []
+            for start in range(0, len(experiments), 100):
+                found += self._pages(self._mlflow.search_runs, experiments[start : start + 100], wanted)
+            return [run.data.tags[describe.RUN_ID] for run in found]
+
+    def log_params(self, mlflow_run_id: str, params: Mapping[str, str]) -> None:
+        from mlflow.entities import Param
+
+        sized = ((describe.json_bytes(key, value), Param(key, value)) for key, value in params.items())
+        for chunk in describe.chunks(sized, describe.MAX_PARAMS_PER_CALL):
+            with self._translated("log_params"):
+                self._mlflow.log_batch(mlflow_run_id, params=chunk)
+
+    def log_tags(self, mlflow_run_id: str, tags: Mapping[str, str]) -> None:
+        from mlflow.entities import RunTag
+
+        sized = ((describe.json_bytes(key, value), RunTag(key, value)) for key, value in tags.items())
+        for chunk in describe.chunks(sized, describe.MAX_PARAMS_PER_CALL):
+            with self._translated("log_tags"):
+                self._mlflow.log_batch(mlflow_run_id, tags=chunk)
+
+    def log_points(self, mlflow_run_id: str, points: Sequence[Point]) -> None:
+        from mlflow.entities import Metric
+
+        sized = (
+            (describe.json_bytes(point.key), Metric(point.key, point.value, point.timestamp_ms, point.step))
+            for point in points
+        )
+        for chunk in describe.chunks(sized, describe.MAX_METRICS_PER_CALL):
+            with self._translated("log_metrics"):
+                self._mlflow.log_batch(mlflow_run_id, metrics=chunk)
+            metrics.POINTS.inc(len(chunk))
+
+    def log_dataset(self, mlflow_run_id: str, dataset_id: str, manifest_uri: str, profile: str) -> None:
+        """Note the dataset as the run's input."""
+        with self._translated("log_dataset"):
+            from mlflow.entities import Dataset, DatasetInput, InputTag
+
+            dataset = Dataset(
+                name=dataset_id[:12], digest=dataset_id[:36], source_type="s3", source=manifest_uri, profile=profile
+            )
+            entry = DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])
+            self._mlflow.log_inputs(mlflow_run_id, datasets=[entry])
+
+    def log_file(self, mlflow_run_id: str, path: Path, folder: str) -> None:
+        with self._translated("log_file"):
+            self._mlflow.log_artifact(mlflow_run_id, str(path), folder or None)
+
+    def end(self, mlflow_run_id: str, status: str, end_ms: int) -> None:
+        with self._translated("end_run"):
+            self._mlflow.set_terminated(mlflow_run_id, status, end_ms)
+
+    def _experiment(self, name: str) -> str:
+        if name not in self._experiments:
+            found = self._mlflow.get_experiment_by_name(name)
+            if found is None:
+                location = f"{self._artifact_location}/{name}" if self._artifact_location else None
+                try:
+                    self._experiments[name] = self._mlflow.create_experiment(name, location)
+                    return self._experiments[name]
+                except Exception as error:
+                    if getattr(error, "error_code", "") != "RESOURCE_ALREADY_EXISTS":
+                        raise
+                    found = self._mlflow.get_experiment_by_name(name)
+            if found.lifecycle_stage == "deleted":
+                # A run asks for it by name, and MLflow keeps a deleted experiment's name taken.
+                self._mlflow.restore_experiment(found.experiment_id)
+            self._experiments[name] = found.experiment_id
+        return self._experiments[name]
+
+    def _pages(self, search: Any, *args: Any) -> list[Any]:
+        found, token = [], None
+        while True:
+            page = search(*args, page_token=token)
+            found += page
+            token = page.token
+            if not token:
+                return found
+
+    # -- registry -----------------------------------------------------------
+
+    def promote(self, promotion: Promotion) -> None:
+        """Make the registry show this champion, unless it already shows a later one."""
+        with self._translated("promote"):
+            model = self._model(promotion.model)
+            version = self._version(promotion)
+            if promotion.version < int(model.tags.get(CHAMPION_VERSION, 0)):
+                return
+            # The alias first: a crash in between sets it again to the same, and never goes back.
+            self._mlflow.set_registered_model_alias(promotion.model, CHAMPION, version)
+            self._mlflow.set_registered_model_tag(promotion.model, CHAMPION_VERSION, str(promotion.version))
+
+    def _model(self, name: str) -> Any:
+        try:
+            return self._mlflow.get_registered_model(name)
+        except Exception as error:
+            if getattr(error, "error_code", "") != "RESOURCE_DOES_NOT_EXIST":
+                raise
+        try:
+            return self._mlflow.create_registered_model(name)
+        except Exception as error:
+            if getattr(error, "error_code", "") != "RESOURCE_ALREADY_EXISTS":
+                raise
+            return self._mlflow.get_registered_model(name)
+
+    def _version(self, promotion: Promotion) -> str:
+        """The registry's version for this promotion; a rollback uses the one that was there before."""
+        known = self._pages(self._mlflow.search_model_versions, f"name = '{promotion.model}'")
+        for version in known:
+            if version.tags.get(EVENT_ID) == promotion.event_id:
+                return str(version.version)
+        if promotion.rollback:
+            earlier = [each for each in known if each.source == promotion.source]
+            if earlier:
+                return str(max(earlier, key=lambda each: int(each.version)).version)
+        made = self._mlflow.create_model_version(
+            promotion.model,
+            promotion.source,
+            promotion.mlflow_run_id,
+            tags={**promotion.tags, EVENT_ID: promotion.event_id},
+            await_creation_for=0,
+        )
+        return str(made.version)
+
+
+def _page(run: Any) -> Page:
+    return Page(
+        run.info.run_id,
+        run.info.experiment_id,
+        run.info.status,
+        run.info.lifecycle_stage == "deleted",
+        dict(run.data.tags),
+        {metric.key: metric.step for metric in run.data._metric_objs},
+    )
+
+
+def _make_database(path: Path) -> None:
+    """Make a new database beside ``path`` and move it there whole.
+
+    MLflow's migrations take seconds and are no transaction: killed in between, they leave a database that
+    opens never again.
+    """
+    if path.exists():
+        return
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for left_over in path.parent.glob(f".{path.name}.new-*"):
+        left_over.unlink()
+    new = path.with_name(f".{path.name}.new-{os.getpid()}")
+    store = SqlAlchemyStore(f"{SQLITE}{new}", str(path.parent / "mlflow-artifacts"))
+    store._dispose_engine()
+    # Readers (`trainbus ui`) then do not hold up the writer.
+    with closing(sqlite3.connect(new)) as database:
+        database.execute("PRAGMA journal_mode=WAL")
+        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    new.rename(path)

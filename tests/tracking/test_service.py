@@ -1,0 +1,355 @@
+"""The service over a real bus and a real SQLite store: exact series whatever happens in between."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from contracts.events.model import ModelPromoted
+from contracts.events.run import RunEvaluated, RunFailed, RunNotPromoted, RunPrepared, RunTracked
+from services.kit.bus import Bus
+from services.tracking.core.points import Point
+from services.tracking.settings import TrackingSettings
+from services.tracking.store import Away, Store
+from tests.tracking.conftest import SHA, World, command_spec, eventually, task_spec
+
+Start = Callable[..., Awaitable[Any]]
+#: Generation 1 trained to 37 and committed 30; generation 2 went on from 30 to 40.
+SURVIVING = [(step, 1 + step / 1000) for step in range(1, 31)] + [(step, 2 + step / 1000) for step in range(31, 41)]
+
+
+async def tell_of_a_kill(world: World, *, settle: bool = False) -> Any:
+    """A run whose first generation is killed at step 37 after a commit at 30."""
+    story = world.story()
+    await story.accepted()
+    await story.placed(1)
+    await story.progress(1, range(1, 31))
+    await story.committed(1, 30)
+    if settle:
+        await world.settled()
+    await story.progress(1, range(31, 38))
+    await story.placed(2, resume=30)
+    await story.progress(2, range(31, 41))
+    await story.committed(2, 40)
+    return story
+
+
+async def test_an_abandoned_tail_is_never_in_mlflow(world: World) -> None:
+    story = await tell_of_a_kill(world)
+    await world.settled()
+    (page,) = world.pages()
+    assert world.series(page) == SURVIVING
+    assert page.info.status == "RUNNING"
+    await story.progress(2, range(41, 44))
+    await story.completed(2, metrics={"result/accuracy": 0.9}, checkpoint=story.reference(40))
+    await world.settled()
+    (page,) = world.pages()
+    assert world.series(page) == SURVIVING + [(step, 2 + step / 1000) for step in (41, 42, 43)]
+    assert (page.info.status, page.data.metrics["result/accuracy"]) == ("FINISHED", 0.9)
+
+
+async def test_every_fact_twice_changes_nothing(world: World) -> None:
+    story = await tell_of_a_kill(world)
+    await story.publish(RunPrepared(run_id="r1", dataset_id=SHA, manifest_uri="s3://data/m.json", train_samples=9))
+    await story.completed(2)
+    await story.publish(RunEvaluated(run_id="r1", evaluation_run_id="e1", metrics={"accuracy": 0.8}))
+    await world.settled()
+    (before,) = world.pages()
+    await story.again()
+    await world.settled()
+    (page,) = world.pages()
+    assert world.series(page) == SURVIVING
+    assert dict(page.info) == dict(before.info)
+    assert _content(page) == _content(before)
+    assert [len(world.client.get_metric_history(page.info.run_id, key)) for key in ("loss", "test/accuracy")] == [40, 1]
+    assert len(page.inputs.dataset_inputs) == 1
+    tracked = await world.bus.history(RunTracked.subject_filter())
+    assert [received.event.mlflow_run_id for received in tracked] == [page.info.run_id]
+
+
+def _content(page: Any) -> dict[str, Any]:
+    """What the page holds, but for our own mark of how far the stream was read."""
+    content: dict[str, Any] = page.data.to_dictionary()
+    content["tags"].pop("trainbus.cursor")
+    return content
+
+
+async def test_what_a_run_is_stands_on_its_page(world: World) -> None:
+    story = world.story(
+        spec=task_spec(params={"width": 3, "deep": {"er": [1, 2]}}, env={"SECRET": "x"}, tags={"a": "b"})
+    )
+    await story.accepted()
+    await story.publish(RunPrepared(run_id="r1", dataset_id=SHA, manifest_uri="s3://data/m.json", train_samples=9))
+    await story.placed(1)
+    await story.publish(RunFailed(run_id="r1", reason="the task does not import"))
+    await story.publish(RunNotPromoted(run_id="r1", model="m", reason="worse"))
+    await world.settled()
+    (page,) = world.pages()
+    tags, params = page.data.tags, page.data.params
+    assert {"name": page.info.run_name, "status": page.info.status} == {"name": "digits", "status": "FAILED"}
+    wanted = {
+        "mlflow.user": "ada",
+        "mlflow.source.git.commit": "c0ffee",
+        "trainbus.code.git_dirty": "true",
+        "trainbus.code.sha256": SHA,
+        "trainbus.dataset_id": SHA,
+        "trainbus.generation": "1",
+        "trainbus.slots": "2",
+        "trainbus.reason": "the task does not import",
+        "trainbus.not_promoted": "worse",
+        "a": "b",
+    }
+    assert {name: tags.get(name) for name in wanted} == wanted
+    assert (params["params.width"], params["params.deep.er"], params["training.epochs"]) == ("3", "[1, 2]", "1")
+    assert params["dataset_id"] == SHA
+    assert not [name for name, value in params.items() if "SECRET" in name + value]
+    assert page.inputs.dataset_inputs[0].dataset.digest == SHA[:36]
+
+
+class Faulty(Store):
+    """A store that fails where it is told to, before or after the real call."""
+
+    def __init__(self, settings: TrackingSettings) -> None:
+        super().__init__(settings.tracking_uri, settings.artifact_location)
+        self.away = 0
+        self.calls = 0
+
+    def _broken(self) -> None:
+        self.calls += 1
+        if self.away:
+            self.away -= 1
+            raise Away("connection refused")
+
+    def find(self, *args: Any) -> Any:
+        self._broken()
+        return super().find(*args)
+
+    def create(self, *args: Any) -> Any:
+        # The answer is lost after the work was done: the worst moment.
+        made = super().create(*args)
+        self._broken()
+        return made
+
+    def log_points(self, mlflow_run_id: str, points: Any) -> None:
+        self._broken()
+        super().log_points(mlflow_run_id, points)
+        self._broken()
+
+    def log_tags(self, *args: Any) -> None:
+        self._broken()
+        super().log_tags(*args)
+
+
+async def test_an_outage_loses_and_doubles_nothing(
+    bus: Bus, tracking_settings: TrackingSettings, running: Start
+) -> None:
+    store = Faulty(tracking_settings)
+    service = await running(tracking_settings, store)
+    world = World(bus, tracking_settings, store)
+    store.away = 10**9
+    await tell_of_a_kill(world)
+
+    async def unready() -> bool:
+        return not service.readiness()["mlflow"]
+
+    await eventually(unready)
+    info = await bus.js.consumer_info("FACTS", "tracking")
+    assert (info.num_pending or 0) + (info.num_ack_pending or 0) == 5
+    store.away = 0
+    await world.settled()
+    assert service.readiness()["mlflow"]
+    (page,) = world.pages()
+    assert world.series(page) == SURVIVING
+
+
+async def test_a_call_that_fails_now_and_then_doubles_nothing(
+    bus: Bus, tracking_settings: TrackingSettings, running: Start
+) -> None:
+    class Flaky(Faulty):
+        def _broken(self) -> None:
+            self.calls += 1
+            if self.calls % 3 == 1:
+                raise Away("reset by peer")
+
+    store = Flaky(tracking_settings)
+    await running(tracking_settings, store)
+    world = World(bus, tracking_settings, store)
+    await tell_of_a_kill(world)
+    await world.settled()
+    assert [world.series(page) for page in world.pages()][:1] == [SURVIVING]
+
+
+async def test_killed_between_points_and_cursor(bus: Bus, tracking_settings: TrackingSettings, running: Start) -> None:
+    class Dying(Store):
+        dead = False
+
+        def log_tags(self, mlflow_run_id: str, tags: Any) -> None:
+            if "trainbus.cursor" in tags and '"step": 40' in tags["trainbus.cursor"]:
+                self.dead = True
+            if self.dead:
+                raise Away("the process is dead: nothing it does arrives")
+            super().log_tags(mlflow_run_id, tags)
+
+    store = Dying(tracking_settings.tracking_uri, tracking_settings.artifact_location)
+    first = await running(tracking_settings, store)
+    world = World(bus, tracking_settings, Store(tracking_settings.tracking_uri, tracking_settings.artifact_location))
+    await tell_of_a_kill(world, settle=True)
+
+    async def died() -> bool:
+        return store.dead
+
+    await eventually(died)
+    (page,) = world.pages()
+    assert world.series(page) == SURVIVING
+    assert '"step": 40' not in page.data.tags["trainbus.cursor"]
+    first.stopping.set()
+    await running(tracking_settings, world.store)
+    await world.settled()
+    (page,) = world.pages()
+    assert world.series(page) == SURVIVING
+    assert '"step": 40' in page.data.tags["trainbus.cursor"]
+
+
+async def test_a_command_is_logged_live_and_starts_over_on_a_new_page(world: World) -> None:
+    story = world.story(spec=command_spec())
+    await story.accepted()
+    await story.placed(1)
+    await story.progress(1, range(1, 8))
+
+    async def seen() -> bool:
+        pages = world.pages()
+        return bool(pages) and len(world.series(pages[0])) == 7
+
+    await eventually(seen)
+    await story.placed(2)
+    await story.progress(2, range(1, 4))
+    await story.completed(2)
+    await world.settled()
+    old, new = world.pages()
+    assert (old.info.status, new.info.status) == ("KILLED", "FINISHED")
+    assert "from scratch" in old.data.tags["trainbus.abandoned"]
+    assert [step for step, _ in world.series(old)] == list(range(1, 8))
+    assert world.series(new) == [(step, 2 + step / 1000) for step in range(1, 4)]
+
+
+async def test_running_commands_are_found_again_after_a_restart(
+    bus: Bus, tracking_settings: TrackingSettings, running: Start
+) -> None:
+    store = Store(tracking_settings.tracking_uri, tracking_settings.artifact_location)
+    world = World(bus, tracking_settings, store)
+    first = await running(tracking_settings, store)
+    story = world.story(spec=command_spec())
+    await story.accepted()
+    await story.placed(1)
+    await world.settled()
+    first.stopping.set()
+    await asyncio.sleep(0)
+    await running(tracking_settings, Store(tracking_settings.tracking_uri, tracking_settings.artifact_location))
+    await story.progress(1, range(1, 4))
+
+    async def seen() -> bool:
+        return len(world.series(world.pages()[0])) == 3
+
+    await eventually(seen)
+
+
+async def test_limits_hold_and_cuts_are_marked(world: World) -> None:
+    many = {f"p{number}": "ü" * 9000 if number < 20 else "x" * 1500 for number in range(250)}
+    story = world.story(spec=task_spec(params=many, tags={"bad key!": "\0" + "x" * 9000}))
+    await story.accepted()
+    await story.placed(1)
+    keys = [f"layer {number}/grad" for number in range(40)]
+    await story.progress(1, range(1, 64), *keys)
+    await story.progress(1, range(64, 65), "nan", value=math.nan)
+    await story.progress(1, range(65, 66), "inf", value=math.inf)
+    await story.progress(1, range(66, 67), "strange !ключ", value=1.0)
+    await story.progress(1, range(3), "cpu", kind="system")
+    await story.committed(1, 70)
+    await world.settled()
+    (page,) = world.pages()
+    big = [value for name, value in page.data.params.items() if name.startswith("params.p")]
+    assert (len(big), {len(value) for value in big}) == (250, {6000, 1500})
+    assert sum(value.endswith("[cut, 9,000 characters in all]") for value in big) == 20
+    assert [len(world.series(page, key)) for key in (keys[0], keys[-1])] == [63, 63]
+    assert math.isnan(world.series(page, "nan")[0][1])
+    assert world.series(page, "inf")[0][1] > 1e308
+    assert len([key for key in page.data.metrics if key.startswith("strange __")]) == 1
+    assert len(world.series(page, "system/n1/cpu")) == 3
+    assert next(value for name, value in page.data.tags.items() if name.startswith("bad key_")).startswith("\\0xx")
+
+
+async def test_nonsense_holds_up_nobody(world: World) -> None:
+    ghost = world.story("ghost")
+    await ghost.completed(1)
+    story = world.story()
+    await story.accepted()
+    await story.placed(1)
+    await story.progress(1, range(2**63, 2**63 + 1))
+    await story.progress(7, range(1, 3))
+    await story.progress(1, range(1, 3))
+    await story.completed(1)
+    await world.settled()
+    (page,) = world.pages()
+    assert [step for step, _ in world.series(page)] == [1, 2]
+    assert world.pages("ghost") == []
+    assert (await world.bus.js.stream_info("DEAD_LETTERS")).state.messages == 1
+
+
+async def test_an_evaluation_is_nested_in_the_run_it_measures(world: World) -> None:
+    story = world.story()
+    await story.accepted()
+    target = {"run_id": "r1", "checkpoint_uri": "s3://models/m.json"}
+    child = world.story("e1", task_spec(kind="evaluate", evaluate=target, training=None, experiment="other"))
+    await child.accepted()
+    await child.placed(1)
+    await child.completed(1, metrics={"accuracy": 0.5})
+    await world.settled()
+    (page,), (nested,) = world.pages("r1"), world.pages("e1")
+    assert nested.data.tags["mlflow.parentRunId"] == page.info.run_id
+    assert nested.data.metrics == {"accuracy": 0.5}
+
+
+def promoted(version: int, run_id: str, **more: Any) -> ModelPromoted:
+    uri = f"s3://models/{run_id}/step_1.json"
+    return ModelPromoted(model="m", version=version, run_id=run_id, checkpoint_uri=uri, **more)
+
+
+async def test_the_champion_alias_never_runs_backwards(world: World) -> None:
+    story = world.story()
+    await story.accepted()
+    await story.publish(promoted(1, "r1"))
+    await story.publish(promoted(2, "r2"))
+    await world.settled()
+    assert world.client.get_model_version_by_alias("m", "champion").version == 2
+    await story.again()
+    await world.settled()
+    assert world.client.get_model_version_by_alias("m", "champion").version == 2
+    await story.publish(promoted(3, "r1", rollback=True))
+    await world.settled()
+    champion = world.client.get_model_version_by_alias("m", "champion")
+    assert (champion.version, champion.run_id) == (1, world.pages()[0].info.run_id)
+    assert len(world.client.search_model_versions("name = 'm'")) == 2
+
+
+async def test_the_same_points_twice_are_one_row(world: World) -> None:
+    story = world.story()
+    await story.accepted()
+    await world.settled()
+    (page,) = world.pages()
+    batch = [Point("k", value, 1000, 1) for value in (1.0, math.nan, math.inf)]
+    for _ in range(2):
+        await asyncio.to_thread(world.store.log_points, page.info.run_id, batch)
+    assert len(world.series(page, "k")) == 3
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "a/../../b.png", "/abs.txt"])
+async def test_artifacts_stay_in_their_folder(name: str) -> None:
+    from services.tracking.core.describe import file_path
+
+    folder, file = file_path(name, "evaluation")
+    assert folder.startswith("evaluation")
+    assert ".." not in f"{folder}/{file}".split("/")

@@ -1,0 +1,191 @@
+"""Each format with planted faults, on a real S3; and that timing never shows in the result."""
+
+from __future__ import annotations
+
+import io
+import json
+import uuid
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from contracts.events.train import DataSource, Split
+from services.ingestion import ingest as ingest_module
+from services.ingestion import packs
+from services.kit.bus import Poison
+from services.kit.objects import Objects
+from services.kit.reader import Changed, Pinned, Reader
+from services.kit.settings import Settings
+from tests.ingestion.conftest import Ingesting
+from tests.support_data import digits_lake, fill, image_bytes
+
+
+@pytest.fixture
+def lake(s3_settings: Settings) -> str:
+    return f"s3://{s3_settings.bucket_lake}"
+
+
+async def lines(objects: Objects, uri: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (await objects.get(uri)).splitlines()]
+
+
+async def test_images_by_folder(ingest: Ingesting, objects: Objects, lake: str) -> None:
+    files = digits_lake(40)
+    faults = {
+        "0/cut.png": image_bytes(1, size=64)[:90],
+        "1/lies.png": image_bytes(2, "JPEG"),
+        "1/empty.png": b"",
+        "2/readme.txt": b"hello",
+        "top.png": image_bytes(3),
+        "0/scan_0000.jpg": image_bytes(4, "JPEG"),
+        "1/.hidden": b"ignored",
+    }
+    await fill(objects, f"{lake}/digits", {**files, **faults})
+    await fill(objects, f"{lake}/digits2", {"9/other.png": image_bytes(9)})
+    found = await ingest(DataSource(source=f"{lake}/digits", format="images"))
+
+    assert found.outcome.accepted == 40
+    assert found.outcome.classes == ("0", "1", "2")
+    codes = {fault.code: fault.count for fault in found.outcome.quarantined}
+    # Of two files that differ in the extension alone the first in the order of keys is kept.
+    expected = ("truncated", "wrong_extension", "empty", "unknown_extension", "no_label", "duplicate_key")
+    assert codes == dict.fromkeys(expected, 1)
+    quarantine = await lines(objects, found.quarantine_uri)
+    assert {entry["code"] for entry in quarantine} == set(codes)
+    assert all(entry["uri"].startswith(f"{lake}/digits/") and entry["etag"] for entry in quarantine)
+    index = await lines(objects, found.index_uri)
+    assert [record["key"] for record in index] == sorted(record["key"] for record in index)
+    pack = await objects.get(f"{found.folder_uri}/pack-00000")
+    for record in index:
+        content = pack[record["pack_offset"] : record["pack_offset"] + record["size"]]
+        assert content == await objects.get(record["uri"])
+
+
+async def test_images_by_labels_csv(ingest: Ingesting, objects: Objects, lake: str) -> None:
+    rows = ["file,label", *(f"{i}.png,{'even' if i % 2 == 0 else 'odd'}" for i in range(8))]
+    rows += ["gone.png,odd", "0.png,even", "1.png,even"]
+    files = {f"{i}.png": image_bytes(i) for i in range(9)}
+    await fill(objects, f"{lake}/flat", {**files, "labels.csv": "\r\n".join(rows).encode()})
+    found = await ingest(DataSource(source=f"{lake}/flat/", format="images"))
+    labels = {record["key"]: record["label"] for record in await lines(objects, found.index_uri)}
+    assert labels == {str(i): "even" if i % 2 == 0 else "odd" for i in range(8) if i != 1}
+    # 1.png is labelled twice, differently; 8.png not at all.
+    codes = {fault.code: fault.count for fault in found.outcome.quarantined}
+    assert codes == {"missing_file": 1, "duplicate_label": 2, "no_label": 2}
+
+
+async def test_jsonl(ingest: Ingesting, objects: Objects, lake: str) -> None:
+    rows = [json.dumps({"n": i, "y": "ab"[i % 2]}).encode() for i in range(50)]
+    rows[7:7] = [b"{broken", b"", b'{"n": NaN, "y": "a"}']
+    await fill(objects, f"{lake}/rows", {"one.jsonl": b"\n".join(rows), "two.ndjson": b'{"n":-1,"y":"c"}\r\n'})
+    found = await ingest(DataSource(source=f"{lake}/rows", format="jsonl", label_field="y"))
+    assert (found.outcome.accepted, found.outcome.classes) == (51, ("a", "b", "c"))
+    quarantine = await lines(objects, found.quarantine_uri)
+    assert [entry["code"] for entry in quarantine] == ["invalid_json", "nan"]
+    source = b"\n".join(rows)
+    assert source[quarantine[0]["offset"] :].startswith(b"{broken")
+
+
+def parquet(columns: dict[str, list[Any]]) -> bytes:
+    sink = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns), sink, row_group_size=10)
+    return sink.getvalue()
+
+
+async def test_parquet(ingest: Ingesting, objects: Objects, lake: str) -> None:
+    sound = parquet({"x": [float(i) for i in range(30)], "y": list(range(30))})
+    files = {
+        "a.parquet": sound,
+        "b.parquet": parquet({"x": [float("nan"), 1.0], "y": [1, None]}),
+        "c.parquet": sound[:-20],
+        "d.parquet": parquet({"x": ["text"], "y": [1]}),
+    }
+    await fill(objects, f"{lake}/table", files)
+    found = await ingest(DataSource(source=f"{lake}/table", format="parquet", label_field="y"))
+    assert found.outcome.accepted == 30
+    assert found.outcome.broken_objects == 2
+    codes = {fault.code: fault.count for fault in found.outcome.quarantined}
+    assert codes == {"nan": 1, "missing_label": 1, "broken_parquet": 1, "schema_drift": 1}
+
+
+async def test_text_is_cut_into_whole_windows(ingest: Ingesting, objects: Objects, lake: str) -> None:
+    await fill(objects, f"{lake}/text", {"a.py": bytes(range(256)) * 2, "a.txt": b"short", "empty.py": b""})
+    found = await ingest(DataSource(source=f"{lake}/text", format="text", window_bytes=100))
+    assert (found.outcome.accepted, found.outcome.size_bytes, found.outcome.broken) == (5, 500, 0)
+    index = await lines(objects, found.index_uri)
+    assert [record["offset"] for record in index] == [0, 100, 200, 300, 400]
+
+
+async def test_timing_never_shows_in_the_result(
+    ingest: Ingesting, objects: Objects, lake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Concurrency 1 and 8, an ordered and a shuffled listing: the same bytes."""
+    monkeypatch.setattr(ingest_module, "BATCH_IMAGES", 7)
+    monkeypatch.setattr(packs, "PACK_BYTES", 2000)
+    await fill(objects, f"{lake}/digits", {**digits_lake(50), "0/broken.png": b"no"})
+    data = DataSource(source=f"{lake}/digits", format="images")
+    results = []
+    for concurrency, shuffled in ((1, False), (8, True)):
+        found = await ingest(data, concurrency=concurrency, shuffled=shuffled, bucket=f"out-{uuid.uuid4().hex[:8]}")
+        assert not found.reused
+        names = ("index.jsonl", "quarantine.jsonl", "done.json", "pack-00000", "pack-00001")
+        results.append([await objects.get(f"{found.folder_uri}/{name}") for name in names])
+    assert results[0] == results[1]
+
+
+async def test_the_same_input_is_not_read_again(ingest: Ingesting, objects: Objects, lake: str) -> None:
+    class NoReads:
+        async def read(self, _: Pinned) -> bytes:
+            raise AssertionError("an object was read again")
+
+    await fill(objects, f"{lake}/digits", digits_lake(12))
+    data = DataSource(source=f"{lake}/digits", format="images")
+    first = await ingest(data)
+    again = await ingest(data, reader=NoReads())
+    assert (first.reused, again.reused) == (False, True)
+    assert (again.outcome, again.index_uri) == (first.outcome, first.index_uri)
+    other = await ingest(data.model_copy(update={"split": Split(seed=5)}))
+    assert not other.reused
+
+
+async def test_growing_data_keeps_every_split(ingest: Ingesting, objects: Objects, lake: str) -> None:
+    files = digits_lake(40)
+    data = DataSource(source=f"{lake}/digits", format="images")
+    await fill(objects, f"{lake}/digits", dict(list(files.items())[:25]))
+    before = {r["key"]: r["split"] for r in await lines(objects, (await ingest(data)).index_uri)}
+    await fill(objects, f"{lake}/digits", dict(list(files.items())[25:]))
+    after = {r["key"]: r["split"] for r in await lines(objects, (await ingest(data)).index_uri)}
+    assert len(after) == 40
+    assert before.items() <= after.items()
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [("s3://no-such-bucket-here/digits", "no bucket 'no-such-bucket-here'"), ("{lake}/nothing/here", "no object under")],
+)
+async def test_a_source_that_is_not_there(ingest: Ingesting, objects: Objects, lake: str, path: str, says: str) -> None:
+    with pytest.raises(Poison, match=says):
+        await ingest(DataSource(source=path.format(lake=lake), format="images"))
+
+
+async def test_one_file_can_be_the_source(ingest: Ingesting, objects: Objects, lake: str) -> None:
+    await fill(objects, lake, {"deep/rows.jsonl": b'{"a":1}\n{"a":2}\n'})
+    found = await ingest(DataSource(source=f"{lake}/deep/rows.jsonl", format="jsonl"))
+    assert found.outcome.accepted == 2
+
+
+async def test_an_object_that_changes_while_it_is_read(
+    ingest: Ingesting, objects: Objects, reader: Reader, lake: str
+) -> None:
+    class Meddling:
+        """Overwrites each object just before it is read."""
+
+        async def read(self, info: Pinned) -> bytes:
+            await objects.put(info.uri, image_bytes(99))
+            return await reader.read(info)
+
+    await fill(objects, f"{lake}/digits", digits_lake(5))
+    with pytest.raises(Changed, match="listed with"):
+        await ingest(DataSource(source=f"{lake}/digits", format="images"), reader=Meddling())

@@ -26,14 +26,18 @@ for _name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 
 import safetensors.torch  # noqa: E402
+
+# The first optimizer that is made imports torch._dynamo, which takes longer than all the rest.
+import torch._dynamo  # noqa: E402
 import torch.distributed  # noqa: E402
 import torch.nn.parallel  # noqa: E402
+import torch.profiler  # noqa: E402
 
 from trainbus import exits, rank  # noqa: E402
 
 #: How long to stay without a connection and without children.
 IDLE_S = 60.0
-WARMED = (safetensors.torch, torch.distributed, torch.nn.parallel)
+WARMED = (safetensors.torch, torch._dynamo, torch.distributed, torch.nn.parallel, torch.profiler)
 
 
 class Connection:
@@ -211,6 +215,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--socket", type=Path, required=True)
     arguments = parser.parse_args()
+    with contextlib.suppress(ImportError):
+        import PIL.PngImagePlugin  # noqa: F401  (most image tasks want it; it is no fault if it is not there)
     # What is imported stays shared with the children for longer if the collector leaves it alone.
     gc.collect()
     gc.freeze()

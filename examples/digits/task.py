@@ -39,9 +39,7 @@ class Net(nn.Module):
 class Digits(Task):
     """Classify digits. ``params``: lr, width, dropout, weight_decay."""
 
-    def __init__(
-        self, lr: float = 3e-3, width: int = 16, dropout: float = 0.1, weight_decay: float = 1e-2
-    ) -> None:
+    def __init__(self, lr: float = 3e-3, width: int = 16, dropout: float = 0.1, weight_decay: float = 1e-2) -> None:
         self.lr, self.width, self.dropout, self.weight_decay = lr, width, dropout, weight_decay
 
     def model(self) -> nn.Module:

@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).parents[2]
 Samples = Iterable[tuple[str, dict[str, bytes]]]
 
 #: A task small enough to run in milliseconds: a linear model on eight floats and their class.
-LINEAR_TASK = '''
+LINEAR_TASK = """
 import numpy as np
 import torch
 from torch import nn
@@ -59,11 +59,16 @@ class Linear(Task):
 
     def predict(self, model, batch):
         return model(batch[0]).argmax(1), batch[1]
-'''
+"""
 
 
 def write_dataset(
-    folder: Path, splits: Mapping[str, Samples], *, format: str = "images", classes: Iterable[str] = (), per_shard: int = 50
+    folder: Path,
+    splits: Mapping[str, Samples],
+    *,
+    format: str = "images",
+    classes: Iterable[str] = (),
+    per_shard: int = 50,
 ) -> str:
     """Write shards, indexes and manifest; return the dataset's id."""
     manifest: dict[str, Any] = {

@@ -208,17 +208,18 @@ def load_model(folder: Path, model: nn.Module) -> None:
     check_safe(folder)
     saved = load_tensors(folder / MODEL)
     wanted = model.state_dict()
-    for name in wanted:
+    for name, present in wanted.items():
         if name not in saved:
             raise StateMismatch(f"the model has {name!r}, which the checkpoint lacks: was the task changed?")
-    for name, tensor in saved.items():
-        if name not in wanted:
-            raise StateMismatch(f"the checkpoint has {name!r}, which the model lacks: was the task changed?")
-        if tensor.shape != wanted[name].shape or tensor.dtype != wanted[name].dtype:
+        tensor = saved[name]
+        if tensor.shape != present.shape or tensor.dtype != present.dtype:
             raise StateMismatch(
                 f"{name!r} is {tuple(tensor.shape)} {tensor.dtype} in the checkpoint but "
-                f"{tuple(wanted[name].shape)} {wanted[name].dtype} in the model: do the params differ?"
+                f"{tuple(present.shape)} {present.dtype} in the model: do the params differ?"
             )
+    for name in saved:
+        if name not in wanted:
+            raise StateMismatch(f"the checkpoint has {name!r}, which the model lacks: was the task changed?")
     with torch.no_grad():
         model.load_state_dict(saved)
 

@@ -1,0 +1,352 @@
+"""Real rank processes over gloo, with a fake agent on the socket."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contracts.ranks import CheckpointLine, EndedLine, MetricsLine, ResultLine, StartedLine
+from tests.trainbus.support import (
+    LINEAR_TASK,
+    REPOSITORY,
+    FakeAgent,
+    journal,
+    keys_by_step,
+    linear_dataset,
+    rank_env,
+    request,
+    start_rank,
+    write_launch,
+    write_task,
+)
+from trainbus.cli.embedded.servers import free_ports
+from trainbus.data.dataset import Dataset
+from trainbus.exits import EXIT_ORPHANED
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Warm:
+    """A warm process and a client of it: ranks start in milliseconds instead of seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "warm.sock"
+        env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "trainbus.warm", "--socket", str(self.path)], env=env, start_new_session=True
+        )
+        deadline = time.monotonic() + 60
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        while True:
+            try:
+                self.socket.connect(str(self.path))
+                break
+            except OSError:
+                assert time.monotonic() < deadline, "the warm process does not listen"
+                time.sleep(0.05)
+        self.socket.settimeout(90)
+        self.lines = self.socket.makefile("rb")
+        self.ended: dict[int, int] = {}
+
+    def ask(self, **message: Any) -> dict[str, Any]:
+        self.socket.sendall(json.dumps(message).encode() + b"\n")
+        while True:
+            answer: dict[str, Any] = json.loads(self.lines.readline())
+            if answer["op"] != "exited":
+                return answer
+            self.ended[answer["pid"]] = answer["code"]
+
+    def fork(self, env: dict[str, str], folder: Path, rank: int) -> int:
+        answer = self.ask(
+            op="fork",
+            id=str(rank),
+            env=env,
+            cwd=str(folder),
+            log=str(folder / f"rank_{rank}.log"),
+            exit_file=str(folder / f"rank_{rank}.exit"),
+        )
+        assert answer["op"] == "forked", answer
+        return int(answer["pid"])
+
+    def wait(self, pid: int) -> int:
+        while pid not in self.ended:
+            answer = json.loads(self.lines.readline())
+            if answer["op"] == "exited":
+                self.ended[answer["pid"]] = answer["code"]
+        return self.ended[pid]
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
+    made = Warm(tmp_path_factory.mktemp("warm"))
+    yield made
+    made.process.terminate()
+    assert made.process.wait(10) == 0
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Dataset:
+    return linear_dataset(tmp_path / "data")
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    return write_task(tmp_path / "code")
+
+
+class Gang:
+    """The ranks of one generation, forked from the warm process."""
+
+    def __init__(self, warm: Warm, folder: Path, launch: Path, world_size: int, **env: str) -> None:
+        port = free_ports(1)[0]
+        self.warm, self.folder = warm, folder
+        self.pids = [
+            warm.fork(rank_env(launch, rank, world_size, port, **env), folder, rank) for rank in range(world_size)
+        ]
+
+    def wait(self) -> list[int]:
+        return [self.warm.wait(pid) for pid in self.pids]
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob("rank_*.log")))
+
+
+def ended(folder: Path, rank: int = 0) -> EndedLine:
+    line = journal(folder, rank)[-1]
+    assert isinstance(line, EndedLine)
+    return line
+
+
+def final_model(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    lines = [line for line in journal(folder) if isinstance(line, CheckpointLine)]
+    return dict(load_file(Path(lines[-1].folder) / "model.safetensors"))
+
+
+def test_three_ranks_train_what_one_trains(warm: Warm, dataset: Dataset, code: Path, tmp_path: Path) -> None:
+    """The same samples in the same order, and weights that differ by rounding alone; batch 16 over 3 is uneven."""
+    import torch
+
+    models = {}
+    for world_size in (1, 3):
+        folder = tmp_path / f"w{world_size}"
+        spec = request(training={"epochs": 2, "accumulate": 2, "clip_norm": 0.5}, params={"adam": False})
+        launch = write_launch(folder, spec, dataset, code, world_size=world_size)
+        gang = Gang(warm, folder, launch, world_size, TRAINBUS_RECORD_SAMPLES="1")
+        assert gang.wait() == [0] * world_size, gang.logs()
+        models[world_size] = final_model(folder)
+    assert keys_by_step(tmp_path / "w1", 1) == keys_by_step(tmp_path / "w3", 3)
+    for name, tensor in models[1].items():
+        torch.testing.assert_close(models[3][name], tensor, rtol=1e-4, atol=1e-6)
+
+    lines = journal(tmp_path / "w3")
+    kinds = [type(line) for line in lines]
+    assert kinds[0] is StartedLine
+    assert kinds[-2:] == [ResultLine, EndedLine]
+    train = [line for line in lines if isinstance(line, MetricsLine) and "train/loss" in line.values]
+    assert [line.step for line in train] == list(range(1, 14))
+    assert train[-1].total_steps == 13
+    assert train[-1].samples_consumed == 200
+    assert {"train/lr", "train/grad_norm", "train/samples_per_s"} <= set(train[0].values)
+    # Every rank says it was there; rank 0 alone speaks for all.
+    assert not [line for line in journal(tmp_path / "w3", 2) if isinstance(line, MetricsLine)]
+    assert [line.step for line in journal(tmp_path / "w3", 2) if isinstance(line, CheckpointLine)] == [7, 13]
+    one, three = (journal(tmp_path / name)[-2] for name in ("w1", "w3"))
+    assert isinstance(one, ResultLine)
+    assert isinstance(three, ResultLine)
+    assert three.metrics["validation/loss"] == pytest.approx(one.metrics["validation/loss"], rel=1e-4)
+
+
+def test_ranks_without_samples_take_part(warm: Warm, dataset: Dataset, code: Path, tmp_path: Path) -> None:
+    """A global batch of two over three ranks: one has nothing to do in each step, and nothing hangs."""
+    folder = tmp_path / "g1"
+    launch = write_launch(folder, request(training={"max_steps": 5, "epochs": None, "global_batch": 2}), dataset, code)
+    gang = Gang(warm, folder, launch, 3, TRAINBUS_RECORD_SAMPLES="1")
+    assert gang.wait() == [0, 0, 0], gang.logs()
+    assert [len(keys) for keys in keys_by_step(folder, 3).values()] == [2] * 5
+
+
+def test_a_stop_told_to_one_rank_stops_both_after_the_same_step(
+    warm: Warm, dataset: Dataset, code: Path, tmp_path: Path
+) -> None:
+    """And the resumed run goes on with exactly the samples that are left, at another world size."""
+    folder, second = tmp_path / "g1", tmp_path / "g2"
+    # Endless until it is stopped: the test decides when, by what it has seen.
+    spec = request(training={"epochs": 200, "checkpoint_every_steps": 50})
+    agents = [FakeAgent(tmp_path / f"agent{rank}.sock") for rank in range(2)]
+    port = free_ports(1)[0]
+    pids = []
+    for rank, agent in enumerate(agents):  # two nodes: each rank has its own agent
+        launch = write_launch(folder, spec, dataset, code, world_size=2, socket_path=agent.path)
+        launch = launch.rename(folder / f"launch_{rank}.json")
+        pids.append(warm.fork(rank_env(launch, rank, 2, port, TRAINBUS_RECORD_SAMPLES="1"), folder, rank))
+    agents[1].wait_for_hellos(1)
+    with agents[0].changed:  # the doorbell after "started" and after the first checkpoint
+        assert agents[0].changed.wait_for(lambda: agents[0].rings >= 2, 60)
+    agents[1].say({"kind": "stop", "grace_s": 30, "reason": "preempted"})
+    assert [warm.wait(pid) for pid in pids] == [75, 75]
+    assert [(folder / f"rank_{rank}.exit").read_text().strip() for rank in range(2)] == ["75", "75"]
+    ends = [ended(folder, rank) for rank in range(2)]
+    assert ends[0].outcome == ends[1].outcome == "stopped"
+    assert ends[0].step == ends[1].step
+    checkpoints = [line for line in journal(folder) if isinstance(line, CheckpointLine)]
+    assert checkpoints[-1].final
+    assert checkpoints[-1].step == ends[0].step
+    assert len({line.step for line in checkpoints}) == len(checkpoints)
+
+    trained = keys_by_step(folder, 2)
+    assert list(trained) == list(range(1, ends[0].step + 1))
+    more = ends[0].step + 7
+    spec = request(training={"epochs": None, "max_steps": more})
+    launch = write_launch(second, spec, dataset, code, resume_folder=Path(checkpoints[-1].folder))
+    gang = Gang(warm, second, launch, 1, TRAINBUS_RECORD_SAMPLES="1")
+    assert gang.wait() == [0], gang.logs()
+    seen = [key for keys in (*trained.values(), *keys_by_step(second, 1).values()) for key in keys]
+    for epoch in range(len(seen) // 100):
+        assert len(set(seen[epoch * 100 : epoch * 100 + 100])) == 100
+    for agent in agents:
+        agent.close()
+
+
+def test_a_rank_without_an_agent_ends_itself(warm: Warm, dataset: Dataset, code: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "g1"
+    launch = write_launch(folder, request(training={"epochs": 100_000}), dataset, code, orphan_timeout_s=0.5)
+    gang = Gang(warm, folder, launch, 1)
+    assert gang.wait() == [EXIT_ORPHANED]
+    assert (folder / "rank_0.exit").read_text().strip() == str(EXIT_ORPHANED)
+    assert "no agent" in ended(folder).error
+
+
+def test_a_stop_without_a_checkpoint_ends_at_once(warm: Warm, dataset: Dataset, code: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "g1"
+    agent = FakeAgent(tmp_path / "agent.sock")
+    launch = write_launch(folder, request(training={"epochs": 100_000}), dataset, code, socket_path=agent.path)
+    gang = Gang(warm, folder, launch, 1)
+    agent.wait_for_hellos(1)
+    agent.say({"kind": "stop", "grace_s": 0, "checkpoint": False, "reason": "cancelled"})
+    assert gang.wait() == [75]
+    assert ended(folder).outcome == "stopped"
+    agent.close()
+
+
+def test_a_killed_rank_leaves_its_code_and_its_peer_fails(
+    warm: Warm, dataset: Dataset, code: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "g1"
+    agent = FakeAgent(tmp_path / "agent.sock")
+    spec = request(training={"epochs": 100_000, "checkpoint_every_steps": 5})
+    launch = write_launch(folder, spec, dataset, code, world_size=2, socket_path=agent.path)
+    gang = Gang(warm, folder, launch, 2)
+    with agent.changed:
+        assert agent.changed.wait_for(lambda: agent.rings >= 4, 60)
+    os.kill(gang.pids[1], 9)
+    assert gang.wait() == [1, -9]
+    assert (folder / "rank_1.exit").read_text().strip() == "-9"
+    assert ended(folder).outcome == "failed"
+    agent.close()
+
+
+BAD_TASKS = [
+    ("not there", "x = 1", "gone:Linear", {}, "there is no module 'gone' in the code package (its modules: task)"),
+    ("no class", "x = 1", "task:Linear", {}, "Linear is not there"),
+    ("no task", "class Linear: pass", "task:Linear", {}, "is no subclass of trainbus.Task"),
+    ("needs a package", "import no_such_package", "task:Linear", {}, "needs the module 'no_such_package'"),
+    ("syntax", "def f(:", "task:Linear", {}, "SyntaxError: invalid syntax (task.py, line 1)"),
+    ("exits", "raise SystemExit(3)", "task:Linear", {}, "does not import: SystemExit: 3"),
+    ("methods", "from trainbus import Task\nclass Linear(Task): pass", "task:Linear", {}, "lacks model(), decode()"),
+    ("params", LINEAR_TASK, "task:Linear", {"lrr": 1}, "params do not fit Linear(lr=0.05"),
+    (
+        "loss",
+        LINEAR_TASK.replace("return F.cross_entropy(model(batch[0]), batch[1])", "return model(batch[0])"),
+        "task:Linear",
+        {},
+        "loss() must return a scalar tensor (a mean), not (16, 3)",
+    ),
+    (
+        "decode",
+        LINEAR_TASK.replace('sample["cls"]', 'sample["label"]'),
+        "task:Linear",
+        {},
+        "KeyError: 'label' (task.py, line 26, in decode)",
+    ),
+    (
+        "diverges",
+        LINEAR_TASK.replace("return F.cross_entropy(model", "return float('nan') * F.cross_entropy(model"),
+        "task:Linear",
+        {},
+        "train/loss is nan at step 1: lower the learning rate",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "params", "says"), [case[1:] for case in BAD_TASKS], ids=[case[0] for case in BAD_TASKS]
+)
+def test_a_bad_task_fails_and_says_what_to_change(
+    warm: Warm, dataset: Dataset, tmp_path: Path, source: str, name: str, params: dict[str, Any], says: str
+) -> None:
+    code, folder = write_task(tmp_path / "bad", source), tmp_path / "g1"
+    launch = write_launch(folder, request(task=name, params=params), dataset, code)
+    assert Gang(warm, folder, launch, 1).wait() == [1]
+    line = ended(folder)
+    assert line.outcome == "failed"
+    assert says in line.error
+
+
+def test_evaluation_is_exact_over_ranks_and_keeps_the_predictions(
+    warm: Warm, dataset: Dataset, code: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "train"
+    launch = write_launch(folder, request(training={"epochs": 3}), dataset, code)
+    assert Gang(warm, folder, launch, 1).wait() == [0]
+    checkpoint = next(line for line in reversed(journal(folder)) if isinstance(line, CheckpointLine))
+    results = []
+    for world_size in (1, 2):
+        folder = tmp_path / f"evaluate{world_size}"
+        spec = request(
+            kind="evaluate",
+            evaluate={"run_id": "rtest", "checkpoint_uri": "s3://models/x/rtest/checkpoints/step_1.json"},
+        )
+        launch = write_launch(folder, spec, dataset, code, world_size=world_size, resume_folder=Path(checkpoint.folder))
+        gang = Gang(warm, folder, launch, world_size)
+        assert gang.wait() == [0] * world_size, gang.logs()
+        result = journal(folder)[-2]
+        assert isinstance(result, ResultLine)
+        results.append(result)
+        predictions = json.loads((folder / result.artifacts[0]).read_text())
+        right = sum(predictions["confusion"][label][label] for label in range(3))
+        assert result.metrics["test/accuracy"] == pytest.approx(right / 17)
+        assert len(predictions["samples"]) == 17
+        assert predictions["classes"] == ["a", "b", "c"]
+    assert results[0].metrics == pytest.approx(results[1].metrics)
+
+
+def test_a_cold_rank_runs_too_and_sigterm_stops_it(dataset: Dataset, code: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "g1"
+    agent = FakeAgent(tmp_path / "agent.sock")
+    launch = write_launch(folder, request(training={"epochs": 100_000}), dataset, code, socket_path=agent.path)
+    process = start_rank(rank_env(launch, 0, 1, 0), folder / "rank_0.log")
+    with agent.changed:
+        assert agent.changed.wait_for(lambda: agent.rings >= 1, 60)
+    process.terminate()
+    assert process.wait(30) == 75
+    assert [line.final for line in journal(folder) if isinstance(line, CheckpointLine)][-1]
+    agent.close()
+
+
+def test_warm_answers_ping_and_explains_bad_requests(warm: Warm, tmp_path: Path) -> None:
+    assert warm.ask(op="ping") == {"op": "pong", "pid": warm.process.pid}
+    assert "no op 'dance'" in warm.ask(op="dance")["error"]
+    assert "KeyError" in warm.ask(op="fork", id="x")["error"]
+    answer = warm.ask(op="fork", id="y", env={}, cwd=str(tmp_path / "no"), log=str(tmp_path / "l"), exit_file="e")
+    assert "NotADirectoryError" in answer["error"]

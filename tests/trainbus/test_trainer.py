@@ -1,0 +1,277 @@
+"""The loop in one process: resume, checkpoints, early stopping, exact metrics."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import trainbus
+from contracts.events.train import Training
+from contracts.ranks import CheckpointLine, MetricsLine
+from tests.trainbus.support import LINEAR_TASK, REPOSITORY, digits_dataset, journal, linear_dataset, text_dataset
+from trainbus.agent_link import Control
+from trainbus.data.dataset import Dataset
+from trainbus.task import Task, load_task
+from trainbus.trainer import checkpoint
+from trainbus.trainer.checkpoint import CheckpointError
+from trainbus.trainer.measure import measure
+from trainbus.trainer.optimizer_state import StateMismatch
+from trainbus.trainer.trainer import Outcome, Trainer
+from trainbus.trainer.world import World, limit_threads
+
+namespace: dict[str, Any] = {}
+exec(LINEAR_TASK, namespace)  # noqa: S102  (the same source that the rank processes import)
+Linear = namespace["Linear"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    limit_threads({})
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Dataset:
+    return linear_dataset(tmp_path / "data")
+
+
+def train(folder: Path, dataset: Dataset, task: Task | None = None, **options: Any) -> tuple[Trainer, Outcome]:
+    control, resume = options.pop("control", None), options.pop("resume_folder", None)
+    training = Training.model_validate({"epochs": 3, "global_batch": 16, **options})
+    trainer = Trainer(
+        task or Linear(dropout=0.2),
+        dataset,
+        training,
+        folder=folder,
+        control=control,
+        resume_folder=resume,
+        about=about,
+    )
+    return trainer, trainer.fit()
+
+
+def digest(folder: Path) -> str:
+    """Hash of everything that training goes on from."""
+    found = hashlib.sha256()
+    for name in (checkpoint.MODEL, checkpoint.OPTIMIZER, checkpoint.STATE):
+        found.update((folder / name).read_bytes())
+    return found.hexdigest()
+
+
+def checkpoints(folder: Path) -> list[CheckpointLine]:
+    return [line for line in journal(folder) if isinstance(line, CheckpointLine)]
+
+
+def losses(folder: Path) -> dict[int, float]:
+    lines = [line for line in journal(folder) if isinstance(line, MetricsLine)]
+    return {line.step: line.values["train/loss"] for line in lines if "train/loss" in line.values}
+
+
+class StopAfter(Control):
+    """A control that asks for a stop once so many steps have posted their flags."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.left = steps
+
+    @property
+    def stop_requested(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+@pytest.mark.parametrize("stop_after", [0, 1, 5, 10])
+def test_a_stopped_and_resumed_run_is_the_uninterrupted_one_bit_for_bit(
+    dataset: Dataset, tmp_path: Path, stop_after: int
+) -> None:
+    """Dropout, AdamW, a schedule and a batch that crosses epoch ends: all of it continues."""
+    _, whole = train(tmp_path / "whole", dataset)
+    _, first = train(tmp_path / "g1", dataset, control=StopAfter(stop_after))
+    assert first.outcome == "stopped"
+    assert first.step == stop_after + 2  # said at one step, heard at the next
+    last = checkpoints(tmp_path / "g1")[-1]
+    assert (last.step, last.final) == (first.step, True)
+    _, second = train(tmp_path / "g2", dataset, resume_folder=Path(last.folder))
+    assert second.outcome == "succeeded"
+    assert second.metrics == whole.metrics
+    assert digest(Path(checkpoints(tmp_path / "g2")[-1].folder)) == digest(
+        Path(checkpoints(tmp_path / "whole")[-1].folder)
+    )
+    assert losses(tmp_path / "g1") | losses(tmp_path / "g2") == losses(tmp_path / "whole")
+
+
+def test_checkpoints_come_every_so_many_steps_at_the_best_and_at_the_end(dataset: Dataset, tmp_path: Path) -> None:
+    trainer, outcome = train(tmp_path, dataset, checkpoint_every_steps=4, validate_every_steps=6)
+    lines = checkpoints(tmp_path)
+    steps = [line.step for line in lines]
+    assert steps == sorted(set(steps))
+    assert {4, 8, 12, 16, outcome.step} <= set(steps)
+    assert outcome.step == trainer.total_steps == 19
+    assert [line.final for line in lines] == [False] * (len(lines) - 1) + [True]
+    # A checkpoint says what was measured of its own weights, and nothing about others'.
+    assert all(("validation/loss" in line.metrics) == (line.step % 6 == 0 or line.final) for line in lines)
+    measured = [line for line in lines if "validation/loss" in line.metrics]
+    best = min(measured, key=lambda line: line.metrics["validation/loss"])
+    model = Linear().model()
+    checkpoint.load_model(Path(best.folder), model)
+    found = measure(Linear(), model, dataset.split("validation"), World(), "fp32")
+    assert found["loss"] == pytest.approx(best.metrics["validation/loss"])
+    state = json.loads((Path(best.folder) / "state.json").read_text())
+    assert (state["step"], state["samples_consumed"], state["epoch"]) == (best.step, best.samples_consumed, best.epoch)
+    # Readable without trainbus.
+    plain = Linear().model()
+    plain.load_state_dict(load_file(Path(best.folder) / "model.safetensors"))
+
+
+def test_early_stopping_ends_with_a_checkpoint_and_stays_ended(dataset: Dataset, tmp_path: Path) -> None:
+    rules = {"early_stopping": {"patience": 2, "min_delta": 10.0}, "validate_every_steps": 2}
+    _, outcome = train(tmp_path / "g1", dataset, **rules)
+    assert outcome == Outcome("succeeded", 6, 96, outcome.metrics)  # the first counts as a best one
+    last = checkpoints(tmp_path / "g1")[-1]
+    assert last.final
+    _, again = train(tmp_path / "g2", dataset, resume_folder=Path(last.folder), **rules)
+    assert (again.outcome, again.step) == ("succeeded", 6)
+
+
+def test_metrics_are_exact_means_over_samples(dataset: Dataset) -> None:
+    """By scalar means and by values a sample, in batches that do not divide the split."""
+
+    class Both(Linear):  # type: ignore[misc, valid-type]
+        def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+            each = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+            return {"each": each, "mean": each.mean()}
+
+    task = Both()
+    torch.manual_seed(0)
+    model = task.model()
+    split = dataset.split("validation")
+    whole = measure(task, model, split, World(), "fp32", batch_size=1000)
+    parts = measure(task, model, split, World(), "fp32", batch_size=7)
+    assert parts["each"] == pytest.approx(whole["each"], rel=1e-6)
+    assert parts["mean"] == pytest.approx(whole["mean"], rel=1e-6)
+
+
+def test_bf16_trains(dataset: Dataset, tmp_path: Path) -> None:
+    _, fp32 = train(tmp_path / "a", dataset, Linear(), epochs=5)
+    _, bf16 = train(tmp_path / "b", dataset, Linear(), epochs=5, precision="bf16")
+    assert bf16.metrics["validation/loss"] == pytest.approx(fp32.metrics["validation/loss"], rel=0.1)
+    assert bf16.metrics != fp32.metrics
+
+
+def test_a_model_that_does_not_fit_is_refused_by_name(dataset: Dataset, tmp_path: Path) -> None:
+    train(tmp_path / "g1", dataset, max_steps=2)
+    folder = Path(checkpoints(tmp_path / "g1")[-1].folder)
+    model = Linear().model()
+    for other, says in (
+        (Linear(width=8).model(), r"'0.weight' is \(16, 8\).* in the checkpoint but \(8, 8\)"),
+        (nn.Sequential(*model, nn.Linear(3, 3)), r"the model has '4.weight', which the checkpoint lacks"),
+        (model[:3], r"the checkpoint has '3.\w+', which the model lacks"),
+    ):
+        with pytest.raises(StateMismatch, match=says):
+            checkpoint.load_model(folder, other)
+
+
+def test_unsafe_or_torn_checkpoints_are_refused(dataset: Dataset, tmp_path: Path) -> None:
+    train(tmp_path / "g1", dataset, max_steps=2)
+    folder = Path(checkpoints(tmp_path / "g1")[-1].folder)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "model.safetensors",
+        "optimizer.safetensors",
+        "state.json",
+    ]
+    (folder / "extra.pt").write_bytes(b"pickle")
+    with pytest.raises(CheckpointError, match=r"'extra.pt' .* neither safetensors nor JSON"):
+        checkpoint.check_safe(folder)
+    (folder / "extra.pt").unlink()
+    (folder / "link.json").symlink_to("/etc/hostname")
+    with pytest.raises(CheckpointError, match="no plain file"):
+        checkpoint.check_safe(folder)
+    (folder / "link.json").unlink()
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        checkpoint.load_model(folder, Linear().model())
+    (folder / "state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"state.json"):
+        checkpoint.load_progress(folder)
+
+
+def test_a_failed_write_fails_the_run_and_leaves_no_folder(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        save_file(*args, **kwargs)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        train(tmp_path, dataset, max_steps=2)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+    assert checkpoints(tmp_path) == []
+
+
+def test_a_checkpoint_that_is_asked_for_comes_at_the_next_step(dataset: Dataset, tmp_path: Path) -> None:
+    control = Control()
+    control.request_checkpoint()
+    train(tmp_path, dataset, control=control, checkpoint_every_steps=1000, validate_every_steps=1000)
+    assert [line.step for line in checkpoints(tmp_path)] == [2, 19]
+
+
+def test_report_appends_to_the_journal_and_warns_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib
+
+    module = importlib.import_module("trainbus.report")
+    monkeypatch.setattr(module, "_journal_fd", None)
+    monkeypatch.setattr(module, "_warned", False)
+    monkeypatch.delenv("TRAINBUS_LAUNCH", raising=False)
+    with pytest.warns(UserWarning, match="TRAINBUS_LAUNCH is not set"):
+        trainbus.report(step=1, loss=1.0)
+    monkeypatch.setenv("TRAINBUS_LAUNCH", str(tmp_path / "launch.json"))
+    monkeypatch.setenv("RANK", "3")
+    trainbus.report({"validation/loss": 0.5}, step=2, epoch=1, lr=0.1, bad=float("nan"))
+    (line,) = journal(tmp_path, 3)
+    assert isinstance(line, MetricsLine)
+    assert (line.step, line.epoch, line.values) == (2, 1, {"validation/loss": 0.5, "lr": 0.1})
+    os.close(module._journal_fd)
+
+
+def test_importing_trainbus_is_light() -> None:
+    import subprocess
+    import sys
+
+    code = "import trainbus, sys; print([m for m in ('torch', 'numpy', 'pydantic') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_the_digits_example_reaches_97_percent(tmp_path: Path) -> None:
+    dataset = digits_dataset(tmp_path / "data")
+    spec = json.loads((REPOSITORY / "examples/digits/train.json").read_text())
+    task = load_task(spec["task"], spec["params"], REPOSITORY / "examples/digits")
+    task.classes = dataset.classes
+    trainer, outcome = train(tmp_path / "g1", dataset, task, **spec["training"])
+    assert outcome.metrics["validation/accuracy"] > 0.96
+    found = measure(task, trainer.strategy.model, dataset.split("test"), World(), "fp32")
+    assert found["accuracy"] > 0.96
+
+
+def test_the_gpt_example_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import argparse
+    import sys
+
+    monkeypatch.delitem(sys.modules, "task", raising=False)
+    text = Path(argparse.__file__).read_bytes()
+    dataset = text_dataset(tmp_path / "data", text)
+    spec = json.loads((REPOSITORY / "examples/gpt/train.json").read_text())
+    task = load_task(spec["task"], spec["params"], REPOSITORY / "examples/gpt")
+    _, outcome = train(tmp_path / "g1", dataset, task, **{"epochs": None, **spec["training"], "max_steps": 60})
+    assert outcome.metrics["validation/bits_per_byte"] < 4.5
+    assert outcome.metrics["validation/bits_per_byte"] == pytest.approx(outcome.metrics["validation/loss"] / 0.6931472)

@@ -132,8 +132,10 @@ class Evaluator:
                 await self._report(step, candidate)
             case Conclude(fact, sequence):
                 expect = None if sequence is None else Expect(sequence, step.fence)
-                await self._bus.publish(fact, candidate.completed, expect=expect)
-                if label := SETTLED.get(type(fact), ""):
+                ack = await self._bus.publish(fact, candidate.completed, expect=expect)
+                # A rival's promotion to the same version has the same id as ours: then ours is not stored, and
+                # the facts, read again, lead to another decision.
+                if (label := SETTLED.get(type(fact), "")) and not ack.duplicate:
                     metrics.DECIDED.labels(label).inc()
                 reason = fact.reason
                 log.info("concluded", run_id=candidate.run_id, fact=fact.fact, model=fact.model, reason=reason)
@@ -252,9 +254,10 @@ class Evaluator:
                     break
                 fence = Expect(champion.sequence if champion else 0)
                 with suppress(Conflict):
-                    await self._bus.publish(fact, received.envelope, expect=fence)
-                    metrics.DECIDED.labels("rolled_back" if fact.rollback else "by_request").inc()
-                    log.info("champion changed by request", model=model, run_id=fact.run_id, rollback=fact.rollback)
+                    ack = await self._bus.publish(fact, received.envelope, expect=fence)
+                    if not ack.duplicate:  # else a rival's promotion has this version
+                        metrics.DECIDED.labels("rolled_back" if fact.rollback else "by_request").inc()
+                        log.info("champion changed by request", model=model, run_id=fact.run_id)
             if done is not None and not done.fact.rollback:
                 told = await self._bus.last(subjects.fact("run", done.fact.run_id, RunPromoted.fact))
                 if told is None:

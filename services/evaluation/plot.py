@@ -51,7 +51,9 @@ def _metrics(figure: Figure | SubFigure, comparison: Comparison, shown: list[tup
         return
     top = 1 - 1.0 / height
     axes = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
-    figure.subplots_adjust(left=0.17, right=0.9, top=top, bottom=0.12, hspace=1.15)
+    # Beside a tall matrix few panels would grow fat: the rest stays empty.
+    bottom = max(0.5 / height, top - 1.4 * len(shown) / height)
+    figure.subplots_adjust(left=0.17, right=0.95, top=top, bottom=bottom, hspace=1.15)
     for panel, (name, candidate, champion_value) in zip(axes, shown, strict=True):
         _bars(panel, name, candidate, champion_value, comparison)
 
@@ -81,15 +83,14 @@ def _bars(axes: Axes, name: str, candidate: float, champion: float | None, compa
             fontsize=9,
             color=INK,
         )
-    title = f"{name}  ({'higher' if wanted.mode == 'max' else 'lower'} is better, decides)" if decides else name
-    axes.set_title(title, loc="left", fontsize=9.5, fontweight="bold" if decides else "normal", color=INK, pad=5)
+    better = f", {'higher' if wanted.mode == 'max' else 'lower'} is better" if decides else ""
+    axes.set_title(
+        name + better, loc="left", fontsize=9.5, fontweight="bold" if decides else "normal", color=INK, pad=5
+    )
     axes.set_yticks(range(len(values)), labels, fontsize=9, color=INK)
     if threshold is not None:
         axes.axvline(threshold, color=GATE, linewidth=1.4, linestyle=(0, (4, 3)), zorder=3)
-        axes.annotate(
-            f"threshold {threshold:g}", (threshold, 1), (0, 5), xycoords=("data", "axes fraction"),
-            textcoords="offset points", ha="right", fontsize=8, color=GATE,
-        )  # fmt: skip
+        axes.set_title(f"- - threshold {threshold:g}", loc="right", fontsize=8.5, color=GATE, pad=5)
     axes.tick_params(axis="x", labelsize=8, colors=INK, length=0)
     axes.tick_params(axis="y", length=0)
     axes.locator_params(axis="x", nbins=5)

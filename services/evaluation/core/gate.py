@@ -39,7 +39,7 @@ def gate(
 ) -> Verdict:
     """Decide whether the candidate takes the champion's place. ``champion`` is None if there is none.
 
-    With ``min_improvement`` 0 the candidate must be truly better: a tie changes nothing. A negative one
+    With ``min_improvement`` 0 or more the candidate must be truly better: a tie changes nothing. A negative one
     lets through what is worse by no more than that.
     """
     name, sign = wanted.metric, (1 if wanted.mode == "max" else -1)
@@ -64,7 +64,7 @@ def gate(
     slack = _slack(value, best)
     improvement = sign * (value - best)
     compared = f"{name} {_n(value)} against the champion's {_n(best)} ({champion_run_id})"
-    if improvement < wanted.min_improvement - slack or (wanted.min_improvement == 0 and improvement <= slack):
+    if improvement < wanted.min_improvement - slack or (wanted.min_improvement >= 0 and improvement <= slack):
         asked = f"at least {_n(wanted.min_improvement)} better" if wanted.min_improvement else "better"
         return Verdict(False, f"{compared}: not {asked}")
     return Verdict(True, f"{compared}: {'better' if improvement > slack else 'no worse than allowed'}")

@@ -1,0 +1,346 @@
+"""The evaluation service on a real nats-server and a real S3; the test plays scheduler and workers."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from contracts.base import Fact, Request, run_id_for
+from contracts.envelope import Envelope
+from contracts.events.model import ModelPromoted
+from contracts.events.run import (
+    Artifact,
+    CheckpointRef,
+    RunAccepted,
+    RunCancelled,
+    RunCompleted,
+    RunFailed,
+    RunPrepared,
+    RunRejected,
+)
+from contracts.events.train import Evaluation, PromoteRequested, RollbackRequested, TrainRequested
+from services.evaluation.app import Evaluator, build
+from services.kit.bus import Bus, Poison, Received
+from services.kit.objects import Objects
+from services.kit.settings import Settings
+
+SOURCE = "trainbus/evaluation"
+D1, D2 = "1" * 64, "2" * 64
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing in the service catches it."""
+
+
+def evaluation_id(run_id: str) -> str:
+    return run_id_for(SOURCE, f"evaluate/{run_id}")
+
+
+class Rig:
+    """An evaluator on real servers, and what scheduler, sharding and workers would publish."""
+
+    def __init__(self, bus: Bus, objects: Objects, settings: Settings) -> None:
+        self.bus, self.objects, self.settings = bus, objects, settings
+        self.evaluator = self.restarted()
+
+    def restarted(self) -> Evaluator:
+        self.evaluator = Evaluator(self.bus, self.objects, self.settings)
+        return self.evaluator
+
+    def checkpoint(self, run_id: str) -> CheckpointRef:
+        uri = f"s3://{self.settings.bucket_models}/digits/{run_id}/checkpoints/epoch_1/step_00000100.g1.json"
+        return CheckpointRef(uri=uri, step=100, epoch=1, samples_consumed=6400)
+
+    async def publish(self, fact: Fact) -> Received[Any]:
+        await self.bus.publish(fact)
+        return await self.last(fact.subject)
+
+    async def last(self, subject: str) -> Received[Any]:
+        found = await self.bus.last(subject)
+        assert found is not None
+        return found
+
+    async def trained(self, run_id: str, dataset_id: str = D1, **fields: Any) -> Received[Any]:
+        """A training from accepted to completed; its checkpoint is in the store."""
+        gate = fields.pop("evaluation", Evaluation(metric="accuracy", mode="max"))
+        spec = TrainRequested(
+            name="digits", experiment="digits", priority=5, command=["x"], evaluation=gate, model="m", **fields
+        )
+        await self.publish(RunAccepted(run_id=run_id, spec=spec, request_id=run_id, request_source="test"))
+        await self.publish(
+            RunPrepared(run_id=run_id, dataset_id=dataset_id, manifest_uri="s3://datasets/x", train_samples=1)
+        )
+        checkpoint = self.checkpoint(run_id)
+        await self.objects.put(checkpoint.uri, b"{}")
+        return await self.publish(RunCompleted(run_id=run_id, generation=1, checkpoint=checkpoint))
+
+    async def requests(self) -> dict[str, TrainRequested]:
+        """The evaluations asked for, by run id: like the scheduler, which knows a repeated request."""
+        found = await self.bus.history("train.requested", stream="REQUESTS")
+        return {run_id_for(each.envelope.source, each.envelope.id): each.event for each in found}
+
+    async def accept(self, run_id: str) -> None:
+        spec = (await self.requests())[run_id]
+        await self.publish(RunAccepted(run_id=run_id, spec=spec, request_id="x", request_source=SOURCE))
+
+    async def measured(self, run_id: str, accuracy: float, **fields: Any) -> Received[Any]:
+        """The evaluation ``run_id`` is placed and gives ``accuracy``."""
+        await self.accept(run_id)
+        metrics = {"accuracy": accuracy, "loss": 1 - accuracy}
+        return await self.publish(RunCompleted(run_id=run_id, generation=1, metrics=metrics, **fields))
+
+    async def through(self, run_id: str, accuracy: float, **fields: Any) -> None:
+        """The whole way of one training: completed, measured, decided."""
+        await self.evaluator.on_run_ended(await self.trained(run_id, **fields))
+        await self.evaluator.on_run_ended(await self.measured(evaluation_id(run_id), accuracy))
+
+    async def facts(self, subject: str) -> list[Any]:
+        return [received.event for received in await self.bus.history(subject)]
+
+    async def champions(self) -> list[tuple[int, str]]:
+        return [(fact.version, fact.run_id) for fact in await self.facts("model.m.promoted")]
+
+    def ask(self, request: Request, request_id: str) -> Received[Any]:
+        """An operator's request, as it is delivered."""
+        envelope = Envelope(request_id, "test", request.type, self.bus.clock.now())
+        return Received(request, envelope, request.subject)
+
+
+@pytest_asyncio.fixture
+async def rig(make_bus: Callable[..., Any], objects: Objects, s3_settings: Settings) -> Rig:
+    return Rig(await make_bus("evaluation"), objects, s3_settings)
+
+
+async def test_the_running_service_measures_reports_and_promotes(rig: Rig, s3_settings: Settings) -> None:
+    service = build(s3_settings)
+    task = asyncio.create_task(service.run())
+
+    async def until(subject: str) -> Received[Any]:
+        async with asyncio.timeout(15):
+            async for batch in rig.bus.follow("FACTS" if subject != "train.requested" else "REQUESTS", (subject,)):
+                if batch:
+                    return batch[0]
+        raise AssertionError
+
+    try:
+        completed = await rig.trained("ra")
+        request = await until("train.requested")
+        assert request.envelope.id == "evaluate/ra"
+        assert (request.envelope.causation_id, request.envelope.correlation_id) == (
+            completed.envelope.id,
+            completed.envelope.correlation_id or completed.envelope.id,
+        )
+        spec = request.event
+        assert (spec.kind, spec.slots.max, spec.priority, spec.name) == ("evaluate", 1, 15, "evaluate digits")
+        assert (spec.evaluate.run_id, spec.evaluate.split) == ("ra", "test")
+        assert spec.evaluate.checkpoint_uri == spec.resume_from == rig.checkpoint("ra").uri
+        assert spec.data.dataset_id == D1
+        predictions = json.dumps({"labels": [0, 1], "predictions": [0, 1], "classes": ["a", "b"]}).encode()
+        uri = f"s3://{s3_settings.bucket_models}/predictions"
+        await rig.objects.put(uri, predictions)
+        artifact = Artifact(
+            name="predictions.json", uri=uri, sha256=hashlib.sha256(predictions).hexdigest(), size_bytes=1
+        )
+        await rig.measured(evaluation_id("ra"), 0.9, artifacts=(artifact,))
+        promotion = await until("run.ra.promoted")
+        assert promotion.envelope.correlation_id == request.envelope.correlation_id
+    finally:
+        service.stopping.set()
+        await task
+    assert await rig.champions() == [(1, "ra")]
+    [evaluated] = await rig.facts("run.ra.evaluated")
+    assert evaluated.metrics["accuracy"] == 0.9
+    assert [each.name for each in evaluated.report] == ["report.md", "report.html", "comparison.png"]
+    for each in evaluated.report:
+        assert await rig.objects.hash(each.uri) == each.sha256
+        assert each.uri.startswith(f"s3://{s3_settings.bucket_models}/digits/ra/evaluation/")
+
+
+async def test_a_better_one_replaces_the_champion_and_a_worse_one_does_not(rig: Rig) -> None:
+    await rig.through("ra", 0.90)
+    await rig.through("rb", 0.95)
+    await rig.through("rc", 0.93)
+    assert await rig.champions() == [(1, "ra"), (2, "rb")]
+    [refused] = await rig.facts("run.rc.not_promoted")
+    assert refused.reason == "accuracy 0.93 against the champion's 0.95 (rb): not better"
+    [evaluated] = await rig.facts("run.rc.evaluated")
+    assert (evaluated.champion_run_id, evaluated.champion_metrics["accuracy"]) == ("rb", 0.95)
+    assert (await rig.facts("model.m.promoted"))[1].previous_run_id == "ra"
+
+
+async def test_a_kill_before_and_after_each_publish_and_every_event_twice(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.through("ra", 0.9)
+    publish = rig.bus.publish_event
+    kills: list[tuple[str, str]] = []
+
+    async def dying(event: Any, subject: str, envelope: Envelope, **kwargs: Any) -> Any:
+        if (envelope.id, "before") not in kills:
+            kills.append((envelope.id, "before"))
+            raise Killed
+        ack = await publish(event, subject, envelope, **kwargs)
+        if (envelope.id, "after") not in kills:
+            kills.append((envelope.id, "after"))
+            raise Killed
+        return ack
+
+    async def deliver(message: Received[Any]) -> None:
+        monkeypatch.setattr(rig.bus, "publish_event", dying)
+        for _ in range(20):
+            try:
+                await rig.restarted().on_run_ended(message)
+                break
+            except Killed:
+                continue
+        monkeypatch.setattr(rig.bus, "publish_event", publish)
+        await rig.evaluator.on_run_ended(message)
+
+    for run_id, accuracy in (("rb", 0.95), ("rc", 0.91)):
+        await deliver(await rig.trained(run_id))
+        await deliver(await rig.measured(evaluation_id(run_id), accuracy))
+    steps = ["evaluate/rb", "run/rb/evaluated", "model/m/promoted/2", "run/rb/promoted"]
+    steps += ["evaluate/rc", "run/rc/evaluated", "run/rc/not_promoted"]
+    assert kills == [(step, when) for step in steps for when in ("before", "after")]
+    assert set(await rig.requests()) == {evaluation_id(run_id) for run_id in ("ra", "rb", "rc")}
+    assert await rig.champions() == [(1, "ra"), (2, "rb")]
+    told = [received.envelope.id for received in await rig.bus.history("run.rb.*", "run.rc.*")]
+    settled = ["run/rb/evaluated", "run/rb/promoted", "run/rc/evaluated", "run/rc/not_promoted"]
+    assert [event_id for event_id in told if event_id.split("/")[2].endswith(("evaluated", "promoted"))] == settled
+
+
+async def test_two_promotions_at_once_are_decided_one_after_the_other(
+    rig: Rig, make_bus: Callable[..., Any], objects: Objects
+) -> None:
+    other = Rig(await make_bus("evaluation"), objects, rig.settings)
+    for run_id in ("ra", "rb"):
+        await rig.evaluator.on_run_ended(await rig.trained(run_id))
+    ended = [await rig.measured(evaluation_id("ra"), 0.8), await rig.measured(evaluation_id("rb"), 0.9)]
+    await asyncio.gather(rig.evaluator.on_run_ended(ended[0]), other.evaluator.on_run_ended(ended[1]))
+    champions = await rig.champions()
+    assert champions[-1][1] == "rb"
+    assert [version for version, _ in champions] == list(range(1, len(champions) + 1))
+    assert len({run_id for _, run_id in champions}) == len(champions)
+    for run_id in ("ra", "rb"):
+        settled = await rig.facts(f"run.{run_id}.promoted") + await rig.facts(f"run.{run_id}.not_promoted")
+        assert len(settled) == 1
+
+
+async def test_the_champion_changes_between_decision_and_promotion(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    await rig.evaluator.on_run_ended(await rig.trained("ra"))
+    ended = await rig.measured(evaluation_id("ra"), 0.8)
+    publish = rig.bus.publish_event
+
+    async def rival_first(event: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(event, ModelPromoted):
+            monkeypatch.setattr(rig.bus, "publish_event", publish)
+            rival = ModelPromoted(
+                model="m", version=1, run_id="rx", checkpoint_uri=rig.checkpoint("rx").uri, dataset_id=D1,
+                metrics={"accuracy": 0.99},
+            )  # fmt: skip
+            await rig.bus.publish(rival, Envelope("rival", "test", "x", rig.bus.clock.now()))
+            # Its id is that of the version we are about to publish: the server must not take ours for a repetition.
+        return await publish(event, *args, **kwargs)
+
+    monkeypatch.setattr(rig.bus, "publish_event", rival_first)
+    await rig.evaluator.on_run_ended(ended)
+    assert await rig.champions() == [(1, "rx")]
+    [refused] = await rig.facts("run.ra.not_promoted")
+    assert "against the champion's 0.99 (rx)" in refused.reason
+
+
+async def test_a_champion_of_another_dataset_is_measured_on_this_one(rig: Rig) -> None:
+    await rig.through("ra", 0.99)
+    await rig.evaluator.on_run_ended(await rig.trained("rb", dataset_id=D2))
+    champion_id = run_id_for(SOURCE, f"evaluate/ra/{D2}")
+    request = (await rig.requests())[champion_id]
+    assert request.evaluate is not None
+    assert (request.evaluate.run_id, request.evaluate.checkpoint_uri) == ("ra", rig.checkpoint("ra").uri)
+    assert request.data is not None
+    await rig.evaluator.on_run_ended(await rig.measured(evaluation_id("rb"), 0.8))
+    assert await rig.facts("run.rb.evaluated") == [], "it waits for the champion's numbers"
+    await rig.evaluator.on_run_ended(await rig.measured(champion_id, 0.7))
+    assert await rig.champions() == [(1, "ra"), (2, "rb")]
+    [evaluated] = await rig.facts("run.rb.evaluated")
+    assert evaluated.champion_metrics["accuracy"] == 0.7
+
+
+@pytest.mark.parametrize("end", [RunFailed, RunCancelled, RunRejected])
+async def test_an_evaluation_that_gives_nothing_promotes_nothing(rig: Rig, end: type[Fact]) -> None:
+    await rig.evaluator.on_run_ended(await rig.trained("ra"))
+    run_id = evaluation_id("ra")
+    if end is not RunRejected:
+        await rig.accept(run_id)
+    await rig.evaluator.on_run_ended(await rig.publish(end(run_id=run_id, reason="out of memory")))  # type: ignore[call-arg]
+    [refused] = await rig.facts("run.ra.not_promoted")
+    assert "out of memory" in refused.reason
+    assert run_id in refused.reason
+    assert await rig.champions() == []
+
+
+async def test_what_does_not_compete_is_left_alone(rig: Rig) -> None:
+    spec = TrainRequested(name="x", command=["x"])
+    await rig.publish(RunAccepted(run_id="rplain", spec=spec, request_id="1", request_source="t"))
+    await rig.evaluator.on_run_ended(await rig.publish(RunCompleted(run_id="rplain", generation=1)))
+    await rig.evaluator.on_run_ended(await rig.publish(RunCompleted(run_id="runknown", generation=1)))
+    await rig.evaluator.on_run_ended(await rig.publish(RunFailed(run_id="rbad", reason="x")))
+    assert await rig.requests() == {}
+    competing = TrainRequested(name="x", command=["x"], model="m", evaluation=Evaluation(metric="a", mode="max"))
+    await rig.publish(RunAccepted(run_id="rnone", spec=competing, request_id="1", request_source="t"))
+    await rig.evaluator.on_run_ended(await rig.publish(RunCompleted(run_id="rnone", generation=1)))
+    [refused] = await rig.facts("run.rnone.not_promoted")
+    assert "without a committed checkpoint" in refused.reason
+
+
+async def test_an_operator_promotes_and_rolls_back_once_for_each_request(rig: Rig) -> None:
+    await rig.through("ra", 0.9)
+    await rig.through("rb", 0.8)
+    promote = rig.ask(PromoteRequested(model="m", run_id="rb", reason="it is smaller"), "p1")
+    back = rig.ask(RollbackRequested(model="m", reason="it was worse"), "b1")
+    await rig.evaluator.on_promote_requested(promote)
+    await rig.evaluator.on_rollback_requested(back)
+    # Delivered again, late and to another instance.
+    await rig.restarted().on_promote_requested(promote)
+    await rig.restarted().on_rollback_requested(back)
+    assert await rig.champions() == [(1, "ra"), (2, "rb"), (3, "ra")]
+    last = (await rig.facts("model.m.promoted"))[-1]
+    assert (last.rollback, last.reason, last.previous_run_id) == (True, "it was worse", "rb")
+    assert last.metrics["accuracy"] == 0.9
+    assert [fact.reason for fact in await rig.facts("run.rb.promoted")] == ["it is smaller"]
+    # Who comes next is compared with the one that was brought back.
+    await rig.through("rc", 0.85)
+    assert (await rig.champions())[-1] == (3, "ra")
+
+
+BAD_REQUESTS: dict[str, tuple[Request, str]] = {
+    "no such run": (PromoteRequested(model="m", run_id="rnone"), "there is no run 'rnone'"),
+    "not completed": (PromoteRequested(model="m", run_id="rgoing"), "has not completed"),
+    "another model": (PromoteRequested(model="other", run_id="ra"), "was trained for model 'm'"),
+    "nothing before": (RollbackRequested(model="m"), "nothing to roll back to"),
+    "no model": (RollbackRequested(model="none"), "has no champion"),
+    "checkpoint gone": (PromoteRequested(model="m", run_id="rgone"), "no longer in the store"),
+}
+
+
+async def test_a_request_that_cannot_be_met_says_why(rig: Rig) -> None:
+    await rig.through("ra", 0.9)
+    spec = TrainRequested(name="x", command=["x"])
+    await rig.publish(RunAccepted(run_id="rgoing", spec=spec, request_id="1", request_source="t"))
+    await rig.trained("rgone")
+    await rig.objects.delete(rig.checkpoint("rgone").uri)
+    for case, (request, words) in BAD_REQUESTS.items():
+        received = rig.ask(request, case)
+        on_request: Any = (
+            rig.evaluator.on_promote_requested
+            if isinstance(request, PromoteRequested)
+            else rig.evaluator.on_rollback_requested
+        )
+        with pytest.raises(Poison, match=words):
+            await on_request(received)
+    assert await rig.champions() == [(1, "ra")]

@@ -33,8 +33,10 @@ class Ingestion:
     def __init__(self, service: Service, objects: Objects, reader: Reader, workdir: Workdir) -> None:
         self._bus, self._settings = service.bus, service.settings
         self._objects, self._reader, self._workdir = objects, reader, workdir
-        # Two at a time: a long one does not hold up a short one.
-        self.jobs = Jobs(self._bus, "ingestion", self.work, self.give_up, concurrency=2)
+        # Two at a time: a long one does not hold up a short one. Decoding can starve the loop for a moment,
+        # hence twice the usual patience.
+        ttl_s = 2 * self._settings.lease_ttl_s
+        self.jobs = Jobs(self._bus, "ingestion", self.work, self.give_up, concurrency=2, ttl_s=ttl_s)
 
     async def on_run_accepted(self, received: Received[RunAccepted]) -> None:
         if isinstance(received.event.spec.data, DataSource):
@@ -54,7 +56,7 @@ class Ingestion:
             result = await self._ingest(data, Path(folder))
         if (problem := objection(result.outcome, data, result.quarantine_uri)) is not None:
             raise Poison(problem)
-        await self._say(_ingested(ingestion_id, run_id, data, result), received)
+        await self._say(ingested_fact(ingestion_id, run_id, data, result), received)
         took_s = self._bus.clock.monotonic() - started
         metrics.JOB_SECONDS.labels("reused" if result.reused else "ingested").observe(took_s)
         outcome = result.outcome
@@ -122,7 +124,8 @@ def _ingestion(received: Received[Any]) -> tuple[str, str | None, DataSource]:
     return event.run_id, event.run_id, event.spec.data
 
 
-def _ingested(ingestion_id: str, run_id: str | None, data: DataSource, result: Ingested) -> DatasetIngested:
+def ingested_fact(ingestion_id: str, run_id: str | None, data: DataSource, result: Ingested) -> DatasetIngested:
+    """What is published of a finished ingestion."""
     outcome = result.outcome
     return DatasetIngested(
         ingestion_id=ingestion_id,

@@ -31,7 +31,10 @@ class Sharding:
     def __init__(self, service: Service, objects: Objects, reader: Reader, workdir: Workdir) -> None:
         self._bus, self._settings = service.bus, service.settings
         self._objects, self._reader, self._workdir = objects, reader, workdir
-        self.jobs = Jobs(self._bus, "sharding", self.work, self.give_up, concurrency=2)
+        # Two at a time: a long one does not hold up a short one. Decoding can starve the loop for a moment,
+        # hence twice the usual patience.
+        ttl_s = 2 * self._settings.lease_ttl_s
+        self.jobs = Jobs(self._bus, "sharding", self.work, self.give_up, concurrency=2, ttl_s=ttl_s)
 
     async def on_dataset_ingested(self, received: Received[DatasetIngested]) -> None:
         await self.jobs.submit(received.event.ingestion_id, received)

@@ -163,7 +163,10 @@ async def test_growing_data_keeps_every_split(ingest: Ingesting, objects: Object
 
 @pytest.mark.parametrize(
     ("path", "says"),
-    [("s3://no-such-bucket-here/digits", "no bucket 'no-such-bucket-here'"), ("{lake}/nothing/here", "no object under")],
+    [
+        ("s3://no-such-bucket-here/digits", "no bucket 'no-such-bucket-here'"),
+        ("{lake}/nothing/here", "no object under"),
+    ],
 )
 async def test_a_source_that_is_not_there(ingest: Ingesting, objects: Objects, lake: str, path: str, says: str) -> None:
     with pytest.raises(Poison, match=says):

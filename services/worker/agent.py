@@ -58,7 +58,7 @@ class Agent:
         self._position: int | None = None
         self._previous_incarnation = ""
         self._lease: Lease | None = None
-        self._leaving = False
+        self._leaving = self._left = False
         self.joined = asyncio.Event()
 
     # -- life ---------------------------------------------------------------
@@ -88,6 +88,7 @@ class Agent:
             )
             with suppress(Transient):
                 await asyncio.wait_for(self._context.bus.publish(left), 10)
+        self._left = True
         if self._lease is not None:
             await self._lease.release()
 
@@ -109,7 +110,7 @@ class Agent:
             async for batch in self._context.bus.follow(
                 topology.FACTS.name, self._filters(), (self._position or 0) + 1, idle_s=1.0
             ):
-                if self._apply(batch):
+                if self._left or self._apply(batch):
                     return
                 self._reap()
                 if keeper.done():
@@ -167,7 +168,7 @@ class Agent:
 
     async def _keep_lease(self, incarnation: str, held: asyncio.Event) -> None:
         """Hold the lease for as long as this life lasts, whatever the bus does in between."""
-        while True:
+        while not self._left:
             try:
                 bucket = await self._context.bus.bucket(topology.LEASES)
                 key = f"node.{self._settings.node_id}"
@@ -237,6 +238,10 @@ class Agent:
             traceparent=envelope.traceparent,
         )
         folder = self._runs / place.placed.run_id / f"g{place.placed.generation}"
+        if (folder / "done.json").exists() or (folder.parent / "over").exists():
+            log.warning("a placement that is over was published again", run_id=place.placed.run_id)
+            self._state = self._state.over(place.placed.run_id, place.placed.generation)
+            return
         if not (folder / "placement.json").exists():
             write_atomically(folder / "placement.json", record.model_dump_json())
         self._placements[place.placed.run_id, place.placed.generation] = Placement(self._context, record, folder)

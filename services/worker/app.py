@@ -14,28 +14,28 @@ from services.worker.cache import Cache
 from services.worker.context import Context, python_root
 from services.worker.control import socket_path
 from services.worker.core.ranks import INHERITED
-from services.worker.executor import ProcessExecutor
+from services.worker.executor import Executor, ProcessExecutor
 from services.worker.node import inventory
 from services.worker.settings import WorkerSettings
 from services.worker.system import Meter
 from services.worker.warm import Warm
 
 
-def build(settings: Settings) -> Service:
-    """The node's agent as a service."""
+def build(settings: Settings, executor: Executor | None = None) -> Service:
+    """The node's agent as a service. ``executor``: another way to run ranks than as processes."""
     if not isinstance(settings, WorkerSettings):
         settings = WorkerSettings(**settings.model_dump())
     service = Service("worker", settings)
     objects = service.resource(Objects(settings))
     found = inventory(settings)
     agent_folder = settings.data_dir.resolve() / "agent"
-    warm = _warm(settings) if settings.warm else None
+    warm = _warm(settings) if settings.warm and executor is None else None
     context = Context(
         settings=settings,
         bus=service.bus,
         objects=objects,
         cache=Cache(settings.data_dir.resolve() / "cache", objects, settings.cache_max_bytes),
-        executor=ProcessExecutor(warm),
+        executor=executor or ProcessExecutor(warm),
         inventory=found,
         meter=Meter(found.gpus),
     )

@@ -144,6 +144,8 @@ class Placement:
         """Run to the end and report it, exactly once."""
         with telemetry.bound({"run_id": self.placed.run_id, "generation": str(self.placed.generation)}):
             try:
+                if self._drop_reason is not None:
+                    raise Dropped(self._drop_reason)
                 report = self._written_report() or await self._to_the_end()
                 await self._say(report)
             except Dropped as error:

@@ -1,0 +1,226 @@
+"""A node whose ranks are small scripts, on a real bus and a real store, and a stand-in for the scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from contracts import topology
+from contracts.events.checkpoint import CheckpointCommitted, CheckpointStaged
+from contracts.events.run import CheckpointRef, Member, RunExited, RunPlaced, RunReleased
+from contracts.events.train import TrainRequested
+from services.kit.bus import Bus
+from services.kit.objects import Objects
+from services.kit.settings import Settings
+from services.worker.app import build
+from services.worker.executor import ProcessExecutor
+from services.worker.settings import WorkerSettings
+
+HERE = Path(__file__).parent
+FAKE = (sys.executable, str(HERE / "fake_rank.py"))
+
+
+def package(files: dict[str, bytes]) -> bytes:
+    """A code package of these files."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:gz") as archive:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return out.getvalue()
+
+
+class World:
+    """What stands around the agent: publishes placements, commits checkpoints, sees what is said."""
+
+    def __init__(self, bus: Bus, objects: Objects, settings: WorkerSettings) -> None:
+        self.bus, self.objects, self.settings = bus, objects, settings
+        self.code: dict[str, str] = {}
+
+    async def upload_code(self, content: bytes) -> None:
+        sha256 = hashlib.sha256(content).hexdigest()
+        uri = f"s3://{self.settings.bucket_code}/packages/{sha256}.tar.gz"
+        await self.objects.put(uri, content)
+        self.code = {"uri": uri, "sha256": sha256}
+
+    def spec(self, **fields: Any) -> TrainRequested:
+        base: dict[str, Any] = {"name": "fake", "task": "task:Fake", "code": self.code, "training": {"max_steps": 10}}
+        if "command" in fields:
+            base = {"name": "fake"}
+        return TrainRequested.model_validate({**base, "grace_s": 5, **fields})
+
+    async def place(
+        self,
+        run_id: str = "r1",
+        generation: int = 1,
+        slots: tuple[int, ...] = (0,),
+        resume: CheckpointRef | None = None,
+        members: tuple[Member, ...] | None = None,
+        **fields: Any,
+    ) -> RunPlaced:
+        members = members or (Member(node_id=self.settings.node_id, slots=slots, ranks=tuple(range(len(slots)))),)
+        placed = RunPlaced(
+            run_id=run_id,
+            generation=generation,
+            members=members,
+            world_size=sum(len(member.ranks) for member in members),
+            resume=resume,
+            spec=self.spec(**fields),
+            decided_at_sequence=0,
+            decided_at=datetime(2026, 1, 1, tzinfo=UTC),
+        )
+        await self.bus.publish(placed)
+        return placed
+
+    async def facts(self, run_id: str = "r1", stream: str = "FACTS", subject: str = "run.{}.*") -> list[Any]:
+        return [each.event for each in await self.bus.history(subject.format(run_id), stream=stream)]
+
+    async def wait_for(self, kind: type[Any], run_id: str = "r1", count: int = 1, timeout_s: float = 15.0) -> Any:
+        """The ``count``-th fact of a kind about the run."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            found = [fact for fact in await self.facts(run_id) if isinstance(fact, kind)]
+            if len(found) >= count:
+                return found[count - 1]
+            await asyncio.sleep(0.03)
+        raise AssertionError(f"no {kind.__name__} #{count} within {timeout_s} s; there is {await self.facts(run_id)}")
+
+    async def steps(self, run_id: str = "r1") -> list[int]:
+        """Every training step that is in the stream, as often as it is there."""
+        events = await self.facts(run_id, "PROGRESS", "progress.{}")
+        return [point.step for event in events if event.kind == "training" for point in event.points]
+
+    async def wait_steps(self, at_least: int, run_id: str = "r1") -> None:
+        for _ in range(400):
+            if len(await self.steps(run_id)) >= at_least:
+                return
+            await asyncio.sleep(0.03)
+        raise AssertionError(f"fewer than {at_least} steps")
+
+    async def commit(self, staged: CheckpointStaged) -> CheckpointRef:
+        """Do as the checkpoint service does."""
+        uri = f"s3://{self.settings.bucket_models}/default/{staged.run_id}/checkpoints/epoch_1/step_{staged.step}.json"
+        position = {"step": staged.step, "epoch": staged.epoch, "samples_consumed": staged.samples_consumed}
+        manifest = {**position, "files": [file.model_dump() for file in staged.files]}
+        await self.objects.put(uri, json.dumps(manifest).encode())
+        ref = CheckpointRef(uri=uri, **position)
+        await self.bus.publish(
+            CheckpointCommitted(run_id=staged.run_id, generation=staged.generation, checkpoint=ref, size_bytes=1)
+        )
+        return ref
+
+    async def commit_all(self) -> None:
+        """Commit whatever is staged, for ever."""
+        async for batch in self.bus.follow(topology.FACTS.name, (CheckpointStaged.subject_filter(),)):
+            for received in batch:
+                await self.commit(received.event)
+
+    async def ends(self, run_id: str = "r1") -> list[RunExited | RunReleased]:
+        return [fact for fact in await self.facts(run_id) if isinstance(fact, RunExited | RunReleased)]
+
+
+def ranks_of(folder: Path) -> list[int]:
+    """Processes that belong to runs in ``folder``."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            environment = process.environ()
+        except psutil.Error:
+            continue
+        if process.status() != psutil.STATUS_ZOMBIE and environment.get("TRAINBUS_LAUNCH", "").startswith(str(folder)):
+            found.append(process.pid)
+    return found
+
+
+@pytest.fixture
+def worker_settings(s3_settings: Settings) -> WorkerSettings:
+    return WorkerSettings(
+        **{
+            **s3_settings.model_dump(),
+            "node_id": "n1",
+            "slots": 2,
+            "accelerator": "cpu",
+            "warm": False,
+            "follow_interval_s": 0.05,
+            "system_interval_s": 0.2,
+            "kill_after_s": 0.3,
+            "commit_patience_s": 3.0,
+            "orphan_timeout_s": 20.0,
+        }
+    )
+
+
+@pytest_asyncio.fixture
+async def world(bus: Bus, objects: Objects, worker_settings: WorkerSettings) -> World:
+    world = World(bus, objects, worker_settings)
+    await world.upload_code(package({"task.py": b"class Fake: ..."}))
+    return world
+
+
+@pytest_asyncio.fixture
+async def agent(world: World) -> AsyncIterator[Callable[..., Any]]:
+    """Start agents inside the test; they are stopped in good order at its end."""
+    running: list[tuple[Any, asyncio.Task[None]]] = []
+
+    async def start(**update: Any) -> Any:
+        service = build(world.settings.model_copy(update=update), ProcessExecutor(rank_command=FAKE))
+        running.append((service, asyncio.create_task(service.run())))
+        for _ in range(400):
+            if service.readiness().get("joined"):
+                return service
+            if running[-1][1].done():
+                running[-1][1].result()
+            await asyncio.sleep(0.02)
+        raise AssertionError("the agent did not join")
+
+    yield start
+    for service, task in running:
+        service.stopping.set()
+        await asyncio.wait_for(task, 15)
+    assert not ranks_of(world.settings.data_dir.resolve())
+
+
+@pytest.fixture
+def agent_process(world: World) -> Any:
+    """Start agents as processes that can be killed."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start() -> subprocess.Popen[bytes]:
+        values = world.settings.model_dump(mode="json", exclude_none=True)
+        values["s3_secret_key"] = world.settings.s3_secret_key.get_secret_value()  # type: ignore[union-attr]
+        settings = {f"TRAINBUS_{k.upper()}": json.dumps(v) if isinstance(v, dict) else str(v) for k, v in values.items()}
+        with (world.settings.data_dir.parent / "agent.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.worker.agent_process"],
+                env={**os.environ, **settings},
+                stdout=log,
+                stderr=log,
+            )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.terminate()
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    assert not ranks_of(world.settings.data_dir.resolve())

@@ -1,0 +1,80 @@
+"""A rank without torch: counts steps, reports them, checkpoints, obeys. Behaves as ``spec.params`` say."""
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+launch = json.loads(Path(os.environ["TRAINBUS_LAUNCH"]).read_text())
+params = launch["spec"]["params"]
+rank, folder = int(os.environ["RANK"]), Path(launch["folder"])
+journal = os.open(folder / f"rank_{rank}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+stopping = threading.Event()
+link = None
+
+
+def say(**line):
+    os.write(journal, json.dumps({"time": time.time(), **line}).encode() + b"\n")
+    if line["kind"] != "metrics" and link is not None:
+        try:
+            link.send(b"\n")
+        except OSError:
+            pass
+
+
+def listen():
+    global link
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(launch["socket"])
+            hello = {"kind": "hello", "rank": rank, "pid": os.getpid(), "generation": launch["generation"]}
+            connection.send(json.dumps(hello).encode() + b"\n")
+            link = connection
+            for line in connection.makefile():
+                if json.loads(line)["kind"] == "stop" and not params.get("deaf"):
+                    stopping.set()
+        except OSError:
+            pass
+        link = None
+        time.sleep(0.02)
+
+
+def checkpoint(step, final=False):
+    target = folder / "checkpoints" / f"step_{step}" / f"rank_{rank}"
+    target.mkdir(parents=True, exist_ok=True)
+    (target / f"state_{rank}.json").write_text(json.dumps({"step": step, "rank": rank}))
+    say(kind="checkpoint", folder=str(target), step=step, epoch=1, samples_consumed=step * 8, final=final)
+
+
+threading.Thread(target=listen, daemon=True).start()
+if params.get("deaf"):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+(folder / f"env_{rank}.json").write_text(json.dumps(dict(os.environ)))
+step = (launch.get("resume") or {}).get("step", 0)
+if launch.get("resume_folder"):
+    assert json.loads((Path(launch["resume_folder"]) / "state_0.json").read_text())["step"] == step
+print(f"rank {rank} starts at {step}", flush=True)
+say(kind="started", step=step, samples_consumed=step * 8)
+while step < params["steps"]:
+    step += 1
+    time.sleep(params.get("step_s", 0.01))
+    say(kind="metrics", step=step, values={"loss": 1 / step}, samples_consumed=step * 8, epoch=1)
+    print(f"step {step}", flush=True)
+    if params.get("crash_at") == step and rank == params.get("crash_rank", 0):
+        say(kind="ended", outcome="failed", step=step, error="the loss exploded")
+        sys.exit(3)
+    if stopping.is_set():
+        checkpoint(step, final=True)
+        say(kind="ended", outcome="stopped", step=step, samples_consumed=step * 8)
+        os._exit(75)
+    if step % params.get("every", 1000) == 0:
+        checkpoint(step)
+checkpoint(step, final=True)
+(folder / "report.txt").write_text("done\n")
+say(kind="result", metrics={"accuracy": 0.9}, artifacts=["report.txt", "../../../secret"])
+say(kind="ended", outcome="succeeded", step=step, samples_consumed=step * 8)

@@ -1,0 +1,212 @@
+"""One node from a placement to its report, with real processes on a real bus and store."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from contracts.events.checkpoint import CheckpointStaged
+from contracts.events.node import NodeJoined, NodeLeft, NodeLost
+from contracts.events.run import CheckpointRef, Member, RunCompleted, RunExited, RunPreempting, RunReleased, RunStarted
+from tests.worker.conftest import World, package, ranks_of
+
+
+async def test_a_run_from_placed_to_exited(world: World, agent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
+    monkeypatch.setenv("TRAINBUS_NATS_PASSWORD", "hunter2")
+    await agent()
+    committing = asyncio.create_task(world.commit_all())
+    await world.place(slots=(0, 1), params={"steps": 40, "every": 15}, env={"COLOUR": "red"})
+    exited = await world.wait_for(RunExited)
+    committing.cancel()
+
+    assert (exited.outcome, exited.step, exited.samples_consumed) == ("succeeded", 40, 320), exited
+    assert exited.metrics == {"accuracy": 0.9}
+    assert [artifact.name for artifact in exited.artifacts] == ["report.txt"]
+    assert await world.objects.get(exited.artifacts[0].uri) == b"done\n"
+    # Every step of both ranks once, every line of output once.
+    assert sorted(await world.steps()) == sorted([*range(1, 41)] * 2)
+    logs = [line for log in await world.facts(stream="LOGS", subject="log.{}.0") for line in log.lines]
+    assert logs == ["rank 0 starts at 0", *(f"step {n}" for n in range(1, 41))]
+    facts = await world.facts()
+    assert [f.step for f in facts if isinstance(f, CheckpointStaged)] == [15, 30, 40]
+    staged = next(fact for fact in facts if isinstance(fact, CheckpointStaged))
+    assert staged.ranks == (0, 1)
+    assert [file.path for file in staged.files] == ["state_0.json", "state_1.json"]
+    assert len([f for f in facts if isinstance(f, RunStarted)]) == 1
+    system = [e for e in await world.facts(stream="PROGRESS", subject="progress.{}") if e.kind == "system"]
+    assert system
+    assert "system/ranks_memory_usage_megabytes" in system[0].points[0].values
+
+    folder = world.settings.data_dir.resolve() / "runs" / "r1" / "g1"
+    environment = json.loads((folder / "env_1.json").read_text())
+    assert environment["COLOUR"] == "red"
+    assert (environment["RANK"], environment["LOCAL_RANK"], environment["WORLD_SIZE"]) == ("1", "1", "2")
+    assert "hunter2" not in json.dumps(environment)
+    secret = world.settings.s3_secret_key
+    assert secret is not None
+    assert secret.get_secret_value() not in json.dumps(environment)
+
+
+async def test_a_preempted_run_lets_go_when_its_checkpoint_is_committed_and_goes_on_there(
+    world: World, agent: Any
+) -> None:
+    await agent()
+    await world.place(params={"steps": 100_000})
+    await world.wait_steps(5)
+    await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="room", grace_s=10))
+    staged = await world.wait_for(CheckpointStaged)
+    await asyncio.sleep(0.3)
+    assert await world.ends() == []  # not before it is committed
+    ref = await world.commit(staged)
+    released = await world.wait_for(RunReleased)
+    assert (released.clean, released.step) == (True, staged.step)
+
+    await world.place(generation=2, resume=ref, params={"steps": ref.step + 10})
+    exited = await world.wait_for(RunExited)
+    assert (exited.outcome, exited.generation, exited.step) == ("succeeded", 2, ref.step + 10), exited
+    assert await world.steps() == [*range(1, ref.step + 11)]
+
+
+async def test_ranks_that_do_not_listen_are_killed_when_the_grace_is_over(world: World, agent: Any) -> None:
+    await agent()
+    await world.place(params={"steps": 100_000, "deaf": True})
+    await world.wait_for(RunStarted)
+    await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="room", grace_s=0.3))
+    released = await world.wait_for(RunReleased)
+    assert not released.clean
+    assert not ranks_of(world.settings.data_dir.resolve())
+
+
+async def test_the_first_rank_to_crash_is_reported_and_the_others_end(world: World, agent: Any) -> None:
+    await agent()
+    await world.place(slots=(0, 1), params={"steps": 100_000, "crash_at": 8, "crash_rank": 1})
+    exited = await world.wait_for(RunExited)
+    assert (exited.outcome, exited.rank, exited.exit_code, exited.blameless) == ("failed", 1, 3, False)
+    assert "the loss exploded" in exited.reason
+    assert exited.log_tail[-1] == "step 8"
+    assert not ranks_of(world.settings.data_dir.resolve())
+    assert len(await world.ends()) == 1
+
+
+UNUSABLE = [
+    ("wrong hash", {"code": "wrong hash"}, "code.sha256"),
+    ("missing", {"code": "missing"}, "trainbus submit"),
+    ("unsafe", {"code": "unsafe"}, "leads out of the package"),
+    ("pattern", {"command": ["true"], "metric_patterns": {"loss": "("}}, "metric_patterns.loss"),
+    ("slots", {"slots": (0, 7)}, "which has 2"),
+    ("resume", {"resume_from": "s3://nowhere-at-all/x.json"}, "choose another one"),
+]
+
+
+async def test_what_cannot_be_started_fails_with_what_to_change(world: World, agent: Any) -> None:
+    await agent()
+    unsafe = World(world.bus, world.objects, world.settings)
+    await unsafe.upload_code(package({"../evil.py": b""}))
+    codes = {
+        "wrong hash": {**world.code, "sha256": "0" * 64},
+        "missing": {"uri": f"s3://{world.settings.bucket_code}/none", "sha256": "1" * 64},
+        "unsafe": unsafe.code,
+    }
+    for name, fields, _ in UNUSABLE:
+        changed = dict(fields)
+        if "code" in changed:
+            changed["code"] = codes[name]
+        await world.place(run_id=name.replace(" ", "-"), **{"params": {"steps": 1}, **changed})
+    for name, _, expected in UNUSABLE:
+        exited = await world.wait_for(RunExited, name.replace(" ", "-"))
+        assert (exited.outcome, exited.blameless) == ("failed", False), name
+        assert expected in exited.reason, (name, exited.reason)
+
+
+async def test_a_command_is_matched_and_logged_and_stopped(world: World, agent: Any) -> None:
+    await agent()
+    script = "import time\nfor n in range(10**6):\n print(f'epoch {n} loss={1/(n+1)}'); time.sleep(0.02)"
+    await world.place(
+        command=["python", "-c", script], metric_patterns={"loss": r"epoch (?P<step>\d+) loss=([0-9.e-]+)"}
+    )
+    await world.wait_for(RunStarted)
+    await world.wait_steps(5)
+    await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="room", grace_s=3))
+    released = await world.wait_for(RunReleased)
+    assert not released.clean
+    steps = await world.steps()
+    assert steps == [*range(len(steps))]
+
+
+async def test_a_newer_generation_ends_an_older_one_and_repetitions_change_nothing(world: World, agent: Any) -> None:
+    await agent()
+    first = await world.place(params={"steps": 100_000})
+    await world.wait_steps(3)
+    await world.place(generation=2, params={"steps": 20})
+    exited = await world.wait_for(RunExited)
+    assert (exited.generation, exited.outcome) == (2, "succeeded")
+    assert not ranks_of(world.settings.data_dir.resolve())
+    await world.bus.publish(RunCompleted(run_id="r1", generation=2))
+    # The same old fact again, stored anew because its id was forgotten.
+    await world.bus.js.publish(first.subject, first.model_dump_json().encode(), headers={"Nats-Msg-Id": "again"})
+    await world.place(run_id="r2", params={"steps": 3})
+    await world.wait_for(RunExited, "r2")
+    assert len(await world.ends()) == 1
+    assert not ranks_of(world.settings.data_dir.resolve())
+
+
+async def test_a_node_declared_lost_kills_its_ranks_and_joins_anew(world: World, agent: Any) -> None:
+    await agent()
+    await world.place(params={"steps": 100_000})
+    await world.wait_steps(3)
+    joined = [r.event for r in await world.bus.history("node.n1.joined")]
+    await world.bus.publish(NodeLost(node_id="n1", incarnation=joined[0].incarnation))
+    for _ in range(200):
+        joined = [r.event for r in await world.bus.history("node.n1.joined")]
+        if len(joined) == 2 and not ranks_of(world.settings.data_dir.resolve()):
+            break
+        await asyncio.sleep(0.03)
+    assert isinstance(joined[1], NodeJoined)
+    assert joined[1].running == ()
+    assert joined[1].incarnation != joined[0].incarnation
+    assert await world.ends() == []
+    await world.place(run_id="r2", params={"steps": 3})
+    assert (await world.wait_for(RunExited, "r2")).outcome == "succeeded"
+
+
+async def test_two_nodes_meet_where_rank_0_says(world: World, agent: Any) -> None:
+    await agent()
+    await agent(node_id="n2", data_dir=world.settings.data_dir / "n2")
+    members = (Member(node_id="n2", slots=(0,), ranks=(0,)), Member(node_id="n1", slots=(1,), ranks=(1,)))
+    await world.place(members=members, params={"steps": 5})
+    await world.wait_for(RunExited, count=2)
+    runs = [world.settings.data_dir / "runs", world.settings.data_dir / "n2" / "runs"]
+    said = [json.loads((runs[n] / "r1" / "g1" / f"env_{1 - n}.json").read_text()) for n in (0, 1)]
+    assert said[0]["MASTER_PORT"] == said[1]["MASTER_PORT"]
+    assert [each["RANK"] for each in said] == ["1", "0"]
+
+
+async def test_preempting_while_it_prepares_starts_nothing(world: World, agent: Any) -> None:
+    await agent()
+    elsewhere = (Member(node_id="nobody", slots=(0,), ranks=(0,)), Member(node_id="n1", slots=(0,), ranks=(1,)))
+    resume = CheckpointRef(uri="s3://x-y/z", step=7, epoch=1, samples_consumed=56)
+    await world.place(members=elsewhere, params={"steps": 5}, resume=None)
+    await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="room", grace_s=10))
+    released = await world.wait_for(RunReleased)
+    assert released.clean
+    assert resume.step == 7
+
+
+async def test_an_agent_that_is_stopped_lets_its_runs_go_and_leaves(world: World, agent: Any) -> None:
+    service = await agent()
+    committing = asyncio.create_task(world.commit_all())
+    await world.place(params={"steps": 100_000})
+    await world.wait_steps(3)
+    service.stopping.set()
+    released = await world.wait_for(RunReleased)
+    committing.cancel()
+    assert released.clean
+    for _ in range(100):
+        if left := await world.bus.history("node.n1.left"):
+            break
+        await asyncio.sleep(0.05)
+    assert isinstance(left[0].event, NodeLeft)

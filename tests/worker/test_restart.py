@@ -1,0 +1,102 @@
+"""The agent is killed while ranks train, and another takes its place."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+from contracts.events.node import NodeJoined
+from contracts.events.run import RunExited, RunPreempting, RunReleased
+from tests.worker.conftest import World, ranks_of
+
+
+async def _joined(world: World, count: int) -> NodeJoined:
+    for _ in range(400):
+        found = await world.bus.history("node.n1.joined")
+        if len(found) >= count:
+            event: NodeJoined = found[count - 1].event
+            return event
+        await asyncio.sleep(0.03)
+    raise AssertionError("the agent did not join")
+
+
+async def test_a_killed_agent_finds_its_ranks_again_and_no_step_is_lost_or_doubled(
+    world: World, agent_process: Any
+) -> None:
+    folder = world.settings.data_dir.resolve()
+    committing = asyncio.create_task(world.commit_all())
+    process = agent_process()
+    await _joined(world, 1)
+    await world.place(slots=(0, 1), params={"steps": 300, "every": 50, "step_s": 0.01})
+    await world.wait_steps(20)
+    ranks = set(ranks_of(folder))
+    assert ranks
+    for life in (2, 3):
+        process.kill()
+        process.wait()
+        process = agent_process()
+        joined = await _joined(world, life)
+        assert joined.running == (("r1", 1),)
+        assert set(ranks_of(folder)) <= ranks  # the same processes: none was started anew
+    exited = await world.wait_for(RunExited, timeout_s=20)
+    committing.cancel()
+    assert (exited.outcome, exited.step) == ("succeeded", 300), exited
+    assert sorted(await world.steps()) == sorted([*range(1, 301)] * 2)
+    logs = [line for log in await world.facts(stream="LOGS", subject="log.{}.1") for line in log.lines]
+    assert logs == ["rank 1 starts at 0", *(f"step {n}" for n in range(1, 301))]
+    assert len(await world.ends()) == 1
+
+
+async def test_what_happened_while_no_agent_was_there_is_made_up_for(world: World, agent_process: Any) -> None:
+    folder = world.settings.data_dir.resolve()
+    committing = asyncio.create_task(world.commit_all())
+    process = agent_process()
+    await _joined(world, 1)
+    await world.place("stopped", params={"steps": 100_000})
+    await world.place("died", slots=(1,), params={"steps": 100_000})
+    await world.wait_steps(5, "stopped")
+    await world.wait_steps(5, "died")
+    process.kill()
+    process.wait()
+    before = set(ranks_of(folder / "runs" / "died"))
+    for pid in before:
+        os.kill(pid, signal.SIGKILL)
+    await world.bus.publish(RunPreempting(run_id="stopped", generation=1, reason="room", grace_s=5))
+    agent_process()
+    assert (await _joined(world, 2)).running == (("died", 1), ("stopped", 1))
+    released = await world.wait_for(RunReleased, "stopped")
+    assert released.clean
+    exited = await world.wait_for(RunExited, "died")
+    assert (exited.outcome, exited.rank) == ("failed", 0)
+    assert "SIGKILL" in exited.reason
+    committing.cancel()
+
+
+async def test_a_zombie_of_an_older_generation_is_killed_at_the_restart(world: World, agent_process: Any) -> None:
+    folder = world.settings.data_dir.resolve()
+    process = agent_process()
+    await _joined(world, 1)
+    await world.place(params={"steps": 100_000})
+    await world.wait_steps(3)
+    process.kill()
+    process.wait()
+    assert ranks_of(folder)
+    # Meanwhile the run went on elsewhere.
+    placed = await world.place(generation=2, members=(_member("elsewhere"),), params={"steps": 5})
+    assert placed.generation == 2
+    agent_process()
+    assert (await _joined(world, 2)).running == ()
+    for _ in range(200):
+        if not ranks_of(folder):
+            break
+        await asyncio.sleep(0.03)
+    assert not ranks_of(folder)
+    assert await world.ends() == []
+
+
+def _member(node_id: str) -> Any:
+    from contracts.events.run import Member
+
+    return Member(node_id=node_id, slots=(0,), ranks=(0,))

@@ -117,7 +117,7 @@ class Supervisor:
         _import_what_services_share()
         environment = self.layout.units[0].environment
         log_path = self.layout.data_dir / "logs" / "init.log"
-        self.initialising = process.fork(_make_buckets, "tb-init", environment, log_path)
+        self.initialising = process.fork(_make_buckets, "trainbus init", environment, log_path)
         for unit in self.layout.units:
             child = Child(unit.name, _forker(unit), unit.log_path, unit=unit)
             self.children.append(child)
@@ -281,7 +281,7 @@ def _starter(server: Server) -> Callable[[], int]:
 
 def _forker(unit: Unit) -> Callable[[], int]:
     return lambda: process.fork(
-        lambda: process.run_service(unit.service), f"tb-{unit.name}", unit.environment, unit.log_path
+        lambda: process.run_service(unit.service), f"trainbus service {unit.name}", unit.environment, unit.log_path
     )
 
 

@@ -1,0 +1,325 @@
+"""``make run``: the main job end to end on this machine, shown as it happens and checked at the end.
+
+A client of the stack like any other: it fills the lake, publishes two requests, and from then on only
+reads the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import trainbus
+from contracts import topology
+from contracts.base import run_id_for
+from contracts.envelope import ANONYMOUS_SOURCE
+from contracts.events import run
+from trainbus.cli import demo_lake, reading, render
+from trainbus.cli.address import Address, find, find_data_dir
+from trainbus.cli.board import Board, RunView
+from trainbus.cli.demo_screen import Screen
+from trainbus.cli.embedded.launch import StackError, StackInfo, StackProcess, is_locked, locked_text
+from trainbus.cli.embedded.layout import StackOptions
+from trainbus.cli.errors import FAILED, CliError
+from trainbus.cli.link import Link, connect
+from trainbus.cli.pack import pack
+
+#: Where the example lies in a checkout.
+EXAMPLE = Path(trainbus.__file__).parents[1] / "examples" / "digits"
+TIMEOUT_S = 240.0
+#: The share of run one after which the second request arrives.
+HALF_WAY = 0.4
+FIRST, SECOND = "digits", "digits-urgent"
+#: Long enough that a second run fits into the middle of it, short enough to watch.
+TRAINING = {
+    "epochs": 40,
+    "global_batch": 64,
+    "clip_norm": 1.0,
+    "precision": "fp32",
+    "checkpoint_every_steps": 100,
+    "seed": 1,
+}
+SECOND_TRAINING = {**TRAINING, "epochs": 10, "seed": 2}
+
+
+@dataclass(slots=True)
+class Demo:
+    """What has happened so far."""
+
+    board: Board
+    screen: Screen
+    first: str = ""
+    second: str = ""
+    problems: list[str] = field(default_factory=list)
+
+    def view(self, run_id: str) -> RunView:
+        return self.board.runs.get(run_id) or RunView(run_id)
+
+    @property
+    def finished(self) -> bool:
+        """Whether both runs have a verdict and a page in MLflow, or cannot get one any more."""
+        return all(_settled(self.view(run_id)) for run_id in (self.first, self.second))
+
+
+def main(data_dir: Path | None, *, keep: bool = False) -> int:
+    """Run the demo; 0 if everything that it promises was seen."""
+    folder = find_data_dir(data_dir)
+    if not (EXAMPLE / "task.py").exists():
+        raise CliError(f"the demo's example is not in {EXAMPLE}: run it from a checkout of the project")
+    if is_locked(folder):
+        raise CliError(locked_text(folder))
+    folder.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, _as_interrupt)
+    console = render.console()
+    board = Board()
+    demo = Demo(board, Screen(board, console))
+    stack = StackProcess(StackOptions(folder), output=folder / "supervisor.log")
+    try:
+        # Drawing the scans takes a moment of its own; the stack starts meanwhile.
+        with stack, ThreadPoolExecutor(1) as pool:
+            scans = pool.submit(demo_lake.scans)
+            with demo.screen.shown():
+                _wait_for_stack(demo, stack)
+                asyncio.run(asyncio.wait_for(_play(demo, find(folder), scans), TIMEOUT_S))
+            problems = _check(demo)
+            _last_screen(demo, problems, folder)
+            if keep and not problems:
+                _keep(stack)
+    except StackError as error:
+        raise CliError(str(error)) from error
+    except TimeoutError:
+        _last_screen(demo, [f"not finished after {TIMEOUT_S:.0f} s", *_check(demo)], folder)
+        return FAILED
+    return FAILED if problems else 0
+
+
+def _as_interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _keep(stack: StackProcess) -> None:
+    print("\nthe stack goes on; Ctrl-C stops it", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        while stack.poll() is None:
+            time.sleep(0.2)
+
+
+def _wait_for_stack(demo: Demo, stack: StackProcess) -> None:
+    stage = demo.screen.stage("embedded stack")
+    stage.detail = "NATS, S3, eight services, two nodes of two slots"
+    deadline = time.monotonic() + 60
+    info: StackInfo | None = None
+    while info is None:
+        # In short waits, so that the screen lives.
+        try:
+            info = stack.wait_ready(0.1)
+        except StackError:
+            if stack.poll() is not None or time.monotonic() > deadline:
+                raise
+        demo.screen.draw()
+    demo.screen.done(stage, f"{len(info.processes)} processes are ready; two nodes of two slots")
+
+
+async def _play(demo: Demo, address: Address, scans: Future[dict[str, bytes]]) -> None:
+    """Everything between the stack being ready and both verdicts being out."""
+    async with connect(address) as link, _objects(address) as objects:
+        start = await link.last_sequence(topology.FACTS) + 1
+        for stored in await link.read(*reading.NODE_FACTS, "model.*.*"):
+            demo.board.apply(stored.sequence, stored.envelope.time, stored.event)
+        await _fill_lake(demo, objects, scans)
+        code = await _upload_code(demo, address)
+        changed = asyncio.Event()
+        followers = [
+            asyncio.create_task(_follow_facts(demo, link, start, changed)),
+            asyncio.create_task(_follow_progress(demo, link, changed)),
+            asyncio.create_task(_redraw(demo)),
+        ]
+        try:
+            demo.first = await _publish(link, _request(FIRST, code, TRAINING, {"min": 1, "max": 4}, 0))
+            demo.screen.runs[demo.first] = FIRST
+            demo.screen.say(f"published train.requested for {FIRST!r}: {demo.first}")
+            await _until(changed, followers, lambda: _half_way(demo.view(demo.first)))
+            demo.second = await _publish(link, _request(SECOND, code, SECOND_TRAINING, {"min": 2, "max": 2}, 10))
+            demo.screen.runs[demo.second] = SECOND
+            demo.screen.say(f"half-way: published {SECOND!r} of priority 10, which needs two slots: {demo.second}")
+            await _until(changed, followers, lambda: demo.finished)
+        finally:
+            for follower in followers:
+                follower.cancel()
+            await asyncio.gather(*followers, return_exceptions=True)
+
+
+def _objects(address: Address) -> Any:
+    from services.kit.objects import Objects
+
+    return Objects(address.settings())
+
+
+async def _fill_lake(demo: Demo, objects: Any, scans: Future[dict[str, bytes]]) -> None:
+    stage = demo.screen.stage("data lake")
+    files = await asyncio.wrap_future(scans)
+
+    def stored(count: int) -> None:
+        if count % 100 == 0:
+            stage.detail = f"{count:,} of {len(files):,} files"
+            demo.screen.draw()
+
+    new = await demo_lake.fill(objects, "lake", files, stored)
+    what = f"{len(files) - len(demo_lake.BROKEN):,} handwritten digits and {len(demo_lake.BROKEN)} broken files"
+    demo.screen.done(stage, f"{what} in s3://lake/{demo_lake.PREFIX}" + ("" if new else " (there already)"))
+
+
+async def _upload_code(demo: Demo, address: Address) -> dict[str, Any]:
+    from trainbus.cli.acting import upload_package
+
+    stage = demo.screen.stage("code package")
+    package = pack(EXAMPLE)
+    uri = f"s3://{address.bucket_code}/packages/{package.sha256}.tar.gz"
+    await upload_package(address, package, uri)
+    demo.screen.done(stage, f"examples/digits, {render.size(len(package.body))}, sha256 {package.sha256[:12]}")
+    code = {"uri": uri, "sha256": package.sha256, "git_commit": package.git_commit, "git_dirty": package.git_dirty}
+    return {name: value for name, value in code.items() if value is not None}
+
+
+def _request(
+    name: str, code: dict[str, Any], training: dict[str, Any], slots: dict[str, int], priority: int
+) -> dict[str, Any]:
+    """The body of a request: the example's own, with what the demo changes."""
+    body: dict[str, Any] = json.loads((EXAMPLE / "train.json").read_text())
+    body.update(name=name, code=code, slots=slots, priority=priority, training=training)
+    body["data"]["source"] = f"s3://lake/{demo_lake.PREFIX}"
+    if priority:
+        body["params"] = {**body.get("params", {}), "width": 8, "lr": 0.005}
+    return body
+
+
+async def _publish(link: Link, body: dict[str, Any]) -> str:
+    """Publish a bare JSON body with plain nats-py, as any other system would; return the run it means."""
+    stored = await link.nc.jetstream().publish("train.requested", json.dumps(body).encode())
+    # A message without an id is known by its place in the stream.
+    return run_id_for(ANONYMOUS_SOURCE, f"{stored.stream}:{stored.seq}")
+
+
+async def _follow_facts(demo: Demo, link: Link, start: int, changed: asyncio.Event) -> None:
+    async for batch in link.follow(topology.FACTS, start_sequence=start):
+        for stored in batch:
+            demo.board.apply(stored.sequence, stored.envelope.time, stored.event)
+            demo.screen.on_event(stored)
+        if batch:
+            changed.set()
+
+
+async def _follow_progress(demo: Demo, link: Link, changed: asyncio.Event) -> None:
+    start = await link.last_sequence(topology.PROGRESS) + 1
+    async for batch in link.follow(topology.PROGRESS, start_sequence=start):
+        for stored in batch:
+            event: run.RunProgress = stored.event
+            view = demo.board.runs.get(event.run_id)
+            if view is None or event.kind != "training" or event.generation < view.generation:
+                continue
+            view.step, view.total_steps = event.step, event.total_steps or view.total_steps
+            for point in event.points:
+                view.metrics.update(point.values)
+            demo.screen.on_progress(view)
+        if batch:
+            changed.set()
+
+
+async def _redraw(demo: Demo) -> None:
+    while True:
+        demo.screen.draw()
+        await asyncio.sleep(0.2)
+
+
+async def _until(changed: asyncio.Event, followers: list[asyncio.Task[None]], condition: Callable[[], bool]) -> None:
+    """Wait for ``condition``, looking again whenever something happened."""
+    while not condition():
+        changed.clear()
+        waiting = asyncio.create_task(changed.wait())
+        await asyncio.wait({waiting, *followers}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        for follower in followers:
+            if follower.done():
+                follower.result()
+
+
+def _half_way(view: RunView) -> bool:
+    if view.ended:
+        return True
+    return view.state == "running" and bool(view.total_steps) and view.step >= HALF_WAY * (view.total_steps or 0)
+
+
+def _settled(view: RunView) -> bool:
+    if view.state == "completed":
+        return bool(view.verdict and view.mlflow_run_id)
+    return view.ended
+
+
+# -- the end ----------------------------------------------------------------------------
+
+
+def _check(demo: Demo) -> list[str]:
+    """What the demo promised and did not show; empty if all is well."""
+    board, problems = demo.board, []
+    for called, run_id in ((FIRST, demo.first), (SECOND, demo.second)):
+        view = demo.view(run_id)
+        if view.state != "completed":
+            problems.append(f"{called} is {view.state}: {view.reason}")
+        elif not view.evaluation or not view.verdict:
+            problems.append(f"{called} was not evaluated and judged")
+        elif not view.mlflow_run_id:
+            problems.append(f"{called} was not tracked")
+    sizes = demo.view(demo.first).resizes
+    shrunk = next((i for i, (a, b) in enumerate(zip(sizes, sizes[1:], strict=False)) if b < a), None)
+    if shrunk is None:
+        problems.append(f"{FIRST} did not shrink (its sizes: {sizes})")
+    elif not any(b > a for a, b in zip(sizes[shrunk + 1 :], sizes[shrunk + 2 :], strict=False)):
+        problems.append(f"{FIRST} did not grow back (its sizes: {sizes})")
+    ingested = board.datasets.get(demo.first)
+    bad = sum(ingested.quarantined.values()) if ingested else None
+    if bad != len(demo_lake.BROKEN):
+        problems.append(f"{bad} files are in quarantine, {len(demo_lake.BROKEN)} were broken")
+    if "digits" not in board.models:
+        problems.append("the model 'digits' has no champion")
+    return problems
+
+
+def _last_screen(demo: Demo, problems: list[str], folder: Path) -> None:
+    console, board = demo.screen.console, demo.board
+    now = render.utc_now()
+    mine = [view for view in board.runs.values() if {view.run_id, view.evaluates} & {demo.first, demo.second}]
+    console.print()
+    console.print(render.runs(mine, now))
+    first = demo.view(demo.first)
+    console.print(f"[bold]The life of {FIRST}[/] ({first.run_id})")
+    console.print(render.timeline(first.timeline, first.requested_at))
+    for run_id in (demo.first, demo.second):
+        if (view := demo.view(run_id)).verdict:
+            console.print(f"{view.name}: [bold]{view.verdict}[/], {render.escape(view.verdict_reason)}")
+    where = "" if folder == Path(".trainbus") else f" --data-dir {folder}"
+    console.print(
+        f"\n[bold]Look closer[/] (the data stays in {folder})\n"
+        f"  trainbus up{where}             the same stack again, with this history\n"
+        f"  trainbus show {FIRST}{where}    one run; also ps, why, logs, checkpoints ls, models, datasets\n"
+        f"  trainbus events -f{where}      every fact as it happens\n"
+        f"  trainbus ui{where}             MLflow's pages and the gateway's\n"
+    )
+    for problem in problems:
+        console.print(f"[bold red]✗[/] {render.escape(problem)}")
+    seconds = time.monotonic() - demo.screen.started_at
+    verdict = "[bold red]not all that was promised was seen[/]" if problems else "[bold green]all as promised[/]"
+    console.print(f"{verdict} after {seconds:.0f} s")
+    sys.stdout.flush()
+
+
+__all__ = ["main"]

@@ -6,16 +6,14 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections import Counter
 from collections.abc import Iterator
 
 import structlog
 import uvicorn
 
 from contracts import topology
-from services.gateway import metrics, queries
 from services.gateway.api import build_api
-from services.gateway.core.rows import STATES
+from services.gateway.gauges import watch_read_model, watch_server
 from services.gateway.projection import STREAMS, Projection
 from services.gateway.settings import GatewaySettings, gateway_settings
 from services.gateway.store import Store
@@ -24,8 +22,7 @@ from services.kit.settings import Settings
 
 log = structlog.get_logger(__name__)
 
-#: How often the gauges over the read model are taken, and old points pruned.
-GAUGES_EVERY_S = 2.0
+#: How often old points are pruned.
 PRUNE_EVERY_S = 3600.0
 #: How long open requests may take to end when the service stops.
 GRACE_S = 3
@@ -59,7 +56,8 @@ def build(settings: Settings) -> Gateway:
                 group.create_task(projection.run(stream), name=f"project {stream}")
 
     service.background(project)
-    service.background(lambda: _gauges(store))
+    service.background(lambda: watch_read_model(store))
+    service.background(lambda: watch_server(service.bus))
     service.background(lambda: _prune(store))
     _serve(service, own, projection)
     return service
@@ -97,25 +95,6 @@ def _serve(service: Gateway, settings: GatewaySettings, projection: Projection) 
 
     service.background(serve)
     service.on_stop(stop)
-
-
-async def _gauges(store: Store) -> None:
-    """Keep the gauges over the read model fresh."""
-    while True:
-        counts = await queries.states(store)
-        for state in STATES:
-            metrics.RUNS.labels(state).set(counts.get(state, 0))
-        oldest = await queries.oldest_queued(store)
-        metrics.OLDEST_QUEUED_SECONDS.set(0 if oldest is None else max(time.time() - oldest, 0))
-        nodes = await queries.nodes(store)
-        node_states = Counter(node.state for node in nodes)
-        for state in ("up", "draining", "left", "lost"):
-            metrics.NODES.labels(state).set(node_states[state])
-        there = [node for node in nodes if node.state in ("up", "draining")]
-        used = sum(node.used for node in there)
-        metrics.SLOTS.labels("used").set(used)
-        metrics.SLOTS.labels("free").set(sum(node.slots for node in there) - used)
-        await asyncio.sleep(GAUGES_EVERY_S)
 
 
 async def _prune(store: Store) -> None:

@@ -84,11 +84,10 @@ class Commands:
             return None
         if not isinstance(answer, dict):
             answer = {"message": str(answer)}
-        state = str(answer.get("state") or row["state"])
-        message = str(answer.get("message") or answer.get("reason") or f"the run is {state}")
+        message = str(answer.get("message") or answer.get("reason") or f"the run is {row['state']}")
         return {
             "run_id": row["run_id"],
-            "state": state,
+            "state": row["state"],
             "message": message,
             "answered_by": "scheduler",
             "answer": answer,

@@ -31,3 +31,8 @@ OLDEST_QUEUED_SECONDS = Gauge(
 )
 NODES = Gauge("trainbus_gateway_nodes", "Nodes in the read model by state.", ["state"])
 SLOTS = Gauge("trainbus_gateway_slots", "Slots of nodes that are up or draining, by use: used, free.", ["use"])
+STREAM_MESSAGES = Gauge("trainbus_stream_messages", "Messages in a stream, as the server counts them.", ["stream"])
+STREAM_BYTES = Gauge("trainbus_stream_bytes", "Bytes of a stream, as the server counts them.", ["stream"])
+CONSUMER_PENDING = Gauge(
+    "trainbus_consumer_pending_messages", "Messages a service has not finished, waiting or in work.", ["consumer"]
+)

@@ -6,6 +6,7 @@ tables are dropped and built again from the stream.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
 import types
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
+import structlog
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
@@ -23,9 +25,12 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_en
 from services.gateway.core.fold import Keys, Rows
 from services.gateway.core.rows import Checkpoint, Dataset, Model, Node, Point, Progress, Run
 
+log = structlog.get_logger(__name__)
+
 #: Raise it whenever a table or the meaning of a column changes.
 SCHEMA_VERSION = 1
 METADATA = sa.MetaData()
+CONNECT_PATIENCE_S = 60.0
 #: Rows a statement: SQLite takes at most 32,766 values.
 CHUNK = 500
 
@@ -108,11 +113,23 @@ class Store:
         if self.sqlite:
             sa.event.listen(self._engine.sync_engine, "connect", _sqlite_pragmas)
         try:
-            await self._ensure_schema()
+            await self._ensure_schema_patiently()
         except BaseException:
             await self._engine.dispose()
             raise
         return self
+
+    async def _ensure_schema_patiently(self) -> None:
+        """Wait for a database that is still starting, as a container beside us may be."""
+        deadline = time.monotonic() + CONNECT_PATIENCE_S
+        while True:
+            try:
+                return await self._ensure_schema()
+            except (OSError, sa.exc.OperationalError, sa.exc.InterfaceError) as error:
+                if self.sqlite or time.monotonic() > deadline:
+                    raise
+                log.warning("waiting for the database", error=str(error).splitlines()[0])
+                await asyncio.sleep(0.5)
 
     async def __aexit__(self, *_: object) -> None:
         await self.engine.dispose()

@@ -1,0 +1,59 @@
+"""Figures that only somebody who sees everything can give: the read model's, and the server's own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+
+import nats.errors
+import structlog
+from nats.js.errors import Error as JetStreamError
+
+from contracts import topology
+from services.gateway import metrics, queries
+from services.gateway.core.rows import STATES
+from services.gateway.store import Store
+from services.kit.bus import Bus
+
+log = structlog.get_logger(__name__)
+
+READ_MODEL_EVERY_S = 2.0
+SERVER_EVERY_S = 10.0
+
+
+async def watch_read_model(store: Store) -> None:
+    """Keep the gauges over runs, nodes and slots fresh."""
+    while True:
+        counts = await queries.states(store)
+        for state in STATES:
+            metrics.RUNS.labels(state).set(counts.get(state, 0))
+        oldest = await queries.oldest_queued(store)
+        metrics.OLDEST_QUEUED_SECONDS.set(0 if oldest is None else max(time.time() - oldest, 0))
+        nodes = await queries.nodes(store)
+        node_states = Counter(node.state for node in nodes)
+        for state in ("up", "draining", "left", "lost"):
+            metrics.NODES.labels(state).set(node_states[state])
+        there = [node for node in nodes if node.state in ("up", "draining")]
+        used = sum(node.used for node in there)
+        metrics.SLOTS.labels("used").set(used)
+        metrics.SLOTS.labels("free").set(sum(node.slots for node in there) - used)
+        await asyncio.sleep(READ_MODEL_EVERY_S)
+
+
+async def watch_server(bus: Bus) -> None:
+    """Keep the gauges over streams and consumers fresh; while the server is away they stand still."""
+    while True:
+        try:
+            for stream in topology.STREAMS:
+                state = (await bus.js.stream_info(stream.name)).state
+                metrics.STREAM_MESSAGES.labels(stream.name).set(state.messages)
+                metrics.STREAM_BYTES.labels(stream.name).set(state.bytes)
+            for consumer in topology.CONSUMERS:
+                info = await bus.js.consumer_info(consumer.stream, consumer.name)
+                metrics.CONSUMER_PENDING.labels(consumer.name).set(
+                    (info.num_pending or 0) + (info.num_ack_pending or 0)
+                )
+        except (nats.errors.Error, JetStreamError, TimeoutError) as error:
+            log.warning("the server's figures cannot be had", error=repr(error))
+        await asyncio.sleep(SERVER_EVERY_S)

@@ -15,7 +15,7 @@ from nats.js.kv import KeyValue
 
 from contracts import subjects, topology
 from contracts.envelope import Envelope
-from contracts.events.run import RunPlaced
+from contracts.events.run import RunPlaced, RunQueued
 from services.kit.bus import Ack, Bus, Conflict, Expect, Transient
 from services.kit.lease import Lease, Watch, read_all
 from services.kit.settings import Settings
@@ -203,8 +203,12 @@ class Saying:
         """The fact, what led to it, and the run's last sequence: it only counts if nothing has changed."""
         run = cluster.runs[decision.run_id]
         fact = fact_of(decision, cluster, now)
+        # A placement in the pass that queues the run follows from a fact which is still on its way.
+        queued = isinstance(decision, PlaceRun)
         cause = Envelope(
-            id=run.last_event_id,
+            id=RunQueued(run_id=run.run_id, next_generation=run.next_generation).event_id
+            if queued
+            else run.last_event_id,
             source="",
             type="",
             time=now,

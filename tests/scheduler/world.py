@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -24,7 +25,7 @@ from contracts.events.run import (
     RunStarted,
 )
 from contracts.events.train import TrainRequested
-from services.scheduler.core.cluster import TERMINAL, Cluster, Run, apply
+from services.scheduler.core.cluster import TERMINAL, Cluster, Run, apply, fold
 from services.scheduler.core.decide import decide
 from services.scheduler.core.decisions import Decision, fact_of
 from services.scheduler.core.policy import Policy
@@ -48,6 +49,9 @@ class World:
         self.now = START
         self.log: list[tuple[Fact, int, datetime]] = []
         self.checked: dict[str, int] = defaultdict(int)
+        #: What agents have said and the bus has not delivered yet; ``delayed`` picks what gets here.
+        self.late: list[Fact] = []
+        self.delayed: Callable[[], bool] = lambda: False
 
     # -- the log ------------------------------------------------------------
 
@@ -57,6 +61,13 @@ class World:
         apply(self.cluster, *self.log[-1])
         self.check()
 
+    def hear(self, fact: Fact) -> None:
+        """An agent's fact: it stands in the log now, or some time later."""
+        if self.delayed():
+            self.late.append(fact)
+        else:
+            self.say(fact)
+
     def step(self, limit: int | None = None) -> list[Decision]:
         """Decide once and make the first ``limit`` decisions facts, as a scheduler that dies half-way would."""
         decisions = decide(self.cluster, self.now, self.policy)
@@ -64,6 +75,25 @@ class World:
         for fact in facts[:limit]:
             self.say(fact)
         return decisions
+
+    def zombie_step(self, behind: int) -> list[Fact]:
+        """A former leader, ``behind`` facts late, decides and publishes: what passes its fences is said."""
+        stale = fold(self.log[: max(len(self.log) - behind, 0)])
+        fence = stale.placed_sequence
+        ids = {fact.event_id for fact, _, _ in self.log}
+        passed: list[Fact] = []
+        for decision in decide(stale, self.now, self.policy):
+            fact = fact_of(decision, stale, self.now)
+            if isinstance(fact, RunPlaced):
+                fenced = fence == self.cluster.placed_sequence
+            else:
+                fenced = stale.runs[fact.run_id].last_sequence == self.run(fact.run_id).last_sequence
+            if fact.event_id in ids or not fenced:
+                break
+            self.say(fact)
+            fence = self.cluster.placed_sequence
+            passed.append(fact)
+        return passed
 
     def settle(self) -> list[Decision]:
         """Decide until there is nothing left to decide; a scheduler must come to rest."""
@@ -106,24 +136,24 @@ class World:
         generation = generation or self.cluster.runs[run_id].generation
         uri = f"s3://models/e/{run_id}/g{generation}/step_{step}.json"
         ref = CheckpointRef(uri=uri, step=step, epoch=epoch, samples_consumed=step * 8)
-        self.say(CheckpointCommitted(run_id=run_id, generation=generation, checkpoint=ref, size_bytes=1, final=final))
+        self.hear(CheckpointCommitted(run_id=run_id, generation=generation, checkpoint=ref, size_bytes=1, final=final))
         return uri
 
     def start(self, run_id: str) -> None:
         run = self.run(run_id)
         for part in run.live:
-            self.say(RunStarted(run_id=run_id, generation=run.generation, node_id=part.node_id))
+            self.hear(RunStarted(run_id=run_id, generation=run.generation, node_id=part.node_id))
 
     def release(self, run_id: str, *node_ids: str) -> None:
         run = self.run(run_id)
         for node_id in node_ids or tuple(part.node_id for part in run.live):
-            self.say(RunReleased(run_id=run_id, generation=run.generation, node_id=node_id))
+            self.hear(RunReleased(run_id=run_id, generation=run.generation, node_id=node_id))
 
     def exit(self, run_id: str, outcome: Any = "succeeded", *node_ids: str, **more: Any) -> None:
         run = self.run(run_id)
         for node_id in node_ids or tuple(part.node_id for part in run.live):
             fact = {"run_id": run_id, "generation": run.generation, "node_id": node_id, "outcome": outcome, **more}
-            self.say(RunExited.model_validate(fact))
+            self.hear(RunExited.model_validate(fact))
 
     # -- looking -------------------------------------------------------------
 
@@ -165,6 +195,7 @@ class Chaos:
 
     def __init__(self, world: World, rng: random.Random, nodes: int = 3) -> None:
         self.world, self.rng = world, rng
+        world.delayed = lambda: rng.random() < 0.2
         self.lives: dict[str, int] = {}
         self.node_ids = [f"n{i}" for i in range(nodes)]
         for node_id in self.node_ids:
@@ -172,13 +203,19 @@ class Chaos:
 
     def act(self) -> None:
         """One random thing happens."""
-        act = self.rng.choice(
-            [self._agent] * 12 + [self._stale, self._node, self._user, self._time, self._time, self._scheduler] * 2
-        )
-        act()
+        often = [self._agent] * 10 + [self._scheduler] * 8 + [self._time] * 3 + [self._late] * 3
+        seldom = [self._user] * 2 + [self._stale] * 2 + [self._zombie] * 2 + [self._node]
+        self.rng.choice(often + seldom)()
 
     def _scheduler(self) -> None:
         self.world.step(self.rng.choice([None, None, 1, 2]))
+
+    def _zombie(self) -> None:
+        self.world.zombie_step(self.rng.randint(1, 12))
+
+    def _late(self) -> None:
+        if self.world.late:
+            self.world.say(self.world.late.pop(self.rng.randrange(len(self.world.late))))
 
     def _time(self) -> None:
         self.world.wait(self.rng.choice([0.1, 1.0, 3.0, 40.0]))
@@ -205,7 +242,7 @@ class Chaos:
             world.exit(run.run_id, "failed", part.node_id, blameless=rng.random() < 0.3)
         elif deed < 0.65:
             world.release(run.run_id, part.node_id)
-        elif deed < 0.9:
+        elif deed < 0.75:
             if run.spec.task and rng.random() < 0.7:
                 world.commit(run.run_id, (run.newest.ref.step if run.newest else 0) + 1, final=True)
             world.exit(run.run_id)
@@ -235,7 +272,7 @@ class Chaos:
 
     def _user(self) -> None:
         runs = [run for run in self.world.cluster.runs.values() if not run.terminal]
-        if runs and self.rng.random() < 0.4:
+        if runs and self.rng.random() < 0.15:
             self.world.cancel(self.rng.choice(runs).run_id)
         elif len(self.world.cluster.runs) < 15:
             self.submit()
@@ -254,6 +291,9 @@ class Chaos:
     def calm(self) -> None:
         """From now on everything works: every run must come to an end."""
         world = self.world
+        world.delayed = lambda: False
+        while world.late:
+            self._late()
         for node_id in self.node_ids:
             if not world.cluster.nodes[node_id].open:
                 self._join(node_id)

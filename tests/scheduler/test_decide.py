@@ -1,0 +1,391 @@
+"""Named situations, and what the scheduler must make of each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from contracts.events.run import RunAccepted, RunExited, RunFailed, RunPlaced, RunPreempting, RunQueued, RunWaiting
+from services.scheduler.core.cluster import Cluster, apply
+from services.scheduler.core.decide import decide, plan
+from services.scheduler.core.decisions import fact_of
+from services.scheduler.core.explain import message
+from services.scheduler.core.place import take
+from services.scheduler.core.policy import Policy
+from tests.scheduler.world import START, World, spec
+
+ELASTIC = {"min": 1, "max": 4}
+
+
+def two_nodes() -> World:
+    world = World()
+    world.join("n1", 2)
+    world.join("n2", 2)
+    return world
+
+
+def training(world: World, run_id: str = "r1", **more: object) -> None:
+    """An elastic run on all four slots, under way, with a checkpoint at step 5."""
+    world.accept(run_id, spec(ELASTIC, **more))  # type: ignore[arg-type]
+    world.settle()
+    world.start(run_id)
+    world.commit(run_id, 5)
+
+
+def layout(world: World, run_id: str) -> dict[str, tuple[int, ...]]:
+    return {part.node_id: part.slots for part in world.run(run_id).live}
+
+
+def test_a_higher_priority_shrinks_an_elastic_run_which_grows_back() -> None:
+    """The demo's story, decision by decision."""
+    world = two_nodes()
+    training(world)
+    assert layout(world, "r1") == {"n1": (0, 1), "n2": (0, 1)}
+    world.accept("r2", spec(2, priority=10))
+    world.settle()
+    stop = world.facts(RunPreempting)[-1]
+    assert (stop.run_id, stop.queue_reason, stop.grace_s) == ("r1", "resized", 30)
+    world.commit("r1", 7)
+    world.release("r1")
+    made = [type(decision).__name__ for decision in world.step()]  # all of it in one pass
+    assert made == ["QueueRun", "PlaceRun", "PlaceRun"]
+    assert world.run("r2").slot_count == 2 and world.run("r1").slot_count == 2
+    again = world.facts(RunPlaced, "r1")[-1]
+    assert (again.generation, again.resume.step, again.wanted_slots) == (2, 7, 4)
+    world.start("r1")
+    world.wait(60)
+    assert world.settle() == []  # nothing is idle: nothing grows
+    world.exit("r2")
+    world.commit("r2", 9, final=True)
+    world.settle()
+    assert world.phase("r2") == "completed"
+    assert world.phase("r1") == "preempting"
+    world.release("r1")
+    world.settle()
+    assert world.run("r1").slot_count == 4
+
+
+def test_growing_waits_for_its_interval_and_for_everybody_who_waits() -> None:
+    world = World(Policy(resize_interval_s=2.0))
+    world.join("n1", 2)
+    training(world)
+    world.join("n2", 2)
+    world.wait(1.0)
+    assert world.settle() == []
+    world.wait(1.0)
+    world.accept("r2", spec(3))
+    world.settle()
+    assert world.phase("r1") == "running" and world.run("r2").waiting_code == "slots"
+    world.cancel("r2")
+    world.settle()
+    assert world.phase("r1") == "preempting" and world.run("r1").preempting.queue_reason == "resized"  # type: ignore[union-attr]
+
+
+def test_shrinking_goes_before_preempting_and_the_least_priority_first() -> None:
+    world = World()
+    world.join("n1", 6)
+    world.accept("low", spec(2, priority=0))
+    world.accept("mid", spec({"min": 1, "max": 4}, priority=5))
+    world.settle()
+    world.accept("high", spec(3, priority=9))
+    world.settle()
+    assert [stop.run_id for stop in world.facts(RunPreempting)] == ["mid"]  # shrinks by 3, nobody is stopped
+    world.accept("higher", spec(3, priority=10))
+    world.settle()
+    stops = {stop.run_id: stop.queue_reason for stop in world.facts(RunPreempting)}
+    assert stops == {"mid": "resized", "low": "preempted"}
+
+
+def test_nobody_is_preempted_in_vain() -> None:
+    world = two_nodes()
+    world.accept("same", spec(3, priority=5))
+    world.accept("low", spec(1, priority=0))
+    world.settle()
+    world.accept("r2", spec(2, priority=5))  # even without `low` only one slot would be free
+    world.settle()
+    assert world.facts(RunPreempting) == []
+    assert world.run("r2").waiting_code == "slots"
+
+
+def test_a_run_larger_than_the_cluster_waits_explained_and_blocks_nobody() -> None:
+    world = two_nodes()
+    world.accept("huge", spec(100, priority=100))
+    world.accept("small", spec(1))
+    world.settle()
+    assert world.phase("huge") == "queued" and world.phase("small") == "placed"
+    said = world.facts(RunWaiting, "huge")
+    assert len(said) == 1 and said[0].code == "infeasible" and "96 more" in said[0].message
+    for number in range(49):
+        world.join(f"m{number}", 2)
+    world.exit("small")
+    world.commit("small", 1, final=True)
+    world.settle()
+    assert world.phase("huge") == "placed"
+
+
+def test_a_large_run_is_not_starved_by_small_ones_behind_it() -> None:
+    world = two_nodes()
+    world.accept("a", spec(3, command=True))
+    world.accept("large", spec(4))
+    world.accept("small", spec(1))
+    world.settle()
+    assert world.phase("small") == "queued" and world.run("small").waiting_code == "priority"
+    world.exit("a")
+    world.settle()
+    assert world.phase("large") == "placed" and world.phase("small") == "queued"
+
+
+@pytest.mark.parametrize("kill", ["crash", "lose"])
+def test_a_broken_gang_is_stopped_and_placed_again_from_its_checkpoint(kill: str) -> None:
+    world = two_nodes()
+    training(world)
+    if kill == "crash":
+        world.exit("r1", "failed", "n2", reason="signal 9", rank=2)
+    else:
+        world.lose("n2")
+    world.settle()
+    assert world.facts(RunPreempting)[-1].grace_s == 0
+    world.exit("r1", "failed", "n1", reason="connection reset by peer", rank=0)  # its peers fail as well
+    assert [type(decision).__name__ for decision in world.step()] == ["QueueRun", "PlaceRun"]  # at once
+    queued = world.facts(RunQueued)[-1]
+    assert (queued.reason, queued.failures) == (("crashed", 1) if kill == "crash" else ("node lost", 0))
+    assert world.facts(RunPlaced)[-1].resume.step == 5
+    assert world.run("r1").slot_count == (4 if kill == "crash" else 2)
+
+
+def test_failures_of_its_own_end_a_run_with_its_last_words_and_those_of_nodes_do_not() -> None:
+    world = two_nodes()
+    world.accept("r1", spec(1, max_attempts=2))
+    world.settle()
+    for _ in range(4):
+        world.exit("r1", "failed", blameless=True, reason="the store is away")
+        world.settle()
+        world.wait(60)
+        world.settle()
+    assert world.phase("r1") == "placed" and world.run("r1").failures == 0
+    for _ in range(2):
+        world.exit("r1", "failed", rank=0, exit_code=1, reason="ValueError: no", log_tail=("Traceback", "ValueError"))
+        world.settle()
+        world.wait(60)
+        world.settle()
+    failed = world.facts(RunFailed)[-1]
+    assert failed.log_tail == ("Traceback", "ValueError")
+    assert "2 attempts (max_attempts 2)" in failed.reason and "exit code 1: ValueError: no" in failed.reason
+
+
+def test_a_run_that_breaks_at_once_again_and_again_does_not_spin() -> None:
+    world = World()
+    world.join("n1", 2)
+    world.accept("r1", spec(1, max_attempts=100))
+    world.accept("r2", spec(1, command=True))
+    world.settle()
+    for _ in range(2):
+        world.exit("r1", "failed")
+        world.settle()
+    assert world.phase("r1") == "queued" and world.run("r1").waiting_code == "paused"
+    world.wait(1.0)
+    world.settle()
+    assert world.phase("r1") == "placed"
+    world.commit("r1", 1)  # it gets somewhere: the next time is the first again
+    world.exit("r1", "failed")
+    world.settle()
+    assert world.phase("r1") == "placed"
+
+
+def test_completion_waits_for_the_final_checkpoint_but_not_for_ever() -> None:
+    world = two_nodes()
+    training(world)
+    world.exit("r1", metrics={"validation/accuracy": 0.9})
+    assert world.settle() == []
+    uri = world.commit("r1", 8, final=True)
+    world.settle()
+    assert world.phase("r1") == "completed"
+    completed = world.log[-1][0]
+    assert completed.checkpoint.uri == uri and completed.metrics == {"validation/accuracy": 0.9}  # type: ignore[attr-defined]
+    training(world, "r2")
+    world.exit("r2")
+    assert world.settle() == []
+    world.wait(61)
+    world.settle()
+    assert world.phase("r2") == "completed"
+
+
+def cancel_queued(world: World) -> None:
+    world.accept("r1", spec(9))
+    world.settle()
+
+
+def cancel_preparing(world: World) -> None:
+    world.accept("r1", spec(1, data={"source": "s3://lake/x", "format": "images"}))
+
+
+def cancel_running(world: World) -> None:
+    training(world)
+
+
+def cancel_while_resizing(world: World) -> None:
+    training(world)
+    world.accept("r2", spec(2, priority=1))
+    world.settle()
+
+
+@pytest.mark.parametrize("before", [cancel_queued, cancel_preparing, cancel_running, cancel_while_resizing])
+def test_a_cancelled_run_ends_cancelled(before: Callable[[World], None]) -> None:
+    world = two_nodes()
+    before(world)
+    world.cancel("r1")
+    world.settle()
+    if world.run("r1").live:
+        assert world.phase("r1") == "preempting"
+        world.release("r1")
+        world.settle()
+    assert world.phase("r1") == "cancelled" and world.run("r1").slot_count == 0
+    assert world.run("r1").outcome == "cancelled by request"
+
+
+def test_draining_moves_what_runs_there_until_the_node_joins_anew() -> None:
+    world = two_nodes()
+    world.accept("r1", spec(2))
+    world.settle()
+    (home,) = layout(world, "r1")
+    world.drain(home)
+    world.settle()
+    assert world.facts(RunPreempting)[-1].grace_s == 30
+    world.release("r1")
+    world.settle()
+    assert layout(world, "r1").keys() == {"n1", "n2"} - {home}
+    world.accept("r2", spec(2))
+    world.settle()
+    assert world.run("r2").waiting_code == "slots"
+    world.join(home, 2, "2")
+    world.settle()
+    assert world.phase("r2") == "placed"
+
+
+def test_news_of_the_past_change_nothing() -> None:
+    """A stale exit, a release of a node taken for lost, an old life's loss, a second acceptance."""
+    world = two_nodes()
+    world.accept("r1", spec(2, command=True))
+    world.settle()
+    old = layout(world, "r1")
+    (home,) = old
+    world.lose(home)
+    world.settle()
+    assert world.run("r1").generation == 2
+    before = (world.phase("r1"), layout(world, "r1"))
+    world.say(RunExited(run_id="r1", generation=1, node_id=home, outcome="succeeded"))
+    world.say(world.log[0][0])  # n1 joined, again
+    world.join(home, 2, "2")
+    world.say(next(fact for fact, _, _ in world.log if fact.event_id == f"node/{home}/lost/{home}-1"))
+    world.accept("r1", spec(4, priority=9))
+    assert (world.phase("r1"), layout(world, "r1")) == before
+    assert world.cluster.nodes[home].alive and world.settle() == []
+
+
+def test_a_restarted_agent_keeps_what_it_has_taken_up_and_loses_the_rest() -> None:
+    world = World()
+    world.join("n1", 4)
+    world.accept("r1", spec(2, command=True))
+    world.accept("r2", spec(2, command=True))
+    world.settle()
+    world.join("n1", 4, "2", running=(("r1", 1),))
+    assert world.run("r1").slot_count == 2
+    world.settle()
+    assert (world.run("r1").generation, world.run("r2").generation) == (1, 2)
+
+
+def test_a_preemption_that_its_node_does_not_outlive_ends_all_the_same() -> None:
+    world = two_nodes()
+    training(world)
+    world.accept("r2", spec(2, priority=1))
+    world.settle()
+    world.release("r1", "n1")
+    world.lose("n2")
+    world.settle()
+    assert world.phase("r2") == "placed" and world.run("r1").phase == "queued"
+
+
+def test_a_scheduler_that_dies_between_two_decisions_goes_on_with_the_rest() -> None:
+    world = two_nodes()
+    for number in range(3):
+        world.accept(f"r{number}", spec(1))
+    while world.step(limit=1):
+        pass
+    assert [world.run(f"r{number}").generation for number in range(3)] == [1, 1, 1]
+    assert len(world.facts(RunPlaced)) == 3
+
+
+def test_a_placement_of_a_run_that_is_over_is_taken_back() -> None:
+    """A leader too late has placed what was cancelled meanwhile: the agents act on it, so it holds slots."""
+    world = two_nodes()
+    world.accept("r1", spec(4))
+    world.step(limit=1)
+    late = fact_of(decide(world.cluster, world.now, world.policy)[0], world.cluster, world.now)
+    world.cancel("r1")
+    world.settle()
+    world.say(late)
+    assert world.phase("r1") == "cancelled" and world.cluster.slots_used == 4
+    world.settle()
+    assert world.facts(RunPreempting)[-1].grace_s == 0
+    world.release("r1")
+    assert world.settle() == [] and world.cluster.slots_used == 0
+
+
+@pytest.mark.parametrize(
+    ("free", "count", "expected"),
+    [
+        ({"a": 2, "b": 4, "c": 3}, 3, {"c": 3}),
+        ({"a": 2, "b": 4, "c": 3}, 2, {"a": 2}),
+        ({"a": 2, "b": 4, "c": 3}, 5, {"b": 4, "a": 1}),
+        ({"a": 2, "b": 4, "c": 3}, 9, {"b": 4, "c": 3, "a": 2}),
+        ({"b": 2, "a": 2}, 1, {"a": 1}),
+    ],
+)
+def test_gangs_go_on_few_nodes_and_fill_the_tightest(
+    free: dict[str, int], count: int, expected: dict[str, int]
+) -> None:
+    members = take({node_id: list(range(slots)) for node_id, slots in free.items()}, count)
+    assert {member.node_id: len(member.slots) for member in members} == expected
+
+
+def test_why_says_what_would_change_it() -> None:
+    world = two_nodes()
+    world.accept("r1", spec(3))
+    world.accept("r2", spec({"min": 2, "max": 4}))
+    world.accept("r3", spec(1))
+    world.settle()
+    waits = plan(world.cluster, world.now, world.policy).waits
+    text = message(world.cluster, world.run("r2"), waits["r2"])
+    assert text == (
+        "needs at least 2 slots, 1 of 4 are free; run r1 holds the rest; it starts when 1 more get free, "
+        "or with slots.min 1 it would start now, or with a priority above 0 it would be given slots of runs below it"
+    )
+    assert "run r2 is ahead" in message(world.cluster, world.run("r3"), waits["r3"])
+
+
+def test_ten_thousand_runs_are_folded_and_decided_on_quickly() -> None:
+    cluster, policy, sequence = Cluster(), Policy(), 0
+    world = World()
+    for number in range(100):
+        world.join(f"n{number}", 8)
+    log = [fact for fact, _, _ in world.log]
+    one = spec({"min": 1, "max": 2}, command=True)
+    log += [
+        RunAccepted(run_id=f"r{number}", spec=one, request_id=f"r{number}", request_source="t") for number in range(10_000)
+    ]
+    started = time.perf_counter()
+    for fact in log:
+        apply(cluster, fact, sequence := sequence + 1, START)
+    folded_s = time.perf_counter() - started
+    took: list[float] = []
+    for _ in range(3):
+        started = time.perf_counter()
+        decisions = decide(cluster, START, policy)
+        took.append(time.perf_counter() - started)
+        for decision in decisions:
+            apply(cluster, fact_of(decision, cluster, START), sequence := sequence + 1, START)
+    assert cluster.slots_used == 800 and len(cluster.queued) == 9200
+    print(f"folded 10,000 in {folded_s:.2f} s, decided in {[round(s, 3) for s in took]} s")
+    assert folded_s < 2 and max(took) < 2 and took[-1] < 0.5

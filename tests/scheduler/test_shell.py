@@ -1,0 +1,271 @@
+"""The scheduler on a real nats-server: answers, leadership, fencing, and what it says when asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from contracts import subjects, topology
+from contracts.base import run_id_for
+from contracts.events.checkpoint import CheckpointCommitted
+from contracts.events.node import NodeJoined, NodeLost
+from contracts.events.run import (
+    CheckpointRef,
+    RunAccepted,
+    RunCancelled,
+    RunExited,
+    RunPlaced,
+    RunPreempting,
+    RunReleased,
+    RunStarted,
+)
+from services.kit.bus import Bus
+from services.kit.lease import Lease
+from services.kit.service import Service
+from services.kit.settings import Settings
+from services.scheduler.app import build
+from services.scheduler.core.policy import Policy
+from services.scheduler.leader import Leader
+from services.scheduler.memory import Memory
+from tests.scheduler.world import CODE, spec
+
+SOURCE = "test"
+COMMAND = {"name": "hello", "command": ["true"]}
+
+
+@asynccontextmanager
+async def running(settings: Settings) -> AsyncIterator[Service]:
+    """A scheduler in this process, stopped in good order."""
+    service = build(settings)
+    task = asyncio.create_task(service.run())
+    try:
+        yield service
+    finally:
+        service.stopping.set()
+        await task
+
+
+async def request(bus: Bus, verb: str, body: Any, event_id: str = "1") -> str:
+    """Publish a request as another system would; returns the run's id."""
+    headers = {"ce-id": event_id, "ce-source": SOURCE}
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    await bus.js.publish(subjects.request(verb), raw, headers=headers)
+    return run_id_for(SOURCE, event_id)
+
+
+async def until(bus: Bus, subject: str, enough: int = 1, stream: str = "FACTS", timeout_s: float = 15.0) -> list[Any]:
+    """Wait until ``enough`` facts stand on ``subject``."""
+    found: list[Any] = []
+    async with asyncio.timeout(timeout_s):
+        async for batch in bus.follow(stream, (subject,), idle_s=0.05):
+            found += batch
+            if len(found) >= enough:
+                return found
+    raise AssertionError("unreachable")
+
+
+async def join(bus: Bus, node_id: str, slots: int, ttl_s: float = 60.0) -> None:
+    await bus.publish(NodeJoined(node_id=node_id, incarnation="1", address="h", slots=slots, lease_ttl_s=ttl_s))
+
+
+async def ask(bus: Bus, what: str, body: Any = None) -> dict[str, Any]:
+    answer = await bus.nc.request(subjects.service("scheduler", what), json.dumps(body or {}).encode(), timeout=5)
+    return dict(json.loads(answer.data))
+
+
+async def test_a_run_from_its_request_to_its_end(settings: Settings, bus: Bus) -> None:
+    async with running(settings):
+        await join(bus, "n1", 2)
+        run_id = await request(bus, "train", {**COMMAND, "slots": 2})
+        placed = (await until(bus, f"run.{run_id}.placed"))[0]
+        assert placed.event.members[0].slots == (0, 1)
+        assert placed.envelope.correlation_id == "1"
+        assert placed.envelope.causation_id == f"run/{run_id}/queued/1"
+        again = await request(bus, "train", {**COMMAND, "slots": 2})  # the same request, the same run
+        assert again == run_id
+        await bus.publish(RunStarted(run_id=run_id, generation=1, node_id="n1"))
+        await bus.publish(RunExited(run_id=run_id, generation=1, node_id="n1", outcome="succeeded", metrics={"a": 1}))
+        completed = (await until(bus, f"run.{run_id}.completed"))[0].event
+        assert completed.metrics == {"a": 1} and completed.checkpoint is None
+        assert [f.event.fact for f in await bus.history(subjects.run(run_id))] == [
+            "accepted", "queued", "placed", "started", "exited", "completed",
+        ]  # fmt: skip
+
+
+BAD = {
+    "an unknown field": ({**COMMAND, "slotz": 2}, "slotz", "unknown field"),
+    "a wrong type": ({**COMMAND, "priority": "high"}, "priority", "integer"),
+    "a negative size": ({**COMMAND, "slots": -1}, "slots.min", "greater than or equal to 1"),
+    "nothing to run": ({"name": "x"}, "", "exactly one of"),
+    "an unknown checkpoint": ({**COMMAND, "resume_from": "s3://models/none.json"}, "resume_from", "no committed checkpoint"),
+}
+
+
+async def test_bad_requests_are_answered_and_disturb_nothing(settings: Settings, bus: Bus) -> None:
+    async with running(settings):
+        for number, (name, (body, field, text)) in enumerate(BAD.items()):
+            run_id = await request(bus, "train", body, f"bad-{number}")
+            rejected = (await until(bus, f"run.{run_id}.rejected"))[0].event
+            problem = rejected.problems[0]
+            assert problem.field == field and text in problem.message, name
+        for verb, body in (
+            ("cancel", {"run_id": "rnone"}),
+            ("restore", {"run_id": "rnone", "step": 1}),
+            ("drain", {"node_id": "nnone"}),
+            ("train", b"this is no JSON"),
+        ):
+            await request(bus, verb, body, f"{verb}-dead")
+        dead = await bus.js.pull_subscribe("dead.>", stream=topology.DEAD_LETTERS.name)
+        reasons: list[str] = []
+        while len(reasons) < 8:  # four that do not fit their schema, and four that cannot be decided on
+            reasons += [m.headers["trainbus-dead-reason"] for m in await dead.fetch(8, timeout=10)]
+        assert any("no run has the id 'rnone'" in reason for reason in reasons)
+        assert any("no node 'nnone' to drain" in reason for reason in reasons)
+        await join(bus, "n1", 1)
+        good = await request(bus, "train", COMMAND, "good")
+        await until(bus, f"run.{good}.placed")
+
+
+async def test_cancel_restore_and_questions(settings: Settings, bus: Bus) -> None:
+    async with running(settings):
+        await join(bus, "n1", 2)
+        task = {"name": "digits", "task": "m:T", "code": CODE, "training": {"epochs": 2}, "slots": {"min": 1, "max": 2}}
+        first = await request(bus, "train", task, "first")
+        await until(bus, f"run.{first}.placed")
+        second = await request(bus, "train", {**COMMAND, "slots": 2}, "second")
+        huge = await request(bus, "train", {**COMMAND, "slots": 64}, "huge")
+        await until(bus, f"run.{second}.waiting")
+        await until(bus, f"run.{huge}.waiting")
+        why = await ask(bus, "why", {"run_id": second})
+        assert why["state"] == "queued" and why["code"] == "slots" and first in why["message"]
+        why = await ask(bus, "why", {"run_id": huge})
+        assert why["code"] == "infeasible" and "62 more" in why["message"]
+        assert (await ask(bus, "why", {"run_id": first}))["state"] == "placed"
+        assert (await ask(bus, "why", {"run_id": "none"}))["state"] == "unknown"
+        state = await ask(bus, "state")
+        assert state["nodes"][0]["used"] == 2 and state["queue_length"] == 2 and state["leads"]
+        # A queued run is cancelled at once; a running one once its ranks have let go.
+        await request(bus, "cancel", {"run_id": second}, "c1")
+        assert isinstance((await until(bus, f"run.{second}.cancelled"))[0].event, RunCancelled)
+        ref = CheckpointRef(uri="s3://models/e/r/7.json", step=7, epoch=1, samples_consumed=56)
+        await bus.publish(CheckpointCommitted(run_id=first, generation=1, checkpoint=ref, size_bytes=1))
+        await request(bus, "cancel", {"run_id": first, "reason": "enough"}, "c2")
+        stop = (await until(bus, f"run.{first}.preempting"))[0].event
+        assert isinstance(stop, RunPreempting) and stop.then == "cancel"
+        await bus.publish(RunReleased(run_id=first, generation=1, node_id="n1"))
+        assert (await until(bus, f"run.{first}.cancelled"))[0].event.reason == "enough"
+        # A new run from its checkpoint; and from one that does not exist.
+        restored = await request(bus, "restore", {"run_id": first, "epoch": 1}, "again")
+        accepted = (await until(bus, f"run.{restored}.accepted"))[0].event
+        assert isinstance(accepted, RunAccepted) and accepted.parent_run_id == first
+        placed = (await until(bus, f"run.{restored}.placed"))[0].event
+        assert placed.generation == 1 and placed.resume == ref
+        wrong = await request(bus, "restore", {"run_id": first, "step": 8}, "wrong")
+        problem = (await until(bus, f"run.{wrong}.rejected"))[0].event.problems[0]
+        assert problem.field == "step" and "step 7 (epoch 1)" in problem.message
+
+
+async def test_a_node_whose_lease_runs_out_is_lost_and_its_run_moves(settings: Settings, bus: Bus) -> None:
+    async with running(settings):
+        await join(bus, "n1", 1, ttl_s=1.0)
+        run_id = await request(bus, "train", COMMAND)
+        await until(bus, f"run.{run_id}.placed")
+        bucket = await bus.bucket(topology.LEASES)
+        async with Lease(bucket, "node.n2", "n2", 1.0).leadership():
+            await join(bus, "n2", 1, ttl_s=1.0)
+            assert isinstance((await until(bus, "node.n1.lost"))[0].event, NodeLost)
+            moved = (await until(bus, f"run.{run_id}.placed", 2))[1].event
+            assert moved.generation == 2 and [member.node_id for member in moved.members] == ["n2"]
+
+
+async def test_two_that_both_believe_to_lead_never_place_twice(
+    settings: Settings, make_bus: Callable[..., Any], bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leases are advice; the fence is the log. Both decide from their own memory as fast as they can."""
+    monkeypatch.setattr(Leader, "leads", property(lambda self: True))
+    total, slots = 24, 3
+    await join(bus, "n1", slots)
+    for number in range(total):
+        run_id = f"r{number}"
+        await bus.publish(RunAccepted(run_id=run_id, spec=spec(command=True), request_id=run_id, request_source=SOURCE))
+    tasks = []
+    for name in ("a", "b"):
+        own = await make_bus(name)
+        memory = Memory(own)
+        leader = Leader(own, memory, Policy(), settings)
+        tasks += [asyncio.create_task(memory.follow()), asyncio.create_task(leader._decide_while_held())]
+    used: dict[int, str] = {}
+    placed: dict[str, int] = {}
+    async with asyncio.timeout(30):
+        async for batch in bus.follow("FACTS", ("run.*.*",), idle_s=0.05):
+            for received in batch:
+                fact = received.event
+                if isinstance(fact, RunPlaced):
+                    assert fact.run_id not in placed, "placed twice"
+                    placed[fact.run_id] = received.sequence
+                    for slot in fact.members[0].slots:
+                        assert slot not in used, "a slot was given away twice"
+                        used[slot] = fact.run_id
+                    ended = RunExited(run_id=fact.run_id, generation=1, node_id="n1", outcome="succeeded")
+                    tasks.append(asyncio.create_task(_publish(bus, ended)))
+                elif isinstance(fact, RunExited):
+                    used = {slot: run_id for slot, run_id in used.items() if run_id != fact.run_id}
+            if len(placed) == total:
+                break
+    pending: set[asyncio.Task[Any]] = set(tasks)
+    while pending:  # one cancellation can be swallowed by wait_for on Python 3.11
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=0.2)
+
+
+async def _publish(bus: Bus, fact: RunExited) -> None:
+    await bus.publish(fact)
+
+
+async def test_a_standby_takes_over_from_a_killed_leader(settings: Settings, bus: Bus) -> None:
+    """SIGKILL of the process that leads: the standby has folded all along and places within 5 s."""
+    env = {
+        **os.environ,
+        "TRAINBUS_NATS_URL": settings.nats_url,
+        "TRAINBUS_HTTP_PORT": "-1",
+        "TRAINBUS_LEASE_TTL_S": "3",
+    }
+    process = subprocess.Popen([sys.executable, "-m", "services.scheduler"], env=env, stderr=subprocess.DEVNULL)
+    try:
+        await join(bus, "n1", 1)
+        first = await request(bus, "train", COMMAND, "first")
+        await until(bus, f"run.{first}.placed", timeout_s=30)
+        resident_bytes = _resident_bytes(process.pid)
+        async with running(settings.model_copy(update={"lease_ttl_s": 3.0})) as standby:
+            async with asyncio.timeout(10):
+                while not standby.readiness()["folded"]:
+                    await asyncio.sleep(0.01)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            started = asyncio.get_running_loop().time()
+            await bus.publish(RunExited(run_id=first, generation=1, node_id="n1", outcome="succeeded"))
+            second = await request(bus, "train", COMMAND, "second")
+            await until(bus, f"run.{second}.placed")
+            took_s = asyncio.get_running_loop().time() - started
+            assert took_s < 5, f"took {took_s:.1f} s"
+            assert len(await bus.history("run.*.placed")) == 2
+    finally:
+        process.kill()
+        process.wait()
+    assert resident_bytes < 120e6, f"{resident_bytes / 1e6:.0f} MB resident"
+
+
+def _resident_bytes(pid: int) -> int:
+    with open(f"/proc/{pid}/status") as status:
+        line = next(line for line in status if line.startswith("VmRSS"))
+    return int(line.split()[1]) * 1024

@@ -22,6 +22,7 @@ from contracts.events.checkpoint import CheckpointCommitted, CheckpointRefused
 from contracts.events.node import NodeDraining, NodeJoined, NodeLeft, NodeLost
 from contracts.events.run import RunCancelled, RunCompleted, RunFailed, RunPlaced, RunPreempting
 from services.kit.bus import Received, Transient
+from services.kit.concurrency import end
 from services.kit.lease import Lease, read
 from services.worker import metrics
 from services.worker.context import Context
@@ -116,8 +117,7 @@ class Agent:
                 if keeper.done():
                     keeper.result()
         finally:
-            keeper.cancel()
-            await asyncio.gather(keeper, return_exceptions=True)
+            await end(keeper)
 
     async def _join(self, incarnation: str) -> None:
         found = self._context.inventory

@@ -27,6 +27,7 @@ from contracts.events.run import Member, ProgressPoint, RunExited, RunPlaced, Ru
 from contracts.ranks import Launch, StopLine
 from services.kit import telemetry
 from services.kit.bus import Transient
+from services.kit.concurrency import end
 from services.worker import metrics
 from services.worker.cache import CacheError
 from services.worker.context import Context
@@ -206,8 +207,7 @@ class Placement:
                         return self._failed(failure)
                 async with _running(stager.run()) as staging, _running(self._measure(follower)):
                     await self._watch(control)
-                    following.cancel()
-                    await asyncio.gather(following, return_exceptions=True)
+                    await end(following)
                     await follower.drain()
                     await self._finish_uploads(stager, staging)
                 return await self._judge(follower, stager)
@@ -232,9 +232,7 @@ class Placement:
         except (Transient, OSError, TimeoutError) as error:
             return Failure(f"node {self.member.node_id} could not prepare the run: {error}", True)
         finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await task
+            await end(task)
             metrics.PREPARE_SECONDS.observe(time.monotonic() - started)
 
     async def _launch(self, prepared: Prepared) -> Failure | None:
@@ -326,16 +324,14 @@ class Placement:
             patience_s = max(self._stop.deadline - self._now(), 0)
         elif core.first_failure(list(self._exits.values())):
             patience_s = CRASH_UPLOAD_PATIENCE_S
-        staging.cancel()
-        await asyncio.gather(staging, return_exceptions=True)
+        await end(staging)
         if patience_s == 0:
             return
         work = asyncio.create_task(stager.finish())
         try:
             await self._await_until(work, patience_s)
         finally:
-            work.cancel()
-            await asyncio.gather(work, return_exceptions=True)
+            await end(work)
 
     async def _await_until(self, work: asyncio.Task[None], patience_s: float | None) -> None:
         deadline = None if patience_s is None else time.monotonic() + patience_s
@@ -546,10 +542,9 @@ async def _running(work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Tas
     try:
         yield task
     finally:
-        task.cancel()
-        results = await asyncio.gather(task, return_exceptions=True)
-    if isinstance(results[0], Exception):
-        raise results[0]
+        await end(task)
+    if not task.cancelled() and (error := task.exception()) is not None:
+        raise error
 
 
 def _dump(value: Any) -> str:

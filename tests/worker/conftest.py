@@ -204,7 +204,9 @@ def agent_process(world: World) -> Any:
     def start() -> subprocess.Popen[bytes]:
         values = world.settings.model_dump(mode="json", exclude_none=True)
         values["s3_secret_key"] = world.settings.s3_secret_key.get_secret_value()  # type: ignore[union-attr]
-        settings = {f"TRAINBUS_{k.upper()}": json.dumps(v) if isinstance(v, dict) else str(v) for k, v in values.items()}
+        settings = {
+            f"TRAINBUS_{k.upper()}": json.dumps(v) if isinstance(v, dict) else str(v) for k, v in values.items()
+        }
         with (world.settings.data_dir.parent / "agent.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "tests.worker.agent_process"],

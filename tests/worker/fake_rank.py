@@ -1,5 +1,6 @@
 """A rank without torch: counts steps, reports them, checkpoints, obeys. Behaves as ``spec.params`` say."""
 
+import contextlib
 import json
 import os
 import signal
@@ -20,10 +21,8 @@ link = None
 def say(**line):
     os.write(journal, json.dumps({"time": time.time(), **line}).encode() + b"\n")
     if line["kind"] != "metrics" and link is not None:
-        try:
+        with contextlib.suppress(OSError):
             link.send(b"\n")
-        except OSError:
-            pass
 
 
 def listen():
@@ -38,8 +37,8 @@ def listen():
             for line in connection.makefile():
                 if json.loads(line)["kind"] == "stop" and not params.get("deaf"):
                     stopping.set()
-        except OSError:
-            pass
+        except OSError as error:
+            print(f"agent is away: {error}", file=sys.stderr) if params.get("talkative") else None
         link = None
         time.sleep(0.02)
 

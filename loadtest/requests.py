@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+import structlog
 from rich.progress import Progress
 
 from contracts.base import run_id_for
@@ -105,8 +105,9 @@ async def measure(arguments: argparse.Namespace, server: NatsServer) -> None:
     await player.connect()
     raw = await raw_publish_rate(bus)
     environment = {**os.environ, "TRAINBUS_NATS_URL": server.url, "TRAINBUS_HTTP_PORT": "-1"}
-    log = (server.folder / "scheduler.log").open("wb")
-    scheduler = subprocess.Popen([sys.executable, "-m", "services.scheduler"], env=environment, stderr=log)
+    with (server.folder / "scheduler.log").open("wb") as log:
+        command = (sys.executable, "-m", "services.scheduler")
+        scheduler = await asyncio.create_subprocess_exec(*command, env=environment, stderr=log)
     agents = SimulatedAgents(player, arguments.nodes, arguments.slots, arguments.duration_s, arguments.speed)
     observed = Observed()
     playing = asyncio.create_task(agents.run())
@@ -124,7 +125,7 @@ async def measure(arguments: argparse.Namespace, server: NatsServer) -> None:
     finally:
         playing.cancel()
         scheduler.terminate()
-        scheduler.wait(10)
+        await asyncio.wait_for(scheduler.wait(), 10)
         await bus.close()
         await player.close()
     waits_ms = [1000 * (observed.placed[run] - observed.requested[run]) for run in observed.placed]
@@ -164,6 +165,7 @@ def main() -> None:
     parser.add_argument("--speed", type=float, default=1000, help="virtual seconds in a real one")
     parser.add_argument("--name", default="requests", help="name of the result file")
     arguments = parser.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     with tempfile.TemporaryDirectory(prefix="trainbus-loadtest-") as folder:
         server = NatsServer(Path(folder), free_ports(1)[0])
         server.start()

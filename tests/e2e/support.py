@@ -175,18 +175,9 @@ class Stack:
             await asyncio.sleep(0.02)
 
     def rank_pids(self, run_id: str) -> list[int]:
-        """The processes of a run's ranks, found by the launch file in their environment."""
-        found = []
-        for folder in Path("/proc").iterdir():
-            if folder.name.isdigit():
-                try:
-                    environment = (folder / "environ").read_bytes()
-                    command = (folder / "cmdline").read_bytes()
-                except OSError:
-                    continue
-                if f"/runs/{run_id}/".encode() in environment or f"/runs/{run_id}/".encode() in command:
-                    found.append(int(folder.name))
-        return found
+        """The processes of a run's ranks, as the agents have noted them."""
+        notes = self.data_dir.glob(f"node-*/runs/{run_id}/g*/processes.json")
+        return [process["pid"] for note in notes for process in json.loads(note.read_text())]
 
     # -- audit --------------------------------------------------------------
 

@@ -205,8 +205,8 @@ class Placement:
                     failure = await self._launch(prepared)
                     if failure is not None:
                         return self._failed(failure)
-                async with _running(stager.run()) as staging, _running(self._measure(follower)):
-                    await self._watch(control)
+                async with _running(stager.run()) as staging, _running(self._measure(follower)) as measuring:
+                    await self._watch(control, (following, staging, measuring))
                     await end(following)
                     await follower.drain()
                     await self._finish_uploads(stager, staging)
@@ -270,12 +270,15 @@ class Placement:
         log.info("ranks started", pids=[each.pid for each in started])
         return None
 
-    async def _watch(self, control: Control) -> None:
+    async def _watch(self, control: Control, beside: tuple[asyncio.Task[None], ...]) -> None:
         """Wait until every process has ended, and make them end when they must."""
         failed_at: float | None = None
         while True:
             if self._drop_reason is not None:
                 raise Dropped(self._drop_reason)
+            for task in beside:
+                if task.done():
+                    task.result()  # ranks that nobody follows must not train on unseen
             self._collect_exits()
             if len(self._exits) == len(self._processes):
                 break

@@ -54,6 +54,10 @@ class Warm:
         """Whether a fork can be asked for now."""
         return self._writer is not None and self._pid is not None
 
+    @property
+    def pid(self) -> int | None:
+        return self._pid
+
     async def run(self) -> None:
         """Keep the process alive and the connection open until cancelled; use one that an earlier agent left."""
         for attempt in itertools.count():

@@ -46,6 +46,14 @@ def package(files: dict[str, bytes]) -> bytes:
     return out.getvalue()
 
 
+async def until(condition: Callable[[], bool], timeout_s: float) -> None:
+    """Wait for what has no event to wait for: a process, a file."""
+    deadline = time.monotonic() + timeout_s
+    for _ in iter(condition, True):
+        assert time.monotonic() < deadline, "it did not come about in time"
+        await asyncio.sleep(0.02)
+
+
 class World:
     """What stands around the agent: publishes placements, commits checkpoints, sees what is said."""
 

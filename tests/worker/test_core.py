@@ -1,0 +1,165 @@
+"""What the agent decides, as tables and properties."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from contracts.events.checkpoint import CheckpointCommitted
+from contracts.events.node import NodeLost
+from contracts.events.run import CheckpointRef, Member, RunCompleted, RunPlaced, RunPreempting
+from contracts.events.train import TrainRequested
+from contracts.ranks import CheckpointLine
+from services.worker.core import journal, plan, ranks
+from services.worker.core.stage import ready_steps
+
+
+def placed(generation: int = 1, node_id: str = "n1", run_id: str = "r", **spec: Any) -> RunPlaced:
+    request = TrainRequested.model_validate({"name": "x", "command": ["true"], **spec})
+    return RunPlaced(
+        run_id=run_id,
+        generation=generation,
+        members=(Member(node_id=node_id, slots=(1, 0), ranks=(2, 3)), Member(node_id="n0", slots=(0, 1), ranks=(0, 1))),
+        world_size=4,
+        spec=request,
+        decided_at_sequence=0,
+        decided_at=datetime(2026, 1, 1, tzinfo=UTC),
+    )
+
+
+def preempting(generation: int = 1) -> RunPreempting:
+    return RunPreempting(run_id="r", generation=generation, reason="", grace_s=3)
+
+
+COMMITTED = CheckpointCommitted(
+    run_id="r",
+    generation=1,
+    size_bytes=1,
+    checkpoint=CheckpointRef(uri="s3://a-b/c", step=4, epoch=1, samples_consumed=1),
+)
+ELSEWHERE, LOST = placed(2, "n2"), NodeLost(node_id="n1", incarnation="me")
+CASES: list[tuple[str, list[Any], list[str]]] = [
+    ("ours", [placed()], ["Place"]),
+    ("not ours", [placed(node_id="n2")], []),
+    ("twice", [placed(), placed()], ["Place"]),
+    ("older after newer", [placed(2), placed(1)], ["Place"]),
+    ("newer here", [placed(), placed(2)], ["Place", "Drop", "Place"]),
+    ("newer elsewhere", [placed(), ELSEWHERE], ["Place", "Drop"]),
+    ("stop", [placed(), preempting()], ["Place", "Stop"]),
+    ("stop of another generation", [placed(2), preempting(1)], ["Place"]),
+    ("stop of what is not here", [preempting()], []),
+    ("committed", [placed(), COMMITTED], ["Place", "Settled"]),
+    ("committed by an old generation", [placed(2), COMMITTED], ["Place"]),
+    ("over", [placed(), RunCompleted(run_id="r", generation=1)], ["Place", "Drop", "CleanUp"]),
+    ("lost", [placed(), LOST], ["Place", "Drop", "Rejoin"]),
+    ("an earlier life lost", [placed(), NodeLost(node_id="n1", incarnation="old")], ["Place", "Drop"]),
+    ("another node lost", [placed(), NodeLost(node_id="n2", incarnation="me")], ["Place"]),
+    ("stop after lost", [placed(), LOST, preempting()], ["Place", "Drop", "Rejoin"]),
+]
+
+
+@pytest.mark.parametrize(("events", "expected"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_what_a_fact_asks_of_the_node(events: list[Any], expected: list[str]) -> None:
+    state, said = plan.NodeState("n1", incarnation="me"), []
+    for sequence, event in enumerate(events, start=1):
+        state, decisions = plan.decide(state, event, sequence)
+        said += [type(decision).__name__ for decision in decisions]
+    assert said == expected
+
+
+def test_what_was_placed_before_the_node_joined_is_void_unless_it_was_taken_up() -> None:
+    state = plan.joined_at(plan.NodeState("n1"), 10)
+    assert plan.decide(state, placed(), 9)[1] == []
+    assert len(plan.decide(state, placed(), 11)[1]) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(cuts=st.lists(st.integers(0, 2000), max_size=12), bad=st.booleans())
+def test_a_journal_read_in_any_pieces_gives_each_point_once(cuts: list[int], bad: bool) -> None:
+    lines = [{"kind": "metrics", "step": n, "time": n, "values": {"loss": float("nan") if n == 3 else n, "a": 1}}
+             for n in range(1, 15)]  # fmt: skip
+    raw = [json.dumps(line).encode() + b"\n" for line in lines]
+    content = b"".join([*raw[:5], *([b'{"kind": oops\n', b"\xff\n", b"[]\n"] if bad else []), *raw[5:]])
+    whose, state, steps, start = journal.Placed("r", 1, "n"), journal.RankState(), [], 0
+    for end in [*sorted(cut for cut in cuts if cut < len(content)), len(content)]:
+        piece = journal.whole_lines(content[start:end])
+        found, problems = journal.parse(piece, start)
+        assert bad or not problems
+        journal.fold(state, (line for _, line in found))
+        events = list(journal.progress(whose, 0, found))
+        assert events == list(journal.progress(whose, 0, journal.parse(piece, start)[0]))
+        steps += [point.step for event in events for point in event.points]
+        start += len(piece)
+    assert steps == [*range(1, 15)]
+    assert state.step == 14
+
+
+def test_patterns_find_values_and_steps_and_go_on_counting() -> None:
+    patterns = journal.compile_patterns({"loss": r"loss[:=]\s*(\S+)", "acc": r"(?P<step>\d+): acc (?P<value>[\d.]+)"})
+    counts: dict[str, int] = {}
+    first = list(journal.match_patterns(patterns, ["loss: 2.5", "loss=nan", "no", "loss= many"], counts))
+    second = list(journal.match_patterns(patterns, ["17: acc 0.5", "loss: 1"], counts))
+    assert first == [(1, "loss", 2.5)]
+    assert second == [(17, "acc", 0.5), (4, "loss", 1.0)]
+    with pytest.raises(ValueError, match=r"metric_patterns\.x"):
+        journal.compile_patterns({"x": "no group"})
+
+
+def test_output_is_made_fit_to_be_shown() -> None:
+    assert journal.log_lines(b"10%\r50%\r100%\nw\xfferld\r\n\n" + b"x" * 5000) == [
+        "100%",
+        "w�erld",
+        "",
+        "x" * journal.LINE_MAX_CHARS + " […]",
+    ]
+
+
+def test_a_rank_sees_nothing_of_the_agents_environment_but_a_few_names() -> None:
+    agents = {"PATH": "/usr/bin", "HOME": "/root", "AWS_SECRET_ACCESS_KEY": "s", "TRAINBUS_S3_SECRET_KEY": "s"}
+    agents |= {"TRAINBUS_NATS_PASSWORD": "s", "NATS_TOKEN": "s", "RANK": "9"}
+    place = ranks.Place("/l.json", "10.0.0.1", 29, ("/code", "/lib"), "/venv/bin", 8, 2, "eth0", ("GPU-a", "GPU-b"))
+    event = placed(env={"MODE": "x", "RANK": "7", "PYTHONPATH": "/mine"})
+    (start,) = ranks.starts(event, event.members[0], agents, place)
+    assert "s" not in start.environment.values()
+    assert start.environment["PATH"] == "/venv/bin:/usr/bin"
+    assert start.environment["PYTHONPATH"] == "/code:/lib:/mine"
+    assert (start.environment["MODE"], start.environment["RANK"]) == ("x", "2")
+    assert start.environment["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-a"
+    assert start.environment["OMP_NUM_THREADS"] == "4"
+    assert start.command is not None
+    assert "--node_rank=1" in start.command
+    assert start.command[-1] == "true"
+
+
+ENDS = [
+    ("done", [ranks.Exit(0, 0, 1.0)], None),
+    ("stopped", [ranks.Exit(0, 75, 1.0), ranks.Exit(1, 0, 1.0)], None),
+    ("first is the cause", [ranks.Exit(0, 1, 2.0), ranks.Exit(1, -9, 1.0)], 1),
+]
+
+
+@pytest.mark.parametrize(("exits", "rank"), [case[1:] for case in ENDS], ids=[case[0] for case in ENDS])
+def test_the_first_failure_is_the_cause(exits: list[ranks.Exit], rank: int | None) -> None:
+    failure = ranks.first_failure(exits)
+    assert (failure.rank if failure else None) == rank
+
+
+def test_exits_in_words() -> None:
+    assert ranks.exit_text(-9) == ranks.exit_text(137) == "was killed by SIGKILL"
+    assert ranks.exit_text(3) == "ended with exit code 3"
+    assert ranks.is_blameless(1, False, "RuntimeError: EADDRINUSE")
+    assert not ranks.is_blameless(1, True, "RuntimeError: EADDRINUSE")
+
+
+def test_a_checkpoint_is_ready_when_every_rank_has_it_or_nobody_will_follow() -> None:
+    def line(step: int) -> CheckpointLine:
+        return CheckpointLine(time=0, folder="x", step=step, epoch=1, samples_consumed=0)
+
+    lines = {0: [line(1), line(2)], 1: [line(1)]}
+    assert ready_steps(lines, at_end=False) == [1]
+    assert ready_steps(lines, at_end=True) == [1, 2]

@@ -1,0 +1,44 @@
+"""The agent and the real warm process."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import psutil
+
+from services.kit.concurrency import end
+from services.worker.context import python_root
+from services.worker.control import socket_path
+from services.worker.core.ranks import Start
+from services.worker.executor import ProcessExecutor, read_exit
+from services.worker.warm import Warm
+from tests.worker.conftest import until
+
+
+async def test_ranks_are_forked_and_a_killed_warm_process_comes_back(tmp_path: Path) -> None:
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(python_root()), "OMP_NUM_THREADS": "1"}
+    warm = Warm(socket_path(tmp_path, "warm.sock"), tmp_path / "warm.log", environment)
+    executor = ProcessExecutor(warm, rank_command=("/bin/false",))
+    keeping = asyncio.create_task(warm.run())
+    try:
+        for life in range(2):
+            await until(lambda: warm.ready, 60)
+            pid = warm.pid
+            assert pid is not None
+            folder = tmp_path / f"g{life}"
+            folder.mkdir()
+            # Without a launch the rank says so and ends: that is all that is wanted of it here.
+            process = await executor.start(Start(0, None, environment), folder, tmp_path)
+            await until(lambda process=process: not executor.alive(process), 20)
+            found = read_exit(folder, 0)
+            assert found is not None
+            assert found[0] == 1
+            assert "TRAINBUS_LAUNCH" in (folder / "rank_0.log").read_text()
+            if life == 0:
+                psutil.Process(pid).kill()
+                await until(lambda: not warm.ready, 10)
+    finally:
+        await end(keeping)
+        await executor.close()
+    assert not psutil.pid_exists(pid)

@@ -17,6 +17,7 @@ from contracts import subjects, topology
 from contracts.envelope import Envelope
 from contracts.events.run import RunPlaced, RunQueued
 from services.kit.bus import Ack, Bus, Conflict, Expect, Transient
+from services.kit.concurrency import end
 from services.kit.lease import Lease, Watch, read_all
 from services.kit.settings import Settings
 from services.scheduler import metrics
@@ -71,8 +72,7 @@ class Leader:
                         deciding.result()
                 finally:
                     self._lease = None
-                    deciding.cancel()
-                    await asyncio.gather(deciding, return_exceptions=True)
+                    await end(deciding)
 
     async def _decide_while_held(self) -> None:
         # What a former leader has published must be folded before anything is added to it.

@@ -51,7 +51,8 @@ def test_a_higher_priority_shrinks_an_elastic_run_which_grows_back() -> None:
     world.release("r1")
     made = [type(decision).__name__ for decision in world.step()]  # all of it in one pass
     assert made == ["QueueRun", "PlaceRun", "PlaceRun"]
-    assert world.run("r2").slot_count == 2 and world.run("r1").slot_count == 2
+    assert world.run("r2").slot_count == 2
+    assert world.run("r1").slot_count == 2
     again = world.facts(RunPlaced, "r1")[-1]
     assert (again.generation, again.resume.step, again.wanted_slots) == (2, 7, 4)
     world.start("r1")
@@ -77,10 +78,12 @@ def test_growing_waits_for_its_interval_and_for_everybody_who_waits() -> None:
     world.wait(1.0)
     world.accept("r2", spec(3))
     world.settle()
-    assert world.phase("r1") == "running" and world.run("r2").waiting_code == "slots"
+    assert world.phase("r1") == "running"
+    assert world.run("r2").waiting_code == "slots"
     world.cancel("r2")
     world.settle()
-    assert world.phase("r1") == "preempting" and world.run("r1").preempting.queue_reason == "resized"  # type: ignore[union-attr]
+    assert world.phase("r1") == "preempting"
+    assert world.run("r1").preempting.queue_reason == "resized"
 
 
 def test_shrinking_goes_before_preempting_and_the_least_priority_first() -> None:
@@ -114,9 +117,12 @@ def test_a_run_larger_than_the_cluster_waits_explained_and_blocks_nobody() -> No
     world.accept("huge", spec(100, priority=100))
     world.accept("small", spec(1))
     world.settle()
-    assert world.phase("huge") == "queued" and world.phase("small") == "placed"
+    assert world.phase("huge") == "queued"
+    assert world.phase("small") == "placed"
     said = world.facts(RunWaiting, "huge")
-    assert len(said) == 1 and said[0].code == "infeasible" and "96 more" in said[0].message
+    assert len(said) == 1
+    assert said[0].code == "infeasible"
+    assert "96 more" in said[0].message
     for number in range(49):
         world.join(f"m{number}", 2)
     world.exit("small")
@@ -131,10 +137,12 @@ def test_a_large_run_is_not_starved_by_small_ones_behind_it() -> None:
     world.accept("large", spec(4))
     world.accept("small", spec(1))
     world.settle()
-    assert world.phase("small") == "queued" and world.run("small").waiting_code == "priority"
+    assert world.phase("small") == "queued"
+    assert world.run("small").waiting_code == "priority"
     world.exit("a")
     world.settle()
-    assert world.phase("large") == "placed" and world.phase("small") == "queued"
+    assert world.phase("large") == "placed"
+    assert world.phase("small") == "queued"
 
 
 @pytest.mark.parametrize("kill", ["crash", "lose"])
@@ -164,7 +172,8 @@ def test_failures_of_its_own_end_a_run_with_its_last_words_and_those_of_nodes_do
         world.settle()
         world.wait(60)
         world.settle()
-    assert world.phase("r1") == "placed" and world.run("r1").failures == 0
+    assert world.phase("r1") == "placed"
+    assert world.run("r1").failures == 0
     for _ in range(2):
         world.exit("r1", "failed", rank=0, exit_code=1, reason="ValueError: no", log_tail=("Traceback", "ValueError"))
         world.settle()
@@ -172,7 +181,8 @@ def test_failures_of_its_own_end_a_run_with_its_last_words_and_those_of_nodes_do
         world.settle()
     failed = world.facts(RunFailed)[-1]
     assert failed.log_tail == ("Traceback", "ValueError")
-    assert "2 attempts (max_attempts 2)" in failed.reason and "exit code 1: ValueError: no" in failed.reason
+    assert "2 attempts (max_attempts 2)" in failed.reason
+    assert "exit code 1: ValueError: no" in failed.reason
 
 
 def test_a_run_that_breaks_at_once_again_and_again_does_not_spin() -> None:
@@ -184,7 +194,8 @@ def test_a_run_that_breaks_at_once_again_and_again_does_not_spin() -> None:
     for _ in range(2):
         world.exit("r1", "failed")
         world.settle()
-    assert world.phase("r1") == "queued" and world.run("r1").waiting_code == "paused"
+    assert world.phase("r1") == "queued"
+    assert world.run("r1").waiting_code == "paused"
     world.wait(1.0)
     world.settle()
     assert world.phase("r1") == "placed"
@@ -203,7 +214,8 @@ def test_completion_waits_for_the_final_checkpoint_but_not_for_ever() -> None:
     world.settle()
     assert world.phase("r1") == "completed"
     completed = world.log[-1][0]
-    assert completed.checkpoint.uri == uri and completed.metrics == {"validation/accuracy": 0.9}  # type: ignore[attr-defined]
+    assert completed.checkpoint.uri == uri
+    assert completed.metrics == {"validation/accuracy": 0.9}
     training(world, "r2")
     world.exit("r2")
     assert world.settle() == []
@@ -241,7 +253,8 @@ def test_a_cancelled_run_ends_cancelled(before: Callable[[World], None]) -> None
         assert world.phase("r1") == "preempting"
         world.release("r1")
         world.settle()
-    assert world.phase("r1") == "cancelled" and world.run("r1").slot_count == 0
+    assert world.phase("r1") == "cancelled"
+    assert world.run("r1").slot_count == 0
     assert world.run("r1").outcome == "cancelled by request"
 
 
@@ -281,7 +294,8 @@ def test_news_of_the_past_change_nothing() -> None:
     world.say(next(fact for fact, _, _ in world.log if fact.event_id == f"node/{home}/lost/{home}-1"))
     world.accept("r1", spec(4, priority=9))
     assert (world.phase("r1"), layout(world, "r1")) == before
-    assert world.cluster.nodes[home].alive and world.settle() == []
+    assert world.cluster.nodes[home].alive
+    assert world.settle() == []
 
 
 def test_a_restarted_agent_keeps_what_it_has_taken_up_and_loses_the_rest() -> None:
@@ -304,7 +318,8 @@ def test_a_preemption_that_its_node_does_not_outlive_ends_all_the_same() -> None
     world.release("r1", "n1")
     world.lose("n2")
     world.settle()
-    assert world.phase("r2") == "placed" and world.run("r1").phase == "queued"
+    assert world.phase("r2") == "placed"
+    assert world.run("r1").phase == "queued"
 
 
 def test_a_scheduler_that_dies_between_two_decisions_goes_on_with_the_rest() -> None:
@@ -326,11 +341,13 @@ def test_a_placement_of_a_run_that_is_over_is_taken_back() -> None:
     world.cancel("r1")
     world.settle()
     world.say(late)
-    assert world.phase("r1") == "cancelled" and world.cluster.slots_used == 4
+    assert world.phase("r1") == "cancelled"
+    assert world.cluster.slots_used == 4
     world.settle()
     assert world.facts(RunPreempting)[-1].grace_s == 0
     world.release("r1")
-    assert world.settle() == [] and world.cluster.slots_used == 0
+    assert world.settle() == []
+    assert world.cluster.slots_used == 0
 
 
 @pytest.mark.parametrize(
@@ -373,7 +390,8 @@ def test_ten_thousand_runs_are_folded_and_decided_on_quickly() -> None:
     log = [fact for fact, _, _ in world.log]
     one = spec({"min": 1, "max": 2}, command=True)
     log += [
-        RunAccepted(run_id=f"r{number}", spec=one, request_id=f"r{number}", request_source="t") for number in range(10_000)
+        RunAccepted(run_id=f"r{number}", spec=one, request_id=f"r{number}", request_source="t")
+        for number in range(10_000)
     ]
     started = time.perf_counter()
     for fact in log:
@@ -386,6 +404,9 @@ def test_ten_thousand_runs_are_folded_and_decided_on_quickly() -> None:
         took.append(time.perf_counter() - started)
         for decision in decisions:
             apply(cluster, fact_of(decision, cluster, START), sequence := sequence + 1, START)
-    assert cluster.slots_used == 800 and len(cluster.queued) == 9200
+    assert cluster.slots_used == 800
+    assert len(cluster.queued) == 9200
     print(f"folded 10,000 in {folded_s:.2f} s, decided in {[round(s, 3) for s in took]} s")
-    assert folded_s < 2 and max(took) < 2 and took[-1] < 0.5
+    assert folded_s < 2
+    assert max(took) < 2
+    assert took[-1] < 0.5

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -29,6 +29,7 @@ from contracts.events.run import (
     RunStarted,
 )
 from services.kit.bus import Bus
+from services.kit.concurrency import end
 from services.kit.lease import Lease
 from services.kit.service import Service
 from services.kit.settings import Settings
@@ -95,7 +96,8 @@ async def test_a_run_from_its_request_to_its_end(settings: Settings, bus: Bus) -
         await bus.publish(RunStarted(run_id=run_id, generation=1, node_id="n1"))
         await bus.publish(RunExited(run_id=run_id, generation=1, node_id="n1", outcome="succeeded", metrics={"a": 1}))
         completed = (await until(bus, f"run.{run_id}.completed"))[0].event
-        assert completed.metrics == {"a": 1} and completed.checkpoint is None
+        assert completed.metrics == {"a": 1}
+        assert completed.checkpoint is None
         assert [f.event.fact for f in await bus.history(subjects.run(run_id))] == [
             "accepted", "queued", "placed", "started", "exited", "completed",
         ]  # fmt: skip
@@ -106,7 +108,11 @@ BAD = {
     "a wrong type": ({**COMMAND, "priority": "high"}, "priority", "integer"),
     "a negative size": ({**COMMAND, "slots": -1}, "slots.min", "greater than or equal to 1"),
     "nothing to run": ({"name": "x"}, "", "exactly one of"),
-    "an unknown checkpoint": ({**COMMAND, "resume_from": "s3://models/none.json"}, "resume_from", "no committed checkpoint"),
+    "an unknown checkpoint": (
+        {**COMMAND, "resume_from": "s3://models/none.json"},
+        "resume_from",
+        "no committed checkpoint",
+    ),
 }
 
 
@@ -116,7 +122,7 @@ async def test_bad_requests_are_answered_and_disturb_nothing(settings: Settings,
             run_id = await request(bus, "train", body, f"bad-{number}")
             rejected = (await until(bus, f"run.{run_id}.rejected"))[0].event
             problem = rejected.problems[0]
-            assert problem.field == field and text in problem.message, name
+            assert (problem.field, text in problem.message) == (field, True), name
         for verb, body in (
             ("cancel", {"run_id": "rnone"}),
             ("restore", {"run_id": "rnone", "step": 1}),
@@ -146,13 +152,18 @@ async def test_cancel_restore_and_questions(settings: Settings, bus: Bus) -> Non
         await until(bus, f"run.{second}.waiting")
         await until(bus, f"run.{huge}.waiting")
         why = await ask(bus, "why", {"run_id": second})
-        assert why["state"] == "queued" and why["code"] == "slots" and first in why["message"]
+        assert why["state"] == "queued"
+        assert why["code"] == "slots"
+        assert first in why["message"]
         why = await ask(bus, "why", {"run_id": huge})
-        assert why["code"] == "infeasible" and "62 more" in why["message"]
+        assert why["code"] == "infeasible"
+        assert "62 more" in why["message"]
         assert (await ask(bus, "why", {"run_id": first}))["state"] == "placed"
         assert (await ask(bus, "why", {"run_id": "none"}))["state"] == "unknown"
         state = await ask(bus, "state")
-        assert state["nodes"][0]["used"] == 2 and state["queue_length"] == 2 and state["leads"]
+        assert state["nodes"][0]["used"] == 2
+        assert state["queue_length"] == 2
+        assert state["leads"]
         # A queued run is cancelled at once; a running one once its ranks have let go.
         await request(bus, "cancel", {"run_id": second}, "c1")
         assert isinstance((await until(bus, f"run.{second}.cancelled"))[0].event, RunCancelled)
@@ -160,18 +171,22 @@ async def test_cancel_restore_and_questions(settings: Settings, bus: Bus) -> Non
         await bus.publish(CheckpointCommitted(run_id=first, generation=1, checkpoint=ref, size_bytes=1))
         await request(bus, "cancel", {"run_id": first, "reason": "enough"}, "c2")
         stop = (await until(bus, f"run.{first}.preempting"))[0].event
-        assert isinstance(stop, RunPreempting) and stop.then == "cancel"
+        assert isinstance(stop, RunPreempting)
+        assert stop.then == "cancel"
         await bus.publish(RunReleased(run_id=first, generation=1, node_id="n1"))
         assert (await until(bus, f"run.{first}.cancelled"))[0].event.reason == "enough"
         # A new run from its checkpoint; and from one that does not exist.
         restored = await request(bus, "restore", {"run_id": first, "epoch": 1}, "again")
         accepted = (await until(bus, f"run.{restored}.accepted"))[0].event
-        assert isinstance(accepted, RunAccepted) and accepted.parent_run_id == first
+        assert isinstance(accepted, RunAccepted)
+        assert accepted.parent_run_id == first
         placed = (await until(bus, f"run.{restored}.placed"))[0].event
-        assert placed.generation == 1 and placed.resume == ref
+        assert placed.generation == 1
+        assert placed.resume == ref
         wrong = await request(bus, "restore", {"run_id": first, "step": 8}, "wrong")
         problem = (await until(bus, f"run.{wrong}.rejected"))[0].event.problems[0]
-        assert problem.field == "step" and "step 7 (epoch 1)" in problem.message
+        assert problem.field == "step"
+        assert "step 7 (epoch 1)" in problem.message
 
 
 async def test_a_node_whose_lease_runs_out_is_lost_and_its_run_moves(settings: Settings, bus: Bus) -> None:
@@ -184,7 +199,8 @@ async def test_a_node_whose_lease_runs_out_is_lost_and_its_run_moves(settings: S
             await join(bus, "n2", 1, ttl_s=1.0)
             assert isinstance((await until(bus, "node.n1.lost"))[0].event, NodeLost)
             moved = (await until(bus, f"run.{run_id}.placed", 2))[1].event
-            assert moved.generation == 2 and [member.node_id for member in moved.members] == ["n2"]
+            assert moved.generation == 2
+            assert [member.node_id for member in moved.members] == ["n2"]
 
 
 async def test_two_that_both_believe_to_lead_never_place_twice(
@@ -221,11 +237,7 @@ async def test_two_that_both_believe_to_lead_never_place_twice(
                     used = {slot: run_id for slot, run_id in used.items() if run_id != fact.run_id}
             if len(placed) == total:
                 break
-    pending: set[asyncio.Task[Any]] = set(tasks)
-    while pending:  # one cancellation can be swallowed by wait_for on Python 3.11
-        for task in pending:
-            task.cancel()
-        _, pending = await asyncio.wait(pending, timeout=0.2)
+    await end(*tasks)
 
 
 async def _publish(bus: Bus, fact: RunExited) -> None:
@@ -240,7 +252,9 @@ async def test_a_standby_takes_over_from_a_killed_leader(settings: Settings, bus
         "TRAINBUS_HTTP_PORT": "-1",
         "TRAINBUS_LEASE_TTL_S": "3",
     }
-    process = subprocess.Popen([sys.executable, "-m", "services.scheduler"], env=env, stderr=subprocess.DEVNULL)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.scheduler", env=env, stderr=subprocess.DEVNULL
+    )
     try:
         await join(bus, "n1", 1)
         first = await request(bus, "train", COMMAND, "first")
@@ -248,10 +262,10 @@ async def test_a_standby_takes_over_from_a_killed_leader(settings: Settings, bus
         resident_bytes = _resident_bytes(process.pid)
         async with running(settings.model_copy(update={"lease_ttl_s": 3.0})) as standby:
             async with asyncio.timeout(10):
-                while not standby.readiness()["folded"]:
+                while not standby.readiness()["folded"]:  # noqa: ASYNC110 (what /ready says is what counts)
                     await asyncio.sleep(0.01)
             process.send_signal(signal.SIGKILL)
-            process.wait()
+            await process.wait()
             started = asyncio.get_running_loop().time()
             await bus.publish(RunExited(run_id=first, generation=1, node_id="n1", outcome="succeeded"))
             second = await request(bus, "train", COMMAND, "second")
@@ -260,8 +274,9 @@ async def test_a_standby_takes_over_from_a_killed_leader(settings: Settings, bus
             assert took_s < 5, f"took {took_s:.1f} s"
             assert len(await bus.history("run.*.placed")) == 2
     finally:
-        process.kill()
-        process.wait()
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
     assert resident_bytes < 120e6, f"{resident_bytes / 1e6:.0f} MB resident"
 
 

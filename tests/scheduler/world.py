@@ -113,7 +113,12 @@ class World:
     def join(self, node_id: str, slots: int, life: str = "1", running: tuple[tuple[str, int], ...] = ()) -> None:
         self.say(
             NodeJoined(
-                node_id=node_id, incarnation=f"{node_id}-{life}", address="h", slots=slots, lease_ttl_s=3, running=running
+                node_id=node_id,
+                incarnation=f"{node_id}-{life}",
+                address="h",
+                slots=slots,
+                lease_ttl_s=3,
+                running=running,
             )
         )
 
@@ -132,7 +137,9 @@ class World:
     def cancel(self, run_id: str) -> None:
         self.say(RunCancelling(run_id=run_id, reason="cancelled by request"))
 
-    def commit(self, run_id: str, step: int, *, generation: int | None = None, final: bool = False, epoch: int = 1) -> str:
+    def commit(
+        self, run_id: str, step: int, *, generation: int | None = None, final: bool = False, epoch: int = 1
+    ) -> str:
         generation = generation or self.cluster.runs[run_id].generation
         uri = f"s3://models/e/{run_id}/g{generation}/step_{step}.json"
         ref = CheckpointRef(uri=uri, step=step, epoch=epoch, samples_consumed=step * 8)

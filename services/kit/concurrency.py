@@ -25,6 +25,20 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
         raise
 
 
+async def end(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel ``tasks`` until they are over, however they end.
+
+    Once is not enough: on Python 3.11 ``asyncio.wait_for``, which nats-py uses, swallows a cancellation
+    that comes at the moment its own work is done. Waiting for such a task would wait for ever.
+    """
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=0.5)
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def all_of(work: Iterable[Coroutine[Any, Any, T]], *, at_a_time: int) -> list[T]:
     """Run everything, so many at a time; the results in order.
 
@@ -41,8 +55,6 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]], *, at_a_time: int) -> l
     try:
         return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(*tasks)
         for coroutine in coroutines:
             coroutine.close()  # those that were never started

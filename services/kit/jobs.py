@@ -25,6 +25,7 @@ from contracts.base import Event
 from contracts.envelope import Envelope, RawMessage, decode, encode
 from services.kit import metrics, telemetry
 from services.kit.bus import RETRY_DELAYS_S, Bus, Poison, Received, Transient
+from services.kit.concurrency import end
 from services.kit.lease import RENEW_SHARE, Record, Watch
 
 log = structlog.get_logger(__name__)
@@ -83,9 +84,7 @@ class Jobs:
                     await asyncio.wait_for(self._wake.wait(), timeout=0.5)
                 self._wake.clear()
         finally:
-            for task in self._running.values():
-                task.cancel()
-            await asyncio.gather(*self._running.values(), return_exceptions=True)
+            await end(*self._running.values())
 
     async def _bucket(self) -> KeyValue:
         return await self._bus.bucket(topology.JOBS)
@@ -164,9 +163,7 @@ class Jobs:
                 return "retried"
             await self._give_up(received, f"given up after {attempt} attempts: {error}")
         finally:
-            for task in (work, keeper):
-                task.cancel()
-            await asyncio.gather(work, keeper, return_exceptions=True)
+            await end(work, keeper)
         await bucket.delete(job.key)
         self._not_before.pop(job.key, None)
         self._watch.forget(job.key)

@@ -21,6 +21,7 @@ from nats.js.kv import KeyValue
 
 from services.kit import metrics
 from services.kit.clock import Clock, SystemClock
+from services.kit.concurrency import end
 
 log = structlog.get_logger(__name__)
 
@@ -147,9 +148,7 @@ class Lease:
             yield keeper
         finally:
             metrics.LEADER.labels(self.key).set(0)
-            keeper.cancel()
-            with suppress(asyncio.CancelledError):
-                await keeper
+            await end(keeper)
             await self.release()
 
     def _expired(self, record: Record) -> bool:

@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from services.kit import telemetry
 from services.kit.bus import Bus
 from services.kit.clock import Clock
+from services.kit.concurrency import end
 from services.kit.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -94,7 +95,7 @@ class Service:
                 self._started = False
                 for action in self._on_stop:
                     await action()
-                await _end(tasks)
+                await end(*tasks)
                 log.info("service stopped")
 
     async def _unless_stopping(self, task: asyncio.Task[Any]) -> None:
@@ -151,13 +152,3 @@ class Service:
 
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-
-async def _end(tasks: list[asyncio.Task[Any]]) -> None:
-    """Cancel ``tasks`` until they are over: on Python 3.11 ``wait_for`` now and then swallows a cancellation."""
-    pending = set(tasks)
-    while pending:
-        for task in pending:
-            task.cancel()
-        _, pending = await asyncio.wait(pending, timeout=1.0)
-    await asyncio.gather(*tasks, return_exceptions=True)

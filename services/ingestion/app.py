@@ -60,8 +60,9 @@ class Ingestion:
         took_s = self._bus.clock.monotonic() - started
         metrics.JOB_SECONDS.labels("reused" if result.reused else "ingested").observe(took_s)
         outcome = result.outcome
-        level = log.warning if not (outcome.splits["validation"] and outcome.splits["test"]) else log.info
-        level(
+        if empty := [split for split in ("validation", "test") if outcome.splits[split] == 0]:
+            log.warning("too little data: a split is empty", ingestion_id=ingestion_id, empty=empty)
+        log.info(
             "ingested",
             ingestion_id=ingestion_id,
             reused=result.reused,

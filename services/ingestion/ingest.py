@@ -21,7 +21,7 @@ from contracts.events.train import DataSource
 from services.ingestion import metrics
 from services.ingestion.catalog import Catalog, Listed
 from services.ingestion.core.keys import Splitter, UnsafePath, check_path, is_data
-from services.ingestion.core.records import MAX_DETAIL_CHARS, Broken, Sound
+from services.ingestion.core.records import MAX_DETAIL_CHARS, MAX_LABEL_CHARS, Broken, Sound
 from services.ingestion.core.verdict import Fingerprint, Outcome, Tally
 from services.ingestion.formats import images
 from services.ingestion.formats.rows import RowReader
@@ -222,6 +222,8 @@ class Ingest:
             broken = images.refuse_unread(path, info.size_bytes)
             if broken is None and not label:
                 broken = Broken("no_label", _no_label(labels, label), whole_object=True)
+            elif broken is None and len(str(label)) > MAX_LABEL_CHARS:
+                broken = Broken("invalid_label", f"a label of {len(str(label))} characters", whole_object=True)
             if broken is not None:
                 self._set_aside(info, broken)
                 continue
@@ -342,7 +344,7 @@ class Ingest:
             "etag": info.etag,
             "offset": broken.offset,
             "code": broken.code,
-            "detail": broken.detail,
+            "detail": broken.detail[:MAX_DETAIL_CHARS],
             "sha256": broken.sha256,
         }
         self._quarantine.write(canonical_json(entry) + b"\n")

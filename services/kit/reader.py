@@ -1,7 +1,7 @@
 """Reading many small objects fast: what boto spends 2 ms of CPU on takes 0.4 ms here.
 
-The request is signed with botocore's own signer and sent with aiohttp, without boto's layers of
-parsing and events. Every read is pinned to the version that was listed.
+The request is signed here and sent with aiohttp, without boto's layers of parsing and events.
+Every read is pinned to the version that was listed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -23,6 +24,7 @@ from services.kit import metrics
 from services.kit.bus import Transient
 from services.kit.objects import CHUNK, PATIENCE_S, Missing
 from services.kit.settings import Settings
+from services.kit.sigv4 import Signer
 
 log = structlog.get_logger(__name__)
 CONNECTIONS = 32
@@ -59,6 +61,7 @@ class Reader:
         self._stack = AsyncExitStack()
         self._http: aiohttp.ClientSession | None = None
         self._credentials: Any = None
+        self._signer: Signer | None = None
 
     async def __aenter__(self) -> Self:
         import aioboto3
@@ -72,6 +75,7 @@ class Reader:
         self._credentials = await session.get_credentials()
         region = self._settings.s3_region
         self._endpoint = (self._settings.s3_endpoint or f"https://s3.{region}.amazonaws.com").rstrip("/")
+        self._host = self._endpoint.partition("://")[2]
         connector = aiohttp.TCPConnector(limit=CONNECTIONS)
         self._http = await self._stack.enter_async_context(
             aiohttp.ClientSession(connector=connector, timeout=TIMEOUT, auto_decompress=False)
@@ -93,7 +97,7 @@ class Reader:
         """Write the object, as it was listed, to ``path``; return its SHA-256."""
         return await self._fetch(info, None, path)
 
-    async def _fetch(self, info: Pinned, chunks: list[bytes] | None, path: Path | None) -> str:
+    async def _fetch(self, info: Pinned, chunks: list[bytes] | None, local: Path | None) -> str:
         """Try again while the store is away.
 
         Raises:
@@ -105,7 +109,7 @@ class Reader:
         deadline, delay_s = loop.time() + self._patience_s, 0.1
         while True:
             try:
-                return await self._once(info, chunks, path)
+                return await self._once(info, chunks, local)
             except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
                 if loop.time() > deadline:
                     raise Transient(f"object store: {info.uri}: {error!r}") from error
@@ -113,15 +117,15 @@ class Reader:
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, 2.0)
 
-    async def _once(self, info: Pinned, chunks: list[bytes] | None, path: Path | None) -> str:
+    async def _once(self, info: Pinned, chunks: list[bytes] | None, local: Path | None) -> str:
         assert self._http is not None, "use Reader as an async context manager"
-        url = f"{self._endpoint}/{info.bucket}/{quote(info.key, safe='/~')}"
-        headers = await self._signed(url)
+        path = f"/{info.bucket}/{quote(info.key, safe='/~')}"
+        headers = await self._signed(path)
         digest, size = hashlib.sha256(), 0
         # encoded=True: the path must go out exactly as it was signed.
-        async with self._http.get(URL(url, encoded=True), headers=headers) as answer:
+        async with self._http.get(URL(self._endpoint + path, encoded=True), headers=headers) as answer:
             await _check(answer, info)
-            with path.open("wb") if path else _Sink(chunks) as sink:
+            with local.open("wb") if local else _Sink(chunks) as sink:
                 async for chunk in answer.content.iter_chunked(CHUNK):
                     digest.update(chunk)
                     size += len(chunk)
@@ -131,17 +135,15 @@ class Reader:
             raise Changed(f"{info.uri} has {size} bytes, listed with {info.size_bytes}")
         return digest.hexdigest()
 
-    async def _signed(self, url: str) -> dict[str, str]:
+    async def _signed(self, path: str) -> dict[str, str]:
         if self._credentials is None:
             return {}
-        from botocore.auth import S3SigV4Auth
-        from botocore.awsrequest import AWSRequest
-
-        request = AWSRequest(method="GET", url=url)
-        request.context["client_config"] = None
+        # Temporary credentials renew themselves in here.
         frozen = await self._credentials.get_frozen_credentials()
-        S3SigV4Auth(frozen, "s3", self._settings.s3_region).add_auth(request)
-        return dict(request.headers.items())
+        if self._signer is None or (self._signer.access_key, self._signer.token) != (frozen.access_key, frozen.token):
+            region = self._settings.s3_region
+            self._signer = Signer(frozen.access_key, frozen.secret_key, region, frozen.token)
+        return self._signer.headers(self._host, path, datetime.now(UTC))
 
 
 class _Sink:

@@ -15,6 +15,8 @@ from uuid import UUID
 from contracts.datasets import canonical_json
 
 MAX_RECORD_BYTES = 16 * 2**20
+#: A longer label is a text to learn from, not the name of a class.
+MAX_LABEL_CHARS = 200
 #: Longest detail that goes into the quarantine and into events.
 MAX_DETAIL_CHARS = 300
 
@@ -30,7 +32,7 @@ class Sound:
     sha256: str
     label: str | None = None
     offset: int | None = None
-    #: A label that is a measured value rather than a class.
+    #: A label that is a measured value, or a text, rather than a class.
     continuous: bool = False
 
 
@@ -115,7 +117,8 @@ def _label(value: Mapping[str, Any], field: str | None) -> tuple[str | None, boo
     if isinstance(label, float):
         return None, True
     if isinstance(label, bool | int | str):
-        return str(label), False
+        name = str(label)
+        return (name, False) if len(name) <= MAX_LABEL_CHARS else (None, True)
     raise Fault("missing_label", f"field {field!r} is a {type(label).__name__}, not text or a number")
 
 

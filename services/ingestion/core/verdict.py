@@ -13,8 +13,9 @@ from contracts.events.train import DataSource
 
 #: Changes whenever the same input would give another index.
 INDEX_VERSION = 1
-#: The class names travel in an event.
-MAX_CLASSES = 20_000
+#: The class names travel in an event, of 1 MiB at most.
+MAX_CLASSES = 10_000
+MAX_CLASSES_BYTES = 500_000
 
 
 class Fingerprint:
@@ -65,9 +66,13 @@ class Tally:
         self.faults[code] = Quarantined(code=code, count=(known.count if known else 0) + 1, example=first)
         self.broken_objects += whole_object
 
+    @property
+    def too_many_classes(self) -> bool:
+        return len(self.labels) > MAX_CLASSES or sum(len(label.encode()) for label in self.labels) > MAX_CLASSES_BYTES
+
     def classes(self) -> tuple[str, ...]:
         """The class names, sorted. None for labels that are measured values, or too many to be classes."""
-        if self.continuous or len(self.labels) > MAX_CLASSES:
+        if self.continuous or self.too_many_classes:
             return ()
         return tuple(sorted(self.labels))
 
@@ -81,7 +86,7 @@ class Tally:
             "splits": self.splits,
             "size_bytes": self.size_bytes,
             "classes": list(self.classes()),
-            "too_many_classes": len(self.labels) > MAX_CLASSES,
+            "too_many_classes": self.too_many_classes,
             "broken": self.broken,
             "objects": self.objects,
             "broken_objects": self.broken_objects,
@@ -136,7 +141,10 @@ def objection(outcome: Outcome, data: DataSource, quarantine_uri: str) -> str | 
             f"{quarantine_uri}), or raise data.max_bad_fraction."
         )
     if data.format == "images" and outcome.too_many_classes:
-        return f"{data.source} has more than {MAX_CLASSES:,} classes: check that its folders are classes."
+        return (
+            f"{data.source} has more than {MAX_CLASSES:,} classes, or {MAX_CLASSES_BYTES:,} bytes of class names: "
+            "check that its folders are classes."
+        )
     if outcome.splits["train"] == 0:
         return (
             f"none of the {outcome.accepted:,} records falls into the train split: "

@@ -1,0 +1,74 @@
+"""Reading pinned versions of objects, and the signature that it takes."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import Credentials
+
+from services.kit.objects import Missing, Objects
+from services.kit.reader import Changed, Pinned, Reader, Refused
+from services.kit.settings import Settings
+from services.kit.sigv4 import Signer
+from services.kit.workdir import Workdir
+
+NAMES = ["plain.png", "with space & ümläut.png", "a+b=c?d#e%41.png", "deep/er/~x(1)!*'.png", "a//b.png"]
+
+
+@pytest.mark.parametrize("token", [None, "session-token"])
+@pytest.mark.parametrize("path", ["/b/plain.png", "/b/with%20space%20%26%20%C3%BC.png"])
+def test_the_signature_is_botocores(path: str, token: str | None) -> None:
+    request = AWSRequest("GET", f"http://127.0.0.1:8333{path}")
+    theirs = S3SigV4Auth(Credentials("key", "secret", token), "s3", "eu-central-1")
+    theirs.add_auth(request)
+    # Theirs takes the time itself: sign again at that moment.
+    moment = datetime.strptime(request.context["timestamp"], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
+    signed = Signer("key", "secret", "eu-central-1", token).headers("127.0.0.1:8333", path, moment)
+    assert signed["authorization"] == request.headers["Authorization"]
+
+
+async def test_any_key_is_read_as_it_was_listed(objects: Objects, s3_settings: Settings) -> None:
+    prefix = f"s3://{s3_settings.bucket_lake}/x/"
+    for name in NAMES:
+        await objects.put(prefix + name, name.encode())
+    async with Reader(s3_settings) as reader:
+        read = [
+            await reader.read(Pinned(info.bucket, info.key, info.size_bytes, info.etag))
+            async for info in objects.list(prefix)
+        ]
+    assert sorted(read) == sorted(name.encode() for name in NAMES)
+
+
+async def test_another_version_is_not_read(objects: Objects, s3_settings: Settings, tmp_path: Path) -> None:
+    uri = f"s3://{s3_settings.bucket_lake}/x"
+    await objects.put(uri, b"one")
+    info = await objects.head(uri)
+    pinned = Pinned(info.bucket, info.key, info.size_bytes, info.etag)
+    async with Reader(s3_settings) as reader:
+        await reader.download(pinned, tmp_path / "x")
+        assert (tmp_path / "x").read_bytes() == b"one"
+        await objects.put(uri, b"two")
+        with pytest.raises(Changed):
+            await reader.read(pinned)
+        await objects.delete(uri)
+        with pytest.raises(Missing):
+            await reader.read(pinned)
+    async with Reader(s3_settings.model_copy(update={"s3_access_key": "wrong"})) as stranger:
+        with pytest.raises(Refused):
+            await stranger.read(pinned)
+
+
+async def test_folders_left_behind_are_removed_and_those_in_use_are_not(tmp_path: Path) -> None:
+    (tmp_path / "left").mkdir()
+    (tmp_path / "left" / ".lock").touch()
+    (tmp_path / "left" / "large").touch()
+    async with Workdir(tmp_path) as one, Workdir(tmp_path) as two:
+        assert not (tmp_path / "left").exists()
+        assert one.path != two.path
+        assert one.path.exists()
+        assert two.path.exists()
+    assert [entry for entry in tmp_path.iterdir() if entry.is_dir()] == []

@@ -25,7 +25,7 @@ from contracts.events.run import CheckpointRef
 from contracts.events.train import Code
 from services.kit.objects import Missing, Objects, hash_file
 from services.worker import metrics
-from services.worker.files import link_or_copy, write_atomically
+from services.worker.files import link_or_copy
 from services.worker.together import together
 
 log = structlog.get_logger(__name__)
@@ -119,7 +119,6 @@ class Cache:
             raise CacheError(f"checkpoint {uri} is damaged: {error}. Choose another one") from error
         for target, file in targets:
             link_or_copy(self.blob(file.sha256), target)
-        write_atomically(folder / "manifest.json", json.dumps(manifest, sort_keys=True))
         return ref
 
     def add(self, path: Path, sha256: str) -> None:

@@ -300,6 +300,8 @@ class Placement:
             self._stop_told = True
             control.stop(StopLine(grace_s=stop.grace_s, reason=stop.reason, checkpoint=stop.grace_s > 0))
             if core.is_command(self.placed.spec) and not control.connected:
+                # Whatever its exit code is then, it ended because it was told to.
+                self._terminated = True
                 self._signal(signal.SIGTERM)
         now = self._now()
         if now >= stop.deadline and not self._terminated:

@@ -22,7 +22,7 @@ import pytest_asyncio
 
 from contracts import topology
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointStaged
-from contracts.events.run import CheckpointRef, Member, RunExited, RunPlaced, RunReleased
+from contracts.events.run import CheckpointRef, Member, RunExited, RunPlaced, RunPrepared, RunReleased
 from contracts.events.train import TrainRequested
 from services.kit.bus import Bus
 from services.kit.objects import Objects
@@ -80,6 +80,7 @@ class World:
         slots: tuple[int, ...] = (0,),
         resume: CheckpointRef | None = None,
         members: tuple[Member, ...] | None = None,
+        dataset: RunPrepared | None = None,
         **fields: Any,
     ) -> RunPlaced:
         members = members or (Member(node_id=self.settings.node_id, slots=slots, ranks=tuple(range(len(slots)))),)
@@ -90,6 +91,7 @@ class World:
             world_size=sum(len(member.ranks) for member in members),
             resume=resume,
             spec=self.spec(**fields),
+            dataset=dataset,
             decided_at_sequence=0,
             decided_at=datetime(2026, 1, 1, tzinfo=UTC),
         )

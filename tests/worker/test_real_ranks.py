@@ -1,0 +1,65 @@
+"""The agent with the real Trainer: forked from the warm process, preempted, resumed smaller, evaluated."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from contracts.events.checkpoint import CheckpointStaged
+from contracts.events.run import CheckpointRef, RunExited, RunPreempting, RunPrepared, RunReleased
+from services.worker.app import build
+from tests.trainbus.support import LINEAR_TASK, linear_dataset
+from tests.worker.conftest import World, package, ranks_of, until
+
+
+async def test_training_is_stopped_resumed_on_fewer_slots_and_evaluated(world: World, tmp_path: Path) -> None:
+    dataset = linear_dataset(tmp_path / "dataset")
+    base = f"s3://{world.settings.bucket_datasets}/datasets/{dataset.dataset_id}"
+    for file in dataset.folder.rglob("*"):
+        if file.is_file():
+            await world.objects.upload(file, f"{base}/{file.relative_to(dataset.folder).as_posix()}")
+    prepared = RunPrepared(
+        run_id="r1", dataset_id=dataset.dataset_id, manifest_uri=f"{base}/manifest.json", train_samples=100
+    )
+    await world.upload_code(package({"task.py": LINEAR_TASK.encode()}))
+    service = build(world.settings.model_copy(update={"warm": True, "commit_patience_s": 10.0}))
+    running = asyncio.create_task(service.run())
+    committing = asyncio.create_task(world.commit_all())
+    try:
+        await until(lambda: service.readiness().get("joined", False), 15)
+        steps, fields = 400, {"task": "task:Linear", "grace_s": 20, "dataset": prepared}
+        training = {"max_steps": steps, "global_batch": 16, "checkpoint_every_steps": 50}
+        await world.place(slots=(0, 1), training=training, **fields)
+        await world.wait_steps(10)
+        await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="room", grace_s=20))
+        released: RunReleased = await world.wait_for(RunReleased, timeout_s=30)
+        assert released.clean, released
+        resume = await _last_commit(world)
+        assert resume.step == released.step
+        await world.place(generation=2, resume=resume, training=training, **fields)
+        exited: Any = await world.wait_for(RunExited, timeout_s=40)
+        assert (exited.outcome, exited.step, exited.samples_consumed) == ("succeeded", steps, steps * 16), exited
+        # No step twice, none left out, over both generations.
+        assert sorted(set(await world.steps())) == [*range(1, steps + 1)]
+
+        evaluate = {"run_id": "r1", "checkpoint_uri": (await _last_commit(world)).uri, "split": "test"}
+        await world.place("e1", kind="evaluate", evaluate=evaluate, training=None, **fields)
+        measured: Any = await world.wait_for(RunExited, "e1", timeout_s=30)
+        assert measured.outcome == "succeeded", measured
+        assert measured.metrics
+    finally:
+        committing.cancel()
+        service.stopping.set()
+        await asyncio.wait_for(running, 30)
+    assert not ranks_of(world.settings.data_dir.resolve())
+
+
+async def _last_commit(world: World) -> CheckpointRef:
+    staged = [fact for fact in await world.facts() if isinstance(fact, CheckpointStaged)][-1]
+    return CheckpointRef(
+        uri=f"s3://{world.settings.bucket_models}/default/r1/checkpoints/epoch_1/step_{staged.step}.json",
+        step=staged.step,
+        epoch=staged.epoch,
+        samples_consumed=staged.samples_consumed,
+    )

@@ -1,6 +1,6 @@
-"""Signing an S3 GET, at a tenth of what the general signer costs.
+"""Signing an S3 GET or PUT, at a tenth of what the general signer costs.
 
-AWS Signature Version 4 for requests without body and query:
+AWS Signature Version 4 for requests without a query:
 https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html
 """
 
@@ -26,15 +26,20 @@ class Signer:
     _day: str = ""
     _key: bytes = field(default=b"", repr=False)
 
-    def headers(self, host: str, path: str, now: datetime) -> dict[str, str]:
-        """The headers that authorise ``GET path`` on ``host``. ``path`` is percent-encoded, without a query."""
+    def headers(
+        self, host: str, path: str, now: datetime, *, method: str = "GET", sha256: str = EMPTY_SHA256
+    ) -> dict[str, str]:
+        """The headers that authorise ``method path`` on ``host``. ``path`` is percent-encoded, without a query.
+
+        ``sha256`` is the hash of the body.
+        """
         moment = now.astimezone(UTC).strftime("%Y%m%dT%H%M%SZ")
-        headers = {"host": host, "x-amz-content-sha256": EMPTY_SHA256, "x-amz-date": moment}
+        headers = {"host": host, "x-amz-content-sha256": sha256, "x-amz-date": moment}
         if self.token:
             headers["x-amz-security-token"] = self.token
         names = ";".join(headers)  # they are in the order of the alphabet
         lines = "".join(f"{name}:{value}\n" for name, value in headers.items())
-        request = hashlib.sha256(f"GET\n{path}\n\n{lines}\n{names}\n{EMPTY_SHA256}".encode()).hexdigest()
+        request = hashlib.sha256(f"{method}\n{path}\n\n{lines}\n{names}\n{sha256}".encode()).hexdigest()
         scope = f"{moment[:8]}/{self.region}/s3/aws4_request"
         signature = _hmac(self._signing_key(moment[:8]), f"AWS4-HMAC-SHA256\n{moment}\n{scope}\n{request}").hex()
         headers["authorization"] = (

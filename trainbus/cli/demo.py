@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import signal
 import sys
@@ -132,11 +133,11 @@ def _wait_for_stack(demo: Demo, stack: StackProcess) -> None:
 
 async def _play(demo: Demo, address: Address, scans: Future[dict[str, bytes]]) -> None:
     """Everything between the stack being ready and both verdicts being out."""
-    async with connect(address) as link, _objects(address) as objects:
+    async with connect(address) as link:
         start = await link.last_sequence(topology.FACTS) + 1
         for stored in await link.read(*reading.NODE_FACTS, "model.*.*"):
             demo.board.apply(stored.sequence, stored.envelope.time, stored.event)
-        await _fill_lake(demo, objects, scans)
+        await _fill_lake(demo, address, scans)
         code = await _upload_code(demo, address)
         changed = asyncio.Event()
         followers = [
@@ -159,13 +160,7 @@ async def _play(demo: Demo, address: Address, scans: Future[dict[str, bytes]]) -
             await asyncio.gather(*followers, return_exceptions=True)
 
 
-def _objects(address: Address) -> Any:
-    from services.kit.objects import Objects
-
-    return Objects(address.settings())
-
-
-async def _fill_lake(demo: Demo, objects: Any, scans: Future[dict[str, bytes]]) -> None:
+async def _fill_lake(demo: Demo, address: Address, scans: Future[dict[str, bytes]]) -> None:
     stage = demo.screen.stage("data lake")
     files = await asyncio.wrap_future(scans)
 
@@ -174,7 +169,7 @@ async def _fill_lake(demo: Demo, objects: Any, scans: Future[dict[str, bytes]]) 
             stage.detail = f"{count:,} of {len(files):,} files"
             demo.screen.draw()
 
-    new = await demo_lake.fill(objects, "lake", files, stored)
+    new = await demo_lake.fill(address.settings(), "lake", files, stored)
     what = f"{len(files) - len(demo_lake.BROKEN):,} handwritten digits and {len(demo_lake.BROKEN)} broken files"
     demo.screen.done(stage, f"{what} in s3://lake/{demo_lake.PREFIX}" + ("" if new else " (there already)"))
 
@@ -280,10 +275,10 @@ def _check(demo: Demo) -> list[str]:
         elif not view.mlflow_run_id:
             problems.append(f"{called} was not tracked")
     sizes = demo.view(demo.first).resizes
-    shrunk = next((i for i, (a, b) in enumerate(zip(sizes, sizes[1:], strict=False)) if b < a), None)
+    shrunk = next((i for i, (a, b) in enumerate(itertools.pairwise(sizes)) if b < a), None)
     if shrunk is None:
         problems.append(f"{FIRST} did not shrink (its sizes: {sizes})")
-    elif not any(b > a for a, b in zip(sizes[shrunk + 1 :], sizes[shrunk + 2 :], strict=False)):
+    elif not any(b > a for a, b in itertools.pairwise(sizes[shrunk + 1 :])):
         problems.append(f"{FIRST} did not grow back (its sizes: {sizes})")
     ingested = board.datasets.get(demo.first)
     bad = sum(ingested.quarantined.values()) if ingested else None

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import csv
 import gzip
+import hashlib
 import importlib.util
 import io
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from trainbus.cli.errors import CliError
 
 if TYPE_CHECKING:
-    from services.kit.objects import Objects
+    from services.kit.settings import Settings
 
 PREFIX = "digits/"
 SIDE = 8
@@ -31,7 +34,8 @@ def scans() -> dict[str, bytes]:
     from PIL import Image
 
     files: dict[str, bytes] = {}
-    for number, row in enumerate(csv.reader(io.TextIOWrapper(gzip.open(_data_file()), "ascii"))):
+    table = gzip.decompress(_data_file().read_bytes()).decode("ascii")
+    for number, row in enumerate(csv.reader(io.StringIO(table))):
         *pixels, label = (int(float(value)) for value in row)
         image = Image.frombytes("L", (SIDE, SIDE), bytes(min(255, value * 16) for value in pixels))
         body = io.BytesIO()
@@ -52,20 +56,39 @@ def _data_file() -> Path:
     return path
 
 
-async def fill(objects: Objects, bucket: str, files: dict[str, bytes], on_stored: Callable[[int], None]) -> int:
-    """Store the files that are not in the lake yet; return how many those were."""
-    there = {info.key: info.size_bytes async for info in objects.list(f"s3://{bucket}/{PREFIX}")}
+async def fill(settings: Settings, bucket: str, files: dict[str, bytes], on_stored: Callable[[int], None]) -> int:
+    """Store the files that are not in the lake yet; return how many those were.
+
+    With the kit's own signer: boto spends more on a small file than everything else together.
+    """
+    import aiohttp
+
+    from services.kit.objects import Objects
+    from services.kit.sigv4 import Signer
+
+    async with Objects(settings) as objects:
+        there = {info.key: info.size_bytes async for info in objects.list(f"s3://{bucket}/{PREFIX}")}
     missing = [(name, body) for name, body in files.items() if there.get(PREFIX + name) != len(body)]
     done = len(files) - len(missing)
     queue = iter(missing)
+    endpoint = settings.s3_endpoint or ""
+    host = urlsplit(endpoint).netloc
+    secret = settings.s3_secret_key.get_secret_value() if settings.s3_secret_key else ""
+    signer = Signer(settings.s3_access_key or "", secret, settings.s3_region)
 
-    async def store() -> None:
+    async def store(session: aiohttp.ClientSession) -> None:
         nonlocal done
         for name, body in queue:
-            await objects.put(f"s3://{bucket}/{PREFIX}{name}", body, content_type="image/png")
+            path = f"/{bucket}/{PREFIX}{name}"
+            digest = hashlib.sha256(body).hexdigest()
+            headers = signer.headers(host, path, datetime.now(UTC), method="PUT", sha256=digest)
+            async with session.put(endpoint + path, data=body, headers=headers) as answer:
+                if answer.status != 200:
+                    raise CliError(f"S3 did not take {path}: {answer.status} {(await answer.text())[:300]}")
             done += 1
             on_stored(done)
 
     on_stored(done)
-    await asyncio.gather(*(store() for _ in range(PARALLEL)))
+    async with aiohttp.ClientSession() as session:
+        await asyncio.gather(*(store(session) for _ in range(PARALLEL)))
     return len(missing)

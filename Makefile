@@ -1,0 +1,63 @@
+# make run      the demo: stack, data, two runs, preemption, evaluation, promotion
+# make test     every test          make lint   ruff, mypy --strict, import-linter
+# make up       the stack, to play with
+# All of it works in .venv, which is made from requirements.lock with plain pip.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Each stamp says that a step was done with the files it depends on.
+INSTALLED := .venv/.installed
+DEEPSPEED := .venv/.deepspeed
+
+.PHONY: run test lint install deepspeed lock up clean help
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n '1,/^$$/s/^# //p' Makefile
+
+run: $(INSTALLED)
+	@$(BIN)/trainbus demo
+
+up: $(INSTALLED)
+	@$(BIN)/trainbus up
+
+test: $(INSTALLED) $(DEEPSPEED)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+install: $(INSTALLED)
+deepspeed: $(DEEPSPEED)
+
+$(INSTALLED): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "trainbus needs Python 3.11 or newer: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) install --quiet -r requirements.lock
+	$(PIP) install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+# Its build looks for torch, and must not compile anything on a machine without a GPU.
+$(DEEPSPEED): $(INSTALLED) requirements-deepspeed.lock
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(PIP) install --quiet --no-build-isolation -r requirements-deepspeed.lock
+	@touch $@
+
+# The newest versions that pyproject.toml allows, in an environment of their own; then the lock files from them.
+lock:
+	rm -rf build/lock
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip install --quiet --upgrade setuptools wheel
+	build/lock/bin/python -m pip install --quiet -e .[dev]
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu build/lock/bin/python -m pip install --quiet --no-build-isolation -e .[deepspeed]
+	build/lock/bin/python .ci/lock.py
+	rm -rf build/lock
+
+# The environment and the data in .trainbus stay; `rm -rf .venv` makes the next step install anew.
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

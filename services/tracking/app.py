@@ -42,6 +42,8 @@ T = TypeVar("T")
 #: Runs kept in memory; others are read again from the stream when something happens to them.
 MAX_RUNS = 2000
 BEHIND_INTERVAL_S = 5.0
+#: Tries after which a call that fails while MLflow does everything else is taken for impossible.
+UNCLEAR_TRIES = 10
 
 
 @dataclass(slots=True)
@@ -343,7 +345,6 @@ class Projector:
         promotion = Promotion(
             event.model,
             event.version,
-            event.run_id,
             mlflow_run_id,
             event.checkpoint_uri,
             event.event_id,
@@ -361,12 +362,17 @@ class Projector:
         """
         delay_s = self._settings.retry_first_s
         loop = asyncio.get_running_loop()
+        unclear = 0
         while True:
             if self._stopping.is_set():
                 raise Transient("the service is stopping")
             try:
                 result = await loop.run_in_executor(self._thread, partial(work, *args))
             except Away as error:
+                unclear += error.unclear
+                if unclear >= UNCLEAR_TRIES and await loop.run_in_executor(self._thread, self._store.answers):
+                    # Else one impossible call would keep every other run's facts waiting for ever.
+                    raise Refused(f"MLflow works but failed {unclear} times at this: {error}") from error
                 if not self.away:
                     log.warning("MLflow is away; facts wait", uri=self._store.uri, error=str(error))
                 self.away = True

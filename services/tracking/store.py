@@ -35,7 +35,14 @@ CHAMPION_VERSION = "trainbus.champion_version"
 
 
 class Away(Exception):
-    """MLflow does not answer, or answers that it cannot now."""
+    """MLflow does not answer, or answers that it cannot now.
+
+    ``unclear``: it may also be this very call that it can never do; MLflow says the same for both.
+    """
+
+    def __init__(self, text: str, *, unclear: bool = False) -> None:
+        super().__init__(text)
+        self.unclear = unclear
 
 
 class Refused(Exception):
@@ -65,7 +72,6 @@ class Promotion:
 
     model: str
     version: int
-    run_id: str
     mlflow_run_id: str | None
     source: str
     event_id: str
@@ -105,6 +111,15 @@ class Store:
         self.open()
         return self._client
 
+    def answers(self) -> bool:
+        """Whether MLflow can do the simplest thing."""
+        try:
+            with self._translated("probe"):
+                self._mlflow.search_experiments(max_results=1)
+        except (Away, Refused, Gone):
+            return False
+        return True
+
     def forget(self) -> None:
         """Drop what is remembered of MLflow's content."""
         self._experiments.clear()
@@ -123,7 +138,9 @@ class Store:
                 text = f"{operation}: MLflow says {code}: {error}"
                 if code == "RESOURCE_DOES_NOT_EXIST":
                     raise Gone(text) from error
-                raise (Refused if code in FINAL else Away)(text) from error
+                if code in FINAL:
+                    raise Refused(text) from error
+                raise Away(text, unclear=code == "INTERNAL_ERROR") from error
 
     # -- runs ---------------------------------------------------------------
 

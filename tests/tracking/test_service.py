@@ -183,6 +183,26 @@ async def test_a_call_that_fails_now_and_then_doubles_nothing(
     assert [world.series(page) for page in world.pages()][:1] == [SURVIVING]
 
 
+async def test_one_impossible_call_does_not_hold_up_the_others(
+    bus: Bus, tracking_settings: TrackingSettings, running: Start
+) -> None:
+    class Choking(Store):
+        def log_params(self, mlflow_run_id: str, params: Any) -> None:
+            if "params.bad" in params:
+                raise Away("MLflow says INTERNAL_ERROR", unclear=True)
+            super().log_params(mlflow_run_id, params)
+
+    store = Choking(tracking_settings.tracking_uri, tracking_settings.artifact_location)
+    service = await running(tracking_settings, store)
+    world = World(bus, tracking_settings, store)
+    await world.story("bad", task_spec(params={"bad": 1})).accepted()
+    await tell_of_a_kill(world)
+    await world.settled()
+    assert [world.series(page) for page in world.pages()] == [SURVIVING]
+    assert service.readiness()["mlflow"]
+    assert (await bus.js.stream_info("DEAD_LETTERS")).state.messages == 1
+
+
 async def test_killed_between_points_and_cursor(bus: Bus, tracking_settings: TrackingSettings, running: Start) -> None:
     class Dying(Store):
         dead = False

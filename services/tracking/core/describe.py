@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from contracts.events.train import TrainRequested
-from services.tracking.core.fold import FIRST_ATTEMPT, Run
+from services.tracking.core.fold import Run
 
 T = TypeVar("T")
 
@@ -161,16 +161,3 @@ def chunks(items: Iterable[tuple[int, T]], max_items: int, max_bytes: int = MAX_
 def json_bytes(*texts: str) -> int:
     """At most how many bytes an item of these texts takes in a request (escapes included)."""
     return sum(len(json.dumps(text)) for text in texts) + 120
-
-
-__all__ = [
-    "FIRST_ATTEMPT",
-    "chunks",
-    "clean_key",
-    "clean_value",
-    "file_path",
-    "flatten",
-    "json_bytes",
-    "params",
-    "tags",
-]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from contracts.datasets import canonical_json
 from contracts.events.dataset import ShardFile
@@ -31,7 +31,8 @@ class ShardWriter:
         for ext, content in files:
             fields[ext] = [self._offset + tar.BLOCK, len(content)]
             self._write(tar.header(f"{key}.{ext}", len(content)) + content + tar.padding(len(content)))
-        self._samples.append({"fields": fields, "key": key})
+        # Encoded at once: a shard of tiny samples has 100,000 of them.
+        self._samples.append(canonical_json({"fields": fields, "key": key}))
 
     def finish(self) -> None:
         """Complete the shard that is open, if one is."""
@@ -40,7 +41,7 @@ class ShardWriter:
         self._write(tar.END)
         self._file.close()
         self._file = None
-        index = canonical_json({"version": 1, "samples": self._samples})
+        index = b'{"samples":[' + b",".join(self._samples) + b'],"version":1}'
         index_path = f"{self._name}.idx.json"
         (self._folder / index_path).write_bytes(index)
         self.shards.append(
@@ -59,7 +60,7 @@ class ShardWriter:
         self._file = (self._folder / f"{self._name}.tar").open("wb", buffering=2**20)
         self._digest = hashlib.sha256()
         self._offset = 0
-        self._samples: list[dict[str, Any]] = []
+        self._samples: list[bytes] = []
 
     def _write(self, content: bytes) -> None:
         assert self._file is not None

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from contracts.datasets import canonical_json
 from services.sharding.core import tar
 from services.sharding.core.plan import Order, link_name
 from services.sharding.shards import ShardWriter
@@ -49,7 +50,9 @@ def test_tar_programs_read_the_shards_and_the_offsets_agree(tmp_path: Path) -> N
     keys: list[str] = []
     for shard in writer.shards:
         content = (tmp_path / shard.path).read_bytes()
-        index = json.loads((tmp_path / shard.index_path).read_bytes())
+        written = (tmp_path / shard.index_path).read_bytes()
+        index = json.loads(written)
+        assert canonical_json(index) == written
         assert (hashlib.sha256(content).hexdigest(), len(content)) == (shard.sha256, shard.size_bytes)
         assert len(content) <= 2**16
         with tarfile.open(fileobj=io.BytesIO(content), format=tarfile.USTAR_FORMAT) as archive:

@@ -86,6 +86,8 @@ SCHEDULER_REQUESTS = Consumer(
     REQUESTS.name,
     (train.TrainRequested, train.CancelRequested, train.RestoreRequested, train.DrainRequested),
     "Requests the scheduler decides on.",
+    # Each answer is fenced on its own, so their order does not matter.
+    concurrency=16,
 )
 INGESTION = Consumer("ingestion", FACTS.name, (run.RunAccepted,), "Runs that bring raw data.")
 INGESTION_REQUESTS = Consumer(

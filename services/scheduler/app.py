@@ -17,7 +17,7 @@ from contracts.envelope import InvalidData, RawMessage, open_envelope
 from contracts.events.node import NodeDraining
 from contracts.events.run import Problem, RunCancelling
 from contracts.events.train import CancelRequested, DrainRequested, RestoreRequested, TrainRequested
-from services.kit.bus import Conflict, Expect, Poison, Received
+from services.kit.bus import Conflict, Expect, Poison, Received, Transient
 from services.kit.service import Service
 from services.kit.settings import Settings
 from services.scheduler.core import admit
@@ -27,6 +27,10 @@ from services.scheduler.core.policy import Policy
 from services.scheduler.leader import Leader
 from services.scheduler.memory import Memory
 from services.scheduler.questions import answering
+
+#: Times that a request about an unknown run is tried again: its ``train.requested`` may be in the hands
+#: of another instance at this moment.
+UNKNOWN_RETRIES = 2
 
 log = structlog.get_logger(__name__)
 
@@ -78,14 +82,14 @@ class Requests:
 
     async def on_restore(self, received: Received[RestoreRequested]) -> None:
         await self.memory.catch_up()
-        parent = self._run(received.event.run_id, "restore")
+        parent = self._run(received, "restore")
         run_id = run_id_for(received.envelope.source, received.envelope.id)
         await self._answer(received, admit.answer_restore(parent, run_id, received.event))
 
     async def on_cancel(self, received: Received[CancelRequested]) -> None:
         if received.event.run_id not in self.memory.cluster.runs:
             await self.memory.catch_up()
-        run = self._run(received.event.run_id, "cancel")
+        run = self._run(received, "cancel")
         if run.terminal:
             log.info("nothing to cancel, the run is over", run_id=run.run_id, phase=str(run.phase))
             return
@@ -129,11 +133,13 @@ class Requests:
             # The same request came before: it is one run for ever.
             log.info("already answered", run_id=answer.run_id)
 
-    def _run(self, run_id: str, verb: str) -> Run:
+    def _run(self, received: Received[CancelRequested] | Received[RestoreRequested], verb: str) -> Run:
+        run_id = received.event.run_id
         run = self.memory.cluster.runs.get(run_id)
-        if run is None:
-            raise Poison(f"no run has the id {run_id!r}, so there is nothing to {verb}: take it from the accepted fact")
-        return run
+        if run is not None:
+            return run
+        text = f"no run has the id {run_id!r}, so there is nothing to {verb}: take it from the accepted fact"
+        raise Transient(text) if received.deliveries <= UNKNOWN_RETRIES else Poison(text)
 
 
 def _nothing_yet(run_id: str) -> Expect:

@@ -79,7 +79,11 @@ class Leader:
         await self.memory.catch_up()
         while self.leads:
             seen = self.memory.cluster.sequence
+            started = time.perf_counter()
             published = await self.step()
+            # Half of the time is for folding and answering: with a long queue, what comes in
+            # meanwhile is decided on together.
+            await asyncio.sleep(min(time.perf_counter() - started, TICK_S))
             if published:
                 await self.memory.until(published)
             else:

@@ -383,6 +383,7 @@ def test_why_says_what_would_change_it() -> None:
 
 
 def test_ten_thousand_runs_are_folded_and_decided_on_quickly() -> None:
+    """In seconds of processor time, so that a busy machine does not fail it."""
     cluster, policy, sequence = Cluster(), Policy(), 0
     world = World()
     for number in range(100):
@@ -393,15 +394,15 @@ def test_ten_thousand_runs_are_folded_and_decided_on_quickly() -> None:
         RunAccepted(run_id=f"r{number}", spec=one, request_id=f"r{number}", request_source="t")
         for number in range(10_000)
     ]
-    started = time.perf_counter()
+    started = time.process_time()
     for fact in log:
         apply(cluster, fact, sequence := sequence + 1, START)
-    folded_s = time.perf_counter() - started
+    folded_s = time.process_time() - started
     took: list[float] = []
     for _ in range(3):
-        started = time.perf_counter()
+        started = time.process_time()
         decisions = decide(cluster, START, policy)
-        took.append(time.perf_counter() - started)
+        took.append(time.process_time() - started)
         for decision in decisions:
             apply(cluster, fact_of(decision, cluster, START), sequence := sequence + 1, START)
     assert cluster.slots_used == 800

@@ -12,7 +12,7 @@ from services.scheduler.core.policy import Policy
 from tests.scheduler.world import Chaos, World
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), acts=st.integers(10, 150))
 def test_any_history_keeps_the_invariants_and_every_run_ends(seed: int, acts: int) -> None:
     """``World.check`` runs after each fact; ``calm`` fails if a run is lost or hangs."""

@@ -20,7 +20,6 @@ from contracts.events.run import (
     RunCancelling,
     RunExited,
     RunPlaced,
-    RunPreempting,
     RunReleased,
     RunStarted,
 )
@@ -319,6 +318,3 @@ class Chaos:
             world.wait(31.0)
         left = {run.run_id: (str(run.phase), run.spec.slots) for run in world.cluster.runs.values() if not run.terminal}
         raise AssertionError(f"these runs never end: {left}")
-
-
-__all__ = ["START", "Chaos", "RunPreempting", "World", "spec"]

@@ -105,8 +105,7 @@ def _place(cluster: Cluster, waiting: list[Run], now: datetime, policy: Policy, 
     fitting: list[Run] = []
     blocked: list[Run] = []
     for run in waiting:
-        retry_at = run.queued_at + timedelta(seconds=policy.retry_delay_s(run.setbacks))
-        if run.setbacks and run.run_id in cluster.queued and now < retry_at:
+        if run.setbacks and (retry_at := _retry_at(cluster, run, policy)) > now:
             result.waits[run.run_id] = Why("paused", retry_at=retry_at)
         elif run.spec.slots.min > capacity:
             # It can wait for nodes, but must not keep anybody else waiting.
@@ -121,10 +120,17 @@ def _place(cluster: Cluster, waiting: list[Run], now: datetime, policy: Policy, 
         idle -= extra
         members = take(free, run.spec.slots.min + extra)
         result.decisions.append(PlaceRun(run.run_id, run.next_generation, members, run.resume))
-    for run in blocked:
-        ahead = None if run is blocked[0] else blocked[0].run_id
-        result.waits[run.run_id] = Why("priority" if ahead else "slots", idle=idle, capacity=capacity, ahead=ahead)
+    if blocked:
+        behind = Why("priority", idle=idle, capacity=capacity, ahead=blocked[0].run_id)
+        result.waits.update((run.run_id, behind) for run in blocked)
+        result.waits[blocked[0].run_id] = Why("slots", idle=idle, capacity=capacity)
     return blocked
+
+
+def _retry_at(cluster: Cluster, run: Run, policy: Policy) -> datetime:
+    if run.run_id not in cluster.queued:
+        return run.placed_at  # it is being queued in this pass, see _breaks_again
+    return run.queued_at + timedelta(seconds=policy.retry_delay_s(run.setbacks))
 
 
 def _reclaim(blocked: list[Run], holders: list[Holding], leaving: set[str], policy: Policy, result: Plan) -> None:

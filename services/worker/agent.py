@@ -59,7 +59,7 @@ class Agent:
         self._position: int | None = None
         self._previous_incarnation = ""
         self._lease: Lease | None = None
-        self._leaving = self._left = False
+        self._leaving = self._left = self._recovered = False
         self.joined = asyncio.Event()
 
     # -- life ---------------------------------------------------------------
@@ -77,6 +77,9 @@ class Agent:
     async def shut_down(self) -> None:
         """Let every run go with its grace, say so, and leave."""
         self._leaving = True
+        # Asked to stop before it had joined: ranks of an earlier life are ours to end all the same.
+        self._recover()
+        self._start_all()
         for key, placement in self._placements.items():
             if key in self._tasks:
                 placement.stop(placement.placed.spec.grace_s, "the node's agent is stopping")
@@ -253,7 +256,10 @@ class Agent:
     # -- placements ---------------------------------------------------------
 
     def _recover(self) -> None:
-        """Find the placements of an earlier life on disk."""
+        """Find the placements of an earlier life on disk, once."""
+        if self._recovered:
+            return
+        self._recovered = True
         held: list[plan.Held] = []
         for file in sorted(self._runs.glob("*/g*/placement.json")):
             record = Record.model_validate_json(file.read_bytes())

@@ -101,7 +101,7 @@ class World:
     async def facts(self, run_id: str = "r1", stream: str = "FACTS", subject: str = "run.{}.*") -> list[Any]:
         return [each.event for each in await self.bus.history(subject.format(run_id), stream=stream)]
 
-    async def wait_for(self, kind: type[Any], run_id: str = "r1", count: int = 1, timeout_s: float = 15.0) -> Any:
+    async def wait_for(self, kind: type[Any], run_id: str = "r1", count: int = 1, timeout_s: float = 30.0) -> Any:
         """The ``count``-th fact of a kind about the run."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -117,7 +117,7 @@ class World:
         return [point.step for event in events if event.kind == "training" for point in event.points]
 
     async def wait_steps(self, at_least: int, run_id: str = "r1") -> None:
-        for _ in range(400):
+        for _ in range(1000):
             if len(await self.steps(run_id)) >= at_least:
                 return
             await asyncio.sleep(0.03)

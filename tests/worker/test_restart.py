@@ -9,11 +9,13 @@ from typing import Any
 
 from contracts.events.node import NodeJoined
 from contracts.events.run import RunExited, RunPreempting, RunReleased
-from tests.worker.conftest import World, ranks_of
+from services.worker.app import build
+from services.worker.executor import ProcessExecutor
+from tests.worker.conftest import FAKE, World, ranks_of, until
 
 
 async def _joined(world: World, count: int) -> NodeJoined:
-    for _ in range(400):
+    for _ in range(1500):  # a process of Python with everything imported is slow to start on a busy machine
         found = await world.bus.history("node.n1.joined")
         if len(found) >= count:
             event: NodeJoined = found[count - 1].event
@@ -100,3 +102,21 @@ def _member(node_id: str) -> Any:
     from contracts.events.run import Member
 
     return Member(node_id=node_id, slots=(0,), ranks=(0,))
+
+
+async def test_an_agent_stopped_before_it_has_joined_again_leaves_no_ranks(world: World, agent_process: Any) -> None:
+    folder = world.settings.data_dir.resolve()
+    process = agent_process()
+    await _joined(world, 1)
+    await world.place(params={"steps": 100_000}, grace_s=0.2)
+    await world.wait_steps(3)
+    process.kill()
+    process.wait()
+    assert ranks_of(folder)
+    service = build(world.settings, ProcessExecutor(rank_command=FAKE))
+    running = asyncio.create_task(service.run())
+    await until(lambda: service.readiness()["started"], 30)
+    service.stopping.set()
+    await asyncio.wait_for(running, 30)
+    await world.wait_for(RunReleased)
+    assert not ranks_of(folder)

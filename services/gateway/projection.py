@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import time
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,8 +43,6 @@ class Projection:
         #: Streams whose end has been reached at least once: before that, answers are history.
         self.caught_up: set[str] = set()
         self._advanced = asyncio.Condition()
-        #: How often the follower of each stream found nothing more to read.
-        self._idle: Counter[str] = Counter()
 
     @property
     def ready(self) -> bool:
@@ -76,8 +73,6 @@ class Projection:
             if batch:
                 position = await self.commit(stream, position, batch)
                 _measure(stream, batch[-1])
-            else:
-                self._idle[stream] += 1
             if not batch or batch[-1].pending == 0:
                 self.caught_up.add(stream)
                 metrics.PROJECTION_BEHIND.labels(stream).set(0)
@@ -140,18 +135,26 @@ class Projection:
 
         What a client has published before it asks is then in the answer.
         """
-        idle = self._idle.copy()
         try:
-            async with asyncio.timeout(timeout_s), self._advanced:
+            async with asyncio.timeout(timeout_s):
                 for stream in (REQUESTS, FACTS):
-                    sequence = (await self._stream_info(stream)).state.last_seq
-                    # A message at the end that cannot be decoded never moves the position; a follower
-                    # that found nothing more since we began has seen it all the same.
-                    while await self.store.position(stream) < sequence and self._idle[stream] == idle[stream]:
-                        await self._advanced.wait()
+                    await self._reached(stream, await self._last_readable(stream))
         except TimeoutError:
             return False
         return True
+
+    async def _last_readable(self, stream: str) -> int:
+        """Sequence of the last event that the projection will see; what cannot be decoded it never does."""
+        position = await self.store.position(stream)
+        if (await self._stream_info(stream)).state.last_seq <= position:
+            return position
+        ahead = await self.bus.history(stream=stream, start_sequence=position + 1)
+        return ahead[-1].sequence if ahead else position
+
+    async def _reached(self, stream: str, sequence: int) -> None:
+        async with self._advanced:
+            while await self.store.position(stream) < sequence:
+                await self._advanced.wait()
 
     async def _stream_info(self, stream: str) -> StreamInfo:
         """What the server says about a stream, waiting while it is away."""

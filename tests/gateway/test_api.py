@@ -13,8 +13,10 @@ from contracts.base import run_id_for
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.run import RunAccepted, RunLog, RunQueued, RunWaiting
 from contracts.events.train import CancelRequested, RestoreRequested
+from services.gateway import commands
 from services.kit.bus import Bus
 from tests.gateway.conftest import BODY, EVALUATED_SPEC, RUN, SPEC, Running, life, placed, progress, ref
+from trainbus.cli.embedded.servers import NatsServer
 
 
 async def publish(bus: Bus, *events: Any) -> int:
@@ -68,20 +70,20 @@ async def test_post_then_get_at_once(gateway: Running, bus: Bus) -> None:
     assert "use a new one" in other.json()["detail"]
 
 
-@pytest.mark.parametrize(
-    ("body", "field", "says"),
-    [
-        pytest.param({**BODY, "slotz": 2}, "slotz", "check its spelling", id="unknown field"),
-        pytest.param({**BODY, "slots": -1}, "slots.min", "greater than or equal to 1", id="negative size"),
-        pytest.param({**BODY, "priority": "high"}, "priority", "valid integer", id="wrong type"),
-        pytest.param({"name": "x"}, "", "exactly one of 'task'", id="nothing to run"),
-        pytest.param([1], "", "must be a JSON object", id="no object"),
-    ],
-)
-async def test_bad_requests_name_the_field(gateway: Running, body: Any, field: str, says: str) -> None:
-    answer = await gateway.client.post("/training-runs", json=body)
-    assert answer.status_code == 422
-    assert any(p["field"] == field and says in p["message"] for p in answer.json()["problems"]), answer.text
+BAD_REQUESTS: dict[str, tuple[Any, str, str]] = {
+    "unknown field": ({**BODY, "slotz": 2}, "slotz", "check its spelling"),
+    "negative size": ({**BODY, "slots": -1}, "slots.min", "greater than or equal to 1"),
+    "wrong type": ({**BODY, "priority": "high"}, "priority", "valid integer"),
+    "nothing to run": ({"name": "x"}, "", "exactly one of 'task'"),
+    "no object": ([1], "", "must be a JSON object"),
+}
+
+
+async def test_bad_requests_name_the_field(gateway: Running) -> None:
+    for case, (body, field, says) in BAD_REQUESTS.items():
+        answer = await gateway.client.post("/training-runs", json=body)
+        assert answer.status_code == 422, case
+        assert any(p["field"] == field and says in p["message"] for p in answer.json()["problems"]), (case, answer.text)
 
 
 async def test_refused_before_the_bus(gateway: Running) -> None:
@@ -235,3 +237,25 @@ async def test_operations(gateway: Running) -> None:
     assert "some-run-id" not in metrics
     schema = await gateway.get("/openapi.json")
     assert schema["paths"]["/training-runs/{run}"]["get"]["responses"]["200"]["content"]
+
+
+async def test_nats_is_killed_and_comes_back(
+    gateway: Running, bus: Bus, nats_server: NatsServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading goes on, writing says when to come back, and what follows is projected."""
+    await publish(bus, *life())
+    await gateway.client.get("/training-runs/none")  # waits until all of the above is in
+    nats_server.kill()
+    monkeypatch.setattr(commands, "PUBLISH_TIMEOUT_S", 0.3)
+    assert (await gateway.get(f"/training-runs/{RUN}"))["state"] == "completed"
+    away = await gateway.client.post("/training-runs", json=BODY, headers={"Idempotency-Key": "k"})
+    assert (away.status_code, away.headers["retry-after"]) == (503, "2")
+    assert (await gateway.client.get("/ready")).status_code == 503
+    nats_server.start()
+    monkeypatch.undo()
+    again = await gateway.client.post("/training-runs", json=BODY, headers={"Idempotency-Key": "k"})
+    assert again.status_code == 202, again.text
+    run_id = again.json()["run_id"]
+    answers = [(await gateway.client.get(f"/training-runs/{run_id}")).status_code for _ in range(3)]
+    assert answers[-1] == 200
+    assert len(await bus.history(subjects.request("train"), stream="REQUESTS")) == 1

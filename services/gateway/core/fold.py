@@ -276,7 +276,7 @@ def _let_go(run: Run, node_id: str) -> list[dict[str, Any]]:
 def _newer(have: dict[str, Any] | None, found: dict[str, Any] | None) -> dict[str, Any] | None:
     if have is None or found is None:
         return found or have
-    return found if found["step"] >= have["step"] else have
+    return found if found["step"] > have["step"] else have
 
 
 def _on_committed(rows: Rows, fact: CheckpointCommitted, at: At) -> None:
@@ -297,7 +297,9 @@ def _on_committed(rows: Rows, fact: CheckpointCommitted, at: At) -> None:
         final=fact.final,
     )
     latest = {**ref.model_dump(), "committed_at": at.time_s}
-    rows.runs[run.run_id] = replace(run, checkpoint=latest, sequence=max(run.sequence, at.sequence))
+    rows.runs[run.run_id] = replace(
+        run, checkpoint=_newer(run.checkpoint, latest), sequence=max(run.sequence, at.sequence)
+    )
 
 
 # -- progress -----------------------------------------------------------------

@@ -1,0 +1,101 @@
+"""The read model on PostgreSQL holds the same rows as on SQLite, and the dashboard's SQL runs there too."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import pwd
+import shutil
+import subprocess
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from services.gateway.rebuild import rebuild
+from services.gateway.settings import GatewaySettings
+from services.gateway.store import Store
+from services.kit.bus import Bus
+from tests.deploy.test_grafana import filled_in, statements
+from tests.gateway.conftest import EVALUATED_SPEC, life, running
+from tests.gateway.test_projection import contents, project, publish
+from trainbus.cli.embedded.servers import free_ports
+
+
+def _binary(name: str) -> str | None:
+    found = sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"))
+    return shutil.which(name) or (str(found[-1]) if found else None)
+
+
+@pytest.fixture(scope="module")
+def postgres_url() -> Iterator[str]:
+    """A PostgreSQL of its own, where its programs are installed."""
+    initdb, postgres = _binary("initdb"), _binary("postgres")
+    if initdb is None or postgres is None:
+        warnings.warn("PostgreSQL is not installed (apt-get install postgresql): NOT tested on it", stacklevel=1)
+        pytest.skip("PostgreSQL is not installed: the read model is not tested on it")
+    folder = Path(tempfile.mkdtemp(prefix="trainbus-pg-"))
+    user = getpass.getuser()
+    if os.geteuid() == 0:  # it refuses to run as root
+        user = "postgres"
+        os.chown(folder, pwd.getpwnam(user).pw_uid, -1)
+    data, port = folder / "data", free_ports(1)[0]
+    subprocess.run(
+        [initdb, "-D", data, "-U", "trainbus", "-A", "trust", "--no-sync"],
+        user=user,
+        cwd=folder,
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    options = ["-p", str(port), "-h", "127.0.0.1", "-k", str(folder), "-c", "fsync=off"]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen([postgres, "-D", data, *options], user=user, cwd=folder, stdout=log, stderr=log)
+    try:
+        ready = _binary("pg_isready") or "pg_isready"
+        deadline = time.monotonic() + 30
+        while subprocess.run([ready, "-q", "-h", "127.0.0.1", "-p", str(port)], check=False).returncode != 0:
+            assert time.monotonic() < deadline, (folder / "log").read_text()
+            time.sleep(0.05)
+        yield f"postgresql://trainbus@127.0.0.1:{port}/postgres"
+    finally:
+        process.terminate()
+        process.wait(20)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def on_postgres(gateway_settings: GatewaySettings, postgres_url: str) -> GatewaySettings:
+    return GatewaySettings(**{**gateway_settings.model_dump(), "gateway_database_url": postgres_url})
+
+
+async def test_the_same_rows(bus: Bus, gateway_settings: GatewaySettings, on_postgres: GatewaySettings) -> None:
+    for number in range(3):
+        await publish(bus, *life(f"r{number}", EVALUATED_SPEC))
+    found: list[dict[str, list[Any]]] = []
+    for settings in (gateway_settings, on_postgres):
+        async with Store(settings.database_url) as store:
+            await project(bus, store)
+            found.append(await contents(store))
+            await rebuild(settings)
+            assert await contents(store) == found[-1]
+            if not store.sqlite:
+                for _, statement in statements():
+                    await store.fetch(sa.text(filled_in(statement)))
+    assert found[0] == found[1]
+
+
+async def test_two_gateways_share_it(bus: Bus, on_postgres: GatewaySettings) -> None:
+    async with running(on_postgres) as one, running(on_postgres) as two:
+        for number in range(4):
+            await publish(bus, *life(f"r{number}"))
+        for gateway in (one, two):
+            await gateway.client.get("/training-runs/nothing")  # answers once everything is in
+            page = await gateway.get("/training-runs", params={"limit": 3})
+            rest = await gateway.get("/training-runs", params={"limit": 3, "cursor": page["next_cursor"]})
+            assert [run["run_id"] for run in page["runs"] + rest["runs"]] == ["r3", "r2", "r1", "r0"]

@@ -62,6 +62,7 @@ def evaluate(launch: Launch, task: Task, dataset: Dataset, world: World) -> tupl
 
 def _predictions(rows: list[tuple[str, int, int]], split: str, dataset: Dataset) -> dict[str, Any]:
     size = max(len(dataset.classes), 1 + max(max(predicted, true) for _, predicted, true in rows))
+    classes = [*dataset.classes, *(str(number) for number in range(len(dataset.classes), size))]
     confusion = [[0] * size for _ in range(size)]
     for _, predicted, true in rows:
         confusion[true][predicted] += 1
@@ -69,7 +70,9 @@ def _predictions(rows: list[tuple[str, int, int]], split: str, dataset: Dataset)
         "version": 1,
         "dataset_id": dataset.dataset_id,
         "split": split,
-        "classes": list(dataset.classes),
+        "classes": classes,
+        "keys": [key for key, _, _ in rows],
+        "labels": [true for _, _, true in rows],
+        "predictions": [predicted for _, predicted, _ in rows],
         "confusion": confusion,
-        "samples": [{"key": key, "predicted": predicted, "true": true} for key, predicted, true in rows],
     }

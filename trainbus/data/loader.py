@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -33,7 +33,7 @@ def load(task: Task, reader: SplitReader, ids: Ids) -> MicroBatch:
     return MicroBatch(len(samples), batch, tuple(sample.key for sample in samples))
 
 
-def ahead(items: Iterable[T], depth: int = 2) -> Iterator[T]:
+def ahead(items: Iterable[T], depth: int = 2) -> Generator[T]:
     """Yield ``items``, made up to ``depth`` ahead in a thread; an error in making one is raised here.
 
     Closing the iterator ends the thread.

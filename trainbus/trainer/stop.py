@@ -69,6 +69,6 @@ def _fetch(numbers: Tensor) -> tuple[Tensor, Any]:
         return numbers, lambda: None
     host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
     host.copy_(numbers, non_blocking=True)
-    event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return host, event.synchronize

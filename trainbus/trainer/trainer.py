@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,7 +132,7 @@ class Trainer:
         stopped = self._stop_agreed and not early and progress.step < self.total_steps
         if not stopped and self._measured[0] != progress.step:
             self._validate()
-        self._checkpoint(final=True)
+        self._checkpoint(last=True, final=not stopped)
         self._writer.join()
         outcome: Literal["succeeded", "stopped"] = "stopped" if stopped else "succeeded"
         return Outcome(outcome, progress.step, progress.samples_consumed, self._metrics_here())
@@ -181,7 +181,7 @@ class Trainer:
         early = self._patience_is_over()
         # The last step's checkpoint is the final one; two of one step would be one too many.
         if (due or improved or self._checkpoint_asked) and progress.step < self.total_steps and not early:
-            self._checkpoint(final=False)
+            self._checkpoint()
         return early
 
     def _heed(self, said: Said | None) -> None:
@@ -239,12 +239,15 @@ class Trainer:
         stopping = self.training.early_stopping
         return stopping is not None and self.progress.validations_without_improvement >= stopping.patience
 
-    def _checkpoint(self, *, final: bool) -> None:
-        """Copy everything to the host and have it written in the background."""
+    def _checkpoint(self, *, last: bool = False, final: bool = False) -> None:
+        """Copy everything to the host and have it written in the background.
+
+        ``last``: the last one of this process; ``final``: training is over, for good.
+        """
         self._heed(self._consensus.settle())
         progress = self.progress
-        if progress.step == self._checkpointed_step or (self._stop_agreed and not final):
-            return  # nothing new, or the final one of this very step is about to be taken
+        if progress.step == self._checkpointed_step or (self._stop_agreed and not last):
+            return  # nothing new, or the last one, of this very step, is about to be taken
         self._checkpointed_step, self._checkpoint_asked = progress.step, False
         self.strategy.sync_buffers()
         progress.schedule = None if self.schedule is None else self.schedule.state_dict()
@@ -283,7 +286,7 @@ class Trainer:
             ends.append(self.training.max_steps)
         return min(ends)
 
-    def _steps(self) -> Iterator[StepData]:
+    def _steps(self) -> Generator[StepData]:
         """Load this rank's part of every step that is left; runs ahead in a thread."""
         consumed = self.progress.samples_consumed
         for _ in range(self.progress.step, self.total_steps):

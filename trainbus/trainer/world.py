@@ -46,7 +46,7 @@ class World:
         """Form the process group at MASTER_ADDR:MASTER_PORT. A single rank needs none, unless ``always``."""
         if self.size == 1 and not always:
             return
-        store = dist.TCPStore(
+        store = dist.TCPStore(  # type: ignore[attr-defined]
             env.get("MASTER_ADDR", "127.0.0.1"),
             int(env.get("MASTER_PORT", "0")),
             self.size,

@@ -38,7 +38,7 @@ class DDPStrategy:
         with nullcontext() if last or self._ddp is None else self._ddp.no_sync():
             loss: Tensor = self._forward(batch) * weight
             # DDP divides the sum over the ranks by their number; our weights already sum to 1.
-            (loss * self._world.size).backward()
+            (loss * self._world.size).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def step(self, clip_norm: float | None) -> Tensor:

@@ -281,6 +281,11 @@ def _preempting(view: RunView, event: run.RunPreempting) -> None:
         view.state, view.reason = "preempting", event.reason
 
 
+def _cancelling(view: RunView, event: run.RunCancelling) -> None:
+    if not view.ended:
+        view.state, view.reason = "cancelling", event.reason
+
+
 def _let_go(view: RunView, event: run.RunReleased | run.RunExited) -> None:
     view.step = max(view.step, event.step)
     view.samples_consumed = max(view.samples_consumed, event.samples_consumed)
@@ -339,6 +344,7 @@ _RUN: dict[type[Any], Callable[[RunView, Any], None]] = {
     run.RunPlaced: _placed,
     run.RunStarted: _started,
     run.RunPreempting: _preempting,
+    run.RunCancelling: _cancelling,
     run.RunReleased: _let_go,
     run.RunExited: _let_go,
     checkpoint.CheckpointCommitted: _committed,
@@ -402,6 +408,7 @@ _TEXT: dict[type[Any], Callable[[Any], str]] = {
     run.RunExited: _exited,
     run.RunCompleted: lambda e: "completed" + (f": {numbers(e.metrics)}" if e.metrics else ""),
     run.RunFailed: lambda e: f"failed: {e.reason}",
+    run.RunCancelling: lambda e: f"is to be cancelled: {e.reason}",
     run.RunCancelled: lambda e: f"cancelled: {e.reason}",
     run.RunTracked: lambda e: f"tracked in MLflow as {e.mlflow_run_id[:8]}",
     run.RunEvaluated: lambda e: f"evaluated: {numbers(e.metrics)}",

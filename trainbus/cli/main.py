@@ -51,6 +51,10 @@ def up(
     nodes: Annotated[int, typer.Option(min=0, max=64, help="Worker nodes.")] = 2,
     slots: Annotated[int, typer.Option(min=1, max=64, help="CPU slots a node.")] = 2,
     data_dir: DataDir = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option("--without", help="Leave a service or node out, to run it yourself: `trainbus service NAME`."),
+    ] = None,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Return when it is ready; `trainbus down` stops it.")
     ] = False,
@@ -58,7 +62,7 @@ def up(
     """Start the embedded stack: NATS, S3, every service and a few worker nodes, on this machine."""
     from trainbus.cli.stack import up
 
-    up(data_dir, nodes=nodes, slots=slots, detach=detach)
+    up(data_dir, nodes=nodes, slots=slots, without=tuple(without or ()), detach=detach)
 
 
 @app.command(rich_help_panel="Stack")
@@ -70,12 +74,17 @@ def down(data_dir: DataDir = None) -> None:
 
 
 @app.command(rich_help_panel="Stack")
-def service(name: Annotated[str, typer.Argument(help=f"One of {', '.join(SERVICE_NAMES)}.")]) -> None:
-    """Run one service against any NATS and S3 (TRAINBUS_* says which)."""
+def service(
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(SERVICE_NAMES)}.")],
+    data_dir: DataDir = None,
+) -> None:
+    """Run one service: against the NATS and S3 that TRAINBUS_* names, else in its place in the embedded stack."""
     if name not in SERVICE_NAMES:
         raise CliError(f"there is no service {name!r}; there are {', '.join(SERVICE_NAMES)}", USAGE)
     from trainbus.cli.embedded.process import run_service
+    from trainbus.cli.stack import take_place
 
+    take_place(name, data_dir)
     raise typer.Exit(run_service(name))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -22,6 +22,7 @@ STATE_STYLE = {
     "running": "bold cyan",
     "starting": "cyan",
     "preempting": "yellow",
+    "cancelling": "yellow",
     "queued": "yellow",
     "preparing": "yellow",
     "accepted": "yellow",
@@ -176,12 +177,33 @@ def _numbers(values: dict[str, float]) -> str:
 
 
 def timeline(moments: Iterable[Moment], start: datetime | None = None) -> Table:
-    """A run's life, line by line, in seconds since it was requested."""
+    """A run's life, line by line, in seconds since it was requested. Checkpoints in a row are one line."""
     made = table("at", "seq", "", right=("at", "seq"))
-    for moment in moments:
+    for moment in _without_routine(moments):
         start = start or moment.time
         made.add_row(f"+{(moment.time - start).total_seconds():.1f} s", str(moment.sequence), escape(moment.text))
     return made
+
+
+def _without_routine(moments: Iterable[Moment]) -> Iterator[Moment]:
+    """Leave out what retention deletes; of checkpoints in a row keep the last, with their number."""
+    row: list[Moment] = []
+    for moment in moments:
+        if moment.fact == "checkpoint_committed":
+            row.append(moment)
+        elif moment.fact != "checkpoint_deleted":
+            yield from _one_of(row)
+            row = []
+            yield moment
+    yield from _one_of(row)
+
+
+def _one_of(row: list[Moment]) -> list[Moment]:
+    if not row:
+        return []
+    last = row[-1]
+    more = f"{len(row)} checkpoints, the last: " if len(row) > 1 else ""
+    return [Moment(last.sequence, last.time, last.fact, more + last.text)]
 
 
 def nodes(views: Iterable[NodeView], board: Board, now: datetime) -> Table:

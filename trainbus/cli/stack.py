@@ -22,11 +22,11 @@ from trainbus.cli.embedded.launch import (
     read_stack,
     stop_stack,
 )
-from trainbus.cli.embedded.layout import StackOptions, mlflow_uri, s3_keys
+from trainbus.cli.embedded.layout import StackOptions, UnknownUnit, mlflow_uri, plan, s3_keys
 from trainbus.cli.errors import USAGE, CliError
 
 
-def up(data_dir: Path | None, *, nodes: int, slots: int, detach: bool) -> None:
+def up(data_dir: Path | None, *, nodes: int, slots: int, without: tuple[str, ...], detach: bool) -> None:
     """Start the stack and stay in the foreground until Ctrl-C; print what runs where."""
     from trainbus.cli import render
 
@@ -36,7 +36,12 @@ def up(data_dir: Path | None, *, nodes: int, slots: int, detach: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     started_at = time.monotonic()
     output = folder / "supervisor.log" if detach else None
-    stack = StackProcess(StackOptions(folder, nodes, slots), output=output, detach=detach)
+    options = StackOptions(folder, nodes, slots, without)
+    try:
+        plan(options, os.environ)
+    except UnknownUnit as error:
+        raise CliError(f"--without: {error}", USAGE) from error
+    stack = StackProcess(options, output=output, detach=detach)
     stopping = _stop_on_signals(stack)
     stack.start()
     try:
@@ -83,6 +88,26 @@ def _table(info: StackInfo) -> object:
         address = where.get(each["name"]) or each["url"] or ""
         table.add_row(each["name"], str(each["pid"]), address, os.path.relpath(each["log"]))
     return table
+
+
+def take_place(name: str, data_dir: Path | None) -> None:
+    """Set this process up as the unit of the embedded stack that runs service ``name`` and was left out of it.
+
+    Does nothing where the environment says what to connect to, or where no embedded stack runs.
+    """
+    if data_dir is None and "TRAINBUS_NATS_URL" in os.environ:
+        return
+    folder = find_data_dir(data_dir)
+    stack = read_stack(folder)
+    if stack is None:
+        return
+    layout = plan(StackOptions(folder, stack.nodes, stack.slots), os.environ, running=True)
+    taken = {each["name"] for each in stack.processes}
+    free = [unit for unit in layout.units if unit.service == name and unit.name not in taken]
+    if not free:
+        mine = next(unit.name for unit in layout.units if unit.service == name)
+        raise CliError(f"the stack on {folder} runs {name} itself: start it with `trainbus up --without {mine}`", USAGE)
+    os.environ.update(free[0].environment)
 
 
 def down(data_dir: Path | None) -> None:

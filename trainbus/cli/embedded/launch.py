@@ -37,6 +37,8 @@ class StackInfo:
     s3_endpoint: str
     gateway_url: str
     mlflow_tracking_uri: str
+    nodes: int
+    slots: int
     processes: tuple[dict[str, Any], ...]
 
     @property
@@ -60,6 +62,8 @@ def read_stack(data_dir: Path) -> StackInfo | None:
         content["s3_endpoint"],
         content["gateway_url"],
         content["mlflow_tracking_uri"],
+        content["nodes"],
+        content["slots"],
         tuple(content["processes"]),
     )
 
@@ -94,6 +98,7 @@ class StackProcess:
         command = [sys.executable, "-m", "trainbus.cli.embedded.supervisor"]
         command += ["--data-dir", str(self.options.data_dir)]
         command += ["--nodes", str(self.options.nodes), "--slots", str(self.options.slots)]
+        command += [argument for name in self.options.without for argument in ("--without", name)]
         pass_fds: tuple[int, ...] = ()
         read_end: int | None = None
         if not self._detach:

@@ -36,8 +36,14 @@ class StackOptions:
     data_dir: Path = DEFAULT_DATA_DIR
     nodes: int = 2
     slots: int = 2
+    #: Units that somebody else runs, by their names: a service under work, a node elsewhere.
+    without: tuple[str, ...] = ()
     #: Seconds that workers get to complete checkpoints when the stack stops.
     grace_s: float = 20.0
+
+
+class UnknownUnit(ValueError):
+    """Something is named that is no part of the stack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +88,9 @@ class _Ports:
         if self.path.exists():
             self.known = {str(name): int(port) for name, port in json.loads(self.path.read_text()).items()}
 
-    def take(self, *names: str) -> dict[str, int]:
+    def take(self, *names: str, as_they_are: bool) -> dict[str, int]:
+        if as_they_are:
+            return {name: self.known[name] for name in names}
         wanted = [name for name in names if name not in self.known or not port_is_free(self.known[name])]
         taken = {self.known[name] for name in names if name not in wanted}
         fresh = [port for port in free_ports(len(names) + len(wanted)) if port not in taken]
@@ -121,13 +129,19 @@ def s3_keys(data_dir: Path) -> tuple[str, str]:
     return keys["s3_access_key"], keys["s3_secret_key"]
 
 
-def plan(options: StackOptions, inherited: Mapping[str, str]) -> Layout:
-    """Lay the stack out. ``inherited`` is the environment that services start from."""
+def plan(options: StackOptions, inherited: Mapping[str, str], *, running: bool = False) -> Layout:
+    """Lay the stack out. ``inherited`` is the environment that services start from.
+
+    With ``running`` the stack is up and its ports are what they are.
+
+    Raises:
+        UnknownUnit: ``options.without`` names something that is no part of the stack.
+    """
     data = options.data_dir.resolve()
     for folder in ("logs", "mlflow"):
         (data / folder).mkdir(parents=True, exist_ok=True)
     nodes = [f"node-{number}" for number in range(options.nodes)]
-    ports = _Ports(data / "ports.json").take("nats", "s3", "gateway-http", *SERVICES, *nodes)
+    ports = _Ports(data / "ports.json").take("nats", "s3", "gateway-http", *SERVICES, *nodes, as_they_are=running)
     access_key, secret_key = s3_keys(data)
     nats = NatsServer(data / "nats", ports["nats"])
     s3 = S3Server(data / "s3", ports["s3"], access_key, secret_key)
@@ -165,4 +179,8 @@ def plan(options: StackOptions, inherited: Mapping[str, str]) -> Layout:
 
     units = [unit(name, name, extra.get(name, {})) for name in SERVICES]
     units += [unit(node, WORKER, {"TRAINBUS_NODE_ID": node, "TRAINBUS_SLOTS": str(options.slots)}) for node in nodes]
-    return Layout(options, nats, s3, tuple(units), gateway_url, mlflow_uri(data))
+    if unknown := set(options.without) - {each.name for each in units}:
+        names = ", ".join(each.name for each in units)
+        raise UnknownUnit(f"the stack has no {', '.join(sorted(unknown))}; it has {names}")
+    kept = tuple(each for each in units if each.name not in options.without)
+    return Layout(options, nats, s3, kept, gateway_url, mlflow_uri(data))

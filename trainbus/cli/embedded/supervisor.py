@@ -372,13 +372,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--slots", type=int, default=2)
+    parser.add_argument("--without", action="append", default=[])
     parser.add_argument("--watch-fd", type=int, default=None)
     given = parser.parse_args(arguments)
     held = lock(given.data_dir)
     if held is None:
         return EXIT_LOCKED
     with held:
-        layout = plan(StackOptions(given.data_dir.resolve(), given.nodes, given.slots), os.environ)
+        layout = plan(
+            StackOptions(given.data_dir.resolve(), given.nodes, given.slots, tuple(given.without)), os.environ
+        )
         return Supervisor(layout, given.watch_fd).run()
 
 

@@ -1,0 +1,171 @@
+"""The command line's view of the log: a run's life from accepted to champion, and who holds which slot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from contracts.base import Fact
+from contracts.events import FACTS
+from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted
+from contracts.events.model import ModelPromoted
+from contracts.events.node import NodeJoined, NodeLost
+from contracts.events.run import (
+    CheckpointRef,
+    Member,
+    RunAccepted,
+    RunCompleted,
+    RunEvaluated,
+    RunExited,
+    RunFailed,
+    RunPlaced,
+    RunPreempting,
+    RunPromoted,
+    RunQueued,
+    RunReleased,
+    RunStarted,
+    RunWaiting,
+)
+from contracts.events.train import TrainRequested
+from trainbus.cli.board import _TEXT, Board, fold
+from trainbus.cli.render import timeline
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+SPEC = TrainRequested(name="digits", command=["true"], slots={"min": 1, "max": 4})
+
+
+def board(*facts: Any) -> Board:
+    return fold((number, START + timedelta(seconds=number), fact) for number, fact in enumerate(facts, 1))
+
+
+def accepted(run_id: str = "r1", name: str = "digits") -> RunAccepted:
+    spec = SPEC.model_copy(update={"name": name})
+    return RunAccepted(run_id=run_id, spec=spec, request_id="q", request_source="test")
+
+
+def placed(generation: int, slots: Sequence[tuple[str, tuple[int, ...]]], run_id: str = "r1") -> RunPlaced:
+    members, rank = [], 0
+    for node_id, held in slots:
+        members.append(Member(node_id=node_id, slots=held, ranks=tuple(range(rank, rank + len(held)))))
+        rank += len(held)
+    return RunPlaced(
+        run_id=run_id,
+        generation=generation,
+        members=tuple(members),
+        world_size=rank,
+        spec=SPEC,
+        decided_at_sequence=0,
+        decided_at=START,
+    )
+
+
+def joined(node_id: str, incarnation: str = "i1", running: tuple[tuple[str, int], ...] = ()) -> NodeJoined:
+    return NodeJoined(node_id=node_id, incarnation=incarnation, address="a", slots=2, lease_ttl_s=3, running=running)
+
+
+def committed(generation: int, step: int) -> CheckpointCommitted:
+    ref = CheckpointRef(uri=f"s3://models/{step}", step=step, epoch=1, samples_consumed=step * 64)
+    return CheckpointCommitted(run_id="r1", generation=generation, checkpoint=ref, size_bytes=1)
+
+
+FULL = placed(1, [("n0", (0, 1)), ("n1", (0, 1))])
+SMALL = placed(2, [("n1", (0, 1))])
+LET_GO = [RunReleased(run_id="r1", generation=1, node_id=node, step=10) for node in ("n0", "n1")]
+LIFE = [
+    joined("n0"),
+    joined("n1"),
+    accepted(),
+    RunQueued(run_id="r1", next_generation=1),
+    FULL,
+    RunStarted(run_id="r1", generation=1, node_id="n0"),
+    committed(1, 5),
+    RunPreempting(run_id="r1", generation=1, reason="shrinks", queue_reason="resized", grace_s=30),
+    committed(1, 10),
+    *LET_GO,
+    RunQueued(run_id="r1", next_generation=2, reason="resized"),
+    SMALL,
+    RunStarted(run_id="r1", generation=2, node_id="n1", step=10),
+    RunExited(run_id="r1", generation=2, node_id="n1", outcome="succeeded", step=20, metrics={"loss": 0.1}),
+    RunCompleted(run_id="r1", generation=2, metrics={"loss": 0.1}),
+    RunEvaluated(run_id="r1", evaluation_run_id="e1", metrics={"test/accuracy": 0.9}),
+    ModelPromoted(model="digits", version=1, run_id="r1", checkpoint_uri="s3://models/20"),
+    RunPromoted(run_id="r1", model="digits", version=1, reason="first"),
+]
+#: Facts of the life so far -> (state, slots, busy slots of n0 and n1)
+STAGES = {
+    "accepted": (3, "accepted", 0, (0, 0)),
+    "queued": (4, "queued", 0, (0, 0)),
+    "placed": (5, "starting", 4, (2, 2)),
+    "running": (7, "running", 4, (2, 2)),
+    "preempting": (8, "preempting", 4, (2, 2)),
+    "one node let go": (10, "preempting", 4, (0, 2)),
+    "queued again": (12, "queued", 0, (0, 0)),
+    "placed smaller": (13, "starting", 2, (0, 2)),
+    "completed": (16, "completed", 0, (0, 0)),
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_life(name: str) -> None:
+    count, state, slots, busy = STAGES[name]
+    now = board(*LIFE[:count])
+    view = now.runs["r1"]
+    assert (view.state, view.slots_got) == (state, slots)
+    assert (len(now.nodes["n0"].busy), len(now.nodes["n1"].busy)) == busy
+
+
+def test_the_end_of_a_life() -> None:
+    view = board(*LIFE).runs["r1"]
+    assert (view.resizes, view.restarts, view.step) == ((4, 2), 1, 20)
+    assert view.last_checkpoint is not None
+    assert view.last_checkpoint.step == 10
+    assert (view.evaluation, view.verdict) == ({"test/accuracy": 0.9}, "champion v1")
+    assert board(*LIFE).models["digits"].run_id == "r1"
+
+
+def test_facts_twice_change_nothing() -> None:
+    twice = [fact for fact in LIFE for _ in range(2)]
+    one, two = board(*LIFE).runs["r1"], board(*twice).runs["r1"]
+    assert (one.state, one.step, one.checkpoints, one.verdict) == (two.state, two.step, two.checkpoints, two.verdict)
+
+
+def test_a_waiting_run_says_why_and_a_failed_one_too() -> None:
+    waiting = RunWaiting(run_id="r1", next_generation=1, code="slots", message="needs 4 slots, 2 are free")
+    assert board(accepted(), RunQueued(run_id="r1", next_generation=1), waiting).runs["r1"].reason == waiting.message
+    failed = board(*LIFE[:6], RunFailed(run_id="r1", generation=1, reason="exit code 1", log_tail=("boom",)))
+    assert (failed.runs["r1"].reason, failed.runs["r1"].log_tail) == ("exit code 1", ("boom",))
+    assert failed.nodes["n0"].busy == {}
+
+
+def test_a_lost_node_holds_nothing_and_news_of_an_old_life_are_ignored() -> None:
+    now = board(joined("n0"), FULL, NodeLost(node_id="n0", incarnation="i1"))
+    assert (now.nodes["n0"].state, now.nodes["n0"].busy) == ("lost", {})
+    now = board(joined("n0"), joined("n0", "i2"), NodeLost(node_id="n0", incarnation="i1"))
+    assert now.nodes["n0"].state == "up"
+    again = board(joined("n0"), FULL, joined("n0", "i2", running=(("r1", 1),)))
+    assert len(again.nodes["n0"].busy) == 2
+
+
+def test_finding_a_run() -> None:
+    now = board(accepted("rabc1", "one"), accepted("rabd2", "two"), accepted("rxyz3", "two"))
+    assert [each.run_id for each in now.find("rabc1")] == ["rabc1"]
+    assert [each.run_id for each in now.find("rx")] == ["rxyz3"]
+    assert [each.run_id for each in now.find("two")] == ["rxyz3"]
+    assert len(now.find("ra")) == 2
+    assert now.find("nothing") == []
+
+
+def test_the_timeline_sums_checkpoints_up() -> None:
+    deleted = CheckpointDeleted(run_id="r1", uri="s3://models/1", step=1, reason="old")
+    now = board(accepted(), committed(1, 1), deleted, committed(1, 2), committed(1, 3), LET_GO[0])
+    assert timeline(now.runs["r1"].timeline).row_count == 3
+
+
+def test_every_fact_of_the_log_has_a_line_for_people() -> None:
+    streams_of_their_own = {"progress", "log"}
+    untold = [fact.__name__ for fact in FACTS if fact not in _TEXT and fact.fact not in streams_of_their_own]
+    assert untold == []
+    assert all(issubclass(fact, Fact) for fact in _TEXT)

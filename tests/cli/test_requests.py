@@ -1,0 +1,94 @@
+"""What ``trainbus submit`` makes of its options, and what it says to wrong ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainbus.cli.acting import Submission, build_request, parse_param, parse_slots
+from trainbus.cli.errors import CliError
+from trainbus.cli.pack import Package
+
+PACKAGE = Package(b"", "ab" * 32, ("task.py",), 1, "c0ffee", True)
+PROJECT = Path("/somewhere/digits")
+
+
+@pytest.mark.parametrize(("text", "low", "high"), [("2", 2, 2), ("1..4", 1, 4), ("1-4", 1, 4)])
+def test_slots(text: str, low: int, high: int) -> None:
+    assert parse_slots(text) == {"min": low, "max": high}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("lr=0.1", 0.1), ("name=adam", "adam"), ("on=true", True), ("layers=[1, 2]", [1, 2]), ("x=a=b", "a=b")],
+)
+def test_params(text: str, expected: Any) -> None:
+    assert parse_param(text)[1] == expected
+
+
+def test_a_task_with_options() -> None:
+    submission = Submission(
+        PROJECT,
+        "task:Digits",
+        slots="1..4",
+        epochs=3,
+        data="s3://lake/digits/",
+        priority=5,
+        params=("lr=0.1",),
+    )
+    request = build_request(submission, PACKAGE, "code")
+    assert request.name == "digits"
+    assert request.code is not None
+    assert request.code.uri == f"s3://code/packages/{PACKAGE.sha256}.tar.gz"
+    assert (request.code.git_commit, request.code.git_dirty) == ("c0ffee", True)
+    assert (request.slots.min, request.slots.max, request.priority) == (1, 4, 5)
+    assert request.params == {"lr": 0.1}
+    assert request.training is not None
+    assert request.training.epochs == 3
+    assert request.data is not None
+
+
+def test_options_go_over_the_request_file(tmp_path: Path) -> None:
+    file = tmp_path / "train.json"
+    file.write_text(
+        json.dumps({"name": "base", "task": "task:A", "params": {"lr": 1, "width": 8}, "training": {"max_steps": 5}})
+    )
+    submission = Submission(PROJECT, "task:B", request_file=file, epochs=2, params=("lr=0.5",))
+    request = build_request(submission, PACKAGE, "code")
+    assert (request.name, request.task, request.params) == ("base", "task:B", {"lr": 0.5, "width": 8})
+    assert request.training is not None
+    assert (request.training.epochs, request.training.max_steps) == (2, 5)
+
+
+def test_a_command_replaces_the_task(tmp_path: Path) -> None:
+    file = tmp_path / "train.json"
+    file.write_text(json.dumps({"name": "base", "task": "task:A"}))
+    request = build_request(Submission(PROJECT, command=("python", "train.py"), request_file=file), PACKAGE, "code")
+    assert (request.task, request.command) == (None, ["python", "train.py"])
+
+
+WRONG: dict[str, tuple[Submission, str]] = {
+    "slots upside down": (Submission(PROJECT, "t:A", slots="4..1"), "smaller than slots.min"),
+    "slots of letters": (Submission(PROJECT, "t:A", slots="many"), "give a number"),
+    "param without a value": (Submission(PROJECT, "t:A", params=("lr",)), "name=value"),
+    "data elsewhere": (Submission(PROJECT, "t:A", data="/home/me/data"), "s3:// location"),
+    "no such file": (Submission(request_file=Path("/nowhere.json")), "no readable JSON"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_options_say_what_to_change(name: str) -> None:
+    submission, message = WRONG[name]
+    with pytest.raises(CliError, match=message) as caught:
+        build_request(submission, PACKAGE, "code")
+    assert caught.value.code == 2
+
+
+def test_an_unknown_field_in_the_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "train.json"
+    file.write_text(json.dumps({"name": "x", "task": "t:A", "training": {"epoch": 3, "epochs": 1}}))
+    with pytest.raises(CliError, match=r"training\.epoch"):
+        build_request(Submission(PROJECT, request_file=file), PACKAGE, "code")

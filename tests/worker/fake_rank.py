@@ -27,7 +27,8 @@ def say(**line):
 
 def listen():
     global link
-    while True:
+    seen = time.monotonic()
+    while time.monotonic() - seen < launch["orphan_timeout_s"]:
         connection = socket.socket(socket.AF_UNIX)
         try:
             connection.connect(launch["socket"])
@@ -37,10 +38,12 @@ def listen():
             for line in connection.makefile():
                 if json.loads(line)["kind"] == "stop" and not params.get("deaf"):
                     stopping.set()
+            seen = time.monotonic()
         except OSError as error:
             print(f"agent is away: {error}", file=sys.stderr) if params.get("talkative") else None
         link = None
         time.sleep(0.02)
+    os._exit(76)
 
 
 def checkpoint(step, final=False):

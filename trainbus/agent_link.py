@@ -46,6 +46,8 @@ class Journal:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._lock = threading.Lock()
+        self._ended = False
         #: Called after urgent lines; the agent link makes it ring the doorbell.
         self.doorbell: Callable[[], None] = lambda: None
 
@@ -94,14 +96,19 @@ class Journal:
         self._urgent(ResultLine(time=time.time(), metrics=finite, artifacts=artifacts))
 
     def ended(self, line: EndedLine) -> None:
+        """Append the last line: what another thread would say after it is left out."""
         self._urgent(line)
 
     def _urgent(self, line: StartedLine | CheckpointLine | ResultLine | EndedLine) -> None:
-        self._append(json_line(line))
+        self._append(json_line(line), last=isinstance(line, EndedLine))
         self.doorbell()
 
-    def _append(self, data: bytes) -> None:
-        written = os.write(self._fd, data)
+    def _append(self, data: bytes, *, last: bool = False) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = last
+            written = os.write(self._fd, data)
         if written != len(data):
             raise OSError(f"{self.path}: only {written} of {len(data)} bytes could be appended; is the disk full?")
 

@@ -30,6 +30,8 @@ from trainbus.trainer.world import World, limit_threads, seed_all
 EXIT_FAILED = 1
 #: Errors whose text says all there is to say; anything else gets its traceback into the log.
 EXPLAINED = (TaskError, DatasetError, CheckpointError, StateMismatch, TrainingDiverged)
+#: What gloo, NCCL and the rendezvous say when the other end is gone.
+PEER_LOST_SIGNS = ("Connection closed by peer", "Connection reset by peer", "remote process", "DistNetworkError")
 
 
 def run(env: Mapping[str, str]) -> int:
@@ -121,6 +123,8 @@ def _failed(error: BaseException, launch: Launch) -> EndedLine:
     else:
         traceback.print_exception(error)
         text = describe(error, code)
+        if any(sign in text for sign in PEER_LOST_SIGNS):
+            text = f"lost contact with another rank of this run, which says why: {text}"
     print(f"trainbus: failed: {text}", file=sys.stderr, flush=True)
     return EndedLine(time=time.time(), outcome="failed", error=text[:4000])
 

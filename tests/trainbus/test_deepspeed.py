@@ -2,43 +2,39 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from contracts.ranks import CheckpointLine, EndedLine
-from tests.trainbus.support import journal, linear_dataset, rank_env, request, start_rank, write_launch, write_task
-from trainbus.cli.embedded.servers import free_ports
+from tests.trainbus.support import Gang, Warm, journal, linear_dataset, request, write_launch, write_task
 from trainbus.data.dataset import Dataset
 
 pytest.importorskip("deepspeed", reason="the extra trainbus[deepspeed] is not installed")
 pytestmark = pytest.mark.timeout(170)
 
 
-def run(folder: Path, dataset: Dataset, world_size: int, resume: Path | None = None, **training: object) -> Path:
+def run(warm: Warm, folder: Path, dataset: Dataset, world_size: int, resume: Path | None = None, **rules: Any) -> Path:
     """Train in processes of their own; return the last checkpoint's folder."""
-    spec = request(training={"clip_norm": 0.5, **training}, params={"lr": 0.01})
+    spec = request(training={"clip_norm": 0.5, **rules}, params={"lr": 0.01})
     code = write_task(folder.parent / "code")
     launch = write_launch(folder, spec, dataset, code, world_size=world_size, resume_folder=resume)
-    port = free_ports(1)[0]
-    ranks = [
-        start_rank(rank_env(launch, rank, world_size, port), folder / f"rank_{rank}.log") for rank in range(world_size)
-    ]
-    assert [rank.wait(150) for rank in ranks] == [0] * world_size, (folder / "rank_0.log").read_text()[-3000:]
+    gang = Gang(warm, folder, launch, world_size)
+    assert gang.wait() == [0] * world_size, gang.logs()[-3000:]
     lines = [line for line in journal(folder) if isinstance(line, CheckpointLine)]
     return Path(lines[-1].folder)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_zero_trains_what_ddp_trains_and_shrinks_from_two_ranks_to_one(tmp_path: Path, stage: int) -> None:
+def test_zero_trains_what_ddp_trains_and_shrinks_from_two_ranks_to_one(warm: Warm, tmp_path: Path, stage: int) -> None:
     """Uneven slices, accumulation and clipping; the second half on one rank with another stage's state."""
     dataset = linear_dataset(tmp_path / "data")
     deepspeed = {"strategy": "deepspeed", "zero_stage": stage, "accumulate": 2, "global_batch": 15}
-    half = run(tmp_path / "g1", dataset, 2, **deepspeed, epochs=None, max_steps=6)
-    end = run(tmp_path / "g2", dataset, 1, half, **deepspeed, epochs=None, max_steps=12)
+    half = run(warm, tmp_path / "g1", dataset, 2, **deepspeed, epochs=None, max_steps=6)
+    end = run(warm, tmp_path / "g2", dataset, 1, half, **deepspeed, epochs=None, max_steps=12)
     model, optimizer = load_file(end / "model.safetensors"), load_file(end / "optimizer.safetensors")
     reference = _reference(tmp_path / "ddp", dataset)
     for name, tensor in load_file(reference / "model.safetensors").items():
@@ -58,18 +54,15 @@ def _reference(folder: Path, dataset: Dataset) -> Path:
     return Path(checkpoints(folder / "g2")[-1].folder)
 
 
-def test_without_deepspeed_the_error_names_the_extra(tmp_path: Path) -> None:
+def test_without_deepspeed_the_error_names_the_extra(warm: Warm, tmp_path: Path) -> None:
     dataset = linear_dataset(tmp_path / "data")
     folder = tmp_path / "g1"
     code = write_task(tmp_path / "code")
     # A module of that name that cannot be imported stands for a node without the package.
-    shadow = tmp_path / "shadow"
-    shadow.mkdir()
-    (shadow / "deepspeed.py").write_text("raise ModuleNotFoundError(\"No module named 'deepspeed'\", name='deepspeed')")
+    missing = "raise ModuleNotFoundError(\"No module named 'deepspeed'\", name='deepspeed')"
+    (code / "deepspeed.py").write_text(missing)
     launch = write_launch(folder, request(training={"strategy": "deepspeed"}), dataset, code)
-    env = rank_env(launch, 0, 1, free_ports(1)[0])
-    env["PYTHONPATH"] = f"{shadow}{os.pathsep}{env['PYTHONPATH']}"
-    assert start_rank(env, folder / "rank_0.log").wait(100) == 1
+    assert Gang(warm, folder, launch, 1).wait() == [1]
     line = journal(folder)[-1]
     assert isinstance(line, EndedLine)
     assert "pip install 'trainbus[deepspeed]'" in line.error

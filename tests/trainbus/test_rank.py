@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +12,9 @@ import pytest
 from contracts.ranks import CheckpointLine, EndedLine, MetricsLine, ResultLine, StartedLine
 from tests.trainbus.support import (
     LINEAR_TASK,
-    REPOSITORY,
     FakeAgent,
+    Gang,
+    Warm,
     journal,
     keys_by_step,
     linear_dataset,
@@ -35,64 +31,6 @@ from trainbus.exits import EXIT_ORPHANED
 pytestmark = pytest.mark.timeout(120)
 
 
-class Warm:
-    """A warm process and a client of it: ranks start in milliseconds instead of seconds."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "warm.sock"
-        env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "trainbus.warm", "--socket", str(self.path)], env=env, start_new_session=True
-        )
-        deadline = time.monotonic() + 60
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        while True:
-            try:
-                self.socket.connect(str(self.path))
-                break
-            except OSError:
-                assert time.monotonic() < deadline, "the warm process does not listen"
-                time.sleep(0.05)
-        self.socket.settimeout(90)
-        self.lines = self.socket.makefile("rb")
-        self.ended: dict[int, int] = {}
-
-    def ask(self, **message: Any) -> dict[str, Any]:
-        self.socket.sendall(json.dumps(message).encode() + b"\n")
-        while True:
-            answer: dict[str, Any] = json.loads(self.lines.readline())
-            if answer["op"] != "exited":
-                return answer
-            self.ended[answer["pid"]] = answer["code"]
-
-    def fork(self, env: dict[str, str], folder: Path, rank: int) -> int:
-        answer = self.ask(
-            op="fork",
-            id=str(rank),
-            env=env,
-            cwd=str(folder),
-            log=str(folder / f"rank_{rank}.log"),
-            exit_file=str(folder / f"rank_{rank}.exit"),
-        )
-        assert answer["op"] == "forked", answer
-        return int(answer["pid"])
-
-    def wait(self, pid: int) -> int:
-        while pid not in self.ended:
-            answer = json.loads(self.lines.readline())
-            if answer["op"] == "exited":
-                self.ended[answer["pid"]] = answer["code"]
-        return self.ended[pid]
-
-
-@pytest.fixture(scope="module")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
-    made = Warm(tmp_path_factory.mktemp("warm"))
-    yield made
-    made.process.terminate()
-    assert made.process.wait(10) == 0
-
-
 @pytest.fixture
 def dataset(tmp_path: Path) -> Dataset:
     return linear_dataset(tmp_path / "data")
@@ -101,23 +39,6 @@ def dataset(tmp_path: Path) -> Dataset:
 @pytest.fixture
 def code(tmp_path: Path) -> Path:
     return write_task(tmp_path / "code")
-
-
-class Gang:
-    """The ranks of one generation, forked from the warm process."""
-
-    def __init__(self, warm: Warm, folder: Path, launch: Path, world_size: int, **env: str) -> None:
-        port = free_ports(1)[0]
-        self.warm, self.folder = warm, folder
-        self.pids = [
-            warm.fork(rank_env(launch, rank, world_size, port, **env), folder, rank) for rank in range(world_size)
-        ]
-
-    def wait(self) -> list[int]:
-        return [self.warm.wait(pid) for pid in self.pids]
-
-    def logs(self) -> str:
-        return "\n".join(path.read_text() for path in sorted(self.folder.glob("rank_*.log")))
 
 
 def ended(folder: Path, rank: int = 0) -> EndedLine:
@@ -253,6 +174,7 @@ def test_a_killed_rank_leaves_its_code_and_its_peer_fails(
     assert gang.wait() == [1, -9]
     assert (folder / "rank_1.exit").read_text().strip() == "-9"
     assert ended(folder).outcome == "failed"
+    assert "lost contact with another rank" in ended(folder).error
     agent.close()
 
 

@@ -20,7 +20,7 @@ from trainbus.cli import reading, render
 from trainbus.cli.address import Address
 from trainbus.cli.board import ENDED, RunView, describe
 from trainbus.cli.errors import USAGE, CliError
-from trainbus.cli.link import Link, connect, run_id_of
+from trainbus.cli.link import Link, connect, hush, run_id_of
 from trainbus.cli.pack import Package, pack
 
 TASK = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
@@ -264,6 +264,7 @@ async def replay(address: Address, start: str | None, *, as_json: bool) -> None:
     """Drive the gateway's read model again, from a sequence number or a time on, or from the beginning."""
     from services.gateway.rebuild import rebuild
 
+    hush()
     settings = address.settings()
     if address.data_dir is not None:
         settings = settings.model_copy(update={"data_dir": address.data_dir / "gateway"})

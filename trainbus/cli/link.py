@@ -109,8 +109,7 @@ async def connect(address: Address) -> AsyncIterator[Link]:
     servers = [server.strip() for server in address.nats_url.split(",") if server.strip()]
     if not any(_listens(server) for server in servers):
         raise CliError(f"NATS does not answer at {address.nats_url}: is the stack up? (`trainbus doctor` looks closer)")
-    # The kit's modules log; a person who asked a question wants the answer alone.
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
+    hush()
 
     async def quiet(*_: object) -> None:
         return None
@@ -140,6 +139,11 @@ async def connect(address: Address) -> AsyncIterator[Link]:
     finally:
         with suppress(nats.errors.Error, TimeoutError):
             await asyncio.wait_for(nc.close(), 2)
+
+
+def hush() -> None:
+    """Keep the kit's modules from logging: a person who asked a question wants the answer alone."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
 
 
 def run_id_of(event_id: str) -> str:

@@ -1,0 +1,251 @@
+"""The embedded stack for real: what a person types, what dies and comes back, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from trainbus.cli.embedded.launch import StackInfo, read_stack
+
+READY_S = 90.0
+
+
+class Up:
+    """``trainbus up`` on a data folder of its own."""
+
+    def __init__(self, data_dir: Path, *options: str) -> None:
+        self.data_dir = data_dir
+        self.output = data_dir.with_suffix(".out")
+        with self.output.open("wb") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "trainbus", "up", "--nodes", "1", "--slots", "1", *self.where, *options],
+                stdout=out,
+                stderr=out,
+                env=environment(),
+                start_new_session=True,
+            )
+
+    @property
+    def where(self) -> list[str]:
+        return ["--data-dir", str(self.data_dir)]
+
+    def wait_ready(self) -> StackInfo:
+        def ready() -> StackInfo | None:
+            assert self.process.poll() is None, self.output.read_text()
+            info = read_stack(self.data_dir)
+            return info if info is not None and info.ready else None
+
+        return until(ready, READY_S, lambda: self.output.read_text())
+
+    def info(self) -> StackInfo:
+        info = read_stack(self.data_dir)
+        assert info is not None
+        return info
+
+    def pid(self, name: str) -> int | None:
+        return next(each["pid"] for each in self.info().processes if each["name"] == name)
+
+    def everything(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def cli(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "trainbus", *arguments, *self.where]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment())
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("TRAINBUS_")}
+
+
+def until(
+    condition: Callable[[], Any], timeout_s: float = 30.0, explain: Callable[[], object] = lambda: "timed out"
+) -> Any:
+    """The first true value of ``condition``."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, explain()
+        time.sleep(0.05)
+    return value
+
+
+def living(processes: list[psutil.Process]) -> list[str]:
+    found = []
+    for each in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if each.is_running() and each.status() != psutil.STATUS_ZOMBIE:
+                found.append(f"{each.pid} {' '.join(each.cmdline())[:120]}")
+    return found
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    stack = Up(tmp_path_factory.mktemp("stack") / "data", "--without", "evaluation")
+    try:
+        stack.wait_ready()
+        yield stack
+    finally:
+        stack.end()
+
+
+def test_it_says_what_runs_where(up: Up) -> None:
+    text = until(lambda: "ready after" in (out := up.output.read_text()) and out)
+    names = {each["name"] for each in up.info().processes}
+    assert names == {"nats", "s3", "scheduler", "ingestion", "sharding", "checkpoint", "tracking", "gateway", "node-0"}
+    assert all(name in text for name in names)
+    assert up.info().gateway_url in text
+    # A person who looks for a service with ps finds it by its name.
+    pid = up.pid("scheduler")
+    assert pid is not None
+    if sys.platform == "linux":
+        assert psutil.Process(pid).cmdline()[0] == "trainbus service scheduler"
+
+
+def test_keys_are_the_owners_alone_and_in_no_log(up: Up) -> None:
+    secrets = up.data_dir / "secrets.json"
+    assert secrets.stat().st_mode & 0o077 == 0
+    secret = json.loads(secrets.read_text())["s3_secret_key"]
+    logs = [*up.data_dir.glob("logs/*.log"), up.data_dir / "stack.json", up.output]
+    assert [path.name for path in logs if secret in path.read_text(errors="replace")] == []
+
+
+def test_a_service_needs_little_memory_and_no_torch(up: Up) -> None:
+    pid = up.pid("scheduler")
+    assert pid is not None
+    process = psutil.Process(pid)
+    assert process.memory_info().rss < 120 * 2**20
+    assert not [each.path for each in process.memory_maps() if "torch" in each.path]
+
+
+def test_a_second_stack_on_the_same_folder_is_refused(up: Up) -> None:
+    second = up.cli("up")
+    assert second.returncode == 1
+    assert "another stack" in second.stderr
+    assert "trainbus down" in second.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["ps"], 0, "no runs yet"),
+        (["ps", "--json"], 0, "[]"),
+        (["nodes"], 0, "node-0"),
+        (["events"], 0, "joined"),
+        (["models", "--json"], 0, "[]"),
+        (["show", "nothing"], 2, "there is no run 'nothing'"),
+        (["drain", "node-9"], 2, "there are node-0"),
+        (["checkpoints", "restore", "x"], 2, "exactly one of --step and --epoch"),
+        (["submit", "."], 2, "say what to run"),
+        (["service", "mailer"], 2, "there is no service 'mailer'"),
+        (["service", "scheduler"], 2, "up --without scheduler"),
+        (["up", "--without", "mailer"], 1, "another stack"),
+    ],
+)
+def test_commands_and_their_exit_codes(up: Up, arguments: list[str], code: int, text: str) -> None:
+    done = up.cli(*arguments)
+    assert (done.returncode, text in done.stdout + done.stderr) == (code, True), done.stdout + done.stderr
+
+
+def test_without_a_stack_a_command_says_how_to_start_one(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trainbus", "ps", "--data-dir", str(tmp_path / "none")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment())
+    assert done.returncode == 1
+    assert "start one with `trainbus up`" in done.stderr
+
+
+def test_submit_follows_a_command_to_its_end(up: Up, tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("import sys; print('hello from the run'); sys.exit(int(sys.argv[1]))\n")
+    good = up.cli("submit", str(tmp_path), "--command", "python job.py 0", "--name", "good", "--follow")
+    assert good.returncode == 0, good.stdout + good.stderr
+    bad = up.cli("submit", str(tmp_path), "--command", "python job.py 7", "--name", "bad", "--id", "one", "--follow")
+    assert bad.returncode == 1
+    again = up.cli("submit", str(tmp_path), "--command", "python job.py 7", "--name", "bad", "--id", "one")
+    assert again.stdout.split()[0] == bad.stdout.split()[0]
+    runs = {each["name"]: each for each in json.loads(up.cli("ps", "--json").stdout)}
+    assert (runs["good"]["state"], runs["bad"]["state"], len(runs)) == ("completed", "failed", 2)
+    assert "hello from the run" in up.cli("logs", "good").stdout
+    shown = up.cli("show", runs["good"]["run_id"][:8])
+    assert shown.returncode == 0
+    assert "placed (generation 1) on 1 slots: node-0" in shown.stdout
+    assert "it failed" in up.cli("why", "bad").stdout
+    hint = up.cli("show", "godo")
+    assert "did you mean good?" in hint.stderr
+    replayed = up.cli("replay", "--json")
+    assert json.loads(replayed.stdout)["runs"] == 2, replayed.stderr
+
+
+def test_a_left_out_service_takes_its_place(up: Up) -> None:
+    service = subprocess.Popen(
+        [sys.executable, "-m", "trainbus", "service", "evaluation", *up.where],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    assert service.stderr is not None
+    try:
+        lines = iter(service.stderr.readline, "")
+        assert any('"service started"' in line for line in lines)
+    finally:
+        service.terminate()
+        assert service.wait(30) == 0
+
+
+@pytest.mark.parametrize("name", ["gateway", "nats", "s3"])
+def test_what_is_killed_comes_back(up: Up, name: str) -> None:
+    before = up.info()
+    pid = up.pid(name)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: up.pid(name) not in (None, pid))
+    doctor = until(lambda: (done := up.cli("doctor", "--json")).returncode == 0 and done, 60.0)
+    assert {each["grade"] for each in json.loads(doctor.stdout)} <= {"ok", "note"}
+    after = up.info()
+    assert (after.nats_url, after.s3_endpoint) == (before.nats_url, before.s3_endpoint)
+    assert [each["restarts"] for each in after.processes if each["name"] == name] == [1]
+
+
+def test_stopping_is_clean_and_the_data_is_there_again(up: Up) -> None:
+    processes = up.everything()
+    up.process.send_signal(signal.SIGINT)
+    assert up.process.wait(60) == 0, up.output.read_text()
+    assert living(processes) == []
+    assert "was killed" not in up.output.read_text().split("stopping")[-1]
+    assert read_stack(up.data_dir) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel helps on Linux alone")
+@pytest.mark.parametrize("victim", ["launcher", "supervisor"])
+def test_a_kill_leaves_nothing_behind(victim: str, tmp_path: Path) -> None:
+    stack = Up(tmp_path / "data", "--without", "tracking", "--without", "gateway", "--without", "evaluation")
+    try:
+        supervisor = stack.wait_ready().pid
+        processes = until(lambda: len(found := stack.everything()) > 8 and found)
+        if victim == "supervisor":
+            os.kill(supervisor, signal.SIGKILL)
+        else:
+            stack.process.kill()
+        stack.process.wait(60)
+        until(lambda: not living(processes), 30.0, lambda: living(processes))
+        assert read_stack(stack.data_dir) is None
+    finally:
+        stack.end()

@@ -214,7 +214,7 @@ async def cancel(address: Address, name: str, reason: str) -> None:
 async def drain(address: Address, node_id: str, reason: str) -> None:
     """Ask for a node to be taken out of use."""
     async with connect(address) as link:
-        board = reading.board_of(await link.read("node.*.*"))
+        board = reading.board_of(await link.read(subjects.node()))
         if node_id not in board.nodes:
             raise CliError(f"there is no node {node_id!r}; there are {', '.join(sorted(board.nodes)) or 'none'}", USAGE)
         start = await link.last_sequence(topology.FACTS) + 1

@@ -44,14 +44,14 @@ HALF_WAY = 0.4
 FIRST, SECOND = "digits", "digits-urgent"
 #: Long enough that a second run fits into the middle of it, short enough to watch.
 TRAINING = {
-    "epochs": 40,
+    "epochs": 24,
     "global_batch": 64,
     "clip_norm": 1.0,
     "precision": "fp32",
-    "checkpoint_every_steps": 100,
+    "checkpoint_every_steps": 50,
     "seed": 1,
 }
-SECOND_TRAINING = {**TRAINING, "epochs": 10, "seed": 2}
+SECOND_TRAINING = {**TRAINING, "epochs": 6, "seed": 2}
 
 
 @dataclass(slots=True)

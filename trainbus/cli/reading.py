@@ -27,7 +27,7 @@ RUN_FACTS = tuple(
 CHECKPOINT_FACTS = tuple(
     subjects.fact("run", subjects.ANY, name) for name in ("checkpoint_committed", "checkpoint_deleted")
 )
-NODE_FACTS = ("node.*.*", *(subjects.fact("run", subjects.ANY, name) for name in (
+NODE_FACTS = (subjects.node(), *(subjects.fact("run", subjects.ANY, name) for name in (
     "accepted", "placed", "released", "exited", "completed", "failed", "cancelled", "queued",
 )))  # fmt: skip
 

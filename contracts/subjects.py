@@ -52,6 +52,16 @@ VERBS = ("train", "cancel", "ingest", "restore", "tune", "promote", "rollback", 
 ALL_REQUESTS = tuple(request(verb) for verb in VERBS)
 
 
+def node(node_id: str = ANY) -> str:
+    """Every fact of one node."""
+    return f"node.{node_id}.*"
+
+
+def node_lease(node_id: str = "") -> str:
+    """Key of a node's lease in the bucket LEASES; without an id the prefix of all of them."""
+    return f"node.{node_id}"
+
+
 def service(name: str, endpoint: str) -> str:
     """A question that one service answers directly (core NATS request and reply)."""
     return f"svc.{name}.{endpoint}"

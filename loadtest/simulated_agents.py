@@ -10,7 +10,7 @@ import asyncio
 import heapq
 from dataclasses import dataclass, field
 
-from contracts import topology
+from contracts import subjects, topology
 from contracts.events.node import NodeJoined, NodeLeft
 from contracts.events.run import RunExited, RunPlaced, RunPreempting, RunReleased, RunStarted
 from services.kit.bus import Bus, Received
@@ -45,7 +45,7 @@ class SimulatedAgents:
 
     async def _join(self, number: int, bucket: object) -> None:
         node_id = self.node_id(number)
-        await Lease(bucket, f"node.{node_id}", node_id, LEASE_TTL_S).try_acquire()  # type: ignore[arg-type]
+        await Lease(bucket, subjects.node_lease(node_id), node_id, LEASE_TTL_S).try_acquire()  # type: ignore[arg-type]
         joined = NodeJoined(
             node_id=node_id, incarnation="1", address="127.0.0.1", slots=self.slots, lease_ttl_s=LEASE_TTL_S
         )

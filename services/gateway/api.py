@@ -17,7 +17,7 @@ from contracts.events.train import CancelRequested, RestoreRequested
 from services.gateway import queries, views
 from services.gateway.commands import MAX_KEY, Commands, Unavailable, recorded_why, same_request
 from services.gateway.core.rows import STATES, TERMINAL
-from services.gateway.instrument import Instrument
+from services.gateway.instrument import Instrument, SameSite
 from services.gateway.page import CONTENT_SECURITY_POLICY, PAGE
 from services.gateway.projection import Projection, event_row
 from services.gateway.queries import Ambiguous, BadCursor, NotFound, Row
@@ -44,6 +44,7 @@ def build_api(service: Service, projection: Projection) -> FastAPI:
         docs_url=None,  # their pages load scripts from elsewhere; /openapi.json is served
         redoc_url=None,
     )
+    app.add_middleware(SameSite)
     app.add_middleware(Instrument)
     _errors(app)
     app.include_router(_operations(service, projection))

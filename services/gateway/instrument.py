@@ -1,12 +1,37 @@
-"""Counts and times HTTP requests by route template, never by path."""
+"""What stands before every HTTP request: counting by route template (never by path), and one refusal."""
 
 from __future__ import annotations
 
 import time
 
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway import metrics
+
+
+class SameSite:
+    """ASGI middleware: refuses requests that a browser sends on behalf of another web site.
+
+    The page and its API have no login of their own, so a page elsewhere must not be able to cancel runs.
+    Clients that are no browsers send no such header and are not concerned.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD", "OPTIONS"):
+            site = dict(scope["headers"]).get(b"sec-fetch-site", b"none")
+            if site not in (b"none", b"same-origin"):
+                detail = {
+                    "detail": "requests from pages of other web sites are refused",
+                    "problems": [],
+                    "candidates": [],
+                }
+                await JSONResponse(detail, status_code=403)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class Instrument:

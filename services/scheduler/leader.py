@@ -30,7 +30,7 @@ from services.scheduler.memory import Memory
 log = structlog.get_logger(__name__)
 
 LEASE_KEY = "scheduler"
-NODE_LEASES = "node."
+NODE_LEASES = subjects.node_lease()
 #: How often the clock alone is a reason to decide (growing, retries, a final checkpoint that never comes).
 TICK_S = 0.5
 #: Decisions published in one pass. The rest is decided again, from newer facts: a burst of ten

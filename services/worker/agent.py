@@ -174,7 +174,7 @@ class Agent:
         while not self._left:
             try:
                 bucket = await self._context.bus.bucket(topology.LEASES)
-                key = f"node.{self._settings.node_id}"
+                key = subjects.node_lease(self._settings.node_id)
                 record = await read(bucket, key)
                 if record is not None and self._previous_incarnation and record.holder == self._previous_incarnation:
                     # Our own, from before we were killed: no need to wait until it expires.

@@ -7,7 +7,6 @@ published again under the same event ids, which the bus stores once.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -57,7 +56,7 @@ class Follower:
         now: Callable[[], float],
         *,
         interval_s: float,
-        patterns: Mapping[str, re.Pattern[str]] | None = None,
+        patterns: Mapping[str, core.Pattern] | None = None,
         output_is_start: bool = False,
     ) -> None:
         self._placed, self._folder, self._publish, self._now = placed, folder, publish, now

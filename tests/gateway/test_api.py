@@ -259,3 +259,9 @@ async def test_nats_is_killed_and_comes_back(
     answers = [(await gateway.client.get(f"/training-runs/{run_id}")).status_code for _ in range(3)]
     assert answers[-1] == 200
     assert len(await bus.history(subjects.request("train"), stream="REQUESTS")) == 1
+
+
+@pytest.mark.parametrize(("site", "status"), [("cross-site", 403), ("same-site", 403), ("same-origin", 404)])
+async def test_another_web_site_cannot_act_through_a_visitors_browser(gateway: Running, site: str, status: int) -> None:
+    answer = await gateway.client.post("/training-runs/nobody/cancel", headers={"Sec-Fetch-Site": site})
+    assert answer.status_code == status

@@ -163,3 +163,9 @@ def test_a_checkpoint_is_ready_when_every_rank_has_it_or_nobody_will_follow() ->
     lines = {0: [line(1), line(2)], 1: [line(1)]}
     assert ready_steps(lines, at_end=False) == [1]
     assert ready_steps(lines, at_end=True) == [1, 2]
+
+
+def test_a_pattern_that_would_take_for_ever_does_not() -> None:
+    """Python's own engine would try 2**200 ways here."""
+    patterns = journal.compile_patterns({"x": r"(a+)+$"})
+    assert list(journal.match_patterns(patterns, ["a" * 200 + "!"], {})) == []

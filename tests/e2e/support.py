@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import io
 import json
+import math
 import os
 import signal
 import tarfile
@@ -194,7 +195,7 @@ class Stack:
         verdict = await self.wait_for(run_id, "promoted", 60)
         promotions = [r for r in await self.bus.history(f"model.{verdict.model}.promoted") if r.event.run_id == run_id]
         assert len(promotions) == 1
-        await self._audit_metrics(run_id, last_step=prepared.train_samples * epochs // 16)
+        await self._audit_metrics(run_id, last_step=math.ceil(prepared.train_samples * epochs / 16))
 
     def _surviving_samples(self, run_id: str, placed: list[RunPlaced], facts: list[Received[Any]]) -> Counter[str]:
         """How often each sample was trained in the history that led to the result."""

@@ -26,7 +26,7 @@ BUCKETS = ("lake", "datasets", "models", "code")
 SERVICES = ("scheduler", "ingestion", "sharding", "checkpoint", "tracking", "evaluation", "gateway")
 WORKER = "worker"
 #: The user's own TRAINBUS_ settings are for other stacks and must not leak into this one, but for these.
-PASSED_ON = ("TRAINBUS_LOG_LEVEL", "TRAINBUS_OTLP_ENDPOINT")
+PASSED_ON = ("TRAINBUS_LOG_LEVEL", "TRAINBUS_OTLP_ENDPOINT", "TRAINBUS_CHAOS_TWICE")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ def plan(options: StackOptions, inherited: Mapping[str, str], *, running: bool =
         **{
             k: v
             for k, v in inherited.items()
-            if not k.startswith("TRAINBUS_") or k in ("TRAINBUS_LOG_LEVEL", "TRAINBUS_OTLP_ENDPOINT")
+            if not k.startswith("TRAINBUS_") or k in PASSED_ON
         },
         "PYTHONUNBUFFERED": "1",
         "TRAINBUS_NATS_URL": nats.url,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -10,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType
-from urllib.request import urlopen
 
 from trainbus.cli.address import find_data_dir
 from trainbus.cli.embedded.launch import (
@@ -23,6 +21,7 @@ from trainbus.cli.embedded.launch import (
     stop_stack,
 )
 from trainbus.cli.embedded.layout import StackOptions, UnknownUnit, mlflow_uri, plan, s3_keys
+from trainbus.cli.embedded.process import end_with_parent
 from trainbus.cli.errors import USAGE, CliError
 
 
@@ -137,22 +136,13 @@ def ui(data_dir: Path | None, port: int) -> int:
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", mlflow_uri(folder)]
     command += ["--default-artifact-root", (folder.resolve() / "mlflow" / "artifacts").as_uri()]
     command += ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    server = subprocess.Popen(command, env=environment)
-    try:
-        return server.wait()
-    except KeyboardInterrupt:
-        server.send_signal(signal.SIGINT)
-        server.wait()
-        return 0
+    # MLflow's server is a family of processes: they end with this one, however it ends.
+    server = subprocess.Popen(command, env=environment, preexec_fn=end_with_parent(signal.SIGTERM))
 
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        server.terminate()
 
-def ready(url: str) -> dict[str, object] | None:
-    """What a service's /ready says, None if it does not answer."""
-    try:
-        with urlopen(f"{url}/ready", timeout=1) as answer:
-            content: dict[str, object] = json.load(answer)
-            return content
-    except OSError:
-        return None
-    except ValueError:
-        return None
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
+    code = server.wait()
+    return 0 if code in (0, -signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGTERM) else code

@@ -147,11 +147,7 @@ def plan(options: StackOptions, inherited: Mapping[str, str], *, running: bool =
     s3 = S3Server(data / "s3", ports["s3"], access_key, secret_key)
     common = {
         # The user's own TRAINBUS_ settings for other stacks must not leak into this one, log level apart.
-        **{
-            k: v
-            for k, v in inherited.items()
-            if not k.startswith("TRAINBUS_") or k in PASSED_ON
-        },
+        **{k: v for k, v in inherited.items() if not k.startswith("TRAINBUS_") or k in PASSED_ON},
         "PYTHONUNBUFFERED": "1",
         "TRAINBUS_NATS_URL": nats.url,
         "TRAINBUS_S3_ENDPOINT": s3.endpoint,

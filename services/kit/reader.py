@@ -1,6 +1,6 @@
-"""Reading many small objects fast: what boto spends 2 ms of CPU on takes 0.4 ms here.
+"""Reading many small objects fast: what boto's client spends 2 ms of CPU on takes a third of that here.
 
-The request is signed here and sent with aiohttp, without boto's layers of parsing and events.
+Requests are signed by botocore and sent with aiohttp, without boto's layers of parsing and events.
 Every read is pinned to the version that was listed.
 """
 
@@ -10,7 +10,6 @@ import asyncio
 import hashlib
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,7 +23,7 @@ from services.kit import metrics
 from services.kit.bus import Transient
 from services.kit.objects import CHUNK, PATIENCE_S, Missing
 from services.kit.settings import Settings
-from services.kit.sigv4 import Signer
+from services.kit.signing import signed_headers
 
 log = structlog.get_logger(__name__)
 CONNECTIONS = 32
@@ -61,7 +60,6 @@ class Reader:
         self._stack = AsyncExitStack()
         self._http: aiohttp.ClientSession | None = None
         self._credentials: Any = None
-        self._signer: Signer | None = None
 
     async def __aenter__(self) -> Self:
         import aioboto3
@@ -75,7 +73,6 @@ class Reader:
         self._credentials = await session.get_credentials()
         region = self._settings.s3_region
         self._endpoint = (self._settings.s3_endpoint or f"https://s3.{region}.amazonaws.com").rstrip("/")
-        self._host = self._endpoint.partition("://")[2]
         connector = aiohttp.TCPConnector(limit=CONNECTIONS)
         self._http = await self._stack.enter_async_context(
             aiohttp.ClientSession(connector=connector, timeout=TIMEOUT, auto_decompress=False)
@@ -120,7 +117,7 @@ class Reader:
     async def _once(self, info: Pinned, chunks: list[bytes] | None, local: Path | None) -> str:
         assert self._http is not None, "use Reader as an async context manager"
         path = f"/{info.bucket}/{quote(info.key, safe='/~')}"
-        headers = await self._signed(path)
+        headers = await self._signed(self._endpoint + path)
         digest, size = hashlib.sha256(), 0
         # encoded=True: the path must go out exactly as it was signed.
         async with self._http.get(URL(self._endpoint + path, encoded=True), headers=headers) as answer:
@@ -135,15 +132,12 @@ class Reader:
             raise Changed(f"{info.uri} has {size} bytes, listed with {info.size_bytes}")
         return digest.hexdigest()
 
-    async def _signed(self, path: str) -> dict[str, str]:
+    async def _signed(self, url: str) -> dict[str, str]:
         if self._credentials is None:
             return {}
         # Temporary credentials renew themselves in here.
         frozen = await self._credentials.get_frozen_credentials()
-        if self._signer is None or (self._signer.access_key, self._signer.token) != (frozen.access_key, frozen.token):
-            region = self._settings.s3_region
-            self._signer = Signer(frozen.access_key, frozen.secret_key, region, frozen.token)
-        return self._signer.headers(self._host, path, datetime.now(UTC))
+        return signed_headers(frozen, self._settings.s3_region, "GET", url)
 
 
 class _Sink:

@@ -1,34 +1,17 @@
-"""Reading pinned versions of objects, and the signature that it takes."""
+"""Reading pinned versions of objects, whatever their keys are made of."""
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from botocore.auth import S3SigV4Auth
-from botocore.awsrequest import AWSRequest
-from botocore.credentials import Credentials
 
 from services.kit.objects import Missing, Objects
 from services.kit.reader import Changed, Pinned, Reader, Refused
 from services.kit.settings import Settings
-from services.kit.sigv4 import Signer
 from services.kit.workdir import Workdir
 
 NAMES = ["plain.png", "with space & ümläut.png", "a+b=c?d#e%41.png", "deep/er/~x(1)!*'.png", "a//b.png"]
-
-
-@pytest.mark.parametrize("token", [None, "session-token"])
-@pytest.mark.parametrize("path", ["/b/plain.png", "/b/with%20space%20%26%20%C3%BC.png"])
-def test_the_signature_is_botocores(path: str, token: str | None) -> None:
-    request = AWSRequest("GET", f"http://127.0.0.1:8333{path}")
-    theirs = S3SigV4Auth(Credentials("key", "secret", token), "s3", "eu-central-1")
-    theirs.add_auth(request)
-    # Theirs takes the time itself: sign again at that moment.
-    moment = datetime.strptime(request.context["timestamp"], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
-    signed = Signer("key", "secret", "eu-central-1", token).headers("127.0.0.1:8333", path, moment)
-    assert signed["authorization"] == request.headers["Authorization"]
 
 
 async def test_any_key_is_read_as_it_was_listed(objects: Objects, s3_settings: Settings) -> None:

@@ -57,6 +57,16 @@ def node(node_id: str = ANY) -> str:
     return f"node.{node_id}.*"
 
 
+def dataset(dataset_id: str = ANY) -> str:
+    """Every fact of one dataset."""
+    return f"dataset.{dataset_id}.*"
+
+
+def model(name: str = ANY) -> str:
+    """Every fact of one registered model."""
+    return f"model.{name}.*"
+
+
 def node_lease(node_id: str = "") -> str:
     """Key of a node's lease in the bucket LEASES; without an id the prefix of all of them."""
     return f"node.{node_id}"

@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import itertools
 import json
+import os
+import shutil
 import signal
 import sys
 import time
@@ -21,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 import trainbus
-from contracts import topology
+from contracts import subjects, topology
 from contracts.base import run_id_for
 from contracts.envelope import ANONYMOUS_SOURCE
 from contracts.events import run
@@ -30,7 +32,7 @@ from trainbus.cli.address import Address, find, find_data_dir
 from trainbus.cli.board import Board, RunView
 from trainbus.cli.demo_screen import Screen
 from trainbus.cli.embedded.launch import StackError, StackInfo, StackProcess, is_locked, locked_text
-from trainbus.cli.embedded.layout import StackOptions
+from trainbus.cli.embedded.layout import DEFAULT_DATA_DIR, StackOptions
 from trainbus.cli.errors import FAILED, CliError
 from trainbus.cli.link import Link, connect
 from trainbus.cli.pack import pack
@@ -74,17 +76,14 @@ class Demo:
 
 
 def main(data_dir: Path | None, *, keep: bool = False) -> int:
-    """Run the demo; 0 if everything that it promises was seen."""
+    """Run the demo on a stack of its own; 0 if everything that it promises was seen."""
     folder = find_data_dir(data_dir)
-    if not (EXAMPLE / "task.py").exists():
-        raise CliError(f"the demo's example is not in {EXAMPLE}: run it from a checkout of the project")
+    _check_example()
     if is_locked(folder):
         raise CliError(locked_text(folder))
     folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, _as_interrupt)
-    console = render.console()
-    board = Board()
-    demo = Demo(board, Screen(board, console))
+    demo = _demo()
     stack = StackProcess(StackOptions(folder), output=folder / "supervisor.log")
     try:
         # Drawing the scans takes a moment of its own; the stack starts meanwhile.
@@ -94,15 +93,59 @@ def main(data_dir: Path | None, *, keep: bool = False) -> int:
                 _wait_for_stack(demo, stack)
                 asyncio.run(_play(demo, find(folder), scans))
             problems = _check(demo)
-            _last_screen(demo, problems, folder)
+            _last_screen(demo, problems, _look_closer(folder))
             if keep and not problems:
                 _keep(stack)
     except StackError as error:
         raise CliError(str(error)) from error
     except TimeoutError:
-        _last_screen(demo, [f"nothing has happened for {SILENCE_S:.0f} s", *_check(demo)], folder)
+        _last_screen(demo, [_silent(), *_check(demo)])
         return FAILED
     return FAILED if problems else 0
+
+
+def main_on_running(data_dir: Path | None) -> int:
+    """Run the demo on a stack that runs already: the embedded one, or the one that TRAINBUS_* names."""
+    _check_example()
+    address = find(data_dir)
+    demo = _demo()
+    try:
+        with ThreadPoolExecutor(1) as pool, demo.screen.shown():
+            asyncio.run(_play(demo, address, pool.submit(demo_lake.scans)))
+        problems = _check(demo)
+    except TimeoutError:
+        problems = [_silent(), *_check(demo)]
+    _last_screen(demo, problems)
+    return FAILED if problems else 0
+
+
+def _demo() -> Demo:
+    board = Board()
+    return Demo(board, Screen(board, render.console()))
+
+
+def _check_example() -> None:
+    if not (EXAMPLE / "task.py").exists():
+        raise CliError(f"the demo's example is not in {EXAMPLE}: run it from a checkout of the project")
+
+
+def _look_closer(folder: Path) -> str:
+    """What to type next, as it can be typed here."""
+    command = "trainbus" if shutil.which("trainbus") else os.path.relpath(sys.argv[0])
+    where = "" if folder == DEFAULT_DATA_DIR else f" --data-dir {folder}"
+    lines = [
+        (f"{command} up{where}", "the same stack again, with this history; then, in another terminal:"),
+        (f"{command} show {FIRST}{where}", "one run; also ps, why, logs, checkpoints ls, models, datasets"),
+        (f"{command} events -f{where}", "every fact as it happens"),
+        (f"{command} ui{where}", "MLflow's pages and the gateway's"),
+    ]
+    width = max(len(what) for what, _ in lines) + 3
+    typed = "\n".join(f"  {what:<{width}}[dim]{why}[/]" for what, why in lines)
+    return f"\n[bold]Look closer[/] (the data stays in {folder})\n{typed}\n"
+
+
+def _silent() -> str:
+    return f"nothing has happened for {SILENCE_S:.0f} s"
 
 
 def _as_interrupt(_number: int, _frame: FrameType | None) -> None:
@@ -136,7 +179,7 @@ async def _play(demo: Demo, address: Address, scans: Future[dict[str, bytes]]) -
     """Everything between the stack being ready and both verdicts being out."""
     async with connect(address) as link:
         start = await link.last_sequence(topology.FACTS) + 1
-        for stored in await link.read(*reading.NODE_FACTS, "model.*.*"):
+        for stored in await link.read(*reading.NODE_FACTS, subjects.model()):
             demo.board.apply(stored.sequence, stored.envelope.time, stored.event)
         await _fill_lake(demo, address, scans)
         code = await _upload_code(demo, address)
@@ -292,7 +335,7 @@ def _check(demo: Demo) -> list[str]:
     return problems
 
 
-def _last_screen(demo: Demo, problems: list[str], folder: Path) -> None:
+def _last_screen(demo: Demo, problems: list[str], closer: str = "") -> None:
     console, board = demo.screen.console, demo.board
     now = render.utc_now()
     mine = [view for view in board.runs.values() if {view.run_id, view.evaluates} & {demo.first, demo.second}]
@@ -304,14 +347,7 @@ def _last_screen(demo: Demo, problems: list[str], folder: Path) -> None:
     for run_id in (demo.first, demo.second):
         if (view := demo.view(run_id)).verdict:
             console.print(f"{view.name}: [bold]{view.verdict}[/], {render.escape(view.verdict_reason)}")
-    where = "" if folder == Path(".trainbus") else f" --data-dir {folder}"
-    console.print(
-        f"\n[bold]Look closer[/] (the data stays in {folder})\n"
-        f"  trainbus up{where}             the same stack again, with this history\n"
-        f"  trainbus show {FIRST}{where}    one run; also ps, why, logs, checkpoints ls, models, datasets\n"
-        f"  trainbus events -f{where}      every fact as it happens\n"
-        f"  trainbus ui{where}             MLflow's pages and the gateway's\n"
-    )
+    console.print(closer)
     for problem in problems:
         console.print(f"[bold red]✗[/] {render.escape(problem)}")
     seconds = time.monotonic() - demo.screen.started_at
@@ -320,4 +356,4 @@ def _last_screen(demo: Demo, problems: list[str], folder: Path) -> None:
     sys.stdout.flush()
 
 
-__all__ = ["main"]
+__all__ = ["main", "main_on_running"]

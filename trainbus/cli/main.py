@@ -94,11 +94,14 @@ def demo(
     keep: Annotated[
         bool, typer.Option("--keep", help="Leave the stack running until Ctrl-C when the demo is over.")
     ] = False,
+    running: Annotated[
+        bool, typer.Option("--running", help="Use the stack that runs already, embedded or named by TRAINBUS_*.")
+    ] = False,
 ) -> None:
     """Train on real handwritten digits, end to end: preempt, shrink, grow, evaluate, promote."""
-    from trainbus.cli.demo import main as demo_main
+    from trainbus.cli import demo
 
-    raise typer.Exit(demo_main(data_dir, keep=keep))
+    raise typer.Exit(demo.main_on_running(data_dir) if running else demo.main(data_dir, keep=keep))
 
 
 @app.command(rich_help_panel="Stack")

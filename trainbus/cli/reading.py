@@ -217,7 +217,7 @@ async def nodes(address: Address, *, as_json: bool) -> None:
 async def datasets(address: Address, *, as_json: bool) -> None:
     """Print what was ingested and sharded."""
     async with connect(address) as link:
-        board = board_of(await link.read("dataset.*.*"))
+        board = board_of(await link.read(subjects.dataset()))
     if as_json:
         print(render.as_json(list(board.datasets.values())))
     else:
@@ -227,7 +227,7 @@ async def datasets(address: Address, *, as_json: bool) -> None:
 async def models(address: Address, *, as_json: bool) -> None:
     """Print each model's champion."""
     async with connect(address) as link:
-        board = board_of(await link.read("model.*.*"))
+        board = board_of(await link.read(subjects.model()))
     if as_json:
         print(render.as_json(list(board.models.values())))
     else:

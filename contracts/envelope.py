@@ -140,6 +140,11 @@ def type_for_subject(subject: str) -> str:
     return f"trainbus.{parts[0]}.{parts[-1]}.v1"
 
 
+def same_trace(one: str, other: str) -> bool:
+    """Whether two W3C ``traceparent`` headers name one trace."""
+    return bool(one) and one.split("-")[1:2] == other.split("-")[1:2]
+
+
 def fact_envelope(
     fact: Fact, source: str, time: datetime, cause: Envelope | None = None, traceparent: str = ""
 ) -> Envelope:

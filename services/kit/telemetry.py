@@ -16,6 +16,7 @@ import structlog
 from opentelemetry import propagate, trace
 from opentelemetry.trace import Span, SpanKind
 
+from contracts.envelope import same_trace
 from services.kit.settings import Settings
 
 _tracer = trace.get_tracer("trainbus")
@@ -75,6 +76,12 @@ def span(name: str, kind: SpanKind = SpanKind.INTERNAL, traceparent: str = "", *
     context = propagate.extract({"traceparent": traceparent}) if traceparent else None
     with _tracer.start_as_current_span(name, context=context, kind=kind, attributes=attributes) as current:
         yield current
+
+
+def within(traceparent: str) -> str:
+    """What a span should be a child of: the one that is open, if it belongs to that trace, else ``traceparent``."""
+    current = current_traceparent()
+    return current if same_trace(current, traceparent) else traceparent
 
 
 def current_traceparent(fallback: str = "") -> str:

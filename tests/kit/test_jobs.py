@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from contracts import topology
@@ -10,6 +11,7 @@ from contracts.events.run import RunCancelled
 from services.kit.bus import Bus, Poison, Transient
 from services.kit.jobs import Jobs
 from tests.kit.support import until
+from trainbus.cli.embedded.servers import NatsServer
 
 
 class Recorder:
@@ -93,3 +95,37 @@ async def test_passing_trouble_is_retried_and_lasting_trouble_is_told(bus: Bus) 
     await asyncio.gather(task, return_exceptions=True)
     assert dict(recorder.given_up)["poison"] == "the source is empty"
     assert "given up after 2 attempts" in dict(recorder.given_up)["stubborn"]
+
+
+async def test_jobs_are_found_again_after_the_server_was_killed(bus: Bus, nats_server: NatsServer) -> None:
+    recorder = Recorder()
+    jobs = Jobs(bus, "q", recorder.work, recorder.give_up)
+    task = asyncio.create_task(jobs.run())
+    for run_id in ("r1", "r2"):
+        if run_id == "r2":
+            nats_server.kill()
+            nats_server.start()
+        await jobs.submit(run_id, await received(bus, run_id))
+        await until(lambda run_id=run_id: run_id in recorder.worked, f"job {run_id}")
+    await until(lambda: empty(bus), "the jobs to be taken off")
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert recorder.worked == ["r1", "r2"]
+
+
+async def test_waiting_for_jobs_asks_nothing_of_the_server(bus: Bus, make_bus: Callable[..., Any]) -> None:
+    runner = await make_bus("idle")
+    recorder = Recorder()
+    task = asyncio.create_task(Jobs(runner, "q", recorder.work, recorder.give_up).run())
+    stream = f"KV_{topology.JOBS.name}"
+
+    async def followed() -> bool:
+        return (await bus.js.stream_info(stream)).state.consumer_count == 1
+
+    await until(followed, "the runner to follow the bucket")
+    sent = runner.nc.stats["out_msgs"]
+    await asyncio.sleep(1.5)  # the time that is measured
+    assert runner.nc.stats["out_msgs"] == sent
+    assert await followed()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

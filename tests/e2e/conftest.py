@@ -14,7 +14,8 @@ from trainbus.cli.embedded.launch import StackProcess
 from trainbus.cli.embedded.layout import StackOptions
 
 
-@pytest.fixture(scope="session")
+# It ends with this folder's tests: even an idle stack takes time from those that come after.
+@pytest.fixture(scope="package")
 def stack_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("stack")
     with StackProcess(StackOptions(folder / "data"), output=folder / "output.log") as process:

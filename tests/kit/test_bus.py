@@ -12,7 +12,7 @@ from contracts.base import run_id_for
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.run import CheckpointRef, RunCancelled, RunPlaced
 from contracts.events.train import TrainRequested
-from services.kit.bus import Bus, Conflict, Expect
+from services.kit.bus import Bus, Conflict, Expect, Poison, Received, Transient, Unreadable
 from services.kit.clock import ManualClock
 from tests.kit.support import until
 from trainbus.cli.embedded.servers import NatsServer
@@ -76,6 +76,26 @@ async def test_last_and_history(bus: Bus) -> None:
     assert wildcard.event.run_id == "r2"
     assert [r.event.generation for r in await bus.history("run.r1.placed")] == [1, 2, 3]
     assert await bus.history("run.nobody.*") == []
+
+
+async def test_nonsense_hides_no_event_and_moves_the_fence(bus: Bus) -> None:
+    """What anybody may publish must not bury the event before it, nor shut its fence for ever."""
+    await bus.publish(placed("r1", 1))
+    nonsense = (await bus.js.publish("run.r1.placed", b"\x00 no json")).seq
+    newest = await bus.last("run.r1.placed")
+    assert newest is not None
+    assert (newest.event.generation, newest.sequence) == (1, nonsense)
+    assert await bus.last_sequence("run.*.placed") == nonsense
+    await bus.publish(placed("r1", 2), expect=Expect(newest.sequence, "run.r1.placed"))
+    await bus.js.publish("run.r2.placed", b"[]")
+    assert await bus.last("run.r2.placed") is None
+    kept = [r async for batch in bus.follow("FACTS", until_caught_up=True, unreadable=True) for r in batch]
+    assert [isinstance(r.event, Unreadable) for r in kept] == [False, True, False, True]
+
+
+async def test_a_fact_that_no_server_takes_is_refused_at_once(bus: Bus) -> None:
+    with pytest.raises(Poison, match="max_payload"):
+        await bus.publish(RunCancelled(run_id="r1", reason="x" * (bus.nc.max_payload + 1)))
 
 
 async def test_following_survives_a_restart_without_loss_or_repeat(bus: Bus, nats_server: NatsServer) -> None:

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 from pydantic import BaseModel, ConfigDict
@@ -85,6 +85,7 @@ class Failure:
 
 
 Report = RunExited | RunReleased
+T = TypeVar("T")
 
 
 class Placement:
@@ -143,7 +144,11 @@ class Placement:
 
     async def run(self) -> None:
         """Run to the end and report it, exactly once."""
-        with telemetry.bound({"run_id": self.placed.run_id, "generation": str(self.placed.generation)}):
+        run_id, generation = self.placed.run_id, str(self.placed.generation)
+        with (
+            telemetry.bound({"run_id": run_id, "generation": generation}),
+            telemetry.span("placement", traceparent=self.record.traceparent, run_id=run_id, generation=generation),
+        ):
             try:
                 if self._drop_reason is not None:
                     raise Dropped(self._drop_reason)
@@ -206,7 +211,7 @@ class Placement:
                     if failure is not None:
                         return self._failed(failure)
                 async with _running(stager.run()) as staging, _running(self._measure(follower)) as measuring:
-                    await self._watch(control, (following, staging, measuring))
+                    await _traced("ranks", self._watch(control, (following, staging, measuring)))
                     await end(following)
                     await follower.drain()
                     await self._finish_uploads(stager, staging)
@@ -215,7 +220,7 @@ class Placement:
     async def _unless_stopped(self, work: Coroutine[Any, Any, Prepared]) -> Prepared | Failure | None:
         """Prepare, unless somebody wants the slots back first (None)."""
         started = time.monotonic()
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(_traced("prepare", work))
         try:
             while not task.done():
                 if self._drop_reason is not None:
@@ -550,6 +555,11 @@ async def _running(work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Tas
         await end(task)
     if not task.cancelled() and (error := task.exception()) is not None:
         raise error
+
+
+async def _traced(name: str, work: Coroutine[Any, Any, T]) -> T:
+    with telemetry.span(name):
+        return await work
 
 
 def _dump(value: Any) -> str:

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from contracts.base import Fact
-from contracts.envelope import Envelope
+from contracts.envelope import Envelope, same_trace
 from contracts.events import checkpoint, node, run
 from contracts.events.run import CheckpointRef, RunExited, RunPreempting, RunPrepared
 from contracts.events.train import TrainRequested
@@ -72,6 +72,7 @@ class Run:
     submitted: int
     submitted_at: datetime
     correlation_id: str = ""
+    #: The span of its last fact, within the trace of its acceptance.
     traceparent: str = ""
     phase: Phase = Phase.READY
     dataset: RunPrepared | None = None
@@ -205,6 +206,9 @@ def apply(cluster: Cluster, fact: Fact, sequence: int, time: datetime, envelope:
         if known is None:
             return
         known.last_sequence, known.last_event_id = sequence, fact.event_id
+        if envelope is not None and same_trace(envelope.traceparent, known.traceparent):
+            # Whatever somebody asks of the run later on has a trace of its own; the run keeps its one.
+            known.traceparent = envelope.traceparent
         if on_run := _RUN_FACTS.get(type(fact)):
             on_run(cluster, known, fact, time)
     elif on_node := _NODE_FACTS.get(type(fact)):

@@ -20,6 +20,12 @@ def fact(aggregate: str, aggregate_id: str, name: str) -> str:
     return f"{aggregate}.{aggregate_id}.{name}"
 
 
+def parts(subject: str) -> tuple[str, str, str]:
+    """What a fact's subject is made of: (aggregate, id, fact); empty strings if it is no fact's."""
+    tokens = subject.split(".")
+    return (tokens[0], tokens[1], tokens[2]) if len(tokens) == 3 else ("", "", "")
+
+
 def run(run_id: str) -> str:
     """Every fact of one run."""
     return f"run.{run_id}.*"

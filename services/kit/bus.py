@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Generic, TypeVar, cast
 
@@ -62,6 +62,8 @@ PULL_TIMEOUT_S = 1.0
 PUBLISH_TIMEOUT_S = 2.0
 #: Seconds to keep trying to publish while the server is away. The ids make trying again safe.
 PUBLISH_PATIENCE_S = 120.0
+#: Kept free in a dead letter for its headers; a body that leaves less room is cut.
+DEAD_HEADERS_BYTES = 64 * 1024
 WRONG_LAST_SEQUENCE = (10071, 10164)
 EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
 EXPECTED_LAST_SUBJECT = "Nats-Expected-Last-Subject-Sequence-Subject"
@@ -92,6 +94,13 @@ class Expect:
 
 
 @dataclass(frozen=True, slots=True)
+class Unreadable:
+    """In the place of an event: a message that somebody published and nobody can decode."""
+
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
 class Received(Generic[E]):
     """An event as it arrived, with its place in the stream."""
 
@@ -105,6 +114,15 @@ class Received(Generic[E]):
     deliveries: int = 1
     #: When the server stored it: one clock for every publisher's events.
     stored_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A key of a bucket as it has become: its revision, and its value or None where it was deleted."""
+
+    key: str
+    revision: int
+    value: bytes | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +229,7 @@ class Bus:
         Raises:
             Conflict: ``expect`` does not hold, and what is there is not this fact.
             Transient: the server did not answer for PUBLISH_PATIENCE_S.
+            Poison: the fact is larger than the server takes.
         """
         parent = telemetry.within(cause.traceparent) if cause else ""
         with telemetry.span(f"publish {fact.type}", SpanKind.PRODUCER, parent):
@@ -235,6 +254,12 @@ class Bus:
                 if error.err_code not in WRONG_LAST_SEQUENCE:
                     raise
                 return await self._already_there(subject, envelope.id, error)
+            except nats.errors.MaxPayloadError as error:
+                # Trying again, which is what publishers do, would never end.
+                raise Poison(
+                    f"{envelope.type} has {len(body):,} bytes, more than the server takes: raise max_payload in its "
+                    "configuration, or publish less at once"
+                ) from error
             except (TimeoutError, nats.errors.Error, APIError) as error:
                 if time.monotonic() > deadline:
                     raise Transient(f"NATS did not take {envelope.type}: {error!r}") from error
@@ -258,12 +283,32 @@ class Bus:
     # -- reading ------------------------------------------------------------
 
     async def last(self, subject: str, stream: str = topology.FACTS.name) -> Received[Any] | None:
-        """The newest event on ``subject`` (wildcards allowed), or None."""
+        """The newest event on ``subject`` (wildcards allowed), or None.
+
+        What somebody published there and cannot be decoded is passed over, but ``sequence`` is always
+        that of the last message, readable or not: it is what an ``Expect`` is compared with.
+        """
+        message = await self._last_message(subject, stream)
+        if message is None:
+            return None
         try:
-            message = await self._patiently(lambda: self.js.get_last_msg(stream, subject, direct="*" not in subject))
+            return _from_stored(message, stream)
+        except EnvelopeError as error:
+            log.warning("passed over what cannot be decoded", subject=message.subject, error=str(error))
+        readable = await self.history(subject, stream=stream)
+        return replace(readable[-1], sequence=message.seq or 0) if readable else None
+
+    async def last_sequence(self, subject: str, stream: str = topology.FACTS.name) -> int:
+        """The sequence of the last message on ``subject`` (wildcards allowed), readable or not; 0 if none."""
+        message = await self._last_message(subject, stream)
+        return (message.seq or 0) if message is not None else 0
+
+    async def _last_message(self, subject: str, stream: str) -> RawStreamMsg | None:
+        try:
+            found = await self._patiently(lambda: self.js.get_last_msg(stream, subject, direct="*" not in subject))
         except NotFoundError:
             return None
-        return _from_stored(message, stream)
+        return cast(RawStreamMsg, found)
 
     async def history(
         self, *filters: str, stream: str = topology.FACTS.name, start_sequence: int = 1
@@ -282,19 +327,23 @@ class Bus:
         *,
         idle_s: float = 0.25,
         until_caught_up: bool = False,
+        unreadable: bool = False,
     ) -> AsyncIterator[list[Received[Any]]]:
         """Yield batches of events in stream order, each exactly once, from ``start_sequence`` on.
 
         An empty batch comes every ``idle_s`` while nothing happens: time to look at the clock.
         ``batch[-1].pending == 0`` means that the reader has caught up. Survives server restarts.
-        What cannot be decoded is skipped with a warning: facts are read leniently.
+        What cannot be decoded is skipped with a warning: facts are read leniently. With ``unreadable``
+        it is yielded as an ``Unreadable``, for readers who must know each place in the stream.
         """
         messages = follow(
             lambda: self.nc, stream, filters, start_sequence, idle_s=idle_s, until_caught_up=until_caught_up
         )
         try:
             async for raw_batch in messages:
-                batch = [received for raw in raw_batch if (received := _decoded(raw, stream)) is not None]
+                batch = [_decoded(raw, stream) for raw in raw_batch]
+                if not unreadable:
+                    batch = [received for received in batch if not isinstance(received.event, Unreadable)]
                 if raw_batch:
                     metrics.FOLLOW_SEQUENCE.labels(stream).set(raw_batch[-1].metadata.sequence.stream)
                     if not batch:
@@ -306,6 +355,22 @@ class Bus:
     async def bucket(self, bucket: topology.Bucket) -> KeyValue:
         """A key-value bucket of the topology."""
         return cast(KeyValue, await self._patiently(lambda: self.js.key_value(bucket.name)))
+
+    async def entries(self, bucket: topology.Bucket, pattern: str, *, idle_s: float) -> AsyncIterator[list[Entry]]:
+        """Every key on ``pattern`` as it is, then each change, in order. For buckets that keep no history.
+
+        One subscription that stays open, so that waiting costs the server nothing. Empty batches and
+        server restarts are as in ``follow``.
+        """
+        prefix = f"$KV.{bucket.name}."
+        messages = follow(
+            lambda: self.nc, f"KV_{bucket.name}", (prefix + pattern,), 1, idle_s=idle_s, until_caught_up=False
+        )
+        try:
+            async for batch in messages:
+                yield [_entry(msg, prefix) for msg in batch]
+        finally:
+            await messages.aclose()
 
     async def _patiently(self, call: Callable[[], Awaitable[Any]]) -> Any:
         """Try ``call`` again while the server does not answer."""
@@ -444,9 +509,12 @@ class Bus:
         }
         for name in (EXPECTED_LAST, EXPECTED_LAST_SUBJECT):
             headers.pop(name, None)
-        await self._patiently(
-            lambda: self.js.publish(subjects.dead(consumer.name, raw.subject), raw.body, headers=headers)
-        )
+        # What fits the server by itself need not fit with these headers.
+        room = self.nc.max_payload - DEAD_HEADERS_BYTES
+        if len(raw.body) > room:
+            headers["trainbus-dead-bytes"] = str(len(raw.body))
+        body = raw.body[:room]
+        await self._patiently(lambda: self.js.publish(subjects.dead(consumer.name, raw.subject), body, headers=headers))
         await self._settle(msg.term())
         return "dead"
 
@@ -500,6 +568,11 @@ def _raw(msg: Msg, stream: str) -> RawMessage:
     return RawMessage(msg.subject, msg.data, msg.headers or {}, stream, metadata.sequence.stream, metadata.timestamp)
 
 
+def _entry(msg: Msg, prefix: str) -> Entry:
+    deleted = (msg.headers or {}).get("KV-Operation") in ("DEL", "PURGE")
+    return Entry(msg.subject.removeprefix(prefix), msg.metadata.sequence.stream, None if deleted else msg.data)
+
+
 def _from_stored(message: RawStreamMsg, stream: str) -> Received[Any] | None:
     raw = RawMessage(
         message.subject or "", message.data or b"", message.headers or {}, stream, message.seq or 0, message.time
@@ -508,13 +581,15 @@ def _from_stored(message: RawStreamMsg, stream: str) -> Received[Any] | None:
     return Received(event, envelope, raw.subject, stream, raw.sequence, stored_at=raw.stored_at)
 
 
-def _decoded(msg: Msg, stream: str) -> Received[Any] | None:
+def _decoded(msg: Msg, stream: str) -> Received[Any]:
     raw = _raw(msg, stream)
+    event: Event | Unreadable
     try:
         envelope, event = decode(raw)
     except EnvelopeError as error:
         log.warning("skipped what cannot be decoded", subject=raw.subject, sequence=raw.sequence, error=str(error))
-        return None
+        envelope = Envelope(id="", source="", type="", time=msg.metadata.timestamp)
+        event = Unreadable(str(error))
     return Received(
         event, envelope, raw.subject, stream, raw.sequence, msg.metadata.num_pending, stored_at=raw.stored_at
     )
@@ -531,9 +606,11 @@ __all__ = [
     "Ack",
     "Bus",
     "Conflict",
+    "Entry",
     "Expect",
     "Poison",
     "Received",
     "Transient",
+    "Unreadable",
     "open_envelope",
 ]

@@ -38,8 +38,14 @@ log = structlog.get_logger(__name__)
 class SchedulerSettings(Settings):
     """The scheduler's own settings."""
 
-    #: A run is not grown before it has had its slots for so long.
-    resize_interval_s: float = Field(2.0, ge=0)
+    #: A run is not grown before it has had its slots, and all slots were at rest, for so long.
+    resize_interval_s: float = Field(5.0, ge=0)
+    #: How long a placement may take until its ranks run, downloads included; it is then tried anew.
+    start_deadline_s: float = Field(1800.0, gt=0)
+    #: How long after the grace a node may take to let go before it is taken for lost.
+    release_deadline_s: float = Field(300.0, gt=0)
+    #: Generations in a row that nodes may break, without a new checkpoint, before the run fails.
+    max_blameless: int = Field(50, ge=1)
     #: How long a run that has ended waits for its final checkpoint to be committed.
     final_checkpoint_wait_s: float = Field(60.0, ge=0)
 
@@ -48,7 +54,13 @@ def build(settings: Settings) -> Service:
     """Make a scheduler: a leader or a standby, as the lease decides."""
     own = settings if isinstance(settings, SchedulerSettings) else SchedulerSettings(**settings.model_dump())
     service = Service("scheduler", own)
-    policy = Policy(resize_interval_s=own.resize_interval_s, final_checkpoint_wait_s=own.final_checkpoint_wait_s)
+    policy = Policy(
+        resize_interval_s=own.resize_interval_s,
+        final_checkpoint_wait_s=own.final_checkpoint_wait_s,
+        start_deadline_s=own.start_deadline_s,
+        release_deadline_s=own.release_deadline_s,
+        max_blameless=own.max_blameless,
+    )
     memory = Memory(service.bus)
     leader = Leader(service.bus, memory, policy, own)
     Requests(service, memory).register()

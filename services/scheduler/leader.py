@@ -22,8 +22,16 @@ from services.kit.lease import Lease, Watch, read_all
 from services.kit.settings import Settings
 from services.scheduler import metrics
 from services.scheduler.core.cluster import Cluster
-from services.scheduler.core.decide import decide, lost_nodes
-from services.scheduler.core.decisions import Decision, ExplainRun, PlaceRun, PreemptRun, fact_of, lost_fact
+from services.scheduler.core.decide import deaf_nodes, decide, lost_nodes
+from services.scheduler.core.decisions import (
+    Decision,
+    ExplainRun,
+    LoseNode,
+    PlaceRun,
+    PreemptRun,
+    fact_of,
+    lost_fact,
+)
 from services.scheduler.core.policy import Policy
 from services.scheduler.memory import Memory
 
@@ -52,6 +60,8 @@ class Leader:
         # Two processes with the same instance name are two holders all the same.
         self._holder = f"{settings.instance}-{uuid.uuid4().hex[:8]}"
         self._lease: Lease | None = None
+        #: Since when the bus has carried what agents say to us, without a pause.
+        self._hearing_since = bus.clock.now()
 
     @property
     def leads(self) -> bool:
@@ -94,7 +104,7 @@ class Leader:
         cluster = self.memory.cluster
         now = self.bus.clock.now()
         started = time.perf_counter()
-        decisions = decide(cluster, now, self.policy)
+        decisions = decide(cluster, now, self.policy, self._hearing_since)
         metrics.DECIDE_SECONDS.observe(time.perf_counter() - started)
         if not decisions:
             return 0
@@ -168,9 +178,10 @@ class Leader:
             silence_s, last_read = self.bus.clock.monotonic() - last_read, self.bus.clock.monotonic()
             if silence_s > 4 * LEASE_POLL_S:
                 # Nobody could renew, or we could not look: every node gets its whole time again.
-                watch = Watch(self.bus.clock)
+                watch, self._hearing_since = Watch(self.bus.clock), self.bus.clock.now()
             elif self.leads:
-                await self._lose(expired)
+                deaf = deaf_nodes(self.memory.cluster, self.bus.clock.now(), self.policy, self._hearing_since)
+                await self._lose(lost_nodes(self.memory.cluster, expired) + deaf)
 
     async def _expired(self, bucket: KeyValue, watch: Watch) -> set[str]:
         alive = [node for node in self.memory.cluster.nodes.values() if node.alive]
@@ -183,8 +194,8 @@ class Leader:
                 expired.add(node.node_id)
         return expired
 
-    async def _lose(self, expired: set[str]) -> None:
-        for decision in lost_nodes(self.memory.cluster, expired):
+    async def _lose(self, decisions: list[LoseNode]) -> None:
+        for decision in decisions:
             log.warning("node lost", node_id=decision.node_id, reason=decision.reason)
             try:
                 ack = await self.bus.publish(lost_fact(decision))

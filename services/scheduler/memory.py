@@ -12,7 +12,7 @@ from contracts.base import Fact
 from contracts.events.run import RunPlaced
 from services.kit.bus import Bus, Received
 from services.scheduler import metrics
-from services.scheduler.core.cluster import Cluster, Phase, apply
+from services.scheduler.core.cluster import Cluster, Phase, apply, seen
 
 log = structlog.get_logger(__name__)
 
@@ -32,7 +32,7 @@ class Memory:
 
     async def follow(self) -> None:
         """Fold the log for as long as the service runs."""
-        async for batch in self.bus.follow(topology.FACTS.name, FOLLOWED):
+        async for batch in self.bus.follow(topology.FACTS.name, FOLLOWED, unreadable=True):
             for received in batch:
                 self._fold(received)
             if not batch or batch[-1].pending == 0:
@@ -61,14 +61,18 @@ class Memory:
         """Fold at least everything that is in the log now, so that "unknown" means unknown."""
         await self.caught_up.wait()
         for subject in FOLLOWED:
-            last = await self.bus.last(subject)
-            if last is not None:
-                await self.until(last.sequence)
+            await self.until(await self.bus.last_sequence(subject))
 
     def _fold(self, received: Received[Any]) -> None:
+        """Fold a fact; of anything else on these subjects only the place counts, for the fences."""
         fact = received.event
-        if not isinstance(fact, Fact):
-            return
+        if isinstance(fact, Fact) and fact.subject == received.subject:
+            self._apply(fact, received)
+        else:
+            log.warning("no fact of its subject, ignored", subject=received.subject, sequence=received.sequence)
+        seen(self.cluster, received.subject, received.sequence)
+
+    def _apply(self, fact: Fact, received: Received[Any]) -> None:
         time = received.stored_at or self.bus.clock.now()
         if isinstance(fact, RunPlaced) and (run := self.cluster.runs.get(fact.run_id)) and self.caught_up.is_set():
             metrics.WAITING_SECONDS.observe(max((time - run.queued_at).total_seconds(), 0))

@@ -12,7 +12,7 @@ from contracts.base import run_id_for
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.run import CheckpointRef, RunCancelled, RunPlaced
 from contracts.events.train import TrainRequested
-from services.kit.bus import Bus, Conflict, Expect, Poison, Received, Transient, Unreadable
+from services.kit.bus import Bus, Conflict, Expect, Poison, Unreadable
 from services.kit.clock import ManualClock
 from tests.kit.support import until
 from trainbus.cli.embedded.servers import NatsServer

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 
-from contracts.events.run import RunAccepted, RunExited, RunFailed, RunPlaced, RunPreempting, RunQueued, RunWaiting
+from contracts.events.run import (
+    RunAccepted,
+    RunExited,
+    RunFailed,
+    RunPlaced,
+    RunPreempting,
+    RunQueued,
+    RunStarted,
+    RunWaiting,
+)
 from services.scheduler.core.cluster import Cluster, apply
-from services.scheduler.core.decide import decide, plan
+from services.scheduler.core.decide import deaf_nodes, decide, plan
 from services.scheduler.core.decisions import fact_of
 from services.scheduler.core.explain import message
 from services.scheduler.core.place import take
@@ -62,10 +72,131 @@ def test_a_higher_priority_shrinks_an_elastic_run_which_grows_back() -> None:
     world.commit("r2", 9, final=True)
     world.settle()
     assert world.phase("r2") == "completed"
+    # Its evaluation takes a slot for a moment: growing meanwhile would mean growing twice.
+    world.wait(1)
+    world.accept("e", spec(1, command=True))
+    world.settle()
+    world.wait(3)
+    world.exit("e")
+    world.settle()
+    world.wait(4)
+    assert world.settle() == []
+    world.wait(1)
+    world.settle()
     assert world.phase("r1") == "preempting"
     world.release("r1")
     world.settle()
     assert world.run("r1").slot_count == 4
+    assert world.run("r1").generation == 3
+
+
+def test_slots_that_stay_free_are_grown_into_however_busy_the_others_are() -> None:
+    world = World(Policy(resize_interval_s=5.0, grow_anyway_s=60.0))
+    world.join("n1", 2)
+    training(world)
+    world.join("n2", 2)
+    world.accept("other", spec(1, command=True))
+    world.settle()
+    for number in range(30):  # short runs come and go on one slot and are never at rest
+        if world.run("r1").generation > 1 or world.phase("r1") == "preempting":
+            break
+        world.wait(4)
+        world.exit(f"short{number - 1}" if number else "other")
+        world.accept(f"short{number}", spec(1, command=True))
+        world.settle()
+    assert world.phase("r1") == "preempting"
+    assert world.now - START >= timedelta(seconds=60)
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_placement_that_is_never_started_is_taken_back_and_blames_nobody(started: bool) -> None:
+    world = World(Policy(start_deadline_s=100))
+    world.join("n1", 2)
+    world.join("n2", 2)
+    world.accept("r1", spec(4))
+    world.settle()
+    world.say(RunStarted(run_id="r1", generation=1, node_id="n1"))
+    if started:
+        world.say(RunStarted(run_id="r1", generation=1, node_id="n2"))
+    world.wait(99)
+    assert world.settle() == []
+    world.wait(1)
+    # Nobody is blamed for the time in which it could not have been heard.
+    assert decide(world.cluster, world.now, world.policy, hearing_since=START + timedelta(seconds=50)) == []
+    world.settle()
+    if started:
+        assert world.phase("r1") == "running"
+        return
+    stop = world.facts(RunPreempting)[-1]
+    assert (stop.grace_s, stop.queue_reason, "n2" in stop.reason) == (0, "node lost", True)
+    world.release("r1")
+    world.settle()
+    assert (world.run("r1").generation, world.run("r1").failures) == (2, 0)
+
+
+def test_a_node_that_does_not_let_go_is_taken_for_lost() -> None:
+    world = two_nodes()
+    training(world, grace_s=30)
+    world.cancel("r1")
+    world.settle()
+    world.release("r1", "n1")
+    limit_s = 30 + world.policy.release_deadline_s
+    assert deaf_nodes(world.cluster, world.now + timedelta(seconds=limit_s - 1), world.policy, START) == []
+    late = world.now + timedelta(seconds=limit_s)
+    assert deaf_nodes(world.cluster, late, world.policy, hearing_since=late) == []
+    (deaf,) = deaf_nodes(world.cluster, late, world.policy, START)
+    assert deaf.node_id == "n2"
+    world.lose("n2")
+    world.settle()
+    assert world.phase("r1") == "cancelled"
+
+
+def test_a_node_that_fails_a_run_is_avoided_by_it_until_it_does_well() -> None:
+    world = two_nodes()
+    world.accept("r1", spec({"min": 1, "max": 2}))
+    world.accept("other", spec(1, command=True))
+    world.settle()
+    (bad,) = layout(world, "r1")
+    for _ in range(2):
+        assert layout(world, "r1").keys() == {bad}
+        world.exit("r1", "failed", blameless=True, reason="the disk is full")
+        world.settle()
+        world.wait(1)
+        world.settle()
+    # One slot of the good node is more than two of the bad one, and it does not grow back into it.
+    assert layout(world, "r1").keys() == {"n1", "n2"} - {bad}
+    assert world.run("r1").slot_count == 1
+    world.start("r1")
+    world.commit("r1", 3)
+    world.wait(600)
+    assert world.settle() == []
+    # With nothing else left it is better than nothing, and forgiven once it has done well.
+    world.lose(*layout(world, "r1"))
+    world.settle()
+    assert layout(world, "r1").keys() == {bad}
+    world.start("r1")
+    world.commit("r1", 9)
+    assert not world.run("r1").strikes
+
+
+def test_a_run_that_no_node_can_keep_going_fails_with_the_reason() -> None:
+    world = World(Policy(max_blameless=5))
+    world.join("n1", 2)
+    world.accept("r1", spec(1, max_attempts=2))
+    world.settle()
+    for number in range(8):
+        assert world.phase("r1") == "placed"
+        if number == 3:
+            world.commit("r1", 1)  # it gets somewhere: counted from the beginning
+        world.exit("r1", "failed", blameless=True, reason="the store is away")
+        world.settle()
+        world.wait(60)
+        world.settle()
+    failed = world.facts(RunFailed)[-1]
+    assert failed.reason == (
+        "gave up after 5 generations in a row were broken by their nodes without a new checkpoint; "
+        "the last: the store is away"
+    )
 
 
 def test_growing_waits_for_its_interval_and_for_everybody_who_waits() -> None:
@@ -75,7 +206,7 @@ def test_growing_waits_for_its_interval_and_for_everybody_who_waits() -> None:
     world.join("n2", 2)
     world.wait(1.0)
     assert world.settle() == []
-    world.wait(1.0)
+    world.wait(2.0)
     world.accept("r2", spec(3))
     world.settle()
     assert world.phase("r1") == "running"

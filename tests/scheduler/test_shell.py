@@ -203,6 +203,29 @@ async def test_a_node_whose_lease_runs_out_is_lost_and_its_run_moves(settings: S
             assert [member.node_id for member in moved.members] == ["n2"]
 
 
+async def test_nonsense_among_the_facts_stops_nobody(settings: Settings, bus: Bus) -> None:
+    """What cannot be read counts for the server's expectations; a scheduler that left it out would never place."""
+    nonsense = (b"no json", b'{"run_id": 7}', b"[]", json.dumps({"run_id": "r1", "reason": "wrong subject"}).encode())
+
+    async def babble(run_id: str) -> None:
+        for body in nonsense:
+            for name in ("placed", "exited", "no_such_fact"):
+                await bus.js.publish(f"run.{run_id}.{name}", body, headers={"ce-type": "trainbus.run.cancelled.v1"})
+                await bus.js.publish(f"run.{run_id}.{name}", body)
+
+    await babble("stranger")  # the last word on every subject, also while a leader is still coming up
+    async with running(settings):
+        await join(bus, "n1", 1)
+        run_id = await request(bus, "train", COMMAND)
+        await until(bus, f"run.{run_id}.placed")
+        await babble(run_id)
+        await bus.js.publish("node.n1.joined", b"no json")
+        second = await request(bus, "train", COMMAND, "2")
+        await bus.publish(RunExited(run_id=run_id, generation=1, node_id="n1", outcome="succeeded"))
+        await until(bus, f"run.{run_id}.completed")
+        await until(bus, f"run.{second}.placed")
+
+
 async def test_two_that_both_believe_to_lead_never_place_twice(
     settings: Settings, make_bus: Callable[..., Any], bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:

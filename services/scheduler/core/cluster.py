@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any, Literal
 
+from contracts import subjects
 from contracts.base import Fact
 from contracts.envelope import Envelope, same_trace
 from contracts.events import checkpoint, node, run
@@ -52,6 +53,8 @@ class Part:
     exit: RunExited | None = None
     #: It failed on its own: before anybody asked the generation to stop.
     unprovoked: bool = False
+    #: Its ranks have said that they run.
+    started: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ class Run:
     parts: dict[str, Part] = field(default_factory=dict)
     placed_at: datetime = EPOCH
     preempting: RunPreempting | None = None
+    preempting_at: datetime = EPOCH
     ended_at: datetime | None = None
     checkpoints: dict[str, Committed] = field(default_factory=dict)
     newest: Committed | None = None
@@ -96,6 +100,10 @@ class Run:
     initial: CheckpointRef | None = None
     #: Generations in a row that broke without a new checkpoint, and when the last one did.
     setbacks: int = 0
+    #: Those of them that were no fault of the run; and how often in a row each node, by its
+    #: incarnation, was at fault.
+    blameless: int = 0
+    strikes: Counter[str] = field(default_factory=Counter)
     #: The code of the last ``waiting``, and for which generation it was said.
     waiting_code: str = ""
     waiting_generation: int = 0
@@ -140,6 +148,8 @@ class Node:
     #: Slot -> the (run_id, generation) that has it.
     used: dict[int, tuple[str, int]] = field(default_factory=dict)
     past: set[str] = field(default_factory=set)
+    #: Since when it has had a free slot; EPOCH: it has none.
+    free_since: datetime = EPOCH
 
     @property
     def alive(self) -> bool:
@@ -153,6 +163,13 @@ class Node:
     @property
     def free(self) -> list[int]:
         return [slot for slot in range(self.slots) if slot not in self.used]
+
+    def count_free(self, time: datetime) -> None:
+        """Keep ``free_since`` in step with ``used``."""
+        if len(self.used) >= self.slots:
+            self.free_since = EPOCH
+        elif self.free_since == EPOCH:
+            self.free_since = time
 
 
 @dataclass(slots=True)
@@ -171,6 +188,8 @@ class Cluster:
     #: Sequence of the last fact folded, and of the last ``placed``: the fence of a placement.
     sequence: int = 0
     placed_sequence: int = 0
+    #: When slots last changed hands.
+    moved_at: datetime = EPOCH
 
     @property
     def slots_total(self) -> int:
@@ -215,6 +234,20 @@ def apply(cluster: Cluster, fact: Fact, sequence: int, time: datetime, envelope:
         on_node(cluster, fact, time)
 
 
+def seen(cluster: Cluster, subject: str, sequence: int) -> None:
+    """Something stands on this subject, a fact that was applied or nonsense that cannot be.
+
+    The server's expectations count both: a fence that left nonsense out would never hold again.
+    """
+    cluster.sequence = max(cluster.sequence, sequence)
+    aggregate, run_id, name = subjects.parts(subject)
+    if aggregate == run.RunFact.aggregate:
+        if name == run.RunPlaced.fact:
+            cluster.placed_sequence = max(cluster.placed_sequence, sequence)
+        if (known := cluster.runs.get(run_id)) is not None:
+            known.last_sequence = max(known.last_sequence, sequence)
+
+
 # -- a run's facts ----------------------------------------------------------------------------------
 
 
@@ -255,9 +288,20 @@ def _queued(cluster: Cluster, known: Run, fact: run.RunQueued, time: datetime) -
         return
     if fact.reason in ("crashed", "node lost"):
         known.setbacks += 1
+    if fact.reason == "node lost":
+        known.blameless += 1
+        known.strikes.update(_at_fault(cluster, known))
     known.parts, known.preempting, known.ended_at = {}, None, None
     known.queued_at, known.queue_reason, known.failures = time, fact.reason, fact.failures
     _enter(cluster, known, Phase.QUEUED)
+
+
+def _at_fault(cluster: Cluster, known: Run) -> list[str]:
+    """The incarnations of the nodes that failed a generation: their ranks did, or never started."""
+    failed = [part for part in known.parts.values() if part.unprovoked and part.exit and part.exit.blameless]
+    if not failed and not any(part.ended in ("lost", "failed") for part in known.parts.values()):
+        failed = [part for part in known.parts.values() if not part.started]
+    return [home.incarnation for part in failed if (home := cluster.nodes.get(part.node_id)) is not None]
 
 
 def _waiting(cluster: Cluster, known: Run, fact: run.RunWaiting, time: datetime) -> None:
@@ -282,17 +326,22 @@ def _placed(cluster: Cluster, known: Run, fact: run.RunPlaced, time: datetime) -
         else:
             for slot in part.slots:
                 home.used.setdefault(slot, (known.run_id, fact.generation))
+            home.count_free(time)
+    cluster.moved_at = time
 
 
 def _started(cluster: Cluster, known: Run, fact: run.RunStarted, time: datetime) -> None:
-    if fact.generation == known.generation and known.phase is Phase.PLACED and fact.node_id in known.parts:
+    if fact.generation != known.generation or fact.node_id not in known.parts:
+        return
+    known.parts[fact.node_id].started = True
+    if known.phase is Phase.PLACED:
         _enter(cluster, known, Phase.RUNNING)
 
 
 def _preempting(cluster: Cluster, known: Run, fact: RunPreempting, time: datetime) -> None:
     if fact.generation != known.generation or not known.live or known.preempting is not None:
         return
-    known.preempting = fact
+    known.preempting, known.preempting_at = fact, time
     if not known.terminal:
         _enter(cluster, known, Phase.PREEMPTING)
 
@@ -319,6 +368,8 @@ def _end(cluster: Cluster, known: Run, part: Part, how: Ending, time: datetime) 
         for slot in part.slots:
             if home.used.get(slot) == (known.run_id, known.generation):
                 del home.used[slot]
+        home.count_free(time)
+    cluster.moved_at = time
     if not known.live:
         known.ended_at = time
         if known.terminal:
@@ -332,7 +383,10 @@ def _committed(cluster: Cluster, known: Run, fact: checkpoint.CheckpointCommitte
     known.checkpoints[fact.checkpoint.uri] = committed
     cluster.checkpoints[fact.checkpoint.uri] = fact.checkpoint
     if known.newest is None or _age(committed) >= _age(known.newest):
-        known.newest, known.committed_at, known.setbacks = committed, time, 0
+        known.newest, known.committed_at, known.setbacks, known.blameless = committed, time, 0, 0
+        if fact.generation == known.generation:
+            for home in [cluster.nodes.get(node_id) for node_id in known.parts]:
+                known.strikes.pop(home.incarnation if home else "", None)
     if fact.final and fact.generation == known.generation:
         known.final = fact.checkpoint
 
@@ -400,6 +454,8 @@ def _joined(cluster: Cluster, fact: node.NodeJoined, time: datetime) -> None:
         new.used = {slot: holder for slot, holder in old.used.items() if holder in kept}
         _lose_parts(cluster, old, kept, time)
     cluster.nodes[fact.node_id] = new
+    new.count_free(time)
+    cluster.moved_at = time
 
 
 def _gone(state: Literal["lost", "left"]) -> Callable[[Cluster, Any, datetime], None]:

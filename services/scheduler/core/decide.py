@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from services.scheduler.core import explain
-from services.scheduler.core.cluster import Cluster, Run
+from services.scheduler.core.cluster import EPOCH, Cluster, Run
 from services.scheduler.core.decisions import CancelRun, Decision, ExplainRun, LoseNode, PlaceRun, PreemptRun, QueueRun
 from services.scheduler.core.explain import Why
-from services.scheduler.core.place import free_slots, take
+from services.scheduler.core.place import avoided, free_slots, take
 from services.scheduler.core.policy import Policy
-from services.scheduler.core.reclaim import Holding, growing, holdings, victims
+from services.scheduler.core.reclaim import Holding, growing, holdings, idle_slots, victims
 from services.scheduler.core.settle import settle_active, settle_unqueued
 
 
@@ -28,16 +28,20 @@ class Plan:
     waits: dict[str, Why] = field(default_factory=dict)
 
 
-def decide(cluster: Cluster, now: datetime, policy: Policy) -> list[Decision]:
-    """Choose what to do. A run's decisions stand in the order in which they must become facts."""
-    return plan(cluster, now, policy).decisions
+def decide(cluster: Cluster, now: datetime, policy: Policy, hearing_since: datetime = EPOCH) -> list[Decision]:
+    """Choose what to do. A run's decisions stand in the order in which they must become facts.
+
+    ``hearing_since``: from when on agents could make themselves heard, and we hear them. Nobody is
+    blamed for a silence before it.
+    """
+    return plan(cluster, now, policy, hearing_since).decisions
 
 
-def plan(cluster: Cluster, now: datetime, policy: Policy) -> Plan:
+def plan(cluster: Cluster, now: datetime, policy: Policy, hearing_since: datetime = EPOCH) -> Plan:
     """``decide``, with the reason for which every other run waits."""
     result = Plan()
     # 1. What has happened to each run alone. A run that is queued by it competes in this very pass.
-    waiting = _settle(cluster, now, policy, result)
+    waiting = _settle(cluster, now, policy, hearing_since, result)
     leaving = {d.run_id for d in result.decisions if isinstance(d, PreemptRun)}
     # 2. Order what waits.
     waiting.sort(key=policy.order)
@@ -61,7 +65,27 @@ def lost_nodes(cluster: Cluster, expired: set[str]) -> list[LoseNode]:
     ]
 
 
-def _settle(cluster: Cluster, now: datetime, policy: Policy, result: Plan) -> list[Run]:
+def deaf_nodes(cluster: Cluster, now: datetime, policy: Policy, hearing_since: datetime) -> list[LoseNode]:
+    """The nodes to be taken for lost although they renew their leases: they do not let go when told to.
+
+    Taken for lost their slots are free, and whatever still trains there can commit nothing any more.
+    """
+    found: dict[str, LoseNode] = {}
+    for run_id in cluster.active:
+        run = cluster.runs[run_id]
+        if run.preempting is None:
+            continue
+        limit_s = run.preempting.grace_s + policy.release_deadline_s
+        if now - max(run.preempting_at, hearing_since) < timedelta(seconds=limit_s):
+            continue
+        for part in run.live:
+            node = cluster.nodes[part.node_id]
+            reason = f"it has not let go of run {run_id} for {limit_s:g} s, although it was told to"
+            found.setdefault(node.node_id, LoseNode(node.node_id, node.incarnation, reason))
+    return list(found.values())
+
+
+def _settle(cluster: Cluster, now: datetime, policy: Policy, hearing_since: datetime, result: Plan) -> list[Run]:
     """Decide what follows for each run alone; return those that compete for slots."""
     waiting: list[Run] = []
     for run_id in cluster.unqueued:
@@ -73,7 +97,7 @@ def _settle(cluster: Cluster, now: datetime, policy: Policy, result: Plan) -> li
             waiting.append(run)
     for run_id in cluster.active:
         run = cluster.runs[run_id]
-        settlement = settle_active(cluster, run, now, policy)
+        settlement = settle_active(cluster, run, now, policy, hearing_since)
         if settlement is None:
             continue
         result.decisions.append(settlement)
@@ -116,9 +140,14 @@ def _place(cluster: Cluster, waiting: list[Run], now: datetime, policy: Policy, 
             fitting.append(run)
             idle -= run.spec.slots.min
     for run in fitting:
+        avoid = avoided(cluster, run, policy)
         extra = min(idle, run.spec.slots.max - run.spec.slots.min)
+        if avoid:
+            # More slots are no gain where it fails.
+            good = sum(len(slots) for node_id, slots in free.items() if node_id not in avoid)
+            extra = min(extra, max(good - run.spec.slots.min, 0))
         idle -= extra
-        members = take(free, run.spec.slots.min + extra)
+        members = take(free, run.spec.slots.min + extra, avoid)
         result.decisions.append(PlaceRun(run.run_id, run.next_generation, members, run.resume))
     if blocked:
         behind = Why("priority", idle=idle, capacity=capacity, ahead=blocked[0].run_id)
@@ -170,10 +199,11 @@ def _grow(
         return
     if any(holding.run.preempting is not None for holding in holders):
         return
-    placed = sum(len(m.slots) for d in result.decisions if isinstance(d, PlaceRun) for m in d.members)
-    idle = sum(len(node.free) for node in cluster.nodes.values() if node.open) - placed
-    if idle > 0:
-        result.decisions += growing(holders, idle, now, policy)
+    if any(isinstance(decision, PlaceRun) for decision in result.decisions):
+        return
+    idle = idle_slots(cluster, now, policy)
+    if idle:
+        result.decisions += growing(cluster, holders, idle, now, policy)
 
 
 def _explain(cluster: Cluster, result: Plan) -> None:

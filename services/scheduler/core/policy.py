@@ -21,8 +21,20 @@ class Policy:
     """Everything ``decide`` may be told; two schedulers with the same policy decide the same."""
 
     order: Order = by_priority
-    #: A run is not grown before it has had its slots for so long: growing costs a restart.
-    resize_interval_s: float = 2.0
+    #: A run is not grown before it has had its slots for so long, nor before the cluster's slots have
+    #: been at rest for so long: growing costs a restart, and one that ends is often followed by another
+    #: (its evaluation) that takes some of the slots for a moment.
+    resize_interval_s: float = 5.0
+    #: A node that has had free slots for so long is grown into however busy the others are.
+    grow_anyway_s: float = 60.0
+    #: How long a placement may take until its ranks run: downloads of data and code are part of it.
+    start_deadline_s: float = 1800.0
+    #: How long after its grace a node may take to let go; one that takes longer is taken for lost.
+    release_deadline_s: float = 300.0
+    #: A node on which a run failed so often in a row, by no fault of its own, is avoided by that run.
+    avoid_node_after: int = 2
+    #: Generations in a row that may break, by no fault of the run, without a new checkpoint.
+    max_blameless: int = 50
     #: How long a run whose ranks all ended well waits for its final checkpoint to be committed.
     final_checkpoint_wait_s: float = 60.0
     #: Delay before a run is placed again, by how many generations in a row broke without a new

@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 
 from services.scheduler.core.cluster import Cluster, Phase, Run
 from services.scheduler.core.decisions import PreemptRun
+from services.scheduler.core.place import avoided
 from services.scheduler.core.policy import Policy
 
 
@@ -63,16 +64,33 @@ def _shrinks(candidates: list[Holding], missing: int) -> list[tuple[Holding, int
     return chosen if missing <= 0 else None
 
 
-def growing(candidates: list[Holding], idle: int, now: datetime, policy: Policy) -> list[PreemptRun]:
+def idle_slots(cluster: Cluster, now: datetime, policy: Policy) -> dict[str, int]:
+    """Node -> its slots that are worth a restart: nobody has come for them while things were at rest."""
+    at_rest = now - cluster.moved_at >= timedelta(seconds=policy.resize_interval_s)
+    anyway_before = now - timedelta(seconds=policy.grow_anyway_s)
+    return {
+        node.node_id: len(free)
+        for node in cluster.nodes.values()
+        if node.open and (at_rest or node.free_since <= anyway_before) and (free := node.free)
+    }
+
+
+def growing(
+    cluster: Cluster, candidates: list[Holding], idle: dict[str, int], now: datetime, policy: Policy
+) -> list[PreemptRun]:
     """The restarts that put ``idle`` slots to use. Only called when nobody waits for them."""
     chosen: list[PreemptRun] = []
+    given = 0
     for holding in sorted(candidates, key=lambda h: policy.order(h.run)):
         run = holding.run
-        by = min(run.spec.slots.max - run.slot_count, idle)
-        if by <= 0 or not _can_grow(run, now, policy):
+        if run.slot_count >= run.spec.slots.max or not _can_grow(run, now, policy):
             continue
-        chosen.append(_resize(run, f"grows from {run.slot_count} to {run.slot_count + by} slots"))
-        idle -= by
+        avoid = avoided(cluster, run, policy)
+        usable = sum(slots for node_id, slots in idle.items() if node_id not in avoid)
+        by = min(run.spec.slots.max - run.slot_count, usable - given)
+        if by > 0:
+            chosen.append(_resize(run, f"grows from {run.slot_count} to {run.slot_count + by} slots"))
+            given += by
     return chosen
 
 

@@ -25,10 +25,15 @@ def settle_unqueued(run: Run) -> Settlement | None:
     return None
 
 
-def settle_active(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> Settlement | None:
+def settle_active(
+    cluster: Cluster, run: Run, now: datetime, policy: Policy, hearing_since: datetime
+) -> Settlement | None:
     """Stop the rest of a gang that has broken; decide what follows once every part has ended."""
     if run.live:
-        return None if run.preempting is not None else _stop(cluster, run)
+        if run.preempting is not None:
+            return None
+        waited = now - max(run.placed_at, hearing_since)
+        return _stop(cluster, run) or _not_started(run, waited.total_seconds(), policy)
     return None if run.terminal else _outcome(run, now, policy)
 
 
@@ -53,6 +58,16 @@ def _stop(cluster: Cluster, run: Run) -> PreemptRun | None:
     return None
 
 
+def _not_started(run: Run, waited_s: float, policy: Policy) -> PreemptRun | None:
+    """The stop of a gang some of whose nodes have had their time to start it and did not."""
+    missing = [part.node_id for part in run.live if not part.started]
+    if not missing or waited_s < policy.start_deadline_s:
+        return None
+    names = ", ".join(sorted(missing)[:5])
+    reason = f"its ranks on {names} have not started within {policy.start_deadline_s:g} s of the placement"
+    return PreemptRun(run.run_id, run.generation, reason, "node lost", 0.0)
+
+
 def _outcome(run: Run, now: datetime, policy: Policy) -> Settlement | None:
     endings = {part.ended for part in run.parts.values()}
     stop = run.preempting
@@ -66,8 +81,22 @@ def _outcome(run: Run, now: datetime, policy: Policy) -> Settlement | None:
         reason = _broken_reason(run)
         if reason == "crashed":
             return _crashed(run)
-        return QueueRun(run.run_id, run.next_generation, reason, run.failures)
-    return QueueRun(run.run_id, run.next_generation, stop.queue_reason if stop else "preempted", run.failures)
+    else:
+        reason = stop.queue_reason if stop else "preempted"
+    if reason == "node lost" and run.blameless + 1 >= policy.max_blameless:
+        return _unlucky(run)
+    return QueueRun(run.run_id, run.next_generation, reason, run.failures)
+
+
+def _unlucky(run: Run) -> FailRun:
+    """The end of a run that no node can keep going, although it seems to be no fault of its own."""
+    told = next((part.exit for part in run.parts.values() if part.exit and part.exit.reason), None)
+    why = told.reason if told else run.preempting.reason if run.preempting else "its nodes were lost"
+    reason = (
+        f"gave up after {run.blameless + 1} generations in a row were broken by their nodes "
+        f"without a new checkpoint; the last: {why}"
+    )
+    return FailRun(run.run_id, run.generation, reason[:2000], told.log_tail if told else ())
 
 
 def _complete(run: Run, now: datetime, policy: Policy) -> CompleteRun | None:

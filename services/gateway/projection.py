@@ -33,6 +33,8 @@ FACTS, REQUESTS, PROGRESS = topology.FACTS.name, topology.REQUESTS.name, topolog
 #: What is projected, in the order in which a rebuild reads it: points know what was abandoned.
 STREAMS = (REQUESTS, FACTS, PROGRESS)
 REFOLD_BATCH = 2000
+#: How often a projection that has caught up looks whether somebody else has rewound it.
+LOOK_FOR_REWIND_S = 1.0
 
 
 class Projection:
@@ -69,6 +71,7 @@ class Projection:
     async def _run(self, stream: str, until_caught_up: bool) -> None:
         position = await self.store.position(stream)
         batches = self.bus.follow(stream, (), position + 1, until_caught_up=until_caught_up)
+        looked_at = 0.0
         async for batch in batches:
             if batch:
                 position = await self.commit(stream, position, batch)
@@ -77,8 +80,11 @@ class Projection:
                 self.caught_up.add(stream)
                 metrics.PROJECTION_BEHIND.labels(stream).set(0)
                 metrics.PROJECTION_LAG_SECONDS.labels(stream).set(0)
-                if await self.store.position(stream) < position:
-                    raise Moved(f"projection of {stream} was rewound")
+                now = time.monotonic()
+                if now - looked_at > LOOK_FOR_REWIND_S:
+                    looked_at = now
+                    if await self.store.position(stream) < position:
+                        raise Moved(f"projection of {stream} was rewound")
             async with self._advanced:
                 self._advanced.notify_all()
 

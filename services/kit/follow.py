@@ -80,6 +80,7 @@ class _Reader:
         self._requested = 0
         self._consumed = 0
         self._heard = time.monotonic()
+        self._reconnects = nc.stats["reconnects"]
 
     @classmethod
     async def open(cls, nc: Client, stream: str, filters: tuple[str, ...], start_sequence: int) -> _Reader:
@@ -129,6 +130,9 @@ class _Reader:
             try:
                 msg = await self._inbox.next_msg(timeout=max(deadline - time.monotonic(), 0.001))
             except (TimeoutError, nats.errors.TimeoutError):
+                if self._nc.stats["reconnects"] != self._reconnects:
+                    # The server that has the consumer and our request in its memory is perhaps no more.
+                    raise _Broken("connected anew") from None
                 if time.monotonic() - self._heard > SILENCE_S:
                     raise _Broken("the server is silent") from None
                 return batch

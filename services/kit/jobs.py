@@ -30,6 +30,11 @@ from services.kit.lease import RENEW_SHARE, Record, Watch
 
 log = structlog.get_logger(__name__)
 
+#: How often the clock is looked at while there are jobs (a delay that is over, a claim that is no longer
+#: renewed); while there are none, a job's arrival is what wakes the runner.
+LOOK_EVERY_S = 0.25
+IDLE_S = 1.0
+
 Work = Callable[[Received[Any]], Awaitable[None]]
 GiveUp = Callable[[Received[Any], str], Awaitable[None]]
 
@@ -61,6 +66,8 @@ class Jobs:
         self._watch = Watch(bus.clock)
         self._not_before: dict[str, float] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
+        #: Every job of the queue, as far as the bucket has told.
+        self._open: dict[str, _Job] = {}
         self._wake = asyncio.Event()
 
     async def submit(self, job_id: str, received: Received[Any]) -> None:
@@ -76,24 +83,45 @@ class Jobs:
 
     async def run(self) -> None:
         """Claim and run jobs until cancelled."""
+        following = asyncio.create_task(self._follow())
+        following.add_done_callback(lambda _: self._wake.set())
         try:
             while True:
+                self._wake.clear()
                 try:
                     await self._claim_all()
                 except (TimeoutError, nats.errors.Error, APIError, Transient) as error:
-                    log.warning("cannot look for jobs", queue=self._queue, error=repr(error))
-                with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), timeout=0.5)
-                self._wake.clear()
+                    log.warning("cannot claim jobs", queue=self._queue, error=repr(error))
+                if following.done():
+                    following.result()
+                # Not wait_for: on Python 3.11 it swallows a cancellation that comes together with the event.
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_EVERY_S if self._open else IDLE_S):
+                        await self._wake.wait()
         finally:
-            await end(*self._running.values())
+            await end(following, *self._running.values())
+
+    async def _follow(self) -> None:
+        """Keep the jobs that are open in mind, as the bucket says."""
+        async for batch in self._bus.entries(topology.JOBS, f"{self._queue}.>", idle_s=IDLE_S):
+            for entry in batch:
+                if entry.value is None:
+                    self._forget(entry.key)
+                else:
+                    self._open[entry.key] = _Job(entry.key, entry.revision, json.loads(entry.value))
+            if batch:
+                self._wake.set()
+
+    def _forget(self, key: str) -> None:
+        self._open.pop(key, None)
+        self._not_before.pop(key, None)
+        self._watch.forget(key)
 
     async def _bucket(self) -> KeyValue:
         return await self._bus.bucket(topology.JOBS)
 
     async def _claim_all(self) -> None:
-        bucket = await self._bucket()
-        for job in await self._open_jobs(bucket):
+        for job in list(self._open.values()):
             if job.key in self._running or self._slots.locked():
                 continue
             if self._bus.clock.monotonic() < self._not_before.get(job.key, 0):
@@ -102,30 +130,21 @@ class Jobs:
             record = Record(holder, self._ttl_s, job.revision, {})
             if holder and holder != self._holder and not self._watch.expired(job.key, record, self._ttl_s):
                 continue
-            job.value["holder"] = self._holder
-            job.value["attempt"] = int(str(job.value["attempt"])) + 1
+            value = {**job.value, "holder": self._holder, "attempt": int(str(job.value["attempt"])) + 1}
+            bucket = await self._bucket()
             try:
-                revision = await bucket.update(job.key, json.dumps(job.value).encode(), last=job.revision)
+                revision = await bucket.update(job.key, json.dumps(value).encode(), last=job.revision)
             except BadRequestError:
-                continue  # another instance was faster
-            claimed = _Job(job.key, revision, job.value)
+                # Another instance was faster, or the job is done: what it has become is on its way here.
+                if self._open.get(job.key) is job:
+                    del self._open[job.key]
+                continue
+            claimed = _Job(job.key, revision, value)
             self._running[job.key] = asyncio.create_task(self._run(bucket, claimed))
 
     @property
     def _holder(self) -> str:
         return f"{self._bus.settings.instance}/{id(self)}"
-
-    async def _open_jobs(self, bucket: KeyValue) -> list[_Job]:
-        jobs: list[_Job] = []
-        watcher = await bucket.watch(f"{self._queue}.>", ignore_deletes=True)
-        try:
-            async for entry in watcher:
-                if entry is None:
-                    break
-                jobs.append(_Job(entry.key, entry.revision or 0, json.loads(entry.value or b"{}")))
-        finally:
-            await watcher.stop()  # type: ignore[no-untyped-call]
-        return jobs
 
     async def _run(self, bucket: KeyValue, job: _Job) -> None:
         async with self._slots:
@@ -141,6 +160,7 @@ class Jobs:
                 metrics.JOBS_RUNNING.labels(self._queue).dec()
                 metrics.JOBS_FINISHED.labels(self._queue, outcome).inc()
                 self._running.pop(job.key, None)
+                self._wake.set()
 
     async def _attempt(self, bucket: KeyValue, job: _Job) -> str:
         received = _received(job)
@@ -167,8 +187,7 @@ class Jobs:
         finally:
             await end(work, keeper)
         await bucket.delete(job.key)
-        self._not_before.pop(job.key, None)
-        self._watch.forget(job.key)
+        self._forget(job.key)
         return "done"
 
     async def _traced(self, received: Received[Any]) -> None:

@@ -38,6 +38,7 @@ class Service:
         self._resources: list[Any] = []
         self._checks: dict[str, Callable[[], bool]] = {"bus": lambda: self.bus.connected}
         self._on_stop: list[Callable[[], Awaitable[None]]] = []
+        self._on_stop_unheard: list[Callable[[], Awaitable[None]]] = []
         self._started = False
 
     # -- wiring -------------------------------------------------------------
@@ -55,9 +56,16 @@ class Service:
         """Add a condition to /ready."""
         self._checks[name] = check
 
-    def on_stop(self, action: Callable[[], Awaitable[None]]) -> None:
-        """Run ``action`` when the service is asked to stop, while the bus still works."""
+    def on_stop(
+        self, action: Callable[[], Awaitable[None]], *, unheard: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """Run ``action`` when the service is asked to stop, while the bus still works.
+
+        ``unheard`` is run instead if it is asked to stop before it has started, for want of a bus perhaps.
+        """
         self._on_stop.append(action)
+        if unheard is not None:
+            self._on_stop_unheard.append(unheard)
 
     # -- life ---------------------------------------------------------------
 
@@ -76,16 +84,15 @@ class Service:
         """Run until ``stopping`` is set or a background task fails."""
         async with AsyncExitStack() as stack:
             await self._serve_http(stack)
-            connecting = asyncio.create_task(self.bus.connect())
-            await self._unless_stopping(connecting)
-            if not connecting.done():
-                connecting.cancel()
+            starting = asyncio.create_task(self._start(stack))
+            await self._unless_stopping(starting)
+            if not starting.done():
+                # The server or the store is away, perhaps for hours: that must not keep the service from ending.
+                await end(starting)
+                for action in self._on_stop_unheard:
+                    await action()
                 return
-            await connecting
-            stack.push_async_callback(self.bus.close)
-            for resource in self._resources:
-                await stack.enter_async_context(resource)
-            await self.bus.start()
+            await starting
             tasks = [asyncio.create_task(task(), name=getattr(task, "__name__", "task")) for task in self._background]
             self._started = True
             log.info("service started", http_port=self.http_port)
@@ -93,10 +100,19 @@ class Service:
                 await self._watch(tasks)
             finally:
                 self._started = False
-                for action in self._on_stop:
-                    await action()
-                await end(*tasks)
+                try:
+                    for action in self._on_stop:
+                        await action()
+                finally:
+                    await end(*tasks)
                 log.info("service stopped")
+
+    async def _start(self, stack: AsyncExitStack) -> None:
+        stack.push_async_callback(self.bus.close)
+        await self.bus.connect()
+        for resource in self._resources:
+            await stack.enter_async_context(resource)
+        await self.bus.start()
 
     async def _unless_stopping(self, task: asyncio.Task[Any]) -> None:
         stop = asyncio.create_task(self.stopping.wait())

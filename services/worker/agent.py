@@ -9,7 +9,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import nats.errors
@@ -42,6 +42,12 @@ FOLLOWED: tuple[type[Event], ...] = (
     RunCancelled,
 )
 ENDS = (RunCompleted, RunFailed, RunCancelled)
+#: Seconds that an agent which is stopped tries to say how its runs ended.
+REPORT_PATIENCE_S = 15.0
+
+
+class FolderTaken(RuntimeError):
+    """Another agent uses the data folder."""
 
 
 class Agent:
@@ -59,7 +65,7 @@ class Agent:
         self._position: int | None = None
         self._previous_incarnation = ""
         self._lease: Lease | None = None
-        self._leaving = self._left = self._recovered = False
+        self._leaving = self._left = self._recovered = self._alone = False
         self.joined = asyncio.Event()
 
     # -- life ---------------------------------------------------------------
@@ -72,20 +78,36 @@ class Agent:
             self._previous_incarnation = stored.get("incarnation", "")
             self._recover()
             while not self._leaving:
-                await self._one_life()
+                try:
+                    await self._one_life()
+                except Transient as error:
+                    # The ranks train on; ending them because the bus is away for long would help nobody.
+                    log.warning("the bus is away, joining anew", error=str(error))
 
     async def shut_down(self) -> None:
         """Let every run go with its grace, say so, and leave."""
         self._leaving = True
+        try:
+            with nullcontext() if self._alone else self._only_one():
+                await self._let_go()
+        except FolderTaken as error:
+            log.warning("another agent has the folder, and with it the ranks", error=str(error))
+
+    async def _let_go(self) -> None:
         # Asked to stop before it had joined: ranks of an earlier life are ours to end all the same.
         self._recover()
         self._start_all()
         for key, placement in self._placements.items():
             if key in self._tasks:
                 placement.stop(placement.placed.spec.grace_s, "the node's agent is stopping")
-        while running := [task for task in self._tasks.values() if not task.done()]:
+        longest_s = max((placement.placed.spec.grace_s for placement in self._placements.values()), default=0)
+        running = [task for task in self._tasks.values() if not task.done()]
+        if running:
             log.info("waiting for runs to let go", runs=len(running))
-            await asyncio.wait(running)
+            patience_s = longest_s + self._settings.kill_after_s + REPORT_PATIENCE_S
+            _, late = await asyncio.wait(running, timeout=patience_s)
+            # Their ranks are dead. What could not be said is on disk, and is said by the next life.
+            await end(*late)
         if self.joined.is_set():
             left = NodeLeft(
                 node_id=self._settings.node_id, incarnation=self._state.incarnation, reason="the agent was stopped"
@@ -95,6 +117,17 @@ class Agent:
         self._left = True
         if self._lease is not None:
             await self._lease.release()
+
+    async def end_unheard(self) -> None:
+        """Stopped before there was a bus: end the ranks of an earlier life, which then has to say so."""
+        self._leaving = True
+        try:
+            with self._only_one():
+                self._recover()
+                for placement in self._placements.values():
+                    await placement.end_unheard("the node's agent was stopped")
+        except FolderTaken as error:
+            log.warning("another agent has the folder, and with it the ranks", error=str(error))
 
     async def _one_life(self) -> None:
         """Catch up, join, follow; return when declared lost."""
@@ -313,9 +346,9 @@ class Agent:
         # What is left of an older generation is dead before a new one starts.
         await asyncio.gather(*before, return_exceptions=True)
         run_id = placement.placed.run_id
-        if placement.fresh and await self._is_void(placement):
-            placement.drop("it was placed long ago and is over")
         try:
+            if placement.fresh and await self._is_void(placement):
+                placement.drop("it was placed long ago and is over")
             await placement.run()
         except Exception as error:
             log.exception("a placement broke", run_id=run_id, generation=placement.placed.generation)
@@ -369,9 +402,11 @@ class Agent:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                raise RuntimeError(
+                raise FolderTaken(
                     f"another agent uses {self._folder}: give each node a TRAINBUS_DATA_DIR of its own"
                 ) from error
+            self._alone = True
             yield
         finally:
+            self._alone = False
             os.close(handle)

@@ -57,7 +57,15 @@ def build(settings: Settings, executor: Executor | None = None) -> Service:
 
     service.background(agent.run)
     service.background(keep_warm)
-    service.on_stop(leave)
+
+    async def leave_unheard() -> None:
+        try:
+            await agent.end_unheard()
+        finally:
+            with suppress(OSError):
+                await context.executor.close()
+
+    service.on_stop(leave, unheard=leave_unheard)
     service.ready_when("joined", agent.joined.is_set)
     return service
 

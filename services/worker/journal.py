@@ -57,11 +57,12 @@ class Follower:
         *,
         interval_s: float,
         patterns: Mapping[str, core.Pattern] | None = None,
-        output_is_start: bool = False,
+        launch_is_start: bool = False,
     ) -> None:
         self._placed, self._folder, self._publish, self._now = placed, folder, publish, now
         self._interval_s, self._patterns = interval_s, patterns or {}
-        self._output_is_start = output_is_start
+        #: A script need not say anything: it has started as soon as it runs.
+        self._launch_is_start = launch_is_start
         self._path = folder / "follow.json"
         self.state = GenerationState()
         if self._path.exists():
@@ -208,8 +209,7 @@ class Follower:
         if self._started_published:
             return
         said = next((state.started for state in self.state.ranks.values() if state.started is not None), None)
-        output = self._output_is_start and any(s.log_end or s.journal_end for s in self.state.ranks.values())
-        if said is None and not output:
+        if said is None and not (self._launch_is_start and (self._folder / "processes.json").exists()):
             return
         await self._publish(
             RunStarted(

@@ -162,6 +162,15 @@ class Placement:
                 if (self.folder / "done.json").exists():
                     self.over.set()
 
+    async def end_unheard(self, reason: str) -> None:
+        """Make what is left of the ranks end, at once and without a bus; a later life of the agent reports it."""
+        if self._written_report() is None and self._load_processes():
+            self.stop(0, reason)
+            async with Control(self._socket(), self.placed.generation, lambda: None) as control:
+                await self._watch(control, ())
+        else:
+            await self._sweep()
+
     async def give_up(self, error: Exception) -> None:
         """End what broke here through no fault of the run, and say so."""
         await self._sweep()
@@ -190,7 +199,7 @@ class Placement:
             self._now,
             interval_s=self._context.settings.follow_interval_s,
             patterns=patterns,
-            output_is_start=core.is_command(self.placed.spec),
+            launch_is_start=core.is_command(self.placed.spec),
         )
         async with self._context.cache.holding() as hold:
             if not launch_file.exists():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import httpx
 import pytest
@@ -60,6 +62,38 @@ async def test_a_broken_background_task_ends_the_service(settings: Settings) -> 
     service.background(breaks)
     with pytest.raises(RuntimeError, match="broken"):
         await asyncio.wait_for(service.run(), 10)
+
+
+@pytest.mark.parametrize("away", ["bus", "store"])
+async def test_a_service_stopped_before_it_has_started_ends_and_says_so(
+    settings: Settings, nats_server: NatsServer, away: str
+) -> None:
+    service = Service("test", settings)
+    ended: list[str] = []
+    entering = asyncio.Event()
+
+    @asynccontextmanager
+    async def store() -> AsyncIterator[None]:
+        entering.set()
+        await asyncio.Event().wait()
+        yield
+
+    async def say(what: str) -> None:
+        ended.append(what)
+
+    service.on_stop(lambda: say("heard"), unheard=lambda: say("unheard"))
+    if away == "bus":
+        nats_server.kill()
+    else:
+        service.resource(store())
+    running = asyncio.create_task(service.run())
+    if away == "store":
+        await asyncio.wait_for(entering.wait(), 10)
+    else:
+        await asyncio.sleep(0)
+    service.stopping.set()
+    await asyncio.wait_for(running, 10)
+    assert ended == ["unheard"]
 
 
 async def test_stop_actions_run_while_the_bus_still_works(settings: Settings) -> None:

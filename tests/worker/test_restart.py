@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from contracts.events.node import NodeJoined
 from contracts.events.run import RunExited, RunPreempting, RunReleased
 from services.worker.app import build
 from services.worker.executor import ProcessExecutor
 from tests.worker.conftest import FAKE, World, ranks_of, until
+from trainbus.cli.embedded.servers import NatsServer
 
 
 async def _joined(world: World, count: int) -> NodeJoined:
@@ -120,3 +124,51 @@ async def test_an_agent_stopped_before_it_has_joined_again_leaves_no_ranks(world
     await asyncio.wait_for(running, 30)
     await world.wait_for(RunReleased)
     assert not ranks_of(folder)
+
+
+async def test_an_agent_stopped_while_there_is_no_bus_leaves_no_ranks_and_the_next_one_says_so(
+    world: World, agent_process: Any, nats_server: NatsServer
+) -> None:
+    folder = world.settings.data_dir.resolve()
+    process = agent_process()
+    await _joined(world, 1)
+    await world.place(params={"steps": 100_000})
+    await world.wait_steps(3)
+    process.kill()
+    process.wait()
+    assert ranks_of(folder)
+    nats_server.kill()
+    process = agent_process()
+    # It has nothing to say yet that it is there but its signal handlers, which come before all else.
+    await until(lambda: _handles_sigterm(process.pid), 60)
+    process.terminate()
+    await asyncio.to_thread(process.wait, 30)
+    assert not ranks_of(folder)
+    nats_server.start()
+    agent_process()
+    released = await world.wait_for(RunReleased, timeout_s=60)
+    assert not released.clean
+    assert await world.ends() == [released]
+
+
+async def test_a_second_agent_in_the_folder_ends_itself_and_not_the_firsts_ranks(
+    world: World, agent_process: Any
+) -> None:
+    folder = world.settings.data_dir.resolve()
+    agent_process()
+    await _joined(world, 1)
+    await world.place(params={"steps": 100_000})
+    await world.wait_steps(3)
+    ranks = set(ranks_of(folder))
+    second = build(world.settings, ProcessExecutor(rank_command=FAKE))
+    with pytest.raises(RuntimeError, match="TRAINBUS_DATA_DIR"):
+        await asyncio.wait_for(second.run(), 30)
+    assert set(ranks_of(folder)) == ranks
+    seen = len(await world.steps())
+    await world.wait_steps(seen + 5)
+    assert await world.ends() == []
+
+
+def _handles_sigterm(pid: int) -> bool:
+    caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)

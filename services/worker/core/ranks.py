@@ -18,6 +18,8 @@ TAIL_LINES = 30
 EXIT_ORPHANED = 76
 
 _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use|errno: ?98\b", re.IGNORECASE)
+#: What torch says when the other nodes' ranks never came to the meeting point.
+_PEERS_MISSING = re.compile(r"DistStoreError|DistNetworkError: The client socket has timed out|wait timeout after \d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +154,13 @@ def ended_well(exits: Sequence[Exit]) -> bool:
 
 
 def is_blameless(code: int, started: bool, text: str) -> bool:
-    """Whether the ranks failed for a port that somebody took in the meantime, or for want of an agent."""
-    return code == EXIT_ORPHANED or (not started and _PORT_TAKEN.search(text) is not None)
+    """Whether the ranks failed for a port that somebody took in the meantime, or for want of an agent or of peers.
+
+    Peers that fail say so themselves, and the generation is then stopped long before a rank gives up waiting.
+    """
+    if started:
+        return code == EXIT_ORPHANED
+    return code == EXIT_ORPHANED or bool(_PORT_TAKEN.search(text) or _PEERS_MISSING.search(text))
 
 
 def is_command(spec: TrainRequested) -> bool:

@@ -429,7 +429,8 @@ class Placement:
     def _crashed(self, failure: core.Exit, follower: Follower) -> Report:
         ended = follower.state.ranks.get(failure.rank)
         error = ended.ended.error if ended is not None and ended.ended is not None else ""
-        tail = follower.tail(failure.rank, core.TAIL_LINES)
+        lines = follower.tail(failure.rank, core.SEARCHED_LINES)
+        failure, tail = core.cause(failure, lines)
         started = any(state.started for state in follower.state.ranks.values())
         reason = f"rank {failure.rank} {core.exit_text(failure.code)}" + (f": {error}" if error else "")
         trained_to, _ = self._reached(follower)
@@ -438,7 +439,7 @@ class Placement:
             generation=self.placed.generation,
             node_id=self.member.node_id,
             outcome="failed",
-            blameless=core.is_blameless(failure.code, started, error + "\n".join(tail)),
+            blameless=core.is_blameless(failure.code, started, error + "\n".join(lines)),
             reason=reason[:2000],
             rank=failure.rank,
             exit_code=failure.code,

@@ -149,6 +149,41 @@ def test_the_first_failure_is_the_cause(exits: list[ranks.Exit], rank: int | Non
     assert (failure.rank if failure else None) == rank
 
 
+TORCHRUN = """\
+step=2
+rank 1 breaks
+E1120 failed (exitcode: 3) local_rank: 1 (pid: 7) of binary: python
+Traceback (most recent call last):
+  File "<frozen runpy>", line 198, in _run_module_as_main
+    raise ChildFailedError(
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+python FAILED
+Failures:
+[1]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 6)  (SIGTERM)
+Root Cause (first observed failure):
+[0]:
+  rank      : 1 (local_rank: 1)
+  exitcode  : 3 (pid: 7)
+""".splitlines()
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        pytest.param(TORCHRUN, (1, 3, tuple(TORCHRUN[:3])), id="torchrun names the rank"),
+        pytest.param(TORCHRUN[:-4], (0, 1, tuple(TORCHRUN[:3])), id="a report cut short"),
+        pytest.param(["Traceback (most recent call last):", "KeyError"], None, id="an error of its own"),
+        pytest.param([f"line {number}" for number in range(99)], None, id="long output"),
+        pytest.param([], None, id="no output"),
+    ],
+)
+def test_the_cause_is_what_the_script_said_and_not_what_torchrun_did(lines: list[str], expected: Any) -> None:
+    failure, tail = ranks.cause(ranks.Exit(0, 1, 9.0), lines)
+    assert (failure.rank, failure.code, tail) == (expected or (0, 1, tuple(lines[-ranks.TAIL_LINES :])))
+
+
 def test_exits_in_words() -> None:
     assert ranks.exit_text(-9) == ranks.exit_text(137) == "was killed by SIGKILL"
     assert ranks.exit_text(3) == "ended with exit code 3"

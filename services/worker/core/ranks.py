@@ -14,12 +14,19 @@ from contracts.ranks import EXIT_DONE, EXIT_STOPPED, LAUNCH_VARIABLE
 #: All that a rank gets to see of the agent's environment. Nothing else can leak.
 INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "USER", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 TAIL_LINES = 30
+#: Lines that are looked through for the cause: torchrun writes some forty of its own below it.
+SEARCHED_LINES = 200
 #: A rank that heard nothing of an agent for too long ends with this.
 EXIT_ORPHANED = 76
 
 _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use|errno: ?98\b", re.IGNORECASE)
 #: What torch says when the other nodes' ranks never came to the meeting point.
 _PEERS_MISSING = re.compile(r"DistStoreError|DistNetworkError: The client socket has timed out|wait timeout after \d+")
+
+#: How torchrun's own report of a failed child begins, and where it names the first one that failed.
+_TRACEBACK = "Traceback (most recent call last):"
+_CHILD_FAILED = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:"
+_ROOT_CAUSE = re.compile(r"Root Cause.*?^ *rank +: (\d+).*?^ *exitcode +: (-?\d+)", re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +147,17 @@ def exit_text(code: int) -> str:
         except ValueError:
             return f"was killed by signal {number}"
     return f"ended with exit code {code}"
+
+
+def cause(failure: Exit, lines: Sequence[str]) -> tuple[Exit, tuple[str, ...]]:
+    """The rank that failed, and its last words: torchrun's own report, if there is one, is read and left out."""
+    reported = next((number for number, line in enumerate(lines) if line.startswith(_CHILD_FAILED)), None)
+    if reported is None:
+        return failure, tuple(lines[-TAIL_LINES:])
+    begins = max((number for number in range(reported) if lines[number] == _TRACEBACK), default=reported)
+    if found := _ROOT_CAUSE.search("\n".join(lines[reported:])):
+        failure = Exit(int(found[1]), int(found[2]), failure.at)
+    return failure, tuple(lines[:begins][-TAIL_LINES:])
 
 
 def first_failure(exits: Sequence[Exit]) -> Exit | None:

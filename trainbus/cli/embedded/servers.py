@@ -19,6 +19,9 @@ from pathlib import Path
 #: NATS refuses larger messages at the connection, before anybody can answer with a reason.
 NATS_MAX_PAYLOAD = 8 * 2**20
 START_TIMEOUT_S = 30.0
+#: SeaweedFS gives every bucket volumes of its own, and left to itself allows as many as there are free GiB: a dozen
+#: buckets would fill a small disk by their number alone. Volumes take no space before they hold something.
+MAX_VOLUMES = 4000
 
 
 class ServerError(RuntimeError):
@@ -204,6 +207,8 @@ class S3Server(Server):
             "-webdav=false",
             f"-s3.port={self.port}",
             "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
+            f"-volume.max={MAX_VOLUMES}",
             *ports,
         ]
 

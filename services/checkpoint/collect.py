@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 
+import nats.errors
 import structlog
+from nats.js.errors import APIError
 
 from contracts import topology
 from contracts.events.checkpoint import (
@@ -22,6 +25,7 @@ from services.checkpoint.core.garbage import Ledger, Stored, blobs_of, garbage, 
 from services.checkpoint.settings import CheckpointSettings
 from services.kit import telemetry
 from services.kit.bus import Bus, Transient
+from services.kit.concurrency import end
 from services.kit.lease import Lease
 from services.kit.objects import Missing, ObjectInfo, Objects
 
@@ -122,7 +126,7 @@ async def collect_rarely(bus: Bus, objects: Objects, settings: CheckpointSetting
         await asyncio.sleep(settings.checkpoint_gc_every_s)
         try:
             await collect_alone(bus, objects, settings)
-        except (ValueError, Transient) as error:
+        except (ValueError, Transient, TimeoutError, OSError, nats.errors.Error, APIError) as error:
             metrics.GC_RUNS.labels("failed").inc()
             log.error("garbage was not collected", reason=str(error))
 
@@ -130,7 +134,7 @@ async def collect_rarely(bus: Bus, objects: Objects, settings: CheckpointSetting
 async def collect_alone(bus: Bus, objects: Objects, settings: CheckpointSettings) -> Collected | None:
     """Collect under the lease; None if another instance is at it."""
     bucket = await bus.bucket(topology.LEASES)
-    lease = Lease(bucket, LEASE, f"{settings.instance}/{id(bus)}", settings.lease_ttl_s * 3)
+    lease = Lease(bucket, LEASE, f"{settings.instance}-{uuid.uuid4().hex[:8]}", settings.lease_ttl_s * 3)
     if not await lease.try_acquire():
         return None
     keeper = asyncio.create_task(lease.keep())
@@ -143,9 +147,7 @@ async def collect_alone(bus: Bus, objects: Objects, settings: CheckpointSettings
         metrics.GC_RUNS.labels("done").inc()
         return found
     finally:
-        for task in (keeper, work):
-            task.cancel()
-        await asyncio.gather(keeper, work, return_exceptions=True)
+        await end(keeper, work)
         await lease.release()
 
 

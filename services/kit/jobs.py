@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from nats.js.kv import KeyValue
 
 from contracts import topology
 from contracts.base import Event
-from contracts.envelope import Envelope, RawMessage, decode, encode
+from contracts.envelope import Envelope, EnvelopeError, RawMessage, decode, encode
 from services.kit import metrics, telemetry
 from services.kit.bus import RETRY_DELAYS_S, Bus, Poison, Received, Transient
 from services.kit.concurrency import end
@@ -62,7 +63,9 @@ class Jobs:
     ) -> None:
         self._bus, self._queue, self._work, self._give_up = bus, queue, work, give_up
         self._max_attempts, self._ttl_s = max_attempts, ttl_s
-        self._slots = asyncio.Semaphore(concurrency)
+        self._concurrency = concurrency
+        # Two processes with the same instance name are two holders all the same.
+        self._holder = f"{bus.settings.instance}-{uuid.uuid4().hex[:8]}"
         self._watch = Watch(bus.clock)
         self._not_before: dict[str, float] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -107,8 +110,8 @@ class Jobs:
             for entry in batch:
                 if entry.value is None:
                     self._forget(entry.key)
-                else:
-                    self._open[entry.key] = _Job(entry.key, entry.revision, json.loads(entry.value))
+                elif (value := _value(entry.key, entry.value)) is not None:
+                    self._open[entry.key] = _Job(entry.key, entry.revision, value)
             if batch:
                 self._wake.set()
 
@@ -122,7 +125,8 @@ class Jobs:
 
     async def _claim_all(self) -> None:
         for job in list(self._open.values()):
-            if job.key in self._running or self._slots.locked():
+            # Only what can be begun at once: a claim that waits for its turn is renewed by nobody.
+            if job.key in self._running or len(self._running) >= self._concurrency:
                 continue
             if self._bus.clock.monotonic() < self._not_before.get(job.key, 0):
                 continue
@@ -142,25 +146,20 @@ class Jobs:
             claimed = _Job(job.key, revision, value)
             self._running[job.key] = asyncio.create_task(self._run(bucket, claimed))
 
-    @property
-    def _holder(self) -> str:
-        return f"{self._bus.settings.instance}/{id(self)}"
-
     async def _run(self, bucket: KeyValue, job: _Job) -> None:
-        async with self._slots:
-            metrics.JOBS_RUNNING.labels(self._queue).inc()
-            outcome = "failed"
-            try:
-                outcome = await self._attempt(bucket, job)
-            except asyncio.CancelledError:
-                raise
-            except Exception:
-                log.exception("job bookkeeping failed, another claim follows", job=job.key)
-            finally:
-                metrics.JOBS_RUNNING.labels(self._queue).dec()
-                metrics.JOBS_FINISHED.labels(self._queue, outcome).inc()
-                self._running.pop(job.key, None)
-                self._wake.set()
+        metrics.JOBS_RUNNING.labels(self._queue).inc()
+        outcome = "failed"
+        try:
+            outcome = await self._attempt(bucket, job)
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            log.exception("job bookkeeping failed, another claim follows", job=job.key)
+        finally:
+            metrics.JOBS_RUNNING.labels(self._queue).dec()
+            metrics.JOBS_FINISHED.labels(self._queue, outcome).inc()
+            self._running.pop(job.key, None)
+            self._wake.set()
 
     async def _attempt(self, bucket: KeyValue, job: _Job) -> str:
         received = _received(job)
@@ -213,6 +212,18 @@ class Jobs:
                 return
             except (TimeoutError, nats.errors.Error, APIError) as error:
                 log.warning("claim not renewed", job=job.key, error=repr(error))
+
+
+def _value(key: str, raw: bytes) -> dict[str, object] | None:
+    """A job as ``submit`` wrote it; None for what somebody else wrote into the bucket."""
+    try:
+        value: dict[str, object] = json.loads(raw)
+        _received(_Job(key, 0, value))
+        str(value["holder"])
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, EnvelopeError) as error:
+        log.warning("no job, ignored", job=key, error=repr(error))
+        return None
+    return value
 
 
 def _received(job: _Job) -> Received[Any]:

@@ -189,8 +189,7 @@ async def read(bucket: KeyValue, key: str) -> Record | None:
         entry = await bucket.get(key)
     except KeyNotFoundError:  # deleted keys raise a subclass of it
         return None
-    value = json.loads(entry.value or b"{}")
-    return Record(value["holder"], float(value["ttl_s"]), entry.revision or 0, value.get("data", {}))
+    return _record(key, entry.value, entry.revision or 0)
 
 
 async def read_all(bucket: KeyValue, prefix: str) -> dict[str, Record]:
@@ -201,10 +200,17 @@ async def read_all(bucket: KeyValue, prefix: str) -> dict[str, Record]:
         async for entry in watcher:
             if entry is None:  # all that existed has been delivered
                 break
-            value = json.loads(entry.value or b"{}")
-            records[entry.key] = Record(
-                value["holder"], float(value["ttl_s"]), entry.revision or 0, value.get("data", {})
-            )
+            records[entry.key] = _record(entry.key, entry.value, entry.revision or 0)
     finally:
         await watcher.stop()  # type: ignore[no-untyped-call]
     return records
+
+
+def _record(key: str, raw: bytes | None, revision: int) -> Record:
+    """What the bucket holds; what is no lease counts as one of nobody that has run out."""
+    try:
+        value = json.loads(raw or b"{}")
+        return Record(str(value["holder"]), float(value["ttl_s"]), revision, dict(value.get("data", {})))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        log.warning("no lease, taken for one that has run out", key=key, error=repr(error))
+        return Record("", 0.0, revision, {})

@@ -39,7 +39,7 @@ class SchedulerSettings(Settings):
     """The scheduler's own settings."""
 
     #: A run is not grown before it has had its slots, and all slots were at rest, for so long.
-    resize_interval_s: float = Field(5.0, ge=0)
+    resize_interval_s: float = Field(3.0, ge=0)
     #: How long a placement may take until its ranks run, downloads included; it is then tried anew.
     start_deadline_s: float = Field(1800.0, gt=0)
     #: How long after the grace a node may take to let go before it is taken for lost.

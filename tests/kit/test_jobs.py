@@ -9,6 +9,7 @@ from typing import Any
 from contracts import topology
 from contracts.events.run import RunCancelled
 from services.kit.bus import Bus, Poison, Transient
+from services.kit.concurrency import end
 from services.kit.jobs import Jobs
 from tests.kit.support import until
 from trainbus.cli.embedded.servers import NatsServer
@@ -130,3 +131,40 @@ async def test_waiting_for_jobs_asks_next_to_nothing_of_the_server(bus: Bus, mak
     assert await followed()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_runner_claims_no_more_than_it_can_begin(bus: Bus) -> None:
+    """A claim that waits for its turn is renewed by nobody: another instance could have had the job."""
+    busy, may_end = asyncio.Event(), asyncio.Event()
+    recorder = Recorder()
+
+    async def work(job: Any) -> None:
+        busy.set()
+        await may_end.wait()
+        recorder.worked.append(job.event.run_id)
+
+    jobs = Jobs(bus, "q", work, recorder.give_up)
+    for run_id in ("r1", "r2", "r3"):
+        await jobs.submit(run_id, await received(bus, run_id))
+    task = asyncio.create_task(jobs.run())
+    await busy.wait()
+    other = Recorder()
+    idle = asyncio.create_task(Jobs(bus, "q", other.work, other.give_up).run())
+    await until(lambda: len(other.worked) == 2, "the idle runner to have the others")
+    may_end.set()
+    await until(lambda: len(recorder.worked) == 1, "the first")
+    await end(task, idle)
+    assert sorted(recorder.worked + other.worked) == ["r1", "r2", "r3"]
+
+
+async def test_nonsense_in_the_bucket_holds_up_nobody(bus: Bus) -> None:
+    bucket = await bus.bucket(topology.JOBS)
+    for number, nonsense in enumerate((b"", b"no json", b"[]", b'{"holder": ""}', b'{"subject": 7, "headers": []}')):
+        await bucket.put(f"q.nonsense{number}", nonsense)
+    recorder = Recorder()
+    jobs = Jobs(bus, "q", recorder.work, recorder.give_up)
+    task = asyncio.create_task(jobs.run())
+    await jobs.submit("r1", await received(bus, "r1"))
+    await until(lambda: recorder.worked == ["r1"], "the job")
+    assert not task.done()
+    await end(task)

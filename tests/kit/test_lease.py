@@ -68,3 +68,18 @@ async def test_leadership_ends_when_another_takes_over(bus: Bus) -> None:
         assert record is not None
         await bucket.update("x", b'{"holder":"b","ttl_s":9}', last=record.revision)
         await asyncio.wait_for(keeper, 5)
+
+
+async def test_nonsense_in_the_bucket_is_a_lease_of_nobody(bus: Bus) -> None:
+    bucket = await bus.bucket(topology.LEASES)
+    await Lease(bucket, "node.n1", "n1", 1.0).try_acquire()
+    for nonsense in (b"", b"no json", b"[]", b'{"holder": "x", "ttl_s": "soon"}'):
+        await bucket.put("node.n2", nonsense)
+        records = await read_all(bucket, "node.")
+        assert records["node.n1"].holder == "n1"
+        assert records["node.n2"].ttl_s == 0
+    clock = ManualClock()
+    lease = Lease(bucket, "node.n2", "n2", 1.0, clock=clock)
+    assert not await lease.try_acquire()
+    clock.advance(0.1)
+    assert await lease.try_acquire()

@@ -76,10 +76,10 @@ def test_a_higher_priority_shrinks_an_elastic_run_which_grows_back() -> None:
     world.wait(1)
     world.accept("e", spec(1, command=True))
     world.settle()
-    world.wait(3)
+    world.wait(2.5)
     world.exit("e")
     world.settle()
-    world.wait(4)
+    world.wait(2)
     assert world.settle() == []
     world.wait(1)
     world.settle()

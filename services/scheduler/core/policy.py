@@ -24,7 +24,7 @@ class Policy:
     #: A run is not grown before it has had its slots for so long, nor before the cluster's slots have
     #: been at rest for so long: growing costs a restart, and one that ends is often followed by another
     #: (its evaluation) that takes some of the slots for a moment.
-    resize_interval_s: float = 5.0
+    resize_interval_s: float = 3.0
     #: A node that has had free slots for so long is grown into however busy the others are.
     grow_anyway_s: float = 60.0
     #: How long a placement may take until its ranks run: downloads of data and code are part of it.

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import signal
+import sys
 import tarfile
 import time
 import uuid
@@ -57,6 +58,14 @@ def package(files: dict[str, str]) -> bytes:
     return buffer.getvalue()
 
 
+@dataclass(frozen=True, slots=True)
+class Done:
+    """How a command ended, and all it printed."""
+
+    code: int
+    text: str
+
+
 @dataclass
 class Stack:
     """Handles on a running stack."""
@@ -97,12 +106,39 @@ class Stack:
         }
         return {**body, **changes}
 
-    async def publish(self, body: Body | bytes, subject: str = "train.requested") -> str:
+    async def publish(
+        self, body: Body | bytes, subject: str = "train.requested", headers: dict[str, str] | None = None
+    ) -> str:
         """Publish a bare body under an id of its own; return the run's id."""
         event_id = uuid.uuid4().hex
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-        await self.bus.js.publish(subject, raw, headers={"Nats-Msg-Id": event_id})
+        await self.bus.js.publish(subject, raw, headers={"Nats-Msg-Id": event_id, **(headers or {})})
         return run_id_for("nats", event_id)
+
+    async def sleeper(self, *, seconds: float, priority: int = 0) -> str:
+        """Publish a command that holds one slot for a while; return its run's id."""
+        command = ["sleep", str(seconds)]
+        return await self.publish({"name": "sleeper", "command": command, "priority": priority})
+
+    async def request(self, subject: str, body: Body) -> str:
+        """Publish another kind of request; return the id of the run that it makes, if it makes one."""
+        return await self.publish(body, subject)
+
+    async def cli(self, *arguments: str, timeout_s: float = 120.0) -> Done:
+        """Run ``trainbus`` against this stack, as a person in a shell would."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "trainbus", *arguments, "--data-dir", str(self.data_dir)),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={name: value for name, value in os.environ.items() if not name.startswith("TRAINBUS_")},
+        )
+        try:
+            output, _ = await asyncio.wait_for(process.communicate(), timeout_s)
+        finally:
+            if process.returncode is None:
+                process.kill()
+        assert process.returncode is not None
+        return Done(process.returncode, output.decode())
 
     # -- output -------------------------------------------------------------
 
@@ -139,6 +175,14 @@ class Stack:
                 if received.event.generation >= generation and received.event.step >= step:
                     return
             assert time.monotonic() < deadline, f"{run_id} did not reach step {step} within {timeout_s:.0f} s"
+
+    async def wait_for_node(self, node_id: str, fact: str, *, after: int = 0, timeout_s: float = 30.0) -> None:
+        """Wait for a fact of a node behind a place in the log."""
+        deadline = time.monotonic() + timeout_s
+        async for batch in self.bus.follow("FACTS", (f"node.{node_id}.{fact}",), after + 1):
+            if batch:
+                return
+            assert time.monotonic() < deadline, f"no {fact} of {node_id} within {timeout_s:.0f} s"
 
     async def dead_letter(self, body: bytes, timeout_s: float = 15.0) -> str:
         """Wait for the dead letter that holds ``body``; return its reason."""
@@ -213,6 +257,11 @@ class Stack:
 
     async def _audit_metrics(self, run_id: str, last_step: int) -> None:
         """MLflow has exactly one loss a step, and no step is missing."""
+        history = await self.tracked(run_id, "train/loss")
+        assert sorted(history["train/loss"]) == list(range(1, last_step + 1))
+
+    async def tracked(self, run_id: str, *names: str) -> dict[str, dict[int, float]]:
+        """What MLflow holds of a run once it has ended there: each metric by step, none of them twice."""
         from mlflow import MlflowClient
 
         info = read_stack(self.data_dir)
@@ -221,15 +270,16 @@ class Stack:
         deadline = time.monotonic() + 30
         while True:
             tracked = [r.event for r in await self.facts(run_id) if r.event.fact == "tracked"]
-            if tracked:
-                history = client.get_metric_history(tracked[-1].mlflow_run_id, "train/loss")
-                steps = sorted(metric.step for metric in history)
-                run = client.get_run(tracked[-1].mlflow_run_id)
-                if run.info.status == "FINISHED" or time.monotonic() > deadline:
-                    break
-            assert time.monotonic() < deadline, "the run is not in MLflow"
+            if tracked and client.get_run(tracked[-1].mlflow_run_id).info.status in ("FINISHED", "FAILED", "KILLED"):
+                break
+            assert time.monotonic() < deadline, "the run has not ended in MLflow"
             await asyncio.sleep(0.2)
-        assert steps == list(range(1, last_step + 1))
+        found: dict[str, dict[int, float]] = {}
+        for name in names:
+            points = client.get_metric_history(tracked[-1].mlflow_run_id, name)
+            found[name] = {point.step: point.value for point in points}
+            assert len(found[name]) == len(points), f"{name} is there twice"
+        return found
 
 
 def connected(data_dir: Path) -> tuple[Bus, Objects]:

@@ -1,0 +1,103 @@
+"""Every kind of training there is, through the whole stack: DeepSpeed, bf16, a GPT, somebody's own script."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.support import PROJECT, Stack, package
+
+pytestmark = [pytest.mark.e2e]
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+DONE_S = 90.0
+
+
+async def digits_run(stack: Stack, *, epochs: int, step_s: float = 0.0, **training: Any) -> dict[str, Any]:
+    """A request that trains the digits example on the small digits, 15 steps an epoch."""
+    sources = (EXAMPLES / "digits" / "task.py", PROJECT / "slow_digits.py")
+    code = await stack.upload(package({path.name: path.read_text() for path in sources}))
+    training = {"epochs": epochs, "global_batch": 16, "checkpoint_every_steps": 15, **training}
+    params = {"step_s": step_s, "width": 4}
+    return await stack.slow_run(code=code, task="slow_digits:SlowDigits", params=params, training=training)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="the extra 'deepspeed' is not installed")
+async def test_deepspeed_shrinks_from_two_ranks_to_one(stack: Stack) -> None:
+    body = await digits_run(stack, epochs=6, step_s=0.1, strategy="deepspeed", zero_stage=1)
+    run_id = await stack.publish(body)
+    await stack.wait_for_step(run_id, 3)
+    # Two find a free slot; for the third the run must shrink.
+    others = [await stack.sleeper(seconds=4, priority=5) for _ in range(3)]
+    shrunk = await stack.wait_for(run_id, "placed", condition=lambda placed: placed.generation == 2)
+    for other in others:
+        await stack.wait_for(other, "completed", DONE_S)
+    await stack.wait_for(run_id, "completed", DONE_S)
+    placed = await stack.wait_for(run_id, "placed")
+    assert (placed.world_size, shrunk.world_size) == (2, 1)
+    assert shrunk.resume is not None
+    await stack.audit(run_id, epochs=6)
+
+
+async def test_bf16(stack: Stack) -> None:
+    run_id = await stack.publish(await digits_run(stack, epochs=2, precision="bf16"))
+    await stack.wait_for(run_id, "completed", DONE_S)
+    await stack.audit(run_id, epochs=2)
+
+
+async def test_a_language_model_is_submitted_and_learns(stack: Stack) -> None:
+    library = Path(sysconfig.get_path("stdlib"))
+    for name in ("argparse.py", "dataclasses.py", "typing.py"):
+        await stack.objects.put(f"s3://lake/stdlib/{name}", (library / name).read_bytes())
+    done = await stack.cli(
+        "submit",
+        str(EXAMPLES / "gpt"),
+        "task:ByteGPT",
+        *("--request", str(EXAMPLES / "gpt" / "train.json")),
+        *("--data", "s3://lake/stdlib/", "--format", "text"),
+        *("--max-steps", "40", "--slots", "1", "--param", "width=32", "--param", "context=32"),
+        "--follow",
+    )
+    assert done.code == 0, done.text
+    run_id = done.text.split()[0]
+    history = await stack.tracked(run_id, "train/loss", "test/bits_per_byte")
+    losses = [history["train/loss"][step] for step in sorted(history["train/loss"])]
+    assert len(losses) == 40
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5]), losses
+    # An untrained model needs eight bits a byte; what was measured on the test split is in MLflow too.
+    [promoted] = [r.event for r in await stack.facts(run_id) if r.event.fact == "promoted"]
+    assert promoted.model == "gpt-bytes"
+    [evaluated] = [r.event for r in await stack.facts(run_id) if r.event.fact == "evaluated"]
+    assert 0 < evaluated.metrics["test/bits_per_byte"] < 7
+
+
+@pytest.mark.parametrize(("breaks", "code"), [pytest.param("", 0, id="ends well"), pytest.param("1", 1, id="breaks")])
+async def test_a_script_of_ones_own_under_torchrun(stack: Stack, tmp_path: Path, breaks: str, code: int) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    shutil.copy(PROJECT / "gang.py", project)
+    request = {"name": "gang", "max_attempts": 1, "metric_patterns": {"throughput": r"throughput=([0-9.]+)"}}
+    (tmp_path / "request.json").write_text(json.dumps(request))
+    done = await stack.cli(
+        *("submit", str(project), "--request", str(tmp_path / "request.json")),
+        *("--command", f"python gang.py {breaks}".strip(), "--slots", "2", "--follow"),
+    )
+    assert done.code == code, done.text
+    run_id = done.text.split()[0]
+    placed = await stack.wait_for(run_id, "placed")
+    assert [len(member.ranks) for member in placed.members] == [2]
+    history = await stack.tracked(run_id, "train/loss", "throughput")
+    steps = range(1, 3 if breaks else 6)
+    assert history["train/loss"] == {step: pytest.approx(1 / (2 * step + 1)) for step in steps}
+    assert sorted(history["throughput"].values()) == [100.0 * step for step in steps]
+    if breaks:
+        # The rank that broke is named, with its own last words rather than torchrun's.
+        assert "rank 1 on node" in done.text
+        assert "rank 1 breaks" in done.text
+        assert "ChildFailedError" not in done.text

@@ -102,10 +102,13 @@ class Follower:
 
     async def poll(self, *, at_end: bool = False) -> bool:
         """Read what is new, write down what it comes to, publish it. False if there was nothing."""
+        # A cut that is not published yet stays as it is: what has its id may be stored already, and must
+        # be the same the second time, also when the server no longer remembers the first.
+        await self._publish_cuts()
         read = [self._read_journal(rank, at_end) | self._read_log(rank, at_end) for rank in self.state.ranks]
         if any(read):
             self.save()
-        await self._publish_cuts()
+            await self._publish_cuts()
         return any(read)
 
     def tail(self, rank: int, lines: int) -> tuple[str, ...]:
@@ -139,6 +142,7 @@ class Follower:
         if not content:
             return False
         state.log_end += len(content)
+        state.log_time = self._now()
         if self._patterns:
             for _ in core.match_patterns(self._patterns, core.log_lines(content), state.matches_end):
                 pass
@@ -177,7 +181,7 @@ class Follower:
             await self._publish(event)
         if self._patterns:
             matches = core.match_patterns(self._patterns, core.log_lines(content), state.matches_start)
-            points = core.pattern_progress(self._placed, rank, state.log_start, self._now(), matches)
+            points = core.pattern_progress(self._placed, rank, state.log_start, state.log_time, matches)
             if points is not None:
                 state.step = points.step
                 await self._publish(points)

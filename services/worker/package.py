@@ -23,7 +23,14 @@ def unpack(package: Path, folder: Path, *, max_bytes: int = 2 * GIB, max_files: 
     try:
         _extract(package, partial, max_bytes, max_files)
         partial.replace(folder)
-    except (tarfile.TarError, EOFError, zlib.error, OSError, UnicodeError) as error:
+    except (
+        tarfile.TarError,
+        EOFError,
+        zlib.error,
+        OSError,
+        UnicodeError,
+        RuntimeError,
+    ) as error:  # RuntimeError: a ring of links
         raise PackageError(
             f"the code package cannot be unpacked: {error}. It must be a whole gzipped tar: "
             "upload it with `trainbus submit`, or make it with `tar czf`"
@@ -66,7 +73,9 @@ def _link_problem(member: tarfile.TarInfo, name: PurePosixPath) -> str | None:
 
 
 def _extract(package: Path, folder: Path, max_bytes: int, max_files: int) -> None:
+    # Written by hand: the filters of tarfile itself are not in every Python 3.11.
     size_bytes = count = 0
+    links: list[tarfile.TarInfo] = []
     # As a stream: a bomb is noticed by what its headers say, before it is blown up.
     with tarfile.open(package, "r|gz") as archive:
         for member in archive:
@@ -82,10 +91,47 @@ def _extract(package: Path, folder: Path, max_bytes: int, max_files: int) -> Non
             reason = problem(member)
             if reason is not None:
                 raise PackageError(f"the code package is refused: {member.name!r} {reason}")
-            try:
-                # The filter looks at where the path really leads once earlier links are in place.
-                archive.extract(member, folder, filter="data", set_attrs=True)
-            except (tarfile.FilterError, KeyError) as error:
-                raise PackageError(f"the code package is refused: {error}") from error
+            if member.issym() or member.islnk():
+                links.append(member)
+            elif member.isdir():
+                (folder / member.name).mkdir(parents=True, exist_ok=True)
+            else:
+                _write(archive, member, folder / member.name)
+    # Links come last, so that nothing was ever written through one.
+    for link in links:
+        _link(link, folder)
     if count == 0:
         raise PackageError("the code package is empty: pack the folder that holds the task")
+
+
+def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = archive.extractfile(member)
+    assert content is not None  # it is a file
+    path.unlink(missing_ok=True)  # a second entry of one name replaces the first, as tar does it
+    with path.open("xb") as file:
+        shutil.copyfileobj(content, file)
+    path.chmod(0o755 if member.mode & 0o111 else 0o644)
+
+
+def _link(member: tarfile.TarInfo, folder: Path) -> None:
+    """Make a link whose target, with every other link in place, is inside the package."""
+    path = folder / member.name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    target = (path.parent if member.issym() else folder) / member.linkname
+    inside = path.parent.resolve().is_relative_to(folder.resolve()) and target.resolve().is_relative_to(
+        folder.resolve()
+    )
+    if not inside:
+        raise PackageError(
+            f"the code package is refused: {member.name!r} is a link to {member.linkname!r}, outside of the package: "
+            "replace it by a copy"
+        )
+    if member.issym():
+        path.symlink_to(member.linkname)
+    elif target.is_file():
+        shutil.copyfile(target, path)
+    else:
+        raise PackageError(
+            f"the code package is refused: {member.name!r} is a link to {member.linkname!r}, which is not there"
+        )

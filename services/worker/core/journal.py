@@ -46,6 +46,8 @@ class RankState(BaseModel):
     journal_end: int = 0
     log_start: int = 0
     log_end: int = 0
+    #: When what is being published of the output was read: the time of the values found in it.
+    log_time: float = 0.0
     #: How often each metric pattern has matched before log_start, and before log_end.
     matches_start: dict[str, int] = Field(default_factory=dict)
     matches_end: dict[str, int] = Field(default_factory=dict)

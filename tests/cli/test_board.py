@@ -17,6 +17,7 @@ from contracts.events.run import (
     CheckpointRef,
     Member,
     RunAccepted,
+    RunCancelling,
     RunCompleted,
     RunEvaluated,
     RunExited,
@@ -31,7 +32,7 @@ from contracts.events.run import (
 )
 from contracts.events.train import TrainRequested
 from trainbus.cli.board import _TEXT, Board, fold
-from trainbus.cli.render import timeline
+from trainbus.cli.render import datasets, timeline
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 SPEC = TrainRequested(name="digits", command=["true"], slots={"min": 1, "max": 4})
@@ -169,3 +170,38 @@ def test_every_fact_of_the_log_has_a_line_for_people() -> None:
     untold = [fact.__name__ for fact in FACTS if fact not in _TEXT and fact.fact not in streams_of_their_own]
     assert untold == []
     assert all(issubclass(fact, Fact) for fact in _TEXT)
+
+
+def test_data_that_was_sharded_before_is_one_dataset() -> None:
+    from contracts.events.dataset import DatasetIngested
+    from contracts.events.run import RunPrepared
+    from contracts.events.train import DataSource
+
+    def ingested(run_id: str) -> DatasetIngested:
+        return DatasetIngested(
+            ingestion_id=run_id,
+            run_id=run_id,
+            data=DataSource(source="s3://lake/digits/", format="images"),
+            fingerprint="f" * 64,
+            index_uri="s3://datasets/ingestions/f1/index.jsonl",
+            accepted=3,
+            quarantined=(),
+            split_counts={"train": 3},
+        )
+
+    def prepared(run_id: str) -> RunPrepared:
+        return RunPrepared(run_id=run_id, dataset_id="a" * 64, manifest_uri="s3://datasets/m.json", train_samples=3)
+
+    shown = board(ingested("r1"), prepared("r1"), ingested("r2"), prepared("r2"))
+    assert [view.dataset_id for view in shown.datasets.values()] == ["a" * 64] * 2
+    assert datasets(shown.datasets.values()).row_count == 1
+
+
+def test_a_cancelled_run_that_still_lets_go_is_cancelling() -> None:
+    shown = board(
+        accepted(),
+        placed(1, [("a", (0,))]),
+        RunCancelling(run_id="r1", reason="enough"),
+        RunPreempting(run_id="r1", generation=1, reason="enough", grace_s=30, then="cancel"),
+    )
+    assert shown.runs["r1"].state == "cancelling"

@@ -151,6 +151,8 @@ def test_a_second_stack_on_the_same_folder_is_refused(up: Up) -> None:
         (["nodes"], 0, "node-0"),
         (["events"], 0, "joined"),
         (["models", "--json"], 0, "[]"),
+        (["models"], 0, "no champions yet"),
+        (["datasets"], 0, "no datasets yet"),
         (["show", "nothing"], 2, "there is no run 'nothing'"),
         (["drain", "node-9"], 2, "there are node-0"),
         (["checkpoints", "restore", "x"], 2, "exactly one of --step and --epoch"),

@@ -149,6 +149,8 @@ class Board:
             if text := describe(event):
                 view.timeline.append(Moment(sequence, time, event.fact, text))
             self._occupy(event)
+            if isinstance(event, run.RunPrepared) and event.run_id in self.datasets:
+                self._name_dataset(self.datasets[event.run_id], event.dataset_id)
         elif isinstance(event, node.NodeFact):
             self._on_node(event, time)
         elif isinstance(event, dataset.DatasetFact):
@@ -204,9 +206,16 @@ class Board:
             self.datasets[event.ingestion_id] = DatasetView(event.ingestion_id, failed=event.reason)
         elif isinstance(event, dataset.DatasetSharded):
             for view in self.datasets.values():
-                if view.fingerprint == event.feature_store_version and view.dataset_id is None:
+                if view.fingerprint == event.feature_store_version and view.dataset_id in (None, event.dataset_id):
                     view.dataset_id = event.dataset_id
                     view.shard_count, view.size_bytes = event.shard_count, event.size_bytes
+
+    def _name_dataset(self, view: DatasetView, dataset_id: str) -> None:
+        """What a run brought turned out to be a dataset that may have been there before."""
+        view.dataset_id = dataset_id
+        for other in self.datasets.values():
+            if other.dataset_id == dataset_id and other.size_bytes:
+                view.shard_count, view.size_bytes = other.shard_count, other.size_bytes
 
     def find(self, name: str) -> list[RunView]:
         """The runs that ``name`` can mean: an id, the start of one, or a run's name (the newest of that name)."""
@@ -277,7 +286,7 @@ def _started(view: RunView, event: run.RunStarted) -> None:
 
 
 def _preempting(view: RunView, event: run.RunPreempting) -> None:
-    if event.generation == view.generation:
+    if event.generation == view.generation and view.state != "cancelling":
         view.state, view.reason = "preempting", event.reason
 
 

@@ -7,6 +7,7 @@ command half a second.
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import uuid
 from collections.abc import AsyncIterator
@@ -16,19 +17,23 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlsplit
 
-import nats
-import nats.errors
 import structlog
-from nats.aio.client import Client
-from nats.aio.msg import Msg
-from nats.js.errors import NotFoundError
 
-from contracts import topology
+from contracts import subjects, topology
 from contracts.base import Request, run_id_for
 from contracts.envelope import Envelope, EnvelopeError, RawMessage, decode, encode
-from services.kit.follow import follow
 from trainbus.cli.address import Address
 from trainbus.cli.errors import CliError
+from trainbus.cli.quick import without_aiohttp
+
+with without_aiohttp():
+    import nats
+    import nats.errors
+    from nats.aio.client import Client
+    from nats.aio.msg import Msg
+    from nats.js.errors import NotFoundError
+
+    from services.kit.follow import follow
 
 SOURCE = "trainbus/cli"
 
@@ -91,6 +96,18 @@ class Link:
                 message.time,
             )
         )
+
+    async def ask(
+        self, service: str, endpoint: str, question: dict[str, Any], timeout_s: float
+    ) -> dict[str, Any] | None:
+        """What a service answers directly; None if it does not."""
+        try:
+            subject = subjects.service(service, endpoint)
+            reply = await self.nc.request(subject, json.dumps(question).encode(), timeout=timeout_s)
+            answer = json.loads(reply.data)
+        except (nats.errors.Error, TimeoutError, ValueError):
+            return None
+        return answer if isinstance(answer, dict) else None
 
     async def last_sequence(self, stream: topology.Stream) -> int:
         return (await self.js.stream_info(stream.name)).state.last_seq

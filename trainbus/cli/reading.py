@@ -21,12 +21,15 @@ RUN_FACTS = tuple(
     subjects.fact("run", subjects.ANY, name)
     for name in (
         "accepted", "rejected", "prepared", "prepare_failed", "queued", "waiting", "placed", "started", "preempting",
-        "released", "exited", "completed", "failed", "cancelled", "evaluated", "promoted", "not_promoted",
+        "cancelling", "released", "exited", "completed", "failed", "cancelled", "evaluated", "promoted", "not_promoted",
     )
 )  # fmt: skip
 CHECKPOINT_FACTS = tuple(
     subjects.fact("run", subjects.ANY, name) for name in ("checkpoint_committed", "checkpoint_deleted")
 )
+#: The newest messages of PROGRESS that are searched first for where a run is.
+NEWEST_PROGRESS = 200
+WHY_TIMEOUT_S = 1.0
 NODE_FACTS = (subjects.node(), *(subjects.fact("run", subjects.ANY, name) for name in (
     "accepted", "placed", "released", "exited", "completed", "failed", "cancelled", "queued",
 )))  # fmt: skip
@@ -48,9 +51,10 @@ async def ps(address: Address, *, everything: bool, as_json: bool) -> None:
             if not view.ended:
                 await add_progress(link, view)
     if as_json:
-        print(render.as_json([{**render._plain(each), "timeline": None} for each in views]))
+        print(render.as_json([render.summary(each) for each in views]))
     elif views:
-        render.console().print(render.runs(views, render.utc_now()))
+        console = render.console()
+        console.print(render.runs(views, render.utc_now(), console.width))
     else:
         print("no runs yet: `trainbus submit PROJECT task:Class`, or publish train.requested")
 
@@ -70,27 +74,49 @@ async def show(address: Address, name: str, *, as_json: bool) -> None:
     console.print(render.timeline(view.timeline, view.requested_at))
     if view.log_tail:
         console.print("the last lines of its output:", style="dim")
-        console.print("\n".join(view.log_tail), markup=False)
+        console.print("\n".join(view.log_tail), markup=False, soft_wrap=True)
 
 
 async def why(address: Address, name: str, *, as_json: bool) -> None:
-    """Print why a run is where it is."""
+    """Print why a run is where it is: in the scheduler's words, or as the log has it if that does not answer."""
     async with connect(address) as link:
         run_id = await resolve(link, name)
         view = board_of(await link.read(subjects.run(run_id))).runs[run_id]
-    answer = {
-        "accepted": "it was accepted and will be queued at once",
-        "preparing": "its data is being ingested and sharded",
-        "queued": view.reason or "the scheduler is about to place it",
-        "starting": f"it was placed on {view.slots_got} slots and its ranks are starting",
-        "running": f"it runs on {view.slots_got} slots of the {view.slots_min} to {view.slots_max} it can use",
-        "preempting": f"it was asked to let go: {view.reason}",
-        "completed": f"it completed{'; ' + view.verdict + ': ' + view.verdict_reason if view.verdict else ''}",
-    }.get(view.state, f"it was {view.state}: {view.reason}" if view.state != "failed" else f"it failed: {view.reason}")
+        asked = None if view.ended else await link.ask("scheduler", "why", {"run_id": run_id}, WHY_TIMEOUT_S)
+    known = asked is not None and asked.get("state") != "unknown"
+    answer = str(asked["message"]) if asked is not None and known else recorded_why(view)
     if as_json:
-        print(render.as_json({"run_id": run_id, "state": view.state, "why": answer}))
+        by = "scheduler" if known else "log"
+        print(render.as_json({"run_id": run_id, "state": view.state, "why": answer, "answered_by": by}))
         return
-    render.console().print(f"{run_id} ({view.name}) is {render.state(view.state)}: {render.escape(answer)}")
+    render.console().print(
+        f"{run_id} ({render.escape(view.name)}) is {render.state(view.state)}: {render.escape(answer)}"
+    )
+    if asked is None and not view.ended:
+        print("(as the log has it: the scheduler does not answer; `trainbus doctor` looks closer)", file=sys.stderr)
+
+
+def recorded_why(view: RunView) -> str:
+    """Why a run is where it is, as far as its facts say."""
+    match view.state:
+        case "accepted":
+            return "it was accepted and will be queued at once"
+        case "preparing":
+            return view.reason or "its data is being ingested and sharded"
+        case "queued":
+            return view.reason or "the scheduler is about to place it"
+        case "starting":
+            return f"it was placed on {view.slots_got} slots and its ranks are starting"
+        case "running":
+            return f"it runs on {view.slots_got} slots of the {view.slots_min} to {view.slots_max} it can use"
+        case "preempting" | "cancelling":
+            return f"it was asked to let go: {view.reason}"
+        case "completed" if not view.verdict:
+            return "every rank ended well"
+        case "completed":
+            return f"{view.verdict}, {view.verdict_reason}"
+        case _:
+            return view.reason or "no reason was given"
 
 
 async def logs(address: Address, name: str, *, follow: bool) -> None:
@@ -98,10 +124,14 @@ async def logs(address: Address, name: str, *, follow: bool) -> None:
     async with connect(address) as link:
         run_id = await resolve(link, name)
         ranks = await _ranks(link, run_id)
+        silent = True
         async for stored in _until_ended(link, run_id, topology.LOGS, subjects.log(run_id), follow=follow):
             event: run.RunLog = stored.event
+            silent = False
             for line in event.lines:
                 print(f"[{event.rank}] {line}" if ranks > 1 else line, flush=follow)
+        if silent:
+            print(f"run {run_id} has printed nothing; `trainbus events --run {run_id}` is its life", file=sys.stderr)
         if follow:
             await exit_as_run(link, run_id)
 
@@ -163,11 +193,13 @@ async def events(
 def event_line(stored: Stored) -> str:
     """One event for people: when, its place in the log, about what, what."""
     aggregate, name, fact = stored.subject.split(".")[:3]
+    # Where the text begins with the fact's own name it is not said twice.
+    text = describe(stored.event).removeprefix(fact.replace("_", " ")).lstrip(": ")
     return (
-        f"[dim]{stored.envelope.time:%H:%M:%S.%f}[/]"[:-6]
-        + f"[/] [dim]{stored.sequence:>6}[/] {aggregate} [cyan]{name[:16]}[/] "
-        + f"[bold]{fact}[/] {render.escape(describe(stored.event))}"
-    )
+        f"[dim]{stored.envelope.time:%H:%M:%S.%f}"[:-3]
+        + f"[/] [dim]{stored.sequence:>6}[/] {aggregate:<7} [cyan]{name[:14]:<14}[/] "
+        + f"[bold]{fact:<20}[/] {render.escape(text)}"
+    ).rstrip()
 
 
 def cloud_event(stored: Stored) -> dict[str, Any]:
@@ -197,10 +229,8 @@ async def checkpoints(address: Address, name: str, *, as_json: bool) -> None:
     if as_json:
         print(render.as_json(found))
         return
-    made = render.table("step", "epoch", "samples", "manifest", right=("step", "epoch", "samples"))
-    for each in found:
-        made.add_row(str(each.step), str(each.epoch), f"{each.samples_consumed:,}", each.uri)
-    render.console().print(made if found else f"run {run_id} has no committed checkpoint")
+    console = render.console()
+    console.print(render.checkpoints(found) if found else f"run {run_id} has no committed checkpoint", soft_wrap=True)
 
 
 async def nodes(address: Address, *, as_json: bool) -> None:
@@ -211,17 +241,20 @@ async def nodes(address: Address, *, as_json: bool) -> None:
     if as_json:
         print(render.as_json(views))
     else:
-        render.console().print(render.nodes(views, board, render.utc_now()))
+        found = render.nodes(views, board, render.utc_now())
+        render.console().print(found if views else "no node has joined yet: `trainbus service worker` starts one")
 
 
 async def datasets(address: Address, *, as_json: bool) -> None:
     """Print what was ingested and sharded."""
     async with connect(address) as link:
-        board = board_of(await link.read(subjects.dataset()))
+        # Data that was sharded before is known by what its run was told alone.
+        board = board_of(await link.read(subjects.dataset(), subjects.fact("run", subjects.ANY, "prepared")))
     if as_json:
         print(render.as_json(list(board.datasets.values())))
     else:
-        render.console().print(render.datasets(board.datasets.values()))
+        found = render.datasets(board.datasets.values())
+        render.console().print(found if board.datasets else "no datasets yet: a run with `--data s3://...` makes one")
 
 
 async def models(address: Address, *, as_json: bool) -> None:
@@ -231,7 +264,8 @@ async def models(address: Address, *, as_json: bool) -> None:
     if as_json:
         print(render.as_json(list(board.models.values())))
     else:
-        render.console().print(render.models(board.models.values(), render.utc_now()))
+        found = render.models(board.models.values(), render.utc_now())
+        render.console().print(found if board.models else "no champions yet: a run with `evaluation` competes for one")
 
 
 async def resolve(link: Link, name: str) -> str:
@@ -261,12 +295,27 @@ async def resolve(link: Link, name: str) -> str:
 
 async def add_progress(link: Link, view: RunView) -> None:
     """Complete a view of a running run with where its training is now."""
-    stored = await link.last(topology.PROGRESS, subjects.progress(view.run_id))
-    if stored is None or stored.event.generation < view.generation:
+    subject = subjects.progress(view.run_id)
+    last = await link.last(topology.PROGRESS, subject)
+    if last is None or last.event.generation < view.generation:
         return
-    event: run.RunProgress = stored.event
-    if event.kind == "training":
-        view.step, view.total_steps, view.epoch = event.step, event.total_steps, event.epoch
-        view.samples_consumed = event.samples_consumed
+    reach = NEWEST_PROGRESS
+    while True:
+        # The newest message may be the node's own measurements, and each tells some of the metrics alone.
+        start = max(1, last.sequence - reach)
+        stored = await link.read(subject, stream=topology.PROGRESS, start_sequence=start)
+        told: list[run.RunProgress] = [
+            each.event for each in stored if each.event.kind == "training" and each.event.generation >= view.generation
+        ]
+        older_ones_remain = start > 1 and (not stored or stored[0].event.generation >= view.generation)
+        if told or not older_ones_remain:
+            break
+        reach *= 10
+    for event in told:
+        view.step, view.samples_consumed = (
+            max(view.step, event.step),
+            max(view.samples_consumed, event.samples_consumed),
+        )
+        view.total_steps, view.epoch = event.total_steps or view.total_steps, max(view.epoch, event.epoch)
         for point in event.points:
             view.metrics.update(point.values)

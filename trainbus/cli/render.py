@@ -11,10 +11,11 @@ from typing import Any
 
 from pydantic import BaseModel
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
 from rich.markup import escape as escape
 from rich.table import Table
 
+from contracts.events.run import CheckpointRef
 from trainbus.cli.board import Board, DatasetView, ModelView, Moment, NodeView, RunView
 
 STATE_STYLE = {
@@ -34,8 +35,13 @@ STATE_STYLE = {
     "draining": "yellow",
     "left": "dim",
 }
+#: Columns whose values are of use only in one piece.
+UNBROKEN = ("run", "state", "metric", "verdict", "node", "dataset", "manifest")
+SPLITS = ("train", "validation", "test")
 #: Without a terminal there is no width to fit; long lines are better than broken ones.
 PLAIN_WIDTH = 160
+#: Columns of a terminal from which on tables show what can also be had from `trainbus show`.
+WIDE = 130
 
 
 def console(stderr: bool = False) -> Console:
@@ -59,6 +65,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
     return value.isoformat() if isinstance(value, datetime) else value
+
+
+def summary(view: RunView) -> dict[str, Any]:
+    """A run for lists: without its timeline and output."""
+    plain: dict[str, Any] = _plain(view)
+    return {name: value for name, value in plain.items() if name not in ("timeline", "log_tail")}
 
 
 def state(name: str) -> str:
@@ -89,40 +101,51 @@ def size(count: float) -> str:
 
 
 def table(*columns: str, title: str | None = None, right: Iterable[str] = ()) -> Table:
-    made = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
+    made = Table(
+        box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False, padding=(0, 1, 0, 0)
+    )
     for name in columns:
-        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+        whole = name in right or name in UNBROKEN
+        made.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=whole)
     return made
 
 
-def runs(views: Iterable[RunView], now: datetime) -> Table:
-    """One line a run."""
-    made = table(
-        "run", "name", "state", "slots", "step", "restarts", "checkpoint", "metric", "verdict", "age",
-        right=("slots", "step", "restarts", "age"),
-    )  # fmt: skip
+def runs(views: Iterable[RunView], now: datetime, width: int = PLAIN_WIDTH) -> Group:
+    """One line a run, and under the table why those wait or failed that do."""
+    views = list(views)
+    names = ["run", "name", "state", "slots", "step", "restarts", "checkpoint", "metric", "verdict", "age"]
+    narrow = width < WIDE
+    if narrow:
+        names = [name for name in names if name not in ("restarts", "checkpoint")]
+    made = table(*names, right=("slots", "step", "restarts", "age"))
     for view in views:
-        made.add_row(
-            view.run_id,
-            escape(view.name) + (" [dim](evaluation)[/]" if view.kind == "evaluate" else ""),
-            state(view.state),
-            slots(view),
-            str(view.step) + (f"/{view.total_steps}" if view.total_steps else ""),
-            str(view.restarts),
-            f"step {view.last_checkpoint.step}" if view.last_checkpoint else "",
-            metric(view),
-            escape(view.verdict),
-            ago(view.requested_at, now),
-        )
-        if view.reason and view.state != "running":
-            made.add_row("", f"[dim]{escape(view.reason)}[/]", end_section=False)
-    return made
+        cells = {
+            "run": view.run_id,
+            "name": escape(view.name),
+            "state": state(view.state),
+            "slots": slots(view),
+            "step": str(view.step) + (f"/{view.total_steps}" if view.total_steps else ""),
+            "restarts": str(view.restarts),
+            "checkpoint": f"step {view.last_checkpoint.step}" if view.last_checkpoint else "",
+            "metric": metric(view).rpartition("/")[2] if narrow else metric(view),
+            "verdict": escape(view.verdict),
+            "age": ago(view.requested_at, now),
+        }
+        made.add_row(*(cells[name] for name in names))
+    reasons = [
+        f"{view.run_id} [bold]{escape(view.name)}[/] {state(view.state)}: {escape(view.reason)}"
+        for view in views
+        if view.reason and view.state != "running"
+    ]
+    return Group(made, *reasons)
 
 
 def slots(view: RunView) -> str:
-    """What a run has, or had last, of what it wants: ``2/1-4``."""
+    """What a run has had one after the other, of what it wants: ``4→2 of 1-4``."""
     wants = str(view.slots_max) if view.slots_min == view.slots_max else f"{view.slots_min}-{view.slots_max}"
-    got = "→".join(str(size) for size in view.resizes[-4:]) or "0"
+    # Placed again on as many slots is a restart, not another size.
+    sizes = [size for size, before in zip(view.resizes, (None, *view.resizes), strict=False) if size != before]
+    got = "→".join(str(size) for size in sizes[-4:]) or "0"
     return f"{got} of {wants}"
 
 
@@ -223,14 +246,25 @@ def nodes(views: Iterable[NodeView], board: Board, now: datetime) -> Table:
     return made
 
 
+def checkpoints(found: Iterable[CheckpointRef]) -> Table:
+    """One line a checkpoint. The manifest is never broken over lines, so that it can be copied."""
+    made = table("step", "epoch", "samples", "manifest", right=("step", "epoch", "samples"))
+    for each in found:
+        made.add_row(str(each.step), str(each.epoch), f"{each.samples_consumed:,}", each.uri)
+    return made
+
+
 def datasets(views: Iterable[DatasetView]) -> Table:
+    """One line a dataset, however often it was asked for; and one for each attempt that gave none."""
     made = table("dataset", "source", "format", "records", "quarantined", "splits", "size", right=("records", "size"))
-    for view in views:
+    for view in {each.dataset_id or each.ingestion_id: each for each in views}.values():
         bad = ", ".join(f"{count} {code}" for code, count in view.quarantined.items())
-        splits = " ".join(f"{name}={count}" for name, count in view.split_counts.items())
+        splits = " ".join(f"{name}={view.split_counts[name]}" for name in SPLITS if name in view.split_counts)
+        if view.failed:
+            made.add_row("[red]failed[/]", escape(view.failed), "", "", "", "", "")
+            continue
         made.add_row(
-            (view.dataset_id or "")[:16] or "[red]failed[/]" if view.failed else (view.dataset_id or "")[:16],
-            escape(view.source or view.failed), view.format, f"{view.accepted:,}", bad, splits,
+            (view.dataset_id or "")[:16], escape(view.source), view.format, f"{view.accepted:,}", bad, splits,
             size(view.size_bytes) if view.size_bytes else "",
         )  # fmt: skip
     return made

@@ -1,13 +1,17 @@
-"""What stands before every HTTP request: counting by route template (never by path), and one refusal."""
+"""What stands before every HTTP request: counting by route template (never by path), tracing, and one refusal."""
 
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
+from opentelemetry.trace import SpanKind
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway import metrics
+from services.kit import telemetry
 
 
 class SameSite:
@@ -60,8 +64,17 @@ class Instrument:
             await send(message)
 
         try:
-            await self._app(scope, receive, watched)
+            with _traced(scope):
+                await self._app(scope, receive, watched)
         except Exception:
             if not answered:
                 observe(500)
             raise
+
+
+def _traced(scope: Scope) -> AbstractContextManager[Any]:
+    """A span around what changes something: the run that it asks for goes on with the caller's trace."""
+    if scope["method"] in ("GET", "HEAD", "OPTIONS"):
+        return nullcontext()
+    caller = dict(scope["headers"]).get(b"traceparent", b"").decode("latin-1")
+    return telemetry.span(f"HTTP {scope['method']}", SpanKind.SERVER, caller)

@@ -50,6 +50,15 @@ async def read_sse(
     return found
 
 
+async def test_the_callers_trace_goes_on_in_the_request(gateway: Running, bus: Bus) -> None:
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    headers = {"Idempotency-Key": "traced", "traceparent": trace}
+    answer = await gateway.client.post("/training-runs", json=BODY, headers=headers)
+    stored = await bus.js.get_msg("REQUESTS", answer.json()["sequence"])
+    # Nothing is exported here, so there is no span of ours between the two.
+    assert (stored.headers or {})["traceparent"] == trace
+
+
 async def test_post_then_get_at_once(gateway: Running, bus: Bus) -> None:
     answers = [
         await gateway.client.post("/training-runs", json=BODY, headers={"Idempotency-Key": "k1"}) for _ in range(2)

@@ -60,7 +60,7 @@ async def test_a_language_model_is_submitted_and_learns(stack: Stack) -> None:
         str(EXAMPLES / "gpt"),
         "task:ByteGPT",
         *("--request", str(EXAMPLES / "gpt" / "train.json")),
-        *("--data", "s3://lake/stdlib/", "--format", "text"),
+        *("--data", "s3://lake/stdlib/"),
         *("--max-steps", "40", "--slots", "1", "--param", "width=32", "--param", "context=32"),
         "--follow",
     )

@@ -113,7 +113,7 @@ def build_request(submission: Submission, package: Package | None, bucket: str) 
     elif body.get("task") and not body.get("training"):
         body["training"] = {"epochs": 1}
     if submission.data is not None:
-        body["data"] = data_field(submission.data, submission.data_format)
+        body["data"] = data_field(submission.data, submission.data_format, body.get("data"))
     try:
         return TrainRequested.model_validate(body)
     except ValidationError as error:
@@ -124,15 +124,19 @@ def build_request(submission: Submission, package: Package | None, bucket: str) 
         raise CliError(f"the request is not valid:\n{problems}", USAGE) from error
 
 
-def data_field(text: str, data_format: str | None) -> dict[str, str]:
-    """``s3://lake/digits`` is a source to ingest; 64 hex digits are a dataset that exists."""
+def data_field(text: str, data_format: str | None, given: Any = None) -> dict[str, Any]:
+    """``s3://lake/digits`` is a source to ingest; 64 hex digits are a dataset that exists.
+
+    How a source is to be read (format, split, windows) stays as the request file has ``given`` it.
+    """
     if re.fullmatch(r"[0-9a-f]{64}", text):
         return {"dataset_id": text}
     if not text.startswith("s3://"):
         raise CliError(f"--data {text!r}: give an s3:// location, or the id of a dataset (`trainbus datasets`)", USAGE)
     suffix = text.rsplit("/", 1)[-1].rpartition(".")[2].lower()
     guessed = {"jsonl": "jsonl", "parquet": "parquet", "txt": "text"}.get(suffix, "images")
-    return {"source": text, "format": data_format or guessed}
+    kept = given if isinstance(given, dict) and "source" in given else {}
+    return {"format": guessed, **kept, "source": text, **({"format": data_format} if data_format else {})}
 
 
 async def submit(

@@ -137,7 +137,8 @@ def _stack(folder: Path, given: Path | None) -> Iterator[Finding]:
     try:
         address = find(given)
     except CliError:
-        yield Finding("stack", "note", f"none runs on {folder}", "trainbus up")
+        where = f" --data-dir {given}" if given is not None else ""
+        yield Finding("stack", "note", f"none runs on {folder}", f"trainbus up{where}")
         return
     yield _tcp("NATS", address)
     yield _s3(address)

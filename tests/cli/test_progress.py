@@ -1,0 +1,69 @@
+"""Where a run is comes from its newest training points, whatever its nodes have measured since."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, cast
+
+import pytest
+
+from contracts.envelope import Envelope
+from contracts.events.run import ProgressPoint, RunProgress
+from trainbus.cli.board import RunView
+from trainbus.cli.link import Link, Stored
+from trainbus.cli.reading import NEWEST_PROGRESS, add_progress
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+@dataclass
+class FakeLink:
+    """A stream PROGRESS with one run alone in it."""
+
+    stored: list[Stored] = field(default_factory=list)
+
+    def add(self, kind: Any, step: int, generation: int = 2, **values: float) -> None:
+        sequence = len(self.stored) + 1
+        points = (ProgressPoint(step=step, time=float(sequence), values=values),)
+        event = RunProgress(
+            run_id="r1",
+            generation=generation,
+            node_id="a",
+            rank=0,
+            offset=sequence,
+            points=points,
+            kind=kind,
+            step=step,
+        )
+        envelope = Envelope(id=event.event_id, source="test", type=event.type, time=NOW)
+        self.stored.append(Stored(sequence, event.subject, envelope, event))
+
+    async def last(self, _stream: Any, _subject: str) -> Stored | None:
+        return self.stored[-1] if self.stored else None
+
+    async def read(self, *_filters: str, stream: Any, start_sequence: int) -> list[Stored]:
+        return self.stored[start_sequence - 1 :]
+
+
+@pytest.mark.parametrize(
+    ("measurements_since", "generation", "step"),
+    [
+        pytest.param(0, 2, 40, id="training is the newest"),
+        pytest.param(1, 2, 40, id="a measurement is the newest"),
+        pytest.param(3 * NEWEST_PROGRESS, 2, 40, id="training is far back"),
+        pytest.param(1, 3, 7, id="nothing yet of this generation"),
+    ],
+)
+def test_where_a_run_is(measurements_since: int, generation: int, step: int) -> None:
+    link = FakeLink()
+    link.add("training", 20, **{"validation/accuracy": 0.5})
+    link.add("training", 40, **{"train/loss": 0.1})
+    for _ in range(measurements_since):
+        link.add("system", 0, cpu=1.0)
+    view = RunView("r1", generation=generation, step=7)
+    asyncio.run(add_progress(cast(Link, link), view))
+    assert view.step == step
+    if generation == 2 and measurements_since < NEWEST_PROGRESS:
+        assert view.metrics == {"validation/accuracy": 0.5, "train/loss": 0.1}

@@ -1,0 +1,93 @@
+"""What ranks write down is said under the same ids with the same content, however often it is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from contracts.base import Fact
+from contracts.events.run import RunLog, RunProgress, RunStarted
+from contracts.ranks import MetricsLine, json_line
+from services.kit.bus import Transient
+from services.kit.clock import ManualClock
+from services.worker.core.journal import Placed, compile_patterns
+from services.worker.journal import Follower
+
+
+class Bus:
+    """Stores everything, and its answer to some publishes gets lost. It remembers no id, as after two minutes."""
+
+    def __init__(self) -> None:
+        self.stored: list[Fact] = []
+        self.lose_answers = 0
+
+    async def publish(self, fact: Fact) -> None:
+        self.stored.append(fact)
+        if self.lose_answers:
+            self.lose_answers -= 1
+            raise Transient("no answer")
+
+    def distinct(self) -> list[Any]:
+        """One of each id; all of an id must be equal."""
+        by_id: dict[str, Fact] = {}
+        for fact in self.stored:
+            assert by_id.setdefault(fact.event_id, fact) == fact, f"{fact.event_id} means two things"
+        return list(by_id.values())
+
+
+def follower(folder: Path, bus: Bus, clock: ManualClock, **more: Any) -> Follower:
+    patterns = compile_patterns({"loss": r"loss=([0-9.]+)"})
+    placed = Placed("r1", 1, "n1")
+
+    def now() -> float:
+        return clock.now().timestamp()
+
+    return Follower(placed, (0,), folder, bus.publish, now, interval_s=0.01, patterns=patterns, **more)
+
+
+def write(folder: Path, *steps: int) -> None:
+    with (folder / "rank_0.jsonl").open("ab") as journal, (folder / "rank_0.log").open("ab") as output:
+        for step in steps:
+            journal.write(json_line(MetricsLine(time=float(step), step=step, values={"x": step})))
+            output.write(f"loss={step}.5\n".encode())
+
+
+async def test_a_lost_answer_and_a_restart_much_later_change_nothing_that_was_said(tmp_path: Path) -> None:
+    bus, clock = Bus(), ManualClock()
+    write(tmp_path, 1, 2)
+    first = follower(tmp_path, bus, clock)
+    for step in range(3, 12, 2):
+        bus.lose_answers = 1
+        try:
+            await first.poll()
+        except Transient:
+            clock.advance(1)
+        # More is written before it is tried again.
+        write(tmp_path, step, step + 1)
+    await first.drain()
+    said = bus.distinct()
+    points = [point for fact in said if isinstance(fact, RunProgress) for point in fact.points]
+    assert sorted(point.step for point in points if "x" in point.values) == list(range(1, 13))
+    assert sorted(point.step for point in points if "loss" in point.values) == list(range(1, 13))
+    assert [line for fact in said if isinstance(fact, RunLog) for line in fact.lines] == [
+        f"loss={step}.5" for step in range(1, 13)
+    ]
+    # Killed before it had written down that all is said; its heir says the last of it again, an hour later.
+    write(tmp_path, 13)
+    await first.poll()
+    said = bus.distinct()
+    clock.advance(3600)
+    await follower(tmp_path, bus, clock).drain()
+    assert bus.distinct() == said
+
+
+async def test_a_silent_command_has_started_as_soon_as_it_runs(tmp_path: Path) -> None:
+    bus = Bus()
+    command = follower(tmp_path, bus, ManualClock(), launch_is_start=True)
+    await command.poll()
+    assert bus.stored == []
+    (tmp_path / "processes.json").write_text("[]")
+    await command.poll()
+    await command.poll()
+    (started,) = bus.stored
+    assert isinstance(started, RunStarted)

@@ -126,8 +126,13 @@ class Stack:
 
     async def cli(self, *arguments: str, timeout_s: float = 120.0) -> Done:
         """Run ``trainbus`` against this stack, as a person in a shell would."""
+        command = (sys.executable, "-m", "trainbus", *arguments, "--data-dir", str(self.data_dir))
+        return await self.shell(*command, timeout_s=timeout_s)
+
+    async def shell(self, *command: str, timeout_s: float = 120.0) -> Done:
+        """Run a command to its end."""
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "trainbus", *arguments, "--data-dir", str(self.data_dir)),
+            *command,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env={name: value for name, value in os.environ.items() if not name.startswith("TRAINBUS_")},

@@ -89,8 +89,10 @@ async def why(address: Address, name: str, *, as_json: bool) -> None:
         by = "scheduler" if known else "log"
         print(render.as_json({"run_id": run_id, "state": view.state, "why": answer, "answered_by": by}))
         return
+    verb = "" if view.ended else "is "
+    name = render.escape(view.name)
     render.console().print(
-        f"{run_id} ({render.escape(view.name)}) is {render.state(view.state)}: {render.escape(answer)}"
+        f"{run_id} ({name}) {verb}{render.state(view.state)}: {render.escape(answer)}", soft_wrap=True
     )
     if asked is None and not view.ended:
         print("(as the log has it: the scheduler does not answer; `trainbus doctor` looks closer)", file=sys.stderr)

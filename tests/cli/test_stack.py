@@ -171,7 +171,7 @@ def test_without_a_stack_a_command_says_how_to_start_one(tmp_path: Path) -> None
     command = [sys.executable, "-m", "trainbus", "ps", "--data-dir", str(tmp_path / "none")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment())
     assert done.returncode == 1
-    assert "start one with `trainbus up`" in done.stderr
+    assert f"start one with `trainbus up --data-dir {tmp_path / 'none'}`" in done.stderr
 
 
 def test_submit_follows_a_command_to_its_end(up: Up, tmp_path: Path) -> None:

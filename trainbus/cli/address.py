@@ -72,9 +72,9 @@ def find(given: Path | None) -> Address:
     stack = read_stack(data_dir)
     if stack is None:
         raise CliError(
-            f"no stack runs on {data_dir}: start one with `trainbus up`"
+            f"no stack runs on {data_dir}: start one with `trainbus up"
             + (f" --data-dir {given}" if given else "")
-            + ", or name another with TRAINBUS_NATS_URL"
+            + "`, or name another with TRAINBUS_NATS_URL"
         )
     keys = json.loads(secrets_file(data_dir).read_text())
     return Address(

@@ -7,7 +7,10 @@ page, and one writer (a lock and a single thread) is all the coordination that M
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import tempfile
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +37,7 @@ from services.tracking import metrics
 from services.tracking.core import describe, points
 from services.tracking.core.fold import FIRST_ATTEMPT, Run, filters, fold
 from services.tracking.settings import TrackingSettings
-from services.tracking.store import Away, Gone, Page, Promotion, Refused, Store
+from services.tracking.store import Away, Gone, Page, Promotion, Refused, Store, import_mlflow
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -42,6 +45,8 @@ T = TypeVar("T")
 #: Runs kept in memory; others are read again from the stream when something happens to them.
 MAX_RUNS = 2000
 BEHIND_INTERVAL_S = 5.0
+#: How far the import of MLflow steps back behind what else starts on this machine.
+IMPORT_NICENESS = 10
 #: Tries after which a call that fails while MLflow does everything else is taken for impossible.
 UNCLEAR_TRIES = 10
 
@@ -80,8 +85,6 @@ class Projector:
         self.away = False
 
     async def __aenter__(self) -> Self:
-        # The import takes seconds: it runs beside the start, and the first call waits for it in the queue.
-        self._thread.submit(self._warm)
         return self
 
     async def __aexit__(
@@ -91,7 +94,15 @@ class Projector:
         async with self._lock:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _warm(self) -> None:
+    async def warm_up(self) -> None:
+        """Import MLflow and open it, beside whatever starts on this machine; the first call waits for it."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._open_store)
+
+    def _open_store(self) -> None:
+        # In a thread of its own, since a priority that has been lowered stays low.
+        importing = threading.Thread(target=_import_politely, name="import mlflow")
+        importing.start()
+        importing.join()
         try:
             self._store.open()
         except Exception as error:
@@ -392,6 +403,15 @@ def _ms(time_s: float) -> int:
     return round(time_s * 1000)
 
 
+def _import_politely() -> None:
+    """Import mlflow, which takes seconds, and let those go first who want the same core."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), IMPORT_NICENESS)
+    with suppress(Exception):  # whoever needs it tries again and says what is wrong
+        import_mlflow()
+
+
 def build(settings: Settings, store: Store | None = None) -> Service:
     """The tracking service. ``store`` stands in for MLflow where a test needs another."""
     if not isinstance(settings, TrackingSettings):
@@ -403,6 +423,7 @@ def build(settings: Settings, store: Store | None = None) -> Service:
         if issubclass(event, RunFact):
             service.bus.on(topology.TRACKING, event)(projector.on_run_fact)
     service.bus.on(topology.TRACKING, ModelPromoted)(projector.on_model_promoted)
+    service.background(projector.warm_up)
     service.background(projector.follow_live)
     service.background(projector.watch_behind)
     service.ready_when("mlflow", lambda: not projector.away)

@@ -79,6 +79,16 @@ class Promotion:
     tags: Mapping[str, str]
 
 
+def import_mlflow() -> None:
+    """Import mlflow with the settings and the quiet it needs here."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("mlflow").setLevel(logging.WARNING)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    import mlflow
+    import mlflow.store.tracking.sqlalchemy_store  # noqa: F401
+
+
 class Store:
     """One MLflow: a server by URL, or a database that this process writes itself."""
 
@@ -94,10 +104,7 @@ class Store:
         if self._client is not None:
             return
         with self._translated("open"):
-            for name, value in ENVIRONMENT.items():
-                os.environ.setdefault(name, value)
-            logging.getLogger("mlflow").setLevel(logging.WARNING)
-            logging.getLogger("alembic").setLevel(logging.WARNING)
+            import_mlflow()
             from mlflow import MlflowClient
 
             if self.uri.startswith(SQLITE):

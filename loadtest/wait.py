@@ -31,7 +31,6 @@ from contracts.base import run_id_for
 from contracts.envelope import ANONYMOUS_SOURCE
 from loadtest.common import report
 from services.kit.bus import Bus
-from services.kit.objects import Objects
 from trainbus.cli import demo, demo_lake
 from trainbus.cli.address import find
 from trainbus.cli.embedded.launch import StackProcess
@@ -93,9 +92,8 @@ async def measure(data_dir: Path, repeat: int, waits: Waits, progress: Progress)
     bus = Bus("loadtest", settings)
     await bus.connect(reconcile_topology=False)
     screenless = demo.Screen(demo.Board(), demo.render.console())
-    async with Objects(settings) as objects:
-        await demo_lake.fill(objects, "lake", demo_lake.scans(), lambda _: None)
-        code = await demo._upload_code(demo.Demo(screenless.board, screenless), address)
+    await demo_lake.fill(settings, "lake", demo_lake.scans(), lambda _: None)
+    code = await demo._upload_code(demo.Demo(screenless.board, screenless), address)
     probe = Probe(bus, code)
     bar = progress.add_task("runs", total=repeat)
     for number in range(repeat):

@@ -23,7 +23,7 @@ from trainbus.cli.embedded.servers import NatsServer, S3Server, free_ports, port
 DEFAULT_DATA_DIR = Path(".trainbus")
 BUCKETS = ("lake", "datasets", "models", "code")
 #: Every service but the workers, of which there is one a node.
-SERVICES = ("scheduler", "ingestion", "sharding", "checkpoint", "tracking", "evaluation", "gateway")
+SERVICES = ("gateway", "scheduler", "ingestion", "sharding", "checkpoint", "tracking", "evaluation")
 WORKER = "worker"
 #: The user's own TRAINBUS_ settings are for other stacks and must not leak into this one, but for these.
 PASSED_ON = ("TRAINBUS_LOG_LEVEL", "TRAINBUS_OTLP_ENDPOINT", "TRAINBUS_CHAOS_TWICE")

@@ -57,7 +57,7 @@ class Probe:
     def training(self, steps: int) -> dict[str, Any]:
         training = {**demo.TRAINING, "epochs": None, "max_steps": steps, "checkpoint_every_steps": 20}
         training = {name: value for name, value in training.items() if value is not None}
-        body = demo._request("wait", self.code, training, {"min": 2, "max": 2}, 0)
+        body = demo.example_request("wait", self.code, training, {"min": 2, "max": 2}, 0)
         return {key: value for key, value in body.items() if key not in ("evaluation", "model")}
 
     async def fact(self, run_id: str, name: str) -> Any:
@@ -91,10 +91,9 @@ async def measure(data_dir: Path, repeat: int, waits: Waits, progress: Progress)
     settings = address.settings()
     bus = Bus("loadtest", settings)
     await bus.connect(reconcile_topology=False)
-    screenless = demo.Screen(demo.Board(), demo.render.console())
     await demo_lake.fill(settings, "lake", demo_lake.scans(), lambda _: None)
-    code = await demo._upload_code(demo.Demo(screenless.board, screenless), address)
-    probe = Probe(bus, code)
+    package = await demo.upload_example(address)
+    probe = Probe(bus, package.code(address.bucket_code))
     bar = progress.add_task("runs", total=repeat)
     for number in range(repeat):
         run_id, published = await probe.publish({"name": "line", "command": ["echo", "hello"]})

@@ -374,12 +374,6 @@ class Ingest:
             log.info("another instance was faster with the same result", folder=folder_uri)
 
 
-def _folder_of(path: str) -> str:
-    """The class of an image that lies in folders: the outermost one, '' if there is none."""
-    folder, slash, _ = path.partition("/")
-    return folder if slash else ""
-
-
 def _no_label(labels: Pinned | None, label: str | None) -> str:
     if labels is None:
         return "the image is in no folder: put it into one named after its class, or add a labels.csv"

@@ -39,7 +39,6 @@ from contracts.envelope import (
     decode,
     encode,
     fact_envelope,
-    open_envelope,
 )
 from services.kit import metrics, telemetry
 from services.kit.clock import Clock, SystemClock
@@ -612,5 +611,4 @@ __all__ = [
     "Received",
     "Transient",
     "Unreadable",
-    "open_envelope",
 ]

@@ -78,6 +78,18 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def aws_session(settings: Settings) -> Any:
+    """An aioboto3 session with the credentials of the settings, else those that boto finds by itself."""
+    import aioboto3
+
+    secret = settings.s3_secret_key
+    return aioboto3.Session(
+        aws_access_key_id=settings.s3_access_key,
+        aws_secret_access_key=secret.get_secret_value() if secret else None,
+        region_name=settings.s3_region,
+    )
+
+
 def _parse_time(text: str) -> datetime:
     try:
         return datetime.fromisoformat(text)
@@ -97,15 +109,9 @@ class Objects:
         self._client: Any = None
 
     async def __aenter__(self) -> Self:
-        import aioboto3
         from botocore.config import Config
 
-        secret = self._settings.s3_secret_key
-        session = aioboto3.Session(
-            aws_access_key_id=self._settings.s3_access_key,
-            aws_secret_access_key=secret.get_secret_value() if secret else None,
-            region_name=self._settings.s3_region,
-        )
+        session = aws_session(self._settings)
         # Listings hold a time an object; boto's general parser would take half of the time they cost.
         session._session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=_parse_time)
         config = Config(

@@ -21,7 +21,7 @@ from yarl import URL
 
 from services.kit import metrics
 from services.kit.bus import Transient
-from services.kit.objects import CHUNK, PATIENCE_S, Missing
+from services.kit.objects import CHUNK, PATIENCE_S, Missing, aws_session
 from services.kit.settings import Settings
 from services.kit.signing import signed_headers
 
@@ -62,15 +62,7 @@ class Reader:
         self._credentials: Any = None
 
     async def __aenter__(self) -> Self:
-        import aioboto3
-
-        secret = self._settings.s3_secret_key
-        session = aioboto3.Session(
-            aws_access_key_id=self._settings.s3_access_key,
-            aws_secret_access_key=secret.get_secret_value() if secret else None,
-            region_name=self._settings.s3_region,
-        )
-        self._credentials = await session.get_credentials()
+        self._credentials = await aws_session(self._settings).get_credentials()
         region = self._settings.s3_region
         self._endpoint = (self._settings.s3_endpoint or f"https://s3.{region}.amazonaws.com").rstrip("/")
         connector = aiohttp.TCPConnector(limit=CONNECTIONS)

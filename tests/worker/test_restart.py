@@ -80,7 +80,8 @@ async def test_what_happened_while_no_agent_was_there_is_made_up_for(world: Worl
     committing.cancel()
 
 
-async def test_a_zombie_of_an_older_generation_is_killed_at_the_restart(world: World, agent_process: Any) -> None:
+async def _orphaned_ranks(world: World, agent_process: Any) -> Path:
+    """Ranks that train on after their agent was killed; the folder by which they are found."""
     folder = world.settings.data_dir.resolve()
     process = agent_process()
     await _joined(world, 1)
@@ -89,6 +90,11 @@ async def test_a_zombie_of_an_older_generation_is_killed_at_the_restart(world: W
     process.kill()
     process.wait()
     assert ranks_of(folder)
+    return folder
+
+
+async def test_a_zombie_of_an_older_generation_is_killed_at_the_restart(world: World, agent_process: Any) -> None:
+    folder = await _orphaned_ranks(world, agent_process)
     # Meanwhile the run went on elsewhere.
     placed = await world.place(generation=2, members=(_member("elsewhere"),), params={"steps": 5})
     assert placed.generation == 2
@@ -129,14 +135,7 @@ async def test_an_agent_stopped_before_it_has_joined_again_leaves_no_ranks(world
 async def test_an_agent_stopped_while_there_is_no_bus_leaves_no_ranks_and_the_next_one_says_so(
     world: World, agent_process: Any, nats_server: NatsServer
 ) -> None:
-    folder = world.settings.data_dir.resolve()
-    process = agent_process()
-    await _joined(world, 1)
-    await world.place(params={"steps": 100_000})
-    await world.wait_steps(3)
-    process.kill()
-    process.wait()
-    assert ranks_of(folder)
+    folder = await _orphaned_ranks(world, agent_process)
     nats_server.kill()
     process = agent_process()
     # It has nothing to say yet that it is there but its signal handlers, which come before all else.

@@ -89,12 +89,7 @@ def build_request(submission: Submission, package: Package | None, bucket: str) 
         body["command"] = list(submission.command)
         body.pop("task", None)
     if package is not None:
-        body["code"] = {
-            "uri": f"s3://{bucket}/packages/{package.sha256}.tar.gz",
-            "sha256": package.sha256,
-            "git_commit": package.git_commit,
-            "git_dirty": package.git_dirty,
-        }
+        body["code"] = package.code(bucket)
     given = {
         "name": submission.name,
         "slots": parse_slots(submission.slots) if submission.slots else None,

@@ -35,7 +35,7 @@ from trainbus.cli.embedded.launch import StackError, StackInfo, StackProcess, is
 from trainbus.cli.embedded.layout import DEFAULT_DATA_DIR, StackOptions
 from trainbus.cli.errors import FAILED, CliError
 from trainbus.cli.link import Link, connect
-from trainbus.cli.pack import pack
+from trainbus.cli.pack import Package, pack
 
 #: Where the example lies in a checkout.
 EXAMPLE = Path(trainbus.__file__).parents[1] / "examples" / "digits"
@@ -190,11 +190,11 @@ async def _play(demo: Demo, address: Address, scans: Future[dict[str, bytes]]) -
             asyncio.create_task(_redraw(demo)),
         ]
         try:
-            demo.first = await _publish(link, _request(FIRST, code, TRAINING, {"min": 1, "max": 4}, 0))
+            demo.first = await _publish(link, example_request(FIRST, code, TRAINING, {"min": 1, "max": 4}, 0))
             demo.screen.runs[demo.first] = FIRST
             demo.screen.say(f"published train.requested for {FIRST!r}: {demo.first}")
             await _until(changed, followers, lambda: _half_way(demo.view(demo.first)))
-            demo.second = await _publish(link, _request(SECOND, code, SECOND_TRAINING, {"min": 2, "max": 2}, 10))
+            demo.second = await _publish(link, example_request(SECOND, code, SECOND_TRAINING, {"min": 2, "max": 2}, 10))
             demo.screen.runs[demo.second] = SECOND
             demo.screen.say(f"half-way: published {SECOND!r} of priority 10, which needs two slots: {demo.second}")
             await _until(changed, followers, lambda: demo.finished)
@@ -219,18 +219,22 @@ async def _fill_lake(demo: Demo, address: Address, scans: Future[dict[str, bytes
 
 
 async def _upload_code(demo: Demo, address: Address) -> dict[str, Any]:
+    stage = demo.screen.stage("code package")
+    package = await upload_example(address)
+    demo.screen.done(stage, f"examples/digits, {render.size(len(package.body))}, sha256 {package.sha256[:12]}")
+    return package.code(address.bucket_code)
+
+
+async def upload_example(address: Address) -> Package:
+    """Store the example's code package."""
     from trainbus.cli.acting import upload_package
 
-    stage = demo.screen.stage("code package")
     package = pack(EXAMPLE)
-    uri = f"s3://{address.bucket_code}/packages/{package.sha256}.tar.gz"
-    await upload_package(address, package, uri)
-    demo.screen.done(stage, f"examples/digits, {render.size(len(package.body))}, sha256 {package.sha256[:12]}")
-    code = {"uri": uri, "sha256": package.sha256, "git_commit": package.git_commit, "git_dirty": package.git_dirty}
-    return {name: value for name, value in code.items() if value is not None}
+    await upload_package(address, package, package.code(address.bucket_code)["uri"])
+    return package
 
 
-def _request(
+def example_request(
     name: str, code: dict[str, Any], training: dict[str, Any], slots: dict[str, int], priority: int
 ) -> dict[str, Any]:
     """The body of a request: the example's own, with what the demo changes."""

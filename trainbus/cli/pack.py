@@ -15,6 +15,7 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pathspec import GitIgnoreSpec
 
@@ -62,6 +63,16 @@ class Package:
     content_bytes: int
     git_commit: str | None
     git_dirty: bool | None
+
+    def code(self, bucket: str) -> dict[str, Any]:
+        """The ``code`` of a request that runs this package out of ``bucket``."""
+        found = {
+            "uri": f"s3://{bucket}/packages/{self.sha256}.tar.gz",
+            "sha256": self.sha256,
+            "git_commit": self.git_commit,
+            "git_dirty": self.git_dirty,
+        }
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def pack(folder: Path) -> Package:

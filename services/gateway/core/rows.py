@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from contracts.events import run
+
 #: States after which nothing more happens to a run itself; a verdict may still come.
-TERMINAL = frozenset({"rejected", "completed", "failed", "cancelled"})
+TERMINAL = frozenset(fact.fact for fact in run.TERMINAL)
 #: States in which a run holds slots.
 HOLDING = frozenset({"placed", "running", "preempting"})
 STATES = (

@@ -13,7 +13,7 @@ from trainbus import Task
 class Slow(Task):
     """Logistic regression on 8x8 pixels, ``step_s`` of waiting a batch."""
 
-    def __init__(self, step_s: float = 0.02, fail_at_import: bool = False) -> None:
+    def __init__(self, step_s: float = 0.02) -> None:
         self.step_s = step_s
 
     def model(self) -> nn.Module:

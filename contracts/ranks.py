@@ -51,6 +51,10 @@ class Launch(Line):
     resume: CheckpointRef | None = None
     #: Seconds without an agent after which a rank must end itself: its node is taken for lost.
     orphan_timeout_s: float = 30.0
+    #: What the agent knows of the machine that decides the last bits of arithmetic.
+    machine: dict[str, str] = Field(default_factory=dict)
+    #: Folder in memory (tmpfs) where ranks leave state that outlives them, ``g<generation>/step_<n>/``; None: none.
+    memory_folder: str | None = None
 
 
 class MetricsLine(Line):
@@ -72,6 +76,21 @@ class StartedLine(Line):
     time: float
     step: int
     samples_consumed: int
+    resumed_from: Literal["scratch", "checkpoint", "memory"] = "checkpoint"
+    environment: dict[str, str] = Field(default_factory=dict)
+    environment_digest: str | None = None
+    exactness: Literal["exact", "samples-exact"] = "samples-exact"
+
+
+class StragglerLine(Line):
+    """This rank's own work holds the others up. Written by rank 0, who sees all of them."""
+
+    kind: Literal["straggler"] = "straggler"
+    time: float
+    step: int
+    rank: int
+    factor: float
+    over_steps: int
 
 
 class CheckpointLine(Line):
@@ -85,6 +104,7 @@ class CheckpointLine(Line):
     samples_consumed: int
     metrics: dict[str, float] = Field(default_factory=dict)
     final: bool = False
+    exactness: Literal["exact", "samples-exact"] = "samples-exact"
 
 
 class ResultLine(Line):
@@ -108,7 +128,7 @@ class EndedLine(Line):
 
 
 JournalLine = Annotated[
-    MetricsLine | StartedLine | CheckpointLine | ResultLine | EndedLine, Field(discriminator="kind")
+    MetricsLine | StartedLine | StragglerLine | CheckpointLine | ResultLine | EndedLine, Field(discriminator="kind")
 ]
 JOURNAL_LINE: TypeAdapter[JournalLine] = TypeAdapter(JournalLine)
 

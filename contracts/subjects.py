@@ -54,7 +54,7 @@ ALL_DEAD = ("dead.>",)
 ALL_SHADOW = ("shadow.>",)
 #: Every verb that can be requested. They are listed rather than matched by ``*.requested``,
 #: because that would overlap with ``progress.*`` and ``dead.>``, which the server refuses.
-VERBS = ("train", "cancel", "ingest", "restore", "tune", "promote", "rollback", "drain")
+VERBS = ("train", "cancel", "ingest", "restore", "tune", "promote", "rollback", "drain", "pin", "scrub")
 ALL_REQUESTS = tuple(request(verb) for verb in VERBS)
 
 

@@ -2,19 +2,49 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from contracts.base import ObjectUri, Sha256, Token
 from contracts.events.run import CheckpointRef, GenerationFact, RunFact, Value
 
 
+class Chunk(Value):
+    """A piece of a file. ``sha256`` and ``size_bytes`` are the piece's own, whatever is stored for it."""
+
+    sha256: Sha256
+    size_bytes: int = Field(ge=0)
+    #: The blob that holds the piece, under the hash of the blob's bytes.
+    uri: ObjectUri
+    #: ``xor-zstd``: the blob is a difference to ``base``, see ``docs/checkpoints.md``.
+    encoding: Literal["plain", "xor-zstd"] = "plain"
+    #: Bytes of the blob; for a plain piece ``size_bytes``.
+    stored_bytes: int | None = Field(None, ge=0)
+    #: The piece that a difference is against, itself perhaps a difference; chains are short.
+    base: Chunk | None = None
+
+    @property
+    def uris(self) -> tuple[str, ...]:
+        """Every blob that is needed to get the piece back."""
+        return (self.uri, *(self.base.uris if self.base is not None else ()))
+
+
 class CheckpointFile(Value):
-    """One file of a checkpoint; its bytes are the blob of that hash."""
+    """One file of a checkpoint; its bytes are those of its chunks, one after the other."""
 
     path: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./-]{0,200}$")
     sha256: Sha256
     size_bytes: int = Field(ge=0)
-    uri: ObjectUri
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def uris(self) -> tuple[str, ...]:
+        """Every blob that is needed to get the file back."""
+        return tuple(dict.fromkeys(uri for chunk in self.chunks for uri in chunk.uris))
+
+
+Exactness = Literal["exact", "samples-exact"]
 
 
 class CheckpointStaged(GenerationFact, fact="checkpoint_staged"):
@@ -29,6 +59,8 @@ class CheckpointStaged(GenerationFact, fact="checkpoint_staged"):
     files: tuple[CheckpointFile, ...]
     metrics: dict[str, float] = Field(default_factory=dict)
     final: bool = False
+    #: Whether the state is, to the bit, what undisturbed training would have made of it.
+    exactness: Exactness = "samples-exact"
 
     @property
     def occurrence(self) -> str:
@@ -42,6 +74,11 @@ class CheckpointCommitted(GenerationFact, fact="checkpoint_committed"):
     size_bytes: int
     metrics: dict[str, float] = Field(default_factory=dict)
     final: bool = False
+    exactness: Exactness = "samples-exact"
+    #: A hash over weights, optimizer, schedule and sampler, the same for any number of ranks.
+    state_digest: Sha256 | None = None
+    #: Of the manifest's bytes: whoever has this can tell the whole checkpoint from any other.
+    manifest_sha256: Sha256 | None = None
 
     @property
     def occurrence(self) -> str:
@@ -69,3 +106,46 @@ class CheckpointDeleted(RunFact, fact="checkpoint_deleted"):
     @property
     def occurrence(self) -> str:
         return self.uri
+
+
+class CheckpointPinned(RunFact, fact="checkpoint_pinned"):
+    """Somebody wants the checkpoint kept whatever retention says, or no longer."""
+
+    uri: ObjectUri
+    step: int
+    pinned: bool
+    request_id: str
+    reason: str = ""
+
+    @property
+    def occurrence(self) -> str:
+        return self.request_id
+
+
+class CheckpointRotten(RunFact, fact="checkpoint_rotten"):
+    """What is stored of a committed checkpoint is no longer what it was. Nodes that have the blobs write them anew."""
+
+    uri: ObjectUri
+    step: int
+    #: Blobs that are missing or whose bytes do not fit their name.
+    blobs: tuple[ObjectUri, ...]
+    #: When it was found: each finding is a fact of its own.
+    found_at: str
+
+    @property
+    def occurrence(self) -> str:
+        return f"{self.uri}/{self.found_at}"
+
+
+class CheckpointRepaired(RunFact, fact="checkpoint_repaired"):
+    """A rotten blob was written anew from a node's copy of it."""
+
+    uri: ObjectUri
+    step: int
+    blob: ObjectUri
+    node_id: Token
+    found_at: str
+
+    @property
+    def occurrence(self) -> str:
+        return f"{self.uri}/{self.found_at}/{self.blob}"

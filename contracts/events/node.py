@@ -32,6 +32,8 @@ class NodeJoined(NodeFact, fact="joined"):
     labels: dict[str, str] = Field(default_factory=dict)
     lease_ttl_s: float = Field(gt=0)
     software: dict[str, str] = Field(default_factory=dict)
+    #: Nodes with the same one do arithmetic with the same last bits: processor, accelerator, libraries.
+    machine_digest: str = ""
     #: (run_id, generation) whose ranks still run here: a restarted agent has taken them up again.
     running: tuple[tuple[str, int], ...] = ()
 
@@ -52,3 +54,20 @@ class NodeDraining(NodeFact, fact="draining"):
     """Nothing new is placed on the node, and what runs there is asked to let go."""
 
     reason: str = ""
+
+
+class NodeNotice(NodeFact, fact="notice"):
+    """Whoever runs the machine will take it away, or may. Nothing new is placed there, and what runs is moved."""
+
+    source: str
+    kind: str
+    #: Seconds that are left; None where nobody says.
+    grace_s: float | None = None
+    detail: str = ""
+
+
+class NodeUnfit(NodeFact, fact="unfit"):
+    """A check of the node's devices failed; nothing is placed there until the agent joins anew."""
+
+    reason: str
+    slots: tuple[int, ...] = ()

@@ -145,10 +145,49 @@ class RunStarted(GenerationFact, fact="started"):
     node_id: Token
     step: int = 0
     samples_consumed: int = 0
+    #: Where the state came from. ``memory``: from ranks of the generation before that outlived it, beyond its
+    #: last committed checkpoint; what that generation reported up to ``step`` then stands.
+    resumed_from: Literal["scratch", "checkpoint", "memory"] = "checkpoint"
+    #: What decides the last bits of arithmetic: machine, libraries, threads. And a hash of it.
+    environment: dict[str, str] = Field(default_factory=dict)
+    environment_digest: Sha256 | None = None
+    exactness: Literal["exact", "samples-exact"] = "samples-exact"
 
     @property
     def occurrence(self) -> str:
         return f"{self.generation}/{self.node_id}"
+
+
+class RunStalled(GenerationFact, fact="stalled"):
+    """A rank has made no step for many times the median; ``stacks`` say where every rank of the node is."""
+
+    node_id: Token
+    rank: int
+    step: int
+    silent_s: float
+    median_step_s: float
+    on_stall: Literal["observe", "restart", "exclude"] = "observe"
+    #: One text a rank.
+    stacks: dict[str, str] = Field(default_factory=dict)
+
+    @property
+    def occurrence(self) -> str:
+        return f"{self.generation}/{self.node_id}/{self.rank}/{self.step}"
+
+
+class RunStraggler(GenerationFact, fact="straggler"):
+    """A rank's own work takes longer than the others', who wait for it in every step."""
+
+    node_id: Token
+    rank: int
+    step: int
+    #: The rank's own seconds a step over the median of all ranks.
+    factor: float
+    over_steps: int
+
+    @property
+    def occurrence(self) -> str:
+        return f"{self.generation}/{self.rank}/{self.step}"
 
 
 class RunPreempting(GenerationFact, fact="preempting"):

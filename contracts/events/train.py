@@ -112,12 +112,28 @@ class Training(Part):
     max_steps: int | None = Field(None, ge=1)
     global_batch: int = Field(64, ge=1, description="samples a step, over all ranks")
     accumulate: int = Field(1, ge=1, description="micro-batches a step on each rank")
-    precision: Literal["fp32", "bf16"] = "fp32"
-    strategy: Literal["ddp", "deepspeed"] = "ddp"
-    zero_stage: Literal[0, 1, 2] = 0
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    #: ``zero1`` is DDP with the optimizer sharded over the ranks; it exists in exact mode alone.
+    strategy: Literal["ddp", "zero1", "fsdp2", "deepspeed"] = "ddp"
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    #: Exact mode: the step is made of so many logical ranks, whatever the number of processes is, and the
+    #: result is the same to the bit. None: fast mode, exact in the samples alone.
+    logical_ranks: int | None = Field(None, ge=1, le=4096)
+    #: Exact mode: buffers (BatchNorm statistics) are those of logical rank 0, or the mean over all logical ranks.
+    buffers: Literal["first", "mean"] = "first"
+    #: Exact mode: whether the run may go to machines whose arithmetic may differ; it is then no longer exact.
+    unlike_nodes: Literal["avoid", "allow"] = "avoid"
+    #: Decay of an exponential moving average of the weights, which is then what is validated and evaluated.
+    ema_decay: float | None = Field(None, gt=0, lt=1)
     clip_norm: float | None = Field(None, gt=0)
     seed: int = Field(0, ge=0, lt=2**63)
+    #: Steps between checkpoints; None: at the end of each epoch.
     checkpoint_every_steps: int | None = Field(None, ge=1)
+    #: The longest time between checkpoints, whatever the steps; ``auto`` weighs their measured cost against the
+    #: failures seen (Young/Daly).
+    checkpoint_every_s: Annotated[float, Field(gt=0)] | Literal["auto"] = 600.0
+    #: Checkpoints besides, after these very steps.
+    checkpoint_at_steps: tuple[int, ...] = Field((), max_length=10_000)
     #: Steps between evaluations on the validation split; None: at the end of each epoch.
     validate_every_steps: int | None = Field(None, ge=1)
     log_every_steps: int = Field(1, ge=1)
@@ -131,6 +147,25 @@ class Training(Part):
             raise ValueError("training.zero_stage needs training.strategy 'deepspeed'")
         return self
 
+    @model_validator(mode="after")
+    def _exact(self) -> Self:
+        logical = self.logical_ranks
+        if logical is None:
+            if self.strategy == "zero1":
+                raise ValueError("training.strategy 'zero1' is part of exact mode: set training.logical_ranks")
+            return self
+        if self.strategy == "deepspeed":
+            raise ValueError(
+                "training.logical_ranks (exact mode) does not go with strategy 'deepspeed': "
+                "use 'ddp', 'zero1' or 'fsdp2', or leave logical_ranks out"
+            )
+        if logical > self.global_batch:
+            raise ValueError(
+                f"training.logical_ranks ({logical}) is more than training.global_batch ({self.global_batch}): "
+                "each logical rank needs a sample"
+            )
+        return self
+
 
 class Retention(Part):
     """Which checkpoints are kept; the newest always is."""
@@ -139,6 +174,30 @@ class Retention(Part):
     best: int = Field(1, ge=0)
     metric: Metric = "validation/loss"
     mode: Mode = "min"
+    #: Checkpoints whose step is a multiple of this are kept for ever.
+    every_steps: int | None = Field(None, ge=1)
+
+
+class Checkpoints(Part):
+    """How checkpoints are stored."""
+
+    #: Send what changed against the checkpoint before (XOR, byte planes, zstd) where that is smaller.
+    delta: bool = False
+    #: Also write a DVC pointer file, and the files under the names that ``dvc pull`` looks for.
+    dvc: bool = False
+
+
+class Watch(Part):
+    """What is done about ranks that make no progress, or less than the others."""
+
+    #: A rank is stalled when a step takes so many times the median step, and ``stall_min_s`` at the least.
+    stall_factor: float = Field(20.0, gt=1)
+    stall_min_s: float = Field(60.0, gt=0)
+    #: ``restart`` starts a new generation, ``exclude`` one without the node of the stalled rank.
+    on_stall: Literal["observe", "restart", "exclude"] = "observe"
+    #: A rank is a straggler when its own work takes so many times the median of the ranks over ``straggler_steps``.
+    straggler_factor: float = Field(1.5, gt=1)
+    straggler_steps: int = Field(50, ge=2)
 
 
 class Evaluation(Part):
@@ -183,6 +242,8 @@ class TrainRequested(Request, verb="train"):
     data: DataSource | DatasetRef | None = None
     training: Training | None = None
     retention: Retention = Retention()
+    checkpoints: Checkpoints = Checkpoints()
+    watch: Watch = Watch()
     evaluation: Evaluation | None = None
     evaluate: EvaluateTarget | None = None
     #: The registered model that this run's result competes for.
@@ -211,6 +272,12 @@ class TrainRequested(Request, verb="train"):
             raise ValueError("kind 'evaluate' needs 'evaluate': which checkpoint to measure")
         if self.kind == "train" and self.task is not None and self.training is None:
             raise ValueError("'task' needs 'training': at least training.epochs or training.max_steps")
+        logical = self.training.logical_ranks if self.training else None
+        if logical is not None and self.slots.max > logical:
+            raise ValueError(
+                f"slots.max ({self.slots.max}) is more than training.logical_ranks ({logical}): a logical rank cannot "
+                "be divided, so ask for fewer slots or more logical ranks"
+            )
         if self.evaluation is not None and self.model is None:
             raise ValueError("'evaluation' needs 'model': the registered model that the result competes for")
         return self
@@ -241,6 +308,23 @@ class RestoreRequested(Request, verb="restore"):
         if (self.step is None) == (self.epoch is None):
             raise ValueError("give exactly one of 'step' and 'epoch'")
         return self
+
+
+class PinRequested(Request, verb="pin"):
+    """Keep a committed checkpoint whatever retention says, or stop keeping it."""
+
+    run_id: Token
+    step: int = Field(ge=0)
+    pinned: bool = True
+    reason: str = Field("pinned by request", max_length=2000)
+
+
+class ScrubRequested(Request, verb="scrub"):
+    """Read committed checkpoints back from the store and compare their hashes; repair what is rotten."""
+
+    #: None: of every run.
+    run_id: Token | None = None
+    repair: bool = True
 
 
 class DrainRequested(Request, verb="drain"):

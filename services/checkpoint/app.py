@@ -17,6 +17,7 @@ from contracts.events.checkpoint import (
     CheckpointFile,
     CheckpointRefused,
     CheckpointStaged,
+    Chunk,
 )
 from contracts.events.model import ModelPromoted
 from contracts.events.run import RunAccepted, RunCancelled, RunCompleted, RunFailed, RunPlaced
@@ -146,24 +147,25 @@ class Committer:
 
     async def _verify(self, files: Sequence[CheckpointFile]) -> str:
         """Compare the files with what is in the store; the first problem in words, or ''."""
-        problems = await asyncio.gather(*(self._verify_file(file) for file in files))
+        chunks = [(file.path, chunk) for file in files for chunk in file.chunks]
+        problems = await asyncio.gather(*(self._verify_chunk(path, chunk) for path, chunk in chunks))
         return next((problem for problem in problems if problem), "")
 
-    async def _verify_file(self, file: CheckpointFile) -> str:
+    async def _verify_chunk(self, path: str, chunk: Chunk) -> str:
         async with self._slots:
             try:
-                info = await self._objects.head(file.uri)
-                if info.size_bytes != file.size_bytes:
-                    return f"{file.path!r} has {info.size_bytes} bytes in the store, {file.size_bytes} were announced"
-                known = (file.uri, info.etag)
+                info = await self._objects.head(chunk.uri)
+                if info.size_bytes != chunk.size_bytes:
+                    return f"{path!r} has {info.size_bytes} bytes in the store, {chunk.size_bytes} were announced"
+                known = (chunk.uri, info.etag)
                 if info.size_bytes > self._settings.checkpoint_verify_bytes or known in self._verified:
                     return ""
-                digest = await self._objects.hash(file.uri)
+                digest = await self._objects.hash(chunk.uri)
             except Missing:
-                return f"{file.path!r} is not in the store: {file.uri} is missing"
+                return f"{path!r} is not in the store: {chunk.uri} is missing"
             metrics.VERIFIED_BYTES.inc(info.size_bytes)
-            if digest != file.sha256:
-                return f"{file.path!r} is corrupt in the store: its hash is {digest}, {file.sha256} was announced"
+            if digest != chunk.sha256:
+                return f"{path!r} is corrupt in the store: its hash is {digest}, {chunk.sha256} was announced"
             if len(self._verified) > 100_000:
                 self._verified.clear()
             self._verified.add(known)

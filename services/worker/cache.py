@@ -25,7 +25,7 @@ from contracts.events.run import CheckpointRef
 from contracts.events.train import Code
 from services.kit.objects import Missing, Objects, hash_file
 from services.worker import metrics
-from services.worker.files import link_or_copy
+from services.worker.files import join, link_or_copy
 from services.worker.together import together
 
 log = structlog.get_logger(__name__)
@@ -112,13 +112,14 @@ class Cache:
                 samples_consumed=manifest["samples_consumed"],
             )
             targets = [(folder / _relative(file.path), file) for file in files]
-            await self._ensure([_Wanted(file.uri, file.sha256, self.blob(file.sha256)) for file in files], hold)
+            chunks = {chunk.sha256: chunk for file in files for chunk in file.chunks}
+            await self._ensure([_Wanted(each.uri, sha256, self.blob(sha256)) for sha256, each in chunks.items()], hold)
         except Missing as error:
             raise CacheError(f"checkpoint {uri} is not in the store, {error} is missing: choose another one") from error
         except (ValueError, KeyError, TypeError, ValidationError) as error:
             raise CacheError(f"checkpoint {uri} is damaged: {error}. Choose another one") from error
         for target, file in targets:
-            link_or_copy(self.blob(file.sha256), target)
+            await asyncio.to_thread(join, [self.blob(chunk.sha256) for chunk in file.chunks], target)
         return ref
 
     def add(self, path: Path, sha256: str) -> None:

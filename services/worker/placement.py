@@ -247,6 +247,7 @@ class Placement:
             return Failure(f"node {self.member.node_id} could not prepare the run: {error}", True)
         finally:
             await end(task)
+            work.close()  # stopped before its first step, it was never begun
             metrics.PREPARE_SECONDS.observe(time.monotonic() - started)
 
     async def _launch(self, prepared: Prepared) -> Failure | None:

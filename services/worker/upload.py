@@ -8,7 +8,7 @@ from pathlib import Path
 
 import structlog
 
-from contracts.events.checkpoint import CheckpointFile
+from contracts.events.checkpoint import CheckpointFile, Chunk
 from contracts.events.run import Artifact
 from contracts.ranks import CheckpointLine
 from services.kit.objects import Objects, hash_file
@@ -50,7 +50,9 @@ async def upload_checkpoint(
             digest = await _hash(path)
             uri, _ = await objects.upload_blob(path, bucket, sha256=digest)
             await asyncio.to_thread(cache.add, path, digest)
-            return CheckpointFile(path=name, sha256=digest, size_bytes=path.stat().st_size, uri=uri)
+            size_bytes = path.stat().st_size
+            chunk = Chunk(sha256=digest, size_bytes=size_bytes, uri=uri)
+            return CheckpointFile(path=name, sha256=digest, size_bytes=size_bytes, chunks=(chunk,))
 
     return tuple(await asyncio.gather(*(send(name, path) for name, path in sorted(files.items()))))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from datetime import UTC, datetime
 
-from contracts.events.checkpoint import CheckpointCommitted, CheckpointFile, CheckpointStaged
+from contracts.events.checkpoint import CheckpointCommitted, CheckpointFile, CheckpointStaged, Chunk
 from contracts.events.run import CheckpointRef, Member, RunPlaced
 from contracts.events.train import Retention, TrainRequested
 from services.kit.objects import blob_key
@@ -35,7 +35,8 @@ def placed(generation: int = 1, *, run: str = RUN, retention: Retention | None =
 
 
 def file(bucket: str, path: str, content: bytes, **fields: object) -> CheckpointFile:
-    values: dict[str, object] = {"sha256": sha(content), "size_bytes": len(content), "uri": blob_uri(bucket, content)}
+    chunk = Chunk(sha256=sha(content), size_bytes=len(content), uri=blob_uri(bucket, content))
+    values: dict[str, object] = {"sha256": sha(content), "size_bytes": len(content), "chunks": (chunk,)}
     return CheckpointFile(path=path, **{**values, **fields})  # type: ignore[arg-type]
 
 

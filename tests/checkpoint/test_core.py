@@ -149,7 +149,7 @@ def removed(step: int) -> CheckpointDeleted:
 
 
 def blobs(part: CheckpointStaged) -> set[str]:
-    return {file.uri for file in part.files}
+    return {uri for file in part.files for uri in file.uris}
 
 
 GARBAGE: dict[str, tuple[list[Any], bool]] = {

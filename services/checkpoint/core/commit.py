@@ -123,6 +123,13 @@ def canonical_json(value: Any) -> bytes:
 def _file_problem(file: CheckpointFile, bucket: str) -> str:
     if any(part in ("", ".", "..") for part in file.path.split("/")):
         return f"the file path {file.path!r} leaves the checkpoint's folder"
-    if file.uri != f"s3://{bucket}/{BLOBS}{file.sha256[:2]}/{file.sha256}":
-        return f"{file.path!r} must be stored as the blob of its hash in bucket {bucket}, not as {file.uri}"
+    if sum(chunk.size_bytes for chunk in file.chunks) != file.size_bytes:
+        return f"the chunks of {file.path!r} do not add up to its {file.size_bytes} bytes"
+    for chunk in file.chunks:
+        if chunk.uri != blob_uri(bucket, chunk.sha256):
+            return f"{file.path!r} must be stored as blobs by their hash in bucket {bucket}, not as {chunk.uri}"
     return ""
+
+
+def blob_uri(bucket: str, sha256: str) -> str:
+    return f"s3://{bucket}/{BLOBS}{sha256[:2]}/{sha256}"

@@ -19,15 +19,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
+from pydantic import TypeAdapter, ValidationError
+
 from contracts.base import Event
 from contracts.events.checkpoint import (
     CheckpointCommitted,
     CheckpointDeleted,
+    CheckpointFile,
     CheckpointRefused,
     CheckpointStaged,
 )
 from contracts.events.run import RunCompleted, RunEvaluated, RunExited, RunPlaced
 
+_FILES = TypeAdapter(tuple[CheckpointFile, ...])
 MANIFEST_KEY = re.compile(r"^[^/]+/(?P<run_id>[^/]+)/checkpoints/epoch_-?\d+/step_-?\d+\.g(?P<generation>\d+)\.json$")
 
 
@@ -59,7 +63,7 @@ class Ledger:
             case CheckpointStaged():
                 key = (event.run_id, event.generation, event.step)
                 _, blobs = self.staged.get(key, (time, set()))
-                self.staged[key] = (time, blobs | {file.uri for file in event.files})
+                self.staged[key] = (time, blobs | {uri for file in event.files for uri in file.uris})
             case CheckpointCommitted():
                 self.committed.add(event.checkpoint.uri)
                 # From here on its manifest names the blobs.
@@ -109,6 +113,6 @@ def blobs_of(manifest: bytes) -> set[str]:
         ValueError: this is no manifest, so nobody knows what it needs.
     """
     try:
-        return {str(file["uri"]) for file in json.loads(manifest)["files"]}
-    except (KeyError, TypeError) as error:
+        return {uri for file in _FILES.validate_python(json.loads(manifest)["files"]) for uri in file.uris}
+    except (KeyError, TypeError, ValidationError) as error:
         raise ValueError(f"not a manifest: {error!r}") from error

@@ -141,10 +141,12 @@ def plan(options: StackOptions, inherited: Mapping[str, str], *, running: bool =
     for folder in ("logs", "mlflow"):
         (data / folder).mkdir(parents=True, exist_ok=True)
     nodes = [f"node-{number}" for number in range(options.nodes)]
-    ports = _Ports(data / "ports.json").take("nats", "s3", "gateway-http", *SERVICES, *nodes, as_they_are=running)
+    inner = [f"s3-{number}" for number in range(S3Server.INNER_PORTS)]
+    wanted = ("nats", "s3", "gateway-http", *inner, *SERVICES, *nodes)
+    ports = _Ports(data / "ports.json").take(*wanted, as_they_are=running)
     access_key, secret_key = s3_keys(data)
     nats = NatsServer(data / "nats", ports["nats"])
-    s3 = S3Server(data / "s3", ports["s3"], access_key, secret_key)
+    s3 = S3Server(data / "s3", ports["s3"], access_key, secret_key, [ports[name] for name in inner])
     common = {
         # The user's own TRAINBUS_ settings for other stacks must not leak into this one, log level apart.
         **{k: v for k, v in inherited.items() if not k.startswith("TRAINBUS_") or k in PASSED_ON},

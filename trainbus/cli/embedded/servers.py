@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 #: NATS refuses larger messages at the connection, before anybody can answer with a reason.
@@ -181,11 +181,16 @@ class S3Server(Server):
     """SeaweedFS in one process, answering S3."""
 
     name = "s3"
+    #: Ports besides the S3 one.
+    INNER_PORTS = 9
 
-    def __init__(self, folder: Path, port: int, access_key: str, secret_key: str) -> None:
+    def __init__(
+        self, folder: Path, port: int, access_key: str, secret_key: str, inner_ports: Sequence[int] = ()
+    ) -> None:
         super().__init__(folder, port)
         self.access_key, self.secret_key = access_key, secret_key
-        self._inner = free_ports(9)
+        # Taken together with everybody else's where there are others: a port that is chosen is free until it is used.
+        self._inner = list(inner_ports) or free_ports(self.INNER_PORTS)
 
     @property
     def endpoint(self) -> str:

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contracts.events.checkpoint import CheckpointDeleted, CheckpointStaged
+from contracts.events.checkpoint import CheckpointDeleted, CheckpointStaged, Chunk
 from contracts.events.model import ModelPromoted
 from contracts.events.run import CheckpointRef, RunAccepted, RunCompleted
 from contracts.events.train import EvaluateTarget, Retention, TrainRequested
 from services.checkpoint.core.commit import Assembled, Refusal, Waiting, assemble
 from services.checkpoint.core.garbage import Ledger, Stored, blobs_of, garbage, orphan_manifests
 from services.checkpoint.core.retention import Holds, plan
-from tests.checkpoint.facts import RUN, committed, file, placed, staged
+from tests.checkpoint.facts import RUN, committed, file, placed, sha, staged
 
 B = "models"
 NOW = datetime(2026, 1, 10, tzinfo=UTC)
@@ -51,8 +51,8 @@ BAD_PARTS: dict[str, tuple[dict[str, Any], str]] = {
     "wrong world": ({"world_size": 8}, "of 8"),
     "another sample": ({"samples_consumed": 5}, "disagree"),
     "outside the folder": ({"files": (file(B, "x/../../etc/passwd", b""),)}, "leaves the checkpoint's folder"),
-    "no blob": ({"files": (file(B, "x", b"", uri="s3://models/elsewhere"),)}, "as the blob of its hash"),
-    "other bucket": ({"files": (file("lake", "x", b""),)}, "as the blob of its hash"),
+    "no blob": ({"files": (file(B, "x", b"", chunks=(Chunk(sha256=sha(b""), size_bytes=0, uri="s3://models/elsewhere"),)),)}, "as blobs by their hash"),
+    "other bucket": ({"files": (file("lake", "x", b""),)}, "as blobs by their hash"),
     "same name": ({"files": (file(B, "rank_0.bin", b"else"),)}, "two ranks wrote different contents"),
 }
 

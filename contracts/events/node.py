@@ -65,6 +65,11 @@ class NodeNotice(NodeFact, fact="notice"):
     grace_s: float | None = None
     detail: str = ""
 
+    @property
+    def occurrence(self) -> str:
+        # A recommendation to leave may be followed by the order.
+        return f"{self.incarnation}/{self.source}/{self.kind}"
+
 
 class NodeUnfit(NodeFact, fact="unfit"):
     """A check of the node's devices failed; nothing is placed there until the agent joins anew."""

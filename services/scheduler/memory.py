@@ -87,6 +87,6 @@ def observe(cluster: Cluster) -> None:
     metrics.SLOTS.labels("used").set(cluster.slots_used)
     for phase in Phase:
         metrics.RUNS.labels(str(phase)).set(cluster.phases[phase])
-    states = ["draining" if node.alive and node.draining else node.state for node in cluster.nodes.values()]
-    for state in ("alive", "draining", "lost", "left"):
+    states = [node.shown_state for node in cluster.nodes.values()]
+    for state in ("alive", "draining", "notice", "unfit", "lost", "left"):
         metrics.NODES.labels(state).set(states.count(state))

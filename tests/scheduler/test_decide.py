@@ -22,7 +22,7 @@ from services.scheduler.core.cluster import Cluster, apply
 from services.scheduler.core.decide import deaf_nodes, decide, plan
 from services.scheduler.core.decisions import fact_of
 from services.scheduler.core.explain import message
-from services.scheduler.core.place import take
+from services.scheduler.core.place import take_alike
 from services.scheduler.core.policy import Policy
 from tests.scheduler.world import START, World, spec
 
@@ -494,7 +494,7 @@ def test_a_placement_of_a_run_that_is_over_is_taken_back() -> None:
 def test_gangs_go_on_few_nodes_and_fill_the_tightest(
     free: dict[str, int], count: int, expected: dict[str, int]
 ) -> None:
-    members = take({node_id: list(range(slots)) for node_id, slots in free.items()}, count)
+    members = take_alike({node_id: list(range(slots)) for node_id, slots in free.items()}, count)
     assert {member.node_id: len(member.slots) for member in members} == expected
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from contracts.base import Fact
 from contracts.events.checkpoint import CheckpointCommitted
-from contracts.events.node import NodeDraining, NodeJoined, NodeLeft, NodeLost
+from contracts.events.node import NodeDraining, NodeJoined, NodeLeft, NodeLost, NodeNotice, NodeUnfit
 from contracts.events.run import (
     CheckpointRef,
     RunAccepted,
@@ -21,6 +21,7 @@ from contracts.events.run import (
     RunExited,
     RunPlaced,
     RunReleased,
+    RunStalled,
     RunStarted,
 )
 from contracts.events.train import TrainRequested
@@ -90,7 +91,8 @@ class World:
             if fact.event_id in ids or not fenced:
                 break
             self.say(fact)
-            fence = self.cluster.placed_sequence
+            if isinstance(fact, RunPlaced):
+                fence = self.cluster.placed_sequence
             passed.append(fact)
         return passed
 
@@ -109,7 +111,14 @@ class World:
 
     # -- who says what -------------------------------------------------------
 
-    def join(self, node_id: str, slots: int, life: str = "1", running: tuple[tuple[str, int], ...] = ()) -> None:
+    def join(
+        self,
+        node_id: str,
+        slots: int,
+        life: str = "1",
+        running: tuple[tuple[str, int], ...] = (),
+        machine: str = "",
+    ) -> None:
         self.say(
             NodeJoined(
                 node_id=node_id,
@@ -117,6 +126,7 @@ class World:
                 address="h",
                 slots=slots,
                 lease_ttl_s=3,
+                machine_digest=machine,
                 running=running,
             )
         )
@@ -130,6 +140,19 @@ class World:
     def drain(self, node_id: str) -> None:
         self.say(NodeDraining(node_id=node_id, incarnation=self.cluster.nodes[node_id].incarnation))
 
+    def notice(self, node_id: str, grace_s: float | None = None, kind: str = "terminate") -> None:
+        life = self.cluster.nodes[node_id].incarnation
+        self.say(NodeNotice(node_id=node_id, incarnation=life, source="spot", kind=kind, grace_s=grace_s))
+
+    def unfit(self, node_id: str, *slots: int) -> None:
+        life = self.cluster.nodes[node_id].incarnation
+        self.say(NodeUnfit(node_id=node_id, incarnation=life, reason="uncorrected ECC errors", slots=slots))
+
+    def stall(self, run_id: str, node_id: str, on_stall: Any) -> None:
+        run = self.run(run_id)
+        fact = {"generation": run.generation, "rank": 0, "step": 7, "silent_s": 61.0, "median_step_s": 0.25}
+        self.hear(RunStalled.model_validate({"run_id": run_id, "node_id": node_id, "on_stall": on_stall, **fact}))
+
     def accept(self, run_id: str, wanted: TrainRequested) -> None:
         self.say(RunAccepted(run_id=run_id, spec=wanted, request_id=run_id, request_source="test"))
 
@@ -142,13 +165,16 @@ class World:
         generation = generation or self.cluster.runs[run_id].generation
         uri = f"s3://models/e/{run_id}/g{generation}/step_{step}.json"
         ref = CheckpointRef(uri=uri, step=step, epoch=epoch, samples_consumed=step * 8)
-        self.hear(CheckpointCommitted(run_id=run_id, generation=generation, checkpoint=ref, size_bytes=1, final=final))
+        exactness = "samples-exact" if self.run(run_id).inexact else "exact"
+        fact = {"run_id": run_id, "generation": generation, "checkpoint": ref, "size_bytes": 1, "final": final}
+        self.hear(CheckpointCommitted.model_validate({**fact, "exactness": exactness}))
         return uri
 
-    def start(self, run_id: str) -> None:
+    def start(self, run_id: str, exactness: Any = "exact") -> None:
         run = self.run(run_id)
         for part in run.live:
-            self.hear(RunStarted(run_id=run_id, generation=run.generation, node_id=part.node_id))
+            fact = {"run_id": run_id, "generation": run.generation, "node_id": part.node_id}
+            self.hear(RunStarted.model_validate({**fact, "exactness": exactness}))
 
     def release(self, run_id: str, *node_ids: str) -> None:
         run = self.run(run_id)
@@ -194,6 +220,9 @@ class World:
             assert slots.min <= last.world_size <= slots.max
             assert sorted(rank for member in last.members for rank in member.ranks) == list(range(last.world_size))
             assert all(len(member.slots) == len(member.ranks) for member in last.members)
+            if cluster.runs[last.run_id].exact:
+                kinds = {cluster.nodes[member.node_id].machine for member in last.members}
+                assert len(kinds) == 1, f"an exact run is on machines that are not alike: {kinds}"
 
 
 class Chaos:
@@ -203,6 +232,7 @@ class Chaos:
         self.world, self.rng = world, rng
         world.delayed = lambda: rng.random() < 0.2
         self.lives: dict[str, int] = {}
+        self.machines = {f"n{i}": "ab"[i % 2] for i in range(nodes)} if rng.random() < 0.5 else {}
         self.node_ids = [f"n{i}" for i in range(nodes)]
         for node_id in self.node_ids:
             self._join(node_id)
@@ -240,8 +270,10 @@ class Chaos:
                 world.commit(run.run_id, (run.newest.ref.step if run.newest else 0) + 1)
             else:
                 world.release(run.run_id, part.node_id)
+        elif deed < 0.28:
+            world.start(run.run_id, rng.choice(["exact", "exact", "samples-exact"]))
         elif deed < 0.3:
-            world.start(run.run_id)
+            world.stall(run.run_id, part.node_id, rng.choice(["observe", "restart", "exclude"]))
         elif deed < 0.5 and run.spec.task:
             world.commit(run.run_id, (run.newest.ref.step if run.newest else 0) + 1)
         elif deed < 0.6:
@@ -270,8 +302,12 @@ class Chaos:
             world.lose(node_id)
         elif deed < 0.4:
             world.leave(node_id)
-        elif deed < 0.5:
+        elif deed < 0.45:
             world.drain(node_id)
+        elif deed < 0.5:
+            world.notice(node_id, rng.choice([None, 5.0, 120.0]), str(rng.random()))
+        elif deed < 0.55:
+            world.unfit(node_id, *rng.choice([(), (0,)]))
         else:
             holders = sorted(set(node.used.values()))
             self._join(node_id, tuple(holder for holder in holders if rng.random() < 0.5))
@@ -287,12 +323,15 @@ class Chaos:
         least = self.rng.randint(1, 4)
         wanted = {"min": least, "max": self.rng.randint(least, 6)}
         run_id = f"r{len(self.world.cluster.runs)}"
-        more = {"max_attempts": self.rng.randint(1, 4), "grace_s": 5}
-        self.world.accept(run_id, spec(wanted, self.rng.randint(0, 3), command=self.rng.random() < 0.3, **more))
+        more: dict[str, Any] = {"max_attempts": self.rng.randint(1, 4), "grace_s": 5}
+        command = self.rng.random() < 0.3
+        if not command and self.rng.random() < 0.6:
+            more["training"] = {"epochs": 1, "logical_ranks": self.rng.randint(wanted["max"], 7)}
+        self.world.accept(run_id, spec(wanted, self.rng.randint(0, 3), command=command, **more))
 
     def _join(self, node_id: str, running: tuple[tuple[str, int], ...] = ()) -> None:
         self.lives[node_id] = self.lives.get(node_id, 0) + 1
-        self.world.join(node_id, 2, str(self.lives[node_id]), running)
+        self.world.join(node_id, 2, str(self.lives[node_id]), running, self.machines.get(node_id, ""))
 
     def calm(self) -> None:
         """From now on everything works: every run must come to an end."""

@@ -17,11 +17,13 @@ from contracts import subjects
 from contracts.base import Fact
 from contracts.envelope import Envelope, same_trace
 from contracts.events import checkpoint, node, run
-from contracts.events.run import CheckpointRef, RunExited, RunPreempting, RunPrepared
+from contracts.events.run import CheckpointRef, RunExited, RunPreempting, RunPrepared, RunStalled
 from contracts.events.train import TrainRequested
 
 Ending = Literal["released", "succeeded", "failed", "lost"]
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+#: Strikes of a node that a run is to leave out at once: more than any policy forgives.
+EXCLUDED = 1_000_000
 
 
 class Phase(StrEnum):
@@ -104,6 +106,14 @@ class Run:
     #: incarnation, was at fault.
     blameless: int = 0
     strikes: Counter[str] = field(default_factory=Counter)
+    #: Why the current generation is to be started anew: one of its ranks makes no step.
+    stalled: RunStalled | None = None
+    #: Digest of the machines on which its state came about; '' before it has any.
+    machine: str = ""
+    #: The same of the checkpoint that it was asked to start from.
+    inherited_machine: str = ""
+    #: Its ranks have said that the state is no longer exact to the bit.
+    inexact: bool = False
     #: The code of the last ``waiting``, and for which generation it was said.
     waiting_code: str = ""
     waiting_generation: int = 0
@@ -129,6 +139,20 @@ class Run:
         return sum(len(part.slots) for part in self.parts.values() if part.ended is None)
 
     @property
+    def exact(self) -> bool:
+        """Whether it matters on which kind of machine it runs."""
+        training = self.spec.training
+        exact_mode = training is not None and training.logical_ranks is not None and training.unlike_nodes == "avoid"
+        # What begins anew is exact again.
+        lost = self.inexact and self.resume is not None
+        return exact_mode and self.spec.kind == "train" and not lost
+
+    @property
+    def bound(self) -> bool:
+        """Whether it is tied to the kind of machine on which the state came about that it goes on from."""
+        return self.exact and bool(self.machine) and self.newest is not None
+
+    @property
     def resume(self) -> CheckpointRef | None:
         """Where its next generation starts: the last committed checkpoint."""
         return self.newest.ref if self.newest else self.initial
@@ -144,7 +168,14 @@ class Node:
     lease_ttl_s: float
     state: Literal["alive", "lost", "left"] = "alive"
     draining: bool = False
+    #: Whoever runs the machine is about to take it away; and since when that is known.
+    notice: node.NodeNotice | None = None
+    noticed_at: datetime = EPOCH
+    #: A check of its devices failed.
+    unfit: node.NodeUnfit | None = None
     accelerator: str = "cpu"
+    #: Nodes with the same one do arithmetic with the same last bits.
+    machine: str = ""
     #: Slot -> the (run_id, generation) that has it.
     used: dict[int, tuple[str, int]] = field(default_factory=dict)
     past: set[str] = field(default_factory=set)
@@ -158,7 +189,14 @@ class Node:
     @property
     def open(self) -> bool:
         """Whether something new may be placed here."""
-        return self.alive and not self.draining
+        return self.alive and not self.draining and self.notice is None and self.unfit is None
+
+    @property
+    def shown_state(self) -> str:
+        """One word for people."""
+        if not self.alive:
+            return self.state
+        return "unfit" if self.unfit else "notice" if self.notice else "draining" if self.draining else "alive"
 
     @property
     def free(self) -> list[int]:
@@ -184,6 +222,8 @@ class Cluster:
     active: dict[str, None] = field(default_factory=dict)
     #: Every committed checkpoint that was not deleted, by the uri of its manifest.
     checkpoints: dict[str, CheckpointRef] = field(default_factory=dict)
+    #: The machines' digest of those of them that are exact.
+    machines: dict[str, str] = field(default_factory=dict)
     phases: Counter[Phase] = field(default_factory=Counter)
     #: Sequence of the last fact folded, and of the last ``placed``: the fence of a placement.
     sequence: int = 0
@@ -261,6 +301,7 @@ def _accepted(
     accepted.traceparent = envelope.traceparent if envelope else ""
     if fact.spec.resume_from is not None:
         accepted.initial = cluster.checkpoints.get(fact.spec.resume_from)
+        accepted.inherited_machine = cluster.machines.get(fact.spec.resume_from, "")
     cluster.runs[fact.run_id] = accepted
     cluster.unqueued[fact.run_id] = None
     accepted.phase = Phase.READY if fact.spec.data is None else Phase.PREPARING
@@ -291,17 +332,23 @@ def _queued(cluster: Cluster, known: Run, fact: run.RunQueued, time: datetime) -
     if fact.reason == "node lost":
         known.blameless += 1
         known.strikes.update(_at_fault(cluster, known))
-    known.parts, known.preempting, known.ended_at = {}, None, None
+    known.parts, known.preempting, known.ended_at, known.stalled = {}, None, None, None
     known.queued_at, known.queue_reason, known.failures = time, fact.reason, fact.failures
     _enter(cluster, known, Phase.QUEUED)
 
 
-def _at_fault(cluster: Cluster, known: Run) -> list[str]:
-    """The incarnations of the nodes that failed a generation: their ranks did, or never started."""
+def _at_fault(cluster: Cluster, known: Run) -> dict[str, int]:
+    """How many strikes the nodes that failed a generation get, by their incarnations.
+
+    It is those whose ranks failed, made no step, or never started.
+    """
+    if (stalled := known.stalled) is not None:
+        home = cluster.nodes.get(stalled.node_id)
+        return {home.incarnation: EXCLUDED if stalled.on_stall == "exclude" else 1} if home else {}
     failed = [part for part in known.parts.values() if part.unprovoked and part.exit and part.exit.blameless]
     if not failed and not any(part.ended in ("lost", "failed") for part in known.parts.values()):
         failed = [part for part in known.parts.values() if not part.started]
-    return [home.incarnation for part in failed if (home := cluster.nodes.get(part.node_id)) is not None]
+    return {home.incarnation: 1 for part in failed if (home := cluster.nodes.get(part.node_id)) is not None}
 
 
 def _waiting(cluster: Cluster, known: Run, fact: run.RunWaiting, time: datetime) -> None:
@@ -312,7 +359,9 @@ def _placed(cluster: Cluster, known: Run, fact: run.RunPlaced, time: datetime) -
     if fact.generation != known.next_generation or known.live:
         return
     known.generation, known.placed_at, known.final = fact.generation, time, None
-    known.preempting, known.ended_at = None, None
+    known.preempting, known.ended_at, known.stalled = None, None, None
+    if fact.resume is None:
+        known.machine, known.inexact = "", False
     known.parts = {member.node_id: Part(member.node_id, member.slots, member.ranks) for member in fact.members}
     # A placement of a run that is over (a leader too late) holds its slots all the same, since the
     # agents act on it, until it has been told to let go.
@@ -334,8 +383,17 @@ def _started(cluster: Cluster, known: Run, fact: run.RunStarted, time: datetime)
     if fact.generation != known.generation or fact.node_id not in known.parts:
         return
     known.parts[fact.node_id].started = True
+    known.inexact = known.inexact or fact.exactness == "samples-exact"
+    if (home := cluster.nodes.get(fact.node_id)) is not None:
+        known.machine = home.machine
     if known.phase is Phase.PLACED:
         _enter(cluster, known, Phase.RUNNING)
+
+
+def _stalled(cluster: Cluster, known: Run, fact: RunStalled, time: datetime) -> None:
+    current = fact.generation == known.generation and fact.node_id in known.parts
+    if current and fact.on_stall != "observe" and known.preempting is None and known.stalled is None:
+        known.stalled = fact
 
 
 def _preempting(cluster: Cluster, known: Run, fact: RunPreempting, time: datetime) -> None:
@@ -382,6 +440,8 @@ def _committed(cluster: Cluster, known: Run, fact: checkpoint.CheckpointCommitte
     committed = Committed(fact.generation, fact.checkpoint)
     known.checkpoints[fact.checkpoint.uri] = committed
     cluster.checkpoints[fact.checkpoint.uri] = fact.checkpoint
+    if fact.exactness == "exact" and known.machine:
+        cluster.machines[fact.checkpoint.uri] = known.machine
     if known.newest is None or _age(committed) >= _age(known.newest):
         known.newest, known.committed_at, known.setbacks, known.blameless = committed, time, 0, 0
         if fact.generation == known.generation:
@@ -394,6 +454,7 @@ def _committed(cluster: Cluster, known: Run, fact: checkpoint.CheckpointCommitte
 def _deleted(cluster: Cluster, known: Run, fact: checkpoint.CheckpointDeleted, time: datetime) -> None:
     gone = known.checkpoints.pop(fact.uri, None)
     cluster.checkpoints.pop(fact.uri, None)
+    cluster.machines.pop(fact.uri, None)
     if gone is not None and gone == known.newest:
         known.newest = max(known.checkpoints.values(), key=_age, default=None)
 
@@ -448,7 +509,8 @@ def _joined(cluster: Cluster, fact: node.NodeJoined, time: datetime) -> None:
         if fact.incarnation == old.incarnation or fact.incarnation in old.past:
             return
         past = old.past | {old.incarnation}
-    new = Node(fact.node_id, fact.incarnation, fact.slots, fact.lease_ttl_s, accelerator=fact.accelerator, past=past)
+    new = Node(fact.node_id, fact.incarnation, fact.slots, fact.lease_ttl_s, past=past)
+    new.accelerator, new.machine = fact.accelerator, fact.machine_digest
     if old is not None:
         kept = set(fact.running)
         new.used = {slot: holder for slot, holder in old.used.items() if holder in kept}
@@ -474,6 +536,20 @@ def _draining(cluster: Cluster, fact: node.NodeDraining, time: datetime) -> None
         known.draining = True
 
 
+def _noticed(cluster: Cluster, fact: node.NodeNotice, time: datetime) -> None:
+    known = cluster.nodes.get(fact.node_id)
+    if known is None or known.incarnation != fact.incarnation:
+        return
+    # A recommendation to leave is often followed by the order, which says how long there is.
+    known.notice, known.noticed_at = fact, time
+
+
+def _unfit(cluster: Cluster, fact: node.NodeUnfit, time: datetime) -> None:
+    known = cluster.nodes.get(fact.node_id)
+    if known is not None and known.incarnation == fact.incarnation:
+        known.unfit = fact
+
+
 def _lose_parts(cluster: Cluster, home: Node, kept: set[tuple[str, int]], time: datetime) -> None:
     for run_id, generation in dict.fromkeys(home.used.values()):
         holder = cluster.runs[run_id]
@@ -490,6 +566,7 @@ _RUN_FACTS: dict[type[Fact], Callable[[Cluster, Run, Any, datetime], None]] = {
     run.RunWaiting: _waiting,
     run.RunPlaced: _placed,
     run.RunStarted: _started,
+    RunStalled: _stalled,
     RunPreempting: _preempting,
     run.RunReleased: _released,
     RunExited: _exited,
@@ -504,4 +581,6 @@ _NODE_FACTS: dict[type[Fact], Callable[[Cluster, Any, datetime], None]] = {
     node.NodeLost: _gone("lost"),
     node.NodeLeft: _gone("left"),
     node.NodeDraining: _draining,
+    node.NodeNotice: _noticed,
+    node.NodeUnfit: _unfit,
 }

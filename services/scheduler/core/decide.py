@@ -7,14 +7,25 @@ replace one of them: order (policy.py), place (place.py), reclaim (reclaim.py), 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 from services.scheduler.core import explain
 from services.scheduler.core.cluster import EPOCH, Cluster, Run
 from services.scheduler.core.decisions import CancelRun, Decision, ExplainRun, LoseNode, PlaceRun, PreemptRun, QueueRun
 from services.scheduler.core.explain import Why
-from services.scheduler.core.place import avoided, free_slots, take
+from services.scheduler.core.place import (
+    Counts,
+    Free,
+    avoided,
+    capacities,
+    counts,
+    free_slots,
+    kinds,
+    reserve,
+    take,
+    useful,
+)
 from services.scheduler.core.policy import Policy
 from services.scheduler.core.reclaim import Holding, growing, holdings, idle_slots, victims
 from services.scheduler.core.settle import settle_active, settle_unqueued
@@ -46,10 +57,10 @@ def plan(cluster: Cluster, now: datetime, policy: Policy, hearing_since: datetim
     # 2. Order what waits.
     waiting.sort(key=policy.order)
     # 3. Whole gangs only, since half a gang deadlocks its peers. 4. Reclaim for those in vain.
-    blocked = _place(cluster, waiting, now, policy, result)
+    blocked, idle = _place(cluster, waiting, now, policy, result)
     holders = holdings(cluster, now)
     if blocked:
-        _reclaim(blocked, holders, leaving, policy, result)
+        _reclaim(cluster, blocked, idle, holders, leaving, policy, result)
     elif not leaving:
         _grow(cluster, holders, waiting, now, policy, result)
     _explain(cluster, result)
@@ -117,43 +128,63 @@ def _breaks_again(run: Run, settlement: QueueRun, policy: Policy) -> bool:
     return settlement.reason in ("crashed", "node lost") and policy.retry_delay_s(run.setbacks + 1) > 0
 
 
-def _place(cluster: Cluster, waiting: list[Run], now: datetime, policy: Policy, result: Plan) -> list[Run]:
-    """Place in order until one does not fit; nothing overtakes that one. Return it and those behind.
+def _place(
+    cluster: Cluster, waiting: list[Run], now: datetime, policy: Policy, result: Plan
+) -> tuple[list[Run], Counts]:
+    """Place in order until one does not fit; nothing overtakes that one. Return it and those behind, and what is idle.
 
     Everybody first gets what it needs; what is then left goes to the first in order, up to its
     maximum. So an elastic run does not shut out the one behind it, and fills the cluster alone.
+    Where only machines of one kind will do for a run, it keeps others waiting for that kind alone.
     """
-    free = free_slots(cluster)
-    idle = sum(len(slots) for slots in free.values())
-    capacity = sum(node.slots for node in cluster.nodes.values() if node.open)
-    fitting: list[Run] = []
+    pools = free_slots(cluster)
+    idle, capacity = counts(pools), capacities(cluster)
+    fitting: list[tuple[Run, Counts]] = []
     blocked: list[Run] = []
+    #: Kind of machine -> the first run that waits for its slots.
+    closed: dict[str, str] = {}
     for run in waiting:
         if run.setbacks and (retry_at := _retry_at(cluster, run, policy)) > now:
             result.waits[run.run_id] = Why("paused", retry_at=retry_at)
-        elif run.spec.slots.min > capacity:
+        elif not (machines := kinds(run, capacity)):
             # It can wait for nodes, but must not keep anybody else waiting.
-            result.waits[run.run_id] = explain.too_large(cluster, capacity)
-        elif blocked or run.spec.slots.min > idle:
-            blocked.append(run)
+            result.waits[run.run_id] = explain.too_large(cluster, run, capacity)
+        elif got := reserve(run, run.spec.slots.min, [kind for kind in machines if kind not in closed], idle):
+            fitting.append((run, got))
         else:
-            fitting.append(run)
-            idle -= run.spec.slots.min
-    for run in fitting:
+            blocked.append(run)
+            ahead = next((closed[kind] for kind in machines if kind in closed), None)
+            result.waits[run.run_id] = Why("priority" if ahead else "slots", ahead=ahead)
+            for kind in machines:
+                closed.setdefault(kind, run.run_id)
+    for run, got in fitting:
         avoid = avoided(cluster, run, policy)
-        extra = min(idle, run.spec.slots.max - run.spec.slots.min)
-        if avoid:
-            # More slots are no gain where it fails.
-            good = sum(len(slots) for node_id, slots in free.items() if node_id not in avoid)
-            extra = min(extra, max(good - run.spec.slots.min, 0))
-        idle -= extra
-        members = take(free, run.spec.slots.min + extra, avoid)
-        result.decisions.append(PlaceRun(run.run_id, run.next_generation, members, run.resume))
-    if blocked:
-        behind = Why("priority", idle=idle, capacity=capacity, ahead=blocked[0].run_id)
-        result.waits.update((run.run_id, behind) for run in blocked)
-        result.waits[blocked[0].run_id] = Why("slots", idle=idle, capacity=capacity)
-    return blocked
+        _extend(run, got, pools, idle, avoid)
+        result.decisions.append(PlaceRun(run.run_id, run.next_generation, take(pools, got, avoid), run.resume))
+    for run in blocked:
+        machines = kinds(run, capacity)
+        free, whole = (sum(found.get(kind, 0) for kind in machines) for found in (idle, capacity))
+        result.waits[run.run_id] = replace(result.waits[run.run_id], idle=free, capacity=whole)
+    return blocked, idle
+
+
+def _extend(run: Run, got: Counts, pools: dict[str, Free], idle: Counts, avoid: frozenset[str]) -> None:
+    """Add to what the run has ``got`` what it can use of ``idle`` beyond its minimum."""
+    machines = [*got, *(kind for kind in idle if kind not in got and not run.exact)]
+    least = run.spec.slots.min
+    extra = min(sum(idle[kind] for kind in machines), run.spec.slots.max - least)
+    if avoid:
+        # More slots are no gain where it fails.
+        free = [(node_id, slots) for kind in machines for node_id, slots in pools[kind].items()]
+        good = sum(len(slots) for node_id, slots in free if node_id not in avoid)
+        extra = min(extra, max(good - least, 0))
+    extra = useful(run, least + extra) - least
+    for kind in machines:
+        part = min(idle[kind], extra)
+        if part > 0:
+            got[kind] = got.get(kind, 0) + part
+            idle[kind] -= part
+            extra -= part
 
 
 def _retry_at(cluster: Cluster, run: Run, policy: Policy) -> datetime:
@@ -162,25 +193,47 @@ def _retry_at(cluster: Cluster, run: Run, policy: Policy) -> datetime:
     return run.queued_at + timedelta(seconds=policy.retry_delay_s(run.setbacks))
 
 
-def _reclaim(blocked: list[Run], holders: list[Holding], leaving: set[str], policy: Policy, result: Plan) -> None:
+def _reclaim(
+    cluster: Cluster,
+    blocked: list[Run],
+    idle: Counts,
+    holders: list[Holding],
+    leaving: set[str],
+    policy: Policy,
+    result: Plan,
+) -> None:
     """Preempt for the blocked runs, in order, as long as it makes them fit."""
-    supply = result.waits[blocked[0].run_id].idle
+    capacity = capacities(cluster)
+    supply = dict(idle)
+    in_vain: set[str] = set()
     for run in blocked:
+        machines = [kind for kind in kinds(run, capacity) if kind not in in_vain]
+        if run.exact:
+            machines = machines[:1]
+        if not machines:
+            continue
         candidates: list[Holding] = []
         coming = 0
-        for holding in holders:
+        for holding in (each.on(machines) for each in holders):
             stopping = holding.run.preempting is not None or holding.run.run_id in leaving
             if stopping and (_ends(holding.run) or policy.order(holding.run) > policy.order(run)):
                 coming += holding.slots
-            elif not stopping and holding.run.spec.priority < run.spec.priority:
+            elif not stopping and holding.slots and holding.run.spec.priority < run.spec.priority:
                 candidates.append(holding)
-        need = run.spec.slots.min - supply - coming
+        least = run.spec.slots.min
+        need = least - sum(supply.get(kind, 0) for kind in machines) - coming
         chosen = victims(candidates, need, run) if need > 0 else []
         if need > 0 and not chosen:
-            return
+            in_vain.update(machines)
+            continue
         result.decisions += chosen
         leaving |= {decision.run_id for decision in chosen}
-        supply -= run.spec.slots.min
+        # What is not there yet is owed to it.
+        for kind in machines:
+            part = min(max(supply.get(kind, 0), 0), least)
+            supply[kind] = supply.get(kind, 0) - part
+            least -= part
+        supply[machines[0]] -= least
         result.waits[run.run_id] = explain.freeing(result.waits[run.run_id], holders, leaving)
 
 

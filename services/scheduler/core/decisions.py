@@ -26,6 +26,7 @@ from contracts.events.run import (
 )
 from contracts.events.train import TrainRequested
 from services.scheduler.core.cluster import Cluster
+from services.scheduler.core.place import useful
 
 Code = Literal["slots", "infeasible", "priority", "no nodes", "fragmented", "draining", "paused"]
 
@@ -137,7 +138,7 @@ def fact_of(decision: Decision, cluster: Cluster, now: datetime) -> RunFact:
                 dataset=known.dataset,
                 decided_at_sequence=cluster.sequence,
                 decided_at=now,
-                wanted_slots=known.spec.slots.max,
+                wanted_slots=useful(known, known.spec.slots.max),
             )
         case PreemptRun():
             return RunPreempting(

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from services.scheduler.core.cluster import Cluster, Phase, Run
+from services.scheduler.core.cluster import Cluster, Node, Phase, Run
 from services.scheduler.core.decisions import Code
+from services.scheduler.core.place import Counts
 from services.scheduler.core.reclaim import Holding
 
 #: How many runs or nodes a message names.
@@ -30,12 +31,15 @@ class Why:
     freeing: tuple[str, ...] = ()
 
 
-def too_large(cluster: Cluster, capacity: int) -> Why:
-    """The reason of a run that wants more slots than there are."""
+def too_large(cluster: Cluster, run: Run, capacity: Counts) -> Why:
+    """The reason of a run that wants more slots than there are, or more of one kind than there are."""
+    whole = sum(capacity.values())
     if not any(node.alive for node in cluster.nodes.values()):
         return Why("no nodes")
-    draining = any(node.alive and node.draining for node in cluster.nodes.values())
-    return Why("draining" if draining else "infeasible", capacity=capacity)
+    if run.exact and whole >= run.spec.slots.min:
+        return Why("fragmented", capacity=capacity.get(run.machine, 0) if run.bound else max(capacity.values()))
+    going = any(node.alive and not node.open for node in cluster.nodes.values())
+    return Why("draining" if going else "infeasible", capacity=whole)
 
 
 def freeing(why: Why, holders: Iterable[Holding], leaving: set[str]) -> Why:
@@ -56,11 +60,13 @@ def message(cluster: Cluster, run: Run, why: Why) -> str:
                 f"{why.capacity}"
             )
         case "draining":
-            names = ", ".join(sorted(n.node_id for n in cluster.nodes.values() if n.alive and n.draining)[:NAMED])
+            names = ", ".join(sorted(n.node_id for n in cluster.nodes.values() if n.alive and not n.open)[:NAMED])
             return (
                 f"needs at least {_slots(need)}, but only {why.capacity} are left while these nodes are being "
-                f"drained: {names}; it runs when they, or others, join again"
+                f"drained, are about to be taken away or are unfit: {names}; it runs when they, or others, join again"
             )
+        case "fragmented":
+            return _unlike(cluster, run, why)
         case "paused":
             when = why.retry_at.isoformat(timespec="seconds") if why.retry_at else "soon"
             return f"broke {run.setbacks} times in a row without a new checkpoint; the next try is at {when}"
@@ -72,9 +78,29 @@ def message(cluster: Cluster, run: Run, why: Why) -> str:
             return _for_slots(cluster, run, why)
 
 
+def _unlike(cluster: Cluster, run: Run, why: Why) -> str:
+    """Why an exact run does not take slots that would do for any other."""
+    homes: dict[str, list[str]] = {}
+    for node in sorted(cluster.nodes.values(), key=lambda node: node.node_id):
+        if node.open:
+            homes.setdefault(node.machine, []).append(node.node_id)
+    there = "; ".join(_named(names, "node") for names in homes.values())
+    of_one_kind = (
+        f"on machines like the ones it has run on (kind {run.machine[:12]}), and there are {why.capacity}"
+        if run.bound
+        else f"on machines of one kind, and there are at most {why.capacity}"
+    )
+    return (
+        f"it is exact to the bit and needs at least {_slots(run.spec.slots.min)} {of_one_kind} (these are alike: "
+        f"{there}); it runs as soon as more of the kind join, or submit it again with training.unlike_nodes 'allow' "
+        "(and resume_from its last checkpoint): that run is exact in its samples alone"
+    )
+
+
 def _for_slots(cluster: Cluster, run: Run, why: Why) -> str:
     need = run.spec.slots.min
-    text = f"needs at least {_slots(need)}, {why.idle} of {why.capacity} are free"
+    alike = " on machines of one kind" if run.exact and len({n.machine for n in cluster.nodes.values()}) > 1 else ""
+    text = f"needs at least {_slots(need)}{alike}, {why.idle} of {why.capacity} are free"
     if why.freeing:
         return f"{text}; {_named(why.freeing)} asked to let go, it starts as soon as they have"
     holders = [cluster.runs[run_id] for run_id in cluster.active if cluster.runs[run_id].live]
@@ -170,7 +196,8 @@ def summary(cluster: Cluster, limit: int = 100) -> dict[str, Any]:
         "nodes": [
             {
                 "node_id": node.node_id,
-                "state": "draining" if node.alive and node.draining else node.state,
+                "state": node.shown_state,
+                "reason": _node_reason(node),
                 "slots": node.slots,
                 "used": len(node.used),
                 "free": node.slots - len(node.used) if node.open else 0,
@@ -179,6 +206,12 @@ def summary(cluster: Cluster, limit: int = 100) -> dict[str, Any]:
             for _, node in sorted(cluster.nodes.items())
         ],
     }
+
+
+def _node_reason(node: Node) -> str:
+    if node.unfit is not None:
+        return node.unfit.reason
+    return f"{node.notice.source}: {node.notice.kind}" if node.notice is not None else ""
 
 
 def _slots(count: int) -> str:

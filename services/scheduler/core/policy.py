@@ -33,6 +33,8 @@ class Policy:
     release_deadline_s: float = 300.0
     #: A node on which a run failed so often in a row, by no fault of its own, is avoided by that run.
     avoid_node_after: int = 2
+    #: So long before a machine is taken away its ranks must have let go, for what is still to be uploaded.
+    notice_margin_s: float = 2.0
     #: Generations in a row that may break, by no fault of the run, without a new checkpoint.
     max_blameless: int = 50
     #: How long a run whose ranks all ended well waits for its final checkpoint to be committed.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 from services.scheduler.core.cluster import Cluster, Phase, Run
 from services.scheduler.core.decisions import PreemptRun
-from services.scheduler.core.place import avoided
+from services.scheduler.core.place import Counts, avoided, useful
 from services.scheduler.core.policy import Policy
 
 
@@ -19,6 +20,12 @@ class Holding:
     slots: int
     #: How long ago its work was last safe, times its slots: what a kill would lose.
     at_stake: float
+    #: The slots by the kind of machine.
+    machines: Counts
+
+    def on(self, machines: Collection[str]) -> Holding:
+        """The same, as far as it is on machines of these kinds."""
+        return replace(self, slots=sum(self.machines.get(kind, 0) for kind in machines))
 
 
 def holdings(cluster: Cluster, now: datetime) -> list[Holding]:
@@ -26,12 +33,14 @@ def holdings(cluster: Cluster, now: datetime) -> list[Holding]:
     found = []
     for run_id in cluster.active:
         run = cluster.runs[run_id]
-        slots = sum(
-            len(part.slots) for part in run.parts.values() if part.ended is None and cluster.nodes[part.node_id].open
-        )
-        if slots:
+        machines: Counts = {}
+        for part in run.parts.values():
+            if part.ended is None and (node := cluster.nodes[part.node_id]).open:
+                machines[node.machine] = machines.get(node.machine, 0) + len(part.slots)
+        if machines:
+            slots = sum(machines.values())
             safe_at = max(run.committed_at, run.placed_at)
-            found.append(Holding(run, slots, slots * (now - safe_at) / timedelta(seconds=1)))
+            found.append(Holding(run, slots, slots * (now - safe_at) / timedelta(seconds=1), machines))
     return found
 
 
@@ -80,17 +89,25 @@ def growing(
 ) -> list[PreemptRun]:
     """The restarts that put ``idle`` slots to use. Only called when nobody waits for them."""
     chosen: list[PreemptRun] = []
-    given = 0
+    idle = dict(idle)
     for holding in sorted(candidates, key=lambda h: policy.order(h.run)):
         run = holding.run
         if run.slot_count >= run.spec.slots.max or not _can_grow(run, now, policy):
             continue
         avoid = avoided(cluster, run, policy)
-        usable = sum(slots for node_id, slots in idle.items() if node_id not in avoid)
-        by = min(run.spec.slots.max - run.slot_count, usable - given)
+        usable = [
+            node_id
+            for node_id in idle
+            if node_id not in avoid and (not run.exact or cluster.nodes[node_id].machine in holding.machines)
+        ]
+        most = min(run.spec.slots.max, run.slot_count + sum(idle[node_id] for node_id in usable))
+        by = useful(run, most) - run.slot_count
         if by > 0:
             chosen.append(_resize(run, f"grows from {run.slot_count} to {run.slot_count + by} slots"))
-            given += by
+            for node_id in usable:
+                given = min(idle[node_id], by)
+                idle[node_id] -= given
+                by -= given
     return chosen
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from datetime import datetime, timedelta
 
-from contracts.events.run import QueueReason
-from services.scheduler.core.cluster import Cluster, Part, Phase, Run
+from contracts.events.run import QueueReason, RunStalled
+from services.scheduler.core.cluster import Cluster, Node, Part, Phase, Run
 from services.scheduler.core.decisions import CancelRun, CompleteRun, FailRun, PreemptRun, QueueRun
 from services.scheduler.core.policy import Policy
+
+#: However late a notice is heard, the ranks are given the time for a small checkpoint.
+LEAST_GRACE_S = 1.0
 
 Settlement = CancelRun | CompleteRun | FailRun | PreemptRun | QueueRun
 
@@ -33,15 +37,17 @@ def settle_active(
         if run.preempting is not None:
             return None
         waited = now - max(run.placed_at, hearing_since)
-        return _stop(cluster, run) or _not_started(run, waited.total_seconds(), policy)
+        return _stop(cluster, run, now, policy) or _not_started(run, waited.total_seconds(), policy)
     return None if run.terminal else _outcome(run, now, policy)
 
 
-def _stop(cluster: Cluster, run: Run) -> PreemptRun | None:
+def _stop(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> PreemptRun | None:
     """Why a gang that still runs must let go, if it must."""
     broken = [part for part in run.parts.values() if part.ended in ("failed", "lost")]
     released = [part for part in run.parts.values() if part.ended == "released"]
-    draining = [part.node_id for part in run.live if cluster.nodes[part.node_id].draining]
+    homes = [cluster.nodes[part.node_id] for part in run.live]
+    draining = [home.node_id for home in homes if home.draining]
+    noticed = [home for home in homes if home.notice is not None]
     if run.terminal:
         return PreemptRun(run.run_id, run.generation, "the run is over", "preempted", 0.0, "cancel")
     if broken:
@@ -49,6 +55,17 @@ def _stop(cluster: Cluster, run: Run) -> PreemptRun | None:
         return PreemptRun(run.run_id, run.generation, _broken_text(broken[0]), _broken_reason(run), 0.0)
     if run.cancel_reason is not None:
         return PreemptRun(run.run_id, run.generation, run.cancel_reason, "preempted", run.spec.grace_s, "cancel")
+    if unfit := _unfit_home(cluster, run):
+        # What a broken device has computed is not worth keeping, and a checkpoint might hang in it.
+        return PreemptRun(run.run_id, run.generation, unfit, "node lost", 0.0)
+    if run.stalled is not None:
+        # Its peers wait in a collective for the rank that makes no step.
+        return PreemptRun(run.run_id, run.generation, _stalled_text(run.stalled), "node lost", 0.0)
+    if noticed:
+        # The machine that goes first sets the time for all.
+        first = min(noticed, key=lambda home: _left_s(home, now))
+        grace_s = max(min(run.spec.grace_s, _left_s(first, now) - policy.notice_margin_s), LEAST_GRACE_S)
+        return PreemptRun(run.run_id, run.generation, _notice_text(first), "preempted", grace_s)
     if released:
         text = f"node {released[0].node_id} has let go of its ranks"
         return PreemptRun(run.run_id, run.generation, text, "preempted", run.spec.grace_s)
@@ -56,6 +73,37 @@ def _stop(cluster: Cluster, run: Run) -> PreemptRun | None:
         text = f"node {draining[0]} is being drained"
         return PreemptRun(run.run_id, run.generation, text, "preempted", run.spec.grace_s)
     return None
+
+
+def _unfit_home(cluster: Cluster, run: Run) -> str:
+    """Which node of the run has failed its check with slots of the run; '' if none has."""
+    for part in run.live:
+        unfit = cluster.nodes[part.node_id].unfit
+        if unfit is not None and (not unfit.slots or set(unfit.slots) & set(part.slots)):
+            return f"node {part.node_id} is unfit: {unfit.reason}"[:2000]
+    return ""
+
+
+def _left_s(home: Node, now: datetime) -> float:
+    """Seconds until the machine is taken away."""
+    if home.notice is None or home.notice.grace_s is None:
+        return math.inf
+    return home.notice.grace_s - (now - home.noticed_at).total_seconds()
+
+
+def _notice_text(home: Node) -> str:
+    notice = home.notice
+    assert notice is not None
+    within = f" within {notice.grace_s:g} s" if notice.grace_s is not None else ""
+    return f"node {home.node_id} is taken away{within} ({notice.source}: {notice.kind})"
+
+
+def _stalled_text(stalled: RunStalled) -> str:
+    without = " and goes on without that node" if stalled.on_stall == "exclude" else ""
+    return (
+        f"rank {stalled.rank} on node {stalled.node_id} has made no step for {stalled.silent_s:.3g} s after step "
+        f"{stalled.step} (the median step takes {stalled.median_step_s:.3g} s); it is started anew{without}"
+    )
 
 
 def _not_started(run: Run, waited_s: float, policy: Policy) -> PreemptRun | None:

@@ -7,8 +7,10 @@ Errors that pass (connection refused, 5xx, time-outs) become ``Transient``; a mi
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -36,6 +38,9 @@ PATIENCE_S = 60.0
 FRESHEN_S = 6 * 3600.0
 MISSING = {"404", "NoSuchKey", "NoSuchBucket", "NotFound"}
 EXISTS = {"PreconditionFailed", "412", "ConditionalRequestConflict"}
+#: The store received other bytes than were announced to it.
+DAMAGED = {"BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"}
+BLOB_KEY = re.compile(r"^blobs/sha256/[0-9a-f]{2}/([0-9a-f]{64})$")
 
 
 class Missing(Exception):
@@ -53,6 +58,8 @@ class ObjectInfo:
     size_bytes: int
     etag: str
     modified_at: datetime
+    #: What the store itself hashed when it took the object in; '' where it does not say.
+    sha256: str = ""
 
     @property
     def uri(self) -> str:
@@ -70,6 +77,12 @@ def split_uri(uri: str) -> tuple[str, str]:
 def blob_key(sha256: str) -> str:
     """The key of a content-addressed blob."""
     return f"blobs/sha256/{sha256[:2]}/{sha256}"
+
+
+def blob_sha256(uri: str) -> str:
+    """The hash that a blob's name promises; '' for any other object."""
+    match = BLOB_KEY.match(split_uri(uri)[1])
+    return match[1] if match else ""
 
 
 def hash_file(path: Path) -> str:
@@ -137,9 +150,14 @@ class Objects:
     # -- whole objects ------------------------------------------------------
 
     async def put(self, uri: str, body: bytes, *, if_absent: bool = False, content_type: str = "") -> None:
-        """Store ``body``. With ``if_absent``, raise ``Exists`` instead of replacing anything."""
+        """Store ``body``. With ``if_absent``, raise ``Exists`` instead of replacing anything.
+
+        A blob is checked against its name by the store, which takes in nothing else and says so in ``head``.
+        """
         bucket, key = split_uri(uri)
         extra: dict[str, str] = {"IfNoneMatch": "*"} if if_absent else {}
+        if sha256 := blob_sha256(uri):
+            extra["ChecksumSHA256"] = base64.b64encode(bytes.fromhex(sha256)).decode()
         if content_type:
             extra["ContentType"] = content_type
         await self._try(lambda: self._client.put_object(Bucket=bucket, Key=key, Body=body, **extra), uri)
@@ -162,10 +180,15 @@ class Objects:
         return content
 
     async def head(self, uri: str) -> ObjectInfo:
-        """Size and ETag; raises ``Missing``."""
+        """Size, ETag and, where the store keeps it, hash; raises ``Missing``."""
         bucket, key = split_uri(uri)
-        answer = await self._try(lambda: self._client.head_object(Bucket=bucket, Key=key), uri)
-        return ObjectInfo(bucket, key, answer["ContentLength"], answer["ETag"].strip('"'), answer["LastModified"])
+        call = partial(self._client.head_object, Bucket=bucket, Key=key, ChecksumMode="ENABLED")
+        answer = await self._try(call, uri)
+        # Of an object in parts it is a hash of hashes, with their number behind a dash.
+        kept = answer.get("ChecksumSHA256", "")
+        sha256 = base64.b64decode(kept).hex() if kept and "-" not in kept else ""
+        etag = answer["ETag"].strip('"')
+        return ObjectInfo(bucket, key, answer["ContentLength"], etag, answer["LastModified"], sha256)
 
     async def exists(self, uri: str) -> bool:
         try:
@@ -292,6 +315,8 @@ class Objects:
                     raise Missing(what) from error
                 if code in EXISTS or status in (409, 412):
                     raise Exists(what) from error
+                if code in DAMAGED:
+                    raise Transient(f"object store: {what} arrived as other bytes than its name says") from error
                 if status < 500 and code not in ("SlowDown", "RequestTimeout"):
                     raise
                 problem: Exception = error

@@ -47,8 +47,8 @@ def plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-def pack(optimizer: Optimizer, model: nn.Module) -> OptimizerState:
-    """Copy the optimizer's state to the host."""
+def pack(optimizer: Optimizer, model: nn.Module, *, copy: bool = True) -> OptimizerState:
+    """Copy the optimizer's state to the host, or name it where it is (``copy=False``)."""
     names = parameter_names(model)
     state = OptimizerState()
     members = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
@@ -57,7 +57,8 @@ def pack(optimizer: Optimizer, model: nn.Module) -> OptimizerState:
         name = names[id(parameter)]
         for key, value in values.items():
             if isinstance(value, Tensor):
-                state.tensors[f"{name}/{key}"] = value.detach().to("cpu", copy=True).contiguous()
+                kept = value.detach()
+                state.tensors[f"{name}/{key}"] = kept.to("cpu", copy=True).contiguous() if copy else kept
             else:
                 state.values.setdefault(name, {})[key] = value
     return state

@@ -24,6 +24,7 @@ from trainbus.trainer.checkpoint import Progress, Snapshot, Writer
 from trainbus.trainer.measure import measure
 from trainbus.trainer.stop import Consensus, Said
 from trainbus.trainer.strategies import make_strategy
+from trainbus.trainer.strategies.base import State
 from trainbus.trainer.world import World, seed_all
 
 
@@ -101,7 +102,7 @@ class Trainer:
         self.strategy = make_strategy(task, model, training, self.world)
         self.schedule = task.schedule(self.strategy.optimizer, self.total_steps)
         if resume_folder is not None and packed is not None:
-            self.strategy.load_optimizer_state(checkpoint.load_optimizer(resume_folder, packed))
+            self.strategy.load_state(State(optimizer=checkpoint.load_optimizer(resume_folder, packed)))
             if self.schedule is not None and self.progress.schedule is not None:
                 self.schedule.load_state_dict(self.progress.schedule)
         same_run = self.progress.about.get("run_id") == (about or {}).get("run_id")
@@ -147,10 +148,10 @@ class Trainer:
         losses = []
         for index, micro in enumerate(data.micro_batches):
             batch = to_device(micro.batch, lambda tensor: tensor.to(device, non_blocking=True))
-            last = index == len(data.micro_batches) - 1
-            losses.append(self.strategy.backward(batch, micro.samples / data.global_samples, last=last))
+            weight, last = micro.samples / data.global_samples, index == len(data.micro_batches) - 1
+            losses.append(self.strategy.backward(batch, weight, leaf=self.world.rank, first=index == 0, last=last))
         rate = float(self.strategy.optimizer.param_groups[0]["lr"])
-        norm = self.strategy.step(training.clip_norm)
+        norm = self.strategy.step(training.clip_norm).grad_norm
         if self.schedule is not None:
             self.schedule.step()
         progress.step += 1

@@ -1,7 +1,8 @@
-"""DistributedDataParallel, and a single process when there is one rank."""
+"""DistributedDataParallel in fast mode, and a single process when there is one rank."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +15,8 @@ from contracts.events.train import Training
 from trainbus.task import Task
 from trainbus.trainer import optimizer_state as packing
 from trainbus.trainer.optimizer_state import OptimizerState
-from trainbus.trainer.strategies.base import LossModule, host_copy
+from trainbus.trainer.strategies.base import LossModule, State, StepResult, host_copy, share_of
+from trainbus.trainer.strategies.scaler import LossScale
 from trainbus.trainer.world import World
 
 
@@ -23,9 +25,11 @@ class DDPStrategy:
 
     def __init__(self, task: Task, model: nn.Module, training: Training, world: World) -> None:
         self._world = world
+        self.leaf_count, self.leaves = world.size, range(world.rank, world.rank + 1)
         self.model = model.to(world.device)
         self.optimizer = task.optimizer(self.model)
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self._scale = LossScale(training.precision == "fp16")
         module = LossModule(task, self.model, training.precision, world.device)
         self._ddp: DistributedDataParallel | None = None
         if world.size > 1:
@@ -34,30 +38,56 @@ class DDPStrategy:
             )
         self._forward = self._ddp or module
 
-    def backward(self, batch: Any | None, weight: float, *, last: bool) -> Tensor:
+    def backward(self, batch: Any | None, weight: float, *, leaf: int, first: bool, last: bool) -> Tensor:
         with nullcontext() if last or self._ddp is None else self._ddp.no_sync():
             loss: Tensor = self._forward(batch) * weight
             # DDP divides the sum over the ranks by their number; our weights already sum to 1.
-            (loss * self._world.size).backward()  # type: ignore[no-untyped-call]
+            (loss * (self._world.size * self._scale.scale)).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
-    def step(self, clip_norm: float | None) -> Tensor:
-        limit = float("inf") if clip_norm is None else clip_norm
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, limit)
-        self.optimizer.step()
+    def step(self, clip_norm: float | None) -> StepResult:
+        taken = True
+        if self._scale.enabled:
+            gradients = [p.grad for p in self._parameters if p.grad is not None]
+            torch._foreach_mul_(gradients, 1.0 / self._scale.scale)
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, float("inf") if clip_norm is None else clip_norm)
+        if self._scale.enabled:
+            taken = self._scale.accept(float(norm))
+        if taken:
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return norm.detach()
+        return StepResult(norm.detach().double(), skipped=not taken)
 
     def sync_buffers(self) -> None:
         if self._world.size > 1:
             for buffer in self.model.buffers():
                 dist.broadcast(buffer, src=0)
 
+    def parameters_for_ema(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def load_ema(self, ema: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+        for name, tensor in ema.items():
+            tensor.copy_(saved[name])
+
+    def state(self, ema: Mapping[str, Tensor] | None = None) -> State:
+        return share_of(self.survivor_state(ema), self._world.size, self._world.rank)
+
+    def survivor_state(self, ema: Mapping[str, Tensor] | None = None) -> State:
+        model = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
+        optimizer = packing.pack(self.optimizer, self.model, copy=False)
+        return State(model, optimizer, dict(ema or {}), self._scale.state())
+
+    def load_state(self, state: State) -> None:
+        if state.model:
+            self.model.load_state_dict(state.model)
+        packing.unpack(state.optimizer, self.optimizer, self.model)
+        self._scale.load(state.scaler)
+
+    # The two that follow go when checkpoints are saved through ``state``.
+
     def model_state(self) -> dict[str, Tensor]:
         return host_copy(self.model) if self._world.is_first else {}
 
     def optimizer_state(self) -> OptimizerState:
         return packing.pack(self.optimizer, self.model) if self._world.is_first else OptimizerState()
-
-    def load_optimizer_state(self, state: OptimizerState) -> None:
-        packing.unpack(state, self.optimizer, self.model)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from contracts.events.train import Training
 from trainbus.task import Task, TaskError
 from trainbus.trainer import optimizer_state as packing
 from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
-from trainbus.trainer.strategies.base import LossModule, host_copy
+from trainbus.trainer.strategies.base import LossModule, State, StepResult, host_copy
 from trainbus.trainer.world import World
 
 
@@ -54,6 +55,7 @@ class DeepSpeedStrategy:
         deepspeed = import_deepspeed(world.device)
         self._world = world
         self._stage = training.zero_stage
+        self.leaf_count, self.leaves = world.size, range(world.rank, world.rank + 1)
         self.model = model.to(world.device)
         self.optimizer = task.optimizer(self.model)
         self._names = packing.parameter_names(self.model)
@@ -76,7 +78,7 @@ class DeepSpeedStrategy:
         if self._stage:
             self.optimizer = self._zero.optimizer
 
-    def backward(self, batch: Any | None, weight: float, *, last: bool) -> Tensor:
+    def backward(self, batch: Any | None, weight: float, *, leaf: int, first: bool, last: bool) -> Tensor:
         self._engine.set_gradient_accumulation_boundary(last)
         loss: Tensor = self._engine(batch) * weight
         # DeepSpeed divides the sum over the ranks by their number; our weights already sum to 1.
@@ -85,7 +87,7 @@ class DeepSpeedStrategy:
             self._engine.step()  # off the boundary it only counts
         return loss.detach()
 
-    def step(self, clip_norm: float | None) -> Tensor:
+    def step(self, clip_norm: float | None) -> StepResult:
         norm: Any = None
         if not self._stage:
             parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -93,11 +95,33 @@ class DeepSpeedStrategy:
         self._engine.step()
         if self._stage:
             norm = self._engine.get_global_grad_norm()
-        return torch.as_tensor(norm, dtype=torch.float64, device=self._world.device).detach()
+        return StepResult(torch.as_tensor(norm, dtype=torch.float64, device=self._world.device).detach())
 
     def sync_buffers(self) -> None:
         for buffer in self.model.buffers():
             dist.broadcast(buffer, src=0)
+
+    def parameters_for_ema(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def load_ema(self, ema: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+        for name, tensor in ema.items():
+            tensor.copy_(saved[name])
+
+    def state(self, ema: Mapping[str, Tensor] | None = None) -> State:
+        # Rank 0 saves it all: it is where the shards are put together.
+        optimizer = self.optimizer_state()
+        if not self._world.is_first:
+            return State()
+        return State({name: t.detach() for name, t in self.model.state_dict().items()}, optimizer, dict(ema or {}))
+
+    def survivor_state(self, ema: Mapping[str, Tensor] | None = None) -> State | None:
+        return None
+
+    def load_state(self, state: State) -> None:
+        if state.model:
+            self.model.load_state_dict(state.model)
+        self.load_optimizer_state(state.optimizer)
 
     def model_state(self) -> dict[str, Tensor]:
         # In fp32 every rank has all updated weights after each step, at every stage up to 2.

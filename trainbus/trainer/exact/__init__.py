@@ -1,1 +1,1 @@
-"""Training that is the same to the bit for any number of processes."""
+"""Exact mode: the same bits for any number of processes. See docs/exact-training.md."""

@@ -18,7 +18,7 @@ from torch import Tensor
 DIGIT_BITS = 31
 #: Elements that are added up in float64 before they become an integer: 2**21 terms below 2**31 stay below 2**53,
 #: so that sum is exact in any order too. Small enough to stay in a processor's cache.
-BLOCK = 2**16
+BLOCK = 2**14
 
 
 def global_norm(pieces: Iterable[Tensor], device: torch.device, *, reduce: bool) -> Tensor:

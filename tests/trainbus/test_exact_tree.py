@@ -1,0 +1,62 @@
+"""The order of the sum never depends on who adds what."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainbus.trainer.exact.tree import combine, maximal_nodes, owned, plan, split
+from trainbus.trainer.strategies.base import shares
+
+
+def written(left: str, right: str) -> str:
+    return f"({left}+{right})"
+
+
+def whole_tree(node: tuple[int, int]) -> str:
+    if node[1] - node[0] == 1:
+        return str(node[0])
+    return written(whole_tree((node[0], split(node))), whole_tree((split(node), node[1])))
+
+
+def test_every_world_size_writes_down_the_same_sum() -> None:
+    for leaf_count in range(1, 33):
+        expected = whole_tree((0, leaf_count))
+        for world_size in range(1, leaf_count + 1):
+            sums = {}
+            for leaves in owned(leaf_count, world_size):
+                stack: list[str] = []
+                for leaf in plan(leaf_count, leaves):
+                    stack.append(str(leaf.index))
+                    for _ in range(leaf.merges):
+                        right, left = stack.pop(), stack.pop()
+                        stack.append(written(left, right))
+                    if leaf.completes is not None:
+                        sums[leaf.completes] = stack.pop()
+                assert not stack
+            assert combine((0, leaf_count), sums, written) == expected
+
+
+def test_sums_are_as_the_tree_is_drawn() -> None:
+    assert whole_tree((0, 4)) == "((0+1)+(2+3))"
+    assert whole_tree((0, 7)) == "(((0+1)+(2+3))+((4+5)+6))"
+
+
+@given(st.integers(1, 300), st.data())
+def test_leaves_are_divided_evenly_and_nodes_are_few(leaf_count: int, data: st.DataObject) -> None:
+    world_size = data.draw(st.integers(1, leaf_count))
+    parts = owned(leaf_count, world_size)
+    assert [leaf for part in parts for leaf in part] == list(range(leaf_count))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    for part in parts:
+        nodes = maximal_nodes(leaf_count, part)
+        assert [leaf for node in nodes for leaf in range(*node)] == list(part)
+        assert len(nodes) <= 2 * len(part).bit_length()
+
+
+@given(st.dictionaries(st.text("abc", min_size=1), st.integers(0, 10**9), max_size=40), st.integers(1, 9))
+def test_shares_are_disjoint_whole_and_as_even_as_the_largest_allows(sizes: dict[str, int], parts: int) -> None:
+    found = shares(sizes, parts)
+    assert sorted(name for part in found for name in part) == sorted(sizes)
+    loads = [sum(sizes[name] for name in part) for part in found]
+    assert max(loads) - min(loads) <= max(sizes.values(), default=0)

@@ -1,0 +1,75 @@
+"""The one order in which the leaves of a step are added up: a binary tree that depends on their number alone.
+
+A node is the half-open range of leaves under it. A node of n leaves splits after the largest power of two below n, so
+that full subtrees lie on the left. A process owns contiguous leaves; it adds up the largest nodes that lie within them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+Node = tuple[int, int]
+
+
+def split(node: Node) -> int:
+    """Return the first leaf of the right child of a node of two or more leaves."""
+    first, end = node
+    return first + (1 << ((end - first - 1).bit_length() - 1))
+
+
+def owned(leaf_count: int, world_size: int) -> list[range]:
+    """Return each process's leaves. Their numbers differ by one at most."""
+    edges = [leaf_count * rank // world_size for rank in range(world_size + 1)]
+    return [range(start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
+
+
+def maximal_nodes(leaf_count: int, leaves: range) -> list[Node]:
+    """Return the largest nodes of the tree that lie within ``leaves``, in order; together they are ``leaves``."""
+
+    def under(node: Node) -> Iterator[Node]:
+        first, end = node
+        if leaves.start <= first and end <= leaves.stop:
+            yield node
+        elif first < leaves.stop and leaves.start < end:
+            middle = split(node)
+            yield from under((first, middle))
+            yield from under((middle, end))
+
+    return list(under((0, leaf_count)))
+
+
+def combine[T](node: Node, sums: Mapping[Node, T], add: Callable[[T, T], T]) -> T:
+    """Return the sum over ``node`` from those of nodes that make it up: ``add(left, right)`` all the way up."""
+    if node in sums:
+        return sums[node]
+    middle = split(node)
+    return add(combine((node[0], middle), sums, add), combine((middle, node[1]), sums, add))
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """What a process does around one of its leaves, with a stack of the sums that it has so far."""
+
+    index: int
+    #: How often the two sums on top of the stack are then added, the leaf's own counting as one.
+    merges: int
+    #: The maximal node that is complete with this leaf.
+    completes: Node | None
+
+
+def plan(leaf_count: int, leaves: range) -> list[Leaf]:
+    """Return the order of work that adds up a process's maximal nodes, along the tree, with the smallest stack."""
+    ends = {node[1] - 1: node for node in maximal_nodes(leaf_count, leaves)}
+    merges = dict.fromkeys(leaves, 0)
+
+    def count(node: Node) -> None:
+        if node[1] - node[0] > 1:
+            merges[node[1] - 1] += 1
+            middle = split(node)
+            count((node[0], middle))
+            count((middle, node[1]))
+
+    for node in ends.values():
+        count(node)
+    return [Leaf(leaf, merges[leaf], ends.get(leaf)) for leaf in leaves]

@@ -18,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from contracts import topology
 from contracts.base import Event, run_id_for
 from contracts.events import BY_TYPE
-from contracts.events.run import RunPlaced, RunProgress
+from contracts.events.run import RunProgress, RunStarted
 from services.gateway import metrics
 from services.gateway import store as tables
 from services.gateway.core.describe import describe
@@ -109,9 +109,11 @@ class Projection:
             apply(after, event, at)
         await self.store.save(connection, before, after)
         abandoned = [
-            (event.run_id, event.generation, event.resume.step if event.resume else 0)
+            (event.run_id, event.generation, placement["started_step"])
             for event, _ in events
-            if isinstance(event, RunPlaced) and event.generation > 1
+            if isinstance(event, RunStarted) and event.run_id in after.runs
+            for placement in after.runs[event.run_id].placements
+            if placement["generation"] == event.generation > 1 and "started_step" in placement
         ]
         await self.store.add_points(connection, (), abandoned)
 

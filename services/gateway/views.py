@@ -108,6 +108,11 @@ class RunSummary(View):
     last_checkpoint: LastCheckpoint | None
     dataset_id: str | None
     reason: str | None
+    #: exact or samples-exact; None before it has started, and where it means nothing.
+    exactness: str | None
+    exactness_reason: str | None
+    #: The generation from which on it is not exact to the bit.
+    inexact_since: int | None
     waiting: Waiting | None
     requested_at: Time | None
     queued_at: Time | None
@@ -140,6 +145,8 @@ class RunDetail(RunSummary):
     spec: dict[str, Any] | None
     members: list[dict[str, Any]]
     placements: list[dict[str, int]]
+    #: What each node's ranks said when they started: from where, in which environment.
+    starts: list[dict[str, Any]]
     problems: list[Problem]
     evaluation: dict[str, Any] | None
     log_tail: list[str]
@@ -212,6 +219,10 @@ class Checkpoint(View):
     size_bytes: int
     metrics: dict[str, float]
     final: bool
+    exactness: str
+    #: The same for the same weights, optimizer, schedule and sampler, whatever the number of ranks.
+    state_digest: str | None
+    manifest_sha256: str | None
     committed_at: Time
     deleted_at: Time | None
     deleted_reason: str | None
@@ -247,6 +258,8 @@ class Node(View):
     joined_at: Time
     changed_at: Time
     reason: str | None
+    #: Nodes with the same one do arithmetic with the same last bits.
+    machine_digest: str
     #: Runs that hold slots here.
     runs: list[str]
 

@@ -7,12 +7,13 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from contracts.base import Fact
 from contracts.events import FACTS
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted
 from contracts.events.model import ModelPromoted
-from contracts.events.node import NodeJoined, NodeLost
+from contracts.events.node import NodeJoined, NodeLost, NodeNotice
 from contracts.events.run import (
     CheckpointRef,
     Member,
@@ -27,12 +28,13 @@ from contracts.events.run import (
     RunPromoted,
     RunQueued,
     RunReleased,
+    RunStalled,
     RunStarted,
     RunWaiting,
 )
 from contracts.events.train import TrainRequested
 from trainbus.cli.board import _TEXT, Board, fold
-from trainbus.cli.render import datasets, timeline
+from trainbus.cli.render import datasets, details, nodes, timeline
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 SPEC = TrainRequested(name="digits", command=["true"], slots={"min": 1, "max": 4})
@@ -205,3 +207,43 @@ def test_a_cancelled_run_that_still_lets_go_is_cancelling() -> None:
         RunPreempting(run_id="r1", generation=1, reason="enough", grace_s=30, then="cancel"),
     )
     assert shown.runs["r1"].state == "cancelling"
+
+
+def test_exactness_stalls_and_notices_are_shown() -> None:
+    task = {"name": "r", "task": "m:T", "code": {"uri": "s3://code/c.tar.gz", "sha256": "0" * 64}}
+    spec = TrainRequested.model_validate({**task, "training": {"epochs": 1, "logical_ranks": 4}})
+    start = {"run_id": "r1", "node_id": "n1", "environment_digest": "e" * 64}
+    stalled = {"node_id": "n1", "rank": 1, "step": 7, "silent_s": 61, "median_step_s": 0.25, "on_stall": "restart"}
+    ref = CheckpointRef(uri="s3://models/c.json", step=5, epoch=1, samples_consumed=5)
+    node = {"node_id": "n1", "incarnation": "1"}
+    shown = board(
+        NodeJoined(**node, address="h", slots=2, lease_ttl_s=3),
+        accepted().model_copy(update={"spec": spec}),
+        placed(1, [("n1", (0, 1))]),
+        RunStarted(**start, generation=1, exactness="exact", environment={"cpu": "AVX512"}),
+        CheckpointCommitted(
+            run_id="r1", generation=1, checkpoint=ref, size_bytes=1, exactness="exact", state_digest="d" * 64
+        ),
+        RunStalled(run_id="r1", generation=1, **stalled),
+        NodeNotice(**node, source="spot", kind="terminate", grace_s=120),
+    )
+    view = shown.runs["r1"]
+    plain = Console(width=200, no_color=True)
+    with plain.capture() as captured:
+        plain.print(details(view, START), timeline(view.timeline), nodes(shown.nodes.values(), shown, START))
+    text = captured.get()
+    assert "exact (4 logical ranks, environment eeeeeeeeeeee)" in text
+    assert "d" * 64 in text
+    assert "rank 1 on n1 has made no step for 61 s after step 7 (median 0.25 s a step; restart)" in text
+    assert "n1 is taken away within 120 s (spot: terminate)" in text
+    again = board(
+        accepted().model_copy(update={"spec": spec}),
+        placed(1, [("n1", (0,))]),
+        RunStarted(**start, generation=1, exactness="exact", environment={"cpu": "AVX512"}),
+        placed(2, [("n2", (0,))]),
+        RunStarted(
+            **{**start, "node_id": "n2", "environment_digest": "f" * 64}, generation=2, environment={"cpu": "AVX2"}
+        ),
+    ).runs["r1"]
+    assert again.exactness == "samples-exact"
+    assert again.exactness_reason == "since generation 2: cpu: AVX2 instead of AVX512 (n2, n1)"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 from typing import Any, ClassVar
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from contracts.base import Event
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted
-from contracts.events.node import NodeDraining, NodeJoined, NodeLost
+from contracts.events.node import NodeDraining, NodeJoined, NodeLost, NodeNotice, NodeUnfit
 from contracts.events.run import (
     Problem,
     RunCancelled,
@@ -91,10 +93,112 @@ def test_states(events: list[Any], expected: str) -> None:
 def test_a_life_adds_up() -> None:
     run = fold(FACTS).runs[RUN]
     assert (run.generation, run.slots_got, run.slots_wanted, run.verdict) == (2, 2, 4, "promoted")
-    assert run.placements == [{"generation": 1, "resume_step": 0}, {"generation": 2, "resume_step": 20}]
+    assert run.placements == [
+        {"generation": 1, "resume_step": 0, "started_step": 0},
+        {"generation": 2, "resume_step": 20, "started_step": 20},
+    ]
     assert [(m["node_id"], m["released"]) for m in run.members] == [("n1", True)]
     assert run.checkpoint is not None
     assert run.checkpoint["step"] == 40
+
+
+def test_what_ranks_left_in_memory_is_gone_on_from() -> None:
+    """A generation may start beyond its checkpoint; the first rank's word on it counts."""
+    again = placed(2, "n1", "n2", resume=ref(20))
+    starts = [
+        RunStarted(run_id=RUN, generation=2, node_id="n1", step=33, resumed_from="memory"),
+        RunStarted(run_id=RUN, generation=2, node_id="n2", step=0, resumed_from="memory"),
+    ]
+    run = fold([ACCEPTED, QUEUED, PLACED, STARTED, again, *starts, *starts]).runs[RUN]
+    assert run.placements[-1] == {"generation": 2, "resume_step": 20, "started_step": 33}
+    assert [(start["generation"], start["node_id"]) for start in run.starts] == [(1, "n1"), (2, "n1"), (2, "n2")]
+    assert survives(1, 33, run.placements)
+    assert not survives(1, 34, run.placements)
+
+
+EXACT = {"epochs": 1, "logical_ranks": 4}
+TASK = {"name": "r", "task": "m:T", "code": {"uri": "s3://code/c.tar.gz", "sha256": SHA}, "training": EXACT}
+
+
+def started(generation: int, exact: bool, environment: dict[str, str]) -> RunStarted:
+    digest = hashlib.sha256(json.dumps(environment).encode()).hexdigest()
+    return RunStarted(
+        run_id=RUN,
+        generation=generation,
+        node_id="n1",
+        exactness="exact" if exact else "samples-exact",
+        environment=environment,
+        environment_digest=digest,
+    )
+
+
+AVX512, AVX2 = {"cpu": "AVX512", "torch": "2.13.0"}, {"cpu": "AVX2", "torch": "2.13.0"}
+
+
+@pytest.mark.parametrize(
+    ("training", "starts", "expected"),
+    [
+        pytest.param(EXACT, [], (None, None, None), id="not started"),
+        pytest.param(EXACT, [started(1, True, AVX512), started(2, True, AVX512)], ("exact", None, None), id="exact"),
+        pytest.param(
+            EXACT,
+            [started(1, True, AVX512), started(2, False, AVX2), started(3, False, AVX512)],
+            ("samples-exact", "since generation 2: cpu: AVX2 instead of AVX512 (on n1)", 2),
+            id="another environment",
+        ),
+        pytest.param(
+            EXACT,
+            [started(1, False, AVX2)],
+            (
+                "samples-exact",
+                "since generation 1: it started from a checkpoint of another environment, or one that is not exact",
+                1,
+            ),
+            id="from a checkpoint that was not exact",
+        ),
+        pytest.param(
+            EXACT, [started(1, False, AVX2), started(2, True, AVX2)], ("exact", None, None), id="begun anew since"
+        ),
+        pytest.param(
+            {"epochs": 1},
+            [started(1, False, AVX2)],
+            ("samples-exact", "fast mode: training.logical_ranks is not set", 1),
+            id="fast mode",
+        ),
+    ],
+)
+def test_how_exact_a_run_is_and_why(training: Any, starts: list[RunStarted], expected: tuple[Any, ...]) -> None:
+    spec = TrainRequested.model_validate({**TASK, "training": training})
+    events: list[Event] = [ACCEPTED.model_copy(update={"spec": spec}), QUEUED]
+    for start in starts:
+        events += [placed(start.generation, "n1"), start]
+    run = fold(events).runs[RUN]
+    assert (run.exactness, run.exactness_reason, run.inexact_since) == expected
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        (["draining", "notice"], "notice"),
+        (["notice", "draining"], "notice"),
+        (["unfit", "notice"], "unfit"),
+        (["notice", "lost"], "lost"),
+        (["unfit", "joined"], "up"),
+    ],
+)
+def test_a_nodes_state_is_the_worst_that_was_said(facts: list[str], expected: str) -> None:
+    life = {"node_id": "n1", "incarnation": "1"}
+    made: dict[str, Event] = {
+        "draining": NodeDraining(**life),
+        "notice": NodeNotice(**life, source="spot", kind="terminate", grace_s=120),
+        "unfit": NodeUnfit(**life, reason="ECC"),
+        "lost": NodeLost(**life),
+        "joined": NodeJoined(node_id="n1", incarnation="2", address="h", slots=1, lease_ttl_s=3),
+    }
+    first = NodeJoined(**life, address="h", slots=1, lease_ttl_s=3, machine_digest="m")
+    node = fold([first, *(made[name] for name in facts)]).nodes["n1"]
+    assert node.state == expected
+    assert node.reason == {"notice": "spot: terminate within 120 s", "unfit": "ECC"}.get(expected)
 
 
 def test_verdicts_come_after_the_end() -> None:
@@ -157,7 +261,7 @@ def test_folding_twice_changes_nothing() -> None:
 
 
 class TestProgress:
-    placements: ClassVar = [{"generation": 2, "resume_step": 20}]
+    placements: ClassVar = [{"generation": 2, "resume_step": 12, "started_step": 20}]
 
     @pytest.mark.parametrize(
         ("generation", "step", "kept"),
@@ -168,7 +272,11 @@ class TestProgress:
         assert survives(generation, step, self.placements) is kept
 
     def test_every_later_resume_counts(self) -> None:
-        placements = [{"generation": 2, "resume_step": 10}, {"generation": 3, "resume_step": 50}]
+        placements = [
+            {"generation": 2, "resume_step": 10, "started_step": 10},
+            {"generation": 3, "resume_step": 50, "started_step": 50},
+            {"generation": 4, "resume_step": 0},  # has not started: what it will go on from is not known yet
+        ]
         assert not survives(1, 30, placements)
         assert survives(2, 30, placements)
 

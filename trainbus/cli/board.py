@@ -11,9 +11,13 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
+from contracts import exactness
 from contracts.events import checkpoint, dataset, model, node, run
+from contracts.events.train import TrainRequested
 
 ENDED = ("completed", "failed", "cancelled", "rejected")
+#: A node's state gives way only to one that is as far or further from use.
+GONENESS = {"up": 0, "draining": 1, "notice": 2, "unfit": 3, "left": 4, "lost": 4}
 
 
 @dataclass(slots=True)
@@ -53,6 +57,15 @@ class RunView:
     log_tail: tuple[str, ...] = ()
     dataset_id: str | None = None
     checkpoints: dict[str, run.CheckpointRef] = field(default_factory=dict)
+    #: Of each committed checkpoint, deleted ones too: the same for the same state on any number of ranks.
+    state_digests: dict[str, str] = field(default_factory=dict)
+    logical_ranks: int | None = None
+    #: exact or samples-exact; '' before it has started. Why not exact, and since which generation.
+    exactness: str = ""
+    exactness_reason: str = ""
+    inexact_since: int | None = None
+    #: What every node said when the ranks of a generation started: from where, in which environment.
+    starts: list[run.RunStarted] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     evaluation: dict[str, float] = field(default_factory=dict)
     champion: dict[str, float] = field(default_factory=dict)
@@ -65,6 +78,7 @@ class RunView:
     parent_run_id: str | None = None
     evaluates: str | None = None
     timeline: list[Moment] = field(default_factory=list)
+    spec: TrainRequested | None = None
 
     @property
     def ended(self) -> bool:
@@ -92,6 +106,10 @@ class NodeView:
     memory_bytes: int = 0
     incarnation: str = ""
     joined_at: datetime | None = None
+    #: Why it is being drained, is unfit, or is taken away.
+    reason: str = ""
+    #: Nodes with the same one do arithmetic with the same last bits.
+    machine_digest: str = ""
     #: Slot -> (run_id, rank).
     busy: dict[int, tuple[str, int]] = field(default_factory=dict)
 
@@ -186,8 +204,10 @@ class Board:
             there.state, there.incarnation, there.joined_at = "up", event.incarnation, time
             there.slots, there.accelerator = event.slots, event.accelerator
             there.address, there.memory_bytes = event.address, event.memory_bytes
+            there.machine_digest, there.reason = event.machine_digest, ""
         elif event.incarnation == there.incarnation:
-            there.state = {"left": "left", "lost": "lost", "draining": "draining"}.get(event.fact, there.state)
+            if event.fact in GONENESS and GONENESS[event.fact] >= GONENESS[there.state]:
+                there.state, there.reason = event.fact, describe(event)
             if there.state in ("left", "lost"):
                 there.busy = {}
 
@@ -244,6 +264,8 @@ def _accepted(view: RunView, event: run.RunAccepted) -> None:
     view.parent_run_id = event.parent_run_id
     view.metric = spec.evaluation.metric if spec.evaluation else None
     view.evaluates = spec.evaluate.run_id if spec.evaluate else None
+    view.logical_ranks = spec.training.logical_ranks if spec.training else None
+    view.spec = spec
 
 
 def _rejected(view: RunView, event: run.RunRejected) -> None:
@@ -277,6 +299,14 @@ def _placed(view: RunView, event: run.RunPlaced) -> None:
 
 
 def _started(view: RunView, event: run.RunStarted) -> None:
+    if all(known.event_id != event.event_id for known in view.starts):
+        view.starts.append(event)
+    said = [
+        exactness.Start(each.generation, each.node_id, each.exactness, each.environment_digest, each.environment)
+        for each in view.starts
+    ]
+    if (reading := exactness.read(view.spec, said)) is not None:
+        view.exactness, view.exactness_reason, view.inexact_since = reading.exactness, reading.why, reading.since
     if event.generation == view.generation and view.state == "starting":
         view.state = "running"
         view.step, view.samples_consumed = (
@@ -304,6 +334,8 @@ def _let_go(view: RunView, event: run.RunReleased | run.RunExited) -> None:
 
 def _committed(view: RunView, event: checkpoint.CheckpointCommitted) -> None:
     view.checkpoints[event.checkpoint.uri] = event.checkpoint
+    if event.state_digest is not None:
+        view.state_digests[event.checkpoint.uri] = event.state_digest
     view.step = max(view.step, event.checkpoint.step)
     view.epoch = max(view.epoch, event.checkpoint.epoch)
     view.samples_consumed = max(view.samples_consumed, event.checkpoint.samples_consumed)
@@ -411,7 +443,16 @@ _TEXT: dict[type[Any], Callable[[Any], str]] = {
     run.RunQueued: lambda e: "queued" if e.reason == "new" else f"queued again ({e.reason})",
     run.RunWaiting: lambda e: f"waits: {e.message}",
     run.RunPlaced: _placement,
-    run.RunStarted: lambda e: f"trains on {e.node_id} from step {e.step}",
+    run.RunStarted: lambda e: (
+        f"trains on {e.node_id} from step {e.step}" + (", out of memory" if e.resumed_from == "memory" else "")
+    ),
+    run.RunStalled: lambda e: (
+        f"rank {e.rank} on {e.node_id} has made no step for {e.silent_s:.3g} s after step {e.step} "
+        f"(median {e.median_step_s:.3g} s a step; {e.on_stall})"
+    ),
+    run.RunStraggler: lambda e: (
+        f"rank {e.rank} on {e.node_id} takes {e.factor:.2f} times the others' time for its steps"
+    ),
     run.RunPreempting: lambda e: f"asked to let go within {e.grace_s:g} s: {e.reason}",
     run.RunReleased: lambda e: f"let go of {e.node_id} at step {e.step}" + ("" if e.clean else " (not all committed)"),
     run.RunExited: _exited,
@@ -424,9 +465,18 @@ _TEXT: dict[type[Any], Callable[[Any], str]] = {
     run.RunPromoted: lambda e: f"promoted: {e.model} v{e.version}, {e.reason}",
     run.RunNotPromoted: lambda e: f"not promoted: {e.reason}",
     checkpoint.CheckpointStaged: lambda e: "",
-    checkpoint.CheckpointCommitted: lambda e: f"checkpoint committed at step {e.checkpoint.step}",
+    checkpoint.CheckpointCommitted: lambda e: (
+        f"checkpoint committed at step {e.checkpoint.step}"
+        + (f", state {e.state_digest[:12]}" if e.state_digest and e.exactness == "exact" else "")
+    ),
     checkpoint.CheckpointRefused: lambda e: f"checkpoint of step {e.step} refused: {e.reason}",
     checkpoint.CheckpointDeleted: lambda e: f"checkpoint of step {e.step} deleted: {e.reason}",
+    checkpoint.CheckpointPinned: lambda e: (
+        f"checkpoint of step {e.step} {'pinned' if e.pinned else 'no longer pinned'}"
+        + (f": {e.reason}" if e.reason else "")
+    ),
+    checkpoint.CheckpointRotten: lambda e: f"checkpoint of step {e.step} is rotten: {len(e.blobs)} blobs are damaged",
+    checkpoint.CheckpointRepaired: lambda e: f"a blob of the checkpoint of step {e.step} repaired by {e.node_id}",
     dataset.DatasetIngested: _ingested,
     dataset.DatasetIngestFailed: lambda e: f"ingestion failed: {e.reason}",
     dataset.DatasetSharded: lambda e: f"sharded: {e.row_count:,} samples in {e.shard_count} shards",
@@ -435,4 +485,11 @@ _TEXT: dict[type[Any], Callable[[Any], str]] = {
     node.NodeLeft: lambda e: f"left {e.reason}".rstrip(),
     node.NodeLost: lambda e: f"lost: {e.reason}",
     node.NodeDraining: lambda e: f"draining: {e.reason}",
+    node.NodeNotice: lambda e: (
+        "is taken away"
+        + (f" within {e.grace_s:g} s" if e.grace_s is not None else "")
+        + f" ({e.source}: {e.kind})"
+        + (f": {e.detail}" if e.detail else "")
+    ),
+    node.NodeUnfit: lambda e: f"unfit: {e.reason}",
 }

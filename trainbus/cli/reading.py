@@ -67,7 +67,7 @@ async def show(address: Address, name: str, *, as_json: bool) -> None:
         if not view.ended:
             await add_progress(link, view)
     if as_json:
-        print(render.as_json(view))
+        print(render.as_json(render.whole(view)))
         return
     console = render.console()
     console.print(render.details(view, render.utc_now()))

@@ -33,6 +33,8 @@ STATE_STYLE = {
     "up": "green",
     "lost": "bold red",
     "draining": "yellow",
+    "notice": "yellow",
+    "unfit": "bold red",
     "left": "dim",
 }
 #: Columns whose values are of use only in one piece.
@@ -67,10 +69,15 @@ def _plain(value: Any) -> Any:
     return value.isoformat() if isinstance(value, datetime) else value
 
 
-def summary(view: RunView) -> dict[str, Any]:
-    """A run for lists: without its timeline and output."""
+def whole(view: RunView) -> dict[str, Any]:
+    """All there is to know about a run, but for its request: people put secrets into its ``env``."""
     plain: dict[str, Any] = _plain(view)
-    return {name: value for name, value in plain.items() if name not in ("timeline", "log_tail")}
+    return {name: value for name, value in plain.items() if name != "spec"}
+
+
+def summary(view: RunView) -> dict[str, Any]:
+    """A run for lists: without its timeline, environments and output."""
+    return {name: value for name, value in whole(view).items() if name not in ("timeline", "log_tail", "starts")}
 
 
 def state(name: str) -> str:
@@ -113,10 +120,10 @@ def table(*columns: str, title: str | None = None, right: Iterable[str] = ()) ->
 def runs(views: Iterable[RunView], now: datetime, width: int = PLAIN_WIDTH) -> Group:
     """One line a run, and under the table why those wait or failed that do."""
     views = list(views)
-    names = ["run", "name", "state", "slots", "step", "restarts", "checkpoint", "metric", "verdict", "age"]
+    names = ["run", "name", "state", "slots", "step", "restarts", "exact", "checkpoint", "metric", "verdict", "age"]
     narrow = width < WIDE
     if narrow:
-        names = [name for name in names if name not in ("restarts", "checkpoint")]
+        names = [name for name in names if name not in ("restarts", "exact", "checkpoint")]
     made = table(*names, right=("slots", "step", "restarts", "age"))
     for view in views:
         cells = {
@@ -126,6 +133,7 @@ def runs(views: Iterable[RunView], now: datetime, width: int = PLAIN_WIDTH) -> G
             "slots": slots(view),
             "step": str(view.step) + (f"/{view.total_steps}" if view.total_steps else ""),
             "restarts": str(view.restarts),
+            "exact": {"exact": "bits", "samples-exact": "samples"}.get(view.exactness, ""),
             "checkpoint": f"step {view.last_checkpoint.step}" if view.last_checkpoint else "",
             "metric": metric(view).rpartition("/")[2] if narrow else metric(view),
             "verdict": escape(view.verdict),
@@ -173,8 +181,10 @@ def details(view: RunView, now: datetime) -> Table:
         ("step", f"{view.step}" + (f" of {view.total_steps}" if view.total_steps else "")),
         ("samples", f"{view.samples_consumed:,}"),
         ("placements", f"{view.generation} ({view.failures} failures by its own fault)"),
+        ("exactness", exactness(view)),
         ("dataset", view.dataset_id or ""),
         ("checkpoint", f"step {last.step}, epoch {last.epoch}: {last.uri}" if last else ""),
+        ("state digest", view.state_digests.get(last.uri, "") if last else ""),
         ("metrics", _numbers(view.metrics)),
         ("evaluation", _numbers(view.evaluation)),
         ("champion was", _numbers(view.champion)),
@@ -193,6 +203,15 @@ def details(view: RunView, now: datetime) -> Table:
         if value:
             made.add_row(f"[dim]{name}[/]", value)
     return made
+
+
+def exactness(view: RunView) -> str:
+    """Whether the run is exact to the bit, on how many logical ranks and in which environment, or why it is not."""
+    if view.exactness != "exact":
+        return f"{view.exactness} [dim]({escape(view.exactness_reason)})[/]" if view.exactness else ""
+    digests = sorted({start.environment_digest[:12] for start in view.starts if start.environment_digest})
+    environment = f", environment {', '.join(digests)}" if digests else ""
+    return f"[green]exact[/] [dim]({view.logical_ranks} logical ranks{environment})[/]"
 
 
 def _numbers(values: dict[str, float]) -> str:
@@ -229,7 +248,9 @@ def _one_of(row: list[Moment]) -> list[Moment]:
     return [Moment(last.sequence, last.time, last.fact, more + last.text)]
 
 
-def nodes(views: Iterable[NodeView], board: Board, now: datetime) -> Table:
+def nodes(views: Iterable[NodeView], board: Board, now: datetime) -> Group:
+    """One line a node, and under the table why those are out of use that are."""
+    views = list(views)
     made = table("node", "state", "slots", "kind", "busy with", "up", right=("slots", "up"))
     for view in views:
         held: dict[str, int] = {}
@@ -241,9 +262,13 @@ def nodes(views: Iterable[NodeView], board: Board, now: datetime) -> Table:
         )
         made.add_row(
             view.node_id, state(view.state), f"{len(view.busy)}/{view.slots}", view.accelerator, busy,
-            ago(view.joined_at, now) if view.state in ("up", "draining") else "",
+            ago(view.joined_at, now) if view.state in ("up", "draining", "notice", "unfit") else "",
         )  # fmt: skip
-    return made
+    return Group(made, *(f"{view.node_id} {escape(view.reason)}" for view in views if view.reason and _awry(view)))
+
+
+def _awry(view: NodeView) -> bool:
+    return view.state in ("draining", "notice", "unfit")
 
 
 def checkpoints(found: Iterable[CheckpointRef]) -> Table:

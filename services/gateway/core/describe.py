@@ -30,7 +30,18 @@ def describe(event: Event) -> str:
             resume = f", from step {event.resume.step}" if event.resume else ""
             return f"generation {event.generation}: {event.world_size} slots on {where}{resume}"
         case run.RunStarted():
-            return f"{event.node_id} trains from step {event.step}, sample {event.samples_consumed:,}"
+            memory = ", out of memory" if event.resumed_from == "memory" else ""
+            return f"{event.node_id} trains from step {event.step}, sample {event.samples_consumed:,}{memory}"
+        case run.RunStalled():
+            return (
+                f"rank {event.rank} on {event.node_id} has made no step for {event.silent_s:.3g} s after step "
+                f"{event.step} (median {event.median_step_s:.3g} s a step): {event.on_stall}"
+            )
+        case run.RunStraggler():
+            return (
+                f"rank {event.rank} on {event.node_id} took {event.factor:.2f} times the others' time for a step, "
+                f"over {event.over_steps} steps"
+            )
         case run.RunPreempting():
             return f"{event.reason} (grace {event.grace_s:g} s, then {event.then})"
         case run.RunReleased():
@@ -56,9 +67,16 @@ def describe(event: Event) -> str:
         case checkpoint.CheckpointStaged():
             return f"{event.node_id} uploaded step {event.step}, {_size(sum(f.size_bytes for f in event.files))}"
         case checkpoint.CheckpointCommitted():
-            return f"step {event.checkpoint.step}, epoch {event.checkpoint.epoch}, {_size(event.size_bytes)}"
+            digest = f", {event.exactness}, state {event.state_digest[:12]}" if event.state_digest else ""
+            return f"step {event.checkpoint.step}, epoch {event.checkpoint.epoch}, {_size(event.size_bytes)}{digest}"
         case checkpoint.CheckpointDeleted():
             return f"step {event.step}: {event.reason}"
+        case checkpoint.CheckpointPinned():
+            return f"step {event.step} " + ("is kept" if event.pinned else "is no longer kept") + f": {event.reason}"
+        case checkpoint.CheckpointRotten():
+            return f"step {event.step}: {len(event.blobs)} blobs are damaged or missing"
+        case checkpoint.CheckpointRepaired():
+            return f"step {event.step}: a blob written anew by {event.node_id}"
         case dataset.DatasetIngested():
             bad = sum(q.count for q in event.quarantined)
             return f"{event.accepted:,} records" + (f", {bad} quarantined" if bad else "")
@@ -66,6 +84,9 @@ def describe(event: Event) -> str:
             return f"{event.row_count:,} rows in {event.shard_count} shards"
         case node.NodeJoined():
             return f"{event.slots} slots ({event.accelerator})"
+        case node.NodeNotice():
+            within = f" within {event.grace_s:g} s" if event.grace_s is not None else ""
+            return f"is taken away{within} ({event.source}: {event.kind})"
         case model.ModelPromoted():
             return f"version {event.version} from run {event.run_id}"
     return str(getattr(event, "reason", ""))

@@ -8,11 +8,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from contracts import exactness
 from contracts.base import Event
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted
 from contracts.events.dataset import DatasetSharded
 from contracts.events.model import ModelPromoted
-from contracts.events.node import NodeDraining, NodeFact, NodeJoined, NodeLeft, NodeLost
+from contracts.events.node import NodeDraining, NodeFact, NodeJoined, NodeLeft, NodeLost, NodeNotice, NodeUnfit
 from contracts.events.run import (
     RunAccepted,
     RunCancelled,
@@ -38,6 +39,8 @@ from contracts.events.run import (
 from contracts.events.train import RestoreRequested, TrainRequested
 from services.gateway.core.rows import HOLDING, TERMINAL, Checkpoint, Dataset, Model, Node, Point, Progress, Run
 
+#: A node's state gives way only to one that is as far or further from use.
+GONENESS = {"up": 0, "draining": 1, "notice": 2, "unfit": 3, "left": 4, "lost": 4}
 VERDICTS = (RunEvaluated, RunPromoted, RunNotPromoted)
 
 
@@ -156,8 +159,7 @@ def fold_run(run: Run, fact: Event, at: At) -> Run:
         case RunPlaced() if fact.generation > run.generation:
             return _placed(run, fact)
         case RunStarted():
-            state = "running" if run.state == "placed" else run.state
-            return replace(run, state=state, started_at=run.started_at or at.time_s)
+            return _started(run, fact, at)
         case RunPreempting():
             return replace(run, state="preempting", reason=fact.reason)
         case RunReleased():
@@ -249,6 +251,42 @@ def _accepted(run: Run, fact: RunAccepted, at: At) -> Run:
     )
 
 
+def _started(run: Run, fact: RunStarted, at: At) -> Run:
+    first = next((member["node_id"] for member in run.members if 0 in member["ranks"]), fact.node_id)
+    placements = run.placements
+    if fact.node_id == first and placements and placements[-1]["generation"] == fact.generation:
+        # The first rank knows from where on they train.
+        step = max(placements[-1]["resume_step"], fact.step)
+        placements = [*placements[:-1], {**placements[-1], "started_step": step}]
+    start = fact.model_dump(mode="json", exclude={"run_id"})
+    starts = run.starts if any(_who(known) == _who(start) for known in run.starts) else [*run.starts, start]
+    reading = exactness.read(run.spec, [_start(known) for known in starts])
+    return replace(
+        run,
+        state="running" if run.state == "placed" else run.state,
+        started_at=run.started_at or at.time_s,
+        placements=placements,
+        starts=starts,
+        exactness=reading.exactness if reading else None,
+        exactness_reason=(reading.why or None) if reading else None,
+        inexact_since=reading.since if reading else None,
+    )
+
+
+def _who(start: Mapping[str, Any]) -> tuple[int, str]:
+    return start["generation"], start["node_id"]
+
+
+def _start(known: Mapping[str, Any]) -> exactness.Start:
+    return exactness.Start(
+        known["generation"],
+        known["node_id"],
+        known["exactness"],
+        known["environment_digest"],
+        known["environment"],
+    )
+
+
 def _placed(run: Run, fact: RunPlaced) -> Run:
     resume_step = fact.resume.step if fact.resume else 0
     columns = {} if run.spec is not None else _spec_columns(fact.spec)
@@ -295,6 +333,9 @@ def _on_committed(rows: Rows, fact: CheckpointCommitted, at: At) -> None:
         committed_at=at.time_s,
         metrics=finite(fact.metrics),
         final=fact.final,
+        exactness=fact.exactness,
+        state_digest=fact.state_digest,
+        manifest_sha256=fact.manifest_sha256,
     )
     latest = {**ref.model_dump(), "committed_at": at.time_s}
     rows.runs[run.run_id] = replace(
@@ -347,8 +388,12 @@ def apply_progress(
 
 
 def survives(generation: int, step: int, placements: Iterable[Mapping[str, int]]) -> bool:
-    """Whether a step of a generation is part of the run's history: no later one resumed before it."""
-    return all(step <= later["resume_step"] for later in placements if later["generation"] > generation)
+    """Whether a step of a generation is part of the run's history: no later one started before it."""
+    return all(
+        step <= later["started_step"]
+        for later in placements
+        if later["generation"] > generation and "started_step" in later
+    )
 
 
 def finite(values: Mapping[str, float]) -> dict[str, float]:
@@ -375,13 +420,26 @@ def fold_node(node: Node | None, fact: NodeFact, at: At) -> Node | None:
             software=fact.software,
             joined_at=at.time_s,
             changed_at=at.time_s,
+            machine_digest=fact.machine_digest,
         )
     if node is None or node.incarnation != fact.incarnation:
         return node
-    state = {NodeLeft: "left", NodeLost: "lost", NodeDraining: "draining"}.get(type(fact))
-    if state is None or (state == "draining" and node.state != "up"):
+    state = {
+        NodeLeft: "left",
+        NodeLost: "lost",
+        NodeDraining: "draining",
+        NodeNotice: "notice",
+        NodeUnfit: "unfit",
+    }.get(type(fact))
+    if state is None or GONENESS[state] < GONENESS[node.state]:
         return node
-    return replace(node, state=state, reason=getattr(fact, "reason", "") or None, changed_at=at.time_s)
+    reason = _notice(fact) if isinstance(fact, NodeNotice) else getattr(fact, "reason", "")
+    return replace(node, state=state, reason=reason or None, changed_at=at.time_s)
+
+
+def _notice(fact: NodeNotice) -> str:
+    within = f" within {fact.grace_s:g} s" if fact.grace_s is not None else ""
+    return f"{fact.source}: {fact.kind}{within}" + (f" ({fact.detail})" if fact.detail else "")
 
 
 def _dataset(fact: DatasetSharded) -> Dataset:

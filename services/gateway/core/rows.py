@@ -56,8 +56,15 @@ class Run:
     slots_wanted: int = 0
     #: Each node's part of the placement, with ``released`` once it has let go.
     members: list[dict[str, Any]] = field(default_factory=list)
-    #: ``{"generation", "resume_step"}`` of every placement: which metric points survive.
+    #: ``{"generation", "resume_step"}`` of every placement, and ``started_step`` once it trains: which metric
+    #: points survive. A placement may go on from beyond its checkpoint: ranks leave their state in memory.
     placements: list[dict[str, int]] = field(default_factory=list)
+    #: What every node said when the ranks of a generation started: where from, in which environment.
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    #: exact or samples-exact; why not exact, and since which generation.
+    exactness: str | None = None
+    exactness_reason: str | None = None
+    inexact_since: int | None = None
     #: Why the run is where it is: a failure, a preemption, a rejection.
     reason: str | None = None
     problems: list[dict[str, str]] = field(default_factory=list)
@@ -110,13 +117,16 @@ class Checkpoint:
     committed_at: float
     metrics: dict[str, float] = field(default_factory=dict)
     final: bool = False
+    exactness: str = "samples-exact"
+    state_digest: str | None = None
+    manifest_sha256: str | None = None
     deleted_at: float | None = None
     deleted_reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node's present life. ``state`` is up, draining, left or lost."""
+    """A node's present life. ``state`` is up, draining, notice, unfit, left or lost."""
 
     node_id: str
     incarnation: str
@@ -131,6 +141,8 @@ class Node:
     joined_at: float
     changed_at: float
     reason: str | None = None
+    #: Nodes with the same one do arithmetic with the same last bits.
+    machine_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)

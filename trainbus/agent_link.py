@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import ValidationError
 
@@ -29,12 +29,15 @@ from contracts.ranks import (
     ResultLine,
     StartedLine,
     StopLine,
+    StragglerLine,
     json_line,
 )
 from trainbus.exits import EXIT_ORPHANED, hard_exit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from contracts.events.checkpoint import Exactness
 
 RECONNECT_INTERVAL_S = 0.2
 
@@ -72,11 +75,41 @@ class Journal:
         )
         self._append(json_line(line))
 
-    def started(self, step: int, samples_consumed: int) -> None:
-        self._urgent(StartedLine(time=time.time(), step=step, samples_consumed=samples_consumed))
+    def started(
+        self,
+        step: int,
+        samples_consumed: int,
+        *,
+        resumed_from: Literal["scratch", "checkpoint", "memory"] = "checkpoint",
+        environment: Mapping[str, str] | None = None,
+        environment_digest: str | None = None,
+        exactness: Exactness = "samples-exact",
+    ) -> None:
+        self._urgent(
+            StartedLine(
+                time=time.time(),
+                step=step,
+                samples_consumed=samples_consumed,
+                resumed_from=resumed_from,
+                environment=dict(environment or {}),
+                environment_digest=environment_digest,
+                exactness=exactness,
+            )
+        )
+
+    def straggler(self, step: int, rank: int, factor: float, over_steps: int) -> None:
+        self._urgent(StragglerLine(time=time.time(), step=step, rank=rank, factor=factor, over_steps=over_steps))
 
     def checkpoint(
-        self, folder: Path, *, step: int, epoch: int, samples_consumed: int, metrics: Mapping[str, float], final: bool
+        self,
+        folder: Path,
+        *,
+        step: int,
+        epoch: int,
+        samples_consumed: int,
+        metrics: Mapping[str, float],
+        final: bool,
+        exactness: Exactness = "samples-exact",
     ) -> None:
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self._urgent(
@@ -88,6 +121,7 @@ class Journal:
                 samples_consumed=samples_consumed,
                 metrics=finite,
                 final=final,
+                exactness=exactness,
             )
         )
 
@@ -99,7 +133,7 @@ class Journal:
         """Append the last line: what another thread would say after it is left out."""
         self._urgent(line)
 
-    def _urgent(self, line: StartedLine | CheckpointLine | ResultLine | EndedLine) -> None:
+    def _urgent(self, line: StartedLine | StragglerLine | CheckpointLine | ResultLine | EndedLine) -> None:
         self._append(json_line(line), last=isinstance(line, EndedLine))
         self.doorbell()
 

@@ -92,6 +92,8 @@ def _work(launch: Launch, world: World, journal: Journal, control: Control, env:
         best_metric=spec.retention.metric,
         best_mode=spec.retention.mode,
         about=_about(launch),
+        machine=launch.machine,
+        watch=spec.watch,
         record_samples=env.get("TRAINBUS_RECORD_SAMPLES") == "1",
     )
     outcome = trainer.fit()

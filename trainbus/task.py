@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -26,9 +27,10 @@ class Task:
     ``params`` of the request become keyword arguments of the constructor. A task holds no state
     that training changes: that lives in the model, the optimizer and the schedule, which are checkpointed.
 
-    Random numbers: torch, numpy and random are seeded anew for each step from (seed, step, rank), so
-    random augmentation belongs in ``loss``; ``decode`` and ``collate`` run ahead in a thread and
-    must be pure functions of their arguments.
+    Random numbers: in ``model`` and ``loss`` torch, numpy and random are seeded anew for each step and each of its
+    slices (a logical rank in exact mode, else a rank), so dropout draws what it would have drawn in an undisturbed run.
+    ``augment`` is handed a generator of its own for each sample. ``decode`` and ``collate`` run ahead in a thread
+    and must be pure functions of their arguments.
     """
 
     #: Set by the trainer before anything is called: the class names of the dataset, in the order of their indices.
@@ -51,6 +53,15 @@ class Task:
     def decode(self, sample: dict[str, bytes]) -> Any:
         """Turn one sample, its fields by extension (``{"png": ..., "cls": ...}``), into what ``collate`` takes."""
         raise TaskError(f"{type(self).__name__} needs a method decode(self, sample) that returns one example")
+
+    def augment(self, example: Any, rng: np.random.Generator) -> Any:
+        """Return a random variation of a decoded example; called for training samples alone. Default: as it is.
+
+        Draw from ``rng`` and nothing else: its numbers are a function of (seed, epoch, sample), so the variation is the
+        same for any number of ranks and after any resume. (For torch: ``torch.Generator().manual_seed(
+        int(rng.integers(2**63)))``.) Runs in the loader's thread.
+        """
+        return example
 
     def collate(self, examples: Sequence[Any]) -> Any:
         """Turn a non-empty list of decoded examples into a batch. Default: torch's ``default_collate``.

@@ -8,8 +8,10 @@ from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
+
 from trainbus.data.reader import SplitReader
-from trainbus.data.sampler import Ids
+from trainbus.data.sampler import Ids, Sampler
 from trainbus.task import Task
 
 T = TypeVar("T")
@@ -24,13 +26,43 @@ class MicroBatch:
     keys: tuple[str, ...] = field(default=())
 
 
-def load(task: Task, reader: SplitReader, ids: Ids) -> MicroBatch:
-    """Read and decode the samples and make one batch of them."""
+def load(task: Task, reader: SplitReader, ids: Ids, augment: Callable[[int, Any], Any] | None = None) -> MicroBatch:
+    """Read and decode the samples and make one batch of them.
+
+    ``augment`` is given the place of an example among ``ids``, and the example.
+    """
     if len(ids) == 0:
         return MicroBatch(0, None)
     samples = [reader[int(i)] for i in ids]
-    batch = task.collate([task.decode(sample.fields) for sample in samples])
-    return MicroBatch(len(samples), batch, tuple(sample.key for sample in samples))
+    examples = [task.decode(sample.fields) for sample in samples]
+    if augment is not None:
+        examples = [augment(place, example) for place, example in enumerate(examples)]
+    return MicroBatch(len(samples), task.collate(examples), tuple(sample.key for sample in samples))
+
+
+def load_for_training(
+    task: Task, reader: SplitReader, sampler: Sampler, seed: int, start: int, stop: int
+) -> MicroBatch:
+    """Load positions ``start`` to ``stop`` of the run's sequence of samples, augmented where the task does that."""
+    ids = sampler.ids(start, stop)
+    if type(task).augment is Task.augment:
+        return load(task, reader, ids)
+
+    def augment(place: int, example: Any) -> Any:
+        epoch = (start + place) // sampler.order.samples
+        return task.augment(example, sample_generator(seed, epoch, int(ids[place])))
+
+    return load(task, reader, ids, augment)
+
+
+def sample_generator(seed: int, epoch: int, sample: int) -> np.random.Generator:
+    """Return a generator whose numbers are a function of (seed, epoch, sample), however far it is read.
+
+    Philox counts, so there is nothing to save: the low half of its 256-bit counter is the generator's own.
+    See "Parallel Random Numbers: As Easy as 1, 2, 3" (Salmon et al., SC 2011).
+    """
+    key, counter = np.array([seed, 0], dtype=np.uint64), np.array([0, 0, sample, epoch], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 
 def ahead(items: Iterable[T], depth: int = 2) -> Generator[T]:

@@ -1,4 +1,4 @@
-"""Measures a model on a split: exact means over its samples, whatever the world size."""
+"""Measures a model on a split: exact means over its samples, the same to the bit for any number of ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,19 @@ from trainbus.data.loader import MicroBatch, ahead, load, to_device
 from trainbus.data.reader import SplitReader
 from trainbus.data.sampler import slice_bounds
 from trainbus.task import Task, TaskError
-from trainbus.trainer.world import World
+from trainbus.trainer.stop import in_order
+from trainbus.trainer.strategies.base import AUTOCAST
+from trainbus.trainer.world import World, seed_all
 
-#: Samples that go through the model at once in a measurement.
+#: The most samples that go through the model at once in a measurement.
 MEASURE_BATCH = 256
+#: A split is cut into about so many chunks where that leaves them large enough, so that many ranks have work.
+CHUNKS, SMALLEST_CHUNK = 32, 16
+
+
+def chunk_size(samples: int, largest: int = MEASURE_BATCH) -> int:
+    """Return how many samples go through the model at once: a function of the split alone."""
+    return min(largest, max(SMALLEST_CHUNK, -(-samples // CHUNKS)))
 
 
 def measure(
@@ -26,45 +35,63 @@ def measure(
     world: World,
     precision: str,
     *,
-    batch_size: int = MEASURE_BATCH,
+    batch_size: int | None = None,
     each: Callable[[MicroBatch, Any], None] | None = None,
 ) -> dict[str, float]:
     """Return ``task.metrics`` as means over all samples of the split; every rank calls it and gets the same.
 
-    ``each`` is called with every batch of this rank's slice. The model is in eval mode meanwhile.
+    The split is cut into chunks that do not depend on the ranks; one rank computes a chunk, and the chunks' sums
+    are added in their order. ``each`` is called with every chunk of this rank, in order. The model is in eval mode.
     """
     if len(reader) == 0:
         return {}
-    device = world.device
-    sums: dict[str, Tensor] = {}
+    size = batch_size or chunk_size(len(reader))
+    chunks = -(-len(reader) // size)
+    device, dtype = world.device, AUTOCAST.get(precision)
+    sums: dict[str, dict[int, Tensor]] = {}
     was_training = model.training
     model.eval()
     try:
-        with torch.inference_mode(), torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
-            for item in ahead(_batches(task, reader, world, batch_size)):
+        with torch.inference_mode(), torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+            for chunk, counted, item in ahead(_chunks(task, reader, world, size, chunks)):
+                seed_all("measure", chunk)
                 batch = to_device(item.batch, lambda tensor: tensor.to(device))
-                for name, value in task.metrics(model, batch).items():
-                    total = _sum(task, name, value, item.samples)
-                    sums[name] = sums[name] + total if name in sums else total
+                found = task.metrics(model, batch)
+                if not counted:
+                    continue
+                for name, value in found.items():
+                    sums.setdefault(name, {})[chunk] = _sum(task, name, value, item.samples)
                 if each is not None:
                     each(item, batch)
     finally:
         model.train(was_training)
-    # Rank 0's slice is never empty, so it knows every name.
+    # Rank 0 has the first chunk, so it knows every name.
     names: list[str] = world.from_first(sorted(sums))
     if extra := set(sums) - set(names):
         raise TaskError(f"{type(task).__name__}.metrics() returns {sorted(extra)} for some batches only")
     if not names:
         return {}
-    zero = torch.zeros((), dtype=torch.float64, device=device)
-    totals = world.all_reduce(torch.stack([sums.get(name, zero) for name in names]))
-    return {name: total / len(reader) for name, total in zip(names, totals.tolist(), strict=True)}
+    table = torch.zeros(len(names), chunks, dtype=torch.float64, device=device)
+    for row, name in zip(table, names, strict=True):
+        if own := sums.get(name):
+            row[list(own)] = torch.stack(list(own.values()))
+    world.all_reduce(table)
+    return {name: in_order(row) / len(reader) for name, row in zip(names, table.tolist(), strict=True)}
 
 
-def _batches(task: Task, reader: SplitReader, world: World, batch_size: int) -> Iterator[MicroBatch]:
-    start, stop = slice_bounds(len(reader), world.size, world.rank)
-    for first in range(start, stop, batch_size):
-        yield load(task, reader, np.arange(first, min(stop, first + batch_size), dtype=np.int64))
+def _chunks(
+    task: Task, reader: SplitReader, world: World, size: int, chunks: int
+) -> Iterator[tuple[int, bool, MicroBatch]]:
+    """This rank's chunks: (number, whether it counts, samples). As many on every rank.
+
+    Some strategies communicate in each forward, so a rank with fewer chunks than others computes one for nothing.
+    """
+    start, stop = slice_bounds(chunks, world.size, world.rank)
+    most = slice_bounds(chunks, world.size, 0)[1]
+    for number in range(start, start + most):
+        chunk = number if number < stop else 0
+        ids = np.arange(chunk * size, min(len(reader), (chunk + 1) * size), dtype=np.int64)
+        yield chunk, number < stop, load(task, reader, ids)
 
 
 def _sum(task: Task, name: str, value: Tensor, samples: int) -> Tensor:

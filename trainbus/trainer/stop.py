@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,38 +12,65 @@ from torch import Tensor
 
 from trainbus.trainer.world import World
 
+#: Places of the numbers ahead of the leaves' losses.
+STOP, CHECKPOINT_NOW, GRAD_NORM, SKIPPED, HEAD = range(5)
+
 
 @dataclass(frozen=True, slots=True)
 class Said:
     """What all ranks together said at the end of one step. The same on every rank."""
 
     step: int
-    #: Sum over the ranks of what each passed as ``loss``: the mean loss over the global batch.
+    #: Sum of the leaves' losses: the mean loss over the global batch.
     loss: float
     grad_norm: float
     stop: bool
     checkpoint_now: bool
+    skipped: bool
+    #: Each rank's own seconds of work, by rank.
+    busy_s: tuple[float, ...]
 
 
 class Consensus:
-    """One asynchronous sum of four numbers after each step, looked at one step later.
+    """One asynchronous sum of a short vector after each step, looked at one step later.
 
     Nothing waits for it: by the time it is read, a whole step has gone by. Every rank reads the same sum at
-    the same point, so all of them stop after the same step, whenever each was told.
+    the same point, so all of them stop after the same step, whenever each was told. Every number but the flags
+    has a place of its own that one rank fills, and is added up in the order of the places: the loss is the same to the
+    bit for any number of ranks.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, leaf_count: int) -> None:
         self._world = world
+        self._leaf_count = leaf_count
         self._posted: tuple[int, Tensor, Any] | None = None
 
-    def exchange(self, step: int, loss: Tensor, grad_norm: Tensor, *, stop: bool, checkpoint_now: bool) -> Said | None:
+    def exchange(
+        self,
+        step: int,
+        losses: Mapping[int, Tensor],
+        grad_norm: Tensor,
+        *,
+        stop: bool,
+        checkpoint_now: bool,
+        skipped: bool = False,
+        busy_s: float = 0.0,
+    ) -> Said | None:
         """Post this step's numbers and return what was said at the last step; None before the first.
 
-        ``loss`` is this rank's share of the mean over the global batch, ``grad_norm`` the same number on every rank.
+        ``losses`` are those of this rank's leaves, each its share of the mean over the global batch; ``grad_norm`` and
+        ``skipped`` are the same on every rank.
         """
         said = self.settle()
-        flags = torch.tensor([float(stop), float(checkpoint_now)], dtype=torch.float64).to(loss.device)
-        numbers = torch.cat([torch.stack([loss.double(), grad_norm.double() / self._world.size]), flags])
+        known = [0.0] * (HEAD + self._leaf_count + self._world.size)
+        known[STOP], known[CHECKPOINT_NOW], known[SKIPPED] = float(stop), float(checkpoint_now), float(skipped)
+        known[HEAD + self._leaf_count + self._world.rank] = busy_s
+        numbers = torch.tensor(known, dtype=torch.float64).to(grad_norm.device, non_blocking=True)
+        if losses:
+            first = HEAD + min(losses)
+            numbers[first : first + len(losses)] = torch.stack([losses[leaf] for leaf in sorted(losses)])
+        if self._world.is_first:
+            numbers[GRAD_NORM] = grad_norm
         if self._world.size == 1:
             self._posted = (step, *_fetch(numbers))
         elif numbers.is_cuda:
@@ -59,8 +87,25 @@ class Consensus:
         step, numbers, wait = self._posted
         self._posted = None
         wait()
-        loss, grad_norm, stop, checkpoint_now = numbers.tolist()
-        return Said(step, loss, grad_norm, stop > 0, checkpoint_now > 0)
+        values: list[float] = numbers.tolist()
+        losses, busy_s = values[HEAD : HEAD + self._leaf_count], values[HEAD + self._leaf_count :]
+        return Said(
+            step,
+            in_order(losses),
+            values[GRAD_NORM],
+            stop=values[STOP] > 0,
+            checkpoint_now=values[CHECKPOINT_NOW] > 0,
+            skipped=values[SKIPPED] > 0,
+            busy_s=tuple(busy_s),
+        )
+
+
+def in_order(values: list[float]) -> float:
+    """Add up from the left, each sum rounded to a double, in every version of Python."""
+    total = 0.0
+    for value in values:
+        total += value
+    return total
 
 
 def _fetch(numbers: Tensor) -> tuple[Tensor, Any]:

@@ -5,26 +5,32 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Generator, Mapping
-from contextlib import closing
+from collections.abc import Mapping
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from contracts.events.train import Training
+from contracts.events.train import Training, Watch
 from trainbus.agent_link import Control, Journal
 from trainbus.data.dataset import Dataset
-from trainbus.data.loader import MicroBatch, ahead, load, to_device
-from trainbus.data.sampler import Sampler, ShuffledOrder, slice_bounds
+from trainbus.data.loader import ahead, to_device
+from trainbus.data.sampler import Sampler, ShuffledOrder
 from trainbus.task import Task
-from trainbus.trainer import checkpoint
+from trainbus.trainer import checkpoint, environment
+from trainbus.trainer.best import Best, Mode
 from trainbus.trainer.checkpoint import Progress, Snapshot, Writer
+from trainbus.trainer.ema import MovingAverage
+from trainbus.trainer.feed import Feed, LeafData, StepData
 from trainbus.trainer.measure import measure
 from trainbus.trainer.stop import Consensus, Said
+from trainbus.trainer.straggler import OwnWork, StragglerWatch
 from trainbus.trainer.strategies import make_strategy
 from trainbus.trainer.strategies.base import State
+from trainbus.trainer.strategies.scaler import ScaleCollapsed
 from trainbus.trainer.world import World, seed_all
 
 
@@ -40,15 +46,6 @@ class Outcome:
     step: int
     samples_consumed: int
     metrics: dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class StepData:
-    """One rank's part of one step."""
-
-    samples_consumed: int  # before the step
-    global_samples: int
-    micro_batches: tuple[MicroBatch, ...]
 
 
 class Trainer:
@@ -69,8 +66,10 @@ class Trainer:
         journal: Journal | None = None,
         resume_folder: Path | None = None,
         best_metric: str = "validation/loss",
-        best_mode: Literal["min", "max"] = "min",
+        best_mode: Mode = "min",
         about: Mapping[str, Any] | None = None,
+        machine: Mapping[str, str] | None = None,
+        watch: Watch | None = None,
         record_samples: bool = False,
     ) -> None:
         """Build the model and take up ``resume_folder``.
@@ -79,6 +78,8 @@ class Trainer:
             folder: where the journal, ``checkpoints/`` and records go.
             best_metric: a checkpoint is taken whenever a validation improves this.
             about: what ``state.json`` says about the run.
+            machine: what the agent knows of the node that decides the last bits.
+            watch: when a rank is named for holding the others up; None: never.
             record_samples: append the keys each step trains on to ``samples_rank_<n>.jsonl``.
         """
         self.task, self.dataset, self.training, self.folder = task, dataset, training, folder
@@ -95,6 +96,8 @@ class Trainer:
             checkpoint.check_safe(resume_folder)
             self.progress, packed = checkpoint.load_progress(resume_folder)
         self.total_steps = self._total_steps()
+        if training.logical_ranks is not None:
+            environment.be_deterministic()
         seed_all(training.seed, "model")
         model = task.model()
         if resume_folder is not None:
@@ -105,14 +108,26 @@ class Trainer:
             self.strategy.load_state(State(optimizer=checkpoint.load_optimizer(resume_folder, packed)))
             if self.schedule is not None and self.progress.schedule is not None:
                 self.schedule.load_state_dict(self.progress.schedule)
-        same_run = self.progress.about.get("run_id") == (about or {}).get("run_id")
-        self._checkpointed_step = self.progress.step if resume_folder is not None and same_run else -1
-        self.progress.about = dict(about or {})
+        self.ema: MovingAverage | None = None
+        if training.ema_decay is not None:
+            self.ema = MovingAverage(self.strategy.parameters_for_ema(), training.ema_decay)
 
-        self._best = (best_metric, best_mode)
-        self._consensus = Consensus(self.world)
+        parent, run_id = self.progress.about, (about or {}).get("run_id")
+        same_run = parent.get("run_id") == run_id
+        self._checkpointed_step = self.progress.step if resume_folder is not None and same_run else -1
+        self.environment = environment.environment(self.world.device, machine)
+        digests = self.world.everyones(environment.digest(self.environment))
+        self.exactness = environment.exactness(
+            training.logical_ranks, digests, parent if resume_folder is not None else None, run_id
+        )
+        self.progress.about = {**(about or {}), "exactness": self.exactness, "environment_digest": digests[0]}
+
+        self._best = Best(self.progress, best_metric, best_mode, training.early_stopping)
+        self._consensus = Consensus(self.world, self.strategy.leaf_count)
         self._writer = Writer()
         self._record = (folder / f"samples_rank_{self.world.rank}.jsonl").open("a") if record_samples else None
+        self._own_work = OwnWork(self.strategy.model, self.world.device) if watch is not None else None
+        self._watch = StragglerWatch(watch.straggler_factor, watch.straggler_steps) if watch is not None else None
         #: (samples consumed, rates) of the steps whose loss is still on its way.
         self._posted: dict[int, tuple[int, dict[str, float]]] = {}
         self._measured: tuple[int, dict[str, float]] = (-1, {})
@@ -124,11 +139,23 @@ class Trainer:
         """Train to the end, or to a stop that all ranks agreed on. Every checkpoint is on disk when this returns."""
         progress = self.progress
         self.strategy.model.train()
-        self.journal.started(progress.step, progress.samples_consumed)
-        early = self._patience_is_over()  # a run that stopped early and was then placed again
-        with closing(ahead(self._steps())) as steps:
-            while not (early or self._stop_agreed) and (data := next(steps, None)) is not None:
-                self._train_step(data)
+        self.journal.started(
+            progress.step,
+            progress.samples_consumed,
+            environment=self.environment,
+            environment_digest=environment.digest(self.environment),
+            exactness=self.exactness,
+        )
+        strategy = self.strategy
+        feed = Feed(self.task, self.train_split, self.sampler, self.training, strategy.leaves, strategy.leaf_count)
+        left = feed.steps(progress.samples_consumed, self.total_steps - progress.step)
+        early = self._best.patience_is_over  # a run that stopped early and was then placed again
+        with closing(ahead(left)) as steps:
+            while not (early or self._stop_agreed):
+                asked = time.perf_counter()
+                if (data := next(steps, None)) is None:
+                    break
+                self._train_step(data, time.perf_counter() - asked)
                 early = self._after_step(data)
         stopped = self._stop_agreed and not early and progress.step < self.total_steps
         if not stopped and self._measured[0] != progress.step:
@@ -140,18 +167,20 @@ class Trainer:
 
     # --- one step ---------------------------------------------------------------------------
 
-    def _train_step(self, data: StepData) -> None:
-        training, progress, device = self.training, self.progress, self.world.device
+    def _train_step(self, data: StepData, waited_s: float) -> None:
+        """Take one step; ``waited_s`` is how long its samples were waited for."""
+        training, progress = self.training, self.progress
         started = time.perf_counter()
-        # Dropout and augmentation are functions of (seed, step, rank): a resumed run draws what it would have drawn.
-        seed_all(training.seed, progress.step, self.world.rank)
-        losses = []
-        for index, micro in enumerate(data.micro_batches):
-            batch = to_device(micro.batch, lambda tensor: tensor.to(device, non_blocking=True))
-            weight, last = micro.samples / data.global_samples, index == len(data.micro_batches) - 1
-            losses.append(self.strategy.backward(batch, weight, leaf=self.world.rank, first=index == 0, last=last))
+        if self._own_work is not None:
+            self._own_work.lap_s()
+        losses = {leaf.leaf: self._leaf(leaf, data.global_samples) for leaf in data.leaves}
         rate = float(self.strategy.optimizer.param_groups[0]["lr"])
-        norm = self.strategy.step(training.clip_norm).grad_norm
+        try:
+            result = self.strategy.step(training.clip_norm)
+        except ScaleCollapsed as error:
+            raise TrainingDiverged(f"step {progress.step + 1}: {error}") from error
+        if self.ema is not None and not result.skipped:
+            self.ema.update()
         if self.schedule is not None:
             self.schedule.step()
         progress.step += 1
@@ -160,14 +189,34 @@ class Trainer:
         self._record_keys(data)
         said = self._consensus.exchange(
             progress.step,
-            torch.stack(losses).sum(),
-            norm,
+            losses,
+            result.grad_norm,
             stop=self.control.stop_requested,
             checkpoint_now=self.control.take_checkpoint_request(),
+            skipped=result.skipped,
+            busy_s=self._busy_s(data, waited_s),
         )
         per_second = data.global_samples / max(time.perf_counter() - started, 1e-9)
         self._posted[progress.step] = (progress.samples_consumed, {"train/lr": rate, "train/samples_per_s": per_second})
         self._heed(said)
+
+    def _leaf(self, data: LeafData, global_samples: int) -> Tensor:
+        """Add one leaf's gradient; return its share of the mean loss over the global batch."""
+        device = self.world.device
+        # What dropout draws is a function of (seed, step, leaf): whoever computes it, and whenever, draws the same.
+        seed_all(self.training.seed, self.progress.step, data.leaf)
+        losses = []
+        for index, micro in enumerate(data.micro_batches):
+            batch = to_device(micro.batch, lambda tensor: tensor.to(device, non_blocking=True))
+            weight, last = micro.samples / global_samples, index == len(data.micro_batches) - 1
+            losses.append(self.strategy.backward(batch, weight, leaf=data.leaf, first=index == 0, last=last))
+        return torch.stack(losses).sum()
+
+    def _busy_s(self, data: StepData, waited_s: float) -> float:
+        """Return the seconds that this rank's own work in the step would have taken, had it an even share of it."""
+        if self._own_work is None or not data.own_samples:
+            return 0.0
+        return (self._own_work.lap_s() + waited_s) * data.global_samples / (data.own_samples * self.world.size)
 
     def _after_step(self, data: StepData) -> bool:
         """Validate and checkpoint where they are due; return whether training should end early."""
@@ -179,7 +228,7 @@ class Trainer:
         if _due(progress.step, training.validate_every_steps, epochs_now > epochs_before):
             improved = self._validate()
         due = _due(progress.step, training.checkpoint_every_steps, epochs_now > epochs_before)
-        early = self._patience_is_over()
+        early = self._best.patience_is_over
         # The last step's checkpoint is the final one; two of one step would be one too many.
         if (due or improved or self._checkpoint_asked) and progress.step < self.total_steps and not early:
             self._checkpoint()
@@ -192,15 +241,22 @@ class Trainer:
         consumed, values = self._posted.pop(said.step)
         values = {"train/loss": said.loss, "train/grad_norm": said.grad_norm, **values}
         for name in ("train/loss", "train/grad_norm"):
-            if not math.isfinite(values[name]):
+            if not math.isfinite(values[name]) and not said.skipped:
                 raise TrainingDiverged(
                     f"{name} is {values[name]} at step {said.step}: lower the learning rate or set training.clip_norm"
                 )
-        self._train_loss = said.loss
+        if math.isfinite(said.loss):
+            self._train_loss = said.loss
+        self._name_stragglers(said)
         if said.step % self.training.log_every_steps == 0 or said.step == self.total_steps:
             self._journal_metrics(said.step, consumed, values)
         self._checkpoint_asked |= said.checkpoint_now
         self._stop_agreed |= said.stop
+
+    def _name_stragglers(self, said: Said) -> None:
+        if self._watch is not None and self.world.is_first:
+            for found in self._watch.saw(said.busy_s):
+                self.journal.straggler(said.step, found.rank, found.factor, found.over_steps)
 
     # --- validation and checkpoints -----------------------------------------------------------
 
@@ -208,37 +264,14 @@ class Trainer:
         """Measure the validation split and return whether the best metric improved."""
         self._heed(self._consensus.settle())
         self.strategy.sync_buffers()
-        found = measure(self.task, self.strategy.model, self.validation_split, self.world, self.training.precision)
+        with self.ema.swapped_in() if self.ema is not None else nullcontext():
+            found = measure(self.task, self.strategy.model, self.validation_split, self.world, self.training.precision)
         metrics = {f"validation/{name}": value for name, value in found.items()}
         progress = self.progress
         self._measured = (progress.step, metrics)
         if metrics:
             self._journal_metrics(progress.step, progress.samples_consumed, metrics)
-        improved = self._improves(metrics, *self._best)
-        stopping = self.training.early_stopping
-        if stopping is not None and stopping.metric in metrics:
-            better = self._improves(metrics, stopping.metric, stopping.mode, stopping.min_delta, "early_stopping")
-            count = 0 if better else progress.validations_without_improvement + 1
-            progress.validations_without_improvement = count
-        return improved
-
-    def _improves(
-        self, metrics: Mapping[str, float], metric: str, mode: str, min_delta: float = 0.0, purpose: str = "best"
-    ) -> bool:
-        """Return whether the metric is the best so far, and remember it if it is."""
-        value = metrics.get(metric)
-        if value is None or not math.isfinite(value):
-            return False
-        best = self.progress.best.get(purpose)
-        gain = math.inf if best is None else (best - value if mode == "min" else value - best)
-        if gain <= min_delta:
-            return False
-        self.progress.best[purpose] = value
-        return True
-
-    def _patience_is_over(self) -> bool:
-        stopping = self.training.early_stopping
-        return stopping is not None and self.progress.validations_without_improvement >= stopping.patience
+        return self._best.saw(metrics)
 
     def _checkpoint(self, *, last: bool = False, final: bool = False) -> None:
         """Copy everything to the host and have it written in the background.
@@ -265,7 +298,7 @@ class Trainer:
                 checkpoint.write(folder, snapshot)
             else:
                 checkpoint.write_presence(folder, self.world.rank, {**place, "world_size": self.world.size})
-            self.journal.checkpoint(folder, **place, metrics=metrics, final=final)
+            self.journal.checkpoint(folder, **place, metrics=metrics, final=final, exactness=self.exactness)
 
         self._writer.submit(work)
 
@@ -287,20 +320,6 @@ class Trainer:
             ends.append(self.training.max_steps)
         return min(ends)
 
-    def _steps(self) -> Generator[StepData]:
-        """Load this rank's part of every step that is left; runs ahead in a thread."""
-        consumed = self.progress.samples_consumed
-        for _ in range(self.progress.step, self.total_steps):
-            batch = self.sampler.batch_size(consumed)
-            ids = self.sampler.slice(consumed, self.world.size, self.world.rank).ids
-            # The same number of micro-batches on every rank, since some strategies communicate in each.
-            largest = slice_bounds(batch, self.world.size, 0)[1]
-            pieces = max(1, min(self.training.accumulate, largest))
-            bounds = [slice_bounds(len(ids), pieces, piece) for piece in range(pieces)]
-            micro = tuple(load(self.task, self.train_split, ids[start:stop]) for start, stop in bounds)
-            yield StepData(consumed, batch, micro)
-            consumed += batch
-
     def _journal_metrics(self, step: int, consumed: int, values: Mapping[str, float]) -> None:
         if self.world.is_first:
             self.journal.metrics(
@@ -313,8 +332,9 @@ class Trainer:
 
     def _record_keys(self, data: StepData) -> None:
         if self._record is not None:
-            keys = [key for micro in data.micro_batches for key in micro.keys]
-            self._record.write(json.dumps({"step": self.progress.step, "keys": keys}) + "\n")
+            for leaf in data.leaves:
+                keys = [key for micro in leaf.micro_batches for key in micro.keys]
+                self._record.write(json.dumps({"step": self.progress.step, "leaf": leaf.leaf, "keys": keys}) + "\n")
             self._record.flush()
 
 

@@ -86,6 +86,14 @@ class World:
         dist.gather_object(value, box, dst=0)
         return box or []
 
+    def everyones(self, value: Any) -> list[Any]:
+        """Return every rank's value of a small picklable object, by rank, on every rank."""
+        if self.size == 1:
+            return [value]
+        box: list[Any] = [None] * self.size
+        dist.all_gather_object(box, value)
+        return box
+
     def leave(self) -> None:
         """Wait until every rank is here, so that none loses the rendezvous while it still needs it."""
         if dist.is_initialized() and self.size > 1:

@@ -1,0 +1,111 @@
+"""What decides the last bits of arithmetic, beside the task and its data: the environment of a rank.
+
+Two processes whose environments are equal make the same bits of the same numbers. Where they differ (another machine
+type, torch version, number of threads) the results are as good, but no longer the same, and the run says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from contracts.events.checkpoint import Exactness
+
+#: Variables that choose kernels, or how a sum is split among threads.
+VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+
+
+def be_deterministic() -> None:
+    """Let torch use kernels alone that make the same bits each time; it raises where an operation has none."""
+    # Read when CUDA's BLAS makes its first handle, which must not have happened yet.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # Filling what torch.empty() gives costs time in every step, and hides the fault of those who read it.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = False
+
+
+def environment(device: torch.device, machine: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return everything that is known to decide the last bits on ``device``, by name.
+
+    ``machine`` is what the agent knows of the node. To be called after the settings of this process were made.
+    """
+    found = {f"machine.{name}": value for name, value in (machine or {}).items()}
+    found |= {f"env.{name}": os.environ[name] for name in VARIABLES if name in os.environ}
+    found |= {
+        "device": device.type,
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "numpy": np.__version__,
+        "torch": torch.__version__,
+        # Compiler, flags and libraries: two builds of one version need not agree.
+        "torch.build": hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:16],
+        "torch.threads": str(torch.get_num_threads()),
+        "torch.cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "torch.mkldnn": str(torch.backends.mkldnn.enabled),
+        "torch.deterministic": str(torch.are_deterministic_algorithms_enabled()),
+        "torch.float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "torch.default_dtype": str(torch.get_default_dtype()),
+    }
+    if device.type == "cuda":
+        found |= _cuda(device)
+    return found
+
+
+def _cuda(device: torch.device) -> dict[str, str]:
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    return {
+        "cuda": str(torch.version.cuda),
+        "cuda.driver": str(torch._C._cuda_getDriverVersion()),  # type: ignore[attr-defined]
+        "cuda.device": torch.cuda.get_device_name(device),
+        "cuda.capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
+        "cuda.multiprocessors": str(torch.cuda.get_device_properties(device).multi_processor_count),
+        "cudnn": str(cudnn.version()),  # type: ignore[no-untyped-call]
+        "cudnn.settings": f"enabled={cudnn.enabled} benchmark={cudnn.benchmark} deterministic={cudnn.deterministic}",
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
+        "tf32": f"matmul={matmul.allow_tf32} cudnn={cudnn.allow_tf32}",
+        "reduced_precision": (
+            f"fp16={matmul.allow_fp16_reduced_precision_reduction} bf16={matmul.allow_bf16_reduced_precision_reduction}"
+        ),
+    }
+
+
+def digest(environment: Mapping[str, str]) -> str:
+    """Return the hash of an environment: equal hashes, equal bits."""
+    return hashlib.sha256(json.dumps(dict(environment), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def exactness(
+    logical_ranks: int | None, digests: Collection[str], parent: Mapping[str, Any] | None, run_id: str | None
+) -> Exactness:
+    """Return whether the state will be, to the bit, what undisturbed training would make of it.
+
+    Args:
+        digests: the environments of all ranks of this generation.
+        parent: what the checkpoint that is resumed says ``about`` itself; None from scratch.
+        run_id: this run's. A run that begins with another's checkpoint has its beginning there: it is exact in
+            whatever environment it begins, if what it begins with is.
+    """
+    if logical_ranks is None or len(set(digests)) != 1:
+        return "samples-exact"
+    if parent is None:
+        return "exact"
+    moved = parent.get("run_id") == run_id and parent.get("environment_digest") not in digests
+    return "exact" if parent.get("exactness") == "exact" and not moved else "samples-exact"

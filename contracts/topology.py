@@ -100,7 +100,16 @@ SHARDING = Consumer(
     "Ingested data to be sharded, and runs that name a dataset to be looked up.",
 )
 CHECKPOINT = Consumer(
-    "checkpoint", FACTS.name, (checkpoint.CheckpointStaged,), "Staged checkpoints to verify and commit."
+    "checkpoint",
+    FACTS.name,
+    (checkpoint.CheckpointStaged, checkpoint.CheckpointRepaired),
+    "Staged checkpoints to verify and commit, repaired blobs to look at again.",
+)
+CHECKPOINT_REQUESTS = Consumer(
+    "checkpoint-requests",
+    REQUESTS.name,
+    (train.PinRequested, train.ScrubRequested),
+    "Checkpoints to be kept whatever retention says, and to be read back.",
 )
 EVALUATION = Consumer(
     "evaluation",
@@ -119,6 +128,7 @@ TRACKING = Consumer(
         run.RunAccepted,
         run.RunPrepared,
         run.RunPlaced,
+        run.RunStarted,
         checkpoint.CheckpointCommitted,
         run.RunCompleted,
         run.RunFailed,
@@ -137,6 +147,7 @@ CONSUMERS: tuple[Consumer, ...] = (
     INGESTION_REQUESTS,
     SHARDING,
     CHECKPOINT,
+    CHECKPOINT_REQUESTS,
     EVALUATION,
     EVALUATION_REQUESTS,
     TRACKING,

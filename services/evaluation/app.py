@@ -12,6 +12,7 @@ import structlog
 
 from contracts import subjects, topology
 from contracts.envelope import Envelope
+from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.model import ModelPromoted
 from contracts.events.run import (
     Artifact,
@@ -191,6 +192,7 @@ class Evaluator:
             champion_label=f"v{champion.fact.version} ({champion.fact.run_id})" if champion else "",
             verdict=step.verdict,
             confusion=await self._confusion(step.outcome.artifacts),
+            committed=await self._committed(candidate),
         )
         with metrics.REPORT_SECONDS.time():
             png = await asyncio.to_thread(plot.comparison_png, comparison)
@@ -209,6 +211,12 @@ class Evaluator:
             report=report,
         )
         await self._bus.publish(fact, candidate.completed, expect=Expect(0))
+
+    async def _committed(self, candidate: Candidate) -> CheckpointCommitted | None:
+        """The fact that committed the checkpoint that was measured."""
+        history = await self._bus.history(subjects.fact("run", candidate.run_id, CheckpointCommitted.fact))
+        found = (received.event for received in history if isinstance(received.event, CheckpointCommitted))
+        return next((fact for fact in found if fact.checkpoint == candidate.checkpoint), None)
 
     async def _store(self, folder: str, name: str, content: bytes, content_type: str) -> Artifact:
         """Store a file of the report. Its hash is in its name, so what a fact points at never changes."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.model import ModelPromoted
+from contracts.events.run import CheckpointRef
 from contracts.events.train import Evaluation
 from services.evaluation.core.gate import Verdict, gate, metric_value
 from services.evaluation.core.report import Comparison, html, markdown, parse_predictions
@@ -135,5 +138,13 @@ def test_a_report_says_the_numbers_and_is_the_same_each_time(candidate: Metrics,
     assert "accuracy 0.95: better" in text
     assert "digits &lt;cnn&gt;" in page
     assert "<cnn>" not in page
+    assert "State digest" not in text
+    ref = CheckpointRef(uri="s3://models/c.json", step=40, epoch=1, samples_consumed=40)
+    committed = CheckpointCommitted(
+        run_id="r1", generation=1, checkpoint=ref, size_bytes=1, exactness="exact", state_digest="d" * 64
+    )
+    exact = markdown(replace(comparison, committed=committed))
+    assert "- Exactness: exact: the same to the bit" in exact
+    assert f"- State digest: {'d' * 64}" in exact
     if candidate and champion:
         assert [line.split("|")[1].strip() for line in text.splitlines() if "0.05" in line] == ["test/accuracy"]

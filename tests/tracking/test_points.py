@@ -9,7 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlflow.utils.validation import _validate_param_name
 
-from contracts.events.run import CheckpointRef, ProgressPoint, RunAccepted, RunCompleted, RunPlaced, RunProgress
+from contracts.events.checkpoint import CheckpointCommitted
+from contracts.events.run import (
+    CheckpointRef,
+    ProgressPoint,
+    RunAccepted,
+    RunCompleted,
+    RunPlaced,
+    RunProgress,
+    RunStarted,
+)
+from contracts.events.train import TrainRequested
 from services.tracking.core import describe
 from services.tracking.core.fold import Run, fold
 from services.tracking.core.points import NO_CEILING, NOTHING, Cursor, Point, Selector, ceilings
@@ -39,6 +49,30 @@ def new_run() -> Run:
     run = Run("r1")
     fold(run, RunAccepted(run_id="r1", spec=task_spec(), request_id="1", request_source="t"), AT, 1)
     return run
+
+
+def test_how_exact_a_run_is_stands_in_its_tags() -> None:
+    task = {"name": "r", "task": "m:T", "code": {"uri": "s3://code/c.tar.gz", "sha256": "0" * 64}}
+    spec = TrainRequested.model_validate({**task, "training": {"epochs": 1, "logical_ranks": 4}})
+    run = Run("r1")
+    fold(run, RunAccepted(run_id="r1", spec=spec, request_id="1", request_source="t"), AT, 1)
+    assert "trainbus.exactness" not in describe.tags(run, 1, 1)
+    start = {"run_id": "r1", "node_id": "n1"}
+    exact = RunStarted(
+        **start, generation=1, exactness="exact", environment={"cpu": "AVX512"}, environment_digest="e" * 64
+    )
+    committed = CheckpointCommitted(
+        run_id="r1", generation=1, checkpoint=reference(5), size_bytes=1, exactness="exact", state_digest="d" * 64
+    )
+    for sequence, fact in enumerate((exact, committed, exact, committed), 2):
+        fold(run, fact, AT, sequence)
+    tags = describe.tags(run, 1, 1)
+    names = ("exactness", "exactness_reason", "logical_ranks", "environment_digest", "state_digest")
+    assert [tags[f"trainbus.{name}"] for name in names] == ["exact", "", "4", "e" * 64, "d" * 64]
+    fold(run, RunStarted(**start, generation=2, environment={"cpu": "AVX2"}, environment_digest="f" * 64), AT, 9)
+    tags = describe.tags(run, 1, 2)
+    assert (tags["trainbus.exactness"], tags["trainbus.environment_digest"]) == ("samples-exact", "f" * 64)
+    assert "AVX2 instead of AVX512" in tags["trainbus.exactness_reason"]
 
 
 @pytest.mark.parametrize(

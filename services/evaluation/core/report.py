@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
 
+from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.train import Evaluation
 from services.evaluation.core.gate import Verdict, metric_value
 
@@ -47,6 +48,8 @@ class Comparison:
     champion_label: str
     verdict: Verdict
     confusion: Confusion | None = None
+    #: The checkpoint that was measured, as it was committed; None if nothing is known of it.
+    committed: CheckpointCommitted | None = None
 
     @property
     def gate_metric(self) -> str:
@@ -150,7 +153,20 @@ def _facts(comparison: Comparison) -> list[tuple[str, str]]:
         ("Run", comparison.run_id),
         ("Champion", comparison.champion_label or "none"),
         ("Dataset", f"{comparison.dataset_id} (test split)" if comparison.dataset_id else "none"),
+        *_state(comparison.committed),
     ]
+
+
+def _state(committed: CheckpointCommitted | None) -> list[tuple[str, str]]:
+    """What the measured weights are: from which step, how exact, and the digest that says which bits."""
+    if committed is None:
+        return []
+    exactness = {
+        "exact": "exact: the same to the bit on any number of processes",
+        "samples-exact": "samples-exact: each sample as often as it should be, the last bits not reproducible",
+    }[committed.exactness]
+    found = [("Checkpoint", f"step {committed.checkpoint.step}"), ("Exactness", exactness)]
+    return [*found, ("State digest", committed.state_digest)] if committed.state_digest else found
 
 
 def _table(comparison: Comparison) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

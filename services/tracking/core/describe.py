@@ -112,6 +112,15 @@ def tags(run: Run, attempt: int, generation: int) -> dict[str, str]:
         found["trainbus.checkpoint.uri"] = checkpoint.uri
         found["trainbus.checkpoint.step"] = checkpoint.step
         found["trainbus.checkpoint.epoch"] = checkpoint.epoch
+        found["trainbus.state_digest"] = run.digests.get(checkpoint.uri)
+    if spec.training is not None:
+        found["trainbus.logical_ranks"] = spec.training.logical_ranks
+    if (reading := run.exactness) is not None:
+        found["trainbus.exactness"] = reading.exactness
+        # A tag that was set stays: an exact run that begins anew takes back what was said of it.
+        found["trainbus.exactness_reason"] = reading.why
+        newest = max(run.starts)
+        found["trainbus.environment_digest"] = run.starts[newest].environment_digest
     found |= _outcome(run, generation)
     for name, value in spec.tags.items():
         found["user." + name if name.startswith(RESERVED) else name] = value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from contracts import subjects, topology
+from contracts import exactness, subjects, topology
 from contracts.base import Event
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.run import (
@@ -20,6 +20,7 @@ from contracts.events.run import (
     RunNotPromoted,
     RunPlaced,
     RunPrepared,
+    RunStarted,
 )
 
 #: The attempt that exists from ``accepted`` on, before anything is placed.
@@ -58,8 +59,11 @@ class Run:
     accepted_at: datetime | None = None
     prepared: RunPrepared | None = None
     placements: dict[int, Placement] = field(default_factory=dict)
-    #: The furthest committed checkpoint of each generation.
+    #: What the nodes said when the ranks of a generation started, by generation and node.
+    starts: dict[tuple[int, str], RunStarted] = field(default_factory=dict)
+    #: The furthest committed checkpoint of each generation, and of each checkpoint its state's digest.
     committed: dict[int, CheckpointRef] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
     ended: Ended | None = None
     evaluated: RunEvaluated | None = None
     evaluated_at: datetime | None = None
@@ -78,6 +82,15 @@ class Run:
     @property
     def last_checkpoint(self) -> CheckpointRef | None:
         return max(self.committed.values(), key=lambda ref: ref.step, default=None)
+
+    @property
+    def exactness(self) -> exactness.Reading | None:
+        """How exact the run is by all that its generations have said."""
+        said = [
+            exactness.Start(each.generation, each.node_id, each.exactness, each.environment_digest, each.environment)
+            for each in self.starts.values()
+        ]
+        return exactness.read(self.accepted.spec, said) if self.accepted is not None and said else None
 
     def attempts(self) -> list[tuple[int, int]]:
         """The MLflow runs this run has, oldest first, as (attempt, its last generation).
@@ -109,7 +122,11 @@ def fold(run: Run, event: Event, at: datetime, sequence: int) -> None:
             slots = sum(len(member.slots) for member in event.members) or event.world_size
             placement = Placement(event.generation, resume, at, slots, len(event.members))
             run.placements.setdefault(event.generation, placement)
+        case RunStarted():
+            run.starts.setdefault((event.generation, event.node_id), event)
         case CheckpointCommitted():
+            if event.state_digest is not None:
+                run.digests[event.checkpoint.uri] = event.state_digest
             known = run.committed.get(event.generation)
             if known is None or event.checkpoint.step > known.step:
                 run.committed[event.generation] = event.checkpoint

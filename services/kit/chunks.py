@@ -1,0 +1,244 @@
+"""From a checkpoint's chunks to its files: fetched, decoded, verified, joined. Differences are made here too.
+
+A difference (``xor-zstd``) is, in the blob's bytes: ``TBXZ``, one byte of version (1), one byte ``width``, and a zstd
+frame of the XOR of the piece and its base, in byte planes: of items of ``width`` bytes first all the first bytes,
+then all the second ones, and so on; what does not fill an item comes last as it is. Weights that hardly move keep
+sign, exponent and leading digits, so that whole planes are almost zero.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol
+
+from contracts.events.checkpoint import CheckpointFile, Chunk
+from services.kit.objects import Objects, write_at
+
+MAGIC = b"TBXZ\x01"
+#: Differences one upon the other, at most; the next one is stored whole.
+MAX_CHAIN = 4
+#: Of a piece that is to be stored as a difference; decoding one holds it in memory.
+MAX_DIFFERENCE_BYTES = 64 * 2**20
+WIDTHS = (1, 2, 4, 8)
+#: zstd's fastest ordinary level: higher ones gain about a percent of weights and cost several times as much.
+LEVEL = 1
+PARALLEL_FETCHES = 4
+COPY_BYTES = 8 * 2**20
+
+
+class Damaged(ValueError):
+    """What is stored is not what was committed; the text says which piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bytes of a local file that are known to be a piece."""
+
+    path: Path
+    offset: int
+    size_bytes: int
+
+    def read(self) -> bytes:
+        """The bytes; OSError if they are no longer all there."""
+        with self.path.open("rb") as file:
+            content = os.pread(file.fileno(), self.size_bytes, self.offset)
+        if len(content) != self.size_bytes:
+            raise OSError(f"{self.path} is shorter than it was")
+        return content
+
+
+class Local(Protocol):
+    """Who knows which pieces are on this machine."""
+
+    def find(self, sha256: str) -> Range | None: ...
+
+
+def depth(chunk: Chunk) -> int:
+    """How many differences have to be decoded to get the piece."""
+    return 0 if chunk.base is None else 1 + depth(chunk.base)
+
+
+def encode(piece: bytes, base: bytes, width: int) -> bytes:
+    """The difference between two pieces of one size. ``decode`` gives ``piece`` back."""
+    import numpy as np
+    import zstandard
+
+    if len(piece) != len(base):
+        raise ValueError(f"pieces of {len(piece)} and {len(base)} bytes have no difference")
+    if width not in WIDTHS:
+        raise ValueError(f"items of {width} bytes are not known")
+    different = np.bitwise_xor(np.frombuffer(piece, np.uint8), np.frombuffer(base, np.uint8))
+    whole = len(piece) // width * width
+    planes = np.ascontiguousarray(different[:whole].reshape(-1, width).T).tobytes() + different[whole:].tobytes()
+    return MAGIC + bytes([width]) + zstandard.ZstdCompressor(level=LEVEL).compress(planes)
+
+
+def decode(blob: bytes, base: bytes) -> bytes:
+    """The piece that ``blob`` tells from ``base``.
+
+    Raises:
+        Damaged: the blob is no difference to a piece of this size.
+    """
+    import numpy as np
+    import zstandard
+
+    width = blob[len(MAGIC)] if len(blob) > len(MAGIC) else 0
+    if not blob.startswith(MAGIC) or width not in WIDTHS:
+        raise Damaged("a difference does not begin as one")
+    try:
+        frame = blob[len(MAGIC) + 1 :]
+        # Asked before it is unpacked: a blob must not be able to fill the memory.
+        if zstandard.get_frame_parameters(frame).content_size != len(base):
+            raise Damaged(f"a difference is not one to a piece of {len(base)} bytes")
+        planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(frame), np.uint8)
+    except zstandard.ZstdError as error:
+        raise Damaged(f"a difference cannot be unpacked: {error}") from error
+    whole = len(base) // width * width
+    different = np.concatenate((planes[:whole].reshape(width, -1).T.reshape(-1), planes[whole:]))
+    return np.bitwise_xor(different, np.frombuffer(base, np.uint8)).tobytes()
+
+
+async def piece_of(objects: Objects, chunk: Chunk, local: Local | None = None) -> bytes:
+    """The piece's bytes, verified, through as many differences as there are.
+
+    Raises:
+        Missing: a blob is not in the store.
+        Damaged: a blob or what it decodes to has another hash.
+    """
+    if local is not None and (found := local.find(chunk.sha256)) is not None:
+        content = await asyncio.to_thread(_read_verified, found, chunk.sha256)
+        if content is not None:
+            return content
+    stored = await objects.get(chunk.uri)
+    if chunk.encoding == "plain":
+        piece = stored
+    else:
+        if chunk.base is None or depth(chunk) > MAX_CHAIN or chunk.size_bytes > MAX_DIFFERENCE_BYTES:
+            raise Damaged(f"{chunk.uri} is a difference that nobody may have made")
+        if chunk.base.size_bytes != chunk.size_bytes:
+            raise Damaged(f"{chunk.uri} is a difference to a piece of another size")
+        base = await piece_of(objects, chunk.base, local)
+        piece = await asyncio.to_thread(decode, stored, base)
+    digest = await asyncio.to_thread(_sha256, piece)
+    if digest != chunk.sha256:
+        raise Damaged(f"{chunk.uri} gives a piece of hash {digest}, expected {chunk.sha256}")
+    return piece
+
+
+async def restore_file(
+    objects: Objects,
+    file: CheckpointFile,
+    target: Path,
+    *,
+    local: Local | None = None,
+    gate: asyncio.Semaphore | None = None,
+    on_bytes: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Make ``target`` the file, whole or not at all; each fetched byte is hashed once and written once.
+
+    What ``local`` has is copied within the file system. ``gate`` bounds how many pieces are fetched at a time, and
+    ``on_bytes`` hears of every piece that is there.
+
+    Raises:
+        Missing, Damaged: see ``piece_of``; nothing is left at ``target``.
+    """
+    gate = gate or asyncio.Semaphore(PARALLEL_FETCHES)
+    offsets = list(accumulate((chunk.size_bytes for chunk in file.chunks), initial=0))
+    if offsets[-1] != file.size_bytes:
+        raise Damaged(f"the chunks of {file.path!r} do not add up to its {file.size_bytes} bytes")
+    with _growing(target, file.size_bytes) as handle:
+
+        async def fill(chunk: Chunk, offset: int) -> None:
+            async with gate:
+                found = local.find(chunk.sha256) if local is not None else None
+                if found is None or not await asyncio.to_thread(_copy_range, found, handle, offset):
+                    await _fetch(objects, chunk, handle, offset, local)
+                on_bytes(chunk.size_bytes)
+
+        work = [asyncio.ensure_future(fill(*each)) for each in zip(file.chunks, offsets[:-1], strict=True)]
+        try:
+            await asyncio.gather(*work)
+        finally:
+            # The handle is closed behind them.
+            for each in work:
+                each.cancel()
+            await asyncio.gather(*work, return_exceptions=True)
+
+
+async def _fetch(objects: Objects, chunk: Chunk, handle: int, offset: int, local: Local | None) -> None:
+    if chunk.encoding == "plain":
+        try:
+            digest = await objects.read_into(chunk.uri, handle, offset, chunk.size_bytes)
+        except ValueError as error:
+            raise Damaged(str(error)) from error
+        if digest != chunk.sha256:
+            raise Damaged(f"{chunk.uri} has hash {digest}, expected {chunk.sha256}")
+        return
+    piece = await piece_of(objects, chunk, local)
+    await asyncio.to_thread(write_at, handle, piece, offset)
+
+
+@contextmanager
+def _growing(target: Path, size_bytes: int) -> Iterator[int]:
+    """A file to be written in any order, that becomes ``target`` when the block ends well."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        try:
+            os.ftruncate(handle, size_bytes)
+            yield handle
+        finally:
+            os.close(handle)
+        Path(name).replace(target)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _copy_range(source: Range, handle: int, offset: int) -> bool:
+    """Copy a piece within the file system (shared, where it can); False if the source is not what it was."""
+    try:
+        with source.path.open("rb") as file:
+            begin, left = source.offset, source.size_bytes
+            if os.fstat(file.fileno()).st_size < begin + left:
+                return False
+            while left:
+                copied = _copy_some(file.fileno(), handle, begin, offset, left)
+                if not copied:
+                    return False
+                begin, offset, left = begin + copied, offset + copied, left - copied
+    except OSError:
+        return False
+    return True
+
+
+def _copy_some(source: int, target: int, begin: int, offset: int, most: int) -> int:
+    copy: Any = getattr(os, "copy_file_range", None)  # Linux only
+    if copy is not None:
+        try:
+            copied: int = copy(source, target, most, begin, offset)
+            return copied
+        except OSError:
+            pass  # between file systems, on kernels that cannot
+    content = os.pread(source, min(most, COPY_BYTES), begin)
+    write_at(target, content, offset)
+    return len(content)
+
+
+def _read_verified(found: Range, sha256: str) -> bytes | None:
+    try:
+        content = found.read()
+    except OSError:
+        return None
+    return content if _sha256(content) == sha256 else None
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+import warnings
 from collections.abc import Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
@@ -98,6 +99,9 @@ class Trainer:
         self.total_steps = self._total_steps()
         if training.logical_ranks is not None:
             environment.be_deterministic()
+        if training.precision == "fp16":
+            # A step whose gradient overflowed is left out; the schedule counts it all the same.
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         seed_all(training.seed, "model")
         model = task.model()
         if resume_folder is not None:

@@ -1,0 +1,173 @@
+"""What exact training is made of beside the gradients: environment, moving average, augmentation, who is slow."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from contracts.events.train import Training
+from tests.trainbus.exact_tasks import CLASSES, MLP, samples
+from tests.trainbus.support import linear_dataset, write_dataset
+from tests.trainbus.test_trainer import Linear, train
+from trainbus.data.dataset import Dataset
+from trainbus.data.loader import sample_generator
+from trainbus.data.sampler import Sampler, ShuffledOrder
+from trainbus.trainer import environment
+from trainbus.trainer.ema import MovingAverage
+from trainbus.trainer.feed import Feed
+from trainbus.trainer.straggler import StragglerWatch
+from trainbus.trainer.trainer import TrainingDiverged
+from trainbus.trainer.world import limit_threads
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    limit_threads({})
+
+
+EXACT = {"run_id": "r1", "exactness": "exact", "environment_digest": "a"}
+
+
+@pytest.mark.parametrize(
+    ("logical_ranks", "digests", "parent", "expected"),
+    [
+        pytest.param(None, ["a"], None, "samples-exact", id="fast mode"),
+        pytest.param(4, ["a", "a"], None, "exact", id="from scratch"),
+        pytest.param(4, ["a", "b"], None, "samples-exact", id="unlike machines in one gang"),
+        pytest.param(4, ["a", "a"], EXACT, "exact", id="resumed on the like"),
+        pytest.param(4, ["b"], EXACT, "samples-exact", id="resumed elsewhere"),
+        pytest.param(
+            4, ["a"], {**EXACT, "exactness": "samples-exact"}, "samples-exact", id="back home after an excursion"
+        ),
+        pytest.param(4, ["b"], {**EXACT, "run_id": "r0"}, "exact", id="another run's end is this one's beginning"),
+        pytest.param(
+            4, ["a"], {**EXACT, "run_id": "r0", "exactness": "samples-exact"}, "samples-exact", id="of inexact parents"
+        ),
+        pytest.param(4, ["a"], {"run_id": "r1"}, "samples-exact", id="a checkpoint that does not say"),
+    ],
+)
+def test_exactness_travels_with_the_state(
+    logical_ranks: int | None, digests: list[str], parent: dict[str, Any] | None, expected: str
+) -> None:
+    assert environment.exactness(logical_ranks, digests, parent, "r1") == expected
+
+
+def test_the_environment_names_what_changes_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    plain = environment.environment(cpu, {"cpu": "x"})
+    assert environment.environment(cpu, {"cpu": "x"}) == plain
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    changed = environment.environment(cpu, {"cpu": "x"})
+    assert set(changed.items()) ^ set(plain.items()) == {("env.ONEDNN_MAX_CPU_ISA", "AVX2")}
+    assert environment.digest(changed) != environment.digest(plain)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        more = environment.environment(cpu, {"cpu": "y"})
+    finally:
+        torch.set_num_threads(threads)
+    assert {name for name in changed if more[name] != changed[name]} == {"machine.cpu", "torch.threads"}
+
+
+def test_a_moving_average_is_the_same_to_the_bit_however_it_is_sharded() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(1003)
+    bounds = [0, 1, 18, 335, 1003]
+    parts = {f"{a}": weight[a:b].clone() for a, b in pairwise(bounds)}
+    whole, sharded = MovingAverage({"w": weight}, 0.999), MovingAverage(parts, 0.999)
+    for _ in range(5):
+        change = torch.randn(1003)
+        weight += change
+        for a, b in pairwise(bounds):
+            parts[f"{a}"] += change[a:b]
+        whole.update()
+        sharded.update()
+    assert torch.equal(whole.tensors["w"], torch.cat(list(sharded.tensors.values())))
+    kept, average = weight.clone(), whole.tensors["w"].clone()
+    with whole.swapped_in():
+        assert torch.equal(weight, average)
+    assert torch.equal(weight, kept)
+    assert torch.equal(whole.tensors["w"], average)
+
+
+def test_a_variation_of_a_sample_is_a_function_of_seed_epoch_and_sample(tmp_path: Path) -> None:
+    """Cut into 4 leaves or 1, from the start or from the middle: the same bytes reach the model."""
+    dataset_id = write_dataset(tmp_path, {"train": samples(40)}, classes=CLASSES)
+    dataset = Dataset(tmp_path, dataset_id)
+    split = dataset.split("train")
+    training = Training(epochs=3, global_batch=16, seed=5)
+    sampler = Sampler(ShuffledOrder(dataset_id, 40, 5), 16, 120)
+
+    def images(leaves: int, consumed: int, steps: int) -> torch.Tensor:
+        feed = Feed(MLP(), split, sampler, training, range(leaves), leaves)
+        return torch.cat(
+            [
+                m.batch[0]
+                for s in feed.steps(consumed, steps)
+                for leaf in s.leaves
+                for m in leaf.micro_batches
+                if m.batch
+            ]
+        )
+
+    whole = images(1, 0, 8)
+    assert len(whole) == 120
+    assert torch.equal(images(4, 0, 8), whole)
+    assert torch.equal(images(3, 48, 5), whole[48:])
+    first, again, other = (sample_generator(5, epoch, 3).random(4) for epoch in (0, 0, 1))
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+
+
+def test_overflow_in_fp16_skips_steps_and_does_not_end_the_run(tmp_path: Path) -> None:
+    class Loud(Linear):  # type: ignore[misc, valid-type]
+        loudness = 1e3
+
+        def loss(self, model: Any, batch: Any) -> torch.Tensor:
+            return super().loss(model, batch) * self.loudness  # type: ignore[no-any-return]
+
+    dataset = linear_dataset(tmp_path / "data")
+    trainer, outcome = train(tmp_path / "run", dataset, Loud(), precision="fp16", ema_decay=0.9)
+    assert (outcome.outcome, outcome.step) == ("succeeded", trainer.total_steps)
+    scaler = trainer.strategy.state().scaler
+    assert scaler is not None
+    assert scaler["scale"] < 2.0**16
+    assert outcome.metrics["validation/accuracy"] > 0.5
+
+    class Broken(Loud):
+        loudness = float("inf")
+
+    with pytest.raises(TrainingDiverged, match="at any loss scale"):
+        train(tmp_path / "broken", dataset, Broken(), precision="fp16", epochs=30)
+
+
+def watched(steps: list[list[float]], over_steps: int = 4) -> list[tuple[int, int, float]]:
+    watch = StragglerWatch(1.5, over_steps)
+    return [
+        (number, found.rank, round(found.factor, 1))
+        for number, step in enumerate(steps, 1)
+        for found in watch.saw([ms / 1000 for ms in step])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        pytest.param([[10, 11, 9]] * 12, [], id="even"),
+        pytest.param([[10, 30, 10]] * 12, [(4, 1, 3.0)], id="named once while it stays so"),
+        pytest.param(
+            [[10, 30]] * 4 + [[10, 10]] * 4 + [[10, 30]] * 4, [(4, 1, 3.0), (12, 1, 3.0)], id="again after it kept up"
+        ),
+        pytest.param([[10, 10, 10], [10, 500, 10], [10, 10, 10], [10, 10, 10]] * 3, [], id="one hiccup is none"),
+        pytest.param([[0.1, 0.5]] * 12, [], id="too little to matter"),
+        pytest.param([[10]] * 12, [], id="alone"),
+        pytest.param([[10, 10, 40, 40, 10]] * 4, [(4, 2, 4.0), (4, 3, 4.0)], id="two of five"),
+    ],
+)
+def test_who_holds_the_others_up_is_named(steps: list[list[float]], expected: list[tuple[int, int, float]]) -> None:
+    assert watched(steps) == expected

@@ -127,6 +127,8 @@ class CheckpointRotten(RunFact, fact="checkpoint_rotten"):
 
     uri: ObjectUri
     step: int
+    #: Whether nodes are to write them anew; else it is only told.
+    repair: bool = True
     #: Blobs that are missing or whose bytes do not fit their name.
     blobs: tuple[ObjectUri, ...]
     #: When it was found: each finding is a fact of its own.

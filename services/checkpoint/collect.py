@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 import nats.errors
 import structlog
@@ -64,7 +64,7 @@ async def collect_garbage(bus: Bus, objects: Objects, settings: CheckpointSettin
     root = f"s3://{settings.bucket_models}/"
     # In this order: what is named after the blobs were listed is seen.
     blobs = [_stored(info) async for info in objects.list(f"{root}{BLOBS}")]
-    ledger = await _ledger(bus)
+    ledger = await _ledger(bus, bus.clock.now() - grace)
     manifests = [_stored(info) async for info in objects.list(root) if _is_manifest(info.key)]
     now = bus.clock.now()
     orphans = {manifest.uri for manifest in orphan_manifests(manifests, ledger, now, grace)}
@@ -94,8 +94,8 @@ async def collect_garbage(bus: Bus, objects: Objects, settings: CheckpointSettin
     return found
 
 
-async def _ledger(bus: Bus) -> Ledger:
-    ledger = Ledger()
+async def _ledger(bus: Bus, forget_before: datetime) -> Ledger:
+    ledger = Ledger(forget_before=forget_before)
     filters = tuple(event.subject_filter() for event in LEDGER)
     async for batch in bus.follow(topology.FACTS.name, filters, until_caught_up=True):
         for received in batch:

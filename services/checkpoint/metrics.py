@@ -8,7 +8,7 @@ COMMITTED = Counter("trainbus_checkpoints_committed_total", "Checkpoints that ca
 REFUSED = Counter(
     "trainbus_checkpoints_refused_total",
     "Checkpoints that will never be committed, by cause: parts (the ranks' parts do not fit), "
-    "files (missing or wrong in the store), manifest (another one is there).",
+    "files (missing or wrong in the store), digests (the ranks disagree about a tensor), manifest (another is there).",
     ["cause"],
 )
 IGNORED = Counter(
@@ -23,6 +23,15 @@ COMMIT_SECONDS = Histogram(
 )
 VERIFIED_BYTES = Counter("trainbus_checkpoint_verified_bytes_total", "Bytes read back from the store and hashed.")
 DELETED = Counter("trainbus_checkpoints_deleted_total", "Checkpoints removed by retention.")
+PINNED = Counter("trainbus_checkpoints_pinned_total", "Requests to pin or unpin that were done.", ["as"])
+SCRUBS = Counter("trainbus_checkpoint_scrubs_total", "Scrubs, by outcome: done, failed.", ["outcome"])
+SCRUBBED_BYTES = Counter("trainbus_checkpoint_scrubbed_bytes_total", "Bytes read back from the store by scrubs.")
+ROTTEN = Counter("trainbus_checkpoint_rotten_blobs_total", "Blobs (or manifests) that are missing or no longer fit.")
+REPAIRED = Counter(
+    "trainbus_checkpoint_repaired_blobs_total",
+    "Repairs that were looked at: right, wrong (still rotten).",
+    ["as"],
+)
 GC_RUNS = Counter("trainbus_checkpoint_gc_runs_total", "Garbage collections, by outcome: done, failed.", ["outcome"])
 GC_DELETED = Counter(
     "trainbus_checkpoint_gc_deleted_total", "Objects removed by garbage collection: blob, manifest.", ["kind"]

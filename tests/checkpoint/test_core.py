@@ -11,14 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contracts.events.checkpoint import CheckpointDeleted, CheckpointStaged, Chunk
+from contracts.events.checkpoint import CheckpointDeleted, CheckpointPinned, CheckpointStaged, Chunk
 from contracts.events.model import ModelPromoted
 from contracts.events.run import CheckpointRef, RunAccepted, RunCompleted
 from contracts.events.train import EvaluateTarget, Retention, TrainRequested
-from services.checkpoint.core.commit import Assembled, Refusal, Waiting, assemble
+from services.checkpoint.core.commit import Assembled, Refusal, Sealed, Waiting, assemble, seal
+from services.checkpoint.core.digests import differences, state_digest
 from services.checkpoint.core.garbage import Ledger, Stored, blobs_of, garbage, orphan_manifests
-from services.checkpoint.core.retention import Holds, plan
-from tests.checkpoint.facts import RUN, committed, file, placed, sha, staged
+from services.checkpoint.core.retention import Holds, pinned, plan
+from tests.checkpoint.facts import RUN, blob_uri, committed, file, placed, sha, staged
 
 B = "models"
 NOW = datetime(2026, 1, 10, tzinfo=UTC)
@@ -33,11 +34,91 @@ def test_all_parts_make_a_manifest_whatever_their_order() -> None:
     assert isinstance(other, Assembled)
     assert one == other
     assert one.ref.uri == f"s3://models/digits/{RUN}/checkpoints/epoch_1/step_00000100.g1.json"
-    manifest = json.loads(one.manifest)
+    sealed = seal(placed(), one, {})
+    assert isinstance(sealed, Sealed)
+    manifest = json.loads(sealed.manifest)
     assert [each["path"] for each in manifest["files"]] == [f"rank_{rank}.bin" for rank in range(4)]
     assert manifest["metrics"] == {"loss": 1.0, "x": 3.0}
     assert (manifest["generation"], manifest["world_size"], manifest["samples_consumed"]) == (1, 4, 6400)
-    assert one.manifest == json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
+    assert sealed.manifest == json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
+    assert sealed.commit.manifest_sha256 == sha(sealed.manifest)
+    assert (sealed.commit.state_digest, sealed.commit.exactness) == (None, "samples-exact")
+
+
+def test_the_state_digest_is_the_same_for_any_split_over_ranks_and_exact_only_if_all_parts_are() -> None:
+    digests = {f"model/{name}": sha(name.encode()) for name in "abcd"} | {"state": sha(b"s")}
+    names = sorted(digests)
+    parts = [staged(B, node, exactness="exact") for node in ("a", "b")]
+    commits = []
+    for ranks in (1, 2, 4):
+        shares = {
+            f"digests-{r}.json": json.dumps({n: digests[n] for n in names[r::ranks]}).encode() for r in range(ranks)
+        }
+        assembled = assemble(placed(), parts, B)
+        assert isinstance(assembled, Assembled)
+        sealed = seal(placed(), assembled, shares)
+        assert isinstance(sealed, Sealed)
+        commits.append(sealed.commit)
+    assert {commit.state_digest for commit in commits} == {state_digest(digests)}
+    assert {commit.exactness for commit in commits} == {"exact"}
+    mixed = assemble(placed(), [parts[0], staged(B, "b")], B)
+    assert isinstance(mixed, Assembled)
+    assert mixed.exactness == "samples-exact"
+    other = {
+        "digests-0.json": b'{"model/a": "%s"}' % sha(b"1").encode(),
+        "digests-1.json": b'{"model/a": "%s"}' % sha(b"2").encode(),
+    }
+    for shares, words in ((other, "disagree about 'model/a'"), ({"digests-0.json": b"[1]"}, "holds no digests")):
+        refusal = seal(placed(), mixed, shares)
+        assert isinstance(refusal, Refusal)
+        assert words in refusal.reason
+
+
+def chain(depth: int, **fields: Any) -> Chunk:
+    """A piece as a difference on ``depth`` others."""
+    link = file(B, "x", b"base").chunks[0]
+    for number in range(depth):
+        delta = f"delta {number}".encode()
+        values: dict[str, Any] = {
+            "sha256": sha(b"piece"),
+            "size_bytes": 5,
+            "uri": blob_uri(B, delta),
+            "encoding": "xor-zstd",
+            "stored_bytes": len(delta),
+            "base": link,
+        }
+        link = Chunk(**{**values, **(fields if number == depth - 1 else {})})
+    return link
+
+
+CHAINS: dict[str, tuple[Chunk, str]] = {
+    "one": (chain(1), ""),
+    "as long as may be": (chain(8), ""),
+    "too long": (chain(9), "more than 8 others"),
+    "to nothing": (chain(2, base=None), "to what"),
+    "of no size": (chain(1, stored_bytes=None), "of which size"),
+    "elsewhere": (chain(1, uri="s3://models/elsewhere"), "as blobs by their hash"),
+    "of another bucket": (chain(1, uri=blob_uri("lake", b"x")), "as blobs by their hash"),
+    "plain and yet with a base": (chain(1, encoding="plain", uri=blob_uri(B, b"piece"), stored_bytes=5), "with a base"),
+}
+
+
+@pytest.mark.parametrize("case", CHAINS)
+def test_differences_are_blobs_on_blobs_in_short_chains(case: str) -> None:
+    chunk, words = CHAINS[case]
+    parts = [staged(B, "a", files=(file(B, "x", b"piece", chunks=(chunk,)),)), staged(B, "b", files=())]
+    found = assemble(placed(), parts, B)
+    if words:
+        assert isinstance(found, Refusal)
+        assert words in found.reason
+        return
+    assert isinstance(found, Assembled)
+    assert {blob.uri: blob.size_bytes for blob in found.blobs} == {
+        uri: len("delta 0") if uri != blob_uri(B, b"base") else 4 for uri in chunk.uris
+    }
+    sealed = seal(placed(), found, {})
+    assert isinstance(sealed, Sealed)
+    assert blobs_of(sealed.manifest) == set(chunk.uris)
 
 
 def test_it_waits_for_missing_ranks_and_does_not_listen_to_strangers() -> None:
@@ -51,7 +132,10 @@ BAD_PARTS: dict[str, tuple[dict[str, Any], str]] = {
     "wrong world": ({"world_size": 8}, "of 8"),
     "another sample": ({"samples_consumed": 5}, "disagree"),
     "outside the folder": ({"files": (file(B, "x/../../etc/passwd", b""),)}, "leaves the checkpoint's folder"),
-    "no blob": ({"files": (file(B, "x", b"", chunks=(Chunk(sha256=sha(b""), size_bytes=0, uri="s3://models/elsewhere"),)),)}, "as blobs by their hash"),
+    "no blob": (
+        {"files": (file(B, "x", b"", chunks=(Chunk(sha256=sha(b""), size_bytes=0, uri="s3://models/elsewhere"),)),)},
+        "as blobs by their hash",
+    ),
     "other bucket": ({"files": (file("lake", "x", b""),)}, "as blobs by their hash"),
     "same name": ({"files": (file(B, "rank_0.bin", b"else"),)}, "two ranks wrote different contents"),
 }
@@ -92,6 +176,7 @@ RETENTION: dict[str, tuple[list[float | None], Retention, dict[str, Any], list[i
     "deleted before": ([4, 3, 2, 1], Retention(last=2, best=0), {"deleted": [10]}, [20]),
     "last one keeps two while it runs": ([4, 3, 2], Retention(last=1, best=0), {}, [10]),
     "last one at the end": ([4, 3, 2], Retention(last=1, best=0), {"final": 2}, [10, 20]),
+    "every so many steps": ([5, 4, 3, 2, 1, 1], Retention(last=2, best=0, every_steps=20), {}, [10, 30]),
     "final is kept": ([4, 3, 2, 1], Retention(last=1, best=0), {"final": 0}, [20, 30]),
 }
 
@@ -140,6 +225,23 @@ def test_holds_follow_champions_for_ever_and_other_runs_until_they_end() -> None
     assert holds.uris == {committed(step).checkpoint.uri for step in (30, 40)}
 
 
+def test_the_last_word_on_a_pin_counts() -> None:
+    def pin(uri: str, wanted: bool) -> CheckpointPinned:
+        return CheckpointPinned(run_id=RUN, uri=uri, step=1, pinned=wanted, request_id=f"{uri}{wanted}")
+
+    one, two = "s3://models/one", "s3://models/two"
+    assert pinned([pin(one, True), pin(two, True), pin(one, False)]) == {two}
+    assert pinned([pin(one, False), pin(one, True)]) == {one}
+
+
+def test_differences_of_two_states_are_named() -> None:
+    assert differences({"a": "1", "b": "2", "c": "3"}, {"b": "2", "c": "4", "d": "5"}) == [
+        ("a", "only in the first"),
+        ("c", "differs"),
+        ("d", "only in the second"),
+    ]
+
+
 def stored(uri: str, age_days: float) -> Stored:
     return Stored(uri, uri.split("/", 3)[3], 1, NOW - timedelta(days=age_days))
 
@@ -161,6 +263,10 @@ GARBAGE: dict[str, tuple[list[Any], bool]] = {
     "committed, manifest gone": (
         [(placed(), 9), (staged(B, "a"), 9), (committed(100), 9), (removed(100), 8)],
         True,
+    ),
+    "manifest gone just now, so perhaps somebody's base": (
+        [(placed(), 9), (staged(B, "a"), 9), (committed(100), 9), (removed(100), 1)],
+        False,
     ),
 }
 

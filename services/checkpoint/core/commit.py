@@ -12,15 +12,24 @@ Within one generation the manifest is a function of stored facts, so all instanc
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from contracts.events.checkpoint import CheckpointFile, CheckpointStaged
+from pydantic import TypeAdapter, ValidationError
+
+from contracts.events.checkpoint import CheckpointCommitted, CheckpointFile, CheckpointStaged, Chunk, Exactness
 from contracts.events.run import CheckpointRef, RunPlaced
+from services.checkpoint.core.digests import DIGESTS, MAX_DIGESTS_BYTES, state_digest, union
 
 BLOBS = "blobs/sha256/"
+BLOB_NAME = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{62})")
+#: Differences on differences, at most: each must be fetched and undone before the next.
+MAX_CHAIN = 8
+_FILES = TypeAdapter(tuple[CheckpointFile, ...])
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +47,47 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
+class Blob:
+    """An object that the store must hold; its name is the hash of its bytes."""
+
+    uri: str
+    sha256: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Assembled:
-    """Every rank's part is there. What remains is to verify the files against the store."""
+    """Every rank's part is there. What remains is to verify the files against the store, and to seal it."""
 
     ref: CheckpointRef
-    manifest: bytes
+    #: The manifest, but for what the ranks' digests say.
+    body: Mapping[str, Any]
     files: tuple[CheckpointFile, ...]
     metrics: dict[str, float]
     final: bool
+    exactness: Exactness
 
     @property
     def size_bytes(self) -> int:
         return sum(file.size_bytes for file in self.files)
+
+    @property
+    def digest_files(self) -> tuple[CheckpointFile, ...]:
+        """The files with the ranks' digests of what they hold; none from a program that is not our Trainer."""
+        return tuple(file for file in self.files if DIGESTS.match(file.path))
+
+    @property
+    def blobs(self) -> dict[Blob, str]:
+        """Every blob that is needed to get the files back, and the first file that needs it."""
+        return blobs_of_files(self.files)
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """A manifest in its final bytes, and the fact that will say so."""
+
+    manifest: bytes
+    commit: CheckpointCommitted
 
 
 def assemble(placed: RunPlaced, staged: Iterable[CheckpointStaged], bucket: str) -> Assembled | Waiting | Refusal:
@@ -90,11 +128,15 @@ def assemble(placed: RunPlaced, staged: Iterable[CheckpointStaged], bucket: str)
                 return Refusal(f"two ranks wrote different contents to {file.path!r}: give each rank its own file")
     if not files:
         return Refusal(f"the checkpoint of step {first.step} has no files")
+    if sum(file.size_bytes for path, file in files.items() if DIGESTS.match(path)) > MAX_DIGESTS_BYTES:
+        return Refusal(f"the digests of step {first.step} take more than {MAX_DIGESTS_BYTES:,} bytes")
+    exact = all(part.exactness == "exact" for part in ordered)
+    exactness: Exactness = "exact" if exact else "samples-exact"
     # The lowest rank's word on a metric goes before the others'.
     metrics = {name: value for part in reversed(ordered) for name, value in part.metrics.items()}
     listed = tuple(files[path] for path in sorted(files))
     manifest = {
-        "version": 1,
+        "version": 2,
         "run_id": placed.run_id,
         "experiment": placed.spec.experiment,
         "generation": placed.generation,
@@ -104,10 +146,32 @@ def assemble(placed: RunPlaced, staged: Iterable[CheckpointStaged], bucket: str)
         "world_size": placed.world_size,
         "files": [file.model_dump(mode="json") for file in listed],
         "metrics": metrics,
+        "exactness": exactness,
     }
     uri = manifest_uri(bucket, placed.spec.experiment, placed.run_id, first.epoch, first.step, placed.generation)
     ref = CheckpointRef(uri=uri, step=first.step, epoch=first.epoch, samples_consumed=first.samples_consumed)
-    return Assembled(ref, canonical_json(manifest), listed, metrics, any(part.final for part in ordered))
+    return Assembled(ref, manifest, listed, metrics, any(part.final for part in ordered), exactness)
+
+
+def seal(placed: RunPlaced, assembled: Assembled, digests: Mapping[str, bytes]) -> Sealed | Refusal:
+    """Complete the manifest with the hash over the state. ``digests`` are the contents of ``digest_files``."""
+    try:
+        state = state_digest(union(digests)) if digests else None
+    except ValueError as error:
+        return Refusal(str(error))
+    manifest = canonical_json({**assembled.body, "state_digest": state})
+    commit = CheckpointCommitted(
+        run_id=placed.run_id,
+        generation=placed.generation,
+        checkpoint=assembled.ref,
+        size_bytes=assembled.size_bytes,
+        metrics=assembled.metrics,
+        final=assembled.final,
+        exactness=assembled.exactness,
+        state_digest=state,
+        manifest_sha256=hashlib.sha256(manifest).hexdigest(),
+    )
+    return Sealed(manifest, commit)
 
 
 def manifest_uri(bucket: str, experiment: str, run_id: str, epoch: int, step: int, generation: int) -> str:
@@ -125,11 +189,51 @@ def _file_problem(file: CheckpointFile, bucket: str) -> str:
         return f"the file path {file.path!r} leaves the checkpoint's folder"
     if sum(chunk.size_bytes for chunk in file.chunks) != file.size_bytes:
         return f"the chunks of {file.path!r} do not add up to its {file.size_bytes} bytes"
-    for chunk in file.chunks:
-        if chunk.uri != blob_uri(bucket, chunk.sha256):
-            return f"{file.path!r} must be stored as blobs by their hash in bucket {bucket}, not as {chunk.uri}"
-    return ""
+    if DIGESTS.match(file.path) and any(chunk.encoding != "plain" for chunk in file.chunks):
+        return f"{file.path!r} must be stored as it is, not as a difference"
+    return next((words for chunk in file.chunks if (words := _chunk_problem(file.path, chunk, bucket))), "")
 
 
-def blob_uri(bucket: str, sha256: str) -> str:
-    return f"s3://{bucket}/{BLOBS}{sha256[:2]}/{sha256}"
+def _chunk_problem(path: str, chunk: Chunk, bucket: str) -> str:
+    """Whether a piece, and each that it is a difference to, is a blob of this bucket."""
+    link: Chunk | None = chunk
+    for _ in range(MAX_CHAIN + 2):
+        if link is None:
+            return ""
+        name = link.uri.removeprefix(f"s3://{bucket}/{BLOBS}")
+        match = BLOB_NAME.fullmatch(name)
+        if match is None or (link.encoding == "plain" and match[2] != link.sha256):
+            return f"{path!r} must be stored as blobs by their hash in bucket {bucket}, not as {link.uri}"
+        if link.encoding == "plain":
+            if link.base is not None or link.stored_bytes not in (None, link.size_bytes):
+                return f"a piece of {path!r} is stored as it is, and yet with a base or another size: {link.uri}"
+        elif link.base is None or link.stored_bytes is None:
+            return f"a piece of {path!r} is a difference, but to what, or of which size, is not said: {link.uri}"
+        link = link.base
+    return f"a piece of {path!r} is a difference on more than {MAX_CHAIN} others: {chunk.uri}"
+
+
+def files_of(manifest: bytes) -> tuple[CheckpointFile, ...]:
+    """The files that a manifest names.
+
+    Raises:
+        ValueError: this is no manifest, so nobody knows what it needs.
+    """
+    try:
+        return _FILES.validate_python(json.loads(manifest)["files"])
+    except (KeyError, TypeError, ValidationError) as error:
+        raise ValueError(f"not a manifest: {error!r}") from error
+
+
+def blobs_of_files(files: Iterable[CheckpointFile]) -> dict[Blob, str]:
+    """Every blob that is needed to get the files back, bases included, and the first file that needs it."""
+    found: dict[Blob, str] = {}
+    for file in files:
+        for chunk in file.chunks:
+            link: Chunk | None = chunk
+            while link is not None:
+                plain = link.encoding == "plain" or link.stored_bytes is None
+                size_bytes = link.size_bytes if plain else link.stored_bytes
+                found.setdefault(Blob(link.uri, link.uri.rsplit("/", 1)[1], size_bytes or 0), file.path)
+                link = link.base
+    return found

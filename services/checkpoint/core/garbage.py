@@ -7,31 +7,29 @@ What makes it safe, although blobs are shared by content across runs and uploads
 2. The facts and manifests are read after the blobs were listed.
 3. Whoever relies on a blob that is there already and is older than ``objects.FRESHEN_S`` writes it anew
    (as git does with objects), so a blob that an upload under way relies on is always younger than ``grace``.
-4. Whatever happens, a checkpoint is verified against the store after it was staged and before it is
+4. A blob may be needed as the base of differences (xor-zstd). Manifests and staged parts name the bases too, and
+   those of a checkpoint that retention removed less than ``grace`` ago stay: an upload may have begun upon them.
+5. Whatever happens, a checkpoint is verified against the store after it was staged and before it is
    committed: a blob that went too early costs that one checkpoint, never a committed one.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
-from pydantic import TypeAdapter, ValidationError
-
 from contracts.base import Event
 from contracts.events.checkpoint import (
     CheckpointCommitted,
     CheckpointDeleted,
-    CheckpointFile,
     CheckpointRefused,
     CheckpointStaged,
 )
 from contracts.events.run import RunCompleted, RunEvaluated, RunExited, RunPlaced
+from services.checkpoint.core.commit import files_of
 
-_FILES = TypeAdapter(tuple[CheckpointFile, ...])
 MANIFEST_KEY = re.compile(r"^[^/]+/(?P<run_id>[^/]+)/checkpoints/epoch_-?\d+/step_-?\d+\.g(?P<generation>\d+)\.json$")
 
 
@@ -55,6 +53,11 @@ class Ledger:
     artifacts: set[str] = field(default_factory=set)
     #: (run, generation, step) -> when the newest part was staged, and the blobs of all its parts.
     staged: dict[tuple[str, int, int], tuple[datetime, set[str]]] = field(default_factory=dict)
+    #: Manifest -> the blobs of its parts, while it is committed.
+    kept: dict[str, set[str]] = field(default_factory=dict)
+    #: Manifest -> when retention removed it, and its blobs; forgotten once ``forget_before`` is later.
+    removed: dict[str, tuple[datetime, set[str]]] = field(default_factory=dict)
+    forget_before: datetime | None = None
 
     def apply(self, event: Event, time: datetime) -> None:
         match event:
@@ -67,24 +70,29 @@ class Ledger:
             case CheckpointCommitted():
                 self.committed.add(event.checkpoint.uri)
                 # From here on its manifest names the blobs.
-                self.staged.pop((event.run_id, event.generation, event.checkpoint.step), None)
+                _, blobs = self.staged.pop((event.run_id, event.generation, event.checkpoint.step), (time, set()))
+                self.kept[event.checkpoint.uri] = blobs
             case CheckpointRefused():
                 self.staged.pop((event.run_id, event.generation, event.step), None)
             case CheckpointDeleted():
                 self.deleted.add(event.uri)
+                blobs = self.kept.pop(event.uri, set())
+                if self.forget_before is None or time > self.forget_before:
+                    self.removed[event.uri] = (time, blobs)
             case RunExited() | RunCompleted():
                 self.artifacts |= {artifact.uri for artifact in event.artifacts}
             case RunEvaluated():
                 self.artifacts |= {artifact.uri for artifact in event.report}
 
     def pending_blobs(self, newer_than: datetime) -> set[str]:
-        """Blobs of parts that may still be committed, or were staged a short while ago."""
-        return {
-            blob
+        """Blobs of parts that may still be committed, or were staged or given up a short while ago."""
+        waiting = [
+            blobs
             for (run_id, generation, _), (time, blobs) in self.staged.items()
             if generation >= self.generation.get(run_id, 0) or time > newer_than
-            for blob in blobs
-        }
+        ]
+        removed = [blobs for time, blobs in self.removed.values() if time > newer_than]
+        return set().union(*waiting, *removed)
 
 
 def orphan_manifests(manifests: Iterable[Stored], ledger: Ledger, now: datetime, grace: timedelta) -> list[Stored]:
@@ -112,7 +120,4 @@ def blobs_of(manifest: bytes) -> set[str]:
     Raises:
         ValueError: this is no manifest, so nobody knows what it needs.
     """
-    try:
-        return {uri for file in _FILES.validate_python(json.loads(manifest)["files"]) for uri in file.uris}
-    except (KeyError, TypeError, ValidationError) as error:
-        raise ValueError(f"not a manifest: {error!r}") from error
+    return {uri for file in files_of(manifest) for uri in file.uris}

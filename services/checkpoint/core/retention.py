@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from contracts.base import Event
-from contracts.events.checkpoint import CheckpointCommitted
+from contracts.events.checkpoint import CheckpointCommitted, CheckpointPinned
 from contracts.events.model import ModelPromoted
 from contracts.events.run import RunAccepted, RunCancelled, RunCompleted, RunFailed, RunPlaced
 from contracts.events.train import Retention
@@ -31,7 +31,8 @@ def plan(
 ) -> list[Deletion]:
     """Choose what goes, given a run's commits in stream order. Same input, same output.
 
-    Kept are the last N, the best K by metric, whatever is in ``held``, and the final one.
+    Kept are the last N, the best K by metric, every step that is a multiple of ``every_steps``, whatever is in
+    ``held`` (or pinned), and the final one.
     """
     there = [commit for commit in committed if commit.checkpoint.uri not in deleted]
     over = any(commit.final for commit in there)
@@ -40,6 +41,9 @@ def plan(
     keep |= {commit.checkpoint.uri for commit in there if commit.final}
     keep |= {commit.checkpoint.uri for commit in best(there, retention)}
     reason = f"not among the last {last}, nor the best {retention.best} by {retention.metric}"
+    if (every := retention.every_steps) is not None:
+        keep |= {commit.checkpoint.uri for commit in there if commit.checkpoint.step % every == 0}
+        reason += f", nor a multiple of {every} steps"
     return [
         Deletion(commit.checkpoint.uri, commit.checkpoint.step, reason)
         for commit in there
@@ -61,6 +65,12 @@ def best(commits: Sequence[CheckpointCommitted], retention: Retention) -> list[C
         if math.isfinite(commit.metrics.get(retention.metric, math.nan))
     ]
     return [commit for _, commit in sorted(measured, key=rank)[: retention.best]]
+
+
+def pinned(facts: Iterable[CheckpointPinned]) -> set[str]:
+    """What is pinned after these facts of one run, in stream order: the last word on each counts."""
+    last = {fact.uri: fact.pinned for fact in facts}
+    return {uri for uri, wanted in last.items() if wanted}
 
 
 @dataclass(slots=True)

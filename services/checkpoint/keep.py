@@ -1,0 +1,140 @@
+"""Which checkpoints stay: retention, and pins that go before it."""
+
+from __future__ import annotations
+
+import structlog
+
+from contracts import subjects, topology
+from contracts.envelope import Envelope
+from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted, CheckpointPinned, CheckpointStaged
+from contracts.events.model import ModelPromoted
+from contracts.events.run import RunAccepted, RunCancelled, RunCompleted, RunFailed, RunPlaced
+from contracts.events.train import PinRequested
+from services.checkpoint import metrics
+from services.checkpoint.core.retention import Holds, pinned, plan
+from services.kit.bus import Bus, Conflict, Expect, Poison, Received
+from services.kit.objects import Objects
+
+log = structlog.get_logger(__name__)
+
+#: What tells which checkpoints somebody counts on, for ``Holds``.
+HOLDING = (RunAccepted, RunPlaced, RunCompleted, RunFailed, RunCancelled, ModelPromoted)
+#: How often a pin and a deletion that cross are decided anew before the message is left to be redelivered.
+MAX_ROUNDS = 20
+
+
+async def commits(bus: Bus, run_id: str) -> list[CheckpointCommitted]:
+    """A run's commits in stream order, those that were deleted included."""
+    found = await bus.history(subjects.fact("run", run_id, CheckpointCommitted.fact))
+    return [received.event for received in found]
+
+
+async def parts(bus: Bus, run_id: str, step: int) -> list[CheckpointStaged]:
+    """What was staged of one step, in stream order."""
+    found = await bus.history(subjects.fact("run", run_id, CheckpointStaged.fact))
+    return [received.event for received in found if received.event.step == step]
+
+
+async def deleted(bus: Bus, run_id: str) -> set[str]:
+    """The manifests of a run that retention has removed."""
+    found = await bus.history(subjects.fact("run", run_id, CheckpointDeleted.fact))
+    return {received.event.uri for received in found}
+
+
+class Keeper:
+    """Applies retention and pins.
+
+    A pin is published only if nothing was deleted since it was looked up, a deletion only if nothing was pinned:
+    of the two that cross the first stands, and the second is decided anew. The fact goes before the object, so
+    that a checkpoint without the fact always has its manifest; a manifest that outlives its fact is swept.
+    """
+
+    def __init__(self, bus: Bus, objects: Objects) -> None:
+        self._bus, self._objects = bus, objects
+        self._holds = Holds()
+        self._held_up_to = 0
+
+    # -- retention ----------------------------------------------------------
+
+    async def retain(self, placed: RunPlaced, cause: Envelope) -> None:
+        """Remove what the run's retention does not keep. Decided from facts, so a kill in between is made up for."""
+        pins_subject = subjects.fact("run", placed.run_id, CheckpointPinned.fact)
+        committed = await commits(self._bus, placed.run_id)
+        gone = await deleted(self._bus, placed.run_id)
+        if not plan(committed, gone, placed.spec.retention, ()):
+            return
+        await self._read_holds()
+        fence = await self._bus.last_sequence(pins_subject)
+        pins = pinned([each.event for each in await self._bus.history(pins_subject)]) if fence else set()
+        for deletion in plan(committed, gone, placed.spec.retention, self._holds.uris | pins):
+            fact = CheckpointDeleted(run_id=placed.run_id, uri=deletion.uri, step=deletion.step, reason=deletion.reason)
+            try:
+                await self._bus.publish(fact, cause, expect=Expect(fence, pins_subject))
+            except Conflict:
+                log.info("a checkpoint was pinned meanwhile: what is left is decided at the next commit")
+                return
+            await self._objects.delete(deletion.uri)
+            metrics.DELETED.inc()
+            log.info("checkpoint deleted", step=deletion.step, reason=deletion.reason)
+
+    async def _read_holds(self) -> None:
+        """Bring ``_holds`` up to what the stream says now; only what is new is read."""
+        filters = tuple(event.subject_filter() for event in HOLDING)
+        start = self._held_up_to + 1
+        async for batch in self._bus.follow(topology.FACTS.name, filters, start, until_caught_up=True):
+            for received in batch:
+                self._holds.apply(received.event)
+                self._held_up_to = received.sequence
+
+    # -- pins ---------------------------------------------------------------
+
+    async def on_pin_requested(self, received: Received[PinRequested]) -> None:
+        """Pin or unpin the newest committed checkpoint of the step, once for each request.
+
+        Raises:
+            Poison: there is no such run or checkpoint, or it was deleted.
+        """
+        request, cause = received.event, received.envelope
+        run_id = request.run_id
+        deletions = subjects.fact("run", run_id, CheckpointDeleted.fact)
+        for _ in range(MAX_ROUNDS):
+            told = await self._bus.history(subjects.fact("run", run_id, CheckpointPinned.fact))
+            if any(each.event.request_id == cause.id for each in told):
+                break
+            fence = await self._bus.last_sequence(deletions)
+            fact = CheckpointPinned(
+                run_id=run_id,
+                uri=await self._checkpoint(run_id, request.step),
+                step=request.step,
+                pinned=request.pinned,
+                request_id=cause.id,
+                reason=request.reason,
+            )
+            try:
+                await self._bus.publish(fact, cause, expect=Expect(fence, deletions))
+            except Conflict:
+                continue
+            metrics.PINNED.labels("pinned" if request.pinned else "unpinned").inc()
+            log.info("checkpoint pinned" if request.pinned else "checkpoint unpinned", run_id=run_id, step=request.step)
+            break
+        if not request.pinned:
+            placed = await self._bus.last(subjects.fact("run", run_id, RunPlaced.fact))
+            if placed is not None:
+                await self.retain(placed.event, cause)
+
+    async def _checkpoint(self, run_id: str, step: int) -> str:
+        """The manifest of a run's newest committed checkpoint of a step, if it is still there."""
+        committed = await commits(self._bus, run_id)
+        if not committed:
+            known = await self._bus.last(subjects.fact("run", run_id, RunAccepted.fact))
+            what = "has no committed checkpoint" if known else "is unknown: give the id that `trainbus ps` lists"
+            raise Poison(f"run {run_id!r} {what}")
+        of_step = [commit.checkpoint.uri for commit in committed if commit.checkpoint.step == step]
+        gone = await deleted(self._bus, run_id)
+        there = [uri for uri in of_step if uri not in gone]
+        if there:
+            return there[-1]
+        if of_step:
+            raise Poison(f"the checkpoint of step {step} of run {run_id} was deleted by retention: it is too late")
+        steps = ", ".join(str(each.checkpoint.step) for each in committed if each.checkpoint.uri not in gone)
+        raise Poison(f"run {run_id} has no committed checkpoint of step {step}; it has {steps or 'none any more'}")

@@ -1,0 +1,283 @@
+"""Scrubbing: what is committed is read back from the store, at a bounded rate, and compared with its hashes.
+
+A request is a job (``kit/jobs.py``), so that one instance at a time works on it and a kill only delays it; on a
+schedule, whoever finds the last scrub to be long ago requests one of every run. A rotten manifest is written anew
+from the facts that it was made of; rotten blobs are told (``checkpoint_rotten``), and nodes that still have them
+write them anew (``checkpoint_repaired``), which is looked at again here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import uuid
+from contextlib import suppress
+from datetime import datetime, timedelta
+from typing import Any
+
+import structlog
+from nats.js.errors import BadRequestError, KeyNotFoundError
+
+from contracts import subjects, topology
+from contracts.envelope import Envelope
+from contracts.events.checkpoint import (
+    CheckpointCommitted,
+    CheckpointDeleted,
+    CheckpointRepaired,
+    CheckpointRotten,
+)
+from contracts.events.run import RunPlaced
+from contracts.events.train import ScrubRequested
+from services.checkpoint import metrics
+from services.checkpoint.core.commit import Assembled, Sealed, assemble, blobs_of_files, files_of, seal
+from services.checkpoint.keep import parts
+from services.checkpoint.settings import CheckpointSettings
+from services.checkpoint.verify import Verifier
+from services.kit.bus import Bus, Poison, Received, Transient
+from services.kit.jobs import Jobs
+from services.kit.objects import Missing, Objects, blob_sha256
+
+log = structlog.get_logger(__name__)
+
+QUEUE = "scrub"
+#: When the last scheduled scrub was asked for; beside the jobs, since it is as lasting as they are.
+LAST = "scrubbed.last"
+LOOK_EVERY_S = 600.0
+#: A blob that is rotten again right after its repair is told this often, so that a failing disk makes no storm.
+MAX_TOLD = 3
+#: Who repairs manifests.
+SELF = "checkpoint"
+
+
+class Pace:
+    """Keeps a reader to a rate by the loop's clock."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._free_at_s = 0.0
+
+    async def after(self, count: int) -> None:
+        """Wait as long as reading ``count`` bytes should have taken."""
+        now_s = asyncio.get_running_loop().time()
+        self._free_at_s = max(self._free_at_s, now_s) + count / self._bytes_per_s
+        await asyncio.sleep(max(0.0, self._free_at_s - now_s))
+
+
+class Scrubber:
+    """Reads back what is committed. One scrub at a time."""
+
+    def __init__(self, bus: Bus, objects: Objects, settings: CheckpointSettings) -> None:
+        self._bus, self._objects, self._settings = bus, objects, settings
+        self._verifier = Verifier(objects, settings)
+        self._jobs = Jobs(bus, QUEUE, self.scrub, self._give_up)
+
+    async def run(self) -> None:
+        """Work on what was asked for, and ask for everything now and then, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._jobs.run())
+            if self._settings.checkpoint_scrub_every_s:
+                tasks.create_task(self._ask_rarely())
+
+    async def on_scrub_requested(self, received: Received[ScrubRequested]) -> None:
+        """Make it a job.
+
+        Raises:
+            Poison: there is no such run, or nothing of it to read.
+        """
+        run_id = received.event.run_id
+        if run_id and not await self._bus.last_sequence(subjects.fact("run", run_id, CheckpointCommitted.fact)):
+            raise Poison(f"run {run_id!r} has no committed checkpoint: give the id of one that `trainbus ps` lists")
+        await self._jobs.submit(hashlib.sha256(received.envelope.id.encode()).hexdigest()[:32], received)
+
+    # -- scrubbing ----------------------------------------------------------
+
+    async def scrub(self, received: Received[ScrubRequested]) -> None:
+        """Read back every committed checkpoint (of the run), and tell what is rotten."""
+        request, cause = received.event, received.envelope
+        pace = Pace(self._settings.checkpoint_scrub_bytes_per_s)
+        #: Blobs are shared: each is read once. True: it is as it should be.
+        seen: dict[str, bool] = {}
+        count = 0
+        for commit in await self._restorable(request.run_id):
+            await self._scrub_one(commit, request.repair, pace, seen, cause)
+            count += 1
+        metrics.SCRUBS.labels("done").inc()
+        log.info("scrubbed", checkpoints=count, blobs=len(seen), rotten=sum(not right for right in seen.values()))
+
+    async def _restorable(self, run_id: str | None) -> list[CheckpointCommitted]:
+        run = run_id or subjects.ANY
+        found: dict[str, CheckpointCommitted] = {}
+        filters = (
+            subjects.fact("run", run, CheckpointCommitted.fact),
+            subjects.fact("run", run, CheckpointDeleted.fact),
+        )
+        async for batch in self._bus.follow(topology.FACTS.name, filters, until_caught_up=True):
+            for received in batch:
+                match received.event:
+                    case CheckpointCommitted() as commit:
+                        found[commit.checkpoint.uri] = commit
+                    case CheckpointDeleted(uri=uri):
+                        found.pop(uri, None)
+        return list(found.values())
+
+    async def _scrub_one(
+        self, commit: CheckpointCommitted, repair: bool, pace: Pace, seen: dict[str, bool], cause: Envelope
+    ) -> None:
+        uri = commit.checkpoint.uri
+        manifest = await self._manifest(commit)
+        await pace.after(len(manifest or b""))
+        found_at = self._bus.clock.now().isoformat()
+        if manifest is None:
+            if await self._deleted_meanwhile(commit):
+                return
+            await self._tell(commit, (uri,), repair, found_at, cause)
+            sealed = await self._sealed_again(commit) if repair else None
+            if sealed is None:
+                return
+            await self._objects.put(uri, sealed.manifest, content_type="application/json")
+            await self._bus.publish(
+                CheckpointRepaired(
+                    run_id=commit.run_id,
+                    uri=uri,
+                    step=commit.checkpoint.step,
+                    blob=uri,
+                    node_id=SELF,
+                    found_at=found_at,
+                ),
+                cause,
+            )
+            manifest = sealed.manifest
+        rotten = []
+        for blob in sorted(blobs_of_files(files_of(manifest)), key=lambda blob: blob.uri):
+            if blob.uri not in seen:
+                seen[blob.uri] = await self._is_right(blob.uri)
+                metrics.SCRUBBED_BYTES.inc(blob.size_bytes)
+                await pace.after(blob.size_bytes)
+            if not seen[blob.uri]:
+                rotten.append(blob.uri)
+        if rotten and not await self._deleted_meanwhile(commit):
+            await self._tell(commit, tuple(rotten), repair, found_at, cause)
+
+    async def _manifest(self, commit: CheckpointCommitted) -> bytes | None:
+        """The manifest as it was committed; None if it is gone or another."""
+        try:
+            manifest = await self._objects.get(commit.checkpoint.uri)
+            files_of(manifest)
+        except (Missing, ValueError):
+            return None
+        expected = commit.manifest_sha256
+        return manifest if expected in (None, hashlib.sha256(manifest).hexdigest()) else None
+
+    async def _is_right(self, uri: str) -> bool:
+        try:
+            return await self._objects.hash(uri) == blob_sha256(uri)
+        except Missing:
+            return False
+        except Transient:
+            # A store that keeps sums of its own gives no rotten bytes out: it fails, at this one object for ever.
+            await self._objects.head(uri)
+            return False
+
+    async def _deleted_meanwhile(self, commit: CheckpointCommitted) -> bool:
+        gone = await self._bus.history(subjects.fact("run", commit.run_id, CheckpointDeleted.fact))
+        return any(each.event.uri == commit.checkpoint.uri for each in gone)
+
+    async def _tell(
+        self, commit: CheckpointCommitted, blobs: tuple[str, ...], repair: bool, found_at: str, cause: Envelope | None
+    ) -> None:
+        metrics.ROTTEN.inc(len(blobs))
+        log.error("checkpoint is rotten", run_id=commit.run_id, step=commit.checkpoint.step, blobs=blobs[:8])
+        fact = CheckpointRotten(
+            run_id=commit.run_id,
+            uri=commit.checkpoint.uri,
+            step=commit.checkpoint.step,
+            blobs=blobs,
+            found_at=found_at,
+            repair=repair,
+        )
+        await self._bus.publish(fact, cause)
+
+    async def _sealed_again(self, commit: CheckpointCommitted) -> Sealed | None:
+        """The manifest made anew from the facts, if it comes out as it was committed."""
+        history = await self._bus.history(subjects.fact("run", commit.run_id, RunPlaced.fact))
+        placed = next((each.event for each in history if each.event.generation == commit.generation), None)
+        if placed is None:
+            return None
+        staged = await parts(self._bus, commit.run_id, commit.checkpoint.step)
+        assembled = assemble(placed, staged, self._settings.bucket_models)
+        if not isinstance(assembled, Assembled):
+            return None
+        digests = await self._verifier.contents(assembled.digest_files)
+        sealed = None if isinstance(digests, str) else seal(placed, assembled, digests)
+        if isinstance(sealed, Sealed) and sealed.commit.manifest_sha256 == commit.manifest_sha256:
+            return sealed
+        return None
+
+    # -- repairs ------------------------------------------------------------
+
+    async def on_checkpoint_repaired(self, received: Received[CheckpointRepaired]) -> None:
+        """Look at what a node says it has written anew; if it is still wrong, say so again, a few times."""
+        repaired = received.event
+        if not blob_sha256(repaired.blob) or await self._is_right(repaired.blob):
+            metrics.REPAIRED.labels("right").inc()
+            log.info("rotten blob repaired", blob=repaired.blob, node_id=repaired.node_id)
+            return
+        metrics.REPAIRED.labels("wrong").inc()
+        told = await self._bus.history(subjects.fact("run", repaired.run_id, CheckpointRotten.fact))
+        if sum(repaired.blob in each.event.blobs for each in told) >= MAX_TOLD:
+            log.error("blob stays rotten after repairs: look at the store's disks", blob=repaired.blob)
+            return
+        fact = CheckpointRotten(
+            run_id=repaired.run_id,
+            uri=repaired.uri,
+            step=repaired.step,
+            blobs=(repaired.blob,),
+            # Derived, so that a message that comes twice tells it once.
+            found_at=f"{repaired.found_at}, again after {received.envelope.id[:200]}",
+        )
+        await self._bus.publish(fact, received.envelope)
+
+    # -- the schedule -------------------------------------------------------
+
+    async def _ask_rarely(self) -> None:
+        """Ask for a scrub of every run when the last one was asked for long ago, by whichever instance."""
+        every = timedelta(seconds=self._settings.checkpoint_scrub_every_s)
+        while True:
+            try:
+                await self._ask_if_due(every)
+            except (TimeoutError, Transient, OSError) as error:
+                log.warning("cannot see when the last scrub was", error=repr(error))
+            await asyncio.sleep(min(LOOK_EVERY_S, self._settings.checkpoint_scrub_every_s))
+
+    async def _ask_if_due(self, every: timedelta) -> None:
+        bucket = await self._bus.bucket(topology.JOBS)
+        now = self._bus.clock.now()
+        mark = json.dumps({"at": now.isoformat()}).encode()
+        try:
+            entry = await bucket.get(LAST)
+        except KeyNotFoundError:
+            with suppress(BadRequestError):  # a new cluster's first scrub is due when the interval is over
+                await bucket.create(LAST, mark)
+            return
+        if now - _time(entry.value) < every:
+            return
+        try:
+            await bucket.update(LAST, mark, last=entry.revision)
+        except BadRequestError:
+            return  # another instance was faster
+        request = ScrubRequested()
+        envelope = Envelope(id=uuid.uuid4().hex, source=self._bus.source, type=ScrubRequested.type, time=now)
+        await self._bus.publish_event(request, request.subject, envelope)
+
+    async def _give_up(self, received: Received[Any], reason: str) -> None:
+        metrics.SCRUBS.labels("failed").inc()
+        log.error("scrub given up", run_id=received.event.run_id, reason=reason)
+
+
+def _time(value: bytes | None) -> datetime:
+    """When a mark was written; one that cannot be read is older than everything."""
+    try:
+        return datetime.fromisoformat(json.loads(value or b"{}")["at"])
+    except (ValueError, KeyError, TypeError):
+        return datetime.fromisoformat("1970-01-01T00:00:00+00:00")

@@ -277,6 +277,24 @@ def cancel(
     _run(acting.cancel(_address(data_dir), name, reason))
 
 
+@app.command(rich_help_panel="Runs")
+def reproduce(
+    name: Run,
+    start: Annotated[
+        int | None, typer.Option("--from", min=0, help="Start from the run's checkpoint of this step.")
+    ] = None,
+    slots: Annotated[int | None, typer.Option(min=1, help="Slots for it; default: as the run asked for.")] = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Train a run again and compare its states to the bit; exit 0 if all are the same, 1 if not, 2 if it cannot be."""
+    import asyncio
+
+    from trainbus.cli.reproduce import reproduce
+
+    raise typer.Exit(asyncio.run(reproduce(_address(data_dir), name, start_step=start, slots=slots, as_json=as_json)))
+
+
 @checkpoints_app.command("ls")
 def checkpoints_ls(name: Run, data_dir: DataDir = None, as_json: Json = False) -> None:
     """List a run's committed checkpoints."""

@@ -1,0 +1,235 @@
+"""What a reproduction compares: the recorded run's states against those of a second training. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from contracts import exactness
+from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted
+from contracts.events.run import CheckpointRef, RunAccepted, RunCompleted, RunPrepared, RunStarted
+from contracts.events.train import DatasetRef, Slots, TrainRequested
+
+#: What ``training.checkpoint_at_steps`` takes.
+MAX_STEPS = 10_000
+#: The tag of a reproduction that names the run it repeats.
+TAG = "reproduces"
+#: The parts of a state in the order in which a difference is told: what the others are made from comes first.
+PARTS = ("model", "optimizer", "ema", "state")
+
+
+class CannotReproduce(Exception):
+    """The run cannot be repeated to the bit; the text says why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One committed state of the recorded run."""
+
+    step: int
+    digest: str
+    ref: CheckpointRef
+    generation: int
+
+
+@dataclass(slots=True)
+class Recorded:
+    """What the log says about the run that is to be repeated."""
+
+    run_id: str
+    spec: TrainRequested | None = None
+    dataset_id: str | None = None
+    #: By step, the newest generation's: only those that are exact and have a digest.
+    states: dict[int, State] = field(default_factory=dict)
+    committed: int = 0
+    #: Checkpoints that are still in the store, by step.
+    kept: dict[int, CheckpointRef] = field(default_factory=dict)
+    starts: list[RunStarted] = field(default_factory=list)
+    last_step: int | None = None
+
+    def apply(self, event: Any) -> None:
+        """Take in one fact, in the log's order."""
+        match event:
+            case RunAccepted() if self.spec is None:
+                self.spec = event.spec
+            case RunPrepared():
+                self.dataset_id = event.dataset_id
+            case RunStarted():
+                self.starts.append(event)
+            case CheckpointCommitted(checkpoint=ref):
+                self.committed += 1
+                self.kept[ref.step] = ref
+                if event.exactness == "exact" and event.state_digest is not None:
+                    self.states[ref.step] = State(ref.step, event.state_digest, ref, event.generation)
+            case CheckpointDeleted():
+                self.kept = {step: ref for step, ref in self.kept.items() if ref.uri != event.uri}
+            case RunCompleted():
+                self.last_step = event.checkpoint.step if event.checkpoint else None
+
+    @property
+    def reading(self) -> exactness.Reading | None:
+        return exactness.read(self.spec, map(_start, self.starts))
+
+    def environment(self, generation: int) -> Mapping[str, str]:
+        """What a generation said of the environment it ran in."""
+        return next((start.environment for start in self.starts if start.generation == generation), {})
+
+
+def _start(fact: RunStarted) -> exactness.Start:
+    return exactness.Start(fact.generation, fact.node_id, fact.exactness, fact.environment_digest, fact.environment)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The second training, and the states that it must go through."""
+
+    request: TrainRequested
+    wanted: dict[int, State]
+    #: The last of them is the run's end: the reproduction ends there by itself.
+    to_the_end: bool
+    note: str = ""
+
+
+def plan(recorded: Recorded, start_step: int | None, slots: int | None) -> Plan:
+    """How to repeat the run, from the beginning or from one of its checkpoints.
+
+    Raises:
+        CannotReproduce: it was not exact, or what is needed is not there any more.
+    """
+    spec = recorded.spec
+    if spec is None:
+        raise CannotReproduce(f"run {recorded.run_id} was never accepted, so there is nothing to repeat")
+    if spec.task is None or spec.training is None or spec.kind != "train":
+        raise CannotReproduce(f"run {recorded.run_id} is no training of a Task: only those can be repeated to the bit")
+    logical = spec.training.logical_ranks
+    if logical is None:
+        raise CannotReproduce(
+            f"run {recorded.run_id} was trained in fast mode, which is exact in its samples alone: a second training "
+            "differs in the last bits. Submit it with training.logical_ranks (4, 8 or 12, say) for one that can be "
+            "reproduced (docs/exact-training.md)"
+        )
+    if slots is not None and not 1 <= slots <= logical:
+        raise CannotReproduce(f"--slots {slots}: the run has {logical} logical ranks, so give 1 to {logical}")
+    if spec.data is not None and recorded.dataset_id is None:
+        raise CannotReproduce(f"the data of run {recorded.run_id} was never prepared, so it has trained nothing")
+    wanted = {step: state for step, state in sorted(recorded.states.items()) if step > (start_step or 0)}
+    if not wanted:
+        raise CannotReproduce(_nothing_to_compare(recorded, start_step))
+    resume = spec.resume_from
+    if start_step is not None:
+        resume = _start_from(recorded, start_step).ref.uri
+    steps = tuple(wanted)[-MAX_STEPS:]
+    training = spec.training.model_copy(update={"checkpoint_at_steps": steps})
+    request = spec.model_copy(
+        update={
+            "name": f"reproduce {spec.name}"[:200],
+            "training": training,
+            "data": DatasetRef(dataset_id=recorded.dataset_id) if recorded.dataset_id else None,
+            "slots": Slots(min=slots, max=slots) if slots is not None else spec.slots,
+            "resume_from": resume,
+            # It competes for nothing: what it is for is the comparison.
+            "model": None,
+            "evaluation": None,
+            "tags": {**spec.tags, TAG: recorded.run_id},
+        }
+    )
+    reading = recorded.reading
+    left = f"it is {reading.exactness} {reading.why}" if reading and reading.exactness != "exact" else ""
+    note = f"only its states up to step {steps[-1]} are compared: {left}" if left else ""
+    return Plan(TrainRequested.model_validate(request.model_dump()), wanted, recorded.last_step == steps[-1], note)
+
+
+def _nothing_to_compare(recorded: Recorded, start_step: int | None) -> str:
+    reading = recorded.reading
+    if start_step is not None and recorded.states:
+        return f"run {recorded.run_id} has committed nothing beyond step {start_step}: {_steps(recorded.states)}"
+    if reading is not None and reading.exactness != "exact":
+        return f"run {recorded.run_id} is not exact, {reading.why}; so a second training differs in the last bits"
+    if recorded.committed:
+        return (
+            f"none of the {recorded.committed} checkpoints of run {recorded.run_id} has a state digest: they are from "
+            "before there was one, so train it again"
+        )
+    return f"run {recorded.run_id} has committed no checkpoint yet, so there is nothing to compare with"
+
+
+def _start_from(recorded: Recorded, step: int) -> State:
+    state = recorded.states.get(step)
+    there = {each: found for each, found in recorded.states.items() if each in recorded.kept}
+    if state is None or step not in recorded.kept:
+        gone = "is deleted" if state is not None else "is not there, or not exact"
+        raise CannotReproduce(
+            f"the checkpoint of step {step} of run {recorded.run_id} {gone}; it can start from {_steps(there)}, "
+            "or from the beginning, without --from"
+        )
+    return state
+
+
+def _steps(found: Iterable[int]) -> str:
+    steps = sorted(found)
+    return f"steps {', '.join(map(str, steps[-20:]))}" if steps else "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One state of both trainings."""
+
+    recorded: State
+    digest: str | None
+    ref: CheckpointRef
+    generation: int
+
+    @property
+    def same(self) -> bool:
+        return self.digest == self.recorded.digest
+
+
+@dataclass(slots=True)
+class Comparison:
+    """The states that both trainings went through so far, as the second one commits them."""
+
+    wanted: dict[int, State]
+    compared: dict[int, Compared] = field(default_factory=dict)
+    starts: list[RunStarted] = field(default_factory=list)
+
+    def apply(self, event: Any) -> Compared | None:
+        """Take in a fact of the second training; the comparison that it makes possible, if it does."""
+        if isinstance(event, RunStarted):
+            self.starts.append(event)
+        if not isinstance(event, CheckpointCommitted):
+            return None
+        step = event.checkpoint.step
+        # A generation that goes over the same steps again must come to the same states, too.
+        if step not in self.wanted or (step in self.compared and self.compared[step].same is False):
+            return None
+        self.compared[step] = Compared(self.wanted[step], event.state_digest, event.checkpoint, event.generation)
+        return self.compared[step]
+
+    @property
+    def difference(self) -> Compared | None:
+        """The first state that is not the same."""
+        return next((self.compared[step] for step in sorted(self.compared) if not self.compared[step].same), None)
+
+    @property
+    def done(self) -> bool:
+        """Whether the last state is reached. One before it may be missing: a checkpoint gives way to a later one."""
+        return max(self.wanted) in self.compared
+
+    @property
+    def last_same(self) -> int | None:
+        """The last step at which both were the same."""
+        return max((step for step, each in self.compared.items() if each.same), default=None)
+
+    def environment(self, generation: int) -> Mapping[str, str]:
+        return next((start.environment for start in self.starts if start.generation == generation), {})
+
+
+def first_differing(names: Iterable[str]) -> str | None:
+    """The tensor to look at first: of the model before the optimizer, since moments follow from weights."""
+
+    def order(name: str) -> tuple[int, str]:
+        part = name.split("/", 1)[0]
+        return (PARTS.index(part) if part in PARTS else len(PARTS), name)
+
+    return min(names, key=order, default=None)

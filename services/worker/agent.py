@@ -28,7 +28,8 @@ from services.worker import metrics
 from services.worker.context import Context
 from services.worker.core import plan
 from services.worker.files import read_json, write_atomically
-from services.worker.placement import Placement, Record
+from services.worker.orders import Record
+from services.worker.placement import Placement
 
 log = structlog.get_logger(__name__)
 
@@ -248,11 +249,17 @@ class Agent:
                 log.warning("dropping a placement", run_id=decision.run_id, reason=decision.why)
                 self._with(decision, lambda placement: placement.drop(decision.why))
             case plan.Stop():
-                self._with(decision, lambda placement: placement.stop(decision.grace_s, decision.reason))
+                self._with(
+                    decision,
+                    lambda placement: placement.stop(decision.grace_s, decision.reason, peer_lost=decision.peer_lost),
+                )
             case plan.Settled():
                 self._with(decision, lambda placement: placement.settle(decision.step, decision.committed))
             case plan.CleanUp():
                 write_atomically(self._runs / decision.run_id / "over", "")
+                self._context.memory.forget(decision.run_id)
+            case plan.Leave():
+                self._context.memory.forget(decision.run_id)
             case plan.Rejoin():
                 log.warning("this node was declared lost, joining anew", reason=decision.reason)
                 return True
@@ -302,6 +309,7 @@ class Agent:
                 held.append(plan.Held(run_id, generation, record.sequence, over))
             if not over:
                 self._placements[run_id, generation] = Placement(self._context, record, file.parent)
+        self._context.memory.keep_only({each.run_id for each in held})
         self._state = plan.holding(self._settings.node_id, held)
         for key, placement in self._placements.items():
             newest = self._state.held.get(key[0])

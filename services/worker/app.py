@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from contextlib import suppress
+from pathlib import Path
 
 from services.kit.objects import Objects
 from services.kit.service import Service
@@ -15,6 +16,7 @@ from services.worker.context import Context, python_root
 from services.worker.control import socket_path
 from services.worker.core.ranks import INHERITED
 from services.worker.executor import Executor, ProcessExecutor
+from services.worker.memory import Memory, default_folder
 from services.worker.node import inventory
 from services.worker.settings import WorkerSettings
 from services.worker.system import Meter
@@ -38,6 +40,7 @@ def build(settings: Settings, executor: Executor | None = None) -> Service:
         executor=executor or ProcessExecutor(warm),
         inventory=found,
         meter=Meter(found.gpus),
+        memory=_memory(settings),
     )
     agent = Agent(context)
 
@@ -68,6 +71,12 @@ def build(settings: Settings, executor: Executor | None = None) -> Service:
     service.on_stop(leave, unheard=leave_unheard)
     service.ready_when("joined", agent.joined.is_set)
     return service
+
+
+def _memory(settings: WorkerSettings) -> Memory:
+    named = settings.memory_dir
+    folder = default_folder(settings.node_id, settings.data_dir) if named is None else Path(named) if named else None
+    return Memory(folder, settings.memory_max_bytes)
 
 
 def _warm(settings: WorkerSettings) -> Warm:

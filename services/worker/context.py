@@ -16,6 +16,7 @@ from services.kit.objects import Objects
 from services.worker.cache import Cache
 from services.worker.core.ranks import Place
 from services.worker.executor import Executor
+from services.worker.memory import Memory
 from services.worker.node import Inventory, interface_of
 from services.worker.settings import WorkerSettings
 from services.worker.system import Meter
@@ -39,6 +40,7 @@ class Context:
     executor: Executor
     inventory: Inventory
     meter: Meter
+    memory: Memory = field(default_factory=lambda: Memory(None, 0))
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
     def place(self, launch_path: Path, prepared: Meeting) -> Place:

@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -63,6 +63,13 @@ class Executor(Protocol):
         ...
 
     def alive(self, process: RankProcess) -> bool: ...
+
+    def watch(self, process: RankProcess, on_end: Callable[[], None]) -> Callable[[], None]:
+        """Call ``on_end`` when the process ends, and again when its exit code is written; returns what stops that.
+
+        A help and no promise: whoever waits for the end looks now and then as well.
+        """
+        ...
 
     def signal(self, process: RankProcess, number: int) -> None:
         """Send a signal to the rank and everything it started. No error if it is gone."""
@@ -145,6 +152,19 @@ class ProcessExecutor:
         self._children = [child for child in self._children if child.poll() is None]
         return _same(process)
 
+    def watch(self, process: RankProcess, on_end: Callable[[], None]) -> Callable[[], None]:
+        # The kernel tells of the end; of the exit code, which is written after it, the warm process does.
+        warm = self._warm
+        stops = [_on_death(process.pid, on_end)]
+        if warm is not None:
+            stops.append(warm.on_exit(process.pid, on_end))
+
+        def stop_all() -> None:
+            for stop in stops:
+                stop()
+
+        return stop_all
+
     def signal(self, process: RankProcess, number: int) -> None:
         if _same(process):
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -182,6 +202,28 @@ def _same(process: RankProcess) -> bool:
         return bool(abs(now.create_time() - process.created) < 0.05 and now.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False
+
+
+def _on_death(pid: int, then: Callable[[], None]) -> Callable[[], None]:
+    """Call ``then`` once when the process is dead; returns what stops waiting for it."""
+    try:
+        handle = os.pidfd_open(pid)
+    except (OSError, AttributeError):  # dead already, or a system without: looking now and then finds it
+        return lambda: None
+    loop = asyncio.get_running_loop()
+    open_handles = [handle]
+
+    def stop() -> None:
+        if open_handles:
+            loop.remove_reader(handle)
+            os.close(open_handles.pop())
+
+    def died() -> None:
+        stop()
+        then()
+
+    loop.add_reader(handle, died)
+    return stop
 
 
 def _reused(process: RankProcess) -> bool:

@@ -11,20 +11,17 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-import signal
 import time
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
-from pydantic import BaseModel, ConfigDict
 
 from contracts.envelope import Envelope
 from contracts.events.run import Member, ProgressPoint, RunExited, RunPlaced, RunProgress, RunReleased
-from contracts.ranks import Launch, StopLine
+from contracts.ranks import Launch
 from services.kit import telemetry
 from services.kit.bus import Transient
 from services.kit.concurrency import end
@@ -34,57 +31,24 @@ from services.worker.context import Context
 from services.worker.control import Control, socket_path
 from services.worker.core import journal as core_journal
 from services.worker.core import ranks as core
-from services.worker.executor import RankProcess, StartError, read_exit
+from services.worker.executor import StartError
 from services.worker.files import read_json, write_atomically
+from services.worker.group import FAILURE_PATIENCE_S, POLL_S, RankGroup
 from services.worker.journal import Follower
+from services.worker.orders import Dropped, Orders, Record
 from services.worker.package import PackageError
 from services.worker.prepare import Prepared, prepare
+from services.worker.reports import Failure, Reached, Report, Reporter
 from services.worker.stage import Stager
 
 log = structlog.get_logger(__name__)
 
-POLL_S = 0.05
-#: Seconds given to the other local ranks to write down why they ended, once one has failed.
-FAILURE_PATIENCE_S = 0.3
 #: Seconds that checkpoints which were complete before a crash have to be uploaded.
 CRASH_UPLOAD_PATIENCE_S = 20.0
 
+#: Steps that ranks which lost a peer are given to notice it.
+PATIENCE_STEPS = 2
 
-class Record(BaseModel):
-    """``placement.json``: the fact, and where it stood in the stream."""
-
-    model_config = ConfigDict(frozen=True)
-
-    placed: RunPlaced
-    sequence: int
-    correlation_id: str = ""
-    causation_id: str = ""
-    traceparent: str = ""
-
-
-class StopOrder(BaseModel):
-    """``stop.json``: since when the ranks must end, and until when they may take."""
-
-    model_config = ConfigDict(frozen=True)
-
-    grace_s: float
-    deadline: float
-    reason: str
-
-
-class Dropped(Exception):
-    """The placement is void; nobody waits for a report."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why the ranks could not be started."""
-
-    reason: str
-    blameless: bool
-
-
-Report = RunExited | RunReleased
 T = TypeVar("T")
 
 
@@ -95,40 +59,39 @@ class Placement:
         self._context, self.record, self.folder = context, record, folder
         self.placed = record.placed
         self.member: Member = next(m for m in self.placed.members if m.node_id == context.settings.node_id)
-        self._processes: list[RankProcess] = []
-        self._exits: dict[int, core.Exit] = {}
-        self._wake = asyncio.Event()
-        self._settled: set[tuple[int, bool]] = set()
-        self._drop_reason: str | None = None
-        stored = read_json(folder / "stop.json")
-        self._stop: StopOrder | None = StopOrder.model_validate(stored) if stored else None
-        self._stop_told = self._terminated = self._killed = False
+        self._orders = Orders(folder, self._now)
+        self._group = RankGroup(
+            context.executor, folder, self._orders, self._now, kill_after_s=context.settings.kill_after_s
+        )
+        self._group.patience = self._may_still_save
+        self._reporter = Reporter(self.placed, self.member.node_id)
+        self._ranks: Mapping[int, core_journal.RankState] = {}
         self.over = asyncio.Event()
 
     # -- what the agent tells it --------------------------------------------
 
-    def stop(self, grace_s: float, reason: str) -> None:
-        """Make the ranks end within their grace. A second, shorter grace shortens it."""
-        order = StopOrder(grace_s=grace_s, deadline=self._now() + grace_s, reason=reason)
-        if self._stop is None or order.deadline < self._stop.deadline:
-            self._stop = order
-            write_atomically(self.folder / "stop.json", order.model_dump_json())
-            self._stop_told = False
-        self._wake.set()
+    def stop(self, grace_s: float, reason: str, *, peer_lost: bool = False) -> None:
+        """Make the ranks end within their grace. A second, shorter grace shortens it.
+
+        ``peer_lost``: ranks elsewhere have failed. Those here notice by themselves, and first leave what they have
+        for the next generation.
+        """
+        untouched_s = self._context.settings.outlive_s if peer_lost and self._outlives else 0.0
+        self._orders.order_stop(grace_s, reason, untouched_s)
 
     def settle(self, step: int, committed: bool) -> None:
         """The checkpoint of this step is committed, or never will be."""
-        self._settled.add((step, committed))
-        self._wake.set()
+        if committed:
+            self._context.memory.committed(self.placed.run_id, self.placed.generation)
+        self._orders.settle(step, committed)
 
     def drop(self, why: str) -> None:
         """Kill whatever runs and say nothing."""
-        self._drop_reason = why
-        self._wake.set()
+        self._orders.drop(why)
 
     @property
     def pids(self) -> list[int]:
-        return [each.pid for each in self._processes if each.rank not in self._exits]
+        return self._group.pids
 
     @property
     def fresh(self) -> bool:
@@ -148,15 +111,15 @@ class Placement:
         with (
             telemetry.bound({"run_id": run_id, "generation": generation}),
             telemetry.span("placement", traceparent=self.record.traceparent, run_id=run_id, generation=generation),
+            self._group,
         ):
             try:
-                if self._drop_reason is not None:
-                    raise Dropped(self._drop_reason)
+                self._orders.raise_if_dropped()
                 report = self._written_report() or await self._to_the_end()
                 await self._say(report)
             except Dropped as error:
                 log.warning("placement dropped", reason=str(error))
-                await self._sweep()
+                await self._group.sweep()
                 self._mark("dropped")
             finally:
                 if (self.folder / "done.json").exists():
@@ -164,33 +127,34 @@ class Placement:
 
     async def end_unheard(self, reason: str) -> None:
         """Make what is left of the ranks end, at once and without a bus; a later life of the agent reports it."""
-        if self._written_report() is None and self._load_processes():
+        if self._written_report() is None and self._group.load():
             self.stop(0, reason)
             async with Control(self._socket(), self.placed.generation, lambda: None) as control:
-                await self._watch(control, ())
+                with self._group:
+                    await self._watch(control)
         else:
-            await self._sweep()
+            await self._group.sweep()
 
     async def give_up(self, error: Exception) -> None:
         """End what broke here through no fault of the run, and say so."""
-        await self._sweep()
+        await self._group.sweep()
         reason = f"node {self.member.node_id} could not keep the run going: {error!r}"
-        await self._say(self._written_report() or self._failed(Failure(reason, True)))
+        await self._say(self._written_report() or self._reporter.failed(Failure(reason, True)))
         self.over.set()
 
     async def _to_the_end(self) -> Report:
         launch_file = self.folder / "launch.json"
         if launch_file.exists():
-            if not self._load_processes():
+            if not self._group.load():
                 # Killed while it started them: who knows which ranks there are.
-                await self._sweep()
-                return self._failed(Failure("the agent was killed while it started the ranks", True))
+                await self._group.sweep()
+                return self._reporter.failed(Failure("the agent was killed while it started the ranks", True))
             metrics.REATTACHED.inc()
-            log.info("taking up ranks again", pids=[each.pid for each in self._processes])
+            log.info("taking up ranks again", pids=self.pids)
         try:
             patterns = core_journal.compile_patterns(self.placed.spec.metric_patterns)
         except ValueError as error:
-            return self._failed(Failure(str(error), False))
+            return self._reporter.failed(Failure(str(error), False))
         follower = Follower(
             core_journal.Placed(self.placed.run_id, self.placed.generation, self.member.node_id),
             self.member.ranks,
@@ -201,15 +165,17 @@ class Placement:
             patterns=patterns,
             launch_is_start=core.is_command(self.placed.spec),
         )
+        self._ranks = follower.state.ranks
         async with self._context.cache.holding() as hold:
             if not launch_file.exists():
                 prepared = await self._unless_stopped(
                     prepare(self._context, self.placed, self.member, self.folder, hold)
                 )
                 if isinstance(prepared, Failure):
-                    return self._failed(prepared)
+                    return self._reporter.failed(prepared)
                 if prepared is None:
-                    return self._released(follower, clean=True, detail="nothing had been started")
+                    reached = Reached.of(self.placed, follower.state.ranks)
+                    return self._reporter.released(reached, clean=True, detail="nothing had been started")
             else:
                 prepared = None
             control = Control(self._socket(), self.placed.generation, follower.ring)
@@ -218,9 +184,9 @@ class Placement:
                 if prepared is not None:
                     failure = await self._launch(prepared)
                     if failure is not None:
-                        return self._failed(failure)
+                        return self._reporter.failed(failure)
                 async with _running(stager.run()) as staging, _running(self._measure(follower)) as measuring:
-                    await _traced("ranks", self._watch(control, (following, staging, measuring)))
+                    await _traced("ranks", self._watch(control, following, staging, measuring))
                     await end(following)
                     await follower.drain()
                     await self._finish_uploads(stager, staging)
@@ -232,14 +198,10 @@ class Placement:
         task = asyncio.create_task(_traced("prepare", work))
         try:
             while not task.done():
-                if self._drop_reason is not None:
-                    raise Dropped(self._drop_reason)
-                if self._stop is not None:
+                self._orders.raise_if_dropped()
+                if self._orders.stop is not None:
                     return None
-                self._wake.clear()
-                waking = asyncio.create_task(self._wake.wait())
-                await asyncio.wait({task, waking}, return_when=asyncio.FIRST_COMPLETED)
-                waking.cancel()
+                await self._orders.beside(task)
             return task.result()
         except (PackageError, CacheError) as error:
             return Failure(str(error), False)
@@ -252,8 +214,8 @@ class Placement:
 
     async def _launch(self, prepared: Prepared) -> Failure | None:
         """Start the ranks; from ``launch.json`` on, a restarted agent looks for them."""
-        settings = self._context.settings
         launch_path = self.folder / "launch.json"
+        memory = self._context.memory.for_run(self.placed.run_id, self.placed.generation) if self._outlives else None
         launch = Launch(
             run_id=self.placed.run_id,
             generation=self.placed.generation,
@@ -267,82 +229,52 @@ class Placement:
             dataset_id=self.placed.dataset.dataset_id if self.placed.dataset else None,
             resume_folder=str(prepared.resume_folder) if prepared.resume_folder else None,
             resume=prepared.resume,
-            orphan_timeout_s=settings.orphan_timeout_s,
+            orphan_timeout_s=self._context.settings.orphan_timeout_s,
+            memory_folder=str(memory) if memory else None,
         )
         write_atomically(launch_path, launch.model_dump_json())
         place = self._context.place(launch_path, prepared)
-        cwd = prepared.code_folder or self.folder
-        started: list[RankProcess] = []
+        starts = core.starts(self.placed, self.member, self._context.environment, place)
         try:
-            for start in core.starts(self.placed, self.member, self._context.environment, place):
-                started.append(await self._context.executor.start(start, self.folder, cwd))
+            await self._group.start(starts, prepared.code_folder or self.folder)
         except (StartError, OSError) as error:
-            self._processes = started
-            await self._sweep()
             return Failure(f"node {self.member.node_id} could not start the ranks: {error}", True)
-        self._processes = started
-        write_atomically(self.folder / "processes.json", _dump([each.to_json() for each in started]))
-        log.info("ranks started", pids=[each.pid for each in started])
         return None
 
-    async def _watch(self, control: Control, beside: tuple[asyncio.Task[None], ...]) -> None:
+    async def _watch(self, control: Control, *beside: asyncio.Task[None]) -> None:
         """Wait until every process has ended, and make them end when they must."""
-        failed_at: float | None = None
-        while True:
-            if self._drop_reason is not None:
-                raise Dropped(self._drop_reason)
-            for task in beside:
-                if task.done():
-                    task.result()  # ranks that nobody follows must not train on unseen
-            self._collect_exits()
-            if len(self._exits) == len(self._processes):
-                break
-            if failed_at is None and core.first_failure(list(self._exits.values())):
-                failed_at = time.monotonic()
-            if failed_at is not None and time.monotonic() - failed_at > FAILURE_PATIENCE_S:
-                self._signal(signal.SIGKILL)
-            if self._stop is not None:
-                self._enforce(self._stop, control)
-            self._wake.clear()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), POLL_S)
-        # Data loaders and torchrun's children may outlive whoever started them.
-        await self._sweep()
+        await self._group.until_over(control, beside, listens=not core.is_command(self.placed.spec))
 
-    def _enforce(self, stop: StopOrder, control: Control) -> None:
-        """Ask; when the grace is over, tell; then kill. Scripts that do not listen are told at once."""
-        if not self._stop_told:
-            self._stop_told = True
-            control.stop(StopLine(grace_s=stop.grace_s, reason=stop.reason, checkpoint=stop.grace_s > 0))
-            if core.is_command(self.placed.spec) and not control.connected:
-                # Whatever its exit code is then, it ended because it was told to.
-                self._terminated = True
-                self._signal(signal.SIGTERM)
-        now = self._now()
-        if now >= stop.deadline and not self._terminated:
-            self._terminated = True
-            self._signal(signal.SIGTERM)
-        if now >= stop.deadline + self._context.settings.kill_after_s:
-            self._signal(signal.SIGKILL)
+    @property
+    def _outlives(self) -> bool:
+        """Whether the ranks can leave state in memory: those of a command do not, an evaluation has none."""
+        spec = self.placed.spec
+        return self._context.memory.there and spec.training is not None and spec.kind == "train"
 
-    def _collect_exits(self) -> None:
-        for process in self._processes:
-            if process.rank in self._exits:
-                continue
-            alive = self._context.executor.alive(process)
-            found = read_exit(self.folder, process.rank)
-            if found is None and not alive:
-                found = read_exit(self.folder, process.rank) or (-int(signal.SIGKILL), self._now())
-            if found is not None:
-                self._exits[process.rank] = core.Exit(process.rank, *found)
-                log.info("rank ended", rank=process.rank, code=found[0])
+    def _may_still_save(self, waited_s: float) -> bool:
+        """Whether ranks that lost a peer get more time to leave their state behind."""
+        # They notice at the end of the step that they are in.
+        if waited_s < FAILURE_PATIENCE_S + (PATIENCE_STEPS * self._mean_step_s if self._outlives else 0):
+            return waited_s < max(self._context.settings.outlive_s, FAILURE_PATIENCE_S)
+        if not self._outlives or waited_s > self._context.settings.outlive_s:
+            return False
+        return self._context.memory.being_written(self.placed.run_id, self.placed.generation)
+
+    @property
+    def _mean_step_s(self) -> float:
+        """Seconds a step has taken in this generation, as far as anybody here knows."""
+        known = [state for state in self._ranks.values() if state.started is not None and state.step is not None]
+        per_rank = [
+            (self._now() - state.started.time) / max(state.step - state.started.step, 1)
+            for state in known
+            if state.started is not None and state.step is not None
+        ]
+        return min(per_rank, default=0.0)
 
     async def _finish_uploads(self, stager: Stager, staging: asyncio.Task[None]) -> None:
         """Upload what the ranks completed, for as long as somebody waits for it."""
-        patience_s: float | None = None
-        if self._stop is not None:
-            patience_s = max(self._stop.deadline - self._now(), 0)
-        elif core.first_failure(list(self._exits.values())):
+        patience_s = self._orders.stop_time_left_s()
+        if patience_s is None and core.first_failure(self._group.ended):
             patience_s = CRASH_UPLOAD_PATIENCE_S
         await end(staging)
         if patience_s == 0:
@@ -356,23 +288,19 @@ class Placement:
     async def _await_until(self, work: asyncio.Task[None], patience_s: float | None) -> None:
         deadline = None if patience_s is None else time.monotonic() + patience_s
         while not work.done() and (deadline is None or time.monotonic() < deadline):
-            if self._drop_reason is not None:
-                raise Dropped(self._drop_reason)
-            if deadline is None and self._stop is not None:
-                deadline = time.monotonic() + max(self._stop.deadline - self._now(), 0)
-            await asyncio.wait({work}, timeout=POLL_S)
+            self._orders.raise_if_dropped()
+            if deadline is None and (left_s := self._orders.stop_time_left_s()) is not None:
+                deadline = time.monotonic() + left_s
+            await self._orders.beside(work, POLL_S)
 
     async def _await_settled(self, step: int) -> bool:
         """Wait until the checkpoint is committed; False if it was refused or nobody can wait any longer."""
-        patience_s = self._context.settings.commit_patience_s
-        deadline = self._stop.deadline if self._stop is not None else self._now() + patience_s
-        while not {(step, True), (step, False)} & self._settled and self._now() < deadline:
-            if self._drop_reason is not None:
-                raise Dropped(self._drop_reason)
-            self._wake.clear()
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), POLL_S)
-        return (step, True) in self._settled
+        stop, patience_s = self._orders.stop, self._context.settings.commit_patience_s
+        deadline = stop.deadline if stop is not None else self._now() + patience_s
+        while self._orders.fate(step) is None and self._now() < deadline:
+            self._orders.raise_if_dropped()
+            await self._orders.next(POLL_S)
+        return self._orders.fate(step) is True
 
     async def _measure(self, follower: Follower) -> None:
         """Publish what node and ranks use, every few seconds."""
@@ -401,95 +329,27 @@ class Placement:
     # -- its end ------------------------------------------------------------
 
     async def _judge(self, follower: Follower, stager: Stager) -> Report:
-        exits = list(self._exits.values())
+        exits, ranks = self._group.ended, follower.state.ranks
         failure = core.first_failure(exits)
         step = follower.state.staged_step
-        if failure is not None and self._stop is None:
-            return self._crashed(failure, follower)
+        if failure is not None and self._orders.stop is None:
+            return self._reporter.crashed(failure, ranks, follower.tail(failure.rank, core.SEARCHED_LINES))
         committed = False
         if step is not None and failure is None:
             committed = await self._await_settled(step)
-        if core.ended_well(exits) and not self._terminated:
-            return await self._succeeded(follower, stager)
+        if core.ended_well(exits) and not self._group.terminated:
+            results = [state.result for _, state in sorted(ranks.items()) if state.result is not None]
+            artifacts = await stager.artifacts([name for result in results for name in result.artifacts])
+            return self._reporter.succeeded(ranks, artifacts)
+        reached = Reached.of(self.placed, ranks)
         if failure is not None:
             detail = f"rank {failure.rank} {core.exit_text(failure.code)} while it was to stop"
-            return self._released(follower, clean=False, detail=detail)
-        trained_to, begun_at = self._reached(follower)
-        clean = (committed and step is not None and step >= trained_to) or trained_to <= begun_at
+            return self._reporter.released(reached, clean=False, detail=detail)
+        clean = (committed and step is not None and step >= reached.step) or reached.step <= reached.begun_at
         if core.is_command(self.placed.spec):
             clean = committed
         detail = "" if clean else "the last steps are not in a committed checkpoint"
-        return self._released(follower, clean=clean, detail=detail)
-
-    def _reached(self, follower: Follower) -> tuple[int, int]:
-        """(last step trained, step begun at)."""
-        begun_at = self.placed.resume.step if self.placed.resume else 0
-        steps = [state.step for state in follower.state.ranks.values() if state.step is not None]
-        return max(steps, default=begun_at), begun_at
-
-    def _crashed(self, failure: core.Exit, follower: Follower) -> Report:
-        ended = follower.state.ranks.get(failure.rank)
-        error = ended.ended.error if ended is not None and ended.ended is not None else ""
-        lines = follower.tail(failure.rank, core.SEARCHED_LINES)
-        failure, tail = core.cause(failure, lines)
-        started = any(state.started for state in follower.state.ranks.values())
-        reason = f"rank {failure.rank} {core.exit_text(failure.code)}" + (f": {error}" if error else "")
-        trained_to, _ = self._reached(follower)
-        return RunExited(
-            run_id=self.placed.run_id,
-            generation=self.placed.generation,
-            node_id=self.member.node_id,
-            outcome="failed",
-            blameless=core.is_blameless(failure.code, started, error + "\n".join(lines)),
-            reason=reason[:2000],
-            rank=failure.rank,
-            exit_code=failure.code,
-            log_tail=tail,
-            step=trained_to,
-            samples_consumed=self._samples(follower),
-        )
-
-    async def _succeeded(self, follower: Follower, stager: Stager) -> Report:
-        results = [state.result for _, state in sorted(follower.state.ranks.items()) if state.result is not None]
-        names = [name for result in results for name in result.artifacts]
-        artifacts = await stager.artifacts(names)
-        trained_to, _ = self._reached(follower)
-        return RunExited(
-            run_id=self.placed.run_id,
-            generation=self.placed.generation,
-            node_id=self.member.node_id,
-            outcome="succeeded",
-            step=trained_to,
-            samples_consumed=self._samples(follower),
-            metrics=results[0].metrics if results else {},
-            artifacts=artifacts,
-        )
-
-    def _failed(self, failure: Failure) -> Report:
-        return RunExited(
-            run_id=self.placed.run_id,
-            generation=self.placed.generation,
-            node_id=self.member.node_id,
-            outcome="failed",
-            blameless=failure.blameless,
-            reason=failure.reason[:2000],
-        )
-
-    def _released(self, follower: Follower, *, clean: bool, detail: str) -> Report:
-        trained_to, _ = self._reached(follower)
-        return RunReleased(
-            run_id=self.placed.run_id,
-            generation=self.placed.generation,
-            node_id=self.member.node_id,
-            clean=clean,
-            step=trained_to,
-            samples_consumed=self._samples(follower),
-            detail=detail,
-        )
-
-    def _samples(self, follower: Follower) -> int:
-        begun_at = self.placed.resume.samples_consumed if self.placed.resume else 0
-        return max((state.samples_consumed for state in follower.state.ranks.values()), default=0) or begun_at
+        return self._reporter.released(reached, clean=clean, detail=detail)
 
     async def _say(self, report: Report) -> None:
         """Write the report down, say it, mark it said. Said again after a crash, it is the same fact."""
@@ -533,21 +393,6 @@ class Placement:
             traceparent=self.record.traceparent,
         )
         await self._context.bus.publish(fact, cause if cause.id else None)
-
-    def _signal(self, number: int) -> None:
-        for process in self._processes:
-            if process.rank not in self._exits:
-                self._context.executor.signal(process, number)
-
-    async def _sweep(self) -> None:
-        self._load_processes()
-        await self._context.executor.sweep(self.folder, self._processes)
-
-    def _load_processes(self) -> bool:
-        if not self._processes:
-            stored = read_json(self.folder / "processes.json")
-            self._processes = [RankProcess(**each) for each in stored or ()]
-        return bool(self._processes)
 
     def _socket(self) -> Path:
         return socket_path(self.folder.parent, "agent.sock")

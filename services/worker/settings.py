@@ -40,6 +40,14 @@ class WorkerSettings(Settings):
     #: Seconds that a run which ended by itself waits for its last checkpoint to be committed.
     commit_patience_s: float = Field(15.0, ge=0)
 
+    #: Where ranks leave state that outlives them, on a file system in memory. None: below /dev/shm where there is
+    #: one; '' : nowhere.
+    memory_dir: str | None = None
+    #: Bytes that may lie there; what was left longest ago goes first.
+    memory_max_bytes: int = Field(16 * GIB, ge=0)
+    #: Seconds that ranks which lost a peer may take to leave their state behind.
+    outlive_s: float = Field(10.0, ge=0)
+
     cache_max_bytes: int = Field(64 * GIB, ge=0)
     #: Folders of ended runs that are kept for a look at their logs.
     keep_finished: int = Field(5, ge=0)

@@ -13,7 +13,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,8 @@ class Warm:
         self._child: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._answers: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        #: Called when the fork of that pid has ended and its exit code is written.
+        self._listeners: dict[int, Callable[[], None]] = {}
         self._ids = itertools.count()
         self._closing = False
 
@@ -87,6 +89,15 @@ class Warm:
         if answer.get("op") != "forked":
             raise WarmError(str(answer.get("error", answer)))
         return int(answer["pid"])
+
+    def on_exit(self, pid: int, then: Callable[[], None]) -> Callable[[], None]:
+        """Call ``then`` when a fork has ended; returns what stops listening."""
+        self._listeners[pid] = then
+
+        def stop() -> None:
+            self._listeners.pop(pid, None)
+
+        return stop
 
     async def close(self) -> None:
         """End the process."""
@@ -147,6 +158,8 @@ class Warm:
         if answer.get("op") == "pong":
             self._pid = int(answer["pid"])
             log.info("the warm process is ready", pid=self._pid)
+        if answer.get("op") == "exited" and (listener := self._listeners.get(int(answer["pid"]))) is not None:
+            listener()
         future = self._answers.get(str(answer.get("id", "")))
         if future is not None and not future.done():
             future.set_result(answer)

@@ -49,7 +49,7 @@ CASES: list[tuple[str, list[Any], list[str]]] = [
     ("twice", [placed(), placed()], ["Place"]),
     ("older after newer", [placed(2), placed(1)], ["Place"]),
     ("newer here", [placed(), placed(2)], ["Place", "Drop", "Place"]),
-    ("newer elsewhere", [placed(), ELSEWHERE], ["Place", "Drop"]),
+    ("newer elsewhere", [placed(), ELSEWHERE], ["Place", "Drop", "Leave"]),
     ("stop", [placed(), preempting()], ["Place", "Stop"]),
     ("stop of another generation", [placed(2), preempting(1)], ["Place"]),
     ("stop of what is not here", [preempting()], []),
@@ -204,3 +204,20 @@ def test_a_pattern_that_would_take_for_ever_does_not() -> None:
     """Python's own engine would try 2**200 ways here."""
     patterns = journal.compile_patterns({"x": r"(a+)+$"})
     assert list(journal.match_patterns(patterns, ["a" * 200 + "!"], {})) == []
+
+
+@pytest.mark.parametrize(
+    ("reason", "then", "expected"),
+    [
+        ("crashed", "queue", True),
+        ("node lost", "queue", True),
+        ("preempted", "queue", False),
+        ("crashed", "fail", False),
+    ],
+)
+def test_ranks_whose_peers_failed_may_leave_their_state_behind(reason: Any, then: Any, expected: bool) -> None:
+    state, _ = plan.decide(plan.NodeState("n1", incarnation="me"), placed(), 1)
+    order = RunPreempting(run_id="r", generation=1, reason="x", queue_reason=reason, grace_s=0, then=then)
+    [stop] = plan.decide(state, order, 2)[1]
+    assert isinstance(stop, plan.Stop)
+    assert stop.peer_lost is expected

@@ -75,6 +75,8 @@ class Stop:
     generation: int
     grace_s: float
     reason: str
+    #: Ranks elsewhere have failed, and another generation can use what these have.
+    peer_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +97,20 @@ class CleanUp:
 
 
 @dataclass(frozen=True, slots=True)
+class Leave:
+    """The run goes on without this node."""
+
+    run_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Rejoin:
     """This life of the agent was declared lost: begin a new one."""
 
     reason: str
 
 
-Decision = Place | Drop | Stop | Settled | CleanUp | Rejoin
+Decision = Place | Drop | Stop | Settled | CleanUp | Leave | Rejoin
 
 
 def decide(state: NodeState, event: Event, sequence: int) -> tuple[NodeState, list[Decision]]:
@@ -111,7 +120,8 @@ def decide(state: NodeState, event: Event, sequence: int) -> tuple[NodeState, li
             return _on_placed(state, event, sequence)
         case RunPreempting():
             if _is_live(state, event.run_id, event.generation):
-                return state, [Stop(event.run_id, event.generation, event.grace_s, event.reason)]
+                peer_lost = event.then == "queue" and event.queue_reason in ("crashed", "node lost")
+                return state, [Stop(event.run_id, event.generation, event.grace_s, event.reason, peer_lost)]
         case CheckpointCommitted():
             if _is_live(state, event.run_id, event.generation):
                 return state, [Settled(event.run_id, event.generation, event.checkpoint.step, True)]
@@ -163,7 +173,7 @@ def _on_placed(state: NodeState, placed: RunPlaced, sequence: int) -> tuple[Node
         state = state.over(held.run_id, held.generation)
     member = next((m for m in placed.members if m.node_id == state.node_id and m.ranks), None)
     if member is None or sequence < state.joined_sequence:
-        return state, decisions
+        return state, [*decisions, Leave(placed.run_id)] if held is not None else decisions
     decisions.append(Place(placed, member, sequence))
     return state.with_held(Held(placed.run_id, placed.generation, sequence)), decisions
 

@@ -1,0 +1,128 @@
+"""State that ranks leave behind in memory when they lose their peers: where it lies, and when it goes.
+
+``<memory_dir>/<run_id>/**/g<generation>/step_<n>*``, on a tmpfs. The next generation's ranks take it up if it is
+newer than the last committed checkpoint. Whatever is not needed for that is removed: memory is dearer than disk.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+#: Linux's file system in memory; where there is none, nothing outlives a rank but its checkpoints.
+TMPFS = Path("/dev/shm")
+_GENERATION = re.compile(r"g(\d+)")
+#: A state that is still being written has a name that hides it.
+_UNFINISHED = re.compile(r"\.step_\d+")
+
+
+def default_folder(node_id: str, data_dir: Path) -> Path | None:
+    """A folder in memory that only this node's agent has; None on a machine without one.
+
+    The data folder is part of the name, as two stacks of one user may both have a ``node-1``.
+    """
+    if not TMPFS.is_dir() or not os.access(TMPFS, os.W_OK):
+        return None
+    return TMPFS / f"trainbus-{os.getuid()}" / f"{node_id}-{zlib.crc32(os.fsencode(data_dir.resolve())):08x}"
+
+
+class Memory:
+    """The folder, and what is kept in it. Without a folder every call does nothing."""
+
+    def __init__(self, folder: Path | None, max_bytes: int) -> None:
+        self._folder, self._max_bytes = folder, max_bytes
+
+    @property
+    def there(self) -> bool:
+        """Whether anything can be kept at all."""
+        return self._folder is not None
+
+    def for_run(self, run_id: str, generation: int) -> Path | None:
+        """Where the ranks of a generation that is about to start leave and find state; None: nowhere.
+
+        Only the generation just before can be taken up, so what is older goes.
+        """
+        if self._folder is None:
+            return None
+        folder = self._folder / run_id
+        for found, path in _generations(folder):
+            if found < generation - 1:
+                shutil.rmtree(path, ignore_errors=True)
+        self.make_room(keep=run_id)
+        try:
+            # State is the run's secret as much as its checkpoints are.
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            log.warning("no state can be kept in memory", folder=str(folder), error=str(error))
+            return None
+        return folder
+
+    def committed(self, run_id: str, generation: int) -> None:
+        """The generation has a checkpoint in the store: what earlier ones left is not needed any more."""
+        if self._folder is not None:
+            for found, path in _generations(self._folder / run_id):
+                if found < generation:
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def forget(self, run_id: str) -> None:
+        """The run is over, or goes on without this node."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder / run_id, ignore_errors=True)
+
+    def keep_only(self, runs: set[str]) -> None:
+        """At the agent's start: what belongs to no run that it still knows is left from a life that ended badly."""
+        if self._folder is None or not self._folder.is_dir():
+            return
+        for path in self._folder.iterdir():
+            if path.name not in runs:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def make_room(self, keep: str) -> None:
+        """Hold to the limit: the runs that were here longest ago go first, ``keep`` never."""
+        if self._folder is None or not self._folder.is_dir():
+            return
+        found = sorted((path.stat().st_mtime, path) for path in self._folder.iterdir())
+        sizes = {path: size_bytes(path) for _, path in found}
+        for _, path in found:
+            if sum(sizes.values()) <= self._max_bytes:
+                return
+            if path.name != keep:
+                log.info("state in memory makes room", run_id=path.name, size_bytes=sizes.pop(path))
+                shutil.rmtree(path, ignore_errors=True)
+
+    def being_written(self, run_id: str, generation: int) -> bool:
+        """Whether a rank of the generation is leaving state behind at this moment."""
+        if self._folder is None:
+            return False
+        return any(
+            _UNFINISHED.match(each.name)
+            for found, path in _generations(self._folder / run_id)
+            if found == generation
+            for each in path.iterdir()
+        )
+
+
+def size_bytes(folder: Path) -> int:
+    """What the files below a folder hold."""
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size if path.is_file() else 0
+        except OSError:
+            continue  # gone in the meantime
+    return total
+
+
+def _generations(folder: Path) -> Iterator[tuple[int, Path]]:
+    for path in list(folder.rglob("g*")):
+        if (found := _GENERATION.fullmatch(path.name)) and path.is_dir():
+            yield int(found[1]), path

@@ -1,0 +1,67 @@
+"""What is kept of the state that ranks leave in memory, and for how long."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from services.worker.memory import Memory
+
+
+def leave(folder: Path, generation: int, step: int, size_bytes: int = 10, name: str = "step_{}") -> Path:
+    state = folder / f"g{generation}" / name.format(f"{step:08}-rank_0")
+    state.mkdir(parents=True)
+    (state / "model-0.safetensors").write_bytes(bytes(size_bytes))
+    return state
+
+
+def test_state_stays_until_the_next_generation_has_its_own_in_the_store(tmp_path: Path) -> None:
+    memory = Memory(tmp_path / "memory", 1000)
+    folder = memory.for_run("r", 1)
+    assert folder is not None
+    first = leave(folder, 1, 7)
+    assert memory.for_run("r", 2) == folder
+    assert first.exists()  # the second generation begins with it
+    second = leave(folder, 2, 9)
+    memory.committed("r", 2)
+    assert not first.exists()
+    assert second.exists()
+    assert memory.for_run("r", 4) == folder  # the third had no part here
+    assert not second.exists()
+    memory.forget("r")
+    assert not folder.exists()
+
+
+def test_what_no_known_run_owns_goes_at_the_start_and_the_oldest_makes_room(tmp_path: Path) -> None:
+    memory = Memory(tmp_path / "memory", 100)
+    states = {}
+    for age, run in enumerate(("new", "old", "stray")):
+        folder = memory.for_run(run, 1)
+        assert folder is not None
+        states[run] = leave(folder, 1, 1, size_bytes=60)
+        os.utime(folder, (1e9 - age, 1e9 - age))
+    memory.keep_only({"new", "old"})
+    assert not states["stray"].exists()
+    assert memory.for_run("newest", 1) is not None
+    assert not states["old"].exists()
+    assert states["new"].exists()
+
+
+def test_a_state_is_being_written_while_its_name_is_hidden(tmp_path: Path) -> None:
+    memory = Memory(tmp_path, 1000)
+    folder = memory.for_run("r", 1)
+    assert folder is not None
+    assert not memory.being_written("r", 1)
+    state = leave(folder, 1, 3, name=".step_{}.17.tmp")
+    assert memory.being_written("r", 1)
+    state.rename(state.with_name("step_00000003-rank_0"))
+    assert not memory.being_written("r", 1)
+
+
+def test_without_a_folder_nothing_is_kept() -> None:
+    memory = Memory(None, 0)
+    assert memory.for_run("r", 1) is None
+    memory.committed("r", 1)
+    memory.forget("r")
+    memory.keep_only(set())
+    assert not memory.being_written("r", 1)

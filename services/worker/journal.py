@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import structlog
 from pydantic import BaseModel, ConfigDict, Field
 
 from contracts.base import Fact
 from contracts.events.run import RunLog, RunStarted
-from contracts.ranks import JournalLine
+from contracts.ranks import JournalLine, StartedLine
 from services.kit.bus import Transient
 from services.worker import metrics
 from services.worker.core import journal as core
@@ -222,6 +223,7 @@ class Follower:
                 node_id=self._placed.node_id,
                 step=said.step if said else 0,
                 samples_consumed=said.samples_consumed if said else 0,
+                **_circumstances(said),
             )
         )
         self._started_published = True
@@ -245,3 +247,10 @@ class Follower:
                 return bool(await work())
             except Transient as error:
                 log.warning("the bus does not take what ranks report", error=str(error))
+
+
+def _circumstances(said: StartedLine | None) -> dict[str, Any]:
+    """Where the state came from and what decides the last bits, as the ranks said."""
+    if said is None:
+        return {}
+    return said.model_dump(include={"resumed_from", "environment", "environment_digest", "exactness"})

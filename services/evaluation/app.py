@@ -24,7 +24,7 @@ from contracts.events.run import (
     RunPromoted,
 )
 from contracts.events.train import PromoteRequested, RollbackRequested, TrainRequested
-from services.evaluation import metrics, plot
+from services.evaluation import lock, metrics, plot
 from services.evaluation.core import report as reporting
 from services.evaluation.core.decide import (
     Conclude,
@@ -132,6 +132,10 @@ class Evaluator:
             case Report():
                 await self._report(step, candidate)
             case Conclude(fact, sequence):
+                if isinstance(fact, ModelPromoted) and (
+                    words := await lock.problem(self._bus, self._objects, fact.run_id, fact.checkpoint_uri)
+                ):
+                    fact = RunNotPromoted(run_id=fact.run_id, model=fact.model, reason=words)
                 expect = None if sequence is None else Expect(sequence, step.fence)
                 ack = await self._bus.publish(fact, candidate.completed, expect=expect)
                 # A rival's promotion to the same version has the same id as ours: then ours is not stored, and
@@ -288,7 +292,7 @@ class Evaluator:
         if completed is None or completed.event.checkpoint is None:
             state = "has not completed" if completed is None else "has no committed checkpoint"
             raise Poison(f"run {run_id} {state}: only a completed run with a checkpoint can be promoted")
-        await self._must_exist(completed.event.checkpoint.uri, run_id)
+        await self._must_be_whole(completed.event.checkpoint.uri, run_id)
         evaluated = await self._bus.last(subjects.fact("run", run_id, RunEvaluated.fact))
         prepared = await self._bus.last(subjects.fact("run", run_id, RunPrepared.fact))
         return ModelPromoted(
@@ -308,7 +312,7 @@ class Evaluator:
         if champion is None or before is None:
             has = "has no champion" if champion is None else "has no champion before the present one"
             raise Poison(f"model {request.model!r} {has}, so there is nothing to roll back to")
-        await self._must_exist(before.fact.checkpoint_uri, before.fact.run_id)
+        await self._must_be_whole(before.fact.checkpoint_uri, before.fact.run_id)
         return before.fact.model_copy(
             update={
                 "version": next_version(champion),
@@ -318,9 +322,9 @@ class Evaluator:
             }
         )
 
-    async def _must_exist(self, uri: str, run_id: str) -> None:
-        if not await self._objects.exists(uri):
-            raise Poison(f"the checkpoint of run {run_id} is no longer in the store ({uri}): promote another run")
+    async def _must_be_whole(self, uri: str, run_id: str) -> None:
+        if words := await lock.problem(self._bus, self._objects, run_id, uri):
+            raise Poison(words)
 
 
 def build(settings: Settings) -> Service:

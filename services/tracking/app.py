@@ -352,6 +352,10 @@ class Projector:
             "trainbus.dataset_id": event.dataset_id or "",
             "trainbus.reason": describe.clean_value(event.reason, describe.MAX_TAG_CHARS),
         }
+        # The second lock: whoever serves this version can see whether the checkpoint is the one that was promoted.
+        for name, hashes in (("manifest_sha256", known.run.manifests), ("state_digest", known.run.digests)):
+            if sha256 := hashes.get(event.checkpoint_uri):
+                tags[f"trainbus.{name}"] = sha256
         mlflow_run_id = page.mlflow_run_id if page and not page.deleted else None
         promotion = Promotion(
             event.model,

@@ -15,10 +15,12 @@ from contracts.events.checkpoint import CheckpointDeleted, CheckpointPinned, Che
 from contracts.events.model import ModelPromoted
 from contracts.events.run import CheckpointRef, RunAccepted, RunCompleted
 from contracts.events.train import EvaluateTarget, Retention, TrainRequested
+from services.checkpoint.core import commit
 from services.checkpoint.core.commit import Assembled, Refusal, Sealed, Waiting, assemble, seal
 from services.checkpoint.core.digests import differences, state_digest
 from services.checkpoint.core.garbage import Ledger, Stored, blobs_of, garbage, orphan_manifests
 from services.checkpoint.core.retention import Holds, pinned, plan
+from services.kit import chunks
 from tests.checkpoint.facts import RUN, blob_uri, committed, file, placed, sha, staged
 
 B = "models"
@@ -93,8 +95,8 @@ def chain(depth: int, **fields: Any) -> Chunk:
 
 CHAINS: dict[str, tuple[Chunk, str]] = {
     "one": (chain(1), ""),
-    "as long as may be": (chain(8), ""),
-    "too long": (chain(9), "more than 8 others"),
+    "as long as may be": (chain(4), ""),
+    "too long": (chain(5), "more than 4 others"),
     "to nothing": (chain(2, base=None), "to what"),
     "of no size": (chain(1, stored_bytes=None), "of which size"),
     "elsewhere": (chain(1, uri="s3://models/elsewhere"), "as blobs by their hash"),
@@ -307,3 +309,7 @@ def test_orphan_manifests_are_the_deleted_and_the_superseded_only() -> None:
 def test_what_is_no_manifest_stops_the_collection(body: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011
         blobs_of(body)
+
+
+def test_what_is_committed_is_never_too_long_a_chain_to_be_restored() -> None:
+    assert commit.MAX_CHAIN == chunks.MAX_CHAIN

@@ -13,6 +13,7 @@ import pytest_asyncio
 
 from contracts.base import Fact, Request, run_id_for
 from contracts.envelope import Envelope
+from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.model import ModelPromoted
 from contracts.events.run import (
     Artifact,
@@ -316,6 +317,26 @@ async def test_an_operator_promotes_and_rolls_back_once_for_each_request(rig: Ri
     # Who comes next is compared with the one that was brought back.
     await rig.through("rc", 0.85)
     assert (await rig.champions())[-1] == (3, "ra")
+
+
+async def test_a_manifest_that_is_not_the_committed_one_is_never_promoted(rig: Rig) -> None:
+    for run_id in ("rwhole", "rbent"):
+        checkpoint = rig.checkpoint(run_id)
+        sha256 = hashlib.sha256(b"{}").hexdigest()
+        await rig.publish(
+            CheckpointCommitted(
+                run_id=run_id, generation=1, checkpoint=checkpoint, size_bytes=2, manifest_sha256=sha256
+            )
+        )
+    await rig.through("rwhole", 0.8)
+    await rig.evaluator.on_run_ended(await rig.trained("rbent"))
+    await rig.objects.put(rig.checkpoint("rbent").uri, b'{"files": []}')
+    await rig.evaluator.on_run_ended(await rig.measured(evaluation_id("rbent"), 0.99))
+    assert await rig.champions() == [(1, "rwhole")]
+    [refused] = await rig.facts("run.rbent.not_promoted")
+    assert "is not the one that was committed" in refused.reason
+    with pytest.raises(Poison, match="is not the one that was committed"):
+        await rig.evaluator.on_promote_requested(rig.ask(PromoteRequested(model="m", run_id="rbent"), "p"))
 
 
 BAD_REQUESTS: dict[str, tuple[Request, str]] = {

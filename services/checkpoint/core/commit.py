@@ -27,8 +27,8 @@ from services.checkpoint.core.digests import DIGESTS, MAX_DIGESTS_BYTES, state_d
 
 BLOBS = "blobs/sha256/"
 BLOB_NAME = re.compile(r"([0-9a-f]{2})/(\1[0-9a-f]{62})")
-#: Differences on differences, at most: each must be fetched and undone before the next.
-MAX_CHAIN = 8
+#: Differences on differences, at most: as many as ``kit/chunks.py``, which restores them, undoes.
+MAX_CHAIN = 4
 _FILES = TypeAdapter(tuple[CheckpointFile, ...])
 
 

@@ -113,6 +113,7 @@ def tags(run: Run, attempt: int, generation: int) -> dict[str, str]:
         found["trainbus.checkpoint.step"] = checkpoint.step
         found["trainbus.checkpoint.epoch"] = checkpoint.epoch
         found["trainbus.state_digest"] = run.digests.get(checkpoint.uri)
+        found["trainbus.manifest_sha256"] = run.manifests.get(checkpoint.uri)
     if spec.training is not None:
         found["trainbus.logical_ranks"] = spec.training.logical_ranks
     if (reading := run.exactness) is not None:

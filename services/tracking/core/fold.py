@@ -64,6 +64,8 @@ class Run:
     #: The furthest committed checkpoint of each generation, and of each checkpoint its state's digest.
     committed: dict[int, CheckpointRef] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
+    #: Manifest -> the hash of its bytes: with it whoever reads MLflow can tell the checkpoint from any other.
+    manifests: dict[str, str] = field(default_factory=dict)
     ended: Ended | None = None
     evaluated: RunEvaluated | None = None
     evaluated_at: datetime | None = None
@@ -127,6 +129,8 @@ def fold(run: Run, event: Event, at: datetime, sequence: int) -> None:
         case CheckpointCommitted():
             if event.state_digest is not None:
                 run.digests[event.checkpoint.uri] = event.state_digest
+            if event.manifest_sha256 is not None:
+                run.manifests[event.checkpoint.uri] = event.manifest_sha256
             known = run.committed.get(event.generation)
             if known is None or event.checkpoint.step > known.step:
                 run.committed[event.generation] = event.checkpoint

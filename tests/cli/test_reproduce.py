@@ -1,0 +1,259 @@
+"""What can be reproduced and what cannot; and the comparison itself over a real bus and a real store."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from contracts.base import Fact, run_id_for
+from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted
+from contracts.events.run import (
+    CheckpointRef,
+    Member,
+    RunAccepted,
+    RunCancelled,
+    RunCompleted,
+    RunFailed,
+    RunPlaced,
+    RunPrepared,
+    RunStarted,
+)
+from contracts.events.train import TrainRequested
+from services.checkpoint.core.digests import state_digest
+from services.kit.bus import Bus
+from services.kit.objects import Objects
+from services.kit.settings import Settings
+from trainbus.cli.address import Address
+from trainbus.cli.certificate import CannotReproduce, Recorded, first_differing, plan
+from trainbus.cli.errors import CliError
+from trainbus.cli.reproduce import reproduce
+
+SHA = "ab" * 32
+SOURCE = {"source": "s3://lake/digits", "format": "images"}
+BODY: dict[str, Any] = {
+    "name": "digits",
+    "task": "m:T",
+    "code": {"uri": "s3://code/c.tar.gz", "sha256": SHA},
+    "slots": {"min": 1, "max": 4},
+    "data": SOURCE,
+    "training": {"epochs": 2, "logical_ranks": 4, "seed": 7},
+    "model": "digits",
+    "evaluation": {"metric": "accuracy", "mode": "max"},
+}
+
+
+def reference(run_id: str, step: int, generation: int = 1) -> CheckpointRef:
+    uri = f"s3://models/e/{run_id}/checkpoints/epoch_1/step_{step:08d}.g{generation}.json"
+    return CheckpointRef(uri=uri, step=step, epoch=1, samples_consumed=step * 8)
+
+
+def committed(run_id: str, step: int, digest: str | None, exact: bool = True, generation: int = 1) -> Fact:
+    return CheckpointCommitted(
+        run_id=run_id,
+        generation=generation,
+        checkpoint=reference(run_id, step, generation),
+        size_bytes=1,
+        exactness="exact" if exact else "samples-exact",
+        state_digest=digest,
+    )
+
+
+def started(run_id: str, generation: int = 1, exact: bool = True, cpu: str = "AVX512") -> Fact:
+    return RunStarted(
+        run_id=run_id,
+        generation=generation,
+        node_id="n1",
+        exactness="exact" if exact else "samples-exact",
+        environment={"cpu": cpu},
+        environment_digest=hashlib.sha256(cpu.encode()).hexdigest(),
+    )
+
+
+def accepted(run_id: str, body: dict[str, Any]) -> Fact:
+    spec = TrainRequested.model_validate(body)
+    return RunAccepted(run_id=run_id, spec=spec, request_id="q", request_source="test")
+
+
+def prepared(run_id: str) -> Fact:
+    return RunPrepared(run_id=run_id, dataset_id=SHA, manifest_uri="s3://datasets/m.json", train_samples=80)
+
+
+def recorded(*facts: Fact, **changes: Any) -> Recorded:
+    found = Recorded("r1")
+    for fact in (accepted("r1", {**BODY, **changes}), prepared("r1"), *facts):
+        found.apply(fact)
+    return found
+
+
+COMMITS = [committed("r1", step, f"{step:064x}") for step in (5, 10, 20)]
+END = RunCompleted(run_id="r1", generation=1, checkpoint=reference("r1", 20))
+GONE = CheckpointDeleted(run_id="r1", uri=reference("r1", 5).uri, step=5, reason="old")
+
+
+def test_the_request_is_the_recorded_one_and_competes_for_nothing() -> None:
+    planned = plan(recorded(started("r1"), *COMMITS, GONE, END), None, None)
+    request = planned.request
+    assert (request.name, request.model, request.evaluation) == ("reproduce digits", None, None)
+    assert request.data is not None
+    assert request.data.model_dump()["dataset_id"] == SHA  # not ingested anew: the source may have changed
+    assert request.training is not None
+    assert (request.training.seed, request.training.checkpoint_at_steps) == (7, (5, 10, 20))
+    assert (request.resume_from, request.slots.max, planned.to_the_end) == (None, 4, True)
+    assert request.tags == {"reproduces": "r1"}
+    later = plan(recorded(started("r1"), *COMMITS, GONE), 10, 2)
+    assert later.request.resume_from == reference("r1", 10).uri
+    assert (later.request.slots.min, later.request.slots.max, list(later.wanted)) == (2, 2, [20])
+    assert later.to_the_end is False
+
+
+@pytest.mark.parametrize(
+    ("found", "options", "words"),
+    [
+        (recorded(*COMMITS, training={"epochs": 1}), (None, None), "fast mode"),
+        (recorded(*COMMITS, task=None, training=None, command=["true"]), (None, None), "no training of a Task"),
+        (recorded(started("r1"), committed("r1", 5, None)), (None, None), "has a state digest"),
+        (recorded(started("r1")), (None, None), "committed no checkpoint yet"),
+        (
+            recorded(started("r1", exact=False), committed("r1", 5, "a" * 64, exact=False)),
+            (None, None),
+            "is not exact, since generation 1",
+        ),
+        (recorded(started("r1"), *COMMITS, GONE), (5, None), "step 5 of run r1 is deleted; it can start from steps 10"),
+        (recorded(started("r1"), *COMMITS), (7, None), "is not there, or not exact"),
+        (recorded(started("r1"), *COMMITS), (20, None), "nothing beyond step 20"),
+        (recorded(started("r1"), *COMMITS), (None, 5), "give 1 to 4"),
+        (Recorded("r1"), (None, None), "never accepted"),
+    ],
+)
+def test_what_cannot_be_reproduced_is_said(found: Recorded, options: tuple[Any, Any], words: str) -> None:
+    with pytest.raises(CannotReproduce, match=words):
+        plan(found, *options)
+
+
+def test_a_run_that_stopped_being_exact_is_compared_as_far_as_it_was() -> None:
+    lost = [started("r1", 2, exact=False, cpu="AVX2"), committed("r1", 30, "c" * 64, exact=False, generation=2)]
+    planned = plan(recorded(started("r1"), *COMMITS, *lost), None, None)
+    assert list(planned.wanted) == [5, 10, 20]
+    assert "up to step 20" in planned.note
+    assert "AVX2 instead of AVX512" in planned.note
+
+
+def test_the_tensor_to_look_at_first() -> None:
+    assert first_differing(["state", "optimizer/a/exp_avg", "model/z", "ema/a", "model/b"]) == "model/b"
+    assert first_differing([]) is None
+
+
+@dataclass
+class Platform:
+    """Plays the platform: answers the request of a reproduction with the facts of a training."""
+
+    bus: Bus
+    objects: Objects
+    #: Step -> what the second training has there, by tensor.
+    states: dict[int, dict[str, str]]
+    end: Any = None
+    requests: list[TrainRequested] = field(default_factory=list)
+
+    async def commit(self, run_id: str, step: int, tensors: dict[str, str], parts: int) -> Fact:
+        """Store the lists of hashes as ``parts`` ranks would, and a manifest; the fact that says so."""
+        files = []
+        for part in range(parts):
+            mine = {name: digest for number, (name, digest) in enumerate(tensors.items()) if number % parts == part}
+            content = json.dumps(mine).encode()
+            sha256 = hashlib.sha256(content).hexdigest()
+            uri = f"s3://models/blobs/sha256/{sha256[:2]}/{sha256}"
+            await self.objects.put(uri, content)
+            piece = {"sha256": sha256, "size_bytes": len(content), "uri": uri}
+            files.append({**piece, "path": f"digests-{part}.json", "chunks": [piece]})
+        await self.objects.put(reference(run_id, step).uri, json.dumps({"files": files}).encode())
+        return committed(run_id, step, state_digest(tensors))
+
+    async def train(self) -> None:
+        async for batch in self.bus.follow("REQUESTS", ("train.requested",)):
+            for received in batch:
+                self.requests.append(received.event)
+                run_id = run_id_for(received.envelope.source, received.envelope.id)
+                await self._life(run_id, received.event)
+                return
+
+    async def _life(self, run_id: str, spec: TrainRequested) -> None:
+        member = Member(node_id="n1", slots=(0,), ranks=(0,))
+        now = self.bus.clock.now()
+        facts: list[Fact] = [
+            RunAccepted(run_id=run_id, spec=spec, request_id="q", request_source="cli"),
+            RunPlaced(
+                run_id=run_id, generation=1, members=(member,), world_size=1, spec=spec, decided_at_sequence=0,
+                decided_at=now,
+            ),
+            started(run_id, cpu="AVX2"),
+        ]  # fmt: skip
+        facts += [await self.commit(run_id, step, tensors, 2) for step, tensors in self.states.items()]
+        for fact in facts:
+            await self.bus.publish(fact)
+        if self.end is not None:
+            await self.bus.publish(self.end(run_id))
+
+
+def tensors(step: int, **changes: str) -> dict[str, str]:
+    names = ("model/w", "model/b", "optimizer/w/exp_avg", "state")
+    return {name: hashlib.sha256(f"{step} {name} {changes.get(name, '')}".encode()).hexdigest() for name in names}
+
+
+@pytest.mark.parametrize("case", ["same", "differs", "fails"])
+async def test_the_states_of_two_trainings_are_compared(
+    bus: Bus, objects: Objects, s3_settings: Settings, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    await objects.ensure_bucket("models")
+    ours = {5: tensors(5), 10: tensors(10), 20: tensors(20)}
+    platform = Platform(bus, objects, dict(ours))
+    for fact in (accepted("r1", BODY), prepared("r1"), started("r1")):
+        await bus.publish(fact)
+    for step, state in ours.items():
+        await bus.publish(await platform.commit("r1", step, state, 3))
+    await bus.publish(END)
+    if case == "differs":
+        platform.states[10] = tensors(10, **{"model/b": "!", "optimizer/w/exp_avg": "!"})
+    if case == "fails":
+        platform.states = {5: tensors(5)}
+        platform.end = lambda run_id: RunFailed(run_id=run_id, reason="the code is gone")
+    address = Address(
+        nats_url=s3_settings.nats_url,
+        s3_endpoint=s3_settings.s3_endpoint,
+        s3_access_key=s3_settings.s3_access_key,
+        s3_secret_key=s3_settings.s3_secret_key.get_secret_value() if s3_settings.s3_secret_key else None,
+        data_dir=s3_settings.data_dir,
+    )
+    training = asyncio.create_task(platform.train())
+    try:
+        async with asyncio.timeout(60):
+            if case == "fails":
+                with pytest.raises(CliError, match=r"the code is gone.*1 of 3 states were compared") as failed:
+                    await reproduce(address, "r1", start_step=None, slots=None, as_json=False)
+                assert failed.value.code == 2
+                return
+            code = await reproduce(address, "r1", start_step=None, slots=2, as_json=case == "differs")
+    finally:
+        training.cancel()
+    text = capsys.readouterr().out
+    cancels = [received.event for received in await bus.history(stream="REQUESTS") if received.event.verb == "cancel"]
+    if case == "same":
+        assert code == 0
+        assert f"identical at 3 checkpoints, final digest {state_digest(ours[20])} at step 20" in text
+        assert cancels == []  # it ends by itself
+        return
+    said = json.loads(text)
+    assert (code, said["same"], said["step"], said["same_up_to"]) == (1, False, 10, 5)
+    assert (said["tensor"], said["differing"]) == ("model/b", ["model/b", "optimizer/w/exp_avg"])
+    assert said["environment"] == ["cpu: AVX2 instead of AVX512"]
+    assert [cancel.run_id for cancel in cancels] == [said["reproduction"]]
+
+
+def test_cancelled_is_no_end_to_build_on() -> None:
+    """Of a run that was cancelled all its exact states are compared; the reproduction is then cancelled, too."""
+    planned = plan(recorded(started("r1"), *COMMITS, RunCancelled(run_id="r1", reason="x")), None, None)
+    assert (list(planned.wanted), planned.to_the_end) == ([5, 10, 20], False)

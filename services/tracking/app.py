@@ -259,6 +259,7 @@ class Projector:
 
     async def _flush(self, run: Run, attempt: Attempt, generation: int) -> None:
         """Log every point that nothing can take back any more, then the cursor."""
+        generation = run.begun(generation)
         horizon = points.horizon(run, generation)
         final = horizon == points.NO_CEILING
         if not final and (generation, horizon) == (attempt.cursor.generation, attempt.cursor.step):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from contracts.base import run_id_for
-from contracts.events.run import RunFact, RunPlaced
+from contracts.events.run import RunFact, RunPlaced, RunStarted
 from services.kit.bus import Bus, Received
 from services.kit.objects import Objects
 from trainbus.cli.address import find
@@ -250,6 +250,8 @@ class Stack:
         """How often each sample was trained in the history that led to the result."""
         trained: Counter[str] = Counter()
         starts = {p.generation: (p.resume.step if p.resume else 0) for p in placed}
+        # Ranks that took up state from memory began beyond the checkpoint that they were given.
+        starts |= {r.event.generation: r.event.step for r in facts if isinstance(r.event, RunStarted) and r.event.step}
         for generation, start in starts.items():
             later = [starts[other] for other in starts if other > generation]
             end = min(later) if later else None

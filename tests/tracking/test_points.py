@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -142,13 +143,26 @@ class Life:
         self.step = self.committed or 0
         self.trained = {step: generation for step, generation in self.trained.items() if step <= self.step}
         fold(self.run, placed(self.generation, self.committed), AT, 2)
+        self.begin("checkpoint")
+
+    def outlive(self) -> None:
+        """Go on from where the last generation was, as its state was still in memory."""
+        self.generation += 1
+        fold(self.run, placed(self.generation, self.committed), AT, 2)
+        self.flush(crash=False)  # it is placed, and nobody knows yet where it begins
+        self.begin("memory")
+
+    def begin(self, source: Literal["checkpoint", "memory"]) -> None:
+        start = RunStarted(run_id="r1", node_id="n", generation=self.generation, step=self.step, resumed_from=source)
+        fold(self.run, start, AT, 2)
 
     def flush(self, *, crash: bool) -> None:
         """What the service does; a crash loses the cursor, not the rows."""
         heads: dict[str, int] = {}
         for row in self.rows:
             heads[row.key] = max(heads.get(row.key, -1), row.step)
-        selector = Selector(self.run, self.run.generation, self.stored, heads)
+        generation = self.run.begun(self.run.generation)
+        selector = Selector(self.run, generation, self.stored, heads)
         reading = [item for item in self.stream if item[0] >= self.stored.start]
         for first in range(0, len(reading), 2):
             self.rows.update(selector.select(reading[first : first + 2]))
@@ -162,7 +176,7 @@ class Life:
 
 STEP = st.one_of(
     st.integers(1, 6).map(lambda steps: ("train", steps)),
-    st.sampled_from([("commit", 0), ("kill", 0), ("flush", 0), ("crash", 0)]),
+    st.sampled_from([("commit", 0), ("kill", 0), ("flush", 0), ("crash", 0), ("outlive", 0)]),
 )
 
 
@@ -178,6 +192,8 @@ def test_whatever_happens_mlflow_holds_exactly_what_survives(actions: list[tuple
                 life.commit()
             case "kill":
                 life.kill()
+            case "outlive":
+                life.outlive()
             case _:
                 life.flush(crash=action == "crash")
                 life.check(upto=life.committed or 0)

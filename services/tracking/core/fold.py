@@ -81,6 +81,24 @@ class Run:
         """The newest placement, 0 before the first."""
         return max(self.placements, default=0)
 
+    def begun(self, generation: int) -> int:
+        """The newest generation up to ``generation`` of which it is known where it began; the first one otherwise.
+
+        Only its ranks know: they may have taken up state from memory that is newer than any checkpoint.
+        """
+        if self.live or self.ended is not None:
+            return generation
+        known = {number for number, _ in self.starts} | set(self.committed)
+        return max((number for number in known if number <= generation), default=min(self.placements, default=0))
+
+    def resume_step(self, generation: int) -> int | None:
+        """The step after which a generation trained, None: from scratch."""
+        for (number, _), start in self.starts.items():
+            if number == generation and start.resumed_from == "memory":
+                return start.step
+        placement = self.placements.get(generation)
+        return placement.resume_step if placement else None
+
     @property
     def last_checkpoint(self) -> CheckpointRef | None:
         return max(self.committed.values(), key=lambda ref: ref.step, default=None)

@@ -1,6 +1,7 @@
 """Which metric points go to MLflow: those that no later generation can take back.
 
-A generation that resumes at step 30 takes back what earlier ones reported beyond 30. So a point may be logged
+A generation that resumes at step 30 takes back what earlier ones reported beyond 30; where it resumed, its ranks say
+when they have started, since state in memory may be newer than the checkpoint they were given. So a point may be logged
 once a checkpoint at or beyond its step is committed, or once the run has ended. The cursor says what was
 logged; it is stored after the points, so after a crash some are logged again, which MLflow does not mind
 (identical points are one row).
@@ -63,7 +64,7 @@ class Cursor:
 
 def horizon(run: Run, generation: int) -> int:
     """The step up to which the points of ``generation`` are final, were it the last one."""
-    if run.live or run.ended is not None or generation < run.generation:
+    if run.live or run.ended is not None or generation < run.begun(run.generation):
         return NO_CEILING
     committed = run.committed.get(generation)
     return committed.step if committed else NOTHING
@@ -71,11 +72,16 @@ def horizon(run: Run, generation: int) -> int:
 
 def ceilings(run: Run, generation: int, step: int) -> dict[int, int]:
     """The highest surviving step of each generation, given that ``generation`` is final up to ``step``."""
+    durable = step
+    if step == NOTHING:
+        # What it took up from memory can still be lost; the checkpoint that it was given cannot.
+        placement = run.placements.get(generation)
+        durable = NOTHING if placement is None or placement.resume_step is None else placement.resume_step
     found: dict[int, int] = {}
     bound = NO_CEILING
     for number in sorted((n for n in run.placements if n <= generation), reverse=True):
-        found[number] = step if number == generation else bound
-        resume = run.placements[number].resume_step
+        found[number] = step if number == generation else min(bound, durable)
+        resume = run.resume_step(number)
         bound = min(bound, NOTHING if resume is None else resume)
     return found
 
@@ -97,6 +103,7 @@ class Selector:
         """The points of ``batches`` (sequence, batch) to log now."""
         final = ceilings(self.run, self.generation, horizon(self.run, self.generation))
         logged = ceilings(self.run, self.cursor.generation, self.cursor.step)
+        some_day = ceilings(self.run, self.generation, NO_CEILING)
         chosen: dict[Point, None] = {}
         for sequence, batch in batches:
             self.read = max(self.read, sequence)
@@ -107,7 +114,8 @@ class Selector:
                 continue
             ceiling = final.get(batch.generation, NOTHING)
             floor = logged.get(batch.generation, NOTHING) if known else NOTHING
-            if batch.generation == self.generation and any(point.step > ceiling for point in batch.points):
+            highest = NO_CEILING if batch.generation > self.generation else some_day.get(batch.generation, NOTHING)
+            if any(ceiling < point.step <= highest for point in batch.points):
                 self.held = sequence if self.held is None else min(self.held, sequence)
             for point in self._training(batch, floor, ceiling):
                 chosen[point] = None
@@ -120,8 +128,7 @@ class Selector:
         return Cursor(self.generation, step, read, read + 1 if self.held is None else self.held)
 
     def _training(self, batch: RunProgress, floor: int, ceiling: int) -> Iterable[Point]:
-        placement = self.run.placements.get(batch.generation)
-        resume = placement.resume_step if placement else None
+        resume = self.run.resume_step(batch.generation)
         for point in batch.points:
             if not floor < point.step <= ceiling:
                 continue

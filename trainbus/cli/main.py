@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from trainbus.cli import checkpoints
 from trainbus.cli.errors import FAILED, USAGE, CliError
 
 app = typer.Typer(
@@ -19,8 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-checkpoints_app = typer.Typer(no_args_is_help=True, help="A run's checkpoints: list them, start a new run from one.")
-app.add_typer(checkpoints_app, name="checkpoints")
+app.add_typer(checkpoints.app, name="checkpoints")
 
 DataDir = Annotated[
     Path | None,
@@ -293,27 +293,6 @@ def reproduce(
     from trainbus.cli.reproduce import reproduce
 
     raise typer.Exit(asyncio.run(reproduce(_address(data_dir), name, start_step=start, slots=slots, as_json=as_json)))
-
-
-@checkpoints_app.command("ls")
-def checkpoints_ls(name: Run, data_dir: DataDir = None, as_json: Json = False) -> None:
-    """List a run's committed checkpoints."""
-    from trainbus.cli import reading
-
-    _run(reading.checkpoints(_address(data_dir), name, as_json=as_json))
-
-
-@checkpoints_app.command("restore")
-def checkpoints_restore(
-    name: Run,
-    step: Annotated[int | None, typer.Option(min=0)] = None,
-    epoch: Annotated[int | None, typer.Option(min=0, help="The last checkpoint of this epoch.")] = None,
-    data_dir: DataDir = None,
-) -> None:
-    """Start a new run from a checkpoint of another."""
-    from trainbus.cli import acting
-
-    _run(acting.restore(_address(data_dir), name, step, epoch))
 
 
 # -- everything else --------------------------------------------------------------

@@ -222,19 +222,6 @@ def cloud_event(stored: Stored) -> dict[str, Any]:
     }
 
 
-async def checkpoints(address: Address, name: str, *, as_json: bool) -> None:
-    """Print a run's checkpoints that can be restored."""
-    async with connect(address) as link:
-        run_id = await resolve(link, name)
-        view = board_of(await link.read(subjects.run(run_id))).runs[run_id]
-    found = sorted(view.checkpoints.values(), key=lambda each: each.step)
-    if as_json:
-        print(render.as_json(found))
-        return
-    console = render.console()
-    console.print(render.checkpoints(found) if found else f"run {run_id} has no committed checkpoint", soft_wrap=True)
-
-
 async def nodes(address: Address, *, as_json: bool) -> None:
     """Print the nodes and what runs on them."""
     async with connect(address) as link:

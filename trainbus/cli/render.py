@@ -15,7 +15,6 @@ from rich.console import Console, Group
 from rich.markup import escape as escape
 from rich.table import Table
 
-from contracts.events.run import CheckpointRef
 from trainbus.cli.board import Board, DatasetView, ModelView, Moment, NodeView, RunView
 
 STATE_STYLE = {
@@ -269,14 +268,6 @@ def nodes(views: Iterable[NodeView], board: Board, now: datetime) -> Group:
 
 def _awry(view: NodeView) -> bool:
     return view.state in ("draining", "notice", "unfit")
-
-
-def checkpoints(found: Iterable[CheckpointRef]) -> Table:
-    """One line a checkpoint. The manifest is never broken over lines, so that it can be copied."""
-    made = table("step", "epoch", "samples", "manifest", right=("step", "epoch", "samples"))
-    for each in found:
-        made.add_row(str(each.step), str(each.epoch), f"{each.samples_consumed:,}", each.uri)
-    return made
 
 
 def datasets(views: Iterable[DatasetView]) -> Table:

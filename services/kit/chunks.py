@@ -113,8 +113,8 @@ async def piece_of(objects: Objects, chunk: Chunk, local: Local | None = None) -
         Missing: a blob is not in the store.
         Damaged: a blob or what it decodes to has another hash.
     """
-    if local is not None and (found := local.find(chunk.sha256)) is not None:
-        content = await asyncio.to_thread(_read_verified, found, chunk.sha256)
+    if local is not None:
+        content = await asyncio.to_thread(read_verified, local.find(chunk.sha256), chunk.sha256)
         if content is not None:
             return content
     stored = await objects.get(chunk.uri)
@@ -232,7 +232,10 @@ def _copy_some(source: int, target: int, begin: int, offset: int, most: int) -> 
     return len(content)
 
 
-def _read_verified(found: Range, sha256: str) -> bytes | None:
+def read_verified(found: Range | None, sha256: str) -> bytes | None:
+    """A local piece's bytes; None if it is not there or no longer what it was."""
+    if found is None:
+        return None
     try:
         content = found.read()
     except OSError:

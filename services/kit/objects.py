@@ -203,18 +203,6 @@ class Objects:
         await self._try(lambda: self._client.put_object(Bucket=bucket, Key=key, Body=io.BytesIO(body), **extra), uri)
         metrics.OBJECT_BYTES.labels("up").inc(len(body))
 
-    async def put_blob(self, body: bytes, bucket: str, sha256: str) -> datetime | None:
-        """Store ``body`` under its hash unless it is there already and young; say since when it is there, None: now."""
-        uri = f"s3://{bucket}/{blob_key(sha256)}"
-        try:
-            there = await self.head(uri)
-            if there.size_bytes == len(body) and is_young(there.modified_at):
-                return there.modified_at
-        except Missing:
-            pass
-        await self.put(uri, body)
-        return None
-
     async def get(self, uri: str, *, if_match: str | None = None) -> bytes:
         """The whole object. For what is known to be small."""
         bucket, key = split_uri(uri)

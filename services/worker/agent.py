@@ -18,7 +18,7 @@ from nats.js.errors import APIError
 
 from contracts import subjects, topology
 from contracts.base import Event
-from contracts.events.checkpoint import CheckpointCommitted, CheckpointRefused
+from contracts.events.checkpoint import CheckpointCommitted, CheckpointRefused, CheckpointRotten
 from contracts.events.node import NodeDraining, NodeJoined, NodeLeft, NodeLost
 from contracts.events.run import RunCancelled, RunCompleted, RunFailed, RunPlaced, RunPreempting
 from services.kit.bus import Received, Transient
@@ -30,6 +30,7 @@ from services.worker.core import plan
 from services.worker.files import read_json, write_atomically
 from services.worker.orders import Record
 from services.worker.placement import Placement
+from services.worker.repair import Repairer
 
 log = structlog.get_logger(__name__)
 
@@ -38,6 +39,7 @@ FOLLOWED: tuple[type[Event], ...] = (
     RunPreempting,
     CheckpointCommitted,
     CheckpointRefused,
+    CheckpointRotten,
     RunCompleted,
     RunFailed,
     RunCancelled,
@@ -62,6 +64,7 @@ class Agent:
         self._state_file = self._folder / "agent" / "state.json"
         self._placements: dict[tuple[str, int], Placement] = {}
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._repairer = Repairer(context)
         self._state = plan.NodeState(self._settings.node_id)
         self._position: int | None = None
         self._previous_incarnation = ""
@@ -88,6 +91,7 @@ class Agent:
     async def shut_down(self) -> None:
         """Let every run go with its grace, say so, and leave."""
         self._leaving = True
+        await self._repairer.close()
         try:
             with nullcontext() if self._alone else self._only_one():
                 await self._let_go()
@@ -233,6 +237,7 @@ class Agent:
         """Act on the facts and remember the place; True when this life is over."""
         rejoin = False
         for received in batch:
+            self._repairer.notice(received.event)
             self._state, decisions = plan.decide(self._state, received.event, received.sequence)
             for decision in decisions:
                 rejoin |= self._carry_out(decision, received)

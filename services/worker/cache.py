@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -23,9 +24,10 @@ from contracts.events.checkpoint import CheckpointFile
 from contracts.events.dataset import ShardFile
 from contracts.events.run import CheckpointRef
 from contracts.events.train import Code
+from services.kit.chunks import Range, restore_file
 from services.kit.objects import Missing, Objects, hash_file
 from services.worker import metrics
-from services.worker.files import join, link_or_copy
+from services.worker.files import link_or_copy, write_atomically
 from services.worker.together import together
 
 log = structlog.get_logger(__name__)
@@ -54,6 +56,8 @@ class Cache:
         self._locks: dict[Path, asyncio.Lock] = {}
         self._held: Counter[Path] = Counter()
         self._downloads = asyncio.Semaphore(PARALLEL_DOWNLOADS)
+        self._pieces: dict[str, tuple[str, int, int]] | None = None
+        self._pieces_lock = threading.Lock()  # uploads look from threads
 
     def blob(self, sha256: str) -> Path:
         return self.folder / "blobs" / sha256[:2] / sha256
@@ -112,25 +116,108 @@ class Cache:
                 samples_consumed=manifest["samples_consumed"],
             )
             targets = [(folder / _relative(file.path), file) for file in files]
-            chunks = {chunk.sha256: chunk for file in files for chunk in file.chunks}
-            await self._ensure([_Wanted(each.uri, sha256, self.blob(sha256)) for sha256, each in chunks.items()], hold)
+            await self._restore({file.sha256: file for file in files}.values(), hold)
         except Missing as error:
             raise CacheError(f"checkpoint {uri} is not in the store, {error} is missing: choose another one") from error
         except (ValueError, KeyError, TypeError, ValidationError) as error:
             raise CacheError(f"checkpoint {uri} is damaged: {error}. Choose another one") from error
         for target, file in targets:
-            await asyncio.to_thread(join, [self.blob(chunk.sha256) for chunk in file.chunks], target)
+            await asyncio.to_thread(link_or_copy, self.blob(file.sha256), target)
         return ref
 
-    def add(self, path: Path, sha256: str) -> None:
-        """Keep a file of ours whose hash is known: a run resumed here need not fetch it again."""
-        link_or_copy(path, self.blob(sha256))
+    async def files_of(self, uri: str) -> tuple[CheckpointFile, ...]:
+        """What a manifest lists."""
+        try:
+            return _FILES.validate_python(json.loads(await self._objects.get(uri))["files"])
+        except (Missing, ValueError, KeyError, TypeError, ValidationError) as error:
+            raise CacheError(f"the manifest {uri} cannot be used: {error!r}") from error
 
-    async def _ensure(self, wanted: list[_Wanted], hold: Hold) -> None:
+    async def _restore(self, files: Iterable[CheckpointFile], hold: Hold) -> None:
+        """Have the files whole: kept ones as they are, others of the pieces that are here and those that are not."""
+        files = list(files)
+        self._hold([self.blob(file.sha256) for file in files], hold)
+        gate = asyncio.Semaphore(PARALLEL_DOWNLOADS)
+        restored = await together(*(self._restore_one(file, gate) for file in files))
+        if any(restored):
+            await asyncio.to_thread(self.evict)
+
+    async def _restore_one(self, file: CheckpointFile, gate: asyncio.Semaphore) -> bool:
+        path = self.blob(file.sha256)
+        async with self._locks.setdefault(path, asyncio.Lock()):
+            if path.exists():
+                os.utime(path)
+                metrics.CACHE_LOOKUPS.labels("hit").inc()
+                return False
+            metrics.CACHE_LOOKUPS.labels("miss").inc()
+            await restore_file(self._objects, file, path, local=self, gate=gate)
+            await asyncio.to_thread(self._remember, file)
+            return True
+
+    def keep(self, path: Path, file: CheckpointFile) -> None:
+        """Keep a file of ours that was hashed: whoever resumes here need not fetch it, nor what other files share."""
+        link_or_copy(path, self.blob(file.sha256))
+        self._remember(file)
+
+    # -- pieces -------------------------------------------------------------
+
+    def find(self, sha256: str) -> Range | None:
+        """Where on this node a piece is: a file of its own, or a part of a checkpoint's file."""
+        with self._pieces_lock:
+            found = self._index().get(sha256)
+        if found is None:
+            path = self.blob(sha256)
+            return Range(path, 0, path.stat().st_size) if path.exists() else None
+        file, offset, size_bytes = found
+        path = self.blob(file)
+        return Range(path, offset, size_bytes) if path.exists() else None
+
+    def _remember(self, file: CheckpointFile) -> None:
+        if len(file.chunks) == 1:
+            return
+        pieces = [(chunk.sha256, chunk.size_bytes) for chunk in file.chunks]
+        write_atomically(self._pieces_file(file.sha256), json.dumps(pieces))
+        with self._pieces_lock:
+            self._add_pieces(self._index(), file.sha256, pieces)
+
+    def _forget(self, sha256: str) -> None:
+        """A checkpoint's file is gone, and its pieces with it."""
+        pieces_file = self._pieces_file(sha256)
+        if pieces_file.exists():
+            pieces_file.unlink(missing_ok=True)
+            with self._pieces_lock:
+                # Read anew: of several files with a piece only the last one was known.
+                self._pieces = None
+
+    def _index(self) -> dict[str, tuple[str, int, int]]:
+        """Piece -> (file, offset, bytes); what an earlier life kept is read on first use."""
+        if self._pieces is None:
+            self._pieces = {}
+            for path in sorted((self.folder / "pieces").glob("*/*.json")):
+                try:
+                    self._add_pieces(self._pieces, path.stem, json.loads(path.read_bytes()))
+                except (ValueError, TypeError, OSError) as error:
+                    log.warning("what a kept file consists of cannot be read", path=str(path), error=str(error))
+        return self._pieces
+
+    @staticmethod
+    def _add_pieces(index: dict[str, tuple[str, int, int]], file: str, pieces: Iterable[tuple[str, int]]) -> None:
+        offset = 0
+        for sha256, size_bytes in pieces:
+            index[sha256] = (file, offset, size_bytes)
+            offset += size_bytes
+
+    def _pieces_file(self, sha256: str) -> Path:
+        return self.folder / "pieces" / sha256[:2] / f"{sha256}.json"
+
+    # -- files --------------------------------------------------------------
+
+    def _hold(self, paths: list[Path], hold: Hold) -> None:
         # Held before they are looked for: nothing is evicted between the look and the use.
-        paths = [each.path for each in wanted]
         hold.paths += paths
         self._held.update(paths)
+
+    async def _ensure(self, wanted: list[_Wanted], hold: Hold) -> None:
+        self._hold([each.path for each in wanted], hold)
         fetched = await together(*(self._ensure_one(each) for each in wanted))
         if any(fetched):
             await asyncio.to_thread(self.evict)
@@ -149,7 +236,12 @@ class Cache:
 
     def evict(self) -> int:
         """Delete what nobody holds, oldest use first, until the cache fits; return the bytes freed."""
-        files = [(path, path.stat()) for path in self.folder.rglob("*") if path.is_file() and path.name[0] != "."]
+        index = self.folder / "pieces"
+        files = [
+            (path, path.stat())
+            for path in self.folder.rglob("*")
+            if path.name[0] != "." and index not in path.parents and path.is_file()
+        ]
         size_bytes = sum(stat.st_size for _, stat in files)
         freed = 0
         for path, stat in sorted(files, key=lambda each: each[1].st_mtime):
@@ -157,6 +249,7 @@ class Cache:
                 break
             if not self._held.get(path):
                 path.unlink(missing_ok=True)
+                self._forget(path.name)
                 freed += stat.st_size
         metrics.CACHE_BYTES.set(size_bytes - freed)
         return freed
@@ -167,6 +260,7 @@ class Cache:
         for path in (self.folder / "blobs").glob("*/*"):
             if path.name[0] != "." and await asyncio.to_thread(hash_file, path) != path.name:
                 path.unlink(missing_ok=True)
+                self._forget(path.name)
                 wrong.append(path)
         return wrong
 

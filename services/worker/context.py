@@ -16,6 +16,7 @@ from services.kit.objects import Objects
 from services.worker.cache import Cache
 from services.worker.core.ranks import Place
 from services.worker.executor import Executor
+from services.worker.known import Known
 from services.worker.memory import Memory
 from services.worker.node import Inventory, interface_of
 from services.worker.settings import WorkerSettings
@@ -42,6 +43,7 @@ class Context:
     meter: Meter
     memory: Memory = field(default_factory=lambda: Memory(None, 0))
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    known: Known = field(default_factory=Known)
 
     def place(self, launch_path: Path, prepared: Meeting) -> Place:
         """Where the ranks of one placement run."""

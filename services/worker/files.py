@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +36,6 @@ def link_or_copy(source: Path, target: Path) -> None:
         partial = target.with_name(f".{target.name}.partial")
         shutil.copyfile(source, partial)
         partial.replace(target)
-
-
-def join(pieces: Sequence[Path], target: Path) -> None:
-    """Make ``target`` of the pieces' bytes, one after the other; of a single one without copying."""
-    if len(pieces) == 1:
-        link_or_copy(pieces[0], target)
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}.partial")
-    with partial.open("wb") as output:
-        for piece in pieces:
-            with piece.open("rb") as source:
-                shutil.copyfileobj(source, output, 2**20)
-    partial.replace(target)
 
 
 def inside(path: Path, folder: Path) -> bool:

@@ -24,6 +24,7 @@ UPLOAD_SECONDS = Histogram(
     buckets=(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300),
 )
 UPLOAD_BYTES = Counter("trainbus_worker_checkpoint_bytes_total", "Bytes of staged checkpoints, sent or already there.")
+SENT_BYTES = Counter("trainbus_worker_checkpoint_sent_bytes_total", "Bytes of checkpoints that the store did not have.")
 JOURNAL_LAG_BYTES = Gauge("trainbus_worker_journal_lag_bytes", "Journal bytes written by ranks and not yet published.")
 BAD_LINES = Counter("trainbus_worker_bad_journal_lines_total", "Journal lines that could not be read and were skipped.")
 CACHE_LOOKUPS = Counter("trainbus_worker_cache_lookups_total", "Files asked of the node's cache.", ["result"])

@@ -10,15 +10,19 @@ from pathlib import Path
 
 import structlog
 
-from contracts.events.checkpoint import CheckpointStaged
+from contracts import subjects
+from contracts.events.checkpoint import CheckpointCommitted, CheckpointStaged
 from contracts.events.run import Artifact, Member, RunPlaced
 from services.kit.bus import Transient
 from services.worker import metrics
+from services.worker.cache import CacheError
 from services.worker.context import Context
-from services.worker.core.stage import ready_steps
+from services.worker.core.delta import Bases
+from services.worker.core.stage import ready_steps, worst
+from services.worker.dvc import pointer_key, write_pointer
 from services.worker.files import inside
 from services.worker.journal import Follower, Publish
-from services.worker.upload import UploadError, upload_artifacts, upload_checkpoint
+from services.worker.upload import Uploader, UploadError, bases_of, collect, upload_artifacts
 
 log = structlog.get_logger(__name__)
 
@@ -74,11 +78,12 @@ class Stager:
         }
         started = time.monotonic()
         first = next(iter(lines.values()))
-        settings = self._context.settings
+        context = self._context
         try:
-            files = await upload_checkpoint(
-                list(lines.values()), self._folder, self._context.objects, settings.bucket_models, self._context.cache
-            )
+            named = await asyncio.to_thread(collect, list(lines.values()), self._folder)
+            bases = await self._bases() if self._placed.spec.checkpoints.delta else None
+            uploader = Uploader(context.objects, context.settings.bucket_models, context.cache, context.known, bases)
+            files = await uploader.files(named)
         except (UploadError, FileNotFoundError) as error:
             log.error("a checkpoint cannot be staged and is left out", step=step, error=str(error))
             self._forget(step)
@@ -97,15 +102,44 @@ class Stager:
                 files=files,
                 metrics=first.metrics,
                 final=any(line.final for line in lines.values()),
+                exactness=worst(line.exactness for line in lines.values()),
             )
         )
         metrics.UPLOAD_SECONDS.observe(time.monotonic() - started)
         metrics.UPLOAD_BYTES.inc(sum(file.size_bytes for file in files))
-        log.info("checkpoint staged", step=step, files=len(files), seconds=round(time.monotonic() - started, 3))
+        log.info(
+            "checkpoint staged",
+            step=step,
+            files=len(files),
+            bytes=sum(file.size_bytes for file in files),
+            sent_bytes=uploader.sent_bytes,
+            seconds=round(time.monotonic() - started, 3),
+        )
+        if self._placed.spec.checkpoints.dvc:
+            # Before the step is forgotten: a restarted agent does it again.
+            placed = self._placed
+            key = pointer_key(
+                placed.spec.experiment, placed.run_id, first.epoch, step, placed.generation, self._member.node_id
+            )
+            await write_pointer(context.objects, context.settings.bucket_models, key, named)
         state.staged_step = max(step, state.staged_step or 0)
         state.staged_folders[step] = [line.folder for line in lines.values()]
         self._forget(step)
         await asyncio.to_thread(self._remove_old)
+        await asyncio.to_thread(context.cache.evict)
+
+    async def _bases(self) -> Bases:
+        """The run's last committed checkpoint, as far as this node has it; what the run began with, before that."""
+        last = await self._context.bus.last(subjects.fact("run", self._placed.run_id, CheckpointCommitted.fact))
+        ref = last.event.checkpoint if last is not None else self._placed.resume
+        if ref is None:
+            return Bases()
+        try:
+            files = await self._context.cache.files_of(ref.uri)
+        except CacheError as error:
+            log.warning("no differences to the checkpoint before, it cannot be read", error=str(error))
+            return Bases()
+        return await asyncio.to_thread(bases_of, ref.step, files, self._context.cache)
 
     def _forget(self, step: int) -> None:
         for each in self._follower.state.ranks.values():

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
+import re
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 import structlog
@@ -11,23 +15,169 @@ import structlog
 from contracts.events.checkpoint import CheckpointFile, Chunk
 from contracts.events.run import Artifact
 from contracts.ranks import CheckpointLine
-from services.kit.objects import Objects, hash_file
+from services.kit import chunks as kit
+from services.kit.objects import Missing, Objects, blob_key, blob_sha256, hash_file, is_young
+from services.worker import metrics
 from services.worker.cache import Cache
+from services.worker.core import chunks as core
+from services.worker.core.delta import SAMPLE_BYTES, Bases, is_worth
 from services.worker.files import inside
+from services.worker.known import Known
 
 log = structlog.get_logger(__name__)
 
-PARALLEL_UPLOADS = 4
+#: Pieces read and not yet sent, of all files together: bounds the memory (16 MiB each) and the requests at a time.
+PIECES_AT_A_TIME = 6
+#: Larger ones are asked for before they are sent; smaller ones cost more to ask for than to send.
+ASKED_FOR_BYTES = 64 * 2**10
+#: From here on two threads take a piece's hash and the file's; below, changing threads costs more than hashing.
+TWO_THREADS_BYTES = 2**20
+#: ``model-3.safetensors`` -> ``model.safetensors``: which rank holds a tensor changes with the number of ranks.
+RANK_SUFFIX = re.compile(r"-\d+(?=\.|$)")
 
 
 class UploadError(ValueError):
     """What a rank named cannot be uploaded; the text says why."""
 
 
-async def upload_checkpoint(
-    lines: Sequence[CheckpointLine], folder: Path, objects: Objects, bucket: str, cache: Cache
-) -> tuple[CheckpointFile, ...]:
-    """Upload the files of all local ranks' folders of one step. What the store has is not sent again.
+class Uploader:
+    """Stores one checkpoint's files as pieces under their hashes. What the store has is not sent again."""
+
+    def __init__(self, objects: Objects, bucket: str, cache: Cache, known: Known, bases: Bases | None = None) -> None:
+        self._objects, self._bucket, self._cache, self._known = objects, bucket, cache, known
+        self._bases = bases or Bases()
+        self._room = asyncio.Semaphore(PIECES_AT_A_TIME)
+        #: Pieces of equal content, such as moments that are still zero, are sent once.
+        self._sending: dict[str, asyncio.Task[Chunk]] = {}
+        self._failure: BaseException | None = None
+        self.sent_bytes = 0
+
+    async def files(self, named: dict[str, Path]) -> tuple[CheckpointFile, ...]:
+        """Store the files, and keep them in the node's cache.
+
+        Raises:
+            UploadError: a file changed while it was read.
+        """
+        work = [asyncio.ensure_future(self._file(name, path)) for name, path in sorted(named.items())]
+        try:
+            return tuple(await asyncio.gather(*work))
+        finally:
+            for each in (*work, *self._sending.values()):
+                each.cancel()
+            await asyncio.gather(*work, *self._sending.values(), return_exceptions=True)
+            metrics.SENT_BYTES.inc(self.sent_bytes)
+
+    async def _file(self, name: str, path: Path) -> CheckpointFile:
+        with path.open("rb") as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+            pieces = await asyncio.to_thread(cut_file, file.fileno(), size_bytes)
+            whole = hashlib.sha256()
+            tasks = []
+            for piece in pieces:
+                await self._room.acquire()
+                try:
+                    if self._failure is not None:
+                        raise self._failure  # the others would each be as patient with the store again
+                    content, digest = await _read(file.fileno(), piece, whole if len(pieces) > 1 else None)
+                except BaseException:
+                    self._room.release()
+                    raise
+                tasks.append(self._begin(content, digest, piece, key_of(name, piece)))
+            # Not ours to cancel: another file may have the same piece.
+            chunks = await asyncio.gather(*(asyncio.shield(task) for task in tasks))
+        sha256 = whole.hexdigest() if len(chunks) > 1 else chunks[0].sha256
+        described = CheckpointFile(path=name, sha256=sha256, size_bytes=size_bytes, chunks=tuple(chunks))
+        await asyncio.to_thread(self._cache.keep, path, described)
+        return described
+
+    def _begin(self, content: bytes, digest: str, piece: core.Piece, key: str) -> asyncio.Task[Chunk]:
+        task = self._sending.get(digest)
+        if task is not None:
+            self._room.release()
+            return task
+        task = self._sending[digest] = asyncio.ensure_future(self._send(content, digest, piece, key))
+        task.add_done_callback(self._sent)
+        return task
+
+    def _sent(self, task: asyncio.Task[Chunk]) -> None:
+        self._room.release()
+        if not task.cancelled():
+            self._failure = self._failure or task.exception()
+
+    async def _send(self, content: bytes, digest: str, piece: core.Piece, key: str) -> Chunk:
+        plain = Chunk(sha256=digest, size_bytes=len(content), uri=self._uri(digest))
+        if self._known.has(digest):
+            return plain
+        difference = await self._difference(content, digest, piece, key)
+        if difference is not None:
+            return difference
+        await self._store(content, digest)
+        return plain
+
+    async def _store(self, content: bytes, digest: str) -> None:
+        there = None
+        if len(content) >= ASKED_FOR_BYTES and not self._known.distrusts(digest):
+            there = await self._young_since(digest, len(content))
+        if there is None:
+            # Before, not after: what counts is when the store wrote it at the earliest.
+            there = datetime.now(UTC)
+            await self._objects.put(self._uri(digest), content)
+            self.sent_bytes += len(content)
+        self._known.add(digest, there)
+
+    async def _young_since(self, digest: str, size_bytes: int | None = None) -> datetime | None:
+        """When the store last wrote the blob, if it may be relied upon."""
+        try:
+            there = await self._objects.head(self._uri(digest))
+        except Missing:
+            return None
+        right = size_bytes is None or there.size_bytes == size_bytes
+        return there.modified_at if right and is_young(there.modified_at) else None
+
+    # -- differences --------------------------------------------------------
+
+    async def _difference(self, content: bytes, digest: str, piece: core.Piece, key: str) -> Chunk | None:
+        """The piece stored as a difference to the last committed one; None if it is better stored whole."""
+        base = self._bases.of(key, len(content), digest, most_depth=kit.MAX_CHAIN)
+        if base is None:
+            return None
+        before = await asyncio.to_thread(kit.read_verified, self._cache.find(base.sha256), base.sha256)
+        if before is None or not await self._can_rely_on(base):
+            return None
+        blob = await asyncio.to_thread(_encode, content, before, piece.width)
+        if blob is None:
+            return None
+        sha256 = await asyncio.to_thread(_sha256, blob)
+        if not self._known.has(sha256):
+            await self._store(blob, sha256)
+        return Chunk(
+            sha256=digest,
+            size_bytes=len(content),
+            uri=self._uri(sha256),
+            encoding="xor-zstd",
+            stored_bytes=len(blob),
+            base=base,
+        )
+
+    async def _can_rely_on(self, base: Chunk) -> bool:
+        """Whether all blobs below are there and young: what is older, garbage collection may take before we name it."""
+        for uri in base.uris:
+            digest = blob_sha256(uri)
+            if self._known.distrusts(digest) or uri != self._uri(digest):
+                return False
+            if not self._known.has(digest):
+                there = await self._young_since(digest)
+                if there is None:
+                    return False
+                self._known.add(digest, there)
+        return True
+
+    def _uri(self, sha256: str) -> str:
+        return f"s3://{self._bucket}/{blob_key(sha256)}"
+
+
+def collect(lines: Sequence[CheckpointLine], folder: Path) -> dict[str, Path]:
+    """The files of all local ranks' folders of one step, by their names in the checkpoint.
 
     Raises:
         UploadError: a folder is not there or not the generation's own, or two ranks disagree on a file.
@@ -41,20 +191,69 @@ async def upload_checkpoint(
             if path.is_file() and not path.is_symlink():
                 name = path.relative_to(source).as_posix()
                 known = files.setdefault(name, path)
-                if known != path and await _hash(known) != await _hash(path):
+                if known != path and hash_file(known) != hash_file(path):
                     raise UploadError(f"two ranks of this node wrote different files as {name!r}: name them by rank")
-    gate = asyncio.Semaphore(PARALLEL_UPLOADS)
+    return files
 
-    async def send(name: str, path: Path) -> CheckpointFile:
-        async with gate:
-            digest = await _hash(path)
-            uri, _ = await objects.upload_blob(path, bucket, sha256=digest)
-            await asyncio.to_thread(cache.add, path, digest)
-            size_bytes = path.stat().st_size
-            chunk = Chunk(sha256=digest, size_bytes=size_bytes, uri=uri)
-            return CheckpointFile(path=name, sha256=digest, size_bytes=size_bytes, chunks=(chunk,))
 
-    return tuple(await asyncio.gather(*(send(name, path) for name, path in sorted(files.items()))))
+def bases_of(step: int, files: Sequence[CheckpointFile], cache: Cache) -> Bases:
+    """What a committed checkpoint offers to be told differences from: the part of it that this node has."""
+    pieces: dict[str, Chunk] = {}
+    for file in files:
+        path = cache.blob(file.sha256)
+        try:
+            with path.open("rb") as opened:
+                cut = cut_file(opened.fileno(), os.fstat(opened.fileno()).st_size)
+        except OSError:
+            continue
+        if [piece.size_bytes for piece in cut] == [chunk.size_bytes for chunk in file.chunks]:
+            pieces |= {key_of(file.path, piece): chunk for piece, chunk in zip(cut, file.chunks, strict=True)}
+    pieces.pop("", None)
+    return Bases(step, pieces)
+
+
+def cut_file(handle: int, size_bytes: int) -> tuple[core.Piece, ...]:
+    """Where an open file is cut."""
+    length = core.header_length(os.pread(handle, core.LENGTH_BYTES + 1, 0), size_bytes)
+    return core.cut(size_bytes, os.pread(handle, length, 0))
+
+
+def key_of(name: str, piece: core.Piece) -> str:
+    """What names a part of the state whichever rank writes it; '' for what has no name."""
+    return f"{RANK_SUFFIX.sub('', name)}/{piece.key}" if piece.key else ""
+
+
+async def _read(handle: int, piece: core.Piece, whole: hashlib._Hash | None) -> tuple[bytes, str]:
+    """The piece and its hash, the file's hash brought forward; read once."""
+    content = await asyncio.to_thread(_pread, handle, piece)
+    if whole is not None and len(content) >= TWO_THREADS_BYTES:
+        digest, _ = await asyncio.gather(asyncio.to_thread(_sha256, content), asyncio.to_thread(whole.update, content))
+        return content, digest
+    if whole is not None:
+        whole.update(content)
+    return content, await asyncio.to_thread(_sha256, content)
+
+
+def _pread(handle: int, piece: core.Piece) -> bytes:
+    content = os.pread(handle, piece.size_bytes, piece.start)
+    if len(content) != piece.size_bytes:
+        raise UploadError("a checkpoint's file was changed while it was read")
+    return content
+
+
+def _encode(content: bytes, base: bytes, width: int) -> bytes | None:
+    """The difference, if it is worth it and gives the content back to the bit."""
+    if len(content) > 2 * SAMPLE_BYTES:
+        begin = len(content) // 2 // width * width
+        sample = slice(begin, begin + SAMPLE_BYTES)
+        if not is_worth(len(kit.encode(content[sample], base[sample], width)), SAMPLE_BYTES):
+            return None
+    blob = kit.encode(content, base, width)
+    return blob if is_worth(len(blob), len(content)) and kit.decode(blob, base) == content else None
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 async def upload_artifacts(names: Sequence[str], folder: Path, objects: Objects, base_uri: str) -> tuple[Artifact, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from contracts.events.checkpoint import Exactness
 from contracts.ranks import CheckpointLine
 
 
@@ -13,3 +14,8 @@ def ready_steps(checkpoints: Mapping[int, Sequence[CheckpointLine]], *, at_end: 
     if not steps:
         return []
     return sorted(set.union(*steps) if at_end else set.intersection(*steps))
+
+
+def worst(exactness: Iterable[Exactness]) -> Exactness:
+    """What a whole is of which these are the parts."""
+    return "exact" if all(each == "exact" for each in exactness) else "samples-exact"

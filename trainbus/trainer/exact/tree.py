@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
 
 Node = tuple[int, int]
+T = TypeVar("T")
 
 
 def split(node: Node) -> int:
@@ -21,7 +24,7 @@ def split(node: Node) -> int:
 def owned(leaf_count: int, world_size: int) -> list[range]:
     """Return each process's leaves. Their numbers differ by one at most."""
     edges = [leaf_count * rank // world_size for rank in range(world_size + 1)]
-    return [range(start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
+    return [range(start, stop) for start, stop in pairwise(edges)]
 
 
 def maximal_nodes(leaf_count: int, leaves: range) -> list[Node]:
@@ -39,7 +42,7 @@ def maximal_nodes(leaf_count: int, leaves: range) -> list[Node]:
     return list(under((0, leaf_count)))
 
 
-def combine[T](node: Node, sums: Mapping[Node, T], add: Callable[[T, T], T]) -> T:
+def combine(node: Node, sums: Mapping[Node, T], add: Callable[[T, T], T]) -> T:
     """Return the sum over ``node`` from those of nodes that make it up: ``add(left, right)`` all the way up."""
     if node in sums:
         return sums[node]

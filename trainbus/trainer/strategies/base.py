@@ -141,7 +141,7 @@ def host_copy(model: nn.Module) -> dict[str, Tensor]:
 
 
 def shares(sizes_bytes: Mapping[str, int], parts: int) -> list[list[str]]:
-    """Divide names among ``parts`` owners by bytes, the same on every rank: largest first, each to whoever has least."""
+    """Divide names among ``parts`` owners by bytes, alike on every rank: largest first, each to whoever has least."""
     owned: list[list[str]] = [[] for _ in range(parts)]
     load = [0] * parts
     for name in sorted(sizes_bytes, key=lambda name: (-sizes_bytes[name], name)):

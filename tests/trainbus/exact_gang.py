@@ -1,0 +1,215 @@
+"""Strategies driven without the trainer: a few steps in several processes, forked from this one."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from contracts.events.train import Training
+from trainbus.data.sampler import slice_bounds
+from trainbus.task import Task
+from trainbus.trainer.strategies import make_strategy
+from trainbus.trainer.strategies.base import State, Strategy
+from trainbus.trainer.world import World, seed_all
+
+BATCH = 28
+
+
+class Mlp(nn.Sequential):
+    """Wide enough that its first weight is more than one piece."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(64, 1200), nn.ReLU(), nn.Dropout(0.2), nn.Linear(1200, 10))
+        self.unused = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self[3](self[2](self[1](self[0](x))))  # type: ignore[no-any-return]
+
+
+class Cnn(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Unflatten(1, (1, 8, 8)),
+            nn.Conv2d(1, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Dropout2d(0.1),
+            nn.Conv2d(8, 16, 3, stride=2, padding=1).to(memory_format=torch.channels_last),  # type: ignore[call-overload]
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(256, 10),
+        )
+        self.register_buffer("fixed", torch.arange(100.0))
+
+
+class Gpt(nn.Module):
+    """Two blocks, with the head tied to the embedding."""
+
+    def __init__(self, width: int = 64, depth: int = 2, tokens: int = 32) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(tokens, width)
+        block = {"nhead": 4, "dim_feedforward": 4 * width, "dropout": 0.1, "batch_first": True, "norm_first": True}
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(width, **block) for _ in range(depth))  # type: ignore[arg-type]
+        self.head = nn.Linear(width, tokens, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embedding(x)
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        for block in self.blocks:
+            hidden = block(hidden, mask, is_causal=True)
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": Mlp, "cnn": Cnn, "gpt": Gpt}
+
+
+@dataclass(frozen=True)
+class Case(Task):
+    """A model, an optimizer, and data made up from (step, leaf)."""
+
+    name: str
+    optimizer_kind: str = "adamw"
+    rules: dict[str, Any] = field(default_factory=dict)
+
+    def model(self) -> nn.Module:
+        return MODELS[self.name]()
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        decayed = [p for p in model.parameters() if p.ndim > 1]
+        others = [p for p in model.parameters() if p.ndim <= 1]
+        groups = [{"params": decayed}, {"params": others, "lr": 0.003, "weight_decay": 0.0}]
+        if self.optimizer_kind == "sgd":
+            return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+        if self.optimizer_kind == "lbfgs":
+            return torch.optim.LBFGS(model.parameters())
+        if self.optimizer_kind == "adagrad":
+            return torch.optim.Adagrad(groups, lr=0.01)
+        return torch.optim.AdamW(groups, lr=0.01)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        if self.name == "gpt":
+            return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
+        return F.cross_entropy(model(batch[0]).float(), batch[1])
+
+    def training(self) -> Training:
+        return Training.model_validate({"max_steps": 1, "global_batch": BATCH, "logical_ranks": 7, **self.rules})
+
+    def batch(self, step: int, start: int, stop: int) -> Any:
+        generator = torch.Generator().manual_seed(step)
+        if self.name == "gpt":
+            return torch.randint(0, 32, (BATCH, 17), generator=generator)[start:stop]
+        x = torch.randn(BATCH, 64, generator=generator)
+        return x[start:stop], x[start:stop, :10].argmax(1)
+
+
+def train(case: Case, world: World, steps: range, state: State | None) -> tuple[Strategy, list[float]]:
+    """Take ``steps`` from ``state`` on, as the trainer does; return the strategy and the gradient norms."""
+    training = case.training()
+    seed_all(training.seed, "model")
+    strategy = make_strategy(case, case.model(), training, world)
+    if state is not None:
+        strategy.load_state(state)
+    strategy.model.train()
+    norms = []
+    for step in steps:
+        for leaf in strategy.leaves:
+            seed_all(training.seed, step, leaf)
+            start, stop = slice_bounds(BATCH, strategy.leaf_count, leaf)
+            pieces = min(training.accumulate, max(1, stop - start))
+            for piece in range(pieces):
+                low, high = slice_bounds(stop - start, pieces, piece)
+                batch = case.batch(step, start + low, start + high) if high > low else None
+                place = {"first": piece == 0, "last": piece == pieces - 1}
+                strategy.backward(batch, (high - low) / BATCH, leaf=leaf, **place)
+        norms.append(float(strategy.step(training.clip_norm).grad_norm))
+    return strategy, norms
+
+
+def merged(parts: list[State]) -> State:
+    """Put the ranks' shares together again, copied."""
+    whole = State(scaler=parts[0].scaler)
+    for part in parts:
+        for mine, theirs in (
+            (whole.model, part.model),
+            (whole.optimizer.tensors, part.optimizer.tensors),
+            (whole.ema, part.ema),
+        ):
+            assert not mine.keys() & theirs.keys()
+            mine.update({name: tensor.clone() for name, tensor in theirs.items()})
+        whole.optimizer.values |= part.optimizer.values
+        whole.optimizer.groups = whole.optimizer.groups or part.optimizer.groups
+    return whole
+
+
+def digest(state: State) -> str:
+    """Hash everything that training goes on from."""
+    found = hashlib.sha256(repr((state.scaler, state.optimizer.groups, state.optimizer.values)).encode())
+    for tensors in (state.model, state.optimizer.tensors, state.ema):
+        for name, tensor in sorted(tensors.items()):
+            found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+            found.update(
+                tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.ndim else repr(tensor).encode()
+            )
+    return found.hexdigest()
+
+
+@dataclass
+class Result:
+    state: State
+    norms: list[float]
+    sent_bytes: list[int]
+    parts: list[State]
+
+    @property
+    def digest(self) -> str:
+        return digest(self.state)
+
+
+def gang(case: Case, world_size: int, steps: range, state: State | None = None) -> Result:
+    """Take ``steps`` in ``world_size`` processes; return the state that they would have saved."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (world_size, case, steps, state, folder)
+        context = mp.get_context("fork")
+        processes = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(world_size)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(120)
+        errors = [path.read_text() for path in sorted(Path(folder).glob("error*"))]
+        assert not errors, "\n".join(errors)
+        saved = [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
+    parts = [part for part, _, _ in saved]
+    assert all(norms == saved[0][1] for _, norms, _ in saved)
+    return Result(merged(parts), saved[0][1], [sent for _, _, sent in saved], parts)
+
+
+def _rank(rank: int, world_size: int, case: Case, steps: range, state: State | None, folder: str) -> None:
+    try:
+        torch.set_num_threads(1)
+        if world_size > 1:
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+        strategy, norms = train(case, World(rank, world_size, 0), steps, state)
+        tree = getattr(strategy, "_tree", None)
+        sent = tree.wire.sent_bytes if tree is not None and tree.wire is not None else 0
+        torch.save((strategy.state(), norms, sent), Path(folder) / f"{rank}.pt")
+        if world_size > 1:
+            dist.barrier()
+    except BaseException:
+        (Path(folder) / f"error{rank}").write_text(traceback.format_exc())
+    finally:
+        import os
+
+        os._exit(0)

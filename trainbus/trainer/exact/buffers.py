@@ -1,0 +1,187 @@
+"""Buffers that forward changes (BatchNorm statistics): every leaf starts from the same, and one value comes of it.
+
+``first``: a step leaves the buffers as leaf 0 left them. ``mean``: the mean over the leaves, weighted by their samples
+and added up along the tree; buffers of integers are leaf 0's. Buffers that no forward changes cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainbus.trainer.exact.tree import Leaf, Node, combine, maximal_nodes, owned, plan
+from trainbus.trainer.world import World
+
+
+class Buffers:
+    """Call ``leaf_done`` after each leaf and ``step_done`` after the last, then ``commit`` to make it so."""
+
+    def __init__(self, model: nn.Module, leaf_count: int, world: World, rule: Literal["first", "mean"]) -> None:
+        self._world, self._mean = world, rule == "mean"
+        self._places = [
+            (module, name)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self._root: Node = (0, leaf_count)
+        leaves = owned(leaf_count, world.size)
+        self._nodes = [maximal_nodes(leaf_count, part) for part in leaves]
+        self._plan: dict[int, Leaf] = {leaf.index: leaf for leaf in plan(leaf_count, leaves[world.rank])}
+        self._live = [self._buffer(place) for place in range(len(self._places))]
+        #: As they are at the start of a step; what forward makes of them is kept in ``_new``.
+        self._start = [buffer.clone() for buffer in self._live]
+        self._versions = [buffer._version for buffer in self._live]
+        self._floats = [place for place, buffer in enumerate(self._live) if buffer.is_floating_point()]
+        #: Those that have ever been changed, on all ranks alike.
+        self._known: list[int] = []
+        #: What this step leaves: leaf 0's values where leaf 0 is, then those that all agreed on.
+        self._new: dict[int, Tensor] = {}
+        self._touched: set[int] = set()
+        self._stack: list[list[Tensor]] = []
+        self._sums: dict[Node, list[Tensor]] = {}
+
+    def leaf_done(self, leaf: int, weight: float) -> None:
+        """Keep what the leaf made of the buffers, and put them back as they were at the start of the step."""
+        if not self._places:
+            return
+        changed = self._changed()
+        plan = self._plan[leaf]
+        if leaf == 0:
+            self._new = {place: self._buffer(place).clone() for place in changed}
+        if self._mean:
+            self._touched.update(changed)
+            # All of them, since another leaf may change what this one does not; unchanged ones are not taken up.
+            self._stack.append([self._buffer(place) * weight for place in self._floats])
+            for _ in range(plan.merges):
+                right, left = self._stack.pop(), self._stack.pop()
+                self._stack.append(_add(left, right))
+            if plan.completes is not None:
+                self._sums[plan.completes] = self._stack.pop()
+        self._restore(changed)
+
+    def step_done(self) -> None:
+        """Agree on the step's result with all ranks."""
+        if not self._places:
+            return
+        if self._mean:
+            self._agree_on_mean()
+        elif self._world.size > 1:
+            self._follow_first()
+
+    def commit(self) -> None:
+        """Make the agreed values the buffers; nothing here can fail on one rank alone."""
+        with torch.no_grad():
+            for place, value in self._new.items():
+                self._live[place].copy_(value)
+                self._start[place].copy_(value)
+                self._versions[place] = self._live[place]._version
+        self._new, self._sums = {}, {}
+
+    def roll_back(self) -> None:
+        """Put the buffers back as they were after the last completed step."""
+        self._restore(list(range(len(self._places))))
+        self._new, self._sums, self._stack, self._touched = {}, {}, [], set()
+
+    def reload(self) -> None:
+        """Take the model's buffers as they are now for those of a completed step."""
+        for place in range(len(self._places)):
+            self._live[place] = self._buffer(place)
+            self._start[place].copy_(self._live[place])
+            self._versions[place] = self._live[place]._version
+
+    def _buffer(self, place: int) -> Tensor:
+        module, name = self._places[place]
+        buffer = module._buffers[name]
+        assert buffer is not None
+        return buffer
+
+    def _changed(self) -> list[int]:
+        return [
+            place
+            for place in range(len(self._places))
+            if self._buffer(place) is not self._live[place] or self._live[place]._version != self._versions[place]
+        ]
+
+    def _restore(self, places: list[int]) -> None:
+        with torch.no_grad():
+            for place in places:
+                module, name = self._places[place]
+                module._buffers[name] = self._live[place]  # a module may have put another tensor there
+                self._live[place].copy_(self._start[place])
+                self._versions[place] = self._live[place]._version
+
+    def _follow_first(self) -> None:
+        """Take rank 0's values: one message, and another in the rare step that changes what none has changed before."""
+        mask = torch.zeros(len(self._places), dtype=torch.uint8)
+        mask[sorted(self._new)] = 1
+        known = self._known
+        values = [self._new.get(place, self._start[place]) for place in known]
+        message = _packed([mask.to(self._world.device), *values])
+        dist.broadcast(message, src=0)
+        mask, *values = _unpacked(message, [mask, *values])
+        found = mask.nonzero().flatten().tolist()
+        unknown = sorted(set(found) - set(known))
+        if unknown:
+            late = [self._new.get(place, self._start[place]) for place in unknown]
+            message = _packed(late)
+            dist.broadcast(message, src=0)
+            values += _unpacked(message, late)
+            self._known = known + unknown
+        self._new = {p: value for p, value in zip(known + unknown, values, strict=True) if p in set(found)}
+
+    def _agree_on_mean(self) -> None:
+        mask = torch.zeros(len(self._places), dtype=torch.uint8)
+        mask[sorted(self._touched)] = 1
+        whole = [place for place in range(len(self._places)) if place not in set(self._floats)]
+        firsts = [self._new.get(place, self._start[place]) for place in whole]
+        mine = self._nodes[self._world.rank]
+        most = max(map(len, self._nodes))
+        nothing = [torch.zeros_like(self._start[place]) for place in self._floats]
+        sums = [self._sums[mine[n]] if n < len(mine) else nothing for n in range(most)]
+        parts = [mask.to(self._world.device), *firsts, *(tensor for node in sums for tensor in node)]
+        message = _packed(parts)
+        messages = [message]
+        if self._world.size > 1:
+            messages = [torch.empty_like(message) for _ in range(self._world.size)]
+            dist.all_gather(messages, message)
+        by_node: dict[Node, list[Tensor]] = {}
+        touched: set[int] = set()
+        for rank, nodes in enumerate(self._nodes):
+            theirs = _unpacked(messages[rank], parts)
+            touched.update(theirs[0].nonzero().flatten().tolist())
+            if rank == 0:
+                firsts = theirs[1 : 1 + len(whole)]
+            left = theirs[1 + len(whole) :]
+            for n, node in enumerate(nodes):
+                by_node[node] = left[n * len(self._floats) : (n + 1) * len(self._floats)]
+        values = dict(zip(whole, firsts, strict=True))
+        values |= dict(zip(self._floats, combine(self._root, by_node, _add), strict=True))
+        self._new = {place: values[place] for place in sorted(touched)}
+        self._touched = set()
+
+
+def _add(left: Iterable[Tensor], right: Iterable[Tensor]) -> list[Tensor]:
+    return [a + b for a, b in zip(left, right, strict=True)]
+
+
+def _packed(tensors: list[Tensor]) -> Tensor:
+    """Return the bytes of all tensors, each from a multiple of 16 on."""
+    parts = []
+    for tensor in tensors:
+        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        parts += [raw, raw.new_zeros(-raw.numel() % 16)]
+    return torch.cat(parts)
+
+
+def _unpacked(message: Tensor, like: list[Tensor]) -> list[Tensor]:
+    found, place = [], 0
+    for tensor in like:
+        raw = message[place : place + tensor.nbytes]
+        found.append(raw.view(tensor.dtype).reshape(tensor.shape))
+        place += tensor.nbytes + -tensor.nbytes % 16
+    return found

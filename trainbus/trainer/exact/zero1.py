@@ -1,0 +1,245 @@
+"""An optimizer sharded over the ranks (ZeRO-1, Rajbhandari et al., 2020) with the bits of an unsharded one.
+
+A rank steps on the pieces of parameters that it owns, whose gradients it has finished anyway, and hands out weights
+where it would have handed out gradients. Each piece is a parameter of its own to the optimizer, on every number of
+ranks, so that no kernel ever sees a tensor whose shape depends on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+from trainbus.task import TaskError
+from trainbus.trainer import optimizer_state as packing
+from trainbus.trainer.exact.layout import Piece, in_memory_order
+from trainbus.trainer.exact.norm import piece_norms
+from trainbus.trainer.exact.reduce import GradientTree
+from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
+from trainbus.trainer.strategies.base import State, shares
+
+#: Optimizers that treat each element by itself, so that a parameter may be cut into pieces.
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.SGD,
+    optim.ASGD,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.Adagrad,
+    optim.Adadelta,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """A piece that this rank steps on: a stretch of the flat weights, as a parameter."""
+
+    piece: Piece
+    name: str
+    parameter: nn.Parameter
+
+
+class ShardedOptimizer:
+    """Puts pieces in the place of parameters in the task's optimizer. The optimizer object stays the same."""
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module, named: Mapping[str, Tensor], tree: GradientTree) -> None:
+        if type(optimizer) not in ELEMENTWISE:
+            known = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
+            raise TaskError(
+                f"training.strategy 'zero1' cuts parameters into pieces, which {type(optimizer).__name__} "
+                f"may not bear: use one of torch.optim's {known}, or strategy 'ddp'"
+            )
+        self._optimizer, self._named, self._tree = optimizer, dict(named), tree
+        names = packing.parameter_names(model)
+        self._group_names = [[names[id(p)] for p in g["params"]] for g in optimizer.param_groups]
+        self._weights = self._flatten_weights()
+        pieces = sorted((piece for slot in self._slots() for piece in slot.pieces()), key=_order)
+        self._number = {piece: number for number, piece in enumerate(pieces)}
+        self._owned = self._own_pieces()
+        self._pieces: dict[str, list[tuple[Piece, int]]] = {name: [] for name in named}
+        for piece in pieces:
+            self._pieces[self._tree.names[piece.index]].append((piece, self._owner[piece]))
+        self._own_numbers = [self._number[own.piece] for own in self._owned]
+        before = packing.pack(optimizer, model, copy=False)
+        by_name: dict[str, list[nn.Parameter]] = {}
+        for own in self._owned:
+            by_name.setdefault(own.name, []).append(own.parameter)
+        for group, members in zip(optimizer.param_groups, self._group_names, strict=True):
+            group["params"] = [parameter for name in members for parameter in by_name.get(name, [])]
+        self.load(before)
+
+    def step(self) -> None:
+        """Step on this rank's pieces, and take everybody else's weights."""
+        self._optimizer.step()
+        self._tree.gather(self._weights)
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients that this rank steps with, flat."""
+        rank = self._tree.world.rank
+        return [flat[slice(*shards[rank])] for flat, shards in zip(self._tree.flats, self._tree.shards, strict=True)]
+
+    def piece_norms(self) -> Tensor:
+        """Return the norms of all pieces, this rank's own and the others'."""
+        world = self._tree.world
+        norms = torch.zeros(len(self._number), dtype=torch.float64, device=world.device)
+        if self._owned:
+            norms[self._own_numbers] = piece_norms([_gradient(own.parameter) for own in self._owned])
+        # Each is a number on one rank and zero on the others: their sum rounds nothing.
+        return world.all_reduce(norms)
+
+    def load(self, state: OptimizerState) -> None:
+        """Take this rank's pieces out of whole tensors."""
+        packing.check_groups(state, self._group_names)
+        values: dict[str, dict[str, Any]] = {name: dict(kept) for name, kept in state.values.items()}
+        for name_and_key, tensor in state.tensors.items():
+            name, _, key = name_and_key.rpartition("/")
+            if name not in self._named:
+                raise StateMismatch(f"the optimizer state is of {name!r}, which the model does not train")
+            values.setdefault(name, {})[key] = self._laid_out(name_and_key, tensor, self._named[name])
+        self._optimizer.state.clear()
+        for own in self._owned:
+            mine = self._optimizer.state[own.parameter] if own.name in values else {}
+            for key, value in values.get(own.name, {}).items():
+                if isinstance(value, Tensor):
+                    value = value.clone() if value.ndim == 0 else value[own.piece.start : own.piece.stop].clone()
+                mine[key] = value
+        packing.restore_groups(self._optimizer.param_groups, state.groups)
+
+    def gathered(self, state: State) -> State:
+        """Return this rank's share of ``state``, whose weights are whole here, with the optimizer's whole tensors."""
+        world = self._tree.world
+        everyones: list[dict[str, dict[str, Any]]] = [{}] * world.size
+        if world.size > 1:
+            dist.all_gather_object(everyones, self._described())
+        else:
+            everyones = [self._described()]
+        described = {name: values for part in everyones for name, values in part.items()}
+        kinds: dict[str, Mapping[str, int]] = {
+            "model": {name: tensor.nbytes for name, tensor in state.model.items()},
+            "ema": {name: tensor.nbytes for name, tensor in state.ema.items()},
+            "optimizer": {
+                f"{name}/{key}": value.nbytes if isinstance(value, Tensor) else self._bytes(name, value)
+                for name, values in sorted(described.items())
+                for key, value in values.items()
+                if isinstance(value, Tensor | torch.dtype)
+            },
+        }
+        sizes = {f"{kind}/{name}": size for kind, names in kinds.items() for name, size in names.items()}
+        owner = {name: rank for rank, names in enumerate(shares(sizes, world.size)) for name in names}
+        mine = OptimizerState(self._put_together(described, owner))
+        if world.is_first:
+            members = [list(names) for names in self._group_names]
+            mine.groups = packing.pack_groups(self._optimizer.param_groups, members)
+            for name, values in described.items():
+                plain = {key: v for key, v in values.items() if not isinstance(v, Tensor | torch.dtype)}
+                if plain:
+                    mine.values[name] = plain
+        return State(
+            {name: tensor for name, tensor in state.model.items() if owner[f"model/{name}"] == world.rank},
+            mine,
+            {name: tensor for name, tensor in state.ema.items() if owner[f"ema/{name}"] == world.rank},
+            state.scaler,
+        )
+
+    def _put_together(self, described: Mapping[str, Mapping[str, Any]], owner: Mapping[str, int]) -> dict[str, Tensor]:
+        """Send the pieces of each state tensor to the tensor's owner; return what this rank owns."""
+        world, found, sends, receives = self._tree.world, {}, [], []
+        mine = {own.piece: own.parameter for own in self._owned}
+        for name in sorted(described):
+            whole_like = self._named[name]
+            for key, value in sorted(described[name].items()):
+                target = owner.get(f"optimizer/{name}/{key}")
+                if isinstance(value, Tensor) and target == world.rank:
+                    found[f"{name}/{key}"] = value
+                if not isinstance(value, torch.dtype) or target is None:
+                    continue
+                if target == world.rank:
+                    whole = torch.empty_like(whole_like, dtype=value)
+                    found[f"{name}/{key}"] = whole
+                for piece, rank in self._pieces[name]:
+                    if target == world.rank:
+                        place = in_memory_order(whole)[piece.start : piece.stop]
+                        if rank == world.rank:
+                            place.copy_(self._optimizer.state[mine[piece]][key])
+                        else:
+                            receives.append((place, rank))
+                    elif rank == world.rank:
+                        sends.append((self._optimizer.state[mine[piece]][key], target))
+        if self._tree.wire is not None:
+            self._tree.wire.start(sends, receives, 0)()
+        return {name: tensor.contiguous() for name, tensor in found.items()}
+
+    def _described(self) -> dict[str, dict[str, Any]]:
+        """Return the state of the parameters whose first piece is here; a dtype stands for a sharded tensor."""
+        described: dict[str, dict[str, Any]] = {}
+        for own in self._owned:
+            if own.piece.start == 0 and own.parameter in self._optimizer.state:
+                described[own.name] = {
+                    key: value.dtype if isinstance(value, Tensor) and value.ndim > 0 else value
+                    for key, value in self._optimizer.state[own.parameter].items()
+                }
+        return described
+
+    def _bytes(self, name: str, dtype: torch.dtype) -> int:
+        return self._named[name].numel() * dtype.itemsize
+
+    def _slots(self) -> list[Any]:
+        return [slot for bucket in self._tree.buckets for slot in bucket.slots]
+
+    def _flatten_weights(self) -> list[Tensor]:
+        """Move the weights into flat tensors laid out as the gradients are."""
+        flats = []
+        for bucket in self._tree.buckets:
+            flat = bucket.empty()
+            for slot in bucket.slots:
+                place = slot.view(flat)
+                place.copy_(slot.parameter.detach())
+                slot.parameter.data = place
+            flats.append(flat)
+        return flats
+
+    def _own_pieces(self) -> list[Owned]:
+        owned, names, rank = [], list(self._named), self._tree.world.rank
+        self._owner: dict[Piece, int] = {}
+        for bucket, shards, weights, gradients in zip(
+            self._tree.buckets, self._tree.shards, self._weights, self._tree.flats, strict=True
+        ):
+            for slot in bucket.slots:
+                for piece in slot.pieces():
+                    start = slot.offset + piece.start
+                    owner = next(n for n, (first, end) in enumerate(shards) if first <= start < end)
+                    self._owner[piece] = owner
+                    if owner == rank:
+                        place = slice(start, slot.offset + piece.stop)
+                        parameter = nn.Parameter(weights[place])
+                        parameter.grad = gradients[place]
+                        owned.append(Owned(piece, names[slot.index], parameter))
+        return sorted(owned, key=lambda own: _order(own.piece))
+
+    @staticmethod
+    def _laid_out(name: str, tensor: Tensor, parameter: Tensor) -> Tensor:
+        """Return a state tensor's elements in the order in which the parameter's lie in memory."""
+        if tensor.ndim == 0:
+            return tensor.cpu()
+        if tensor.shape != parameter.shape:
+            raise StateMismatch(f"optimizer state {name!r} has shape {tuple(tensor.shape)}")
+        return in_memory_order(torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor))
+
+
+def _order(piece: Piece) -> tuple[int, int]:
+    return piece.index, piece.start
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad

@@ -1,0 +1,147 @@
+"""Exact mode with whole weights on every rank: ``ddp``, and ``zero1`` with the optimizer sharded over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from contracts.events.train import Training
+from trainbus.task import Task, TaskError
+from trainbus.trainer import optimizer_state as packing
+from trainbus.trainer.exact.buffers import Buffers
+from trainbus.trainer.exact.determinism import be_deterministic
+from trainbus.trainer.exact.layout import Slot, in_memory_order, is_dense
+from trainbus.trainer.exact.norm import clip_factor, piece_norms, total_norm
+from trainbus.trainer.exact.reduce import GradientTree
+from trainbus.trainer.exact.tree import owned
+from trainbus.trainer.exact.zero1 import ShardedOptimizer
+from trainbus.trainer.strategies.base import LossModule, State, StepResult, share_of
+from trainbus.trainer.strategies.scaler import LossScale
+from trainbus.trainer.world import World
+
+
+class ExactDDPStrategy:
+    """A step is the sum over V leaves along a fixed tree: the same bits for any number of processes up to V."""
+
+    def __init__(self, task: Task, model: nn.Module, training: Training, world: World) -> None:
+        assert training.logical_ranks is not None
+        if world.size > training.logical_ranks:
+            raise TaskError(f"{world.size} ranks are more than training.logical_ranks ({training.logical_ranks})")
+        be_deterministic()
+        self._world = world
+        self.leaf_count = training.logical_ranks
+        self.leaves = owned(self.leaf_count, world.size)[world.rank]
+        self.model = model.to(world.device)
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        for _, parameter in named:
+            if not is_dense(parameter):
+                parameter.data = parameter.data.contiguous()
+        self._named = dict(named)
+        sharded = training.strategy == "zero1"
+        self._tree = GradientTree(
+            list(self._named.values()), list(self._named), self.leaf_count, world, sharded=sharded
+        )
+        # By parameter, from the first registered on: the order of the sum must not depend on buckets.
+        slots = sorted((s for bucket in self._tree.buckets for s in bucket.slots), key=lambda slot: slot.index)
+        self._slots: list[Slot] = slots
+        self.optimizer = task.optimizer(self.model)
+        self._sharded = ShardedOptimizer(self.optimizer, self.model, self._named, self._tree) if sharded else None
+        self._buffers = Buffers(self.model, self.leaf_count, world, training.buffers)
+        self._scale = LossScale(training.precision == "fp16")
+        self._loss = LossModule(task, self.model, training.precision, world.device)
+        self._leaf_weight = 0.0
+
+    def backward(self, batch: Any | None, weight: float, *, leaf: int, first: bool, last: bool) -> Tensor:
+        self._tree.begin(leaf, first=first, last=last)
+        self._leaf_weight = weight if first else self._leaf_weight + weight
+        if batch is None:
+            loss = torch.zeros((), device=self._world.device)
+        else:
+            loss = self._loss(batch) * weight
+            (loss * self._scale.scale if self._scale.enabled else loss).backward()
+        self._tree.end(leaf, last=last)
+        if last:
+            self._buffers.leaf_done(leaf, self._leaf_weight)
+        return loss.detach()
+
+    def step(self, clip_norm: float | None) -> StepResult:
+        self._tree.finish()
+        self._buffers.step_done()
+        unscale = 1.0 / self._scale.scale
+        norm = self._norm()
+        taken = self._scale.accept(float(norm)) if self._scale.enabled else True
+        norm = norm * unscale
+        self._buffers.commit()
+        if taken:
+            self._multiply(clip_factor(norm, clip_norm), unscale)
+            if self._sharded is not None:
+                self._sharded.step()
+            else:
+                self.optimizer.step()
+        self._tree.forget()
+        return StepResult(norm, skipped=not taken)
+
+    def _norm(self) -> Tensor:
+        if self._sharded is not None:
+            return total_norm(self._sharded.piece_norms())
+        pieces = []
+        for slot in self._slots:
+            assert slot.parameter.grad is not None
+            flat = in_memory_order(slot.parameter.grad)
+            pieces += [flat[piece.start : piece.stop] for piece in slot.pieces()]
+        return total_norm(piece_norms(pieces))
+
+    def _multiply(self, factor: Tensor | None, unscale: float) -> None:
+        if self._sharded is not None:
+            gradients = self._sharded.gradients()
+        elif self._tree.flat:
+            gradients = self._tree.flats
+        else:
+            gradients = [parameter.grad for parameter in self._named.values() if parameter.grad is not None]
+        if unscale != 1.0:
+            torch._foreach_mul_(gradients, unscale)
+        if factor is not None and gradients:
+            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+
+    def sync_buffers(self) -> None:
+        """They are the same after every step."""
+
+    def parameters_for_ema(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self._named.items()}
+
+    def load_ema(self, ema: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+        for name, tensor in ema.items():
+            tensor.copy_(saved[name])
+
+    def state(self, ema: Mapping[str, Tensor] | None = None) -> State:
+        if self._sharded is not None:
+            return self._sharded.gathered(self._whole_model(ema))
+        return share_of(self._whole(ema), self._world.size, self._world.rank)
+
+    def survivor_state(self, ema: Mapping[str, Tensor] | None = None) -> State | None:
+        if self._sharded is not None and self._world.size > 1:
+            return None
+        self._buffers.roll_back()
+        return self.state(ema) if self._sharded is not None else self._whole(ema)
+
+    def _whole(self, ema: Mapping[str, Tensor] | None) -> State:
+        state = self._whole_model(ema)
+        state.optimizer = packing.pack(self.optimizer, self.model, copy=False)
+        return state
+
+    def load_state(self, state: State) -> None:
+        if state.model:
+            self.model.load_state_dict(state.model)
+        self._buffers.reload()
+        if self._sharded is not None:
+            self._sharded.load(state.optimizer)
+        else:
+            packing.unpack(state.optimizer, self.optimizer, self.model)
+        self._scale.load(state.scaler)
+
+    def _whole_model(self, ema: Mapping[str, Tensor] | None) -> State:
+        model = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
+        return State(model, ema=dict(ema or {}), scaler=self._scale.state())

@@ -12,6 +12,7 @@ from nats.js.errors import Error as JetStreamError
 
 from contracts import topology
 from services.gateway import metrics, queries
+from services.gateway.core.fold import GONENESS
 from services.gateway.core.rows import STATES
 from services.gateway.store import Store
 from services.kit.bus import Bus
@@ -32,9 +33,9 @@ async def watch_read_model(store: Store) -> None:
         metrics.OLDEST_QUEUED_SECONDS.set(0 if oldest is None else max(time.time() - oldest, 0))
         nodes = await queries.nodes(store)
         node_states = Counter(node.state for node in nodes)
-        for state in ("up", "draining", "left", "lost"):
+        for state in GONENESS:
             metrics.NODES.labels(state).set(node_states[state])
-        there = [node for node in nodes if node.state in ("up", "draining")]
+        there = [node for node in nodes if node.state not in ("left", "lost")]
         used = sum(node.used for node in there)
         metrics.SLOTS.labels("used").set(used)
         metrics.SLOTS.labels("free").set(sum(node.slots for node in there) - used)

@@ -12,7 +12,8 @@ from contracts.base import Fact
 from contracts.events.run import RunPlaced
 from services.kit.bus import Bus, Received
 from services.scheduler import metrics
-from services.scheduler.core.cluster import Cluster, Phase, apply, seen
+from services.scheduler.core.cluster import Cluster, Phase
+from services.scheduler.core.fold import apply, seen
 
 log = structlog.get_logger(__name__)
 

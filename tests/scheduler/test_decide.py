@@ -18,10 +18,11 @@ from contracts.events.run import (
     RunStarted,
     RunWaiting,
 )
-from services.scheduler.core.cluster import Cluster, apply
+from services.scheduler.core.cluster import Cluster
 from services.scheduler.core.decide import deaf_nodes, decide, plan
 from services.scheduler.core.decisions import fact_of
 from services.scheduler.core.explain import message
+from services.scheduler.core.fold import apply
 from services.scheduler.core.place import take_alike
 from services.scheduler.core.policy import Policy
 from tests.scheduler.world import START, World, spec

@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.scheduler.core.cluster import fold
+from services.scheduler.core.fold import fold
 from services.scheduler.core.policy import Policy
 from tests.scheduler.world import Chaos, World
 

@@ -25,9 +25,10 @@ from contracts.events.run import (
     RunStarted,
 )
 from contracts.events.train import TrainRequested
-from services.scheduler.core.cluster import TERMINAL, Cluster, Run, apply, fold
+from services.scheduler.core.cluster import TERMINAL, Cluster, Run
 from services.scheduler.core.decide import decide
 from services.scheduler.core.decisions import Decision, fact_of
+from services.scheduler.core.fold import apply, fold
 from services.scheduler.core.policy import Policy
 
 START = datetime(2026, 1, 1, tzinfo=UTC)

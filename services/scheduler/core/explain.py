@@ -9,7 +9,7 @@ from typing import Any
 
 from services.scheduler.core.cluster import Cluster, Node, Phase, Run
 from services.scheduler.core.decisions import Code
-from services.scheduler.core.place import Counts
+from services.scheduler.core.place import Counts, useful
 from services.scheduler.core.reclaim import Holding
 
 #: How many runs or nodes a message names.
@@ -147,7 +147,8 @@ def state(cluster: Cluster, run_id: str, waits: dict[str, Why]) -> dict[str, Any
 
 def _not_waiting(run: Run) -> tuple[str, str]:
     where = _named(sorted(part.node_id for part in run.live), "node")
-    wish = "" if run.slot_count >= run.spec.slots.max else f" (it would use up to {run.spec.slots.max})"
+    wanted = useful(run, run.spec.slots.max)
+    wish = "" if run.slot_count >= wanted else f" (it would use up to {wanted})"
     match run.phase:
         case Phase.PREPARING:
             return "preparing", "its data is being prepared; it is queued as soon as that is done"

@@ -1,0 +1,367 @@
+"""The fold of facts into a ``Cluster``, in stream order.
+
+``apply`` is the only thing that changes a ``Cluster``. It is total: a fact that is late, doubled,
+or of an old generation changes nothing, so any log can be folded and every fold of it is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from typing import Any, Literal
+
+from contracts import subjects
+from contracts.base import Fact
+from contracts.envelope import Envelope, same_trace
+from contracts.events import checkpoint, node, run
+from contracts.events.run import RunExited, RunPreempting, RunPrepared, RunStalled
+from services.scheduler.core.cluster import Cluster, Committed, Ending, Node, Part, Phase, Run
+
+#: Strikes of a node that a run is to leave out at once: more than any policy forgives.
+EXCLUDED = 1_000_000
+
+
+def fold(events: Iterable[tuple[Fact, int, datetime]]) -> Cluster:
+    """The cluster after these (fact, sequence, time), oldest first."""
+    cluster = Cluster()
+    for fact, sequence, time in events:
+        apply(cluster, fact, sequence, time)
+    return cluster
+
+
+def apply(cluster: Cluster, fact: Fact, sequence: int, time: datetime, envelope: Envelope | None = None) -> None:
+    """Fold one fact in. ``time`` is when the server stored it: one clock for all facts."""
+    if sequence <= cluster.sequence:
+        return
+    cluster.sequence = sequence
+    if isinstance(fact, run.RunPlaced):
+        cluster.placed_sequence = sequence
+    if isinstance(fact, run.RunAccepted):
+        _accepted(cluster, fact, sequence, time, envelope)
+    elif isinstance(fact, run.RunRejected):
+        if fact.run_id not in cluster.runs:
+            cluster.phases[Phase.REJECTED] += 1
+    elif isinstance(fact, run.RunFact):
+        known = cluster.runs.get(fact.run_id)
+        if known is None:
+            return
+        known.last_sequence, known.last_event_id = sequence, fact.event_id
+        if envelope is not None and same_trace(envelope.traceparent, known.traceparent):
+            # Whatever somebody asks of the run later on has a trace of its own; the run keeps its one.
+            known.traceparent = envelope.traceparent
+        if on_run := _RUN_FACTS.get(type(fact)):
+            on_run(cluster, known, fact, time)
+    elif on_node := _NODE_FACTS.get(type(fact)):
+        on_node(cluster, fact, time)
+
+
+def seen(cluster: Cluster, subject: str, sequence: int) -> None:
+    """Something stands on this subject, a fact that was applied or nonsense that cannot be.
+
+    The server's expectations count both: a fence that left nonsense out would never hold again.
+    """
+    cluster.sequence = max(cluster.sequence, sequence)
+    aggregate, run_id, name = subjects.parts(subject)
+    if aggregate == run.RunFact.aggregate:
+        if name == run.RunPlaced.fact:
+            cluster.placed_sequence = max(cluster.placed_sequence, sequence)
+        if (known := cluster.runs.get(run_id)) is not None:
+            known.last_sequence = max(known.last_sequence, sequence)
+
+
+# -- a run's facts ----------------------------------------------------------------------------------
+
+
+def _accepted(
+    cluster: Cluster, fact: run.RunAccepted, sequence: int, time: datetime, envelope: Envelope | None
+) -> None:
+    if fact.run_id in cluster.runs:
+        return
+    accepted = Run(fact.run_id, fact.spec, sequence, time, last_sequence=sequence, last_event_id=fact.event_id)
+    accepted.correlation_id = (envelope.correlation_id if envelope else "") or fact.request_id
+    accepted.traceparent = envelope.traceparent if envelope else ""
+    if fact.spec.resume_from is not None:
+        accepted.initial = cluster.checkpoints.get(fact.spec.resume_from)
+        accepted.inherited_machine = cluster.machines.get(fact.spec.resume_from, "")
+    cluster.runs[fact.run_id] = accepted
+    cluster.unqueued[fact.run_id] = None
+    accepted.phase = Phase.READY if fact.spec.data is None else Phase.PREPARING
+    cluster.phases[accepted.phase] += 1
+
+
+def _prepared(cluster: Cluster, known: Run, fact: RunPrepared, time: datetime) -> None:
+    if known.phase is Phase.PREPARING and known.prepare_problem is None:
+        known.dataset = fact
+        _enter(cluster, known, Phase.READY)
+
+
+def _prepare_failed(cluster: Cluster, known: Run, fact: run.RunPrepareFailed, time: datetime) -> None:
+    if known.phase is Phase.PREPARING:
+        known.prepare_problem = fact.reason
+
+
+def _cancelling(cluster: Cluster, known: Run, fact: run.RunCancelling, time: datetime) -> None:
+    if not known.terminal and known.cancel_reason is None:
+        known.cancel_reason = fact.reason
+
+
+def _queued(cluster: Cluster, known: Run, fact: run.RunQueued, time: datetime) -> None:
+    if known.terminal or known.phase is Phase.QUEUED or known.live or fact.next_generation != known.next_generation:
+        return
+    if fact.reason in ("crashed", "node lost"):
+        known.setbacks += 1
+    if fact.reason == "node lost":
+        known.blameless += 1
+        known.strikes.update(_at_fault(cluster, known))
+    known.parts, known.preempting, known.ended_at, known.stalled = {}, None, None, None
+    known.queued_at, known.queue_reason, known.failures = time, fact.reason, fact.failures
+    _enter(cluster, known, Phase.QUEUED)
+
+
+def _at_fault(cluster: Cluster, known: Run) -> dict[str, int]:
+    """How many strikes the nodes that failed a generation get, by their incarnations.
+
+    It is those whose ranks failed, made no step, or never started.
+    """
+    if (stalled := known.stalled) is not None:
+        home = cluster.nodes.get(stalled.node_id)
+        return {home.incarnation: EXCLUDED if stalled.on_stall == "exclude" else 1} if home else {}
+    failed = [part for part in known.parts.values() if part.unprovoked and part.exit and part.exit.blameless]
+    if not failed and not any(part.ended in ("lost", "failed") for part in known.parts.values()):
+        failed = [part for part in known.parts.values() if not part.started]
+    return {home.incarnation: 1 for part in failed if (home := cluster.nodes.get(part.node_id)) is not None}
+
+
+def _waiting(cluster: Cluster, known: Run, fact: run.RunWaiting, time: datetime) -> None:
+    known.waiting_code, known.waiting_generation = fact.code, fact.next_generation
+
+
+def _placed(cluster: Cluster, known: Run, fact: run.RunPlaced, time: datetime) -> None:
+    if fact.generation != known.next_generation or known.live:
+        return
+    known.generation, known.placed_at, known.final = fact.generation, time, None
+    known.preempting, known.ended_at, known.stalled = None, None, None
+    if fact.resume is None:
+        known.machine, known.inexact = "", False
+    known.parts = {member.node_id: Part(member.node_id, member.slots, member.ranks) for member in fact.members}
+    # A placement of a run that is over (a leader too late) holds its slots all the same, since the
+    # agents act on it, until it has been told to let go.
+    cluster.active[known.run_id] = None
+    if not known.terminal:
+        _enter(cluster, known, Phase.PLACED)
+    for part in known.parts.values():
+        home = cluster.nodes.get(part.node_id)
+        if home is None or not home.alive:
+            _end(cluster, known, part, "lost", time)
+        else:
+            for slot in part.slots:
+                home.used.setdefault(slot, (known.run_id, fact.generation))
+            home.count_free(time)
+    cluster.moved_at = time
+
+
+def _started(cluster: Cluster, known: Run, fact: run.RunStarted, time: datetime) -> None:
+    if fact.generation != known.generation or fact.node_id not in known.parts:
+        return
+    known.parts[fact.node_id].started = True
+    known.inexact = known.inexact or fact.exactness == "samples-exact"
+    if (home := cluster.nodes.get(fact.node_id)) is not None:
+        known.machine = home.machine
+    if known.phase is Phase.PLACED:
+        _enter(cluster, known, Phase.RUNNING)
+
+
+def _stalled(cluster: Cluster, known: Run, fact: RunStalled, time: datetime) -> None:
+    current = fact.generation == known.generation and fact.node_id in known.parts
+    if current and fact.on_stall != "observe" and known.preempting is None and known.stalled is None:
+        known.stalled = fact
+
+
+def _preempting(cluster: Cluster, known: Run, fact: RunPreempting, time: datetime) -> None:
+    if fact.generation != known.generation or not known.live or known.preempting is not None:
+        return
+    known.preempting, known.preempting_at = fact, time
+    if not known.terminal:
+        _enter(cluster, known, Phase.PREEMPTING)
+
+
+def _released(cluster: Cluster, known: Run, fact: run.RunReleased, time: datetime) -> None:
+    part = known.parts.get(fact.node_id)
+    if part is not None and part.ended is None and fact.generation == known.generation:
+        _end(cluster, known, part, "released", time)
+
+
+def _exited(cluster: Cluster, known: Run, fact: RunExited, time: datetime) -> None:
+    part = known.parts.get(fact.node_id)
+    if part is not None and part.ended is None and fact.generation == known.generation:
+        part.exit = fact
+        part.unprovoked = known.preempting is None
+        _end(cluster, known, part, fact.outcome, time)
+
+
+def _end(cluster: Cluster, known: Run, part: Part, how: Ending, time: datetime) -> None:
+    """A part is over: its slots are free, and with the last one the generation has ended."""
+    part.ended = how
+    home = cluster.nodes.get(part.node_id)
+    if home is not None:
+        for slot in part.slots:
+            if home.used.get(slot) == (known.run_id, known.generation):
+                del home.used[slot]
+        home.count_free(time)
+    cluster.moved_at = time
+    if not known.live:
+        known.ended_at = time
+        if known.terminal:
+            cluster.active.pop(known.run_id, None)
+
+
+def _committed(cluster: Cluster, known: Run, fact: checkpoint.CheckpointCommitted, time: datetime) -> None:
+    if fact.generation > known.generation:
+        return
+    committed = Committed(fact.generation, fact.checkpoint)
+    known.checkpoints[fact.checkpoint.uri] = committed
+    cluster.checkpoints[fact.checkpoint.uri] = fact.checkpoint
+    if fact.exactness == "exact" and known.machine:
+        cluster.machines[fact.checkpoint.uri] = known.machine
+    if known.newest is None or _age(committed) >= _age(known.newest):
+        known.newest, known.committed_at, known.setbacks, known.blameless = committed, time, 0, 0
+        if fact.generation == known.generation:
+            for home in [cluster.nodes.get(node_id) for node_id in known.parts]:
+                known.strikes.pop(home.incarnation if home else "", None)
+    if fact.final and fact.generation == known.generation:
+        known.final = fact.checkpoint
+
+
+def _deleted(cluster: Cluster, known: Run, fact: checkpoint.CheckpointDeleted, time: datetime) -> None:
+    gone = known.checkpoints.pop(fact.uri, None)
+    cluster.checkpoints.pop(fact.uri, None)
+    cluster.machines.pop(fact.uri, None)
+    if gone is not None and gone == known.newest:
+        known.newest = max(known.checkpoints.values(), key=_age, default=None)
+
+
+def _age(committed: Committed) -> tuple[int, int]:
+    return committed.generation, committed.ref.step
+
+
+def _completed(cluster: Cluster, known: Run, fact: run.RunCompleted, time: datetime) -> None:
+    _over(cluster, known, Phase.COMPLETED, "completed")
+
+
+def _failed(cluster: Cluster, known: Run, fact: run.RunFailed, time: datetime) -> None:
+    _over(cluster, known, Phase.FAILED, fact.reason)
+
+
+def _cancelled(cluster: Cluster, known: Run, fact: run.RunCancelled, time: datetime) -> None:
+    _over(cluster, known, Phase.CANCELLED, fact.reason)
+
+
+def _over(cluster: Cluster, known: Run, phase: Phase, outcome: str) -> None:
+    if known.terminal:
+        return
+    _enter(cluster, known, phase)
+    known.outcome = outcome
+    if not known.live:
+        cluster.active.pop(known.run_id, None)
+        known.parts = {}
+
+
+def _enter(cluster: Cluster, known: Run, phase: Phase) -> None:
+    """Change the phase and keep the indexes in step with it."""
+    cluster.phases[known.phase] -= 1
+    cluster.phases[phase] += 1
+    if phase not in (Phase.PREPARING, Phase.READY):
+        cluster.unqueued.pop(known.run_id, None)
+    if phase is Phase.QUEUED:
+        cluster.queued[known.run_id] = None
+        cluster.active.pop(known.run_id, None)
+    else:
+        cluster.queued.pop(known.run_id, None)
+    known.phase = phase
+
+
+# -- a node's facts ---------------------------------------------------------------------------------
+
+
+def _joined(cluster: Cluster, fact: node.NodeJoined, time: datetime) -> None:
+    old = cluster.nodes.get(fact.node_id)
+    past: set[str] = set()
+    if old is not None:
+        if fact.incarnation == old.incarnation or fact.incarnation in old.past:
+            return
+        past = old.past | {old.incarnation}
+    new = Node(fact.node_id, fact.incarnation, fact.slots, fact.lease_ttl_s, past=past)
+    new.accelerator, new.machine = fact.accelerator, fact.machine_digest
+    if old is not None:
+        kept = set(fact.running)
+        new.used = {slot: holder for slot, holder in old.used.items() if holder in kept}
+        _lose_parts(cluster, old, kept, time)
+    cluster.nodes[fact.node_id] = new
+    new.count_free(time)
+    cluster.moved_at = time
+
+
+def _gone(state: Literal["lost", "left"]) -> Callable[[Cluster, Any, datetime], None]:
+    def on_gone(cluster: Cluster, fact: node.NodeLost | node.NodeLeft, time: datetime) -> None:
+        known = cluster.nodes.get(fact.node_id)
+        if known is not None and known.alive and known.incarnation == fact.incarnation:
+            known.state = state
+            _lose_parts(cluster, known, set(), time)
+
+    return on_gone
+
+
+def _draining(cluster: Cluster, fact: node.NodeDraining, time: datetime) -> None:
+    known = cluster.nodes.get(fact.node_id)
+    if known is not None and known.incarnation == fact.incarnation:
+        known.draining = True
+
+
+def _noticed(cluster: Cluster, fact: node.NodeNotice, time: datetime) -> None:
+    known = cluster.nodes.get(fact.node_id)
+    if known is None or known.incarnation != fact.incarnation:
+        return
+    # A recommendation to leave is often followed by the order, which says how long there is.
+    known.notice, known.noticed_at = fact, time
+
+
+def _unfit(cluster: Cluster, fact: node.NodeUnfit, time: datetime) -> None:
+    known = cluster.nodes.get(fact.node_id)
+    if known is not None and known.incarnation == fact.incarnation:
+        known.unfit = fact
+
+
+def _lose_parts(cluster: Cluster, home: Node, kept: set[tuple[str, int]], time: datetime) -> None:
+    for run_id, generation in dict.fromkeys(home.used.values()):
+        holder = cluster.runs[run_id]
+        part = holder.parts.get(home.node_id)
+        if (run_id, generation) not in kept and part is not None and holder.generation == generation:
+            _end(cluster, holder, part, "lost", time)
+
+
+_RUN_FACTS: dict[type[Fact], Callable[[Cluster, Run, Any, datetime], None]] = {
+    RunPrepared: _prepared,
+    run.RunPrepareFailed: _prepare_failed,
+    run.RunCancelling: _cancelling,
+    run.RunQueued: _queued,
+    run.RunWaiting: _waiting,
+    run.RunPlaced: _placed,
+    run.RunStarted: _started,
+    RunStalled: _stalled,
+    RunPreempting: _preempting,
+    run.RunReleased: _released,
+    RunExited: _exited,
+    checkpoint.CheckpointCommitted: _committed,
+    checkpoint.CheckpointDeleted: _deleted,
+    run.RunCompleted: _completed,
+    run.RunFailed: _failed,
+    run.RunCancelled: _cancelled,
+}
+_NODE_FACTS: dict[type[Fact], Callable[[Cluster, Any, datetime], None]] = {
+    node.NodeJoined: _joined,
+    node.NodeLost: _gone("lost"),
+    node.NodeLeft: _gone("left"),
+    node.NodeDraining: _draining,
+    node.NodeNotice: _noticed,
+    node.NodeUnfit: _unfit,
+}

@@ -1,0 +1,377 @@
+"""Cutting files, sending what is new, putting them together again."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+
+from contracts.events.checkpoint import CheckpointFile, CheckpointRotten
+from services.kit.bus import Bus
+from services.kit.chunks import Damaged, restore_file
+from services.kit.objects import Objects, blob_sha256
+from services.kit.settings import Settings
+from services.worker.cache import Cache
+from services.worker.core import chunks as core
+from services.worker.core.delta import Bases
+from services.worker.dvc import pointer_key, write_pointer
+from services.worker.known import Known
+from services.worker.repair import repair
+from services.worker.upload import Uploader, bases_of, cut_file
+
+MIB = 2**20
+
+
+def tensors(names: dict[str, int], seed: int = 0) -> dict[str, Any]:
+    """Random float32 tensors of so many bytes."""
+    generator = np.random.default_rng(seed)
+    return {name: generator.standard_normal(size // 4, dtype=np.float32) for name, size in names.items()}
+
+
+def pieces_of(path: Path) -> list[tuple[str, str, int]]:
+    """(key, hash, bytes) of each piece."""
+    content = path.read_bytes()
+    with path.open("rb") as file:
+        cut = cut_file(file.fileno(), len(content))
+    return [(p.key, hashlib.sha256(content[p.start : p.start + p.size_bytes]).hexdigest(), p.size_bytes) for p in cut]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, objects: Objects) -> Cache:
+    return Cache(tmp_path / "cache", objects, 2**30)
+
+
+# -- cutting -------------------------------------------------------------------
+
+
+def test_a_file_is_cut_at_its_tensors(tmp_path: Path) -> None:
+    names = {"a.large": 20 * MIB, "b.bias": 1000, "c.bias": 2000, "d.weight": MIB}
+    save_file(tensors(names), tmp_path / "x.safetensors")
+    cut = [(key, size) for key, _, size in pieces_of(tmp_path / "x.safetensors")]
+    assert cut[1:] == [
+        ("a.large@0", 16 * MIB),
+        ("a.large@16777216", 4 * MIB),
+        ("b.bias..c.bias", 3000),
+        ("d.weight@0", MIB),
+    ]
+
+
+def test_a_change_stays_where_it_is(tmp_path: Path) -> None:
+    """One tensor's new values are one new piece; tensors that come or go leave the others' pieces as they are."""
+    names = {f"layer.{n:04d}.weight": (n % 7 + 1) * 40_000 for n in range(300)}
+    state = tensors(names)
+    save_file(state, tmp_path / "before.safetensors")
+    before = {digest for _, digest, _ in pieces_of(tmp_path / "before.safetensors")}
+
+    state["layer.0005.weight"] = state["layer.0005.weight"] + 1
+    save_file(state, tmp_path / "after.safetensors")
+    new = [size for _, digest, size in pieces_of(tmp_path / "after.safetensors") if digest not in before]
+    assert len(new) == 1
+
+    for name in list(state)[100:110]:
+        del state[name]
+    save_file(state, tmp_path / "fewer.safetensors")
+    fewer = pieces_of(tmp_path / "fewer.safetensors")
+    new_bytes = sum(size for _, digest, size in fewer if digest not in before)
+    # The header, the changed tensor's piece and what stood at the gap.
+    assert new_bytes < 5 * MIB < sum(size for _, _, size in fewer) / 5
+
+
+@given(st.binary(max_size=200), st.integers(0, 40 * MIB))
+def test_no_header_can_do_harm(header: bytes, size_bytes: int) -> None:
+    """Whatever a file says of itself, the pieces fill it in order and none is large."""
+    head = len(header).to_bytes(8, "little") + header
+    size_bytes = max(size_bytes, len(head))
+    length = core.header_length(head[:9], size_bytes)
+    cut = core.cut(size_bytes, head[:length])
+    at = 0
+    for piece in cut:
+        assert piece.start == at
+        at += piece.size_bytes
+    assert at == size_bytes
+    assert max(piece.size_bytes for piece in cut) <= core.CUT_BYTES
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}},  # a gap
+        {"a": {"dtype": "F32", "data_offsets": [0, 4]}, "b": {"dtype": "F32", "data_offsets": [0, 4]}},  # an overlap
+        {"a": {"dtype": "F32", "data_offsets": [4, 0]}},
+        {"a": {"dtype": "F32", "data_offsets": ["0", "4"]}},
+        {"a": {"dtype": [], "data_offsets": [0, 4]}},
+        {"a": [0, 4]},
+        {"a": {"dtype": "F32", "data_offsets": [0, 2**70]}},
+        [],
+    ],
+)
+def test_a_header_that_describes_nonsense_is_not_followed(described: Any) -> None:
+    body = json.dumps(described).encode()
+    header = len(body).to_bytes(8, "little") + body
+    cut = core.cut(len(header) + 4, header)
+    assert [(piece.start, piece.size_bytes, piece.key) for piece in cut] == [(0, len(header) + 4, "")]
+
+
+# -- there and back ------------------------------------------------------------
+
+
+async def test_only_what_is_new_is_sent_and_everything_comes_back(
+    tmp_path: Path, cache: Cache, objects: Objects, s3_settings: Settings
+) -> None:
+    bucket = s3_settings.bucket_models
+    names = {f"block.{n:02d}.weight": 1_500_000 for n in range(20)} | {"head": 20 * MIB, "tail.bias": 400}
+    state = tensors(names)
+    state["zeros.a"] = state["zeros.b"] = np.zeros(MIB, np.float32)
+    path = tmp_path / "model-0.safetensors"
+    save_file(state, path)
+    (tmp_path / "state.json").write_text("{}")
+    (tmp_path / "empty").touch()
+    named = {"model-0.safetensors": path, "state.json": tmp_path / "state.json", "empty": tmp_path / "empty"}
+    known = Known()
+
+    first = Uploader(objects, bucket, cache, known)
+    files = await first.files(named)
+    size_bytes = sum(file.size_bytes for file in files)
+    # Equal pieces went once.
+    assert size_bytes - 5 * MIB < first.sent_bytes <= size_bytes - 4 * MIB
+
+    # Another rank, a new life of the agent: the store is asked, nothing is sent but what is too small to ask for.
+    again = Uploader(objects, bucket, Cache(tmp_path / "other", objects, 2**30), Known())
+    assert await again.files(named) == files
+    assert again.sent_bytes < 70_000
+
+    state["block.07.weight"] = state["block.07.weight"] * 2
+    (tmp_path / "next").mkdir()
+    save_file(state, tmp_path / "next" / "model-0.safetensors")
+    second = Uploader(objects, bucket, cache, known)
+    changed = await second.files({"model-0.safetensors": tmp_path / "next" / "model-0.safetensors"})
+    assert second.sent_bytes < 1_500_000 + 10_000
+
+    # A node with nothing gets it all; one with the first checkpoint takes only what is new from the store.
+    fetched: list[int] = []
+    for local, expected in ((None, changed[0].size_bytes), (cache, 0)):
+        target = tmp_path / "restored" / str(expected)
+        await restore_file(objects, changed[0], target, local=local, on_bytes=fetched.append)
+        assert hashlib.sha256(target.read_bytes()).hexdigest() == changed[0].sha256
+    np.testing.assert_array_equal(load_file(target)["block.07.weight"], state["block.07.weight"])
+    empty = next(file for file in files if file.path == "empty")
+    await restore_file(objects, empty, tmp_path / "restored" / "empty")
+    assert (tmp_path / "restored" / "empty").read_bytes() == b""
+
+
+async def test_a_resume_takes_from_the_node_what_it_has(
+    tmp_path: Path, cache: Cache, objects: Objects, s3_settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces survive the agent, are found in whole files, and are fetched where the file is gone."""
+    state = tensors({"a": MIB, "b": MIB, "c": MIB})
+    path = tmp_path / "model-0.safetensors"
+    save_file(state, path)
+    (file,) = await Uploader(objects, s3_settings.bucket_models, cache, Known()).files({"model-0.safetensors": path})
+    # The same tensors in another division: no file is the same, every tensor is.
+    save_file({"b": state["b"], "c": state["c"]}, tmp_path / "half.safetensors")
+    half_path = tmp_path / "half.safetensors"
+    other = Cache(tmp_path / "other", objects, 2**30)
+    (half,) = await Uploader(objects, s3_settings.bucket_models, other, Known()).files({"half.safetensors": half_path})
+    uri = f"s3://{s3_settings.bucket_models}/manifest.json"
+    manifest = {"step": 1, "epoch": 1, "samples_consumed": 8, "files": [half.model_dump(mode="json")]}
+    await objects.put(uri, json.dumps(manifest).encode())
+
+    asked: list[str] = []
+    read_into = objects.read_into
+    monkeypatch.setattr(objects, "read_into", lambda uri, *rest: asked.append(uri) or read_into(uri, *rest))
+    reborn = Cache(cache.folder, objects, 2**30)
+    async with reborn.holding() as hold:
+        await reborn.checkpoint(uri, tmp_path / "resume", hold)
+    assert (tmp_path / "resume" / "half.safetensors").read_bytes() == half_path.read_bytes()
+    assert asked == [half.chunks[0].uri]  # its header; the tensors were here
+
+    # What was evicted is no longer found, and fetched.
+    empty = Cache(cache.folder, objects, 0)
+    empty.evict()
+    assert all(empty.find(chunk.sha256) is None for chunk in (*file.chunks, *half.chunks))
+    async with empty.holding() as hold:
+        await empty.checkpoint(uri, tmp_path / "again", hold)
+        assert (tmp_path / "again" / "half.safetensors").read_bytes() == half_path.read_bytes()
+    assert len(asked) == 1 + len(half.chunks)
+
+
+async def test_damage_in_the_store_leaves_nothing(tmp_path: Path, objects: Objects, s3_settings: Settings) -> None:
+    bucket = s3_settings.bucket_models
+    path = tmp_path / "file"
+    path.write_bytes(random.Random(1).randbytes(40 * MIB))
+    cache = Cache(tmp_path / "cache", objects, 2**30)
+    (file,) = await Uploader(objects, bucket, cache, Known()).files({"file": path})
+    assert [chunk.size_bytes for chunk in file.chunks] == [16 * MIB, 16 * MIB, 8 * MIB]
+    for harm in (b"x" * (8 * MIB), b"short"):
+        # As a disk does it: under the blob's name, past the store's check.
+        await objects._client.put_object(Bucket=bucket, Key=file.chunks[2].uri.split("/", 3)[3], Body=harm)
+        with pytest.raises(Damaged, match=r"expected"):
+            await restore_file(objects, file, tmp_path / "out" / "file")
+        assert list((tmp_path / "out").iterdir()) == []
+
+
+# -- differences ---------------------------------------------------------------
+
+
+async def test_differences_restore_to_the_bit_and_their_chains_end(
+    tmp_path: Path, cache: Cache, objects: Objects, s3_settings: Settings
+) -> None:
+    bucket, known = s3_settings.bucket_models, Known()
+    generator = np.random.default_rng(3)
+    state = tensors({"layer.weight": 2 * MIB, "noise": MIB})
+    versions: list[tuple[CheckpointFile, bytes]] = []
+    depths = []
+    for step in range(7):
+        # The rank that writes it changes, as after a resize.
+        name = f"model-{step % 2}.safetensors"
+        path = tmp_path / str(step) / name
+        path.parent.mkdir()
+        save_file(state, path)
+        bases = bases_of(step - 1, [versions[-1][0]], cache) if versions else Bases()
+        uploader = Uploader(objects, bucket, cache, known, bases)
+        (file,) = await uploader.files({name: path})
+        versions.append((file, path.read_bytes()))
+        layer, noise = file.chunks[1], file.chunks[2]
+        depths.append(sum(1 for _ in layer.uris) - 1)
+        if layer.encoding == "xor-zstd":
+            assert layer.stored_bytes is not None
+            assert layer.stored_bytes < 0.8 * layer.size_bytes
+            assert blob_sha256(layer.uri) != layer.sha256
+        assert noise.encoding == "plain"  # not worth it
+        state["layer.weight"] = state["layer.weight"] * np.float32(1 + 1e-6)
+        state["noise"] = generator.standard_normal(MIB // 4, dtype=np.float32)
+    assert depths == [0, 1, 2, 3, 4, 0, 1]
+    for n, (file, content) in enumerate(versions):
+        await restore_file(objects, file, tmp_path / "restored" / str(n))
+        assert (tmp_path / "restored" / str(n)).read_bytes() == content
+    # A link of the chain that is not what it was is found, whatever it decodes to.
+    file = versions[4][0]
+    base = file.chunks[1].base
+    assert base is not None
+    wrong = base.model_copy(update={"uri": versions[6][0].chunks[1].uri})
+    broken = file.chunks[1].model_copy(update={"base": wrong})
+    with pytest.raises(Damaged):
+        await restore_file(
+            objects, file.model_copy(update={"chunks": (file.chunks[0], broken, file.chunks[2])}), tmp_path / "no"
+        )
+
+
+async def test_rotten_blobs_are_written_anew_from_a_node(
+    tmp_path: Path, cache: Cache, objects: Objects, s3_settings: Settings, bus: Bus
+) -> None:
+    """Parts of files and differences alike; what this node has not, or has damaged, is left to others."""
+    bucket, known = s3_settings.bucket_models, Known()
+    state = tensors({"a": MIB, "b": MIB, "c": MIB})
+    save_file(state, tmp_path / "one.safetensors")
+    (one,) = await Uploader(objects, bucket, cache, known).files({"m.safetensors": tmp_path / "one.safetensors"})
+    save_file(state | {"a": state["a"] * np.float32(1 + 1e-6)}, tmp_path / "two.safetensors")
+    bases = bases_of(1, [one], cache)
+    (two,) = await Uploader(objects, bucket, cache, known, bases).files({"m.safetensors": tmp_path / "two.safetensors"})
+    plain, difference = two.chunks[2], two.chunks[1]
+    assert (plain.encoding, difference.encoding) == ("plain", "xor-zstd")
+    elsewhere = f"s3://{bucket}/blobs/sha256/ab/{'ab' * 32}"
+    manifest_uri = f"s3://{bucket}/e/r1/checkpoints/epoch_1/step_00000002.g1.json"
+    await objects.put(manifest_uri, json.dumps({"files": [two.model_dump(mode="json")]}).encode())
+    blobs = (plain.uri, difference.uri, elsewhere)
+    for uri in blobs[:2]:
+        await objects.delete(uri)
+    rotten = CheckpointRotten(run_id="r1", uri=manifest_uri, step=2, blobs=blobs, found_at="2026-01-01T00:00:00Z")
+
+    context: Any = type("Context", (), {})()
+    context.cache, context.objects, context.bus, context.known = cache, objects, bus, known
+    context.settings = type("Settings", (), {"node_id": "n1"})()
+    assert await repair(context, rotten) == list(blobs[:2])
+    said = await bus.history("run.r1.checkpoint_repaired")
+    assert [each.event.blob for each in said] == list(blobs[:2])
+    await restore_file(objects, two, tmp_path / "restored")
+    assert (tmp_path / "restored").read_bytes() == (tmp_path / "two.safetensors").read_bytes()
+
+    # This node's own copy is rotten too.
+    await objects.delete(plain.uri)
+    for file in (one, two):
+        damaged = bytearray(cache.blob(file.sha256).read_bytes())
+        damaged[-MIB - 100] ^= 1
+        cache.blob(file.sha256).unlink()
+        cache.blob(file.sha256).write_bytes(damaged)
+    assert await repair(context, rotten) == [difference.uri]
+
+
+# -- what is known -------------------------------------------------------------
+
+
+async def test_what_is_not_trusted_is_sent_anew(
+    tmp_path: Path, cache: Cache, objects: Objects, s3_settings: Settings
+) -> None:
+    bucket, known = s3_settings.bucket_models, Known()
+    path = tmp_path / "file"
+    path.write_bytes(b"7" * MIB)
+    (file,) = await Uploader(objects, bucket, cache, known).files({"file": path})
+    await objects.delete(file.chunks[0].uri)
+    # Known to be there: nobody looks. The checkpoint service does, and its refusal is heard.
+    blind = Uploader(objects, bucket, cache, known)
+    await blind.files({"file": path})
+    assert blind.sent_bytes == 0
+    known.forget()
+    seeing = Uploader(objects, bucket, cache, known)
+    await seeing.files({"file": path})
+    assert seeing.sent_bytes == MIB
+    # There, and of the right size, but said to be rotten.
+    known.distrust([file.sha256])
+    for expected in (MIB, 0):
+        uploader = Uploader(objects, bucket, cache, known)
+        await uploader.files({"file": path})
+        assert uploader.sent_bytes == expected
+
+
+async def test_an_upload_that_is_given_up_ends_all_of_its_requests(
+    tmp_path: Path, cache: Cache, objects: Objects, s3_settings: Settings
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(random.Random(2).randbytes(33 * MIB))
+    begun = asyncio.Event()
+    put = objects.put
+
+    async def slow(*args: Any, **rest: Any) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    objects.put = slow  # type: ignore[method-assign]
+    uploader = Uploader(objects, s3_settings.bucket_models, cache, Known())
+    task = asyncio.create_task(uploader.files({"file": path}))
+    await begun.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert all(each.done() for each in uploader._sending.values())
+    objects.put = put  # type: ignore[method-assign]
+    assert cache.find(hashlib.sha256(path.read_bytes()).hexdigest()) is None
+
+
+# -- DVC -----------------------------------------------------------------------
+
+
+async def test_dvc_finds_the_files_where_it_looks(tmp_path: Path, objects: Objects, s3_settings: Settings) -> None:
+    """The layout of DVC 3: the pointer's hashes are the files' names under the remote's ``files/md5``."""
+    bucket = s3_settings.bucket_models
+    named = {"model-0.safetensors": tmp_path / "a", "notes/it's.json": tmp_path / "b"}
+    for name, path in named.items():
+        path.write_text(name * 1000)
+    key = pointer_key("digits", "r1", 2, 30, 1, "n1")
+    uri = await write_pointer(objects, bucket, key, named)
+    assert uri == f"s3://{bucket}/digits/r1/checkpoints/epoch_2/step_00000030.g1.n1.dvc"
+    outs = yaml.safe_load(await objects.get(uri))["outs"]
+    assert [out["path"] for out in outs] == sorted(named)
+    for out in outs:
+        content = await objects.get(f"s3://{bucket}/dvc/files/md5/{out['md5'][:2]}/{out['md5'][2:]}")
+        assert content == named[out["path"]].read_bytes()
+        assert (hashlib.md5(content).hexdigest(), len(content), "md5") == (out["md5"], out["size"], out["hash"])

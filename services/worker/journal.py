@@ -16,11 +16,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from contracts.base import Fact
 from contracts.events.run import RunLog, RunStarted
-from contracts.ranks import JournalLine, StartedLine
+from contracts.progress import ring_name
+from contracts.ranks import JournalLine, StartedLine, StragglerLine
 from services.kit.bus import Transient
 from services.worker import metrics
 from services.worker.core import journal as core
 from services.worker.files import write_atomically
+from services.worker.ring import RingReader
 
 log = structlog.get_logger(__name__)
 
@@ -59,11 +61,15 @@ class Follower:
         interval_s: float,
         patterns: Mapping[str, core.Pattern] | None = None,
         launch_is_start: bool = False,
+        homes: Mapping[int, str] | None = None,
     ) -> None:
+        """``homes``: the node of every rank of the generation."""
         self._placed, self._folder, self._publish, self._now = placed, folder, publish, now
         self._interval_s, self._patterns = interval_s, patterns or {}
         #: A script need not say anything: it has started as soon as it runs.
         self._launch_is_start = launch_is_start
+        self._homes = homes or {}
+        self._rings: dict[int, RingReader] = {}
         self._path = folder / "follow.json"
         self.state = GenerationState()
         if self._path.exists():
@@ -81,6 +87,21 @@ class Follower:
 
     def save(self) -> None:
         write_atomically(self._path, self.state.model_dump_json())
+        for rank, ring in self._rings.items():
+            # Only now: after a crash, what is being published is read once more.
+            ring.done(self.state.ranks[rank].ring_start)
+
+    def ring_of(self, rank: int) -> RingReader | None:
+        """The rank's ring, None while it has none."""
+        ring = self._rings.get(rank) or RingReader.open(self._folder / ring_name(rank))
+        if ring is not None:
+            self._rings[rank] = ring
+        return ring
+
+    def close(self) -> None:
+        """Let go of the rings."""
+        while self._rings:
+            self._rings.popitem()[1].close()
 
     async def run(self) -> None:
         """Follow until cancelled."""
@@ -106,7 +127,10 @@ class Follower:
         # A cut that is not published yet stays as it is: what has its id may be stored already, and must
         # be the same the second time, also when the server no longer remembers the first.
         await self._publish_cuts()
-        read = [self._read_journal(rank, at_end) | self._read_log(rank, at_end) for rank in self.state.ranks]
+        read = [
+            self._read_journal(rank, at_end) | self._read_ring(rank) | self._read_log(rank, at_end)
+            for rank in self.state.ranks
+        ]
         if any(read):
             self.save()
             await self._publish_cuts()
@@ -137,6 +161,17 @@ class Follower:
         self.news.set()
         return True
 
+    def _read_ring(self, rank: int) -> bool:
+        """Take all there is: a line read before says nothing of a step whose record is not taken with it."""
+        state, ring = self.state.ranks[rank], self.ring_of(rank)
+        if ring is None or (head := ring.head) <= state.ring_end:
+            return False
+        state.ring_end += len(ring.read(state.ring_end, min(head, state.ring_start + ring.capacity)))
+        if state.ring_end == state.ring_start:
+            return False
+        core.fold_records(state, ring.read(state.ring_end - 1, state.ring_end)[0][1])
+        return True
+
     def _read_log(self, rank: int, at_end: bool) -> bool:
         state = self.state.ranks[rank]
         content = self._read(f"rank_{rank}.log", state.log_end, at_end)
@@ -165,16 +200,32 @@ class Follower:
 
     async def _publish_cuts(self) -> None:
         for rank, state in self.state.ranks.items():
+            await self._publish_records(rank, state)
             if state.journal_start < state.journal_end:
                 content = self._cut(f"rank_{rank}.jsonl", state.journal_start, state.journal_end)
                 lines: list[tuple[int, JournalLine]] = core.parse(content, state.journal_start)[0]
                 for event in core.progress(self._placed, rank, lines):
                     await self._publish(event)
+                for _, line in lines:
+                    if isinstance(line, StragglerLine):
+                        await self._publish(core.straggler(self._placed, self._homes, line))
                 state.journal_start = state.journal_end
             if state.log_start < state.log_end:
                 await self._publish_log(rank, state)
         await self._publish_started()
         metrics.JOURNAL_LAG_BYTES.set(self._lag_bytes())
+
+    async def _publish_records(self, rank: int, state: core.RankState) -> None:
+        ring = self.ring_of(rank) if state.ring_start < state.ring_end else None
+        if ring is None:
+            return
+        records = ring.read(state.ring_start, state.ring_end)
+        if len(records) < state.ring_end - state.ring_start:
+            log.error("records of a rank are lost", run_id=self._placed.run_id, rank=rank, read=len(records))
+        lines = [(core.RING_OFFSET + number, line) for number, line in records]
+        for event in core.progress(self._placed, rank, lines):
+            await self._publish(event)
+        state.ring_start = state.ring_end
 
     async def _publish_log(self, rank: int, state: core.RankState) -> None:
         content = self._cut(f"rank_{rank}.log", state.log_start, state.log_end)

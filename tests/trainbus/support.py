@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from contracts.events.train import TrainRequested
+from contracts.progress import ring_name
 from contracts.ranks import JOURNAL_LINE, JournalLine, Launch
+from services.worker.ring import RingReader
 from trainbus.cli.embedded.servers import free_ports
 from trainbus.data.dataset import Dataset
 
@@ -164,6 +166,14 @@ def text_dataset(folder: Path, data: bytes, window_bytes: int = 65) -> Dataset:
     return Dataset(folder, dataset_id)
 
 
+def exact_dataset(folder: Path, train: int = 90, validation: int = 37) -> Dataset:
+    """The dataset that all of ``exact_tasks`` train on."""
+    from tests.trainbus import exact_tasks
+
+    splits = {"train": exact_tasks.samples(train), "validation": exact_tasks.samples(validation, 1)}
+    return Dataset(folder, write_dataset(folder, splits, classes=exact_tasks.CLASSES))
+
+
 def write_task(folder: Path, source: str = LINEAR_TASK, name: str = "task") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.py").write_text(source)
@@ -256,11 +266,12 @@ def write_launch(
     socket_path: Path | None = None,
     resume_folder: Path | None = None,
     orphan_timeout_s: float = 120.0,
+    generation: int = 1,
 ) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     launch = Launch(
         run_id="rtest",
-        generation=1,
+        generation=generation,
         node_id="n1",
         world_size=world_size,
         spec=spec,
@@ -285,9 +296,11 @@ def start_rank(env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
 
 
 def journal(folder: Path, rank: int = 0) -> list[JournalLine]:
-    """Everything a rank wrote to its journal."""
-    lines = (folder / f"rank_{rank}.jsonl").read_bytes().splitlines()
-    return [JOURNAL_LINE.validate_json(line) for line in lines]
+    """Everything a rank wrote to its journal, and to the ring beside it."""
+    lines = [JOURNAL_LINE.validate_json(line) for line in (folder / f"rank_{rank}.jsonl").read_bytes().splitlines()]
+    ring = RingReader.open(folder / ring_name(rank))
+    records = [record for _, record in ring.read(0, ring.head)] if ring is not None else []
+    return sorted([*lines, *records], key=lambda line: line.time)
 
 
 def keys_by_step(folder: Path, world_size: int) -> dict[int, list[str]]:

@@ -203,10 +203,12 @@ class Trainer:
         per_second = data.global_samples / max(time.perf_counter() - started, 1e-9)
         self._posted[progress.step] = (progress.samples_consumed, {"train/lr": rate, "train/samples_per_s": per_second})
         self._heed(said)
+        self.journal.tick(progress.step)
 
     def _leaf(self, data: LeafData, global_samples: int) -> Tensor:
         """Add one leaf's gradient; return its share of the mean loss over the global batch."""
         device = self.world.device
+        self.journal.tick(self.progress.step)
         # What dropout draws is a function of (seed, step, leaf): whoever computes it, and whenever, draws the same.
         seed_all(self.training.seed, self.progress.step, data.leaf)
         losses = []
@@ -269,7 +271,14 @@ class Trainer:
         self._heed(self._consensus.settle())
         self.strategy.sync_buffers()
         with self.ema.swapped_in() if self.ema is not None else nullcontext():
-            found = measure(self.task, self.strategy.model, self.validation_split, self.world, self.training.precision)
+            found = measure(
+                self.task,
+                self.strategy.model,
+                self.validation_split,
+                self.world,
+                self.training.precision,
+                each=lambda *_: self.journal.tick(self.progress.step),
+            )
         metrics = {f"validation/{name}": value for name, value in found.items()}
         progress = self.progress
         self._measured = (progress.step, metrics)

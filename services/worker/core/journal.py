@@ -15,7 +15,7 @@ from typing import Any
 import re2
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from contracts.events.run import ProgressPoint, RunLog, RunProgress
+from contracts.events.run import ProgressPoint, RunLog, RunProgress, RunStraggler
 from contracts.ranks import (
     JOURNAL_LINE,
     CheckpointLine,
@@ -24,6 +24,7 @@ from contracts.ranks import (
     MetricsLine,
     ResultLine,
     StartedLine,
+    StragglerLine,
 )
 
 #: A compiled RE2 pattern; the library has no types.
@@ -34,6 +35,8 @@ LINES_PER_BATCH = 200
 LINE_MAX_CHARS = 4000
 #: Points matched in a command's output have places of their own, beside those in the journal.
 PATTERN_OFFSET = 2**40
+#: And so have the records of a rank's ring.
+RING_OFFSET = 2**41
 
 
 class RankState(BaseModel):
@@ -44,6 +47,9 @@ class RankState(BaseModel):
     #: [start, end) of each file is being published; what lies before is done.
     journal_start: int = 0
     journal_end: int = 0
+    #: Likewise of the ring, in records.
+    ring_start: int = 0
+    ring_end: int = 0
     log_start: int = 0
     log_end: int = 0
     #: When what is being published of the output was read: the time of the values found in it.
@@ -111,6 +117,25 @@ def fold(state: RankState, lines: Iterable[JournalLine]) -> None:
                 state.ended = line
                 state.step = line.step or state.step
                 state.samples_consumed = line.samples_consumed or state.samples_consumed
+
+
+def fold_records(state: RankState, last: MetricsLine) -> None:
+    """Take the last of some records of the ring into the rank's state; a line may already have said more."""
+    if state.step is None or last.step >= state.step:
+        fold(state, (last,))
+
+
+def straggler(placed: Placed, homes: Mapping[int, str], line: StragglerLine) -> RunStraggler:
+    """What rank 0 said of a rank, with the node that has it."""
+    return RunStraggler(
+        run_id=placed.run_id,
+        generation=placed.generation,
+        node_id=homes.get(line.rank, placed.node_id),
+        rank=line.rank,
+        step=line.step,
+        factor=line.factor,
+        over_steps=line.over_steps,
+    )
 
 
 def progress(placed: Placed, rank: int, lines: Iterable[tuple[int, JournalLine]]) -> Iterator[RunProgress]:

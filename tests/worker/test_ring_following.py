@@ -1,0 +1,63 @@
+"""Records of a ring are published once each, whatever is lost or killed, in step with the journal beside it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from contracts.events.run import RunProgress, RunStraggler
+from services.kit.bus import Transient
+from services.kit.clock import ManualClock
+from services.worker.journal import Follower
+from services.worker.ring import RingReader
+from tests.worker.test_journal import Bus, follower
+from trainbus.agent_link import Journal
+from trainbus.ring import RingWriter
+
+
+def steps(bus: Bus) -> list[int]:
+    return [point.step for fact in bus.distinct() if isinstance(fact, RunProgress) for point in fact.points]
+
+
+async def attempt(following: Follower) -> None:
+    with suppress(Transient):
+        await following.poll()
+
+
+async def test_a_small_ring_a_bus_that_loses_answers_and_killed_agents(tmp_path: Path) -> None:
+    # A ring with room for ten: most of what is written while nobody reads goes to the journal instead.
+    RingWriter(tmp_path / "rank_0.ring", capacity=10).close()
+    bus, clock, journal = Bus(), ManualClock(), Journal(tmp_path / "rank_0.jsonl")
+    step = 0
+    for life in range(6):
+        agent = follower(tmp_path, bus, clock)
+        for burst in (3, 12, 25, 1):
+            for _ in range(burst):
+                step += 1
+                journal.metrics(step, {"loss": 1 / step}, samples_consumed=8 * step, total_steps=1000)
+            bus.lose_answers = (life + burst) % 3
+            await attempt(agent)
+        if life % 2:
+            await attempt(agent)
+        agent.close()  # killed: its heir has the files alone
+    last = follower(tmp_path, bus, clock)
+    await last.drain()
+    assert sorted(steps(bus)) == list(range(1, step + 1))
+    state = last.state.ranks[0]
+    assert (state.step, state.samples_consumed, state.total_steps) == (step, 8 * step, 1000)
+    ring = RingReader.open(tmp_path / "rank_0.ring")
+    assert ring is not None
+    assert 10 < ring.head < step  # both ways were taken
+
+
+async def test_what_is_taken_with_a_line_holds_all_that_came_before_it(tmp_path: Path) -> None:
+    bus, journal = Bus(), Journal(tmp_path / "rank_0.jsonl")
+    for step in range(1, 1001):
+        journal.metrics(step, {"loss": 1.0})
+    journal.straggler(1000, rank=3, factor=2.5, over_steps=50)
+    agent = follower(tmp_path, bus, ManualClock(), homes={3: "n7"})
+    await agent.poll()
+    assert steps(bus) == list(range(1, 1001))
+    (straggler,) = [fact for fact in bus.stored if isinstance(fact, RunStraggler)]
+    assert (straggler.node_id, straggler.rank, straggler.factor) == ("n7", 3, 2.5)
+    assert isinstance(bus.stored[0], RunProgress)

@@ -91,6 +91,22 @@ def test_an_exact_run_goes_anywhere_when_nothing_is_lost_by_it(why: str) -> None
     assert nodes(world, "r1") == ["b1"]
 
 
+def test_without_a_checkpoint_it_goes_back_to_its_kind_if_it_can() -> None:
+    """What its ranks left in memory is there; on another kind it would no longer be exact."""
+    world = unlike()
+    world.join("b2", 9, machine="b")
+    world.lose("b2")
+    world.accept("r1", exact(2))
+    world.settle()
+    assert nodes(world, "r1") == ["a1"]
+    world.start("r1")
+    world.join("b2", 9, "2", machine="b")
+    world.join("a3", 2, machine="a")
+    world.lose("a1")
+    world.settle()
+    assert nodes(world, "r1") == ["a3"]
+
+
 def test_a_run_from_a_checkpoint_goes_where_that_came_from_if_it_can() -> None:
     world = unlike()
     world.accept("r1", exact(2))

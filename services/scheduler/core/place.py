@@ -59,7 +59,8 @@ def kinds(run: Run, capacity: Counts) -> list[str]:
     if not run.exact:
         return list(capacity) if sum(capacity.values()) >= need else []
     enough = [machine for machine, slots in capacity.items() if slots >= need]
-    only = run.machine if run.bound else run.inherited_machine
+    # Without a checkpoint, too, ranks may have left their state in the memory of such machines.
+    only = run.machine or run.inherited_machine
     if run.bound or only in enough:
         return [machine for machine in enough if machine == only]
     return sorted(enough, key=lambda machine: (-capacity[machine], machine))

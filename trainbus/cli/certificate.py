@@ -29,8 +29,7 @@ class State:
 
     step: int
     digest: str
-    ref: CheckpointRef
-    generation: int
+    commit: CheckpointCommitted
 
 
 @dataclass(slots=True)
@@ -61,7 +60,7 @@ class Recorded:
                 self.committed += 1
                 self.kept[ref.step] = ref
                 if event.exactness == "exact" and event.state_digest is not None:
-                    self.states[ref.step] = State(ref.step, event.state_digest, ref, event.generation)
+                    self.states[ref.step] = State(ref.step, event.state_digest, event)
             case CheckpointDeleted():
                 self.kept = {step: ref for step, ref in self.kept.items() if ref.uri != event.uri}
             case RunCompleted():
@@ -118,7 +117,7 @@ def plan(recorded: Recorded, start_step: int | None, slots: int | None) -> Plan:
         raise CannotReproduce(_nothing_to_compare(recorded, start_step))
     resume = spec.resume_from
     if start_step is not None:
-        resume = _start_from(recorded, start_step).ref.uri
+        resume = _start_from(recorded, start_step).commit.checkpoint.uri
     steps = tuple(wanted)[-MAX_STEPS:]
     training = spec.training.model_copy(update={"checkpoint_at_steps": steps})
     request = spec.model_copy(
@@ -176,9 +175,11 @@ class Compared:
     """One state of both trainings."""
 
     recorded: State
-    digest: str | None
-    ref: CheckpointRef
-    generation: int
+    commit: CheckpointCommitted
+
+    @property
+    def digest(self) -> str | None:
+        return self.commit.state_digest
 
     @property
     def same(self) -> bool:
@@ -203,7 +204,7 @@ class Comparison:
         # A generation that goes over the same steps again must come to the same states, too.
         if step not in self.wanted or (step in self.compared and self.compared[step].same is False):
             return None
-        self.compared[step] = Compared(self.wanted[step], event.state_digest, event.checkpoint, event.generation)
+        self.compared[step] = Compared(self.wanted[step], event)
         return self.compared[step]
 
     @property

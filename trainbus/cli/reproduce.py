@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -14,7 +13,6 @@ from rich.live import Live
 from rich.table import Table
 
 from contracts import exactness, subjects, topology
-from contracts.events.checkpoint import CheckpointFile
 from contracts.events.train import CancelRequested
 from trainbus.cli import reading, render
 from trainbus.cli.address import Address
@@ -170,8 +168,8 @@ async def _conclude(address: Address, link: Link, recorded: Recorded, watching: 
         return result
     result.step, result.same_up_to = difference.recorded.step, comparison.last_same
     result.recorded_digest, result.reproduced_digest = difference.recorded.digest, difference.digest
-    ours = comparison.environment(difference.generation)
-    result.environment = exactness.differences(recorded.environment(difference.recorded.generation), ours)
+    ours = comparison.environment(difference.commit.generation)
+    result.environment = exactness.differences(recorded.environment(difference.recorded.commit.generation), ours)
     await _name_tensor(address, difference, result)
     return result
 
@@ -184,39 +182,17 @@ def _end_of(view: RunView) -> str:
 async def _name_tensor(address: Address, difference: Compared, result: Result) -> None:
     """Find which tensors differ, from the lists of hashes that lie with both checkpoints."""
     from services.checkpoint.core.digests import differences
-    from services.kit.bus import Transient
-    from services.kit.objects import Missing, Objects
+    from trainbus.cli.stored import Kept, load, store, tensor_digests
 
+    commits = (difference.recorded.commit, difference.commit)
     try:
-        async with Objects(address.settings(), patience_s=5.0) as objects:
-            recorded, ours = [
-                await tensor_digests(objects, uri) for uri in (difference.recorded.ref.uri, difference.ref.uri)
-            ]
-    except (Missing, Transient, ValueError) as error:
+        async with store(address) as objects:
+            recorded, ours = [await tensor_digests(objects, await load(objects, Kept(commit))) for commit in commits]
+    except CliError as error:
         result.note = " ".join(filter(None, (result.note, f"the tensor cannot be named: {error}")))
         return
     result.differing = [name for name, _ in differences(recorded, ours)]
     result.tensor = first_differing(result.differing)
-
-
-async def tensor_digests(objects: Any, manifest_uri: str) -> dict[str, str]:
-    """Name -> hash of everything in a committed checkpoint.
-
-    Raises:
-        Missing: the checkpoint is deleted.
-        ValueError: what is stored is damaged.
-    """
-    from services.checkpoint.core.digests import DIGESTS, union
-    from services.kit.chunks import piece_of
-
-    manifest = json.loads(await objects.get(manifest_uri))
-    files = [CheckpointFile.model_validate(file) for file in manifest["files"]]
-    contents = {
-        file.path: b"".join([await piece_of(objects, chunk) for chunk in file.chunks])
-        for file in files
-        if DIGESTS.match(file.path)
-    }
-    return union(contents)
 
 
 async def _stop(link: Link, run_id: str, reason: str) -> None:

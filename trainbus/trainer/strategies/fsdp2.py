@@ -1,0 +1,240 @@
+"""FSDP2: weights, gradients and optimizer state sharded over the ranks; exact with logical ranks, plain without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from contracts.events.train import Training
+from trainbus.task import Task
+from trainbus.trainer import optimizer_state as packing
+from trainbus.trainer.exact.buffers import Buffers
+from trainbus.trainer.exact.norm import clip_factor
+from trainbus.trainer.exact.order_free import global_norm
+from trainbus.trainer.exact.reduce_scatter import TreeReduceScatter, Turn
+from trainbus.trainer.exact.tree import owned, plan
+from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
+from trainbus.trainer.strategies.base import LossModule, State, StepResult, shares
+from trainbus.trainer.strategies.scaler import LossScale
+from trainbus.trainer.world import World
+
+
+class FSDP2Strategy:
+    """Each rank holds a shard, by rows, of every weight, its gradient and its optimizer state.
+
+    In exact mode the reduce-scatter adds the leaves up along the fixed tree, and the norm is an exact sum, so that the
+    weights are the same to the bit for any number of ranks. The model must be used as ``model(...)`` in the task.
+    """
+
+    def __init__(self, task: Task, model: nn.Module, training: Training, world: World) -> None:
+        self._world = world
+        self.model = model.to(world.device)
+        exact = training.logical_ranks is not None
+        self.leaf_count = training.logical_ranks or world.size
+        self.leaves = owned(self.leaf_count, world.size)[world.rank]
+        self._plan = {leaf.index: leaf for leaf in plan(self.leaf_count, self.leaves)}
+        self._turn = Turn(self.leaf_count, world.size)
+        self._buffers = Buffers(self.model, self.leaf_count, world, training.buffers)
+        self._leaf_weight = 0.0
+        #: One rank's gradients of the nodes it has so far; FSDP2 asks for no reduce-scatter there.
+        self._stack: list[list[Tensor]] = []
+        self._sharded = _shard(self.model, task, world)
+        if exact:
+            for module in self._sharded:
+                module.set_custom_reduce_scatter(TreeReduceScatter(self._turn, world.rank))
+        #: Ranks with fewer leaves take part in fewer gatherings of the weights, so those then stay for the whole step.
+        self._keeps_weights = self.leaf_count % world.size != 0
+        if self._keeps_weights:
+            self._sharded[0].set_reshard_after_forward(False)
+        self.optimizer = task.optimizer(self.model)
+        self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self._names = packing.parameter_names(self.model)
+        self._scale = LossScale(training.precision == "fp16")
+        self._module = LossModule(task, self.model, training.precision, world.device)
+
+    def backward(self, batch: Any | None, weight: float, *, leaf: int, first: bool, last: bool) -> Tensor:
+        self._turn.leaf = self._plan[leaf]
+        self._leaf_weight = weight if first else self._leaf_weight + weight
+        self._sharded[0].set_requires_gradient_sync(last)
+        if self._keeps_weights:
+            self._sharded[0].set_reshard_after_backward(last and leaf == self.leaves[-1])
+        loss: Tensor = self._module(batch) * weight
+        (loss * self._scale.scale).backward()  # type: ignore[no-untyped-call]
+        if last:
+            self._buffers.leaf_done(leaf, self._leaf_weight)
+            if self._world.size == 1:
+                self._add_up(leaf)
+            elif leaf != self.leaves[-1]:
+                # What the reduce-scatter hands out before the last leaf is no sum yet.
+                self._clear_gradients()
+        return loss.detach()
+
+    def _add_up(self, leaf: int) -> None:
+        """Take the leaf's gradients and add them to those before, along the tree."""
+        self._stack.append([_local(_gradient(p)) for p in self._parameters])
+        self._clear_gradients()
+        for _ in range(self._plan[leaf].merges):
+            right = self._stack.pop()
+            torch._foreach_add_(self._stack[-1], right)
+
+    def step(self, clip_norm: float | None) -> StepResult:
+        self._turn.finish()
+        self._buffers.step_done()
+        if self._stack:
+            for parameter, gradient in zip(self._parameters, self._stack.pop(), strict=True):
+                parameter.grad = _like(parameter, gradient)
+        gradients = [_local(_gradient(p)) for p in self._parameters]
+        if self._scale.enabled:
+            torch._foreach_mul_(gradients, 1.0 / self._scale.scale)
+        norm = global_norm(gradients, self._world.device, reduce=self._world.size > 1)
+        taken = not self._scale.enabled or self._scale.accept(float(norm))
+        if taken:
+            if (factor := clip_factor(norm, clip_norm)) is not None:
+                torch._foreach_mul_(gradients, factor.to(torch.float32))
+            self.optimizer.step()
+        self._buffers.commit()
+        self._clear_gradients()
+        return StepResult(norm, skipped=not taken)
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def sync_buffers(self) -> None:
+        """They are the same on every rank after each step."""
+
+    # -- state ---------------------------------------------------------------
+
+    def parameters_for_ema(self) -> dict[str, Tensor]:
+        return {name: _local(p.detach()) for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def load_ema(self, ema: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+        parameters = dict(self.model.named_parameters())
+        for name, tensor in ema.items():
+            tensor.copy_(_rows_of(saved[name], parameters[name]))
+
+    def state(self, ema: Mapping[str, Tensor] | None = None) -> State:
+        """Gather one tensor at a time, each on the rank that saves it: no rank ever holds more than its share whole."""
+        world, mine = self._world, State(scaler=self._scale.state())
+        parameters = dict(self.model.named_parameters())
+        optimizer = packing.pack(self.optimizer, self.model, copy=False)
+        whole = {f"model/{name}": tensor.detach() for name, tensor in self.model.state_dict().items()}
+        whole |= {f"optimizer/{name}": tensor for name, tensor in optimizer.tensors.items()}
+        # The moving average is kept of local shards; its whole is shaped as the parameter.
+        whole |= {f"ema/{name}": _like(parameters[name], tensor) for name, tensor in (ema or {}).items()}
+        sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in whole.items()}
+        kinds = {"model": mine.model, "optimizer": mine.optimizer.tensors, "ema": mine.ema}
+        for owner, names in enumerate(shares(sizes, world.size)):
+            for name in names:
+                tensor = _gather(whole[name], owner, world)
+                if tensor is not None:
+                    kind, _, key = name.partition("/")
+                    kinds[kind][key] = tensor
+        if world.is_first:
+            mine.optimizer.values, mine.optimizer.groups = optimizer.values, optimizer.groups
+        return mine
+
+    def survivor_state(self, ema: Mapping[str, Tensor] | None = None) -> State | None:
+        """One rank alone has a shard, which is all there is where it is the only rank."""
+        if self._world.size > 1:
+            return None
+        return self.state(ema)
+
+    def load_state(self, state: State) -> None:
+        present = self.model.state_dict()
+        for name, tensor in state.model.items():
+            _local(present[name]).copy_(_rows_of(tensor, present[name]))
+        parameters = dict(self.model.named_parameters())
+        tensors = {}
+        for key, tensor in state.optimizer.tensors.items():
+            parameter = parameters[key.rpartition("/")[0]]
+            if tensor.ndim == 0 or not isinstance(parameter, DTensor):
+                tensors[key] = tensor
+                continue
+            if tensor.shape != parameter.shape:
+                raise StateMismatch(f"optimizer state {key!r} has shape {tuple(tensor.shape)}")
+            tensors[key] = _like(parameter, _rows_of(tensor, parameter).to(parameter.device, copy=True))
+        packed = OptimizerState(tensors, state.optimizer.values, state.optimizer.groups)
+        packing.unpack(packed, self.optimizer, self.model)
+        self._scale.load(state.scaler)
+        self._buffers.reload()
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None, "every parameter has a gradient, of zeros where it was not used"
+    return parameter.grad
+
+
+def _shard(model: nn.Module, task: Task, world: World) -> list[FSDPModule]:
+    """Shard the blocks one by one, and what is left of the model as the root; return the sharded modules, root first."""
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    for module in [*outermost_lists(model), model]:
+        fully_shard(module, mesh=mesh)
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for each in sharded:
+        # Sums, not means: the weights of all micro-batches add up to 1.
+        each.set_gradient_divide_factor(1.0)
+        each.set_force_sum_reduction_for_comms(True)
+    sharded[0].set_reduce_scatter_unused_params(True)
+    return sharded
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(parameter: Tensor, local: Tensor) -> Tensor:
+    """Return a local shard as a tensor sharded like ``parameter``."""
+    if not isinstance(parameter, DTensor):
+        return local
+    shape, stride = parameter.shape, parameter.stride()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _row_spans(rows: int, world_size: int) -> Iterator[tuple[int, int]]:
+    """Which rows each rank has: equal numbers, and what is left to the last, as FSDP2 has it."""
+    each = -(-rows // world_size)
+    for rank in range(world_size):
+        yield min(rank * each, rows), min((rank + 1) * each, rows)
+
+
+def _rows_of(whole: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's rows of a whole tensor."""
+    if not isinstance(like, DTensor):
+        return whole
+    start, stop = list(_row_spans(whole.shape[0], like.device_mesh.size()))[like.device_mesh.get_local_rank()]
+    return whole[start:stop]
+
+
+def _gather(tensor: Tensor, owner: int, world: World) -> Tensor | None:
+    """Return the whole tensor on ``owner`` and None elsewhere; every rank calls it with its shard."""
+    if not isinstance(tensor, DTensor):
+        return tensor if world.rank == owner else None
+    local = tensor.to_local()
+    if world.size == 1:
+        return local
+    spans = list(_row_spans(tensor.shape[0], world.size))
+    padded = local.new_zeros((spans[0][1], *tensor.shape[1:]))
+    padded[: local.shape[0]] = local
+    parts = [torch.empty_like(padded) for _ in spans] if world.rank == owner else None
+    dist.gather(padded, parts, dst=owner)
+    if parts is None:
+        return None
+    return torch.cat([part[: stop - start] for part, (start, stop) in zip(parts, spans, strict=True)])
+
+
+def outermost_lists(model: nn.Module) -> Iterable[nn.Module]:
+    """The entries of the model's outermost ModuleLists: its repeated blocks."""
+    if isinstance(model, nn.ModuleList):
+        yield from model
+        return
+    for child in model.children():
+        yield from outermost_lists(child)

@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from trainbus.trainer.exact.tree import Leaf, Node, combine, maximal_nodes, owned, plan
 from trainbus.trainer.world import World
 
+#: Larger buffers are taken for changed only if autograd's version counter says so; statistics are never that large.
+COMPARED_BYTES = 2**20
+
 
 class Buffers:
     """Call ``leaf_done`` after each leaf and ``step_done`` after the last, then ``commit`` to make it so."""
@@ -72,6 +75,8 @@ class Buffers:
             self._agree_on_mean()
         elif self._world.size > 1:
             self._follow_first()
+        else:
+            self._known = sorted({*self._known, *self._new})
 
     def commit(self) -> None:
         """Make the agreed values the buffers; nothing here can fail on one rank alone."""
@@ -101,11 +106,20 @@ class Buffers:
         return buffer
 
     def _changed(self) -> list[int]:
-        return [
-            place
-            for place in range(len(self._places))
-            if self._buffer(place) is not self._live[place] or self._live[place]._version != self._versions[place]
-        ]
+        changed, unsure = [], []
+        for place, live in enumerate(self._live):
+            buffer = self._buffer(place)
+            if buffer is not live or live._version != self._versions[place]:
+                changed.append(place)
+            elif place in self._known and not self._mean:
+                changed.append(place)  # surely, or to no harm
+            elif live.nbytes <= COMPARED_BYTES:
+                unsure.append(place)
+        # Batch norm's kernels write running statistics behind the version counter's back.
+        if unsure:
+            differ = torch.stack([(self._live[place] != self._start[place]).any() for place in unsure])
+            changed += [place for place, differs in zip(unsure, differ.tolist(), strict=True) if differs]
+        return sorted(changed)
 
     def _restore(self, places: list[int]) -> None:
         with torch.no_grad():

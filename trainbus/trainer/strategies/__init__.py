@@ -16,6 +16,14 @@ def make_strategy(task: Task, model: nn.Module, training: Training, world: World
         from trainbus.trainer.strategies.deepspeed import DeepSpeedStrategy
 
         return DeepSpeedStrategy(task, model, training, world)
+    if training.strategy == "fsdp2":
+        from trainbus.trainer.strategies.fsdp2 import FSDP2Strategy
+
+        return FSDP2Strategy(task, model, training, world)
+    if training.logical_ranks is not None:
+        from trainbus.trainer.strategies.exact_ddp import ExactDDPStrategy
+
+        return ExactDDPStrategy(task, model, training, world)
     from trainbus.trainer.strategies.ddp import DDPStrategy
 
     return DDPStrategy(task, model, training, world)

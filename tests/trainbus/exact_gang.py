@@ -90,7 +90,7 @@ class Case(Task):
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         decayed = [p for p in model.parameters() if p.ndim > 1]
         others = [p for p in model.parameters() if p.ndim <= 1]
-        groups = [{"params": decayed}, {"params": others, "lr": 0.003, "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "lr": 0.003, "weight_decay": 0.0}]
         if self.optimizer_kind == "sgd":
             return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
         if self.optimizer_kind == "lbfgs":

@@ -60,7 +60,7 @@ class GradientTree:
         self._all_reduce = shortcut and gloo and not sharded and [len(nodes) for nodes in self._nodes] == [1, 1]
         self._transfers = [_Transfer(bucket, self) for bucket in self.buckets] if self.flat else []
         self._place_of = {slot.index: (bucket.index, slot) for bucket in self.buckets for slot in bucket.slots}
-        self._side = torch.cuda.Stream() if self.wire is not None and self.wire.orders_streams else None
+        self._side = torch.cuda.Stream() if self.wire is not None and self.wire.orders_streams else None  # type: ignore[no-untyped-call]
 
         self._stack: list[list[Tensor]] = []
         self._leaf: Leaf | None = None
@@ -70,7 +70,7 @@ class GradientTree:
         self._missing: list[int] = []
         self._next = 0  # the first bucket that has not been sent yet: all ranks send them in their order
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook(index))
+            parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self.parameters)
         ]
 

@@ -1,0 +1,96 @@
+"""The same bits for any number of processes: weights, buffers, optimizer state, loss scale, norms."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.trainbus.exact_gang import Case, gang
+from trainbus.task import TaskError
+from trainbus.trainer.exact.layout import PIECE
+from trainbus.trainer.strategies import make_strategy
+from trainbus.trainer.strategies.scaler import GROWTH_INTERVAL, SMALLEST, LossScale, ScaleCollapsed
+from trainbus.trainer.world import World
+
+pytestmark = pytest.mark.timeout(170)
+
+CASES = {
+    "mlp with an unused parameter, clipped, sharded": (
+        Case("mlp", rules={"strategy": "zero1", "clip_norm": 0.1, "logical_ranks": 7}),
+        3,
+    ),
+    "cnn with batch norm, channels last, SGD": (
+        Case("cnn", "sgd", {"clip_norm": 0.5, "logical_ranks": 4}),
+        4,
+    ),
+    "cnn, buffers averaged, Adagrad sharded": (
+        Case("cnn", "adagrad", {"strategy": "zero1", "buffers": "mean", "logical_ranks": 7}),
+        3,
+    ),
+    "gpt in bf16, micro-batches, tied weights": (Case("gpt", rules={"precision": "bf16", "accumulate": 2}), 2),
+    "gpt in fp16 with its loss scale": (Case("gpt", rules={"precision": "fp16", "clip_norm": 0.5}), 2),
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_processes_that_come_and_go_change_no_bit(name: str) -> None:
+    """Undisturbed in one process, and in several that hand over to another number of them in the middle."""
+    case, world_size = CASES[name]
+    undisturbed = gang(case, 1, range(3))
+    middle = gang(case, world_size, range(2))
+    end = gang(case, max(1, world_size - 1), range(2, 3), middle.state)
+    assert middle.norms + end.norms == undisturbed.norms
+    assert end.digest == undisturbed.digest
+
+
+def test_a_sharded_optimizer_computes_what_a_whole_one_does_and_each_rank_saves_its_part() -> None:
+    whole = gang(Case("mlp", rules={"clip_norm": 0.1}), 1, range(2))
+    sharded = gang(Case("mlp", rules={"clip_norm": 0.1, "strategy": "zero1"}), 2, range(2))
+    assert sharded.digest == whole.digest
+    assert max(tensor.numel() for tensor in whole.state.model.values()) > PIECE
+    held = [sum(t.nbytes for t in (part.model | part.optimizer.tensors).values()) for part in sharded.parts]
+    largest = max(tensor.nbytes for tensor in whole.state.model.values())
+    assert abs(held[0] - held[1]) <= largest
+
+
+def test_bytes_sent_are_those_of_a_reduce_scatter_and_a_gather() -> None:
+    """(W-1)/W * N * (k+1) elements, with k subtrees a process: V=6 at W=3 gives k=1, V=7 gives 2, 1 and 2."""
+    for leaf_count, nodes in ((6, (1, 2, 1)), (7, (1, 1, 2))):
+        case = Case("mlp", rules={"logical_ranks": leaf_count})
+        steps = 2
+        result = gang(case, 3, range(steps))
+        parameters = sum(t.numel() for t in result.state.model.values())
+        for sent, k in zip(result.sent_bytes, nodes, strict=True):
+            assert sent == pytest.approx(steps * 2 / 3 * parameters * 4 * (k + 1), rel=0.02)
+
+
+def test_plain_data_parallel_training_differs() -> None:
+    """The negative control: without the tree the number of processes shows in the bits."""
+    case = Case("gpt", rules={"logical_ranks": None})
+    assert gang(case, 1, range(2)).digest != gang(case, 2, range(2)).digest
+
+
+def test_an_optimizer_that_cannot_be_cut_is_refused_by_name() -> None:
+    case = Case("mlp", "lbfgs", {"strategy": "zero1"})
+    with pytest.raises(TaskError, match="LBFGS"):
+        make_strategy(case, case.model(), case.training(), World())
+
+
+def test_the_loss_scale_grows_shrinks_and_gives_up() -> None:
+    scale = LossScale(enabled=True)
+    start = scale.scale
+    assert all(scale.accept(1.0) for _ in range(GROWTH_INTERVAL))
+    assert scale.scale == 2 * start
+    assert not scale.accept(float("inf"))
+    assert scale.scale == start
+    again = LossScale(enabled=True)
+    again.load(scale.state())
+    assert again.state() == scale.state()
+    scale.scale = SMALLEST
+    with pytest.raises(ScaleCollapsed):
+        scale.accept(float("nan"))

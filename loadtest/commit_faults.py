@@ -100,7 +100,10 @@ async def emulated(stack: Stack, count: int, first_seed: int) -> tuple[list[str]
             async with Objects(settings) as objects:
                 await objects.ensure_bucket(settings.bucket_models)
                 trial = Trial(bus, objects, settings, seed)
-                await trial.live(steps=4, faults=6, corruptions=int(seed % 3 == 0))
+                try:
+                    await trial.live(steps=4, faults=6, corruptions=int(seed % 3 == 0))
+                except Exception as error:
+                    problems.append(f"{trial.run_id}: {error!r} after {trial.faults.struck}")
             problems += trial.problems
             struck.update(each.split(" ", 2)[2] for each in trial.faults.struck)
             struck["changed byte"] += len(trial.corrupted)

@@ -215,7 +215,12 @@ class Trial:
         """Garbage collection as if all this had been three days ago."""
         later = ManualClock(start=self.bus.clock.now() + timedelta(days=3))
         old: Any = _At(self.faulty_bus, later)
-        await collect_garbage(old, self.faulty_objects, self.settings)
+        try:
+            await collect_garbage(old, self.faulty_objects, self.settings)
+        except ValueError:
+            # A manifest that cannot be read: nobody knows what it needs, so nothing may go.
+            if not any("/checkpoints/" in uri for uri in self.corrupted):
+                raise
 
     async def again(self, work: Callable[[], Awaitable[None]]) -> None:
         """Do ``work`` until it is done: a fault costs a try, and a kill all that was in memory."""

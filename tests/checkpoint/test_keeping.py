@@ -1,0 +1,271 @@
+"""Pins, scrubbing and repair on a real nats-server and a real S3, by the service and from the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from contracts.base import Fact, Request
+from contracts.envelope import Envelope
+from contracts.events.checkpoint import CheckpointDeleted, CheckpointRepaired
+from contracts.events.run import RunAccepted
+from contracts.events.train import PinRequested, Retention, ScrubRequested
+from services.checkpoint.app import Committer
+from services.checkpoint.core.digests import state_digest
+from services.checkpoint.keep import Keeper
+from services.checkpoint.scrub import Scrubber
+from services.checkpoint.settings import CheckpointSettings
+from services.kit.bus import Bus, Poison, Received
+from services.kit.objects import Objects, split_uri
+from services.kit.settings import Settings
+from tests.checkpoint.facts import RUN, blob_uri, content, file, placed, sha, staged
+from tests.checkpoint.trials import Trial
+from trainbus.cli import stored
+from trainbus.cli.address import Address
+from trainbus.cli.errors import CliError
+
+
+class Rig:
+    """The service's parts on real servers, and what agents and operators send."""
+
+    def __init__(self, bus: Bus, objects: Objects, settings: Settings) -> None:
+        self.bus, self.objects, self.settings = bus, objects, CheckpointSettings.of(settings)
+        self.bucket = settings.bucket_models
+        self.committer = Committer(bus, objects, self.settings)
+        self.keeper = Keeper(bus, objects)
+        self.scrubber = Scrubber(bus, objects, self.settings)
+
+    async def publish(self, fact: Fact) -> Received[Any]:
+        await self.bus.publish(fact)
+        found = await self.bus.last(fact.subject)
+        assert found is not None
+        return found
+
+    async def begin(self, retention: Retention) -> None:
+        run = placed(retention=retention)
+        await self.publish(RunAccepted(run_id=RUN, spec=run.spec, request_id="q", request_source="test"))
+        await self.publish(run)
+
+    async def commit(self, step: int, *, differs: bool = False) -> str:
+        """One checkpoint with digests of all ranks; its manifest."""
+        for node, ranks in (("a", (0, 1)), ("b", (2, 3))):
+            part = staged(self.bucket, node, step)
+            bodies = [content(rank, step) for rank in ranks]
+            files = list(part.files)
+            for rank in ranks:
+                names = {f"model/{rank}": sha(b"%d" % (step if differs else rank)), "state": sha(b"s")}
+                bodies.append(json.dumps(names).encode())
+                files.append(file(self.bucket, f"digests-{rank}.json", bodies[-1]))
+            for body in bodies:
+                await self.objects.put(blob_uri(self.bucket, body), body)
+            part = part.model_copy(update={"files": tuple(files), "exactness": "exact"})
+            await self.committer.on_checkpoint_staged(await self.publish(part))
+        return (await self.facts("checkpoint_committed"))[-1].checkpoint.uri
+
+    async def facts(self, name: str) -> list[Any]:
+        return [received.event for received in await self.bus.history(f"run.{RUN}.{name}")]
+
+    async def kept(self) -> list[int]:
+        gone = {fact.uri for fact in await self.facts("checkpoint_deleted")}
+        return [c.checkpoint.step for c in await self.facts("checkpoint_committed") if c.checkpoint.uri not in gone]
+
+    def ask(self, request: Request, request_id: str) -> Received[Any]:
+        return Received(request, Envelope(request_id, "test", request.type, self.bus.clock.now()), request.subject)
+
+    async def overwrite(self, uri: str, body: bytes) -> None:
+        bucket, key = split_uri(uri)
+        await self.objects._client.put_object(Bucket=bucket, Key=key, Body=body)
+
+    def address(self) -> Address:
+        secret = self.settings.s3_secret_key
+        assert secret is not None
+        return Address(
+            nats_url=self.settings.nats_url,
+            s3_endpoint=self.settings.s3_endpoint,
+            s3_access_key=self.settings.s3_access_key,
+            s3_secret_key=secret.get_secret_value(),
+            data_dir=Path(),
+        )
+
+
+@pytest_asyncio.fixture
+async def rig(make_bus: Callable[..., Any], objects: Objects, s3_settings: Settings) -> Rig:
+    return Rig(await make_bus("checkpoint"), objects, s3_settings)
+
+
+async def test_a_pinned_checkpoint_outlives_retention_until_it_is_unpinned(rig: Rig) -> None:
+    await rig.begin(Retention(last=2, best=0))
+    for step in (10, 20):
+        await rig.commit(step)
+    pin = rig.ask(PinRequested(run_id=RUN, step=10, reason="for the paper"), "p1")
+    await rig.keeper.on_pin_requested(pin)
+    await rig.keeper.on_pin_requested(pin)
+    for step in (30, 40):
+        await rig.commit(step)
+    assert await rig.kept() == [10, 30, 40]
+    [fact] = await rig.facts("checkpoint_pinned")
+    assert (fact.step, fact.pinned, fact.reason, fact.request_id) == (10, True, "for the paper", "p1")
+    await rig.keeper.on_pin_requested(rig.ask(PinRequested(run_id=RUN, step=10, pinned=False), "p2"))
+    assert await rig.kept() == [30, 40]
+    for request, words in (
+        (PinRequested(run_id=RUN, step=10), "was deleted by retention"),
+        (PinRequested(run_id=RUN, step=11), "it has 30, 40"),
+        (PinRequested(run_id="rnone", step=1), "is unknown"),
+    ):
+        with pytest.raises(Poison, match=words):
+            await rig.keeper.on_pin_requested(rig.ask(request, f"bad {words}"))
+
+
+@pytest.mark.parametrize("first", ["pin", "deletion"])
+async def test_of_a_pin_and_a_deletion_that_cross_the_first_stands(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    await rig.begin(Retention(last=2, best=0))
+    await rig.commit(10)
+    await rig.commit(20)
+    pin = rig.ask(PinRequested(run_id=RUN, step=10), "p1")
+    publish = rig.bus.publish
+
+    async def crossing(fact: Fact, *args: Any, **options: Any) -> Any:
+        if fact.fact == ("checkpoint_deleted" if first == "pin" else "checkpoint_pinned"):
+            monkeypatch.setattr(rig.bus, "publish", publish)
+            # The other one gets in, between the decision and its publishing.
+            if first == "pin":
+                await Keeper(rig.bus, rig.objects).on_pin_requested(pin)
+            else:
+                await rig.commit(30)
+        return await publish(fact, *args, **options)
+
+    monkeypatch.setattr(rig.bus, "publish", crossing)
+    if first == "pin":
+        await rig.commit(30)
+        assert await rig.kept() == [10, 20, 30]
+    else:
+        with pytest.raises(Poison, match="was deleted"):
+            await rig.keeper.on_pin_requested(pin)
+        assert await rig.kept() == [20, 30]
+    for commit in await rig.facts("checkpoint_committed"):
+        if commit.checkpoint.step in await rig.kept():
+            assert await rig.objects.exists(commit.checkpoint.uri)
+
+
+async def test_the_commit_says_what_the_ranks_digested_and_refuses_ranks_that_drifted_apart(rig: Rig) -> None:
+    await rig.begin(Retention())
+    await rig.commit(10)
+    [commit] = await rig.facts("checkpoint_committed")
+    expected = {f"model/{rank}": sha(b"%d" % rank) for rank in range(4)} | {"state": sha(b"s")}
+    assert (commit.state_digest, commit.exactness) == (state_digest(expected), "exact")
+    manifest = await rig.objects.get(commit.checkpoint.uri)
+    assert sha(manifest) == commit.manifest_sha256
+    assert json.loads(manifest)["state_digest"] == commit.state_digest
+    for node in ("a", "b"):
+        part = staged(rig.bucket, node, 20)
+        body = json.dumps({"model/shared": sha(node.encode())}).encode()
+        mine = file(rig.bucket, f"digests-{part.ranks[0]}.json", body)
+        for each, uploaded in ((mine, body), *zip(part.files, [content(r, 20) for r in part.ranks], strict=True)):
+            await rig.objects.put(each.chunks[0].uri, uploaded)
+        update = {"files": (*part.files, mine)}
+        await rig.committer.on_checkpoint_staged(await rig.publish(part.model_copy(update=update)))
+    [refused] = await rig.facts("checkpoint_refused")
+    assert "disagree about 'model/shared'" in refused.reason
+
+
+async def test_scrubbing_tells_what_is_rotten_and_repairs_a_manifest_from_the_facts(
+    rig: Rig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await rig.begin(Retention())
+    first, second = await rig.commit(10), await rig.commit(20, differs=True)
+    address = rig.address()
+    await stored.verify(address, None, repair=False, wait_s=1, as_json=False)
+    await stored.fetch(address, f"{RUN}@10", tmp_path / "ten", None)
+    assert (tmp_path / "ten" / "rank_3.bin").read_bytes() == content(3, 10)
+    with pytest.raises(CliError, match="4 of 5 differ"):
+        await stored.diff(address, f"{RUN}@10", second, as_json=False)
+    with pytest.raises(CliError, match="refused: the manifest"):
+        await stored.fetch(address, first, tmp_path / "other", "0" * 64)
+    # A byte of a blob, a blob, and a manifest.
+    wrong, missing = blob_uri(rig.bucket, content(0, 10)), blob_uri(rig.bucket, content(1, 10))
+    await rig.overwrite(wrong, b"X" + content(0, 10)[1:])
+    await rig.objects.delete(missing)
+    manifest = await rig.objects.get(second)
+    await rig.overwrite(second, manifest.replace(b'"step":20', b'"step":21'))
+    with pytest.raises(CliError, match="2 of 2 checkpoints are rotten"):
+        await stored.verify(address, RUN, repair=False, wait_s=1, as_json=False)
+    for target in (first, second):
+        with pytest.raises(CliError):
+            await stored.fetch(address, target, tmp_path / f"bad{target[-9:]}", None)
+    await rig.scrubber.scrub(rig.ask(ScrubRequested(run_id=RUN), "s1"))
+    one, two = await rig.facts("checkpoint_rotten")
+    assert (one.uri, set(one.blobs), one.repair) == (first, {wrong, missing}, True)
+    assert (two.uri, two.blobs) == (second, (second,))
+    assert await rig.objects.get(second) == manifest
+    assert [(fact.uri, fact.blob) for fact in await rig.facts("checkpoint_repaired")] == [(second, second)]
+    # A node writes one of them anew, and claims the other: what is claimed is looked at.
+    await rig.objects.put(wrong, content(0, 10))
+    for blob in (wrong, missing):
+        fact = CheckpointRepaired(run_id=RUN, uri=first, step=10, blob=blob, node_id="a", found_at=one.found_at)
+        received = await rig.publish(fact)
+        await rig.scrubber.on_checkpoint_repaired(received)
+        await rig.scrubber.on_checkpoint_repaired(received)
+    again = (await rig.facts("checkpoint_rotten"))[2:]
+    assert [fact.blobs for fact in again] == [(missing,)]
+    capsys.readouterr()
+
+
+async def test_the_running_service_pins_scrubs_and_repairs_by_request(
+    rig: Rig, s3_settings: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from services.checkpoint.app import build
+
+    service = build(s3_settings)
+    task = asyncio.create_task(service.run())
+    try:
+        await rig.begin(Retention())
+        uri = await rig.commit(10)
+        address = rig.address()
+        await stored.pin(address, RUN, 10, pinned=True, reason="why")
+        await rig.overwrite(uri, b"{}")
+        await stored.verify(address, None, repair=True, wait_s=30, as_json=False)
+        await stored.show(address, RUN, as_json=True)
+        shown = capsys.readouterr().out
+        assert '"pinned": true' in shown
+        assert "repaired by checkpoint" in shown
+        with pytest.raises(CliError, match="it has steps 10"):
+            await stored.pin(address, RUN, 11, pinned=True, reason="")
+    finally:
+        service.stopping.set()
+        await task
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_promises_hold_through_kills_failures_and_changed_bytes(rig: Rig, seed: int) -> None:
+    trial = Trial(rig.bus, rig.objects, rig.settings, seed)
+    await trial.live(steps=3, faults=6, corruptions=int(seed % 3 == 0))
+    assert trial.problems == [], trial.faults.struck
+
+
+async def test_a_trial_notices_a_protocol_that_deletes_before_it_says_so(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = Trial(rig.bus, rig.objects, rig.settings, 1)
+    publish = trial.faulty_bus._target.publish
+
+    async def too_late(fact: Fact, *args: Any, **options: Any) -> Any:
+        if isinstance(fact, CheckpointDeleted):
+            await rig.objects.delete(fact.uri)
+            return await trial.faults.around("between", lambda: publish(fact, *args, **options))
+        return await publish(fact, *args, **options)
+
+    monkeypatch.setattr(rig.bus, "publish", too_late)
+    wait: dict[tuple[str, int], str] = {("between", 1): "kill before"}
+    live: Callable[..., Awaitable[None]] = trial.live
+    monkeypatch.setattr(trial.random, "choices", lambda *_, k, **__: [])
+    trial.faults.plan = wait
+    await live(steps=6, faults=0, corruptions=0)
+    assert any("its manifest is gone" in problem for problem in trial.problems)

@@ -51,6 +51,14 @@ def test_a_task_with_options() -> None:
     assert request.data is not None
 
 
+def test_exact_mode_is_an_option() -> None:
+    request = build_request(Submission(PROJECT, "task:A", slots="1..4", logical_ranks=4), PACKAGE, "code")
+    assert request.training is not None
+    assert (request.training.epochs, request.training.logical_ranks) == (1, 4)
+    with pytest.raises(CliError, match="ask for fewer slots or more logical ranks"):
+        build_request(Submission(PROJECT, "task:A", slots="1..6", logical_ranks=4), PACKAGE, "code")
+
+
 def test_options_go_over_the_request_file(tmp_path: Path) -> None:
     file = tmp_path / "train.json"
     file.write_text(

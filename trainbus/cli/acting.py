@@ -40,6 +40,7 @@ class Submission:
     slots: str | None = None
     epochs: int | None = None
     max_steps: int | None = None
+    logical_ranks: int | None = None
     data: str | None = None
     data_format: str | None = None
     priority: int | None = None
@@ -102,11 +103,16 @@ def build_request(submission: Submission, package: Package | None, bucket: str) 
         body["name"] = (submission.project.resolve().name if submission.project else "run") or "run"
     if submission.params:
         body["params"] = {**body.get("params", {}), **dict(parse_param(text) for text in submission.params)}
-    training = {"epochs": submission.epochs, "max_steps": submission.max_steps}
-    if any(value is not None for value in training.values()):
-        body["training"] = {**(body.get("training") or {}), **{k: v for k, v in training.items() if v is not None}}
-    elif body.get("task") and not body.get("training"):
-        body["training"] = {"epochs": 1}
+    options = {
+        "epochs": submission.epochs,
+        "max_steps": submission.max_steps,
+        "logical_ranks": submission.logical_ranks,
+    }
+    training = {name: value for name, value in options.items() if value is not None}
+    if body.get("task") and not body.get("training") and not training.keys() & {"epochs", "max_steps"}:
+        training["epochs"] = 1
+    if training:
+        body["training"] = {**(body.get("training") or {}), **training}
     if submission.data is not None:
         body["data"] = data_field(submission.data, submission.data_format, body.get("data"))
     try:

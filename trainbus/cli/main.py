@@ -161,6 +161,10 @@ def submit(
     slots: Annotated[str | None, typer.Option(help="Slots it can use: 2, or 1..4.")] = None,
     epochs: Annotated[int | None, typer.Option(min=1)] = None,
     max_steps: Annotated[int | None, typer.Option(min=1)] = None,
+    logical_ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Exact mode: the same bits on any number of processes up to this; 12 divides well."),
+    ] = None,
     data: Annotated[str | None, typer.Option(help="s3://bucket/prefix to ingest, or a dataset id.")] = None,
     data_format: Annotated[str | None, typer.Option("--format", help="images, jsonl, parquet or text.")] = None,
     priority: Annotated[int | None, typer.Option(min=-1000, max=1000, help="Higher goes first.")] = None,
@@ -200,6 +204,7 @@ def submit(
         slots=slots,
         epochs=epochs,
         max_steps=max_steps,
+        logical_ranks=logical_ranks,
         data=data,
         data_format=data_format,
         priority=priority,

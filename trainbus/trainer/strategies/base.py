@@ -102,12 +102,6 @@ class Strategy(Protocol):
         """Take up a whole state; called on every rank with the same one. No ``model`` leaves weights as they are."""
         ...
 
-    # The two that follow go when checkpoints are saved through ``state``.
-
-    def model_state(self) -> dict[str, Tensor]: ...
-
-    def optimizer_state(self) -> OptimizerState: ...
-
 
 class LossModule(nn.Module):
     """The task's loss as a module, so that DDP and DeepSpeed see one forward whatever the task does inside.

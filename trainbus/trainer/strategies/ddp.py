@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from contracts.events.train import Training
 from trainbus.task import Task
 from trainbus.trainer import optimizer_state as packing
-from trainbus.trainer.optimizer_state import OptimizerState
-from trainbus.trainer.strategies.base import LossModule, State, StepResult, host_copy, share_of
+from trainbus.trainer.strategies.base import LossModule, State, StepResult, share_of
 from trainbus.trainer.strategies.scaler import LossScale
 from trainbus.trainer.world import World
 
@@ -83,11 +82,3 @@ class DDPStrategy:
             self.model.load_state_dict(state.model)
         packing.unpack(state.optimizer, self.optimizer, self.model)
         self._scale.load(state.scaler)
-
-    # The two that follow go when checkpoints are saved through ``state``.
-
-    def model_state(self) -> dict[str, Tensor]:
-        return host_copy(self.model) if self._world.is_first else {}
-
-    def optimizer_state(self) -> OptimizerState:
-        return packing.pack(self.optimizer, self.model) if self._world.is_first else OptimizerState()

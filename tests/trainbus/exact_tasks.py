@@ -133,6 +133,7 @@ class GPTModel(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
         self.head.weight = self.token.weight
+        nn.init.normal_(self.token.weight, std=0.02)
 
     def forward(self, bytes_BT: Tensor) -> Tensor:
         places_T = torch.arange(bytes_BT.shape[1], device=bytes_BT.device)

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -301,6 +302,19 @@ def journal(folder: Path, rank: int = 0) -> list[JournalLine]:
     ring = RingReader.open(folder / ring_name(rank))
     records = [record for _, record in ring.read(0, ring.head)] if ring is not None else []
     return sorted([*lines, *records], key=lambda line: line.time)
+
+
+def whole_checkpoint(folder: Path, step: int | None = None) -> Path:
+    """Put all ranks' files of a checkpoint (the last one, if no step is named) into one folder, as an agent does."""
+    parts = sorted((folder / "checkpoints").glob("step_*" if step is None else f"step_{step:08d}-*"))
+    name = parts[-1].name.partition("-")[0]
+    whole = folder / f"whole_{name}"
+    whole.mkdir(exist_ok=True)
+    for part in parts:
+        if part.name.startswith(f"{name}-"):
+            for path in part.iterdir():
+                shutil.copy(path, whole / path.name)
+    return whole
 
 
 def keys_by_step(folder: Path, world_size: int) -> dict[int, list[str]]:

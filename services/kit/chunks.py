@@ -154,63 +154,70 @@ async def restore_file(
     offsets = list(accumulate((chunk.size_bytes for chunk in file.chunks), initial=0))
     if offsets[-1] != file.size_bytes:
         raise Damaged(f"the chunks of {file.path!r} do not add up to its {file.size_bytes} bytes")
-    with _growing(target, file.size_bytes) as handle:
+    with _growing(target, file.size_bytes) as partial:
 
         async def fill(chunk: Chunk, offset: int) -> None:
             async with gate:
                 found = local.find(chunk.sha256) if local is not None else None
-                if found is None or not await asyncio.to_thread(_copy_range, found, handle, offset):
-                    await _fetch(objects, chunk, handle, offset, local)
+                if found is None or not await asyncio.to_thread(_copy_range, found, partial, offset):
+                    await _fetch(objects, chunk, partial, offset, local)
                 on_bytes(chunk.size_bytes)
 
         work = [asyncio.ensure_future(fill(*each)) for each in zip(file.chunks, offsets[:-1], strict=True)]
         try:
             await asyncio.gather(*work)
         finally:
-            # The handle is closed behind them.
+            # The file is moved or removed behind them.
             for each in work:
                 each.cancel()
             await asyncio.gather(*work, return_exceptions=True)
 
 
-async def _fetch(objects: Objects, chunk: Chunk, handle: int, offset: int, local: Local | None) -> None:
+async def _fetch(objects: Objects, chunk: Chunk, path: Path, offset: int, local: Local | None) -> None:
     if chunk.encoding == "plain":
         try:
-            digest = await objects.read_into(chunk.uri, handle, offset, chunk.size_bytes)
+            digest = await objects.read_into(chunk.uri, path, offset, chunk.size_bytes)
         except ValueError as error:
             raise Damaged(str(error)) from error
         if digest != chunk.sha256:
             raise Damaged(f"{chunk.uri} has hash {digest}, expected {chunk.sha256}")
         return
     piece = await piece_of(objects, chunk, local)
-    await asyncio.to_thread(write_at, handle, piece, offset)
+    await asyncio.to_thread(_write, path, piece, offset)
+
+
+def _write(path: Path, piece: bytes, offset: int) -> None:
+    with path.open("r+b") as file:
+        write_at(file.fileno(), piece, offset)
 
 
 @contextmanager
-def _growing(target: Path, size_bytes: int) -> Iterator[int]:
-    """A file to be written in any order, that becomes ``target`` when the block ends well."""
+def _growing(target: Path, size_bytes: int) -> Iterator[Path]:
+    """A file to be written in any order, that becomes ``target`` when the block ends well.
+
+    By its path, and never by an open handle: a thread goes on when its caller is cancelled, and must then find nothing.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    partial = Path(name)
     try:
-        try:
-            os.ftruncate(handle, size_bytes)
-            yield handle
-        finally:
-            os.close(handle)
-        Path(name).replace(target)
+        with os.fdopen(handle, "wb") as file:
+            file.truncate(size_bytes)
+        yield partial
+        partial.replace(target)
     finally:
-        Path(name).unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
 
 
-def _copy_range(source: Range, handle: int, offset: int) -> bool:
+def _copy_range(source: Range, target: Path, offset: int) -> bool:
     """Copy a piece within the file system (shared, where it can); False if the source is not what it was."""
     try:
-        with source.path.open("rb") as file:
+        with source.path.open("rb") as file, target.open("r+b") as output:
             begin, left = source.offset, source.size_bytes
             if os.fstat(file.fileno()).st_size < begin + left:
                 return False
             while left:
-                copied = _copy_some(file.fileno(), handle, begin, offset, left)
+                copied = _copy_some(file.fileno(), output.fileno(), begin, offset, left)
                 if not copied:
                     return False
                 begin, offset, left = begin + copied, offset + copied, left - copied

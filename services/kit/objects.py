@@ -319,8 +319,8 @@ class Objects:
         finally:
             partial.unlink(missing_ok=True)
 
-    async def read_into(self, uri: str, handle: int, offset: int, size_bytes: int) -> str:
-        """Write an object's content into an open file from ``offset`` on, and return its hash.
+    async def read_into(self, uri: str, path: Path, offset: int, size_bytes: int) -> str:
+        """Write an object's content into an existing file from ``offset`` on, and return its hash.
 
         Hashing and writing are done beside the event loop while the next bytes come in.
 
@@ -337,23 +337,22 @@ class Objects:
 
             def take(content: bytes, at: int) -> None:
                 digest.update(content)
-                write_at(handle, content, at)
+                # Opened here: a thread goes on when its caller is cancelled, and a handle may be another file's then.
+                with path.open("r+b") as file:
+                    write_at(file.fileno(), content, at)
 
             taking: asyncio.Future[None] | None = None
             at = offset
             body = answer["Body"]
             async with body:
-                try:
-                    async for content in _gathered(body, READ_BYTES):
-                        if taking is not None:
-                            await taking
-                        taking = asyncio.ensure_future(asyncio.to_thread(take, content, at))
-                        at += len(content)
-                        metrics.OBJECT_BYTES.labels("down").inc(len(content))
-                finally:
-                    # Also when cancelled: the file may be closed behind us.
+                async for content in _gathered(body, READ_BYTES):
                     if taking is not None:
-                        await asyncio.shield(taking)
+                        await taking
+                    taking = asyncio.ensure_future(asyncio.to_thread(take, content, at))
+                    at += len(content)
+                    metrics.OBJECT_BYTES.labels("down").inc(len(content))
+            if taking is not None:
+                await taking
             return digest.hexdigest()
 
         return await self._try(read, uri)

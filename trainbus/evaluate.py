@@ -32,7 +32,7 @@ def evaluate(launch: Launch, task: Task, dataset: Dataset, world: World) -> tupl
     if launch.resume_folder is None:
         raise checkpoint.CheckpointError("there is no checkpoint to evaluate")
     model = task.model()
-    checkpoint.load_model(Path(launch.resume_folder), model)
+    checkpoint.load_model(Path(launch.resume_folder), model, averaged=True)
     model.to(world.device)
 
     rows: list[tuple[str, int, int]] = []

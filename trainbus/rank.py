@@ -6,6 +6,7 @@ Reads TRAINBUS_LAUNCH, imports the task, trains or evaluates, tells the agent th
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -23,6 +24,7 @@ from trainbus.evaluate import evaluate
 from trainbus.exits import hard_exit
 from trainbus.task import TaskError, describe, load_task
 from trainbus.trainer.checkpoint import CheckpointError
+from trainbus.trainer.memory import Memory
 from trainbus.trainer.optimizer_state import StateMismatch
 from trainbus.trainer.trainer import Trainer, TrainingDiverged
 from trainbus.trainer.world import World, limit_threads, seed_all
@@ -47,6 +49,7 @@ def run(env: Mapping[str, str]) -> int:
     link = AgentLink(launch, world.rank, journal, control)
     link.stop_at_once = launch.spec.kind == "evaluate"  # it has nothing to save
     link.start()
+    _write_stacks_when_asked(Path(launch.folder) / f"rank_{world.rank}.stacks")
     signal.signal(signal.SIGTERM, lambda *_: control.request_stop("SIGTERM"))
     try:
         ended = _work(launch, world, journal, control, env)
@@ -89,11 +92,13 @@ def _work(launch: Launch, world: World, journal: Journal, control: Control, env:
         control=control,
         journal=journal,
         resume_folder=Path(launch.resume_folder) if launch.resume_folder else None,
+        resume_step=launch.resume.step if launch.resume else 0,
         best_metric=spec.retention.metric,
         best_mode=spec.retention.mode,
         about=_about(launch),
         machine=launch.machine,
         watch=spec.watch,
+        memory=_memory(launch, world),
         record_samples=env.get("TRAINBUS_RECORD_SAMPLES") == "1",
     )
     outcome = trainer.fit()
@@ -106,6 +111,17 @@ def _work(launch: Launch, world: World, journal: Journal, control: Control, env:
         samples_consumed=outcome.samples_consumed,
         error=control.reason if outcome.outcome == "stopped" else "",
     )
+
+
+def _memory(launch: Launch, world: World) -> Memory:
+    folder = Path(launch.memory_folder) if launch.memory_folder else None
+    return Memory(folder, launch.generation, world.rank)
+
+
+def _write_stacks_when_asked(path: Path) -> None:
+    """On SIGUSR2 write down where every thread is: the agent asks for it when no step comes any more."""
+    file = path.open("a")  # stays open for as long as the process lives
+    faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
 
 
 def _about(launch: Launch) -> dict[str, Any]:

@@ -7,11 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from contracts.ranks import CheckpointLine, EndedLine
-from tests.trainbus.support import Gang, Warm, journal, linear_dataset, request, write_launch, write_task
+from contracts.ranks import EndedLine
+from tests.trainbus.support import (
+    Gang,
+    Warm,
+    journal,
+    linear_dataset,
+    request,
+    whole_checkpoint,
+    write_launch,
+    write_task,
+)
 from trainbus.data.dataset import Dataset
+from trainbus.trainer.checkpoint import load_tensors
 
 pytest.importorskip("deepspeed", reason="the extra trainbus[deepspeed] is not installed")
 pytestmark = pytest.mark.timeout(170)
@@ -24,8 +33,7 @@ def run(warm: Warm, folder: Path, dataset: Dataset, world_size: int, resume: Pat
     launch = write_launch(folder, spec, dataset, code, world_size=world_size, resume_folder=resume)
     gang = Gang(warm, folder, launch, world_size)
     assert gang.wait() == [0] * world_size, gang.logs()[-3000:]
-    lines = [line for line in journal(folder) if isinstance(line, CheckpointLine)]
-    return Path(lines[-1].folder)
+    return whole_checkpoint(folder)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -35,11 +43,11 @@ def test_zero_trains_what_ddp_trains_and_shrinks_from_two_ranks_to_one(warm: War
     deepspeed = {"strategy": "deepspeed", "zero_stage": stage, "accumulate": 2, "global_batch": 15}
     half = run(warm, tmp_path / "g1", dataset, 2, **deepspeed, epochs=None, max_steps=6)
     end = run(warm, tmp_path / "g2", dataset, 1, half, **deepspeed, epochs=None, max_steps=12)
-    model, optimizer = load_file(end / "model.safetensors"), load_file(end / "optimizer.safetensors")
+    model, optimizer = (load_tensors(end, kind) for kind in ("model", "optimizer"))
     reference = _reference(tmp_path / "ddp", dataset)
-    for name, tensor in load_file(reference / "model.safetensors").items():
+    for name, tensor in load_tensors(reference, "model").items():
         torch.testing.assert_close(model[name], tensor, rtol=1e-3, atol=1e-5)
-    for name, tensor in load_file(reference / "optimizer.safetensors").items():
+    for name, tensor in load_tensors(reference, "optimizer").items():
         torch.testing.assert_close(optimizer[name], tensor, rtol=1e-3, atol=1e-5)
 
 

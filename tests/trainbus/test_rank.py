@@ -21,6 +21,7 @@ from tests.trainbus.support import (
     rank_env,
     request,
     start_rank,
+    whole_checkpoint,
     write_launch,
     write_task,
 )
@@ -48,10 +49,9 @@ def ended(folder: Path, rank: int = 0) -> EndedLine:
 
 
 def final_model(folder: Path) -> dict[str, Any]:
-    from safetensors.torch import load_file
+    from trainbus.trainer.checkpoint import load_tensors
 
-    lines = [line for line in journal(folder) if isinstance(line, CheckpointLine)]
-    return dict(load_file(Path(lines[-1].folder) / "model.safetensors"))
+    return dict(load_tensors(whole_checkpoint(folder), "model"))
 
 
 def test_three_ranks_train_what_one_trains(warm: Warm, dataset: Dataset, code: Path, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_stop_told_to_one_rank_stops_both_after_the_same_step(
     assert list(trained) == list(range(1, ends[0].step + 1))
     more = ends[0].step + 7
     spec = request(training={"epochs": None, "max_steps": more})
-    launch = write_launch(second, spec, dataset, code, resume_folder=Path(checkpoints[-1].folder))
+    launch = write_launch(second, spec, dataset, code, resume_folder=whole_checkpoint(folder))
     gang = Gang(warm, second, launch, 1, TRAINBUS_RECORD_SAMPLES="1")
     assert gang.wait() == [0], gang.logs()
     seen = [key for keys in (*trained.values(), *keys_by_step(second, 1).values()) for key in keys]

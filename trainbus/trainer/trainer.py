@@ -21,16 +21,19 @@ from trainbus.data.dataset import Dataset
 from trainbus.data.loader import ahead, to_device
 from trainbus.data.sampler import Sampler, ShuffledOrder
 from trainbus.task import Task
-from trainbus.trainer import checkpoint, environment
+from trainbus.trainer import environment
 from trainbus.trainer.best import Best, Mode
-from trainbus.trainer.checkpoint import Progress, Snapshot, Writer
+from trainbus.trainer.checkpoint import Progress, load
+from trainbus.trainer.checkpoint.load import put_model
 from trainbus.trainer.ema import MovingAverage
+from trainbus.trainer.exact.determinism import be_deterministic
 from trainbus.trainer.feed import Feed, LeafData, StepData
 from trainbus.trainer.measure import measure
+from trainbus.trainer.memory import Memory
+from trainbus.trainer.saver import Saver
 from trainbus.trainer.stop import Consensus, Said
 from trainbus.trainer.straggler import OwnWork, StragglerWatch
 from trainbus.trainer.strategies import make_strategy
-from trainbus.trainer.strategies.base import State
 from trainbus.trainer.strategies.scaler import ScaleCollapsed
 from trainbus.trainer.world import World, seed_all
 
@@ -66,21 +69,25 @@ class Trainer:
         control: Control | None = None,
         journal: Journal | None = None,
         resume_folder: Path | None = None,
+        resume_step: int = 0,
         best_metric: str = "validation/loss",
         best_mode: Mode = "min",
         about: Mapping[str, Any] | None = None,
         machine: Mapping[str, str] | None = None,
         watch: Watch | None = None,
+        memory: Memory | None = None,
         record_samples: bool = False,
     ) -> None:
         """Build the model and take up ``resume_folder``.
 
         Args:
             folder: where the journal, ``checkpoints/`` and records go.
+            resume_step: the step of ``resume_folder``: what is in memory counts if it is as new.
             best_metric: a checkpoint is taken whenever a validation improves this.
             about: what ``state.json`` says about the run.
             machine: what the agent knows of the node that decides the last bits.
             watch: when a rank is named for holding the others up; None: never.
+            memory: where the generation before may have left a newer state than ``resume_folder``.
             record_samples: append the keys each step trains on to ``samples_rank_<n>.jsonl``.
         """
         self.task, self.dataset, self.training, self.folder = task, dataset, training, folder
@@ -92,43 +99,57 @@ class Trainer:
         end = None if training.epochs is None else training.epochs * len(self.train_split)
         self.sampler = Sampler(order, training.global_batch, end)
 
-        self.progress, packed = Progress(), None
-        if resume_folder is not None:
-            checkpoint.check_safe(resume_folder)
-            self.progress, packed = checkpoint.load_progress(resume_folder)
+        self.memory, run_id = memory or Memory(), (about or {}).get("run_id")
+        loaded = self.memory.take_up(self.world, resume_step, run_id)
+        self.resumed_from: Literal["scratch", "checkpoint", "memory"] = "memory"
+        if loaded is None:
+            loaded = load(resume_folder) if resume_folder is not None else None
+            self.resumed_from = "scratch" if loaded is None else "checkpoint"
+        self.progress = Progress() if loaded is None else loaded.progress
         self.total_steps = self._total_steps()
         if training.logical_ranks is not None:
-            environment.be_deterministic()
+            be_deterministic()
         if training.precision == "fp16":
             # A step whose gradient overflowed is left out; the schedule counts it all the same.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         seed_all(training.seed, "model")
         model = task.model()
-        if resume_folder is not None:
-            checkpoint.load_model(resume_folder, model)
+        if loaded is not None:
+            put_model(loaded.state.model, model)
+            loaded.state.model = {}
         self.strategy = make_strategy(task, model, training, self.world)
         self.schedule = task.schedule(self.strategy.optimizer, self.total_steps)
-        if resume_folder is not None and packed is not None:
-            self.strategy.load_state(State(optimizer=checkpoint.load_optimizer(resume_folder, packed)))
+        if loaded is not None:
+            self.strategy.load_state(loaded.state)
             if self.schedule is not None and self.progress.schedule is not None:
                 self.schedule.load_state_dict(self.progress.schedule)
         self.ema: MovingAverage | None = None
         if training.ema_decay is not None:
             self.ema = MovingAverage(self.strategy.parameters_for_ema(), training.ema_decay)
+            if loaded is not None and loaded.state.ema:
+                self.strategy.load_ema(self.ema.tensors, loaded.state.ema)
 
-        parent, run_id = self.progress.about, (about or {}).get("run_id")
-        same_run = parent.get("run_id") == run_id
-        self._checkpointed_step = self.progress.step if resume_folder is not None and same_run else -1
+        parent = self.progress.about
+        committed = self.resumed_from == "checkpoint" and parent.get("run_id") == run_id
+        self._checkpointed_step = self.progress.step if committed else -1
         self.environment = environment.environment(self.world.device, machine)
         digests = self.world.everyones(environment.digest(self.environment))
         self.exactness = environment.exactness(
-            training.logical_ranks, digests, parent if resume_folder is not None else None, run_id
+            training.logical_ranks, digests, parent if loaded is not None else None, run_id
         )
         self.progress.about = {**(about or {}), "exactness": self.exactness, "environment_digest": digests[0]}
 
         self._best = Best(self.progress, best_metric, best_mode, training.early_stopping)
         self._consensus = Consensus(self.world, self.strategy.leaf_count)
-        self._writer = Writer()
+        self._saver = Saver(
+            folder / "checkpoints",
+            self.strategy,
+            training,
+            world=self.world,
+            journal=self.journal,
+            exactness=self.exactness,
+            memory=self.memory,
+        )
         self._record = (folder / f"samples_rank_{self.world.rank}.jsonl").open("a") if record_samples else None
         self._own_work = OwnWork(self.strategy.model, self.world.device) if watch is not None else None
         self._watch = StragglerWatch(watch.straggler_factor, watch.straggler_steps) if watch is not None else None
@@ -146,6 +167,7 @@ class Trainer:
         self.journal.started(
             progress.step,
             progress.samples_consumed,
+            resumed_from=self.resumed_from,
             environment=self.environment,
             environment_digest=environment.digest(self.environment),
             exactness=self.exactness,
@@ -154,18 +176,33 @@ class Trainer:
         feed = Feed(self.task, self.train_split, self.sampler, self.training, strategy.leaves, strategy.leaf_count)
         left = feed.steps(progress.samples_consumed, self.total_steps - progress.step)
         early = self._best.patience_is_over  # a run that stopped early and was then placed again
-        with closing(ahead(left)) as steps:
-            while not (early or self._stop_agreed):
-                asked = time.perf_counter()
-                if (data := next(steps, None)) is None:
-                    break
-                self._train_step(data, time.perf_counter() - asked)
-                early = self._after_step(data)
+        prepared = False
+        try:
+            if progress.unfinished is not None:
+                early = self._after_step(progress.unfinished)
+            with closing(ahead(left)) as steps:
+                while not (early or self._stop_agreed):
+                    asked = time.perf_counter()
+                    if (data := next(steps, None)) is None:
+                        break
+                    self._train_step(data, time.perf_counter() - asked)
+                    if not prepared:
+                        self._saver.prepare(self._averages)
+                        prepared = True
+                    early = self._after_step(data.samples_consumed)
+            return self._end(early)
+        except RuntimeError:  # what a collective raises when a rank is gone
+            if self.world.size > 1:
+                self._saver.leave_behind(self._averages)
+            raise
+
+    def _end(self, early: bool) -> Outcome:
+        progress = self.progress
         stopped = self._stop_agreed and not early and progress.step < self.total_steps
         if not stopped and self._measured[0] != progress.step:
             self._validate()
         self._checkpoint(last=True, final=not stopped)
-        self._writer.join()
+        self._saver.join()
         outcome: Literal["succeeded", "stopped"] = "stopped" if stopped else "succeeded"
         return Outcome(outcome, progress.step, progress.samples_consumed, self._metrics_here())
 
@@ -179,6 +216,7 @@ class Trainer:
             self._own_work.lap_s()
         losses = {leaf.leaf: self._leaf(leaf, data.global_samples) for leaf in data.leaves}
         rate = float(self.strategy.optimizer.param_groups[0]["lr"])
+        self._saver.before_update()
         try:
             result = self.strategy.step(training.clip_norm)
         except ScaleCollapsed as error:
@@ -190,13 +228,16 @@ class Trainer:
         progress.step += 1
         progress.samples_consumed = data.samples_consumed + data.global_samples
         progress.epoch = self.sampler.epoch(progress.samples_consumed)
+        progress.unfinished = data.samples_consumed
+        progress.schedule = None if self.schedule is None else self.schedule.state_dict()
+        self._saver.after_update(progress, self._averages)
         self._record_keys(data)
         said = self._consensus.exchange(
             progress.step,
             losses,
             result.grad_norm,
             stop=self.control.stop_requested,
-            checkpoint_now=self.control.take_checkpoint_request(),
+            checkpoint_now=self.control.take_checkpoint_request() or self._saver.by_clock(),
             skipped=result.skipped,
             busy_s=self._busy_s(data, waited_s),
         )
@@ -224,16 +265,17 @@ class Trainer:
             return 0.0
         return (self._own_work.lap_s() + waited_s) * data.global_samples / (data.own_samples * self.world.size)
 
-    def _after_step(self, data: StepData) -> bool:
+    def _after_step(self, consumed_before: int) -> bool:
         """Validate and checkpoint where they are due; return whether training should end early."""
         training, progress = self.training, self.progress
         epochs_before, epochs_now = (
-            consumed // len(self.train_split) for consumed in (data.samples_consumed, progress.samples_consumed)
+            consumed // len(self.train_split) for consumed in (consumed_before, progress.samples_consumed)
         )
         improved = False
         if _due(progress.step, training.validate_every_steps, epochs_now > epochs_before):
             improved = self._validate()
-        due = _due(progress.step, training.checkpoint_every_steps, epochs_now > epochs_before)
+        due = self._saver.when.at(progress.step, epoch_ended=epochs_now > epochs_before)
+        progress.unfinished = None
         early = self._best.patience_is_over
         # The last step's checkpoint is the final one; two of one step would be one too many.
         if (due or improved or self._checkpoint_asked) and progress.step < self.total_steps and not early:
@@ -270,6 +312,8 @@ class Trainer:
         """Measure the validation split and return whether the best metric improved."""
         self._heed(self._consensus.settle())
         self.strategy.sync_buffers()
+        if self.ema is not None:
+            self._saver.finish_reading()
         with self.ema.swapped_in() if self.ema is not None else nullcontext():
             found = measure(
                 self.task,
@@ -287,7 +331,7 @@ class Trainer:
         return self._best.saw(metrics)
 
     def _checkpoint(self, *, last: bool = False, final: bool = False) -> None:
-        """Copy everything to the host and have it written in the background.
+        """Have everything written in the background.
 
         ``last``: the last one of this process; ``final``: training is over, for good.
         """
@@ -297,23 +341,19 @@ class Trainer:
             return  # nothing new, or the last one, of this very step, is about to be taken
         self._checkpointed_step, self._checkpoint_asked = progress.step, False
         self.strategy.sync_buffers()
-        progress.schedule = None if self.schedule is None else self.schedule.state_dict()
         progress.about |= {"world_size": self.world.size, "strategy": self.training.strategy}
-        snapshot = Snapshot(
-            self.strategy.model_state(), self.strategy.optimizer_state(), checkpoint.frozen_copy(progress)
+        self._saver.save(
+            progress,
+            ema=self._averages,
+            metrics=self._metrics_here(),
+            last=last,
+            final=final,
+            hurry=last and not final,
         )
-        metrics = self._metrics_here()
-        place = {"step": progress.step, "epoch": progress.epoch, "samples_consumed": progress.samples_consumed}
-        folder = self.folder / "checkpoints" / f"step_{progress.step:08d}-rank_{self.world.rank}"
 
-        def work() -> None:
-            if self.world.is_first:
-                checkpoint.write(folder, snapshot)
-            else:
-                checkpoint.write_presence(folder, self.world.rank, {**place, "world_size": self.world.size})
-            self.journal.checkpoint(folder, **place, metrics=metrics, final=final, exactness=self.exactness)
-
-        self._writer.submit(work)
+    @property
+    def _averages(self) -> Mapping[str, Tensor] | None:
+        return None if self.ema is None else self.ema.tensors
 
     def _metrics_here(self) -> dict[str, float]:
         """What is known about the weights as they are now."""

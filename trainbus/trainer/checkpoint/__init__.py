@@ -1,0 +1,26 @@
+"""Checkpoints: safetensors for tensors, JSON for the rest, readable without trainbus. See ``docs/checkpoints.md``."""
+
+from trainbus.trainer.checkpoint.digest import compare, tensor_digest
+from trainbus.trainer.checkpoint.files import CheckpointError, Progress, check_safe
+from trainbus.trainer.checkpoint.load import Loaded, load, load_model, load_tensors
+from trainbus.trainer.checkpoint.staging import Staging
+from trainbus.trainer.checkpoint.when import When
+from trainbus.trainer.checkpoint.writer import Content, Replaced, Writer, write
+
+__all__ = [
+    "CheckpointError",
+    "Content",
+    "Loaded",
+    "Progress",
+    "Replaced",
+    "Staging",
+    "When",
+    "Writer",
+    "check_safe",
+    "compare",
+    "load",
+    "load_model",
+    "load_tensors",
+    "tensor_digest",
+    "write",
+]

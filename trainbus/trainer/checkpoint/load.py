@@ -1,0 +1,121 @@
+"""Reads a checkpoint that any number of ranks wrote. Strict: what does not fit is refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from trainbus.trainer.checkpoint.files import (
+    KINDS,
+    MAX_STATE_BYTES,
+    STATE,
+    VERSION,
+    CheckpointError,
+    Progress,
+    check_safe,
+    tensors_file,
+)
+from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
+from trainbus.trainer.strategies.base import State
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A whole training state on the host."""
+
+    progress: Progress
+    state: State
+
+
+def load(folder: Path) -> Loaded:
+    """Read everything that training goes on from."""
+    check_safe(folder)
+    progress, state = load_progress(folder)
+    state.model, state.optimizer.tensors, state.ema = (load_tensors(folder, kind) for kind in KINDS)
+    return Loaded(progress, state)
+
+
+def load_progress(folder: Path) -> tuple[Progress, State]:
+    """Read ``state.json``; the state comes without its tensors."""
+    path = folder / STATE
+    try:
+        if path.stat().st_size > MAX_STATE_BYTES:
+            raise CheckpointError(f"{STATE} is too large to be ours")
+        state = json.loads(path.read_bytes())
+        if state["version"] != VERSION:
+            raise CheckpointError(f"{STATE} has version {state['version']!r}; this trainbus reads {VERSION}")
+        progress = Progress(
+            step=int(state["step"]),
+            samples_consumed=int(state["samples_consumed"]),
+            epoch=int(state["epoch"]),
+            schedule=state["schedule"],
+            best=dict(state["best"]),
+            validations_without_improvement=int(state["validations_without_improvement"]),
+            unfinished=state["unfinished"],
+            about=dict(state["about"]),
+        )
+        for rank in range(int(state["about"].get("parts", 1))):
+            for kind in ("model", "optimizer"):
+                if not (folder / tensors_file(kind, rank)).is_file():
+                    raise CheckpointError(f"{tensors_file(kind, rank)!r} of the checkpoint is missing")
+        optimizer = OptimizerState({}, dict(state["optimizer"]["values"]), list(state["optimizer"]["groups"]))
+        return progress, State(optimizer=optimizer, scaler=state["scaler"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{STATE} of the checkpoint cannot be read: {error!r}") from error
+
+
+def load_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
+    """Read all ranks' tensors of a kind (``model``, ``optimizer``, ``ema``) by name; none of it is an empty answer."""
+    found: dict[str, Tensor] = {}
+    pattern = re.compile(rf"{kind}-\d+\.safetensors")
+    for path in sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name)):
+        try:
+            tensors = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path.name} of the checkpoint cannot be read: {error}") from error
+        if twice := found.keys() & tensors.keys():
+            raise CheckpointError(f"{min(twice)!r} is in {path.name} of the checkpoint and in another file")
+        found |= tensors
+    return found
+
+
+def load_model(folder: Path, model: nn.Module, *, averaged: bool = False) -> None:
+    """Put the checkpoint's weights and buffers into ``model``; ``averaged``: the moving average's where it has one.
+
+    Raises:
+        StateMismatch: a tensor is missing, unknown, or of another shape or type; the text names it.
+    """
+    check_safe(folder)
+    put_model(load_tensors(folder, "model"), model)
+    averages = load_tensors(folder, "ema") if averaged else {}
+    with torch.no_grad():
+        # By parameter, since a tied one has more names in the model's state than it has averages.
+        for name, parameter in model.named_parameters():
+            if name in averages:
+                parameter.copy_(averages[name])
+
+
+def put_model(saved: dict[str, Tensor], model: nn.Module) -> None:
+    """Copy whole tensors into a model that has exactly these; see ``load_model``."""
+    wanted = model.state_dict()
+    for name, present in wanted.items():
+        if name not in saved:
+            raise StateMismatch(f"the model has {name!r}, which the checkpoint lacks: was the task changed?")
+        tensor = saved[name]
+        if tensor.shape != present.shape or tensor.dtype != present.dtype:
+            raise StateMismatch(
+                f"{name!r} is {tuple(tensor.shape)} {tensor.dtype} in the checkpoint but "
+                f"{tuple(present.shape)} {present.dtype} in the model: do the params differ?"
+            )
+    for name in saved:
+        if name not in wanted:
+            raise StateMismatch(f"the checkpoint has {name!r}, which the model lacks: was the task changed?")
+    with torch.no_grad():
+        model.load_state_dict(saved)

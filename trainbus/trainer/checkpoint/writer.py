@@ -1,0 +1,168 @@
+"""Writes staged checkpoints to disk, in one thread, while training goes on."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainbus.trainer.checkpoint.digest import digest_of
+from trainbus.trainer.checkpoint.files import (
+    STATE,
+    CheckpointError,
+    digests_file,
+    state_digest,
+)
+from trainbus.trainer.checkpoint.staging import Image
+
+BLOCK_BYTES = 8 * 2**20
+_START_WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE
+
+
+class Replaced(Exception):
+    """A newer checkpoint takes the place of the one being written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """All of one rank's files."""
+
+    rank: int
+    images: Mapping[str, Image]
+    #: ``state.json``; rank 0's alone.
+    state: dict[str, Any] | None
+
+
+def write(
+    folder: Path, content: Content, *, durable: bool = True, replaced: Callable[[], bool] = lambda: False
+) -> None:
+    """Write a rank's folder under another name and rename it: one that exists is whole, and on disk.
+
+    ``replaced`` is asked between blocks.
+
+    Raises:
+        Replaced: nothing is left of what was written.
+    """
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        _fill(temporary, content, durable, replaced)
+        if replaced():
+            raise Replaced
+        # Whatever stands there was never reported, or the rank would not write this step again.
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+        if durable:
+            _fsync(folder.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _fill(temporary: Path, content: Content, durable: bool, replaced: Callable[[], bool]) -> None:
+    for name, image in content.images.items():
+        _write_blocks(temporary / name, image.bytes, replaced)
+    # The disk has been told to begin; hashing takes none of its time.
+    (temporary / digests_file(content.rank)).write_text(
+        json.dumps(digests(content, replaced), sort_keys=True, indent=0)
+    )
+    if content.state is not None:
+        (temporary / STATE).write_text(json.dumps(content.state, indent=1, sort_keys=True, allow_nan=False))
+    if durable:
+        for path in (*temporary.iterdir(), temporary):
+            _fsync(path)
+
+
+def digests(content: Content, replaced: Callable[[], bool] = lambda: False) -> dict[str, str]:
+    """Return the hash of each tensor, ``<kind>/<name>``, and of the ``state`` besides the tensors."""
+    found = {} if content.state is None else {"state": state_digest(content.state)}
+    for file, image in content.images.items():
+        kind = file.rpartition("-")[0]
+        for name, place in image.places.items():
+            if replaced():
+                raise Replaced
+            found[f"{kind}/{name}"] = digest_of(place.dtype, place.shape, image.bytes[place.start : place.stop])
+    return found
+
+
+def _write_blocks(path: Path, data: memoryview, replaced: Callable[[], bool]) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        offset = 0
+        while offset < len(data):
+            if replaced():
+                raise Replaced
+            written = os.write(fd, data[offset : offset + BLOCK_BYTES])
+            _start_writeback(fd, offset, written)
+            offset += written
+    finally:
+        os.close(fd)
+
+
+def _start_writeback(fd: int, offset: int, size_bytes: int) -> None:
+    """Have the kernel begin to write the range to disk. Where it cannot, fsync does all of it later."""
+    if _sync_file_range is not None:
+        _sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(size_bytes), _START_WRITEBACK)
+
+
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class Writer:
+    """One piece of work at a time, in a thread. An error shows at the next ``submit`` or ``join``."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._replaced = threading.Event()
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def submit(self, work: Callable[[Callable[[], bool]], None]) -> None:
+        """Start ``work`` once the one before it is done; it is passed what to ask whether it is replaced."""
+        self.join()
+
+        def run() -> None:
+            try:
+                work(self._replaced.is_set)
+            except Replaced:
+                pass
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="trainbus-checkpoint", daemon=False)
+        self._thread.start()
+
+    def replace(self) -> None:
+        """End what is being written without a trace; what is whole already stays."""
+        self._replaced.set()
+        try:
+            self.join()
+        finally:
+            self._replaced.clear()
+
+    def join(self) -> None:
+        """Wait until everything is on disk."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise CheckpointError(f"the checkpoint could not be written: {error}") from error

@@ -1,0 +1,222 @@
+"""Takes the training state out of the training loop: to disk, and to memory that outlives the process.
+
+A checkpoint costs the loop only what must be copied before the next forward pass: buffers, which change there. Weights
+and optimizer state do not change before the optimizer's next step, so a thread copies them to the host
+during forward and backward, and ``before_update`` waits for what is left of it. Writing follows in the same thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contracts.events.checkpoint import Exactness
+from contracts.events.train import Training
+from trainbus.agent_link import Journal
+from trainbus.trainer.checkpoint import CheckpointError, Content, Progress, Staging, When, Writer, write
+from trainbus.trainer.checkpoint.files import state_digest, state_json, tensors_file
+from trainbus.trainer.checkpoint.staging import copy_all
+from trainbus.trainer.memory import Memory
+from trainbus.trainer.strategies.base import State, Strategy
+from trainbus.trainer.world import World
+
+Pairs = list[tuple[Tensor, Tensor]]
+
+
+class Saver:
+    """When to save, and how. Every rank makes the same calls, but for ``by_clock`` and ``leave_behind``."""
+
+    def __init__(
+        self,
+        folder: Path,
+        strategy: Strategy,
+        training: Training,
+        *,
+        world: World,
+        journal: Journal,
+        exactness: Exactness,
+        memory: Memory,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder, self._strategy, self._world, self._journal = folder, strategy, world, journal
+        self._exactness, self._memory, self._clock = exactness, memory, clock
+        self.when = When(training, clock(), machines=world.size)
+        self._staging = Staging(pinned=world.device.type == "cuda")
+        self._writer = Writer()
+        cuda = world.device.type == "cuda"
+        self._stream = torch.cuda.Stream(world.device) if cuda else None  # type: ignore[no-untyped-call]
+        #: Set while nothing is being copied out of the live state.
+        self._copied = threading.Event()
+        self._copied.set()
+        self._later: Pairs = []
+        self._watched: list[tuple[str, Tensor, int]] = []
+        self._held_s = 0.0
+        #: A step whose state is whole: between the end of one optimizer step and the beginning of the next.
+        self._progress: Progress | None = None
+
+    def prepare(self, ema: Mapping[str, Tensor] | None) -> None:
+        """Make room for a checkpoint before one is due; after the first step, when the optimizer has its state."""
+        self._staging.lay_out(self._files(self._strategy.state(ema)))
+        for image in self._staging.images.values():
+            image.touch()
+
+    def by_clock(self) -> bool:
+        """Whether rank 0's clock wants a checkpoint; not while one is being written."""
+        return self._world.is_first and not self._writer.busy and self.when.by_now(self._clock())
+
+    def save(
+        self,
+        progress: Progress,
+        *,
+        ema: Mapping[str, Tensor] | None,
+        metrics: Mapping[str, float],
+        last: bool = False,
+        final: bool = False,
+        hurry: bool = False,
+    ) -> None:
+        """Have the state written, and return to training. ``last``: no further step follows in this process.
+
+        With ``hurry`` (somebody counts the seconds) it takes the place of the checkpoint that is being written;
+        otherwise that is waited for.
+        """
+        started = self._clock()
+        if hurry:
+            self._writer.replace()
+        else:
+            self._writer.join()
+        self._copied.wait()
+        progress.about["parts"] = self._world.size
+        state = self._strategy.state(ema)
+        files = self._files(state)
+        self._staging.lay_out(files)
+        content = self._content(state, progress)
+        self._start_copy(files, at_once=last)
+        place = {"step": progress.step, "epoch": progress.epoch, "samples_consumed": progress.samples_consumed}
+        folder = self._folder / f"step_{progress.step:08d}-rank_{self._world.rank}"
+
+        def work(replaced: Callable[[], bool]) -> None:
+            self._finish_copy()
+            write(folder, content, replaced=replaced)
+            self._journal.checkpoint(folder, **place, metrics=metrics, final=final, exactness=self._exactness)
+
+        self._writer.submit(work)
+        self.when.taken(self._clock())
+        self.when.cost(self._clock() - started + self._held_s)
+        self._held_s = 0.0
+
+    def before_update(self) -> None:
+        """Wait until nothing reads the live state any more; to be called before the optimizer's step."""
+        self._progress = None
+        self.finish_reading()
+
+    def finish_reading(self) -> None:
+        """Wait until nothing reads the live state any more; to be called before it is changed for a while."""
+        if not self._copied.is_set():
+            started = self._clock()
+            self._copied.wait()
+            self._held_s += self._clock() - started
+        self._memory.copied()
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        for name, tensor, version in self._watched:
+            if tensor._version != version:
+                raise CheckpointError(
+                    f"{name!r} was changed in the forward or backward pass while a checkpoint was taken of it: change "
+                    "weights in the optimizer alone, or register what changes as a buffer"
+                )
+        self._watched = []
+
+    def after_update(self, progress: Progress, ema: Mapping[str, Tensor] | None) -> None:
+        """The step is done in all its parts: from here on its state may be left behind."""
+        self._progress = progress
+        if self._world.size == 1 and self._memory.wants_snapshot(self._clock()):
+            state = self._strategy.survivor_state(ema)
+            if state is not None:
+                # The next forward pass changes buffers while the snapshot is read: it gets copies of them.
+                trained = self._trained()
+                state.model = {n: t if n in trained else t.clone() for n, t in state.model.items()}
+                files = self._files(state, rank=0)
+                self._memory.snapshot(files, state_of(state, progress, 1))
+
+    def leave_behind(self, ema: Mapping[str, Tensor] | None) -> int | None:
+        """Leave the last whole state in memory for the next generation; return its step, or None if there is none.
+
+        Communicates with nobody: other ranks are gone, or going.
+        """
+        if self._progress is None or not self._memory.there:
+            return None
+        self._copied.wait()
+        self._memory.copied()
+        state = self._strategy.survivor_state(ema)
+        if state is None:
+            return None
+        self._memory.leave(self._files(state, rank=0), state_of(state, self._progress, 1))
+        return self._progress.step
+
+    def join(self) -> None:
+        """Wait until everything is on disk."""
+        self._writer.join()
+
+    def _content(self, state: State, progress: Progress) -> Content:
+        saved = None
+        if self._world.is_first:
+            saved = state_of(state, progress, self._world.size)
+            state_digest(saved)  # what cannot be written is said here, where the step is known
+        return Content(self._world.rank, self._staging.images, saved)
+
+    def _files(self, state: State, rank: int | None = None) -> dict[str, dict[str, Tensor]]:
+        number = self._world.rank if rank is None else rank
+        kinds = {"model": state.model, "optimizer": state.optimizer.tensors}
+        if state.ema:
+            kinds["ema"] = state.ema
+        return {tensors_file(kind, number): dict(tensors) for kind, tensors in kinds.items()}
+
+    def _trained(self) -> set[str]:
+        """Names of what the optimizer alone changes."""
+        parameters = self._strategy.model.named_parameters(remove_duplicate=False)
+        return {name for name, parameter in parameters if parameter.requires_grad}
+
+    def _start_copy(self, files: Mapping[str, Mapping[str, Tensor]], *, at_once: bool) -> None:
+        """Copy what the next forward pass may change; leave the rest to the thread, unless ``at_once``."""
+        trained = self._trained()
+        later, self._watched = [], []
+        for file, tensors in files.items():
+            for name, tensor in tensors.items():
+                target = self._staging.images[file].views[name]
+                if at_once or (file.startswith("model-") and name not in trained):
+                    copy_all([(target, tensor)])
+                else:
+                    later.append((target, tensor))
+                    self._watched.append((name, tensor, tensor._version))
+        self._copied.clear()
+        self._later = later
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+
+    def _finish_copy(self) -> None:
+        """In the writer's thread: copy what is left; from then on the live state may change."""
+        try:
+            context: AbstractContextManager[Any] = nullcontext()
+            if self._stream is not None:
+                context = torch.cuda.stream(self._stream)
+            with context:
+                copy_all(self._later)
+            if self._stream is not None:
+                self._stream.synchronize()
+        finally:
+            self._later = []
+            self._copied.set()
+
+
+def state_of(state: State, progress: Progress, parts: int) -> dict[str, Any]:
+    """Return ``state.json`` of a state that ``parts`` ranks write together."""
+    saved = state_json(progress, state.optimizer.groups, state.optimizer.values, state.scaler)
+    saved["about"]["parts"] = parts
+    return saved

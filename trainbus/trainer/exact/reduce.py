@@ -224,7 +224,9 @@ class _Transfer:
         self._received: dict[Node, tuple[Tensor, int]] = {}
         if not tree._all_reduce:
             self._received = {node: (bucket.empty(stop - start), peer) for peer in self._peers for node in nodes[peer]}
-        self._wait: Callable[[], None] | None = None
+        #: For the peers' sums of this rank's shard; for the finished shards of the peers.
+        self._sums_here: Callable[[], None] | None = None
+        self._handed_out: Callable[[], None] | None = None
 
     def start(self) -> None:
         """Send this rank's sums to the shards' owners."""
@@ -235,23 +237,21 @@ class _Transfer:
             work = dist.all_reduce(self.flats[0], async_op=True)
             assert work is not None
             tree.wire.sent_bytes += self.flats[0].nbytes
-            self._wait = work.wait
+            self._handed_out = work.wait
             return
         with tree._stream():
             sends = [(flat[slice(*self.shards[peer])], peer) for peer in self._peers for flat in self.flats]
-            self._wait = tree.wire.start(sends, list(self._received.values()), 2 * self._bucket.index)
+            self._sums_here = tree.wire.start(sends, list(self._received.values()), 2 * self._bucket.index)
             if tree._side is not None:
                 self.complete()
 
     def complete(self) -> None:
         """Finish the tree on this rank's shard, and hand it out."""
         tree = self._tree
-        if self._wait is None:
+        if self._sums_here is None or tree.wire is None:
             return
-        self._wait()
-        self._wait = None
-        if tree._all_reduce or tree.wire is None:
-            return
+        self._sums_here()
+        self._sums_here = None
         mine = slice(*self.shards[tree.world.rank])
         target = self.flats[0][mine]
         sums = {node: flat[mine] for node, flat in zip(tree._mine, self.flats, strict=True)}
@@ -260,7 +260,7 @@ class _Transfer:
         if middle.data_ptr() != target.data_ptr():
             target.copy_(middle)
         if not tree.sharded:
-            self._wait = self.hand_out(self.flats[0], tree.wire)
+            self._handed_out = self.hand_out(self.flats[0], tree.wire)
 
     def hand_out(self, flat: Tensor, wire: Wire) -> Callable[[], None]:
         """Send this rank's shard of ``flat`` to the others and take theirs."""
@@ -270,9 +270,9 @@ class _Transfer:
         return wire.start(sends, receives, 2 * self._bucket.index + 1)
 
     def settle(self) -> None:
-        if self._wait is not None:
-            self._wait()
-            self._wait = None
+        if self._handed_out is not None:
+            self._handed_out()
+            self._handed_out = None
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import structlog
@@ -21,7 +21,7 @@ log = structlog.get_logger(__name__)
 TMPFS = Path("/dev/shm")
 _GENERATION = re.compile(r"g(\d+)")
 #: A state that is still being written has a name that hides it.
-_UNFINISHED = re.compile(r"\.step_\d+")
+_UNFINISHED = re.compile(r"\.step_.*-rank_(\d+)")
 
 
 def default_folder(node_id: str, data_dir: Path) -> Path | None:
@@ -99,12 +99,12 @@ class Memory:
                 log.info("state in memory makes room", run_id=path.name, size_bytes=sizes.pop(path))
                 shutil.rmtree(path, ignore_errors=True)
 
-    def being_written(self, run_id: str, generation: int) -> bool:
-        """Whether a rank of the generation is leaving state behind at this moment."""
+    def being_written(self, run_id: str, generation: int, alive: Collection[int]) -> bool:
+        """Whether one of the ranks that are alive is leaving state behind at this moment."""
         if self._folder is None:
             return False
         return any(
-            _UNFINISHED.match(each.name)
+            (writer := _UNFINISHED.match(each.name)) and int(writer[1]) in alive
             for found, path in _generations(self._folder / run_id)
             if found == generation
             for each in path.iterdir()

@@ -33,6 +33,7 @@ from services.worker.core import journal as core_journal
 from services.worker.core import ranks as core
 from services.worker.executor import StartError
 from services.worker.files import read_json, write_atomically
+from services.worker.gpu_check import Unfit
 from services.worker.group import FAILURE_PATIENCE_S, POLL_S, RankGroup
 from services.worker.journal import Follower
 from services.worker.orders import Dropped, Orders, Record
@@ -40,6 +41,7 @@ from services.worker.package import PackageError
 from services.worker.prepare import Prepared, prepare
 from services.worker.reports import Failure, Reached, Report, Reporter
 from services.worker.stage import Stager
+from services.worker.watch import Watcher
 
 log = structlog.get_logger(__name__)
 
@@ -102,6 +104,8 @@ class Placement:
         """Remove what is uploaded or can be fetched again; journals, logs and reports stay."""
         for name in ("code", "resume", "checkpoints"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
+        for ring in self.folder.glob("*.ring"):
+            ring.unlink(missing_ok=True)
 
     # -- its life -----------------------------------------------------------
 
@@ -164,6 +168,16 @@ class Placement:
             interval_s=self._context.settings.follow_interval_s,
             patterns=patterns,
             launch_is_start=core.is_command(self.placed.spec),
+            homes={rank: member.node_id for member in self.placed.members for rank in member.ranks},
+        )
+        watcher = Watcher(
+            self.placed,
+            self.member.node_id,
+            self.folder,
+            follower,
+            lambda: self._group.alive,
+            self._publish,
+            lambda: self._orders.stop is not None,
         )
         self._ranks = follower.state.ranks
         async with self._context.cache.holding() as hold:
@@ -186,7 +200,8 @@ class Placement:
                     if failure is not None:
                         return self._reporter.failed(failure)
                 async with _running(stager.run()) as staging, _running(self._measure(follower)) as measuring:
-                    await _traced("ranks", self._watch(control, following, staging, measuring))
+                    async with _running(watcher.run()) as watching:
+                        await _traced("ranks", self._watch(control, following, staging, measuring, watching))
                     await end(following)
                     await follower.drain()
                     await self._finish_uploads(stager, staging)
@@ -205,6 +220,8 @@ class Placement:
             return task.result()
         except (PackageError, CacheError) as error:
             return Failure(str(error), False)
+        except Unfit as error:
+            return Failure(f"node {self.member.node_id} has a device that failed its check: {error}", True)
         except (Transient, OSError, TimeoutError) as error:
             return Failure(f"node {self.member.node_id} could not prepare the run: {error}", True)
         finally:
@@ -231,6 +248,7 @@ class Placement:
             resume=prepared.resume,
             orphan_timeout_s=self._context.settings.orphan_timeout_s,
             memory_folder=str(memory) if memory else None,
+            machine=self._context.inventory.machine,
         )
         write_atomically(launch_path, launch.model_dump_json())
         place = self._context.place(launch_path, prepared)
@@ -258,7 +276,7 @@ class Placement:
             return waited_s < max(self._context.settings.outlive_s, FAILURE_PATIENCE_S)
         if not self._outlives or waited_s > self._context.settings.outlive_s:
             return False
-        return self._context.memory.being_written(self.placed.run_id, self.placed.generation)
+        return self._context.memory.being_written(self.placed.run_id, self.placed.generation, self._group.alive)
 
     @property
     def _mean_step_s(self) -> float:

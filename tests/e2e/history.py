@@ -148,7 +148,7 @@ class Theatre:
             "slots": {"min": 1, "max": slots},
             "data": {"dataset_id": self._dataset_id},
             "training": training,
-            "max_attempts": 50,
+            "max_attempts": 10,
             "grace_s": 10,
             **changes,
         }

@@ -51,11 +51,12 @@ def test_a_state_is_being_written_while_its_name_is_hidden(tmp_path: Path) -> No
     memory = Memory(tmp_path, 1000)
     folder = memory.for_run("r", 1)
     assert folder is not None
-    assert not memory.being_written("r", 1)
-    state = leave(folder, 1, 3, name=".step_{}.17.tmp")
-    assert memory.being_written("r", 1)
-    state.rename(state.with_name("step_00000003-rank_0"))
-    assert not memory.being_written("r", 1)
+    assert not memory.being_written("r", 1, [0, 1])
+    state = leave(folder, 1, 3, name=".step_next-rank_1.0")
+    assert memory.being_written("r", 1, [0, 1])
+    assert not memory.being_written("r", 1, [0])  # whoever wrote it is dead
+    state.rename(state.with_name("step_00000003-rank_1"))
+    assert not memory.being_written("r", 1, [0, 1])
 
 
 def test_without_a_folder_nothing_is_kept() -> None:
@@ -64,4 +65,4 @@ def test_without_a_folder_nothing_is_kept() -> None:
     memory.committed("r", 1)
     memory.forget("r")
     memory.keep_only(set())
-    assert not memory.being_written("r", 1)
+    assert not memory.being_written("r", 1, [0])

@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from contracts.events.checkpoint import CheckpointFile, CheckpointRotten
+from contracts.events.checkpoint import CheckpointFile, CheckpointRotten, CheckpointStaged
+from contracts.events.run import RunExited
 from services.kit.bus import Bus
 from services.kit.chunks import Damaged, restore_file
 from services.kit.objects import Objects, blob_sha256
@@ -28,6 +29,7 @@ from services.worker.dvc import pointer_key, write_pointer
 from services.worker.known import Known
 from services.worker.repair import repair
 from services.worker.upload import Uploader, bases_of, cut_file
+from tests.worker.conftest import World
 
 MIB = 2**20
 
@@ -375,3 +377,24 @@ async def test_dvc_finds_the_files_where_it_looks(tmp_path: Path, objects: Objec
         content = await objects.get(f"s3://{bucket}/dvc/files/md5/{out['md5'][:2]}/{out['md5'][2:]}")
         assert content == named[out["path"]].read_bytes()
         assert (hashlib.md5(content).hexdigest(), len(content), "md5") == (out["md5"], out["size"], out["hash"])
+
+
+async def test_an_agent_sends_differences_and_writes_pointers(world: World, agent: Any) -> None:
+    """What the request asks for reaches the store: differences to the last committed checkpoint, and DVC's names."""
+    await agent()
+    asked: dict[str, Any] = {"checkpoints": {"delta": True, "dvc": True}}
+    await world.place(params={"steps": 10, "weights": 64 * 1024}, **asked)
+    first: CheckpointStaged = await world.wait_for(CheckpointStaged)
+    ref = await world.commit(first)
+    await world.wait_for(RunExited)
+    await world.place(generation=2, resume=ref, params={"steps": 20, "weights": 64 * 1024}, **asked)
+    second: CheckpointStaged = await world.wait_for(CheckpointStaged, count=2)
+    await world.commit(second)
+    await world.wait_for(RunExited, count=2)
+    before, after = (next(f for f in each.files if f.path == "model-0.safetensors") for each in (first, second))
+    assert (before.chunks[1].encoding, after.chunks[1].encoding) == ("plain", "xor-zstd")
+    assert after.chunks[1].base == before.chunks[1]
+    for staged in (first, second):
+        key = pointer_key("default", "r1", staged.epoch, staged.step, staged.generation, "n1")
+        outs = yaml.safe_load(await world.objects.get(f"s3://{world.settings.bucket_models}/{key}"))["outs"]
+        assert [out["path"] for out in outs] == ["model-0.safetensors", "state_0.json"]

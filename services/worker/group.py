@@ -70,11 +70,6 @@ class RankGroup:
         return [each for each in self._processes if each.rank not in self.exits]
 
     @property
-    def alive(self) -> list[int]:
-        """Ranks that have not ended."""
-        return [each.rank for each in self._processes if each.rank not in self.exits]
-
-    @property
     def ended(self) -> list[core.Exit]:
         return list(self.exits.values())
 

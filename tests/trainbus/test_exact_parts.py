@@ -132,7 +132,8 @@ def test_overflow_in_fp16_skips_steps_and_does_not_end_the_run(tmp_path: Path) -
             return super().loss(model, batch) * self.loudness  # type: ignore[no-any-return]
 
     dataset = linear_dataset(tmp_path / "data")
-    trainer, outcome = train(tmp_path / "run", dataset, Loud(), precision="fp16", ema_decay=0.9)
+    seldom = {"precision": "fp16", "checkpoint_every_steps": 1000, "validate_every_steps": 1000}
+    trainer, outcome = train(tmp_path / "run", dataset, Loud(), ema_decay=0.9, **seldom)
     assert (outcome.outcome, outcome.step) == ("succeeded", trainer.total_steps)
     scaler = trainer.strategy.state().scaler
     assert scaler is not None
@@ -143,7 +144,7 @@ def test_overflow_in_fp16_skips_steps_and_does_not_end_the_run(tmp_path: Path) -
         loudness = float("inf")
 
     with pytest.raises(TrainingDiverged, match="at any loss scale"):
-        train(tmp_path / "broken", dataset, Broken(), precision="fp16", epochs=30)
+        train(tmp_path / "broken", dataset, Broken(), epochs=30, **seldom)
 
 
 def watched(steps: list[list[float]], over_steps: int = 4) -> list[tuple[int, int, float]]:

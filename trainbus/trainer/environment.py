@@ -33,16 +33,6 @@ VARIABLES = (
 )
 
 
-def be_deterministic() -> None:
-    """Let torch use kernels alone that make the same bits each time; it raises where an operation has none."""
-    # Read when CUDA's BLAS makes its first handle, which must not have happened yet.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    # Filling what torch.empty() gives costs time in every step, and hides the fault of those who read it.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.backends.cudnn.benchmark = False
-
-
 def environment(device: torch.device, machine: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return everything that is known to decide the last bits on ``device``, by name.
 

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -19,7 +20,7 @@ from nats.js.errors import APIError
 from contracts import subjects, topology
 from contracts.base import Event
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointRefused, CheckpointRotten
-from contracts.events.node import NodeDraining, NodeJoined, NodeLeft, NodeLost
+from contracts.events.node import NodeDraining, NodeJoined, NodeLeft, NodeLost, NodeNotice, NodeUnfit
 from contracts.events.run import RunCancelled, RunCompleted, RunFailed, RunPlaced, RunPreempting
 from services.kit.bus import Received, Transient
 from services.kit.concurrency import end
@@ -28,6 +29,7 @@ from services.worker import metrics
 from services.worker.context import Context
 from services.worker.core import plan
 from services.worker.files import read_json, write_atomically
+from services.worker.notices.base import Notice
 from services.worker.orders import Record
 from services.worker.placement import Placement
 from services.worker.repair import Repairer
@@ -47,6 +49,9 @@ FOLLOWED: tuple[type[Event], ...] = (
 ENDS = (RunCompleted, RunFailed, RunCancelled)
 #: Seconds that an agent which is stopped tries to say how its runs ended.
 REPORT_PATIENCE_S = 15.0
+
+#: However late a notice is heard, the ranks are given the time for a small checkpoint.
+LEAST_GRACE_S = 1.0
 
 
 class FolderTaken(RuntimeError):
@@ -70,7 +75,10 @@ class Agent:
         self._previous_incarnation = ""
         self._lease: Lease | None = None
         self._leaving = self._left = self._recovered = self._alone = False
+        #: What was said of the machine's end, and when; and what is wrong with its devices.
+        self._notices: list[tuple[Notice, float]] = []
         self.joined = asyncio.Event()
+        context.on_unfit = self._report_unfit
 
     # -- life ---------------------------------------------------------------
 
@@ -97,6 +105,62 @@ class Agent:
                 await self._let_go()
         except FolderTaken as error:
             log.warning("another agent has the folder, and with it the ranks", error=str(error))
+
+    async def heed(self, notice: Notice) -> None:
+        """Say that the machine will be taken away; if that is certain, let every run go within the time left."""
+        metrics.NOTICES.labels(notice.source).inc()
+        log.warning("notice", source=notice.source, kind=notice.kind, grace_s=notice.grace_s, detail=notice.detail)
+        self._notices.append((notice, time.monotonic()))
+        saying = asyncio.create_task(self._say_notices())
+        if notice.leave:
+            reason = f"the machine is taken away ({notice.source}: {notice.kind})"
+            for key, placement in self._placements.items():
+                if key in self._tasks:
+                    placement.stop(self._grace_s(notice, placement), reason)
+        await saying
+
+    async def emptied(self) -> None:
+        """Wait until no run has anything here any more."""
+        while running := [task for task in self._tasks.values() if not task.done()]:
+            await asyncio.wait(running)
+
+    @property
+    def _must_leave(self) -> bool:
+        return any(notice.leave for notice, _ in self._notices)
+
+    def _grace_s(self, notice: Notice, placement: Placement) -> float:
+        """Seconds that a run has to leave its state behind."""
+        wanted_s = placement.placed.spec.grace_s
+        if notice.grace_s is None:
+            return wanted_s
+        return min(wanted_s, max(notice.grace_s - self._settings.notice_margin_s, LEAST_GRACE_S))
+
+    async def _say_notices(self) -> None:
+        """Publish them under the name of this life. Said again, they are the same facts."""
+        await self.joined.wait()
+        for notice, at_s in tuple(self._notices):
+            passed_s = time.monotonic() - at_s
+            fact = NodeNotice(
+                node_id=self._settings.node_id,
+                incarnation=self._state.incarnation,
+                source=notice.source,
+                kind=notice.kind,
+                grace_s=None if notice.grace_s is None else max(notice.grace_s - passed_s, 0.0),
+                detail=notice.detail,
+            )
+            while True:
+                try:
+                    await self._context.bus.publish(fact)
+                    break
+                except Transient as error:
+                    log.warning("a notice could not be told", error=str(error))
+
+    async def _report_unfit(self, slots: tuple[int, ...], reason: str) -> None:
+        log.error("a device failed its check", slots=slots, reason=reason)
+        incarnation = self._state.incarnation
+        await self._context.bus.publish(
+            NodeUnfit(node_id=self._settings.node_id, incarnation=incarnation, reason=reason[:2000], slots=slots)
+        )
 
     async def _let_go(self) -> None:
         # Asked to stop before it had joined: ranks of an earlier life are ours to end all the same.
@@ -173,11 +237,14 @@ class Agent:
             labels=self._settings.labels,
             lease_ttl_s=self._settings.lease_ttl_s,
             software=found.software,
+            machine_digest=found.machine_digest,
             running=plan.still_running(self._state),
         )
         ack = await self._context.bus.publish(joined)
         self._state = plan.joined_at(self._state, ack.sequence)
         self.joined.set()
+        if self._notices:
+            await self._say_notices()  # of an earlier life, true of this one
         metrics.JOINS.inc()
         metrics.SLOTS.set(found.slots)
         log.info("joined", incarnation=incarnation, slots=found.slots, running=len(joined.running))
@@ -293,7 +360,7 @@ class Agent:
         if not (folder / "placement.json").exists():
             write_atomically(folder / "placement.json", record.model_dump_json())
         self._placements[place.placed.run_id, place.placed.generation] = Placement(self._context, record, folder)
-        if self._leaving:
+        if self._leaving or self._must_leave:
             self._placements[place.placed.run_id, place.placed.generation].stop(0, "the node's agent is stopping")
         if self.joined.is_set():
             self._start(place.placed.run_id, place.placed.generation)

@@ -16,8 +16,10 @@ from services.worker.context import Context, python_root
 from services.worker.control import socket_path
 from services.worker.core.ranks import INHERITED
 from services.worker.executor import Executor, ProcessExecutor
+from services.worker.gpu_check import GpuCheck
 from services.worker.memory import Memory, default_folder
 from services.worker.node import inventory
+from services.worker.notices.heed import heed_notices
 from services.worker.settings import WorkerSettings
 from services.worker.system import Meter
 from services.worker.warm import Warm
@@ -40,6 +42,7 @@ def build(settings: Settings, executor: Executor | None = None) -> Service:
         executor=executor or ProcessExecutor(warm),
         inventory=found,
         meter=Meter(found.gpus),
+        gpu_check=GpuCheck(found.gpus),
         memory=_memory(settings),
     )
     agent = Agent(context)
@@ -60,6 +63,7 @@ def build(settings: Settings, executor: Executor | None = None) -> Service:
 
     service.background(agent.run)
     service.background(keep_warm)
+    service.background(lambda: heed_notices(settings, agent))
 
     async def leave_unheard() -> None:
         try:

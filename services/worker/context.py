@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +16,7 @@ from services.kit.objects import Objects
 from services.worker.cache import Cache
 from services.worker.core.ranks import Place
 from services.worker.executor import Executor
+from services.worker.gpu_check import GpuCheck
 from services.worker.known import Known
 from services.worker.memory import Memory
 from services.worker.node import Inventory, interface_of
@@ -42,6 +43,9 @@ class Context:
     inventory: Inventory
     meter: Meter
     memory: Memory = field(default_factory=lambda: Memory(None, 0))
+    gpu_check: GpuCheck = field(default_factory=lambda: GpuCheck(()))
+    #: Told when devices are unfit: the slots, and why.
+    on_unfit: Callable[[tuple[int, ...], str], Awaitable[None]] | None = None
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     known: Known = field(default_factory=Known)
 

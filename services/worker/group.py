@@ -66,7 +66,12 @@ class RankGroup:
         return [each.pid for each in self._processes if each.rank not in self.exits]
 
     @property
-    def alive(self) -> list[RankProcess]:
+    def alive(self) -> list[int]:
+        """Ranks that have not ended."""
+        return [each.rank for each in self.running]
+
+    @property
+    def running(self) -> list[RankProcess]:
         return [each for each in self._processes if each.rank not in self.exits]
 
     @property

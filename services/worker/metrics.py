@@ -31,3 +31,6 @@ CACHE_LOOKUPS = Counter("trainbus_worker_cache_lookups_total", "Files asked of t
 CACHE_BYTES = Gauge("trainbus_worker_cache_bytes", "Size of the node's cache.")
 JOINS = Counter("trainbus_worker_joins_total", "Lives of this agent: starts, and returns after it was taken for lost.")
 REATTACHED = Counter("trainbus_worker_reattached_total", "Placements whose ranks a restarted agent took up again.")
+STALLS = Counter("trainbus_worker_stalls_total", "Times that a rank here made no progress for too long.")
+NOTICES = Counter("trainbus_worker_notices_total", "Notices that the machine will be taken away, or may.", ["source"])
+DEVICE_CHECKS = Counter("trainbus_worker_device_checks_total", "Checks of devices before a run, by result.", ["result"])

@@ -175,7 +175,7 @@ class Placement:
             self.member.node_id,
             self.folder,
             follower,
-            lambda: self._group.alive,
+            lambda: self._group.running,
             self._publish,
             lambda: self._orders.stop is not None,
         )

@@ -18,6 +18,7 @@ from services.kit.bus import Transient
 from services.worker.cache import CacheError, Hold
 from services.worker.context import Context
 from services.worker.core.ranks import slot_problem
+from services.worker.gpu_check import Unfit
 from services.worker.package import unpack
 from services.worker.together import together
 
@@ -43,10 +44,12 @@ async def prepare(context: Context, placed: RunPlaced, member: Member, folder: P
     Raises:
         PackageError, CacheError: what was asked for cannot be used; the text says what to change.
         Transient: the store or the bus was away for too long.
+        Unfit: the node's devices are not; the scheduler knows.
     """
     problem = slot_problem(member, context.inventory.slots)
     if problem is not None:
         raise CacheError(problem)
+    await _check_devices(context, member)
     code, dataset, resume = await together(
         _code(context, placed, folder, hold),
         _dataset(context, placed, hold),
@@ -54,6 +57,16 @@ async def prepare(context: Context, placed: RunPlaced, member: Member, folder: P
     )
     master = await _meet(context, placed, member)
     return Prepared(code, dataset, resume[0], resume[1], master)
+
+
+async def _check_devices(context: Context, member: Member) -> None:
+    try:
+        await context.gpu_check.check(member.slots)
+    except Unfit as error:
+        if context.on_unfit is not None:
+            # Said before the slots are given back, or the run would come here again.
+            await context.on_unfit(error.slots, str(error))
+        raise
 
 
 async def _code(context: Context, placed: RunPlaced, folder: Path, hold: Hold) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
@@ -47,6 +48,15 @@ class WorkerSettings(Settings):
     memory_max_bytes: int = Field(16 * GIB, ge=0)
     #: Seconds that ranks which lost a peer may take to leave their state behind.
     outlive_s: float = Field(10.0, ge=0)
+
+    #: Where machines of a cloud learn that they will be taken away: link-local, the same in all of them.
+    metadata_url: str = "http://169.254.169.254"
+    #: Seconds between two questions whether they will.
+    notice_interval_s: float = Field(1.0, gt=0)
+    #: Written by a pod's preStop hook: the seconds until the pod is killed, or nothing.
+    prestop_file: Path = Path("/tmp/trainbus-prestop")
+    #: Seconds of a notice that are left to everything but the run: to say it, and to end.
+    notice_margin_s: float = Field(2.0, ge=0)
 
     cache_max_bytes: int = Field(64 * GIB, ge=0)
     #: Folders of ended runs that are kept for a look at their logs.

@@ -1,0 +1,53 @@
+"""Kubernetes: a file that the container's preStop hook writes, before it sends SIGTERM.
+
+https://kubernetes.io/docs/concepts/containers/container-lifecycle-hooks/
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+from services.worker.notices.base import Notice
+
+#: Kubernetes' own ``terminationGracePeriodSeconds`` where the pod gives none.
+DEFAULT_GRACE_S = 30.0
+
+
+class Kubernetes:
+    name = "kubernetes"
+
+    def __init__(self, environment: Mapping[str, str], prestop_file: Path, interval_s: float) -> None:
+        self._inside = bool(environment.get("KUBERNETES_SERVICE_HOST"))
+        self._file, self._interval_s = prestop_file, min(interval_s, 0.5)
+        self._since = time.time()
+
+    async def applies(self) -> bool:
+        return self._inside
+
+    async def watch(self) -> AsyncIterator[Notice]:
+        while (written_at := self._written_at()) is None:  # noqa: ASYNC110, another process writes it
+            await asyncio.sleep(self._interval_s)
+        grace_s = max(self._grace_s() - (time.time() - written_at), 0.0)
+        yield Notice(self.name, "termination", grace_s, "the pod is being deleted")
+        await asyncio.Event().wait()
+
+    async def acknowledge(self, notice: Notice) -> None:
+        """The agent's end is the answer."""
+
+    def _written_at(self) -> float | None:
+        """When the hook wrote the file; one from before our start meant another life of the container."""
+        try:
+            written_at = self._file.stat().st_mtime
+        except OSError:
+            return None
+        return written_at if written_at >= self._since - 1 else None
+
+    def _grace_s(self) -> float:
+        """Seconds that the pod has from the hook on: the file's content, if it is a number."""
+        try:
+            return float(self._file.read_text().strip())
+        except (OSError, ValueError):
+            return DEFAULT_GRACE_S

@@ -1,0 +1,87 @@
+"""Where a process is: its Python stacks, by whatever way the machine allows."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+TEXT_MAX_CHARS = 16_000
+DUMP_TIMEOUT_S = 10.0
+#: Seconds that a process has to write its stacks down by itself.
+ANSWER_S = 2.0
+
+
+def stacks(pid: int, own_file: Path) -> str:
+    """The stacks of all threads of a process, or what else there is to say of it. Takes seconds at the most.
+
+    ``own_file``: where the process writes its stacks when it gets SIGUSR2.
+    """
+    state = _state(pid)
+    if not state:
+        return "the process is gone"
+    text = _py_spy(pid, stopped=state.startswith("T")) or _own(pid, own_file) or _kernel(pid)
+    return f"process {pid}, state {state}\n{text}"[:TEXT_MAX_CHARS]
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the system does not let the process run: SIGSTOP, a debugger, a frozen container."""
+    return _state(pid).startswith(("T", "t"))
+
+
+def _py_spy(pid: int, *, stopped: bool) -> str:
+    program = shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
+    if program is None:
+        return ""
+    command = [program, "dump", "--pid", str(pid), *(["--nonblocking"] if stopped else [])]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=DUMP_TIMEOUT_S, check=False)
+    except (subprocess.TimeoutExpired, OSError):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _own(pid: int, file: Path) -> str:
+    """What the process itself writes when asked; it is not asked where that would kill it."""
+    caught = int(_status(pid).get("SigCgt", "0"), 16)
+    if not caught >> (signal.SIGUSR2 - 1) & 1:
+        return ""
+    try:
+        before = file.stat().st_size
+        os.kill(pid, signal.SIGUSR2)
+        deadline, size = time.monotonic() + ANSWER_S, before
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            now = file.stat().st_size
+            if now > before and now == size:
+                break
+            size = now
+        with file.open("rb") as content:
+            content.seek(before)
+            return content.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _kernel(pid: int) -> str:
+    try:
+        where = Path(f"/proc/{pid}/wchan").read_text().strip()
+    except OSError:
+        where = ""
+    return f"no stack could be read (py-spy needs the right to trace); it waits in the kernel at {where or 'unknown'}"
+
+
+def _state(pid: int) -> str:
+    return _status(pid).get("State", "")
+
+
+def _status(pid: int) -> dict[str, str]:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return {}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}

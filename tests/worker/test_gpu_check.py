@@ -1,0 +1,110 @@
+"""Devices are checked before a run touches them; a bad one takes the node out of the pool, and no run is blamed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from contracts.events.node import NodeUnfit
+from contracts.events.run import RunExited
+from services.worker.gpu_check import GpuCheck, Unfit
+from services.worker.node import Gpu
+from tests.worker.conftest import World
+
+GPUS = tuple(Gpu(f"GPU-{n}", "H200", 100 * 2**30) for n in range(2))
+RIGHT = (sys.executable, "-c", "import os; assert os.environ['CUDA_VISIBLE_DEVICES'].startswith('GPU-')")
+WRONG = (sys.executable, "-c", "raise AssertionError('a matrix product came out wrong')")
+
+
+class FakeNvml:
+    """NVML of two devices; ``ill`` says what is wrong with the second."""
+
+    NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
+
+    class NVMLError(Exception): ...
+
+    def __init__(self, ill: str) -> None:
+        self.ill = ill
+
+    def nvmlInit(self) -> None:
+        if self.ill == "no driver":
+            raise self.NVMLError("Driver Not Loaded")
+
+    def nvmlShutdown(self) -> None: ...
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        if self._is(uuid, "invisible"):
+            raise self.NVMLError("Not Found")
+        return uuid
+
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> Any:
+        return SimpleNamespace(total=100 * 2**30, used=(60 if self._is(handle, "in use") else 1) * 2**30)
+
+    def nvmlDeviceGetTotalEccErrors(self, handle: str, *_: int) -> int:
+        return 3 if self._is(handle, "ecc") else 0
+
+    def nvmlDeviceGetRetiredPagesPendingStatus(self, handle: str) -> int:
+        raise self.NVMLError("Not Supported")
+
+    def nvmlDeviceGetRemappedRows(self, handle: str) -> tuple[int, int, int, int]:
+        return (1, 0, int(self._is(handle, "remapping")), 0)
+
+    def _is(self, uuid: str, ill: str) -> bool:
+        return uuid == "GPU-1" and self.ill == ill
+
+
+@pytest.mark.parametrize(
+    ("ill", "command", "why"),
+    [
+        pytest.param("invisible", RIGHT, "not visible", id="fell off the bus"),
+        pytest.param("in use", RIGHT, "60.0 GiB", id="memory in use"),
+        pytest.param("ecc", RIGHT, "3 memory errors", id="uncorrectable errors"),
+        pytest.param("remapping", RIGHT, "remapped", id="rows to be remapped"),
+        pytest.param("", WRONG, "came out wrong", id="computes wrongly"),
+        pytest.param("", RIGHT, "", id="sound"),
+    ],
+)
+async def test_what_is_wrong_is_said(
+    monkeypatch: pytest.MonkeyPatch, ill: str, command: tuple[str, ...], why: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(ill))
+    check = GpuCheck(GPUS, command, patience_s=0)
+    if not why:
+        await check.check((0, 1))
+        return
+    with pytest.raises(Unfit, match=why) as caught:
+        await check.check((1,))
+    assert caught.value.slots == (1,)
+    if command is RIGHT:
+        await check.check((0,))  # the other one is as good as it was
+
+
+async def test_what_computed_right_a_while_ago_is_asked_but_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(""))
+    now = 0.0
+    check = GpuCheck(GPUS, RIGHT, now=lambda: now, patience_s=0)
+    await check.check((0,))
+    check._command = WRONG
+    await check.check((0,))
+    now = 10_000.0
+    with pytest.raises(Unfit):
+        await check.check((0,))
+
+
+async def test_a_failing_device_takes_the_node_out_and_the_run_is_not_blamed(
+    world: World, agent: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml("ecc"))
+    monkeypatch.setattr("services.worker.app.GpuCheck", lambda gpus: GpuCheck(GPUS, RIGHT, patience_s=0))
+    await agent()
+    await world.place(slots=(0, 1), params={"steps": 3})
+    exited = await world.wait_for(RunExited)
+    assert (exited.outcome, exited.blameless) == ("failed", True)
+    assert "memory errors" in exited.reason
+    (unfit,) = [received.event for received in await world.bus.history("node.n1.unfit")]
+    assert isinstance(unfit, NodeUnfit)
+    assert unfit.slots == (1,)

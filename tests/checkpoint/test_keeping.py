@@ -66,7 +66,7 @@ class Rig:
                 await self.objects.put(blob_uri(self.bucket, body), body)
             part = part.model_copy(update={"files": tuple(files), "exactness": "exact"})
             await self.committer.on_checkpoint_staged(await self.publish(part))
-        return (await self.facts("checkpoint_committed"))[-1].checkpoint.uri
+        return str((await self.facts("checkpoint_committed"))[-1].checkpoint.uri)
 
     async def facts(self, name: str) -> list[Any]:
         return [received.event for received in await self.bus.history(f"run.{RUN}.{name}")]
@@ -229,7 +229,7 @@ async def test_the_running_service_pins_scrubs_and_repairs_by_request(
         await rig.begin(Retention())
         uri = await rig.commit(10)
         address = rig.address()
-        await stored.pin(address, RUN, 10, pinned=True, reason="why")
+        await stored.pin(address, f"{RUN}@10", pinned=True, reason="why")
         await rig.overwrite(uri, b"{}")
         await stored.verify(address, None, repair=True, wait_s=30, as_json=False)
         await stored.show(address, RUN, as_json=True)
@@ -237,7 +237,7 @@ async def test_the_running_service_pins_scrubs_and_repairs_by_request(
         assert '"pinned": true' in shown
         assert "repaired by checkpoint" in shown
         with pytest.raises(CliError, match="it has steps 10"):
-            await stored.pin(address, RUN, 11, pinned=True, reason="")
+            await stored.pin(address, f"{RUN}@11", pinned=True, reason="")
     finally:
         service.stopping.set()
         await task

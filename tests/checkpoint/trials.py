@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from contracts import subjects
@@ -202,7 +203,7 @@ class Trial:
         """Hand out what waits, each message until it is handled. Old ones come again now and then."""
         waiting, self.queue = self.queue, []
         for message in waiting:
-            await self.again(lambda message=message: self.handle(message))
+            await self.again(partial(self.handle, message))
 
     async def handle(self, message: Received[Any]) -> None:
         if isinstance(message.event, CheckpointStaged):
@@ -258,7 +259,7 @@ class Trial:
         for number in range(1, steps + 1):
             step = number * 10
             for node in NODES:
-                await self.again(lambda node=node, step=step: self.agent(node, step))
+                await self.again(partial(self.agent, node, step))
                 if self.random.random() < 0.3:
                     await self.deliver()
             if number in corrupt_at:

@@ -69,28 +69,26 @@ def verify(
 
 @app.command()
 def pin(
-    name: Run,
-    step: Annotated[int, typer.Option(min=0, help="The checkpoint's step.")],
+    target: Annotated[str, typer.Argument(help="RUN@STEP, as in demo@200.")],
     reason: Annotated[str, typer.Option(help="Why; it is written into the log.")] = "pinned by request",
     data_dir: DataDir = None,
 ) -> None:
     """Keep a checkpoint whatever retention says."""
     from trainbus.cli import stored
 
-    _run(stored.pin(_address(data_dir), name, step, pinned=True, reason=reason))
+    _run(stored.pin(_address(data_dir), target, pinned=True, reason=reason))
 
 
 @app.command()
 def unpin(
-    name: Run,
-    step: Annotated[int, typer.Option(min=0, help="The checkpoint's step.")],
+    target: Annotated[str, typer.Argument(help="RUN@STEP, as in demo@200.")],
     reason: Annotated[str, typer.Option(help="Why; it is written into the log.")] = "unpinned by request",
     data_dir: DataDir = None,
 ) -> None:
     """Leave a pinned checkpoint to retention again; it may be deleted at once."""
     from trainbus.cli import stored
 
-    _run(stored.pin(_address(data_dir), name, step, pinned=False, reason=reason))
+    _run(stored.pin(_address(data_dir), target, pinned=False, reason=reason))
 
 
 @app.command()

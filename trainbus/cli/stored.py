@@ -336,8 +336,12 @@ async def _repair(link: Link, runs: set[str], missing: set[str], wait_s: float) 
         ) from None
 
 
-async def pin(address: Address, name: str, step: int, *, pinned: bool, reason: str) -> None:
+async def pin(address: Address, target: str, *, pinned: bool, reason: str) -> None:
     """Ask for a checkpoint to be kept, or no longer, and say what came of it."""
+    name, at, number = target.rpartition("@")
+    if not at or not number.isdigit():
+        raise CliError(f"{target!r}: give RUN@STEP, as in demo@200", USAGE)
+    step = int(number)
     async with connect(address) as link:
         run_id = await resolve(link, name)
         there = {each.commit.checkpoint.step for each in (await read_kept(link, run_id)).values()}

@@ -59,14 +59,12 @@ def test_a_sharded_optimizer_computes_what_a_whole_one_does_and_each_rank_saves_
 
 
 def test_bytes_sent_are_those_of_a_reduce_scatter_and_a_gather() -> None:
-    """(W-1)/W * N * (k+1) elements, with k subtrees a process: V=6 at W=3 gives k=1, V=7 gives 2, 1 and 2."""
-    for leaf_count, nodes in ((6, (1, 2, 1)), (7, (1, 1, 2))):
-        case = Case("mlp", rules={"logical_ranks": leaf_count})
-        steps = 2
-        result = gang(case, 3, range(steps))
-        parameters = sum(t.numel() for t in result.state.model.values())
+    """(W-1)/W * N * (k+1) elements of a rank with k maximal nodes, none twice and no padding to speak of."""
+    for leaf_count, world_size, nodes in ((6, 3, (1, 1, 1)), (7, 2, (2, 2))):
+        result = gang(Case("mlp", rules={"logical_ranks": leaf_count}), world_size, range(2))
+        size_bytes = sum(tensor.nbytes for tensor in result.state.model.values())
         for sent, k in zip(result.sent_bytes, nodes, strict=True):
-            assert sent == pytest.approx(steps * 2 / 3 * parameters * 4 * (k + 1), rel=0.02)
+            assert sent == pytest.approx(2 * (world_size - 1) / world_size * size_bytes * (k + 1), rel=0.02)
 
 
 def test_plain_data_parallel_training_differs() -> None:

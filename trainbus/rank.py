@@ -73,7 +73,7 @@ def _work(launch: Launch, world: World, journal: Journal, control: Control, env:
         raise DatasetError("a task needs data: give 'data' in the request")
     dataset = Dataset(Path(launch.dataset_folder), launch.dataset_id)
     task.classes = dataset.classes
-    world.join(env, always=training is not None and training.strategy == "deepspeed")
+    world.join(env, always=training is not None and training.strategy in ("deepspeed", "fsdp2"))
 
     if spec.kind == "evaluate":
         seed_all(0, "evaluate", world.rank)

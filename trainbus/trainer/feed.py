@@ -33,6 +33,17 @@ class StepData:
         return sum(micro.samples for leaf in self.leaves for micro in leaf.micro_batches)
 
 
+def last_step(training: Training, sampler: Sampler, step: int, samples_consumed: int) -> int:
+    """Return the step at which training ends, counted over all generations, of a run that has got so far."""
+    ends = []
+    if sampler.end is not None:
+        left = max(0, sampler.end - samples_consumed)
+        ends.append(step + -(-left // training.global_batch))
+    if training.max_steps is not None:
+        ends.append(training.max_steps)
+    return min(ends)
+
+
 @dataclass(frozen=True, slots=True)
 class Feed:
     """Loads the parts of a rank that computes ``leaves`` of ``leaf_count``."""

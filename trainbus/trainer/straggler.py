@@ -13,6 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from contracts.events.train import Watch
+from trainbus.agent_link import Journal
+from trainbus.trainer.feed import StepData
+from trainbus.trainer.stop import Said
+from trainbus.trainer.world import World
+
 #: What a straggler costs each step before it is worth a word; below it a ratio says nothing.
 WORTH_SAYING_S = 0.001
 
@@ -97,7 +103,30 @@ class OwnWork:
         before, self._last_s = self._last_s, self._clock_s()
         return self._last_s - before
 
-    def close(self) -> None:
+    def __del__(self) -> None:
         if self._fd is not None:
             os.close(self._fd)
-            self._fd = None
+
+
+class Slowness:
+    """One rank's side of it: what its work took goes out with each step; rank 0 journals who holds the others up."""
+
+    def __init__(self, watch: Watch, model: nn.Module, world: World, journal: Journal) -> None:
+        self._own_work = OwnWork(model, world.device)
+        self._watch = StragglerWatch(watch.straggler_factor, watch.straggler_steps)
+        self._world, self._journal = world, journal
+
+    def begin(self) -> None:
+        """A step begins; what was done since the last one (validation, checkpoints) does not count."""
+        self._own_work.lap_s()
+
+    def busy_s(self, data: StepData, waited_s: float) -> float:
+        """Return the seconds that this rank's own work in the step would have taken, had it an even share of it."""
+        if not data.own_samples:
+            return 0.0
+        return (self._own_work.lap_s() + waited_s) * data.global_samples / (data.own_samples * self._world.size)
+
+    def heed(self, said: Said) -> None:
+        if self._world.is_first:
+            for found in self._watch.saw(said.busy_s):
+                self._journal.straggler(said.step, found.rank, found.factor, found.over_steps)

@@ -27,12 +27,12 @@ from trainbus.trainer.checkpoint import Progress, load
 from trainbus.trainer.checkpoint.load import put_model
 from trainbus.trainer.ema import MovingAverage
 from trainbus.trainer.exact.determinism import be_deterministic
-from trainbus.trainer.feed import Feed, LeafData, StepData
+from trainbus.trainer.feed import Feed, LeafData, StepData, last_step
 from trainbus.trainer.measure import measure
 from trainbus.trainer.memory import Memory
 from trainbus.trainer.saver import Saver
 from trainbus.trainer.stop import Consensus, Said
-from trainbus.trainer.straggler import OwnWork, StragglerWatch
+from trainbus.trainer.straggler import Slowness
 from trainbus.trainer.strategies import make_strategy
 from trainbus.trainer.strategies.scaler import ScaleCollapsed
 from trainbus.trainer.world import World, seed_all
@@ -106,7 +106,7 @@ class Trainer:
             loaded = load(resume_folder) if resume_folder is not None else None
             self.resumed_from = "scratch" if loaded is None else "checkpoint"
         self.progress = Progress() if loaded is None else loaded.progress
-        self.total_steps = self._total_steps()
+        self.total_steps = last_step(training, self.sampler, self.progress.step, self.progress.samples_consumed)
         if training.logical_ranks is not None:
             be_deterministic()
         if training.precision == "fp16":
@@ -151,8 +151,7 @@ class Trainer:
             memory=self.memory,
         )
         self._record = (folder / f"samples_rank_{self.world.rank}.jsonl").open("a") if record_samples else None
-        self._own_work = OwnWork(self.strategy.model, self.world.device) if watch is not None else None
-        self._watch = StragglerWatch(watch.straggler_factor, watch.straggler_steps) if watch is not None else None
+        self._slowness = None if watch is None else Slowness(watch, self.strategy.model, self.world, self.journal)
         #: (samples consumed, rates) of the steps whose loss is still on its way.
         self._posted: dict[int, tuple[int, dict[str, float]]] = {}
         self._measured: tuple[int, dict[str, float]] = (-1, {})
@@ -212,8 +211,8 @@ class Trainer:
         """Take one step; ``waited_s`` is how long its samples were waited for."""
         training, progress = self.training, self.progress
         started = time.perf_counter()
-        if self._own_work is not None:
-            self._own_work.lap_s()
+        if self._slowness is not None:
+            self._slowness.begin()
         losses = {leaf.leaf: self._leaf(leaf, data.global_samples) for leaf in data.leaves}
         rate = float(self.strategy.optimizer.param_groups[0]["lr"])
         self._saver.before_update()
@@ -239,7 +238,7 @@ class Trainer:
             stop=self.control.stop_requested,
             checkpoint_now=self.control.take_checkpoint_request() or self._saver.by_clock(),
             skipped=result.skipped,
-            busy_s=self._busy_s(data, waited_s),
+            busy_s=0.0 if self._slowness is None else self._slowness.busy_s(data, waited_s),
         )
         per_second = data.global_samples / max(time.perf_counter() - started, 1e-9)
         self._posted[progress.step] = (progress.samples_consumed, {"train/lr": rate, "train/samples_per_s": per_second})
@@ -258,12 +257,6 @@ class Trainer:
             weight, last = micro.samples / global_samples, index == len(data.micro_batches) - 1
             losses.append(self.strategy.backward(batch, weight, leaf=data.leaf, first=index == 0, last=last))
         return torch.stack(losses).sum()
-
-    def _busy_s(self, data: StepData, waited_s: float) -> float:
-        """Return the seconds that this rank's own work in the step would have taken, had it an even share of it."""
-        if self._own_work is None or not data.own_samples:
-            return 0.0
-        return (self._own_work.lap_s() + waited_s) * data.global_samples / (data.own_samples * self.world.size)
 
     def _after_step(self, consumed_before: int) -> bool:
         """Validate and checkpoint where they are due; return whether training should end early."""
@@ -295,16 +288,12 @@ class Trainer:
                 )
         if math.isfinite(said.loss):
             self._train_loss = said.loss
-        self._name_stragglers(said)
+        if self._slowness is not None:
+            self._slowness.heed(said)
         if said.step % self.training.log_every_steps == 0 or said.step == self.total_steps:
             self._journal_metrics(said.step, consumed, values)
         self._checkpoint_asked |= said.checkpoint_now
         self._stop_agreed |= said.stop
-
-    def _name_stragglers(self, said: Said) -> None:
-        if self._watch is not None and self.world.is_first:
-            for found in self._watch.saw(said.busy_s):
-                self.journal.straggler(said.step, found.rank, found.factor, found.over_steps)
 
     # --- validation and checkpoints -----------------------------------------------------------
 
@@ -361,17 +350,7 @@ class Trainer:
         train = {} if self._train_loss is None else {"train/loss": self._train_loss}
         return {**train, **(measured if step == self.progress.step else {})}
 
-    # --- data -----------------------------------------------------------------------------------
-
-    def _total_steps(self) -> int:
-        """The step at which training ends, counted over all generations."""
-        ends = []
-        if self.sampler.end is not None:
-            left = max(0, self.sampler.end - self.progress.samples_consumed)
-            ends.append(self.progress.step + -(-left // self.training.global_batch))
-        if self.training.max_steps is not None:
-            ends.append(self.training.max_steps)
-        return min(ends)
+    # --- reporting ------------------------------------------------------------------------------
 
     def _journal_metrics(self, step: int, consumed: int, values: Mapping[str, float]) -> None:
         if self.world.is_first:

@@ -204,7 +204,7 @@ def tensors(step: int, **changes: str) -> dict[str, str]:
     return {name: hashlib.sha256(f"{step} {name} {changes.get(name, '')}".encode()).hexdigest() for name in names}
 
 
-@pytest.mark.parametrize("case", ["same", "differs", "fails"])
+@pytest.mark.parametrize("case", ["same", "differs", "deleted", "fails"])
 async def test_the_states_of_two_trainings_are_compared(
     bus: Bus, objects: Objects, s3_settings: Settings, capsys: pytest.CaptureFixture[str], case: str
 ) -> None:
@@ -216,6 +216,10 @@ async def test_the_states_of_two_trainings_are_compared(
     for step, state in ours.items():
         await bus.publish(await platform.commit("r1", step, state, 3))
     await bus.publish(END)
+    if case == "deleted":
+        platform.states = {step: tensors(step, **{"model/b": "!"}) for step in ours}
+        gone = {"step": 5, "uri": reference("r1", 5).uri}
+        await bus.publish(CheckpointDeleted(run_id="r1", reason="old", **gone))
     if case == "differs":
         platform.states[10] = tensors(10, **{"model/b": "!", "optimizer/w/exp_avg": "!"})
     if case == "fails":
@@ -236,7 +240,7 @@ async def test_the_states_of_two_trainings_are_compared(
                     await reproduce(address, "r1", start_step=None, slots=None, as_json=False)
                 assert failed.value.code == 2
                 return
-            code = await reproduce(address, "r1", start_step=None, slots=2, as_json=case == "differs")
+            code = await reproduce(address, "r1", start_step=None, slots=2, as_json=case != "same")
     finally:
         training.cancel()
     text = capsys.readouterr().out
@@ -247,6 +251,9 @@ async def test_the_states_of_two_trainings_are_compared(
         assert cancels == []  # it ends by itself
         return
     said = json.loads(text)
+    if case == "deleted":
+        assert (code, said["step"], said["tensor_step"], said["tensor"]) == (1, 5, 10, "model/b")
+        return
     assert (code, said["same"], said["step"], said["same_up_to"]) == (1, False, 10, 5)
     assert (said["tensor"], said["differing"]) == ("model/b", ["model/b", "optimizer/w/exp_avg"])
     assert said["environment"] == ["cpu: AVX2 instead of AVX512"]

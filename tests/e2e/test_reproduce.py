@@ -26,6 +26,7 @@ async def exact_run(stack: Stack, **changes: Any) -> Body:
     files = {"slow_task.py": (PROJECT / "slow_task.py").read_text(), "hidden_task.py": HIDDEN}
     body = await stack.slow_run(epochs=2, step_s=0.0, evaluation=None, model=None, slots=2)
     training = {"epochs": 2, "global_batch": 16, "checkpoint_every_steps": 10, "logical_ranks": 4}
+    body["retention"] = {"last": 10}
     return {**body, "code": await stack.upload(package(files)), "training": training, **changes}
 
 

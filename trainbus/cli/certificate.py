@@ -85,6 +85,7 @@ class Plan:
 
     request: TrainRequested
     wanted: dict[int, State]
+    kept: frozenset[int]
     #: The last of them is the run's end: the reproduction ends there by itself.
     to_the_end: bool
     note: str = ""
@@ -136,7 +137,8 @@ def plan(recorded: Recorded, start_step: int | None, slots: int | None) -> Plan:
     reading = recorded.reading
     left = f"it is {reading.exactness} {reading.why}" if reading and reading.exactness != "exact" else ""
     note = f"only its states up to step {steps[-1]} are compared: {left}" if left else ""
-    return Plan(TrainRequested.model_validate(request.model_dump()), wanted, recorded.last_step == steps[-1], note)
+    whole = TrainRequested.model_validate(request.model_dump())
+    return Plan(whole, wanted, frozenset(recorded.kept), recorded.last_step == steps[-1], note)
 
 
 def _nothing_to_compare(recorded: Recorded, start_step: int | None) -> str:
@@ -191,6 +193,8 @@ class Comparison:
     """The states that both trainings went through so far, as the second one commits them."""
 
     wanted: dict[int, State]
+    #: Steps whose recorded checkpoint is still in the store: only there a tensor can be named.
+    kept: frozenset[int] = frozenset()
     compared: dict[int, Compared] = field(default_factory=dict)
     starts: list[RunStarted] = field(default_factory=list)
 
@@ -211,6 +215,12 @@ class Comparison:
     def difference(self) -> Compared | None:
         """The first state that is not the same."""
         return next((self.compared[step] for step in sorted(self.compared) if not self.compared[step].same), None)
+
+    @property
+    def nameable(self) -> Compared | None:
+        """The first state that is not the same and whose tensors can be looked at."""
+        steps = (step for step in sorted(self.compared) if step in self.kept and not self.compared[step].same)
+        return next((self.compared[step] for step in steps), None)
 
     @property
     def done(self) -> bool:

@@ -44,6 +44,8 @@ class Result:
     recorded_digest: str | None = None
     reproduced_digest: str | None = None
     tensor: str | None = None
+    #: Where it was looked at: the first difference whose recorded checkpoint is still there.
+    tensor_step: int | None = None
     differing: list[str] = field(default_factory=list)
     environment: list[str] = field(default_factory=list)
     note: str = ""
@@ -81,7 +83,7 @@ class Watching:
 
     def __init__(self, run_id: str, planned: Plan, *, quiet: bool) -> None:
         self.view, self.planned = RunView(run_id), planned
-        self.comparison = Comparison(planned.wanted)
+        self.comparison = Comparison(planned.wanted, planned.kept)
         self._board = reading.board_of([])
         self._board.runs[run_id] = self.view
         self._console = render.console()
@@ -112,7 +114,8 @@ class Watching:
     @property
     def over(self) -> bool:
         """Whether there is nothing more to wait for."""
-        return self.comparison.difference is not None or self.comparison.done or self.view.state in ENDED
+        # Where retention has deleted the recorded checkpoint, the next one that is there tells the tensor.
+        return self.comparison.nameable is not None or self.comparison.done or self.view.state in ENDED
 
     def _table(self) -> Table:
         made = render.table("step", "recorded", "reproduced", "", right=("step",))
@@ -170,7 +173,7 @@ async def _conclude(address: Address, link: Link, recorded: Recorded, watching: 
     result.recorded_digest, result.reproduced_digest = difference.recorded.digest, difference.digest
     ours = comparison.environment(difference.commit.generation)
     result.environment = exactness.differences(recorded.environment(difference.recorded.commit.generation), ours)
-    await _name_tensor(address, difference, result)
+    await _name_tensor(address, comparison.nameable or difference, result)
     return result
 
 
@@ -192,7 +195,7 @@ async def _name_tensor(address: Address, difference: Compared, result: Result) -
         result.note = " ".join(filter(None, (result.note, f"the tensor cannot be named: {error}")))
         return
     result.differing = [name for name, _ in differences(recorded, ours)]
-    result.tensor = first_differing(result.differing)
+    result.tensor, result.tensor_step = first_differing(result.differing), difference.recorded.step
 
 
 async def _stop(link: Link, run_id: str, reason: str) -> None:
@@ -219,7 +222,8 @@ def _print(result: Result, *, as_json: bool) -> None:
     if result.tensor is not None:
         more = [name for name in result.differing if name != result.tensor]
         others = ", ".join(more[:LISTED]) + (" ..." if len(more) > LISTED else "")
-        console.print(f"  first differing tensor: [bold]{render.escape(result.tensor)}[/]", soft_wrap=True)
+        where = f" (at step {result.tensor_step})" if result.tensor_step != result.step else ""
+        console.print(f"  first differing tensor{where}: [bold]{render.escape(result.tensor)}[/]", soft_wrap=True)
         if more:
             console.print(f"  {len(more)} more: {render.escape(others)}", style="dim", soft_wrap=True)
     for line in result.environment:

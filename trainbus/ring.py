@@ -94,7 +94,7 @@ class RingWriter:
             return False
         numbers, floats = self._known[1], tuple(values.values())
         count = len(floats)
-        if not all(map(isfinite, floats)):
+        if not isfinite(sum(floats)):  # a quicker question; the answer is worked out only where it is no
             kept = [(number, value) for number, value in zip(numbers, floats, strict=False) if isfinite(value)]
             count = len(kept)
             numbers = tuple(number for number, _ in kept) + _NO_NAMES[count:]

@@ -67,9 +67,14 @@ class Saver:
         for image in self._staging.images.values():
             image.touch()
 
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._writer.busy
+
     def by_clock(self) -> bool:
         """Whether rank 0's clock wants a checkpoint; not while one is being written."""
-        return self._world.is_first and not self._writer.busy and self.when.by_now(self._clock())
+        return self._world.is_first and not self.busy and self.when.by_now(self._clock())
 
     def save(
         self,

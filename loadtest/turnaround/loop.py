@@ -60,7 +60,7 @@ def train(
             x_B64 = torch.rand(BATCH, 64, generator=generator)[rank::world]
             y_B = torch.randint(10, (BATCH,), generator=generator)[rank::world]
             optimizer.zero_grad()
-            cross_entropy(parallel(x_B64), y_B).backward()
+            cross_entropy(parallel(x_B64), y_B).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             file.write(json.dumps({"step": step, "time": time.time(), "pid": os.getpid(), "rank": rank}) + "\n")
             if step % every == 0:

@@ -71,7 +71,7 @@ def _wait(lines: Path, job: subprocess.Popen[bytes], condition: Any) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not condition(_read(lines)):
         if job.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"it did not go on: {(lines.parent / 'output.log').read_text()[-2000:]}")
+            raise RuntimeError(f"it did not go on: {(lines.parent / 'output.log').read_text()[-6000:]}")
         time.sleep(0.02)
 
 

@@ -134,7 +134,7 @@ class Trial:
         }
         lost, restart_s = [], []
         for number in sorted(inside)[1:]:
-            before, now = inside[number - 1] if number - 1 in inside else [], inside[number]
+            before, now = inside.get(number - 1, []), inside[number]
             if before and now:
                 lost.append(max(max(step for _, step in before) - starts[number].step, 0))
                 restart_s.append(now[0][0] - before[-1][0])

@@ -18,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from loadtest.common import report
 from services.kit.concurrency import all_of
-from tests.e2e.history import Case, Config, Result, Theatre, draw
+from tests.e2e.history import Case, Config, Result, Theatre, any_config, draw
 from tests.e2e.support import Stack, connected
 from trainbus.cli.embedded.launch import StackProcess
 from trainbus.cli.embedded.layout import StackOptions
@@ -76,7 +77,7 @@ async def play_all(data_dir: Path, cases: list[Case], at_a_time: int, record: Re
             progress.update(bar, advance=1, unlike=unlike, equal=len(record.outcomes) - unlike)
 
         await all_of((one(case) for case in cases), at_a_time=at_a_time)
-        controls = await negative_controls(theatre)
+        controls = await theatre.negative_controls(Config("CNN", 4))
     await bus.close()
     return controls
 
@@ -93,31 +94,6 @@ def outcome_of(case: Case, result: Result, difference: str, seconds: float) -> O
         "difference": difference,
         "seconds": round(seconds, 2),
     }
-
-
-async def negative_controls(theatre: Theatre) -> Outcome:
-    """What must not be equal, or not be called exact. True: it is found out."""
-    config = Config("CNN", 4)
-    plain = theatre.body(config, 1)
-    for name in ("logical_ranks", "buffers"):
-        plain["training"].pop(name)
-    one, two = await asyncio.gather(theatre.run(plain), theatre.run({**plain, "slots": {"min": 2, "max": 2}}))
-    reference = await theatre.undisturbed(config)
-    other = theatre.body(config, 1, env={"ATEN_CPU_CAPABILITY": "default"})
-    other["resume_from"] = await committed_uri(theatre, reference, step=40)
-    downgraded = await theatre.run(other)
-    return {
-        "plain_ddp_on_two_ranks_differs": bool(one.final) and bool(two.final) and one.final != two.final,
-        "plain_ddp_is_not_called_exact": one.exactness == two.exactness == "samples-exact",
-        "other_arithmetic_is_not_called_exact": downgraded.exactness == "samples-exact",
-    }
-
-
-async def committed_uri(theatre: Theatre, result: Result, step: int) -> str:
-    """The manifest of a committed checkpoint of a run."""
-    facts = [received.event for received in await theatre.stack.facts(result.run_id)]
-    committed = [fact for fact in facts if fact.fact == "checkpoint_committed" and fact.checkpoint.step == step]
-    return str(committed[0].checkpoint.uri)
 
 
 def show(outcomes: list[Outcome], controls: Outcome, wall_s: float) -> None:
@@ -155,7 +131,8 @@ def main() -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
     record = Record(arguments.out)
     numbers = [n for n in range(arguments.first, arguments.first + arguments.count) if n not in record.played]
-    cases = [draw(number, arguments.seed, tuple(arguments.strategies.split(","))) for number in numbers]
+    config = partial(any_config, strategies=arguments.strategies.split(","))
+    cases = [draw(number, arguments.seed, config) for number in numbers]
     columns = (TextColumn("{task.fields[equal]} equal, {task.fields[unlike]} not"), TimeRemainingColumn())
     started = time.perf_counter()
     with (

@@ -9,7 +9,7 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -77,15 +77,20 @@ class Case:
         return f"{self.number}: {self.config} on {self.slots}: {', '.join(deed for deed, _, _ in self.deeds)}"
 
 
-def draw(number: int, seed: int = 0, strategies: tuple[str, ...] = ("ddp", "zero1", "fsdp2")) -> Case:
+def any_config(rng: random.Random, strategies: Sequence[str] = ("ddp", "zero1", "fsdp2")) -> Config:
+    """One of all that there are."""
+    task, precision = rng.choice([("MLP", "fp32"), ("CNN", "fp32"), ("GPT", "fp32"), ("GPT", "bf16")])
+    return Config(task, rng.choice((4, 7, 12)), rng.choice(strategies), precision)
+
+
+def draw(number: int, seed: int = 0, config: Callable[[random.Random], Config] = any_config) -> Case:
     """The history of that number. The same number is the same history, as far as clocks allow."""
     rng = random.Random(f"{seed}/{number}")
-    task, precision = rng.choice([("MLP", "fp32"), ("CNN", "fp32"), ("GPT", "fp32"), ("GPT", "bf16")])
-    config = Config(task, rng.choice((4, 7, 12)), rng.choice(strategies), precision)
+    drawn = config(rng)
     deeds = tuple(
         (rng.choice(DEEDS), rng.uniform(0.05, LONGEST_WAIT_S), rng.random()) for _ in range(rng.randint(1, 4))
     )
-    return Case(number, config, rng.randint(1, min(config.logical_ranks, 6)), deeds)
+    return Case(number, drawn, rng.randint(1, min(drawn.logical_ranks, 6)), deeds)
 
 
 @dataclass(slots=True)
@@ -167,6 +172,28 @@ class Theatre:
         if not difference and result.exactness != "exact":
             difference = f"{result.run_id} is {result.exactness}, not exact"
         return result, difference
+
+    async def negative_controls(self, config: Config) -> dict[str, bool]:
+        """What must not be equal, or not be called exact. True: it is found out."""
+        plain = self.body(config, 1)
+        for name in ("logical_ranks", "buffers"):
+            plain["training"].pop(name)
+        plain["training"]["strategy"] = "ddp"
+        one, two = await asyncio.gather(self.run(plain), self.run({**plain, "slots": {"min": 2, "max": 2}}))
+        reference = await self.undisturbed(config)
+        # The same run from its first checkpoint on, with a processor that is said to know fewer instructions.
+        other = self.body(config, 1, env={"ATEN_CPU_CAPABILITY": "default"})
+        other["resume_from"] = await self._first_checkpoint(reference)
+        downgraded = await self.run(other)
+        return {
+            "plain_ddp_on_two_ranks_differs": bool(one.final) and bool(two.final) and one.final != two.final,
+            "plain_ddp_is_not_called_exact": one.exactness == two.exactness == "samples-exact",
+            "other_arithmetic_is_not_called_exact": downgraded.exactness == "samples-exact",
+        }
+
+    async def _first_checkpoint(self, result: Result) -> str:
+        facts = [received.event for received in await self.stack.facts(result.run_id)]
+        return str(next(fact.checkpoint.uri for fact in facts if fact.fact == "checkpoint_committed"))
 
     async def run(self, body: Body, deeds: tuple[tuple[Deed, float, float], ...] = ()) -> Result:
         """Publish a run, do to it what is to be done, and follow it to its end."""

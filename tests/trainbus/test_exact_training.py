@@ -131,6 +131,8 @@ HISTORIES = {
     "cnn": ("CNN", [4, 1, 3, 2], {"early_stopping": {"patience": 50}}),
     "cnn, mean buffers, 7 leaves": ("CNN", [3, 1, 2], {"logical_ranks": 7, "buffers": "mean"}),
     "mlp, zero1, average": ("MLP", [2, 3, 1], {"strategy": "zero1", "ema_decay": 0.9, "logical_ranks": 5}),
+    "cnn, fsdp2": ("CNN", [3, 1, 2], {"strategy": "fsdp2"}),
+    "gpt, fsdp2, average, 7 leaves": ("GPT", [2, 1, 3], {"strategy": "fsdp2", "ema_decay": 0.9, "logical_ranks": 7}),
     "mlp, fp16": ("MLP", [3, 1, 2], {"precision": "fp16"}),
     "gpt, bf16, accumulation": ("GPT", [2, 1, 3], {"precision": "bf16", "accumulate": 2, "ema_decay": 0.99}),
 }

@@ -52,7 +52,8 @@ def measure(
     was_training = model.training
     model.eval()
     try:
-        with torch.inference_mode(), torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
+        # Not inference mode: what FSDP2 gathers there could not be trained on afterwards.
+        with torch.no_grad(), torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
             for chunk, counted, item in ahead(_chunks(task, reader, world, size, chunks)):
                 seed_all("measure", chunk)
                 batch = to_device(item.batch, lambda tensor: tensor.to(device))

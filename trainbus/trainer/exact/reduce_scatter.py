@@ -1,8 +1,8 @@
 """FSDP2's reduce-scatter along the fixed tree: a rank's shard of the sum over all leaves, in one order for any W.
 
-FSDP calls it once for every parameter group and leaf, with the leaf's gradient cut into a shard for each rank. What the
-rank's own leaves add up to stays here until its last leaf; then the maximal nodes' shards are exchanged, and the owner of
-a shard finishes the tree. Collectives only move bytes.
+FSDP calls it once for every parameter group and leaf, with the leaf's gradient cut into a shard for each rank. What
+the rank's own leaves add up to stays here until its last leaf; then the maximal nodes' shards are exchanged, and the
+owner of a shard finishes the tree. Collectives only move bytes.
 """
 
 from __future__ import annotations

@@ -40,6 +40,16 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 )
 
 
+def check_elementwise(optimizer: Optimizer, strategy: str) -> None:
+    """Raise ``TaskError`` unless the optimizer may be given pieces of parameters."""
+    if type(optimizer) not in ELEMENTWISE:
+        known = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
+        raise TaskError(
+            f"training.strategy {strategy!r} cuts parameters into pieces, which {type(optimizer).__name__} "
+            f"may not bear: use one of torch.optim's {known}, or strategy 'ddp'"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Owned:
     """A piece that this rank steps on: a stretch of the flat weights, as a parameter."""
@@ -53,12 +63,7 @@ class ShardedOptimizer:
     """Puts pieces in the place of parameters in the task's optimizer. The optimizer object stays the same."""
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, named: Mapping[str, Tensor], tree: GradientTree) -> None:
-        if type(optimizer) not in ELEMENTWISE:
-            known = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
-            raise TaskError(
-                f"training.strategy 'zero1' cuts parameters into pieces, which {type(optimizer).__name__} "
-                f"may not bear: use one of torch.optim's {known}, or strategy 'ddp'"
-            )
+        check_elementwise(optimizer, "zero1")
         self._optimizer, self._named, self._tree = optimizer, dict(named), tree
         names = packing.parameter_names(model)
         self._group_names = [[names[id(p)] for p in g["params"]] for g in optimizer.param_groups]

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO stages 0 to 2, with the task's own optimizer.
+"""DeepSpeed ZeRO stages 0 to 3, with the task's own optimizer.
 
 State goes out and comes in whole and by parameter name (as DDP's does), so a run may change its world size, its
 stage or its strategy between two generations and loses nothing.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from contracts.events.train import Training
 from trainbus.task import Task, TaskError
 from trainbus.trainer import optimizer_state as packing
 from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
-from trainbus.trainer.strategies.base import LossModule, State, StepResult, host_copy
+from trainbus.trainer.strategies.base import LossModule, State, StepResult, shares
 from trainbus.trainer.world import World
 
 
@@ -49,7 +50,7 @@ def import_deepspeed(device: torch.device) -> Any:
 
 
 class DeepSpeedStrategy:
-    """Optimizer state (stage 1) and gradients (stage 2) are sharded over the ranks; weights are fp32."""
+    """Optimizer state (stage 1), gradients (2) and weights (3) are sharded over the ranks; weights are fp32."""
 
     def __init__(self, task: Task, model: nn.Module, training: Training, world: World) -> None:
         deepspeed = import_deepspeed(world.device)
@@ -109,31 +110,73 @@ class DeepSpeedStrategy:
             tensor.copy_(saved[name])
 
     def state(self, ema: Mapping[str, Tensor] | None = None) -> State:
-        # Rank 0 saves it all: it is where the shards are put together.
-        optimizer = self.optimizer_state()
-        if not self._world.is_first:
-            return State()
-        return State({name: t.detach() for name, t in self.model.state_dict().items()}, optimizer, dict(ema or {}))
+        """Put the shards together, one tensor at a time, each for the rank that saves it."""
+        world, mine = self._world, State()
+        everything: dict[str, tuple[int, Callable[[], Tensor]]] = {}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            everything[f"model/{name}"] = (_bytes(tensor), partial(self._whole_weight, tensor))
+        packed = self._packed(everything)
+        for name, tensor in (ema or {}).items():
+            everything[f"ema/{name}"] = (tensor.nbytes, partial(_itself, tensor))
+        kinds = {"model": mine.model, "optimizer": mine.optimizer.tensors, "ema": mine.ema}
+        for owner, names in enumerate(shares({name: size for name, (size, _) in everything.items()}, world.size)):
+            for name in names:
+                whole = everything[name][1]()  # a collective, for all but rank 0's own
+                if world.rank == owner:
+                    kind, _, key = name.partition("/")
+                    kinds[kind][key] = whole
+        if world.is_first:
+            mine.optimizer.values, mine.optimizer.groups = packed.values, packed.groups
+        return mine
 
     def survivor_state(self, ema: Mapping[str, Tensor] | None = None) -> State | None:
+        """A rank has only its shard."""
         return None
 
     def load_state(self, state: State) -> None:
-        if state.model:
-            self.model.load_state_dict(state.model)
-        self.load_optimizer_state(state.optimizer)
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if name in state.model:
+                self._set_weight(tensor, state.model[name])
+        self._load_optimizer(state.optimizer)
 
-    def model_state(self) -> dict[str, Tensor]:
-        # In fp32 every rank has all updated weights after each step, at every stage up to 2.
-        return host_copy(self.model) if self._world.is_first else {}
+    def _whole_weight(self, tensor: Tensor) -> Tensor:
+        if self._stage < 3 or not hasattr(tensor, "ds_id"):
+            return tensor.detach()
+        if tensor.requires_grad:
+            from deepspeed.utils import safe_get_full_fp32_param
 
-    def optimizer_state(self) -> OptimizerState:
-        """Put the shards together, one tensor at a time, so that no rank ever holds more than one of them twice."""
-        if not self._stage:
-            return packing.pack(self.optimizer, self.model) if self._world.is_first else OptimizerState()
-        from deepspeed.utils import safe_get_full_optimizer_state
+            return torch.as_tensor(safe_get_full_fp32_param(tensor))
+        from deepspeed.runtime.zero import GatheredParameters
 
+        with GatheredParameters([tensor]):
+            return tensor.detach().clone()
+
+    def _set_weight(self, tensor: Tensor, whole: Tensor) -> None:
+        if self._stage < 3 or not hasattr(tensor, "ds_id"):
+            with torch.no_grad():
+                tensor.copy_(whole)
+            return
+        from deepspeed.utils import safe_set_local_fp32_param
+
+        safe_set_local_fp32_param(tensor, self._partition_of(tensor, whole))
+
+    def _partition_of(self, parameter: Any, whole: Tensor) -> Tensor:
+        """Return this rank's part of a whole tensor; the last one is padded with zeros."""
+        size = parameter.ds_tensor.numel()
+        flat, start = whole.to(parameter.device).flatten(), size * self._world.rank
+        part = torch.zeros(size, dtype=whole.dtype, device=parameter.device)
+        own = flat[start : start + size]
+        part[: own.numel()] = own
+        return part
+
+    def _packed(self, everything: dict[str, tuple[int, Callable[[], Tensor]]]) -> OptimizerState:
+        """Name the optimizer's tensors in ``everything``, with how to get each whole; return what is no tensor."""
         state = OptimizerState()
+        if not self._stage:
+            state = packing.pack(self.optimizer, self.model, copy=False)
+            for name, tensor in state.tensors.items():
+                everything[f"optimizer/{name}"] = (tensor.nbytes, partial(_itself, tensor))
+            return state
         for group, flat, parameters in self._groups():
             values = self.optimizer.state.get(flat, {})
             members = [self._names[id(parameter)] for parameter in parameters]
@@ -141,18 +184,30 @@ class DeepSpeedStrategy:
             for parameter, name in zip(parameters, members, strict=True):
                 for key, value in values.items():
                     if isinstance(value, Tensor) and value.shape == flat.shape:
-                        full = safe_get_full_optimizer_state(parameter, key)  # a collective
-                        tensor = full.reshape(parameter.shape)
+                        size = _bytes(parameter)
+                        everything[f"optimizer/{name}/{key}"] = (size, partial(self._whole_of, parameter, key, value))
                     elif isinstance(value, Tensor):
-                        tensor = value
+                        everything[f"optimizer/{name}/{key}"] = (value.nbytes, partial(_itself, value))
                     else:
                         state.values.setdefault(name, {})[key] = value
-                        continue
-                    if self._world.is_first:
-                        state.tensors[f"{name}/{key}"] = tensor.detach().to("cpu", copy=True).contiguous()
         return state
 
-    def load_optimizer_state(self, state: OptimizerState) -> None:
+    def _whole_of(self, parameter: Tensor, key: str, shard: Tensor) -> Tensor:
+        """Put an optimizer tensor together from its parts in the ranks' flat shards."""
+        if self._stage == 3:
+            from deepspeed.utils import safe_get_full_optimizer_state
+
+            return torch.as_tensor(safe_get_full_optimizer_state(parameter, key))
+        whole = torch.zeros(parameter.numel(), dtype=shard.dtype, device=shard.device)
+        mapping = getattr(parameter, "_hp_mapping", None)
+        if mapping is not None:  # some of this parameter lies in this rank's shard
+            theirs, ours = mapping.lp_fragment_address, mapping.hp_fragment_address
+            whole.narrow(0, theirs.start, theirs.numel).copy_(shard.narrow(0, ours.start, ours.numel))
+        # The other ranks have zeros there; as integers, the sum is the bits themselves.
+        dist.all_reduce(whole.view(torch.uint8))
+        return whole.view(parameter.shape)
+
+    def _load_optimizer(self, state: OptimizerState) -> None:
         if not self._stage:
             packing.unpack(state, self.optimizer, self.model)
             return
@@ -167,21 +222,50 @@ class DeepSpeedStrategy:
             for parameter in parameters:
                 name = self._names[id(parameter)]
                 for key, tensor in by_name.get(name, {}).items():
-                    if tensor.ndim == 0:
+                    if tensor.ndim == 0 and _shape(parameter) != tensor.shape:
                         values[key] = tensor.clone()
                         continue
-                    if tensor.shape != parameter.shape:
+                    if tensor.shape != _shape(parameter):
                         raise StateMismatch(f"optimizer state {name}/{key} has shape {tuple(tensor.shape)}")
-                    buffer = values.setdefault(key, torch.zeros_like(flat))
-                    mapping = getattr(parameter, "_hp_mapping", None)
-                    if mapping is not None:  # some of this parameter lies in this rank's shard
-                        theirs, ours = mapping.lp_fragment_address, mapping.hp_fragment_address
-                        fragment = tensor.flatten().narrow(0, theirs.start, theirs.numel)
-                        buffer.narrow(0, ours.start, ours.numel).copy_(fragment)
+                    values.setdefault(key, torch.zeros_like(flat))
+                    self._set_optimizer_tensor(parameter, key, values[key], tensor)
                 values.update(state.values.get(name, {}))
         packing.restore_groups(self.optimizer.param_groups, state.groups)
 
+    def _set_optimizer_tensor(self, parameter: Tensor, key: str, shard: Tensor, whole: Tensor) -> None:
+        """Put this rank's part of a whole tensor into its flat shard."""
+        if self._stage == 3:
+            from deepspeed.utils import safe_set_local_optimizer_state
+
+            safe_set_local_optimizer_state(parameter, self._partition_of(parameter, whole), key)
+            return
+        mapping = getattr(parameter, "_hp_mapping", None)
+        if mapping is not None:  # some of this parameter lies in this rank's shard
+            theirs, ours = mapping.lp_fragment_address, mapping.hp_fragment_address
+            fragment = whole.flatten().narrow(0, theirs.start, theirs.numel)
+            shard.narrow(0, ours.start, ours.numel).copy_(fragment)
+
     def _groups(self) -> list[tuple[dict[str, Any], Tensor, list[Tensor]]]:
-        """Each parameter group: its hyperparameters, this rank's flat shard, and the parameters it is a shard of."""
-        shards = self._zero.single_partition_of_fp32_groups
-        return list(zip(self.optimizer.param_groups, shards, self._zero.bit16_groups, strict=True))
+        """Each parameter group: its hyperparameters, this rank's flat shard, and the parameters it is a shard of.
+
+        Stage 3 cuts groups into sub-groups, of which there is one a group below a billion elements.
+        """
+        if self._stage == 3:
+            shards, members = self._zero.fp32_partitioned_groups_flat, self._zero.fp16_groups
+        else:
+            shards, members = self._zero.single_partition_of_fp32_groups, self._zero.bit16_groups
+        return list(zip(self.optimizer.param_groups, shards, members, strict=True))
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _shape(parameter: Any) -> torch.Size:
+    """The whole parameter's shape; stage 3 leaves an empty tensor in its place."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
+def _bytes(tensor: Tensor) -> int:
+    return _shape(tensor).numel() * tensor.element_size()

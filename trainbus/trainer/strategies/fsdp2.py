@@ -20,6 +20,7 @@ from trainbus.trainer.exact.norm import clip_factor
 from trainbus.trainer.exact.order_free import global_norm
 from trainbus.trainer.exact.reduce_scatter import TreeReduceScatter, Turn
 from trainbus.trainer.exact.tree import owned, plan
+from trainbus.trainer.exact.zero1 import check_elementwise
 from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
 from trainbus.trainer.strategies.base import LossModule, State, StepResult, shares
 from trainbus.trainer.strategies.scaler import LossScale
@@ -54,6 +55,10 @@ class FSDP2Strategy:
         if self._keeps_weights:
             self._sharded[0].set_reshard_after_forward(False)
         self.optimizer = task.optimizer(self.model)
+        if exact:
+            check_elementwise(self.optimizer, training.strategy)
+        # What was gathered for a measurement must not outlive it: the weights may be others when training goes on.
+        self.model.register_forward_hook(self._after_forward)
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self._names = packing.parameter_names(self.model)
         self._scale = LossScale(training.precision == "fp16")
@@ -107,12 +112,23 @@ class FSDP2Strategy:
         for parameter in self._parameters:
             parameter.grad = None
 
+    def _after_forward(self, *_: Any) -> None:
+        if not torch.is_grad_enabled():
+            self._reshard()
+
+    def _reshard(self) -> None:
+        """Put the shards in place of gathered weights, which nothing that reads or writes the weights must meet."""
+        for module in self._sharded:
+            module.reshard()
+
     def sync_buffers(self) -> None:
         """They are the same on every rank after each step."""
+        self._reshard()
 
     # -- state ---------------------------------------------------------------
 
     def parameters_for_ema(self) -> dict[str, Tensor]:
+        self._reshard()
         return {name: _local(p.detach()) for name, p in self.model.named_parameters() if p.requires_grad}
 
     def load_ema(self, ema: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
@@ -122,6 +138,7 @@ class FSDP2Strategy:
 
     def state(self, ema: Mapping[str, Tensor] | None = None) -> State:
         """Gather one tensor at a time, each on the rank that saves it: no rank ever holds more than its share whole."""
+        self._reshard()
         world, mine = self._world, State(scaler=self._scale.state())
         parameters = dict(self.model.named_parameters())
         optimizer = packing.pack(self.optimizer, self.model, copy=False)
@@ -148,6 +165,7 @@ class FSDP2Strategy:
         return self.state(ema)
 
     def load_state(self, state: State) -> None:
+        self._reshard()
         present = self.model.state_dict()
         for name, tensor in state.model.items():
             _local(present[name]).copy_(_rows_of(tensor, present[name]))
@@ -173,11 +191,11 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _shard(model: nn.Module, task: Task, world: World) -> list[FSDPModule]:
-    """Shard the blocks one by one, and what is left of the model as the root; return the sharded modules, root first."""
+    """Shard the blocks one by one, and the rest of the model as the root; return the sharded modules, root first."""
     mesh = init_device_mesh(world.device.type, (world.size,))
     for module in [*outermost_lists(model), model]:
         fully_shard(module, mesh=mesh)
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    sharded: list[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for each in sharded:
         # Sums, not means: the weights of all micro-batches add up to 1.
         each.set_gradient_divide_factor(1.0)

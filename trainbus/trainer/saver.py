@@ -60,6 +60,8 @@ class Saver:
         self._held_s = 0.0
         #: A step whose state is whole: between the end of one optimizer step and the beginning of the next.
         self._progress: Progress | None = None
+        # A strategy may still wait for gradients in its step: only here does the state begin to change.
+        strategy.optimizer.register_step_pre_hook(self._update_begins)
 
     def prepare(self, ema: Mapping[str, Tensor] | None) -> None:
         """Make room for a checkpoint before one is due; after the first step, when the optimizer has its state."""
@@ -118,7 +120,6 @@ class Saver:
 
     def before_update(self) -> None:
         """Wait until nothing reads the live state any more; to be called before the optimizer's step."""
-        self._progress = None
         self.finish_reading()
 
     def finish_reading(self) -> None:
@@ -168,6 +169,9 @@ class Saver:
     def join(self) -> None:
         """Wait until everything is on disk."""
         self._writer.join()
+
+    def _update_begins(self, *_: Any) -> None:
+        self._progress = None
 
     def _content(self, state: State, progress: Progress) -> Content:
         saved = None

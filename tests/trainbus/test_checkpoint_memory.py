@@ -1,0 +1,70 @@
+"""A rank is killed: the others' state is taken up from memory, and the run ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from contracts.ranks import CheckpointLine, Launch, StartedLine
+from tests.trainbus.support import Gang, Warm, exact_dataset, journal, request, whole_checkpoint, write_launch
+from tests.trainbus.test_exact_training import CODE
+from trainbus.data.dataset import Dataset
+
+pytestmark = pytest.mark.timeout(170)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return exact_dataset(tmp_path_factory.mktemp("memory") / "data")
+
+
+def start(warm: Warm, folder: Path, dataset: Dataset, world_size: int, generation: int, memory: Path) -> Gang:
+    training = {
+        "epochs": 20,
+        "global_batch": 24,
+        "logical_ranks": 4,
+        "checkpoint_at_steps": [5],
+        "checkpoint_every_steps": 10_000,
+        "validate_every_steps": 3,
+        "seed": 3,
+    }
+    spec = request(task="exact_tasks:CNN", training=training)
+    path = write_launch(folder, spec, dataset, CODE, world_size=world_size, generation=generation)
+    launch = Launch.model_validate_json(path.read_bytes())
+    path.write_text(launch.model_copy(update={"memory_folder": str(memory)}).model_dump_json())
+    return Gang(warm, folder, path, world_size)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    parts = whole_checkpoint(folder).glob("digests-*.json")
+    return {name: found for part in parts for name, found in json.loads(part.read_text()).items()}
+
+
+@pytest.mark.parametrize("worlds", [(2, 3), (1, 2)], ids=["a survivor's state", "a snapshot"])
+def test_a_killed_rank_costs_no_bit(warm: Warm, tmp_path: Path, dataset: Dataset, worlds: tuple[int, int]) -> None:
+    """With two ranks the other one leaves its state; a single one leaves the last snapshot it took."""
+    undisturbed = start(warm, tmp_path / "whole", dataset, 2, 1, tmp_path / "none")
+    assert undisturbed.wait() == [0, 0], undisturbed.logs()
+
+    memory = tmp_path / "memory"
+    first = start(warm, tmp_path / "g1", dataset, worlds[0], 1, memory)
+    path = tmp_path / "g1" / "rank_0.jsonl"
+    while not (path.exists() and any(isinstance(line, CheckpointLine) for line in journal(path.parent))):
+        time.sleep(0.01)
+    os.kill(first.pids[-1], signal.SIGKILL)
+    codes = first.wait()
+    assert 0 not in codes, first.logs()
+    left = [path.name for path in (memory / "g1").iterdir() if not path.name.startswith(".")]
+    assert left
+
+    second = start(warm, tmp_path / "g2", dataset, worlds[1], 2, memory)
+    assert second.wait() == [0] * worlds[1], second.logs()
+    started = next(line for line in journal(tmp_path / "g2") if isinstance(line, StartedLine))
+    assert (started.resumed_from, started.exactness) == ("memory", "exact")
+    assert started.step == max(int(name[5:13]) for name in left)
+    assert digests(tmp_path / "g2") == digests(tmp_path / "whole")

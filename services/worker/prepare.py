@@ -10,7 +10,7 @@ from pathlib import Path
 
 import nats.errors
 import structlog
-from nats.js.errors import APIError, BadRequestError, KeyNotFoundError
+from nats.js.errors import APIError, BadRequestError
 
 from contracts import topology
 from contracts.events.run import CheckpointRef, Member, RunPlaced
@@ -24,7 +24,8 @@ from services.worker.together import together
 
 log = structlog.get_logger(__name__)
 
-RENDEZVOUS_POLL_S = 0.1
+#: Seconds until the bus is tried again.
+RETRY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,27 +119,34 @@ async def _meet(context: Context, placed: RunPlaced, member: Member) -> tuple[st
     alone = sum(1 for each in placed.members if each.ranks) == 1
     if alone:
         return address, free_port(address)
+    patience_s = context.settings.rendezvous_timeout_s
+    try:
+        async with asyncio.timeout(patience_s):
+            if 0 in member.ranks:
+                await _say(context, key, f"{address}:{free_port(address)}".encode())
+            # One subscription: the others learn of it the moment it is said. What was said first stands.
+            async for entries in context.bus.entries(topology.RENDEZVOUS, key, idle_s=1.0):
+                for entry in entries:
+                    if entry.value:
+                        return _parse(entry.value)
+    except TimeoutError:
+        pass
+    raise Transient(f"rank 0's node did not say within {patience_s:.0f} s where to meet")
+
+
+async def _say(context: Context, key: str, offer: bytes) -> None:
+    """Say where to meet, unless an earlier life of this agent has."""
     bucket = await context.bus.bucket(topology.RENDEZVOUS)
-    deadline = asyncio.get_running_loop().time() + context.settings.rendezvous_timeout_s
-    offer = f"{address}:{free_port(address)}".encode()
     while True:
         try:
-            if 0 in member.ranks:
-                try:
-                    await bucket.create(key, offer)
-                    return _parse(offer)
-                except BadRequestError:
-                    log.info("the meeting point was said before", key=key)
-            return _parse((await bucket.get(key)).value or b"")
-        except KeyNotFoundError:
-            pass
+            await bucket.create(key, offer)
+            return
+        except BadRequestError:
+            log.info("the meeting point was said before", key=key)
+            return
         except (nats.errors.Error, APIError, TimeoutError) as error:
-            log.warning("the meeting point cannot be read", error=repr(error))
-        if asyncio.get_running_loop().time() > deadline:
-            raise Transient(
-                f"rank 0's node did not say within {context.settings.rendezvous_timeout_s:.0f} s where to meet"
-            )
-        await asyncio.sleep(RENDEZVOUS_POLL_S)
+            log.warning("the meeting point cannot be said", error=repr(error))
+            await asyncio.sleep(RETRY_S)
 
 
 def free_port(address: str) -> int:

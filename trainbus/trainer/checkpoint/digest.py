@@ -41,7 +41,7 @@ def digest_of(dtype: str, shape: Sequence[int], data: Any) -> str:
 def tensor_digest(tensor: Tensor) -> str:
     """Return the hash of a tensor's type, shape and values, wherever and however it lies in memory."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return digest_of(DTYPES[tensor.dtype], tensor.shape, memoryview(flat.view(torch.uint8).numpy()))
+    return digest_of(DTYPES[tensor.dtype], tensor.shape, memoryview(flat.view(torch.uint8).numpy()))  # type: ignore[arg-type]
 
 
 def json_digest(value: Any) -> str:

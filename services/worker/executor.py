@@ -34,6 +34,10 @@ WRAPPER = (
 )
 
 
+#: Beginnings of variables that libraries read when they are loaded: a fork of the warm process would not heed them.
+READ_WHEN_LOADED = ("ATEN_", "ONEDNN_", "DNNL_", "MKL_", "KMP_", "GOMP_", "LD_", "TORCH_", "PYTORCH_", "PYTHONHASHSEED")
+
+
 class StartError(Exception):
     """A rank may or may not have been started; the text says why that is not known."""
 
@@ -112,7 +116,7 @@ class ProcessExecutor:
 
     async def start(self, start: Start, folder: Path, cwd: Path) -> RankProcess:
         pid: int | None = None
-        if start.command is None and self._warm is not None and self._warm.ready:
+        if start.command is None and self._warm is not None and self._warm.ready and self._heeds(start):
             try:
                 pid = await self._warm.fork(
                     start.environment, cwd, log_path(folder, start.rank), exit_path(folder, start.rank)
@@ -131,6 +135,16 @@ class ProcessExecutor:
         except psutil.NoSuchProcess:
             created = 0.0  # it has ended already; its exit file tells
         return RankProcess(start.rank, pid, created, psutil.boot_time())
+
+    def _heeds(self, start: Start) -> bool:
+        """Whether a fork is as good as a fresh start under the rank's environment."""
+        assert self._warm is not None
+        loaded_with = self._warm.environment
+        return all(
+            loaded_with.get(name) == value
+            for name, value in start.environment.items()
+            if name.startswith(READ_WHEN_LOADED)
+        )
 
     def _start_cold(self, start: Start, folder: Path, cwd: Path) -> int:
         command = start.command or self._rank_command

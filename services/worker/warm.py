@@ -41,7 +41,7 @@ class Warm:
     """Keeps one warm process and talks to it."""
 
     def __init__(self, socket: Path, log_file: Path, environment: Mapping[str, str]) -> None:
-        self._socket, self._log_file, self._environment = socket, log_file, dict(environment)
+        self._socket, self._log_file, self.environment = socket, log_file, dict(environment)
         self._pid: int | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -120,7 +120,7 @@ class Warm:
             self._child = subprocess.Popen(
                 [sys.executable, "-m", "trainbus.warm", "--socket", str(self._socket)],
                 # Forks have this process's memory, so it must never have held a secret.
-                env=self._environment,
+                env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

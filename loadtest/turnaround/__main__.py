@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import statistics
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
@@ -54,22 +55,29 @@ def main() -> None:
         with StackProcess(options, output=Path(folder) / "output.log") as stack:
             stack.wait_ready()
             kills, notices = asyncio.run(measure(options.data_dir, width, every, repeat))
-    with console.status("torchrun"):
-        torchrun_s = peers.torchrun(width, every, repeat)
+    torchrun_s = peer("torchrun", console, lambda: peers.torchrun(width, every, repeat))
     ray_s: list[float] = []
     if arguments.ray_python:
-        with console.status("Ray Train"):
-            ray_s = peers.ray(arguments.ray_python, width, every, repeat)
+        ray_s = peer("Ray Train", console, lambda: peers.ray(arguments.ray_python, width, every, repeat))
     else:
         console.print("Ray Train is left out: give --ray-python")
     show(kills, notices, load_s, torchrun_s, ray_s)
+
+
+def peer(name: str, console: Console, measured: Callable[[], list[float]]) -> list[float]:
+    """What another system took; nothing if it never went on, which is said."""
+    with console.status(name):
+        try:
+            return measured()
+        except RuntimeError as error:
+            console.print(f"{name} {error}", markup=False)
+            return []
 
 
 def show(
     kills: ours.Figures, notices: ours.Figures, load_s: float, torchrun_s: list[float], ray_s: list[float]
 ) -> None:
     own = kills.median("SIGKILL to next step")
-    torchrun, ray = statistics.median(torchrun_s), statistics.median(ray_s) if ray_s else None
     size = notices.median("bytes") / 1e6
     durable, raw = notices.median("notice to durable"), notices.median("raw write of as much")
     rows = [
@@ -77,8 +85,8 @@ def show(
         *((f"  {name}", _text(kills, name), "") for name in kills.seconds if name != "SIGKILL to next step"),
         ("  state taken from", ", ".join(sorted(set(kills.resumed_from))), "memory"),
         ("  steps lost", str(max(kills.steps_lost)), "1"),
-        ("torchrun", f"{torchrun:.2f} s: {torchrun / own:.1f} times as long", "5 times"),
-        ("Ray Train", f"{ray:.2f} s: {ray / own:.1f} times as long" if ray else "not measured", "15 times"),
+        ("torchrun", _compared(torchrun_s, own), "5 times"),
+        ("Ray Train", _compared(ray_s, own), "15 times"),
         ("notice to event", _text(notices, "notice to event"), "1 s"),
         (f"notice to durable ({size:.0f} MB)", _text(notices, "notice to durable"), f"{2 * raw:.2f} s (2 raw writes)"),
         ("  beyond the event", f"{durable - notices.median('notice to event'):.2f} s", ""),
@@ -94,6 +102,13 @@ def show(
         "ray_s": ray_s,
     }
     report("turnaround", rows, figures)
+
+
+def _compared(peer_s: list[float], own_s: float) -> str:
+    if not peer_s:
+        return "not measured"
+    median_s = statistics.median(peer_s)
+    return f"{median_s:.2f} s: {median_s / own_s:.1f} times as long"
 
 
 def _text(figures: ours.Figures, name: str) -> str:

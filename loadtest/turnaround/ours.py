@@ -64,7 +64,7 @@ class Loop:
             "slots": {"min": 2, "max": 2},
             "data": {"source": LAKE, "format": "images"},
             "training": {"max_steps": 1_000_000, "global_batch": 64, "checkpoint_every_steps": self._every},
-            "max_attempts": 1000,
+            "max_attempts": 100,
             "grace_s": 60,
             **changes,
         }

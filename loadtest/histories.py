@@ -5,8 +5,8 @@
 Each history is a run on an embedded stack (real services, a store, processes) whose ranks, agents, whole nodes and
 services are killed with SIGKILL, and which is preempted, shrunk and grown by others' runs, at random times. Every
 committed state's digest is compared with the undisturbed run's of the same configuration. Goes on where it was stopped
-when the same ``--out`` is given; negative controls come last: plain DDP must differ, and a run that goes on with other
-arithmetic must no longer be called exact.
+when the same ``--out`` is given; negative controls come last: plain DDP must differ, and other arithmetic must
+be seen as another environment and come to other bits.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ async def test_random_histories_end_with_the_same_bits(stack: Stack, tmp_path: P
     assert unlike == []
 
 
-async def test_fast_mode_and_other_arithmetic_are_not_called_exact(stack: Stack, tmp_path: Path) -> None:
+async def test_plain_ddp_and_other_arithmetic_are_found_out(stack: Stack, tmp_path: Path) -> None:
     theatre = await Theatre.open(stack, tmp_path / "dataset")
     found = await theatre.negative_controls(CONFIGS[1])
     assert all(found.values()), found

@@ -184,6 +184,7 @@ class Agent:
             with suppress(Transient):
                 await asyncio.wait_for(self._context.bus.publish(left), 10)
         self._left = True
+        self._context.memory.clear()
         if self._lease is not None:
             await self._lease.release()
 

@@ -86,6 +86,11 @@ class Memory:
             if path.name not in runs:
                 shutil.rmtree(path, ignore_errors=True)
 
+    def clear(self) -> None:
+        """The node has left in good order: its ranks had their grace, and nobody comes back for what is here."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
     def make_room(self, keep: str) -> None:
         """Hold to the limit: the runs that were here longest ago go first, ``keep`` never."""
         if self._folder is None or not self._folder.is_dir():

@@ -45,6 +45,8 @@ def test_what_no_known_run_owns_goes_at_the_start_and_the_oldest_makes_room(tmp_
     assert memory.for_run("newest", 1) is not None
     assert not states["old"].exists()
     assert states["new"].exists()
+    memory.clear()
+    assert not (tmp_path / "memory").exists()
 
 
 def test_a_state_is_being_written_while_its_name_is_hidden(tmp_path: Path) -> None:

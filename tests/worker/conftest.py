@@ -172,6 +172,7 @@ def worker_settings(s3_settings: Settings) -> WorkerSettings:
             "kill_after_s": 0.3,
             "commit_patience_s": 3.0,
             "orphan_timeout_s": 20.0,
+            "memory_dir": str(s3_settings.data_dir.resolve() / "memory"),
         }
     )
 

@@ -93,12 +93,13 @@ async def test_stacks_of_all_ranks_are_told_and_they_live_on(
         processes = [RankProcess(rank, child.pid, 0.0, 0.0) for rank, child in enumerate(children)]
         following = follower(tmp_path, bus, ManualClock())
         watcher = Watcher(placed, "n1", tmp_path, following, lambda: processes, publish, lambda: False)
-        watching = asyncio.create_task(watcher.run())
         await until(lambda: all((tmp_path / ring_name(rank)).exists() for rank in (0, 1)), 30)
         for child in children:
             assert child.stdout is not None
             await asyncio.to_thread(child.stdout.readline)
         await asyncio.to_thread(os.kill, children[1].pid, signal.SIGSTOP)
+        # From here on: both are silent, and of these the stopped one is to be named.
+        watching = asyncio.create_task(watcher.run())
         await asyncio.wait_for(told.wait(), 60)
         watching.cancel()
         (stalled,) = bus.stored

@@ -68,7 +68,7 @@ class Trial:
 
     async def run(self, seconds: float, kind: Kind | None, every_s: float) -> Disturbed:
         """Train for ``seconds``, disturbed every ``every_s`` seconds on average; None: not at all."""
-        run_id = await self._loop.publish(slots={"min": 2, "max": 2}, max_attempts=1000)
+        run_id = await self._loop.publish(slots={"min": 2, "max": 2}, max_attempts=100)
         await self._stack.wait_for(run_id, "started", 60)
         begun = time.time()
         taken_s, count = 0.0, 0

@@ -1,6 +1,8 @@
 """What torchrun starts: the loop, resumed from the last file that it saved. Arguments: folder, width, steps, every."""
 
+import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -8,7 +10,13 @@ import torch.distributed as dist
 from loop import save_file, train
 
 folder, (width, steps, every) = Path(sys.argv[1]), map(int, sys.argv[2:5])
-dist.init_process_group("gloo")
+# The agent's store outlives the ranks: under the same keys, a new attempt would meet the dead ones' addresses.
+rank, world, attempt = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
+place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(world)
+store = dist.TCPStore(*place, is_master=False, timeout=timedelta(seconds=30))
+dist.init_process_group(
+    "gloo", store=dist.PrefixStore(f"attempt_{attempt}", store), rank=int(rank), world_size=int(world)
+)
 saved = folder / "state.pt"
 
 

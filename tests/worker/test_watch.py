@@ -84,11 +84,10 @@ async def test_stacks_of_all_ranks_are_told_and_they_live_on(
         for rank in (0, 1)
     ]
     try:
-        bus, told = Bus(), asyncio.Event()
+        bus = Bus()
 
         async def publish(fact: Fact) -> None:
             await bus.publish(fact)
-            told.set()
 
         processes = [RankProcess(rank, child.pid, 0.0, 0.0) for rank, child in enumerate(children)]
         following = follower(tmp_path, bus, ManualClock())
@@ -98,10 +97,9 @@ async def test_stacks_of_all_ranks_are_told_and_they_live_on(
             assert child.stdout is not None
             await asyncio.to_thread(child.stdout.readline)
         await asyncio.to_thread(os.kill, children[1].pid, signal.SIGSTOP)
-        # From here on: both are silent, and of these the stopped one is to be named.
-        watching = asyncio.create_task(watcher.run())
-        await asyncio.wait_for(told.wait(), 60)
-        watching.cancel()
+        await until(lambda: stacks_module.is_stopped(children[1].pid), 30)
+        # A minute later both are silent, and of these the stopped one is to be named.
+        await watcher.look(time.monotonic() + 60)
         (stalled,) = bus.stored
         assert isinstance(stalled, RunStalled)
         assert (stalled.rank, stalled.step, set(stalled.stacks)) == (1, 7, {"0", "1"})

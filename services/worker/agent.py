@@ -108,16 +108,20 @@ class Agent:
 
     async def heed(self, notice: Notice) -> None:
         """Say that the machine will be taken away; if that is certain, let every run go within the time left."""
-        metrics.NOTICES.labels(notice.source).inc()
-        log.warning("notice", source=notice.source, kind=notice.kind, grace_s=notice.grace_s, detail=notice.detail)
-        self._notices.append((notice, time.monotonic()))
-        saying = asyncio.create_task(self._say_notices())
+        saying = self._note(notice)
         if notice.leave:
             reason = f"the machine is taken away ({notice.source}: {notice.kind})"
             for key, placement in self._placements.items():
                 if key in self._tasks:
                     placement.stop(self._grace_s(notice, placement), reason)
         await saying
+
+    def _note(self, notice: Notice) -> asyncio.Task[None]:
+        """Remember a notice, and begin to say it."""
+        metrics.NOTICES.labels(notice.source).inc()
+        log.warning("notice", source=notice.source, kind=notice.kind, grace_s=notice.grace_s, detail=notice.detail)
+        self._notices.append((notice, time.monotonic()))
+        return asyncio.create_task(self._say_notices())
 
     async def emptied(self) -> None:
         """Wait until no run has anything here any more."""
@@ -166,10 +170,16 @@ class Agent:
         # Asked to stop before it had joined: ranks of an earlier life are ours to end all the same.
         self._recover()
         self._start_all()
+        longest_s = max((placement.placed.spec.grace_s for placement in self._placements.values()), default=0)
+        saying = None
+        if not self._must_leave:  # else it is said already, with the time that there really is
+            # First, so that nothing is placed here in the meantime and ranks on other nodes let go with ours.
+            grace_s = longest_s + self._settings.notice_margin_s
+            saying = self._note(Notice("signal", "terminate", grace_s, "the node's agent is stopping"))
+            await asyncio.sleep(0)  # it is on its way before the first rank is asked to stop
         for key, placement in self._placements.items():
             if key in self._tasks:
                 placement.stop(placement.placed.spec.grace_s, "the node's agent is stopping")
-        longest_s = max((placement.placed.spec.grace_s for placement in self._placements.values()), default=0)
         running = [task for task in self._tasks.values() if not task.done()]
         if running:
             log.info("waiting for runs to let go", runs=len(running))
@@ -177,6 +187,9 @@ class Agent:
             _, late = await asyncio.wait(running, timeout=patience_s)
             # Their ranks are dead. What could not be said is on disk, and is said by the next life.
             await end(*late)
+        if saying is not None:
+            await asyncio.wait([saying], timeout=1 if self.joined.is_set() else 0)
+            await end(saying)
         if self.joined.is_set():
             left = NodeLeft(
                 node_id=self._settings.node_id, incarnation=self._state.incarnation, reason="the agent was stopped"

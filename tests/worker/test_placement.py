@@ -199,7 +199,7 @@ async def test_preempting_while_it_prepares_starts_nothing(world: World, agent: 
 async def test_an_agent_that_is_stopped_lets_its_runs_go_and_leaves(world: World, agent: Any) -> None:
     service = await agent()
     committing = asyncio.create_task(world.commit_all())
-    await world.place(params={"steps": 100_000})
+    placed = await world.place(params={"steps": 100_000})
     await world.wait_steps(3)
     service.stopping.set()
     released = await world.wait_for(RunReleased)
@@ -210,3 +210,9 @@ async def test_an_agent_that_is_stopped_lets_its_runs_go_and_leaves(world: World
             break
         await asyncio.sleep(0.05)
     assert isinstance(left[0].event, NodeLeft)
+    (noticed,) = await world.bus.history("node.n1.notice")
+    assert (noticed.event.source, noticed.event.kind) == ("signal", "terminate")
+    # Said before the ranks were asked; the grace leaves each run the whole of its own.
+    staged = await world.bus.history("run.r1.checkpoint_staged")
+    assert noticed.sequence < staged[-1].sequence < left[0].sequence
+    assert noticed.event.grace_s > placed.spec.grace_s

@@ -49,6 +49,9 @@ class Launch(Line):
     #: Local copy of the checkpoint to start from (or to evaluate), and what it is.
     resume_folder: str | None = None
     resume: CheckpointRef | None = None
+    #: What the run has been through, as ``placed`` says it.
+    failures_seen: int = 0
+    run_s: float = 0.0
     #: Seconds without an agent after which a rank must end itself: its node is taken for lost.
     orphan_timeout_s: float = 30.0
     #: What the agent knows of the machine that decides the last bits of arithmetic.

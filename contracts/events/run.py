@@ -50,6 +50,8 @@ class CheckpointRef(Value):
     step: int
     epoch: int
     samples_consumed: int
+    #: Of the manifest's bytes. Who resumes refuses any others.
+    manifest_sha256: Sha256 | None = None
 
 
 class Member(Value):
@@ -137,6 +139,10 @@ class RunPlaced(GenerationFact, fact="placed"):
     decided_at: datetime
     #: The slots the run would like to have: more than it got when it was shrunk.
     wanted_slots: int = 0
+    #: How many generations of the run have ended without anybody having asked them to, and for how many seconds it
+    #: has had slots, all in all: how often to save the state follows from that.
+    failures_seen: int = Field(0, ge=0)
+    run_s: float = Field(0.0, ge=0)
 
 
 class RunStarted(GenerationFact, fact="started"):

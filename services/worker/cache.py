@@ -7,6 +7,7 @@ there is whole. A placement holds what it uses; only what nobody holds is evicte
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import threading
@@ -104,19 +105,39 @@ class Cache:
             raise CacheError(f"dataset {dataset_id} is damaged in the store: {error}. Ingest it anew") from error
         return folder
 
-    async def checkpoint(self, uri: str, folder: Path, hold: Hold) -> CheckpointRef:
-        """Lay a committed checkpoint's files out in ``folder`` and say what it is."""
+    async def checkpoint(
+        self, uri: str, folder: Path, hold: Hold, manifest_sha256: str | None = None
+    ) -> CheckpointRef:
+        """Lay a committed checkpoint's files out in ``folder`` and say what it is.
+
+        Args:
+            manifest_sha256: what the manifest hashed to when it was committed, where that is known. It names every
+                file by its hash, so that with it the whole checkpoint is the committed one.
+
+        Raises:
+            CacheError: it is not there, or not what was committed.
+        """
         try:
-            manifest: dict[str, Any] = json.loads(await self._objects.get(uri))
+            content = await self._objects.get(uri)
+            found = hashlib.sha256(content).hexdigest()
+            if manifest_sha256 is not None and manifest_sha256 != found:
+                raise CacheError(
+                    f"checkpoint {uri} is not the one that was committed: its manifest has SHA-256 {found}, not "
+                    f"{manifest_sha256}. Run `trainbus checkpoints verify`, and resume from another one"
+                )
+            manifest: dict[str, Any] = json.loads(content)
             files = _FILES.validate_python(manifest["files"])
             ref = CheckpointRef(
                 uri=uri,
                 step=manifest["step"],
                 epoch=manifest["epoch"],
                 samples_consumed=manifest["samples_consumed"],
+                manifest_sha256=found,
             )
             targets = [(folder / _relative(file.path), file) for file in files]
             await self._restore({file.sha256: file for file in files}.values(), hold)
+        except CacheError:
+            raise
         except Missing as error:
             raise CacheError(f"checkpoint {uri} is not in the store, {error} is missing: choose another one") from error
         except (ValueError, KeyError, TypeError, ValidationError) as error:

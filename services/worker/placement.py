@@ -246,6 +246,8 @@ class Placement:
             dataset_id=self.placed.dataset.dataset_id if self.placed.dataset else None,
             resume_folder=str(prepared.resume_folder) if prepared.resume_folder else None,
             resume=prepared.resume,
+            failures_seen=self.placed.failures_seen,
+            run_s=self.placed.run_s,
             orphan_timeout_s=self._context.settings.orphan_timeout_s,
             memory_folder=str(memory) if memory else None,
             machine=self._context.inventory.machine,

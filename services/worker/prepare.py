@@ -105,11 +105,12 @@ async def _resume(
         uri: str | None = spec.evaluate.checkpoint_uri
     else:
         uri = placed.resume.uri if placed.resume is not None else spec.resume_from
+    committed = placed.resume.manifest_sha256 if placed.resume is not None and placed.resume.uri == uri else None
     if uri is None:
         return None, None
     target = folder / "resume"
     shutil.rmtree(target, ignore_errors=True)
-    return target, await context.cache.checkpoint(uri, target, hold)
+    return target, await context.cache.checkpoint(uri, target, hold, committed)
 
 
 async def _meet(context: Context, placed: RunPlaced, member: Member) -> tuple[str, int]:

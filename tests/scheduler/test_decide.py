@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import pytest
 
+from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.run import (
     RunAccepted,
     RunExited,
@@ -293,6 +294,37 @@ def test_a_broken_gang_is_stopped_and_placed_again_from_its_checkpoint(kill: str
     assert (queued.reason, queued.failures) == (("crashed", 1) if kill == "crash" else ("node lost", 0))
     assert world.facts(RunPlaced)[-1].resume.step == 5
     assert world.run("r1").slot_count == (4 if kill == "crash" else 2)
+
+
+def test_a_placement_says_what_the_run_has_been_through() -> None:
+    """From it the ranks choose how often to save, and tell the committed checkpoint from any other."""
+    world = World()
+    world.join("n1", 1)
+    world.accept("r1", spec(1, max_attempts=9))
+    endings: list[Callable[[], None]] = [
+        lambda: world.exit("r1", "failed", reason="a bug"),
+        lambda: world.lose("n1"),
+        lambda: world.release("r1"),
+        lambda: world.leave("n1"),
+    ]
+    seen = []
+    for number, ending in enumerate(endings):
+        world.settle()
+        world.start("r1")
+        world.commit("r1", 5 + number)
+        world.wait(100)
+        ending()
+        world.settle()
+        if not world.run("r1").live:
+            world.wait(1000)  # waiting for slots is not running
+            world.join("n1", 1, life=str(number + 2))
+            world.settle()
+        placed = world.facts(RunPlaced, "r1")[-1]
+        assert placed.resume.step == 5 + number
+        assert placed.resume.manifest_sha256 == world.facts(CheckpointCommitted, "r1")[-1].manifest_sha256
+        seen.append((placed.generation, placed.failures_seen, placed.run_s))
+    # Its own failures count, and lost nodes; not what let go because somebody asked.
+    assert seen == [(2, 1, 100.0), (3, 2, 200.0), (4, 2, 300.0), (5, 3, 400.0)]
 
 
 def test_failures_of_its_own_end_a_run_with_its_last_words_and_those_of_nodes_do_not() -> None:

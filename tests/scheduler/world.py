@@ -5,6 +5,7 @@ Deterministic: everything random comes from the ``random.Random`` that it is giv
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import defaultdict
 from collections.abc import Callable
@@ -168,6 +169,7 @@ class World:
         ref = CheckpointRef(uri=uri, step=step, epoch=epoch, samples_consumed=step * 8)
         exactness = "samples-exact" if self.run(run_id).inexact else "exact"
         fact = {"run_id": run_id, "generation": generation, "checkpoint": ref, "size_bytes": 1, "final": final}
+        fact["manifest_sha256"] = hashlib.sha256(uri.encode()).hexdigest()
         self.hear(CheckpointCommitted.model_validate({**fact, "exactness": exactness}))
         return uri
 

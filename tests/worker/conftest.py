@@ -128,8 +128,9 @@ class World:
         uri = f"s3://{self.settings.bucket_models}/default/{staged.run_id}/checkpoints/epoch_1/step_{staged.step}.json"
         position = {"step": staged.step, "epoch": staged.epoch, "samples_consumed": staged.samples_consumed}
         manifest = {**position, "files": [file.model_dump() for file in staged.files]}
-        await self.objects.put(uri, json.dumps(manifest).encode())
-        ref = CheckpointRef(uri=uri, **position)
+        content = json.dumps(manifest).encode()
+        await self.objects.put(uri, content)
+        ref = CheckpointRef(uri=uri, **position, manifest_sha256=hashlib.sha256(content).hexdigest())
         await self.bus.publish(
             CheckpointCommitted(run_id=staged.run_id, generation=staged.generation, checkpoint=ref, size_bytes=1)
         )

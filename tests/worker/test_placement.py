@@ -70,6 +70,15 @@ async def test_a_preempted_run_lets_go_when_its_checkpoint_is_committed_and_goes
     assert (exited.outcome, exited.generation, exited.step) == ("succeeded", 2, ref.step + 10), exited
     assert await world.steps() == [*range(1, ref.step + 11)]
 
+    # Another manifest in its place is as good a manifest, but not the one that was committed.
+    manifest = await world.objects.get(ref.uri)
+    await world.objects.put(ref.uri, manifest.replace(b'"epoch": ', b'"epoch": 1'))
+    await world.place("other", resume=ref, params={"steps": ref.step + 10})
+    refused = await world.wait_for(RunExited, "other")
+    assert (refused.outcome, refused.blameless) == ("failed", False)
+    assert "is not the one that was committed" in refused.reason
+    assert "resume from another one" in refused.reason
+
 
 async def test_ranks_that_do_not_listen_are_killed_when_the_grace_is_over(world: World, agent: Any) -> None:
     await agent()

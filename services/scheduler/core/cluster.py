@@ -92,6 +92,9 @@ class Run:
     initial: CheckpointRef | None = None
     #: Generations in a row that broke without a new checkpoint, and when the last one did.
     setbacks: int = 0
+    #: All generations that ended without anybody having asked them to, and the seconds in which it had slots.
+    failures_seen: int = 0
+    run_s: float = 0.0
     #: Those of them that were no fault of the run; and how often in a row each node, by its
     #: incarnation, was at fault.
     blameless: int = 0

@@ -139,6 +139,8 @@ def fact_of(decision: Decision, cluster: Cluster, now: datetime) -> RunFact:
                 decided_at_sequence=cluster.sequence,
                 decided_at=now,
                 wanted_slots=useful(known, known.spec.slots.max),
+                failures_seen=known.failures_seen,
+                run_s=known.run_s,
             )
         case PreemptRun():
             return RunPreempting(

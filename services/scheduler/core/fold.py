@@ -110,6 +110,9 @@ def _queued(cluster: Cluster, known: Run, fact: run.RunQueued, time: datetime) -
         return
     if fact.reason in ("crashed", "node lost"):
         known.setbacks += 1
+        known.failures_seen += 1
+    if known.ended_at is not None:
+        known.run_s += max((known.ended_at - known.placed_at).total_seconds(), 0.0)
     if fact.reason == "node lost":
         known.blameless += 1
         known.strikes.update(_at_fault(cluster, known))
@@ -218,9 +221,13 @@ def _end(cluster: Cluster, known: Run, part: Part, how: Ending, time: datetime) 
 def _committed(cluster: Cluster, known: Run, fact: checkpoint.CheckpointCommitted, time: datetime) -> None:
     if fact.generation > known.generation:
         return
-    committed = Committed(fact.generation, fact.checkpoint)
-    known.checkpoints[fact.checkpoint.uri] = committed
-    cluster.checkpoints[fact.checkpoint.uri] = fact.checkpoint
+    # Who resumes from it can tell whether it still is what was committed.
+    ref = fact.checkpoint
+    if fact.manifest_sha256 is not None:
+        ref = ref.model_copy(update={"manifest_sha256": fact.manifest_sha256})
+    committed = Committed(fact.generation, ref)
+    known.checkpoints[ref.uri] = committed
+    cluster.checkpoints[ref.uri] = ref
     if fact.exactness == "exact" and known.machine:
         cluster.machines[fact.checkpoint.uri] = known.machine
     if known.newest is None or _age(committed) >= _age(known.newest):
@@ -229,7 +236,7 @@ def _committed(cluster: Cluster, known: Run, fact: checkpoint.CheckpointCommitte
             for home in [cluster.nodes.get(node_id) for node_id in known.parts]:
                 known.strikes.pop(home.incarnation if home else "", None)
     if fact.final and fact.generation == known.generation:
-        known.final = fact.checkpoint
+        known.final = ref
 
 
 def _deleted(cluster: Cluster, known: Run, fact: checkpoint.CheckpointDeleted, time: datetime) -> None:

@@ -105,9 +105,7 @@ class Cache:
             raise CacheError(f"dataset {dataset_id} is damaged in the store: {error}. Ingest it anew") from error
         return folder
 
-    async def checkpoint(
-        self, uri: str, folder: Path, hold: Hold, manifest_sha256: str | None = None
-    ) -> CheckpointRef:
+    async def checkpoint(self, uri: str, folder: Path, hold: Hold, manifest_sha256: str | None = None) -> CheckpointRef:
         """Lay a committed checkpoint's files out in ``folder`` and say what it is.
 
         Args:

@@ -204,7 +204,7 @@ class Placement:
                         await _traced("ranks", self._watch(control, following, staging, measuring, watching))
                     await end(following)
                     await follower.drain()
-                    await self._finish_uploads(stager, staging)
+                    await self._finish_uploads(follower, stager, staging)
                 return await self._judge(follower, stager)
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, Prepared]) -> Prepared | Failure | None:
@@ -291,11 +291,17 @@ class Placement:
         ]
         return min(per_rank, default=0.0)
 
-    async def _finish_uploads(self, stager: Stager, staging: asyncio.Task[None]) -> None:
+    def _memory_is_newer(self, follower: Follower) -> bool:
+        """Whether the next generation finds newer state here than any checkpoint: it need not wait for an upload."""
+        newest = self._context.memory.newest_step(self.placed.run_id, self.placed.generation)
+        ranks = follower.state.ranks.values()
+        return newest is not None and newest >= max((c.step for each in ranks for c in each.checkpoints), default=0)
+
+    async def _finish_uploads(self, follower: Follower, stager: Stager, staging: asyncio.Task[None]) -> None:
         """Upload what the ranks completed, for as long as somebody waits for it."""
         patience_s = self._orders.stop_time_left_s()
         if patience_s is None and core.first_failure(self._group.ended):
-            patience_s = CRASH_UPLOAD_PATIENCE_S
+            patience_s = 0.0 if self._memory_is_newer(follower) else CRASH_UPLOAD_PATIENCE_S
         await end(staging)
         if patience_s == 0:
             return

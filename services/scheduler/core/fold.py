@@ -110,9 +110,6 @@ def _queued(cluster: Cluster, known: Run, fact: run.RunQueued, time: datetime) -
         return
     if fact.reason in ("crashed", "node lost"):
         known.setbacks += 1
-        known.failures_seen += 1
-    if known.ended_at is not None:
-        known.run_s += max((known.ended_at - known.placed_at).total_seconds(), 0.0)
     if fact.reason == "node lost":
         known.blameless += 1
         known.strikes.update(_at_fault(cluster, known))
@@ -214,8 +211,18 @@ def _end(cluster: Cluster, known: Run, part: Part, how: Ending, time: datetime) 
     cluster.moved_at = time
     if not known.live:
         known.ended_at = time
+        known.run_s += max((time - known.placed_at).total_seconds(), 0.0)
+        known.failures_seen += _broke(known)
         if known.terminal:
             cluster.active.pop(known.run_id, None)
+
+
+def _broke(known: Run) -> bool:
+    """Whether the generation, all of whose parts have ended, did so without anybody having asked it to."""
+    stop = known.preempting
+    return (stop is not None and stop.queue_reason in ("crashed", "node lost")) or any(
+        part.ended == "lost" or (part.ended == "failed" and part.unprovoked) for part in known.parts.values()
+    )
 
 
 def _committed(cluster: Cluster, known: Run, fact: checkpoint.CheckpointCommitted, time: datetime) -> None:

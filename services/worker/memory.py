@@ -21,6 +21,7 @@ log = structlog.get_logger(__name__)
 TMPFS = Path("/dev/shm")
 _GENERATION = re.compile(r"g(\d+)")
 #: A state that is still being written has a name that hides it.
+_FINISHED = re.compile(r"step_(\d+)-rank_\d+")
 _UNFINISHED = re.compile(r"\.step_.*-rank_(\d+)")
 
 
@@ -103,6 +104,19 @@ class Memory:
             if path.name != keep:
                 log.info("state in memory makes room", run_id=path.name, size_bytes=sizes.pop(path))
                 shutil.rmtree(path, ignore_errors=True)
+
+    def newest_step(self, run_id: str, generation: int) -> int | None:
+        """The newest step whose state a generation has left here, whole; None if there is none."""
+        if self._folder is None:
+            return None
+        steps = [
+            int(state[1])
+            for found, path in _generations(self._folder / run_id)
+            if found == generation
+            for each in path.iterdir()
+            if (state := _FINISHED.match(each.name))
+        ]
+        return max(steps, default=None)
 
     def being_written(self, run_id: str, generation: int, alive: Collection[int]) -> bool:
         """Whether one of the ranks that are alive is leaving state behind at this moment."""

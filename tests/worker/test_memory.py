@@ -68,3 +68,17 @@ def test_without_a_folder_nothing_is_kept() -> None:
     memory.forget("r")
     memory.keep_only(set())
     assert not memory.being_written("r", 1, [0])
+
+
+def test_only_whole_state_of_the_generation_counts_as_newest(tmp_path: Path) -> None:
+    memory = Memory(tmp_path, 10**9)
+    for name in (
+        "g3/step_00000007-rank_0",
+        "g3/step_00000009-rank_1",
+        "g3/.step_00000011-rank_0",
+        "g2/step_00000050-rank_0",
+    ):
+        (tmp_path / "r1" / name).mkdir(parents=True)
+    assert memory.newest_step("r1", 3) == 9
+    assert memory.newest_step("r1", 4) is None
+    assert Memory(None, 0).newest_step("r1", 3) is None

@@ -23,7 +23,7 @@ from trainbus.data.reader import DatasetError
 from trainbus.evaluate import evaluate
 from trainbus.exits import hard_exit
 from trainbus.task import TaskError, describe, load_task
-from trainbus.trainer.checkpoint import CheckpointError
+from trainbus.trainer.checkpoint import CheckpointError, History
 from trainbus.trainer.memory import Memory
 from trainbus.trainer.optimizer_state import StateMismatch
 from trainbus.trainer.trainer import Trainer, TrainingDiverged
@@ -99,6 +99,7 @@ def _work(launch: Launch, world: World, journal: Journal, control: Control, env:
         machine=launch.machine,
         watch=spec.watch,
         memory=_memory(launch, world),
+        history=History(launch.failures_seen, launch.run_s),
         record_samples=env.get("TRAINBUS_RECORD_SAMPLES") == "1",
     )
     outcome = trainer.fit()

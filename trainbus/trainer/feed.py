@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from contracts.events.train import Training
 from trainbus.data.loader import MicroBatch, load_for_training
@@ -74,3 +76,16 @@ class Feed:
 
     def _load(self, start: int, stop: int) -> MicroBatch:
         return load_for_training(self.task, self.split, self.sampler, self.training.seed, start, stop)
+
+
+class Record:
+    """Keeps what a rank trained on: one JSON line a leaf, with the keys of its samples in their order."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a")
+
+    def append(self, step: int, data: StepData) -> None:
+        for leaf in data.leaves:
+            keys = [key for micro in leaf.micro_batches for key in micro.keys]
+            self._file.write(json.dumps({"step": step, "leaf": leaf.leaf, "keys": keys}) + "\n")
+        self._file.flush()

@@ -20,7 +20,7 @@ from torch import Tensor
 from contracts.events.checkpoint import Exactness
 from contracts.events.train import Training
 from trainbus.agent_link import Journal
-from trainbus.trainer.checkpoint import CheckpointError, Content, Progress, Staging, When, Writer, write
+from trainbus.trainer.checkpoint import CheckpointError, Content, History, Progress, Staging, When, Writer, write
 from trainbus.trainer.checkpoint.files import state_digest, state_json, tensors_file
 from trainbus.trainer.checkpoint.staging import copy_all
 from trainbus.trainer.memory import Memory
@@ -43,11 +43,12 @@ class Saver:
         journal: Journal,
         exactness: Exactness,
         memory: Memory,
+        history: History | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder, self._strategy, self._world, self._journal = folder, strategy, world, journal
         self._exactness, self._memory, self._clock = exactness, memory, clock
-        self.when = When(training, clock(), machines=world.size)
+        self.when = When(training, clock(), machines=world.size, history=history)
         self._staging = Staging(pinned=world.device.type == "cuda")
         self._writer = Writer()
         cuda = world.device.type == "cuda"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 import warnings
@@ -15,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from contracts.events.checkpoint import Exactness
 from contracts.events.train import Training, Watch
 from trainbus.agent_link import Control, Journal
 from trainbus.data.dataset import Dataset
@@ -22,12 +22,12 @@ from trainbus.data.loader import ahead, to_device
 from trainbus.data.sampler import Sampler, ShuffledOrder
 from trainbus.task import Task
 from trainbus.trainer import environment
+from trainbus.trainer.beginning import Beginning
 from trainbus.trainer.best import Best, Mode
-from trainbus.trainer.checkpoint import Progress, load
-from trainbus.trainer.checkpoint.load import put_model
-from trainbus.trainer.ema import MovingAverage
+from trainbus.trainer.checkpoint import History
+from trainbus.trainer.checkpoint.when import due
 from trainbus.trainer.exact.determinism import be_deterministic
-from trainbus.trainer.feed import Feed, LeafData, StepData, last_step
+from trainbus.trainer.feed import Feed, LeafData, Record, StepData, last_step
 from trainbus.trainer.measure import measure
 from trainbus.trainer.memory import Memory
 from trainbus.trainer.saver import Saver
@@ -76,6 +76,7 @@ class Trainer:
         machine: Mapping[str, str] | None = None,
         watch: Watch | None = None,
         memory: Memory | None = None,
+        history: History | None = None,
         record_samples: bool = False,
     ) -> None:
         """Build the model and take up ``resume_folder``.
@@ -88,6 +89,7 @@ class Trainer:
             machine: what the agent knows of the node that decides the last bits.
             watch: when a rank is named for holding the others up; None: never.
             memory: where the generation before may have left a newer state than ``resume_folder``.
+            history: what the run has been through: how often to save its state follows from that.
             record_samples: append the keys each step trains on to ``samples_rank_<n>.jsonl``.
         """
         self.task, self.dataset, self.training, self.folder = task, dataset, training, folder
@@ -99,13 +101,9 @@ class Trainer:
         end = None if training.epochs is None else training.epochs * len(self.train_split)
         self.sampler = Sampler(order, training.global_batch, end)
 
-        self.memory, run_id = memory or Memory(), (about or {}).get("run_id")
-        loaded = self.memory.take_up(self.world, resume_step, run_id)
-        self.resumed_from: Literal["scratch", "checkpoint", "memory"] = "memory"
-        if loaded is None:
-            loaded = load(resume_folder) if resume_folder is not None else None
-            self.resumed_from = "scratch" if loaded is None else "checkpoint"
-        self.progress = Progress() if loaded is None else loaded.progress
+        about, memory = about or {}, memory or Memory()
+        begun = Beginning(self.world, memory, resume_folder, resume_step, about.get("run_id"))
+        self.progress, self.resumed_from = begun.progress, begun.resumed_from
         self.total_steps = last_step(training, self.sampler, self.progress.step, self.progress.samples_consumed)
         if training.logical_ranks is not None:
             be_deterministic()
@@ -114,30 +112,15 @@ class Trainer:
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         seed_all(training.seed, "model")
         model = task.model()
-        if loaded is not None:
-            put_model(loaded.state.model, model)
-            loaded.state.model = {}
+        begun.put_weights(model)
         self.strategy = make_strategy(task, model, training, self.world)
         self.schedule = task.schedule(self.strategy.optimizer, self.total_steps)
-        if loaded is not None:
-            self.strategy.load_state(loaded.state)
-            if self.schedule is not None and self.progress.schedule is not None:
-                self.schedule.load_state_dict(self.progress.schedule)
-        self.ema: MovingAverage | None = None
-        if training.ema_decay is not None:
-            self.ema = MovingAverage(self.strategy.parameters_for_ema(), training.ema_decay)
-            if loaded is not None and loaded.state.ema:
-                self.strategy.load_ema(self.ema.tensors, loaded.state.ema)
-
-        parent = self.progress.about
-        committed = self.resumed_from == "checkpoint" and parent.get("run_id") == run_id
-        self._checkpointed_step = self.progress.step if committed else -1
+        begun.put_rest(self.strategy, self.schedule)
+        self.ema = begun.averages(self.strategy, training.ema_decay)
+        self._checkpointed_step = begun.committed_step
         self.environment = environment.environment(self.world.device, machine)
-        digests = self.world.everyones(environment.digest(self.environment))
-        self.exactness = environment.exactness(
-            training.logical_ranks, digests, parent if loaded is not None else None, run_id
-        )
-        self.progress.about = {**(about or {}), "exactness": self.exactness, "environment_digest": digests[0]}
+        self.progress.about = begun.about(about, training.logical_ranks, self.environment)
+        self.exactness: Exactness = self.progress.about["exactness"]
 
         self._best = Best(self.progress, best_metric, best_mode, training.early_stopping)
         self._consensus = Consensus(self.world, self.strategy.leaf_count)
@@ -148,9 +131,10 @@ class Trainer:
             world=self.world,
             journal=self.journal,
             exactness=self.exactness,
-            memory=self.memory,
+            memory=memory,
+            history=history,
         )
-        self._record = (folder / f"samples_rank_{self.world.rank}.jsonl").open("a") if record_samples else None
+        self._record = Record(folder / f"samples_rank_{self.world.rank}.jsonl") if record_samples else None
         self._slowness = None if watch is None else Slowness(watch, self.strategy.model, self.world, self.journal)
         #: (samples consumed, rates) of the steps whose loss is still on its way.
         self._posted: dict[int, tuple[int, dict[str, float]]] = {}
@@ -230,7 +214,8 @@ class Trainer:
         progress.unfinished = data.samples_consumed
         progress.schedule = None if self.schedule is None else self.schedule.state_dict()
         self._saver.after_update(progress, self._averages)
-        self._record_keys(data)
+        if self._record is not None:
+            self._record.append(progress.step, data)
         said = self._consensus.exchange(
             progress.step,
             losses,
@@ -261,17 +246,15 @@ class Trainer:
     def _after_step(self, consumed_before: int) -> bool:
         """Validate and checkpoint where they are due; return whether training should end early."""
         training, progress = self.training, self.progress
-        epochs_before, epochs_now = (
-            consumed // len(self.train_split) for consumed in (consumed_before, progress.samples_consumed)
-        )
-        improved = False
-        if _due(progress.step, training.validate_every_steps, epochs_now > epochs_before):
+        samples, improved = len(self.train_split), False
+        ended = progress.samples_consumed // samples > consumed_before // samples
+        if due(progress.step, training.validate_every_steps, epoch_ended=ended):
             improved = self._validate()
-        due = self._saver.when.at(progress.step, epoch_ended=epochs_now > epochs_before)
+        wanted = self._saver.when.at(progress.step, epoch_ended=ended)
         progress.unfinished = None
         early = self._best.patience_is_over
         # The last step's checkpoint is the final one; two of one step would be one too many.
-        if (due or improved or self._checkpoint_asked) and progress.step < self.total_steps and not early:
+        if (wanted or improved or self._checkpoint_asked) and progress.step < self.total_steps and not early:
             self._checkpoint()
         return early
 
@@ -361,14 +344,3 @@ class Trainer:
                 samples_consumed=consumed,
                 total_steps=self.total_steps,
             )
-
-    def _record_keys(self, data: StepData) -> None:
-        if self._record is not None:
-            for leaf in data.leaves:
-                keys = [key for micro in leaf.micro_batches for key in micro.keys]
-                self._record.write(json.dumps({"step": self.progress.step, "leaf": leaf.leaf, "keys": keys}) + "\n")
-            self._record.flush()
-
-
-def _due(step: int, every: int | None, epoch_ended: bool) -> bool:
-    return epoch_ended if every is None else step % every == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from contracts.events.train import Training
 
@@ -12,27 +13,35 @@ PRIOR_MTBF_S = 24 * 3600.0
 LEAST_COSTS = 10.0
 
 
+def due(step: int, every: int | None, *, epoch_ended: bool) -> bool:
+    """Return whether what comes every so many steps, or at the end of each epoch (None), comes after this one."""
+    return epoch_ended if every is None else step % every == 0
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What a run has been through: so many involuntary ends, in so many seconds of running."""
+
+    failures: int = 0
+    run_s: float = 0.0
+
+
 class When:
     """Steps are looked at on every rank alike; the clock on rank 0 alone, which tells the others."""
 
-    def __init__(
-        self, training: Training, now_s: float, *, machines: int = 1, failures: int = 0, run_s: float = 0.0
-    ) -> None:
-        """Start counting at ``now_s``.
-
-        Args:
-            failures: involuntary ends of this run so far, in ``run_s`` seconds of running.
-        """
+    def __init__(self, training: Training, now_s: float, *, machines: int = 1, history: History | None = None) -> None:
+        """Start counting at ``now_s``. What the run's history says counts for more the longer it is."""
+        history = history or History()
         self._training = training
         self._at_steps = frozenset(training.checkpoint_at_steps)
         self._last_s = now_s
-        self._mtbf_s = (PRIOR_MTBF_S / machines + run_s) / (1 + failures)
+        self._mtbf_s = (PRIOR_MTBF_S / machines + history.run_s) / (1 + history.failures)
         self._cost_s: float | None = None
 
     def at(self, step: int, *, epoch_ended: bool) -> bool:
         """Return whether the request wants a checkpoint after this very step."""
         every = self._training.checkpoint_every_steps
-        return step in self._at_steps or (epoch_ended if every is None else step % every == 0)
+        return step in self._at_steps or due(step, every, epoch_ended=epoch_ended)
 
     def by_now(self, now_s: float) -> bool:
         """Return whether so much time has passed that one is due at the next step."""

@@ -1,0 +1,77 @@
+"""Where training begins: with a state that was left in memory, with a checkpoint, or with nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from trainbus.trainer import environment
+from trainbus.trainer.checkpoint import Loaded, Progress, load
+from trainbus.trainer.checkpoint.load import put_model
+from trainbus.trainer.ema import MovingAverage
+from trainbus.trainer.memory import Memory
+from trainbus.trainer.strategies.base import Strategy
+from trainbus.trainer.world import World
+
+
+class Beginning:
+    """The state that training begins with. Its parts are handed out as what they belong to is built."""
+
+    def __init__(
+        self, world: World, memory: Memory, resume_folder: Path | None, resume_step: int, run_id: str | None
+    ) -> None:
+        """Agree with all ranks on the newest state there is.
+
+        Args:
+            resume_step: the step of ``resume_folder``: what is in memory counts if it is as new.
+            run_id: this run's, which need not be that of the checkpoint.
+        """
+        self._world, self._run_id = world, run_id
+        loaded: Loaded | None = memory.take_up(world, resume_step, run_id)
+        self.resumed_from: Literal["scratch", "checkpoint", "memory"] = "memory"
+        if loaded is None:
+            loaded = load(resume_folder) if resume_folder is not None else None
+            self.resumed_from = "scratch" if loaded is None else "checkpoint"
+        self._state = None if loaded is None else loaded.state
+        self.progress = Progress() if loaded is None else loaded.progress
+        self._parent = self.progress.about
+
+    @property
+    def committed_step(self) -> int:
+        """The step that need not be saved again: a checkpoint of this very run has it. -1: there is none."""
+        own = self.resumed_from == "checkpoint" and self._parent.get("run_id") == self._run_id
+        return self.progress.step if own else -1
+
+    def put_weights(self, model: nn.Module) -> None:
+        """Give the model its weights, before a strategy cuts or casts them."""
+        if self._state is not None:
+            put_model(self._state.model, model)
+            self._state.model = {}
+
+    def put_rest(self, strategy: Strategy, schedule: LRScheduler | None) -> None:
+        """Give the optimizer, the loss scale and the schedule theirs."""
+        if self._state is None:
+            return
+        strategy.load_state(self._state)
+        if schedule is not None and self.progress.schedule is not None:
+            schedule.load_state_dict(self.progress.schedule)
+
+    def averages(self, strategy: Strategy, decay: float | None) -> MovingAverage | None:
+        """Return the moving average of the weights as it was, or one that begins with them."""
+        if decay is None:
+            return None
+        ema = MovingAverage(strategy.parameters_for_ema(), decay)
+        if self._state is not None and self._state.ema:
+            strategy.load_ema(ema.tensors, self._state.ema)
+        return ema
+
+    def about(self, run: Mapping[str, Any], logical_ranks: int | None, here: Mapping[str, str]) -> dict[str, Any]:
+        """Return what the states to come say about themselves, in the environment ``here``; every rank calls it."""
+        digests = self._world.everyones(environment.digest(here))
+        parent = None if self._state is None else self._parent
+        exactness = environment.exactness(logical_ranks, digests, parent, self._run_id)
+        return {**run, "exactness": exactness, "environment_digest": digests[0]}

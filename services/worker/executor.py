@@ -36,6 +36,8 @@ WRAPPER = (
 
 #: Beginnings of variables that libraries read when they are loaded: a fork of the warm process would not heed them.
 READ_WHEN_LOADED = ("ATEN_", "ONEDNN_", "DNNL_", "MKL_", "KMP_", "GOMP_", "LD_", "TORCH_", "PYTORCH_", "PYTHONHASHSEED")
+#: Of these, the ones that are read later, when ranks begin to talk to each other.
+READ_WHEN_JOINING = ("TORCH_FR_", "TORCH_NCCL_")
 
 
 class StartError(Exception):
@@ -143,7 +145,7 @@ class ProcessExecutor:
         return all(
             loaded_with.get(name) == value
             for name, value in start.environment.items()
-            if name.startswith(READ_WHEN_LOADED)
+            if name.startswith(READ_WHEN_LOADED) and not name.startswith(READ_WHEN_JOINING)
         )
 
     def _start_cold(self, start: Start, folder: Path, cwd: Path) -> int:

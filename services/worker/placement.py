@@ -170,6 +170,7 @@ class Placement:
             launch_is_start=core.is_command(self.placed.spec),
             homes={rank: member.node_id for member in self.placed.members for rank in member.ranks},
         )
+        stager = Stager(self._context, self.placed, self.member, self.folder, follower, self._publish)
         watcher = Watcher(
             self.placed,
             self.member.node_id,
@@ -178,6 +179,7 @@ class Placement:
             lambda: self._group.running,
             self._publish,
             lambda: self._orders.stop is not None,
+            stager.artifacts,
         )
         self._ranks = follower.state.ranks
         async with self._context.cache.holding() as hold:
@@ -193,7 +195,6 @@ class Placement:
             else:
                 prepared = None
             control = Control(self._socket(), self.placed.generation, follower.ring)
-            stager = Stager(self._context, self.placed, self.member, self.folder, follower, self._publish)
             async with control, _running(follower.run()) as following:
                 if prepared is not None:
                     failure = await self._launch(prepared)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import structlog
 
 from contracts.base import Fact
-from contracts.events.run import RunPlaced, RunStalled
+from contracts.events.run import Artifact, RunPlaced, RunStalled
 from services.kit.bus import Transient
-from services.worker import metrics
+from services.worker import flight, metrics
 from services.worker.core.watch import Stall, StallWatch
 from services.worker.executor import RankProcess
 from services.worker.journal import Follower, Publish
@@ -23,6 +23,8 @@ log = structlog.get_logger(__name__)
 
 #: Ranks whose stacks are told; a node has no more accelerators than that.
 STACKS_MAX = 16
+#: The stall is told without them if the store takes longer to have the flight recorders.
+KEEP_PATIENCE_S = 15.0
 
 
 class Watcher:
@@ -37,7 +39,10 @@ class Watcher:
         processes: Callable[[], Sequence[RankProcess]],
         publish: Publish,
         stopping: Callable[[], bool],
+        keep: Callable[[Sequence[str]], Awaitable[Sequence[Artifact]]] | None = None,
     ) -> None:
+        """Remember whom to look at. ``keep`` stores files of the generation's folder."""
+        self._keep = keep
         self._placed, self._node_id, self._folder, self._follower = placed, node_id, folder, follower
         self._processes, self._publish, self._stopping = processes, publish, stopping
         wanted = placed.spec.watch
@@ -93,6 +98,9 @@ class Watcher:
         texts = await asyncio.gather(
             *(asyncio.to_thread(stacks, pids[rank], self._folder / f"rank_{rank}.stacks") for rank in chosen)
         )
+        by_rank = {str(rank): text for rank, text in zip(chosen, texts, strict=True)}
+        for rank, text in (await self._flights()).items():
+            by_rank[str(rank)] = "\n".join(filter(None, (text, by_rank.get(str(rank)))))
         fact: Fact = RunStalled(
             run_id=self._placed.run_id,
             generation=self._placed.generation,
@@ -102,9 +110,21 @@ class Watcher:
             silent_s=stall.silent_s,
             median_step_s=stall.median_step_s,
             on_stall=self._placed.spec.watch.on_stall,
-            stacks={str(rank): text for rank, text in zip(chosen, texts, strict=True)},
+            stacks=by_rank,
         )
         try:
             await self._publish(fact)
         except Transient as error:
             log.warning("a stall could not be told", error=str(error))
+
+    async def _flights(self) -> dict[int, str]:
+        """Where the flight recorders of ranks on NCCL are found; none where there is no GPU."""
+        found = await asyncio.to_thread(flight.dumps, self._folder)
+        uris: dict[str, str] = {}
+        if found and self._keep is not None:
+            try:
+                kept = await asyncio.wait_for(self._keep([path.name for path in found.values()]), KEEP_PATIENCE_S)
+                uris = {each.name: each.uri for each in kept}
+            except (Transient, OSError, TimeoutError) as error:
+                log.warning("flight recorders stay on the node", error=repr(error))
+        return {rank: flight.told(rank, path, uris.get(path.name)) for rank, path in found.items()}

@@ -6,6 +6,7 @@ import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
 from contracts.events.run import Member, RunPlaced
 from contracts.events.train import TrainRequested
@@ -16,6 +17,8 @@ INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "USER", "LD_LIBRA
 TAIL_LINES = 30
 #: Lines that are looked through for the cause: torchrun writes some forty of its own below it.
 SEARCHED_LINES = 200
+#: Collectives that a flight recorder keeps.
+FLIGHT_ENTRIES = 2000
 #: A rank that heard nothing of an agent for too long ends with this.
 EXIT_ORPHANED = 76
 
@@ -102,6 +105,11 @@ def environment(
         # gloo and NCCL otherwise look the host's name up, which many machines cannot resolve.
         own.setdefault("GLOO_SOCKET_IFNAME", place.interface)
         own.setdefault("NCCL_SOCKET_IFNAME", place.interface)
+    if place.gpus:
+        # In the generation's folder; the rank follows. The agent asks for it when a rank stalls (``flight.py``).
+        stem = str(PurePosixPath(place.launch_path).with_name(f"flight_g{placed.generation}_"))
+        own.setdefault("TORCH_FR_BUFFER_SIZE", str(FLIGHT_ENTRIES))
+        own |= {"TORCH_FR_DUMP_TEMP_FILE": stem, "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": stem}
     own.update(
         {
             LAUNCH_VARIABLE: place.launch_path,

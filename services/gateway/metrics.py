@@ -30,9 +30,7 @@ OLDEST_QUEUED_SECONDS = Gauge(
     "trainbus_gateway_oldest_queued_seconds", "How long the run that has waited longest for slots has waited."
 )
 NODES = Gauge("trainbus_gateway_nodes", "Nodes in the read model by state.", ["state"])
-SLOTS = Gauge(
-    "trainbus_gateway_slots", "Slots of nodes that are not gone, by use: used, free.", ["use"]
-)
+SLOTS = Gauge("trainbus_gateway_slots", "Slots of nodes that are not gone, by use: used, free.", ["use"])
 STREAM_MESSAGES = Gauge("trainbus_stream_messages", "Messages in a stream, as the server counts them.", ["stream"])
 STREAM_BYTES = Gauge("trainbus_stream_bytes", "Bytes of a stream, as the server counts them.", ["stream"])
 CONSUMER_PENDING = Gauge(

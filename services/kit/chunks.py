@@ -19,6 +19,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
+from blake3 import blake3
+
 from contracts.events.checkpoint import CheckpointFile, Chunk
 from services.kit.objects import Objects, write_at
 
@@ -127,9 +129,9 @@ async def piece_of(objects: Objects, chunk: Chunk, local: Local | None = None) -
             raise Damaged(f"{chunk.uri} is a difference to a piece of another size")
         base = await piece_of(objects, chunk.base, local)
         piece = await asyncio.to_thread(decode, stored, base)
-    digest = await asyncio.to_thread(_sha256, piece)
-    if digest != chunk.sha256:
-        raise Damaged(f"{chunk.uri} gives a piece of hash {digest}, expected {chunk.sha256}")
+    digest = await asyncio.to_thread(_sha256 if chunk.blake3 is None else blake3_hex, piece)
+    if digest != (chunk.blake3 or chunk.sha256):
+        raise Damaged(f"{chunk.uri} gives a piece of hash {digest}, expected {chunk.blake3 or chunk.sha256}")
     return piece
 
 
@@ -176,11 +178,12 @@ async def restore_file(
 async def _fetch(objects: Objects, chunk: Chunk, path: Path, offset: int, local: Local | None) -> None:
     if chunk.encoding == "plain":
         try:
-            digest = await objects.read_into(chunk.uri, path, offset, chunk.size_bytes)
+            hasher = hashlib.sha256 if chunk.blake3 is None else blake3
+            digest = await objects.read_into(chunk.uri, path, offset, chunk.size_bytes, hasher)
         except ValueError as error:
             raise Damaged(str(error)) from error
-        if digest != chunk.sha256:
-            raise Damaged(f"{chunk.uri} has hash {digest}, expected {chunk.sha256}")
+        if digest != (chunk.blake3 or chunk.sha256):
+            raise Damaged(f"{chunk.uri} has hash {digest}, expected {chunk.blake3 or chunk.sha256}")
         return
     piece = await piece_of(objects, chunk, local)
     await asyncio.to_thread(_write, path, piece, offset)
@@ -248,6 +251,10 @@ def read_verified(found: Range | None, sha256: str) -> bytes | None:
     except OSError:
         return None
     return content if _sha256(content) == sha256 else None
+
+
+def blake3_hex(content: bytes) -> str:
+    return blake3(content).hexdigest()
 
 
 def _sha256(content: bytes) -> str:

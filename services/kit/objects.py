@@ -319,8 +319,10 @@ class Objects:
         finally:
             partial.unlink(missing_ok=True)
 
-    async def read_into(self, uri: str, path: Path, offset: int, size_bytes: int) -> str:
-        """Write an object's content into an existing file from ``offset`` on, and return its hash.
+    async def read_into(
+        self, uri: str, path: Path, offset: int, size_bytes: int, hasher: Callable[[], Any] = hashlib.sha256
+    ) -> str:
+        """Write an object's content into an existing file from ``offset`` on, and return its hash by ``hasher``.
 
         Hashing and writing are done beside the event loop while the next bytes come in.
 
@@ -330,7 +332,7 @@ class Objects:
         bucket, key = split_uri(uri)
 
         async def read() -> str:
-            digest = hashlib.sha256()
+            digest = hasher()
             answer = await self._client.get_object(Bucket=bucket, Key=key)
             if answer["ContentLength"] != size_bytes:
                 raise ValueError(f"{uri} has {answer['ContentLength']} bytes, expected {size_bytes}")
@@ -353,7 +355,7 @@ class Objects:
                     metrics.OBJECT_BYTES.labels("down").inc(len(content))
             if taking is not None:
                 await taking
-            return digest.hexdigest()
+            return str(digest.hexdigest())
 
         return await self._try(read, uri)
 

@@ -105,10 +105,11 @@ class Uploader:
             self._failure = self._failure or task.exception()
 
     async def _send(self, content: bytes, digest: str, piece: core.Piece, key: str) -> Chunk:
-        plain = Chunk(sha256=digest, size_bytes=len(content), uri=self._uri(digest))
+        fast = await asyncio.to_thread(kit.blake3_hex, content)
+        plain = Chunk(sha256=digest, size_bytes=len(content), blake3=fast, uri=self._uri(digest))
         if self._known.has(digest):
             return plain
-        difference = await self._difference(content, digest, piece, key)
+        difference = await self._difference(plain, content, piece, key)
         if difference is not None:
             return difference
         await self._store(content, digest)
@@ -136,9 +137,9 @@ class Uploader:
 
     # -- differences --------------------------------------------------------
 
-    async def _difference(self, content: bytes, digest: str, piece: core.Piece, key: str) -> Chunk | None:
+    async def _difference(self, plain: Chunk, content: bytes, piece: core.Piece, key: str) -> Chunk | None:
         """The piece stored as a difference to the last committed one; None if it is better stored whole."""
-        base = self._bases.of(key, len(content), digest, most_depth=kit.MAX_CHAIN)
+        base = self._bases.of(key, len(content), plain.sha256, most_depth=kit.MAX_CHAIN)
         if base is None:
             return None
         before = await asyncio.to_thread(kit.read_verified, self._cache.find(base.sha256), base.sha256)
@@ -150,14 +151,8 @@ class Uploader:
         sha256 = await asyncio.to_thread(_sha256, blob)
         if not self._known.has(sha256):
             await self._store(blob, sha256)
-        return Chunk(
-            sha256=digest,
-            size_bytes=len(content),
-            uri=self._uri(sha256),
-            encoding="xor-zstd",
-            stored_bytes=len(blob),
-            base=base,
-        )
+        difference = {"uri": self._uri(sha256), "encoding": "xor-zstd", "stored_bytes": len(blob), "base": base}
+        return plain.model_copy(update=difference)
 
     async def _can_rely_on(self, base: Chunk) -> bool:
         """Whether all blobs below are there and young: what is older, garbage collection may take before we name it."""

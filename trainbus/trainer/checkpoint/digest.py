@@ -1,4 +1,8 @@
-"""Hashes of a training state, tensor by tensor, that do not depend on which rank holds what."""
+"""Hashes of a training state, tensor by tensor, that do not depend on which rank holds what.
+
+BLAKE3, as ``b3sum`` has it: ten times as fast as SHA-256 on a processor without instructions for that, so that a
+checkpoint is hashed in the shadow of its writing.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 #: Names of types as safetensors writes them.
@@ -33,7 +38,7 @@ DTYPES = {
 
 def digest_of(dtype: str, shape: Sequence[int], data: Any) -> str:
     """Return the hash of a tensor's type, shape and bytes (a buffer, little-endian, in C order)."""
-    found = hashlib.sha256(json.dumps([dtype, list(shape)], separators=(",", ":")).encode() + b"\n")
+    found = blake3(json.dumps([dtype, list(shape)], separators=(",", ":")).encode() + b"\n")
     found.update(data)
     return found.hexdigest()
 

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import psutil
+import pytest
 
 from services.kit.concurrency import end
 from services.worker.context import python_root
@@ -42,3 +43,18 @@ async def test_ranks_are_forked_and_a_killed_warm_process_comes_back(tmp_path: P
         await end(keeping)
         await executor.close()
     assert not psutil.pid_exists(pid)
+
+
+@pytest.mark.parametrize(
+    ("environment", "heeded"),
+    [
+        pytest.param({"MODE": "x", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, True, id="read by whoever wants it, later"),
+        pytest.param({"ATEN_CPU_CAPABILITY": "avx2"}, False, id="read when torch is loaded"),
+        pytest.param({"ATEN_CPU_CAPABILITY": "default"}, True, id="the warm process has loaded it with the same"),
+        pytest.param({"TORCH_LOGS": "all"}, False, id="of torch, and perhaps read at once"),
+        pytest.param({"TORCH_FR_BUFFER_SIZE": "9", "TORCH_NCCL_BLOCKING_WAIT": "1"}, True, id="read when ranks meet"),
+    ],
+)
+def test_a_fork_heeds_what_is_not_read_before_it(environment: dict[str, str], heeded: bool) -> None:
+    warm = Warm(Path("warm.sock"), Path("warm.log"), {"ATEN_CPU_CAPABILITY": "default"})
+    assert ProcessExecutor(warm)._heeds(Start(0, None, environment)) is heeded

@@ -37,6 +37,8 @@ def clean_key(name: str) -> str:
     """``name`` as MLflow takes it: its characters, no path tricks, at most 250 long. Different names stay different."""
     key = re.sub(r"[^A-Za-z0-9_./ :-]", "_", name)
     key = "/".join(part for part in key.split("/") if part not in ("", ".", "..")) or "_"
+    if key.startswith(".."):
+        key = f"_{key}"  # to MLflow every name that begins like this leads out of its folder
     if key == name and len(key) <= MAX_KEY_CHARS:
         return key
     mark = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:8]

@@ -48,6 +48,8 @@ FIRST, SECOND = "digits", "digits-urgent"
 TRAINING = {
     "epochs": 24,
     "global_batch": 64,
+    # Exact mode: four processes, two, and four again end with the bits of a run that was left in peace.
+    "logical_ranks": 4,
     "clip_norm": 1.0,
     "precision": "fp32",
     "checkpoint_every_steps": 50,
@@ -136,6 +138,7 @@ def _look_closer(folder: Path) -> str:
     lines = [
         (f"{command} up{where}", "the same stack again, with this history; then, in another terminal:"),
         (f"{command} show {FIRST}{where}", "one run; also ps, why, logs, checkpoints ls, models, datasets"),
+        (f"{command} reproduce {FIRST} --slots 1{where}", "train it again on one slot and compare the bits"),
         (f"{command} events -f{where}", "every fact as it happens"),
         (f"{command} ui{where}", "MLflow's pages and the gateway's"),
     ]
@@ -324,6 +327,8 @@ def _check(demo: Demo) -> list[str]:
             problems.append(f"{called} was not evaluated and judged")
         elif not view.mlflow_run_id:
             problems.append(f"{called} was not tracked")
+        elif view.exactness != "exact":
+            problems.append(f"{called} is {view.exactness or 'not said to be exact'}: {view.exactness_reason}")
     sizes = demo.view(demo.first).resizes
     shrunk = next((i for i, (a, b) in enumerate(itertools.pairwise(sizes)) if b < a), None)
     if shrunk is None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from contracts.ranks import CheckpointLine, Launch, StartedLine
+from contracts.ranks import CheckpointLine, Launch, MetricsLine, StartedLine
 from tests.trainbus.support import Gang, Warm, exact_dataset, journal, request, whole_checkpoint, write_launch
 from tests.trainbus.test_exact_training import CODE
 from trainbus.data.dataset import Dataset
@@ -68,3 +68,12 @@ def test_a_killed_rank_costs_no_bit(warm: Warm, tmp_path: Path, dataset: Dataset
     assert (started.resumed_from, started.exactness) == ("memory", "exact")
     assert started.step == max(int(name[5:13]) for name in left)
     assert digests(tmp_path / "g2") == digests(tmp_path / "whole")
+    # No loss is missing but, perhaps, of the step that the killed rank had finished and not yet spoken of.
+    whole, reported = losses(tmp_path / "whole"), losses(tmp_path / "g1") | losses(tmp_path / "g2")
+    assert set(whole) - set(reported) <= {started.step}
+    assert reported.items() <= whole.items()
+
+
+def losses(folder: Path) -> dict[int, float]:
+    lines = [line for line in journal(folder) if isinstance(line, MetricsLine)]
+    return {line.step: line.values["train/loss"] for line in lines if "train/loss" in line.values}

@@ -17,6 +17,9 @@ from trainbus.trainer.memory import Memory
 from trainbus.trainer.strategies.base import Strategy
 from trainbus.trainer.world import World
 
+#: Under this name in a state's ``about``.
+UNREPORTED = "unreported"
+
 
 class Beginning:
     """The state that training begins with. Its parts are handed out as what they belong to is built."""
@@ -45,6 +48,12 @@ class Beginning:
         """The step that need not be saved again: a checkpoint of this very run has it. -1: there is none."""
         own = self.resumed_from == "checkpoint" and self._parent.get("run_id") == self._run_id
         return self.progress.step if own else -1
+
+    @property
+    def unreported(self) -> dict[str, float] | None:
+        """Metrics of the step of a state in memory, which the ranks that took it may not have lived to report."""
+        left = self._parent.get(UNREPORTED) if self.resumed_from == "memory" else None
+        return left["values"] if left is not None and left["step"] == self.progress.step else None
 
     def put_weights(self, model: nn.Module) -> None:
         """Give the model its weights, before a strategy cuts or casts them."""

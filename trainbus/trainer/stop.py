@@ -58,6 +58,8 @@ class Consensus:
     ) -> Said | None:
         """Post this step's numbers and return what was said at the last step; None before the first.
 
+        A single rank on CPU hears itself at once.
+
         ``losses`` are those of this rank's leaves, each its share of the mean over the global batch; ``grad_norm`` and
         ``skipped`` are the same on every rank.
         """
@@ -73,6 +75,8 @@ class Consensus:
             numbers[GRAD_NORM] = grad_norm
         if self._world.size == 1:
             self._posted = (step, *_fetch(numbers))
+            if not numbers.is_cuda:
+                return self.settle()  # there is nobody to wait for
         elif numbers.is_cuda:
             dist.all_reduce(numbers, async_op=True).wait()  # orders the streams; the host goes on at once
             self._posted = (step, *_fetch(numbers))

@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Mapping
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from trainbus.data.loader import ahead, to_device
 from trainbus.data.sampler import Sampler, ShuffledOrder
 from trainbus.task import Task
 from trainbus.trainer import environment
-from trainbus.trainer.beginning import Beginning
+from trainbus.trainer.beginning import UNREPORTED, Beginning
 from trainbus.trainer.best import Best, Mode
 from trainbus.trainer.checkpoint import History
 from trainbus.trainer.checkpoint.when import due
@@ -103,6 +103,7 @@ class Trainer:
 
         about, memory = about or {}, memory or Memory()
         begun = Beginning(self.world, memory, resume_folder, resume_step, about.get("run_id"))
+        self._unreported = begun.unreported
         self.progress, self.resumed_from = begun.progress, begun.resumed_from
         self.total_steps = last_step(training, self.sampler, self.progress.step, self.progress.samples_consumed)
         if training.logical_ranks is not None:
@@ -155,6 +156,8 @@ class Trainer:
             environment_digest=environment.digest(self.environment),
             exactness=self.exactness,
         )
+        if self._unreported is not None:
+            self._journal_metrics(progress.step, progress.samples_consumed, self._unreported)
         strategy = self.strategy
         feed = Feed(self.task, self.train_split, self.sampler, self.training, strategy.leaves, strategy.leaf_count)
         left = feed.steps(progress.samples_consumed, self.total_steps - progress.step)
@@ -176,8 +179,19 @@ class Trainer:
             return self._end(early)
         except RuntimeError:  # what a collective raises when a rank is gone
             if self.world.size > 1:
+                self._hear_the_last()
                 self._saver.leave_behind(self._averages)
             raise
+
+    def _hear_the_last(self) -> None:
+        """Leave what was said at the last whole step with its state: the rank that reports it may be gone."""
+        with suppress(RuntimeError, TrainingDiverged):  # or a rank was gone before it had said anything
+            said = self._consensus.settle()
+            if said is not None and said.step == self.progress.step:
+                consumed, values = self._posted[said.step]
+                values = {"train/loss": said.loss, "train/grad_norm": said.grad_norm, **values}
+                self.progress.about[UNREPORTED] = {"step": said.step, "samples_consumed": consumed, "values": values}
+                self._heed(said)
 
     def _end(self, early: bool) -> Outcome:
         progress = self.progress
@@ -216,6 +230,8 @@ class Trainer:
         self._saver.after_update(progress, self._averages)
         if self._record is not None:
             self._record.append(progress.step, data)
+        per_second = data.global_samples / max(time.perf_counter() - started, 1e-9)
+        self._posted[progress.step] = (progress.samples_consumed, {"train/lr": rate, "train/samples_per_s": per_second})
         said = self._consensus.exchange(
             progress.step,
             losses,
@@ -225,8 +241,6 @@ class Trainer:
             skipped=result.skipped,
             busy_s=0.0 if self._slowness is None else self._slowness.busy_s(data, waited_s),
         )
-        per_second = data.global_samples / max(time.perf_counter() - started, 1e-9)
-        self._posted[progress.step] = (progress.samples_consumed, {"train/lr": rate, "train/samples_per_s": per_second})
         self._heed(said)
         self.journal.tick(progress.step)
 

@@ -156,15 +156,16 @@ class Stack:
         fact: str,
         timeout_s: float = 60.0,
         condition: Callable[[Any], bool] = lambda _: True,
+        or_else: tuple[str, ...] = (),
     ) -> Any:
-        """Wait for a fact of a run; fail at once when the run is over without it."""
+        """Wait for a fact of a run, or one of ``or_else``; fail at once when the run is over without it."""
         deadline = time.monotonic() + timeout_s
         seen: list[str] = []
         async for batch in self.bus.follow("FACTS", (f"run.{run_id}.*",)):
             for received in batch:
                 event: RunFact = received.event
                 seen.append(event.fact)
-                if event.fact == fact and condition(event):
+                if event.fact in (fact, *or_else) and condition(event):
                     return event
                 assert event.fact not in OVER or fact in ("evaluated", "promoted", "not_promoted"), (
                     f"{run_id} is over without {fact}: {event}"

@@ -47,7 +47,7 @@ def dead(consumer: str, subject: str) -> str:
 
 
 #: What the streams hold.
-ALL_FACTS = ("run.*.*", "dataset.*.*", "node.*.*", "model.*.*", "study.*.*")
+ALL_FACTS = ("run.*.*", "dataset.*.*", "node.*.*", "model.*.*", "study.*.*", "capacity.*.*", "policy.*.*")
 ALL_PROGRESS = (progress(),)
 ALL_LOGS = (log(),)
 ALL_DEAD = ("dead.>",)
@@ -71,6 +71,11 @@ def dataset(dataset_id: str = ANY) -> str:
 def model(name: str = ANY) -> str:
     """Every fact of one registered model."""
     return f"model.{name}.*"
+
+
+def shadow(policy: str, subject: str) -> str:
+    """Where a candidate policy says what it would have said on ``subject``."""
+    return f"shadow.{policy}.{subject}"
 
 
 def node_lease(node_id: str = "") -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from contracts.base import Fact, Token
+from contracts.base import Fact, Sha256, Token
 
 
 class NodeFact(Fact, aggregate="node"):
@@ -29,7 +29,14 @@ class NodeJoined(NodeFact, fact="joined"):
     accelerator: str = "cpu"
     memory_bytes: int = 0
     slot_memory_bytes: int = 0
+    #: Processors for runs that say how many they need; 0: not counted.
+    cpus: float = Field(0.0, ge=0)
+    #: MIG profile of each slot, '' for a whole accelerator; empty: all are whole.
+    slot_profiles: tuple[str, ...] = ()
+    #: ``cluster``, ``zone``, ``switch``, ``pool`` and ``capacity`` (on-demand or spot) mean something to the scheduler.
     labels: dict[str, str] = Field(default_factory=dict)
+    #: Datasets whose shards lie in the node's cache.
+    datasets: tuple[Sha256, ...] = ()
     lease_ttl_s: float = Field(gt=0)
     software: dict[str, str] = Field(default_factory=dict)
     #: Nodes with the same one do arithmetic with the same last bits: processor, accelerator, libraries.

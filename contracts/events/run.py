@@ -63,6 +63,19 @@ class Member(Value):
     ranks: tuple[int, ...]
 
 
+class Decided(Value):
+    """From what the scheduler decided: enough to make the decision again, and compare."""
+
+    #: Sequence of the last fact that it had folded.
+    at_sequence: int
+    #: Its clock.
+    at: datetime
+    #: Digest of the policy.
+    policy: str = ""
+    #: From when on agents could make themselves heard.
+    hearing_since: datetime | None = None
+
+
 class RunAccepted(RunFact, fact="accepted"):
     """The request is valid and will be run as soon as its data and its slots are there."""
 
@@ -107,6 +120,7 @@ class RunQueued(RunFact, fact="queued"):
     reason: QueueReason = "new"
     #: Failures by the run's own fault so far.
     failures: int = 0
+    decided: Decided | None = None
 
     @property
     def occurrence(self) -> str:
@@ -117,9 +131,11 @@ class RunWaiting(RunFact, fact="waiting"):
     """Why the run is not placed. Published when the kind of reason changes, not at every decision."""
 
     next_generation: int
-    code: Literal["slots", "infeasible", "priority", "no nodes", "fragmented", "draining", "paused"]
+    #: Which constraint binds, in a word: slots, infeasible, priority, quota, reserved...
+    code: str
     message: str
     decided_at_sequence: int = 0
+    decided: Decided | None = None
 
     @property
     def occurrence(self) -> str:
@@ -143,6 +159,22 @@ class RunPlaced(GenerationFact, fact="placed"):
     #: has had slots, all in all: how often to save the state follows from that.
     failures_seen: int = Field(0, ge=0)
     run_s: float = Field(0.0, ge=0)
+    decided: Decided | None = None
+
+
+class RunReserved(RunFact, fact="reserved"):
+    """A run that waits for many slots is promised its start: nothing is placed that would hold it up."""
+
+    next_generation: int = Field(ge=1)
+    #: It starts by then as long as the runs that hold its slots keep their limits.
+    start_by: datetime
+    node_ids: tuple[Token, ...] = ()
+    decided: Decided | None = None
+
+    @property
+    def occurrence(self) -> str:
+        at_sequence = self.decided.at_sequence if self.decided else 0
+        return f"{self.next_generation}/{at_sequence}"
 
 
 class RunStarted(GenerationFact, fact="started"):
@@ -204,6 +236,9 @@ class RunPreempting(GenerationFact, fact="preempting"):
     grace_s: float = Field(ge=0)
     #: What becomes of the run once every node has let go.
     then: Literal["queue", "cancel", "fail"] = "queue"
+    #: The run that gets the slots.
+    waiter: Token | None = None
+    decided: Decided | None = None
 
 
 class RunReleased(GenerationFact, fact="released"):
@@ -258,6 +293,7 @@ class RunCompleted(RunFact, fact="completed"):
     checkpoint: CheckpointRef | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
     artifacts: tuple[Artifact, ...] = ()
+    decided: Decided | None = None
 
 
 class RunFailed(RunFact, fact="failed"):
@@ -266,6 +302,7 @@ class RunFailed(RunFact, fact="failed"):
     generation: int = 0
     reason: str
     log_tail: tuple[str, ...] = ()
+    decided: Decided | None = None
 
 
 class RunCancelling(RunFact, fact="cancelling"):
@@ -278,6 +315,7 @@ class RunCancelled(RunFact, fact="cancelled"):
     """The run was stopped for good by request."""
 
     reason: str
+    decided: Decided | None = None
 
 
 class RunTracked(RunFact, fact="tracked"):

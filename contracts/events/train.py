@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, field_validator, model_validator
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, GetJsonSchemaHandler, field_validator, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -45,6 +45,58 @@ class Slots(Part):
         if self.max < self.min:
             raise ValueError(f"slots.max ({self.max}) is smaller than slots.min ({self.min})")
         return self
+
+
+class Resources(Part):
+    """What each slot of a run needs; without it, one whole accelerator of any kind."""
+
+    #: Kinds of accelerator that will do; empty: any.
+    accelerators: tuple[str, ...] = Field((), max_length=50)
+    #: Share of one accelerator: below 1 it is shared with other runs under a limit, 0 means none at all.
+    share: float = Field(1.0, ge=0, le=1)
+    #: A MIG slice of this profile (``1g.10gb``) instead of an accelerator.
+    mig_profile: str | None = Field(None, min_length=1, max_length=50)
+    cpus: float = Field(0.0, ge=0, le=100_000)
+    memory_bytes: int = Field(0, ge=0)
+
+    @model_validator(mode="after")
+    def _whole_slice(self) -> Self:
+        if self.mig_profile is not None and self.share != 1:
+            raise ValueError("resources.share is of a whole accelerator: leave it out with resources.mig_profile")
+        return self
+
+
+class Gang(Part):
+    """How the slots of a run lie together. All of them are placed at once, or none."""
+
+    #: Slots come in bundles of so many, each bundle on one node.
+    bundle: int = Field(1, ge=1, le=1_000_000)
+    #: Each bundle on a node of its own.
+    apart: bool = False
+    #: Label of nodes (``switch``, ``zone``; ``node`` for the node itself) that all slots should have in common.
+    together: str | None = Field(None, min_length=1, max_length=100)
+    #: Whether ``together`` is a must, rather than a wish.
+    strict: bool = False
+
+
+class Scheduling(Part):
+    """When and where a run may have its slots."""
+
+    #: Clusters that will do; empty: any. A run never lies across two.
+    clusters: tuple[Token, ...] = Field((), max_length=100)
+    #: ``spot`` capacity may be taken away at short notice; ``any`` leaves the choice to the policy's tiers.
+    capacity: Literal["any", "on-demand", "spot"] = "any"
+    #: A name that the policy maps to capacity, for example production and research.
+    tier: Token | None = None
+    #: When it should be done, for policies that order by it.
+    deadline: AwareDatetime | None = None
+    #: The longest it may have its slots, all in all; it is then stopped and fails. Backfill and promised starts
+    #: rely on it.
+    limit_s: float | None = Field(None, gt=0)
+    #: Whether others may take its slots.
+    preemptible: bool = True
+    #: Whether it takes turns with runs of the same standing.
+    time_slice: bool = False
 
 
 class Code(Part):
@@ -229,9 +281,13 @@ class TrainRequested(Request, verb="train"):
     kind: Literal["train", "evaluate"] = "train"
     experiment: Token = "default"
     user: str | None = Field(None, max_length=200)
+    #: A path (``research/vision``) where teams are parts of others.
     team: str | None = Field(None, max_length=200)
     priority: int = Field(0, ge=-1000, le=1000, description="a higher number goes first")
     slots: Slots = Slots()
+    resources: Resources = Resources()
+    gang: Gang = Gang()
+    scheduling: Scheduling = Scheduling()
     code: Code | None = None
     task: str | None = Field(None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", max_length=300)
     params: dict[str, Any] = Field(default_factory=dict, description="passed to the Task as keyword arguments")
@@ -278,6 +334,9 @@ class TrainRequested(Request, verb="train"):
                 f"slots.max ({self.slots.max}) is more than training.logical_ranks ({logical}): a logical rank cannot "
                 "be divided, so ask for fewer slots or more logical ranks"
             )
+        for name in ("min", "max"):
+            if (count := getattr(self.slots, name)) % self.gang.bundle:
+                raise ValueError(f"slots.{name} ({count}) is not a multiple of gang.bundle ({self.gang.bundle})")
         if self.evaluation is not None and self.model is None:
             raise ValueError("'evaluation' needs 'model': the registered model that the result competes for")
         return self

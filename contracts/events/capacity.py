@@ -1,0 +1,48 @@
+"""Facts about wanted capacity (``capacity.<pool>.wanted``) and the policy in force (``policy.<digest>.adopted``)."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from pydantic import Field
+
+from contracts.base import Fact, Token
+from contracts.scheduling import Policy
+
+
+class CapacityWanted(Fact, aggregate="capacity", fact="wanted"):
+    """So many nodes of a pool would be used, all in all. An autoscaler acts on the newest one of each pool."""
+
+    pool: Token
+    nodes: int = Field(ge=0)
+    #: The runs that wait for them.
+    run_ids: tuple[Token, ...] = ()
+    reason: str = ""
+    decided_at: datetime
+    decided_at_sequence: int = 0
+
+    @property
+    def aggregate_id(self) -> str:
+        return self.pool
+
+    @property
+    def occurrence(self) -> str:
+        return f"{self.decided_at_sequence}/{self.nodes}"
+
+
+class PolicyAdopted(Fact, aggregate="policy", fact="adopted"):
+    """The leading scheduler decides by this policy from now on."""
+
+    digest: Token
+    policy: Policy
+    instance: str = ""
+    #: Sequence of the fact before it, which tells two adoptions of one policy apart.
+    after_sequence: int = 0
+
+    @property
+    def aggregate_id(self) -> str:
+        return self.digest
+
+    @property
+    def occurrence(self) -> str:
+        return str(self.after_sequence)

@@ -1,0 +1,250 @@
+"""The scheduler's policy as configuration: one file that a team composes, and every decision names by its digest.
+
+What is left out has the default. ``services/scheduler/core`` says what each part does; docs/scheduler.md shows it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from datetime import datetime
+from functools import cached_property
+from typing import Literal, Self
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
+
+#: What a queue can be ordered by. Runs that are equal in all of them go in the order of submission.
+OrderKey = Literal[
+    "priority",
+    "fair-share",
+    "deadline",
+    "least-attained",
+    "shortest-predicted",
+    "smallest",
+    "submitted",
+]
+
+
+class Part(BaseModel):
+    """A part of a policy: frozen, and strict about unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Attained(Part):
+    """Least attained service in discrete levels over slot-seconds (two-dimensional LAS, Tiresias, NSDI'19)."""
+
+    #: Slot-seconds at which a run goes down one level.
+    levels_slot_s: tuple[float, ...] = (3_600.0, 36_000.0, 360_000.0)
+    #: A run that has waited for so long, all in all, is lifted above all levels but the first ``above_lifted``.
+    lift_after_s: float | None = Field(None, gt=0)
+    above_lifted: int = Field(0, ge=0)
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Self:
+        if list(self.levels_slot_s) != sorted(set(self.levels_slot_s)):
+            raise ValueError("order.attained.levels_slot_s must ascend")
+        return self
+
+
+class Order(Part):
+    """Who goes first."""
+
+    by: tuple[OrderKey, ...] = ("priority",)
+    #: Whether a run that fits may overtake one that does not.
+    skip: bool = False
+    attained: Attained = Attained()
+
+
+class Quota(Part):
+    """What a team is owed, and at most has."""
+
+    #: A path; what parts of a team use counts for the whole.
+    team: str
+    #: Kind of accelerator; None: all of them together.
+    accelerator: str | None = None
+    #: Slots that the team gets back from whoever borrowed them.
+    slots: int | None = Field(None, ge=0)
+    #: Slots that it may have at most, borrowed ones included; None: whatever is idle.
+    ceiling: int | None = Field(None, ge=0)
+    #: Slot-hours in each period.
+    slot_hours: float | None = Field(None, gt=0)
+    period_h: float = Field(24 * 7, gt=0)
+
+
+class Admit(Part):
+    """What anybody may have at once."""
+
+    quotas: tuple[Quota, ...] = ()
+    max_slots_per_user: int | None = Field(None, ge=1)
+    max_slots_per_run: int | None = Field(None, ge=1)
+
+
+class FairShare(Part):
+    """Shares of teams by weight, over their use in the past."""
+
+    #: Team (a path) -> weight among its siblings; 1 where nothing is said.
+    weights: dict[str, float] = Field(default_factory=dict)
+    #: Use counts half after so long.
+    half_life_s: float = Field(7 * 86_400.0, gt=0)
+
+    @model_validator(mode="after")
+    def _positive(self) -> Self:
+        if bad := [team for team, weight in self.weights.items() if weight <= 0]:
+            raise ValueError(f"fair_share.weights must be above 0: {', '.join(bad)}")
+        return self
+
+
+class Place(Part):
+    """Which nodes a gang gets."""
+
+    #: ``pack`` fills the fullest node that fits, ``spread`` the emptiest, ``balanced`` fills nodes to half and then
+    #: goes on; ``fgd`` takes those whose fragmentation grows least (ATC'23).
+    by: Literal["pack", "spread", "balanced", "fgd"] = "pack"
+    #: Kinds of accelerators that runs which did not ask for them only get when all others are full.
+    scarce: tuple[str, ...] = ()
+
+
+class Reserve(Part):
+    """Whether runs that fit may go ahead of one that waits for many slots, without holding it up."""
+
+    backfill: Literal["none", "easy", "conservative"] = "none"
+    #: How far down the queue backfill looks.
+    depth: int = Field(1000, ge=1)
+    #: How many runs get a reservation in conservative backfill.
+    reservations: int = Field(32, ge=1)
+    #: What a run without ``limit_s`` is expected to take at most: this quantile of its prediction.
+    quantile: float = Field(0.9, gt=0, lt=1)
+    #: Runs of at least so many slots are promised their start, once their holders' limits tell it.
+    promise_slots: int | None = Field(None, ge=1)
+
+
+class Maintenance(Part):
+    """Nodes that must be empty for a while: nothing starts there that might not be done by then."""
+
+    start: AwareDatetime
+    end: AwareDatetime
+    node_ids: tuple[str, ...] = ()
+    #: Or nodes with all of these labels.
+    labels: dict[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.end <= self.start:
+            raise ValueError("maintenance.end must be after maintenance.start")
+        return self
+
+
+class Reclaim(Part):
+    """For whom slots are taken from runs that have them."""
+
+    #: A run may take slots of another if the first key of ``order.by`` in which they differ is one of these.
+    by: tuple[OrderKey, ...] = ("priority",)
+    #: No slots are taken from a run that has not had them for so long.
+    min_run_s: float = Field(0.0, ge=0)
+    #: The same for slots that are taken by least-attained service: longer, since it happens all the time.
+    quantum_s: float = Field(300.0, ge=0)
+    #: Runs that allow it take turns of this length.
+    time_slice_s: float | None = Field(None, gt=0)
+    #: What starting again is taken to cost, when victims are chosen.
+    resume_cost_s: float = Field(60.0, ge=0)
+
+
+class Elastic(Part):
+    """Runs between their min and max slots."""
+
+    #: A run is not grown before it has had its slots for so long, nor before the cluster's slots have
+    #: been at rest for so long: growing costs a restart, and one that ends is often followed by another
+    #: (its evaluation) that takes some of the slots for a moment.
+    resize_interval_s: float = Field(3.0, ge=0)
+    #: A node that has had free slots for so long is grown into however busy the others are.
+    grow_anyway_s: float = Field(60.0, ge=0)
+
+
+class Predict(Part):
+    """How long runs take, from those that are over."""
+
+    #: From how many ended runs of a kind its distribution counts; below, the next wider kind's.
+    enough: int = Field(5, ge=1)
+    #: How many of the newest count.
+    window: int = Field(200, ge=1)
+    #: What is assumed of a run of which nothing is known.
+    prior_s: float = Field(3_600.0, gt=0)
+
+
+class Pool(Part):
+    """Nodes of one kind that can be had, and what they cost."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    accelerator: str = "cpu"
+    capacity: Literal["on-demand", "spot"] = "on-demand"
+    cluster: str | None = None
+    slots_per_node: int = Field(1, ge=1)
+    #: Nodes that there can be at most; wanted beyond is not said.
+    max_nodes: int = Field(0, ge=0)
+    price_per_slot_hour: float = Field(0.0, ge=0)
+    #: How often a node of it is taken away.
+    interruptions_per_hour: float = Field(0.0, ge=0)
+
+
+class Pools(Part):
+    """Where nodes come from."""
+
+    pools: tuple[Pool, ...] = ()
+    #: Tier -> capacity, the first choice first.
+    tiers: dict[str, tuple[Literal["on-demand", "spot"], ...]] = Field(default_factory=dict)
+    #: What an interruption costs a run besides its lost slots.
+    restart_s: float = Field(60.0, ge=0)
+    #: A node that has been idle for so long is not wanted any more.
+    idle_s: float = Field(600.0, ge=0)
+
+
+class Faults(Part):
+    """What is done about parts that fail, and how long they are waited for."""
+
+    #: How long a placement may take until its ranks run: downloads of data and code are part of it.
+    start_deadline_s: float = Field(1800.0, gt=0)
+    #: How long after its grace a node may take to let go; one that takes longer is taken for lost.
+    release_deadline_s: float = Field(300.0, gt=0)
+    #: A node on which a run failed so often in a row, by no fault of its own, is avoided by that run.
+    avoid_node_after: int = Field(2, ge=1)
+    #: So long before a machine is taken away its ranks must have let go, for what is still to be uploaded.
+    notice_margin_s: float = Field(2.0, ge=0)
+    #: Generations in a row that may break, by no fault of the run, without a new checkpoint.
+    max_blameless: int = Field(50, ge=1)
+    #: How long a run whose ranks all ended well waits for its final checkpoint to be committed.
+    final_checkpoint_wait_s: float = Field(60.0, ge=0)
+    #: Delay before a run is placed again, by how many generations in a row broke without a new
+    #: checkpoint. The first two tries are immediate; a run that breaks at once must not spin.
+    retry_delays_s: tuple[float, ...] = Field((0.0, 0.0, 1.0, 2.0, 5.0, 10.0, 30.0), min_length=1)
+
+    def retry_delay_s(self, setbacks: int) -> float:
+        """Seconds to wait after the ``setbacks``-th failure in a row."""
+        return self.retry_delays_s[min(setbacks, len(self.retry_delays_s) - 1)]
+
+
+class Policy(Part):
+    """Everything ``decide`` may be told; two schedulers with the same policy decide the same."""
+
+    name: str = Field("priority-first-come", min_length=1, max_length=100)
+    order: Order = Order()
+    admit: Admit = Admit()
+    fair_share: FairShare = FairShare()
+    place: Place = Place()
+    reserve: Reserve = Reserve()
+    maintenance: tuple[Maintenance, ...] = ()
+    reclaim: Reclaim = Reclaim()
+    elastic: Elastic = Elastic()
+    predict: Predict = Predict()
+    pools: Pools = Pools()
+    faults: Faults = Faults()
+
+    @cached_property
+    def digest(self) -> str:
+        """What decisions name it by: a hash of its canonical JSON."""
+        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+    def covers(self, at: datetime) -> tuple[Maintenance, ...]:
+        """The maintenance that is not over at this time."""
+        return tuple(window for window in self.maintenance if window.end > at)

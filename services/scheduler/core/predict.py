@@ -1,0 +1,347 @@
+"""How long runs take, from those that are over: a distribution for every kind of run, causal and quick.
+
+A run's kind is who submitted what, on which data, on how many slots. The newest durations of each kind are kept,
+for keys from narrow to wide; the prediction for a run mixes its keys' durations, and a key counts the more, the more
+it has seen. What nobody has seen before has a heavy tail: a run that has outlived everything known goes on, on
+average, for about as long again.
+
+Durations are the times that runs had slots, all generations added up, whether they completed, failed or were
+cancelled: a run that is stopped gives its slots back too.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from contracts.events.train import DatasetRef, TrainRequested
+from contracts.scheduling import Predict
+
+#: Durations kept of one key, whatever the policy's window.
+KEPT = 200
+#: Durations kept of all keys together; the keys that were not added to for longest go first.
+KEPT_IN_ALL = 200_000
+#: Joins the parts of a key; a user's name does not contain it.
+SEPARATOR = "\x1f"
+
+DIGITS = re.compile(r"\d+")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What runs that should take about equally long have in common."""
+
+    user: str = ""
+    team: str = ""
+    #: What runs: the task, or the name with its numbers left out, since sweeps count their runs.
+    task: str = ""
+    dataset: str = ""
+    slots: int = 1
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """From narrow to wide."""
+        size = str(self.slots)
+        return (
+            SEPARATOR.join(("k", self.user, self.team, self.task, self.dataset, size)),
+            SEPARATOR.join(("t", self.user, self.task, size)),
+            SEPARATOR.join(("z", self.user, size)),
+            SEPARATOR.join(("u", self.user)),
+            SEPARATOR.join(("s", size)),
+            "*",
+        )
+
+
+def kind_of(spec: TrainRequested) -> Kind:
+    """The kind of a run that was asked for like this."""
+    data = spec.data
+    dataset = "" if data is None else data.dataset_id if isinstance(data, DatasetRef) else str(data.source)
+    task = spec.task or DIGITS.sub("#", spec.name)
+    return Kind(spec.user or "", spec.team or "", f"{spec.kind}:{task}", dataset, spec.slots.min)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Durations, some of them perhaps not over yet, as a survival function with a heavy tail.
+
+    ``steps[i]`` is the share that outlives the first ``i`` of ``values``. What outlives all of them falls off as
+    ``((scale + last) / (scale + t)) ** 2``.
+    """
+
+    values: tuple[float, ...]
+    steps: tuple[float, ...]
+    #: Integral of the survival function from each value on.
+    beyond: tuple[float, ...]
+    scale_s: float
+    #: How many runs it is made of.
+    runs: int = 0
+
+    def survival(self, s: float) -> float:
+        """The share that takes longer than ``s``."""
+        index = bisect_right(self.values, s)
+        share = self.steps[index]
+        if index < len(self.values) or share == 0:
+            return share
+        last = self.values[-1] if self.values else 0.0
+        return share * ((self.scale_s + last) / (self.scale_s + max(s, last))) ** 2
+
+    def excess(self, s: float) -> float:
+        """Integral of the survival function from ``s`` on."""
+        index = bisect_right(self.values, s)
+        if index == len(self.values):
+            return self.survival(s) * (self.scale_s + s)
+        return self.steps[index] * (self.values[index] - s) + self.beyond[index]
+
+    def outlived_by(self, share: float) -> float:
+        """The shortest duration that at most ``share`` outlive."""
+        # ``steps`` descends: look for the first that is not above.
+        low, high = 1, len(self.steps)
+        while low < high:
+            middle = (low + high) // 2
+            if self.steps[middle] <= share:
+                high = middle
+            else:
+                low = middle + 1
+        if low <= len(self.values):
+            return self.values[low - 1]
+        last = self.values[-1] if self.values else 0.0
+        return (self.scale_s + last) * math.sqrt(self.steps[-1] / max(share, 1e-12)) - self.scale_s
+
+
+def sample(values: Iterable[float], scale_s: float, running: Iterable[float] = ()) -> Sample:
+    """The sample of these durations; ``running`` are those of runs that have come so far and are not over.
+
+    With running ones it is Kaplan and Meier's estimate: each is taken for like those that outlived it.
+    """
+    ended, open_ended = sorted(values), sorted(running)
+    kept: list[float] = []
+    steps, share, at_risk, passed = [1.0], 1.0, len(ended) + len(open_ended), 0
+    for value in ended:
+        while passed < len(open_ended) and open_ended[passed] < value:
+            passed, at_risk = passed + 1, at_risk - 1
+        share *= (at_risk - 1) / at_risk
+        at_risk -= 1
+        kept.append(value)
+        steps.append(share if at_risk else 0.0)
+    if passed < len(open_ended) and not ended:
+        kept.append(open_ended[-1])
+        steps.append(1.0)
+    runs = len(ended) + len(open_ended)
+    return Sample(tuple(kept), tuple(steps), _beyond(kept, steps, scale_s), scale_s, runs)
+
+
+def _beyond(values: Sequence[float], steps: Sequence[float], scale_s: float) -> tuple[float, ...]:
+    if not values:
+        return ()
+    total = steps[-1] * (scale_s + values[-1])
+    found = [total]
+    for index in range(len(values) - 1, 0, -1):
+        total += steps[index] * (values[index] - values[index - 1])
+        found.append(total)
+    found.reverse()
+    return tuple(found)
+
+
+class Distribution:
+    """How long a run takes, as a mixture of samples. ``attained_s`` is how long it has had its slots already.
+
+    Every answer is about what is then still possible: of the runs that came so far.
+    """
+
+    __slots__ = ("_merged", "_parts")
+
+    def __init__(self, parts: Sequence[tuple[float, Sample]]) -> None:
+        self._parts = tuple(part for part in parts if part[0] > 0)
+        self._merged: list[float] | None = None
+
+    def survival(self, s: float) -> float:
+        """The probability that such a run takes longer than ``s``."""
+        return sum(weight * part.survival(s) for weight, part in self._parts)
+
+    def probability_over(self, s: float, attained_s: float = 0.0) -> float:
+        """The probability that the run takes longer than ``s``, all in all."""
+        return 1.0 if s <= attained_s else self.survival(s) / self.survival(attained_s)
+
+    def mean_remaining_s(self, attained_s: float = 0.0) -> float:
+        """The time that it will still take, on average."""
+        return self._excess(attained_s) / self.survival(attained_s)
+
+    def mean_within_s(self, s: float, attained_s: float = 0.0) -> float:
+        """The time of the next ``s`` seconds that it will take, on average."""
+        return (self._excess(attained_s) - self._excess(attained_s + s)) / self.survival(attained_s)
+
+    def quantile(self, q: float, attained_s: float = 0.0) -> float:
+        """How long it takes, all in all, with probability ``q`` at the most."""
+        share = (1.0 - q) * self.survival(attained_s)
+        values = self._values()
+        low, high = bisect_right(values, attained_s), len(values)
+        while low < high:
+            middle = (low + high) // 2
+            if self.survival(values[middle]) <= share:
+                high = middle
+            else:
+                low = middle + 1
+        if low < len(values):
+            return values[low]
+        return self._tail(share, max(attained_s, values[-1] if values else 0.0))
+
+    def draw(self, rng: random.Random, attained_s: float = 0.0) -> float:
+        """A duration, all in all, at random."""
+        left = [weight * part.survival(attained_s) for weight, part in self._parts]
+        point = rng.random() * sum(left)
+        for (weight, part), share in zip(self._parts, left, strict=True):
+            if point < share:
+                return max(part.outlived_by((share - point) / weight), attained_s)
+            point -= share
+        return self.quantile(0.5, attained_s)
+
+    def _excess(self, s: float) -> float:
+        return sum(weight * part.excess(s) for weight, part in self._parts)
+
+    def _values(self) -> list[float]:
+        """All values of all parts, in order."""
+        if self._merged is None:
+            self._merged = sorted(value for _, part in self._parts for value in part.values)
+        return self._merged
+
+    def _tail(self, share: float, begin_s: float) -> float:
+        """Where the survival function, which is smooth from ``begin_s`` on, falls to ``share``."""
+        scale_s = self._parts[-1][1].scale_s
+        ratio = math.sqrt(max(self.survival(begin_s) / max(share, 1e-12), 1.0))
+        return (scale_s + begin_s) * ratio - scale_s
+
+
+@dataclass(slots=True)
+class Window:
+    """The newest durations of one key."""
+
+    newest: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    #: How many there ever were, and how many of all kinds when the newest was added.
+    added: int = 0
+    version: int = 0
+    _sample: Sample | None = None
+    _of: tuple[int, int, float] = (0, 0, 0.0)
+
+    def add(self, run_s: float, version: int) -> None:
+        self.newest.append(run_s)
+        self.added, self.version = self.added + 1, version
+
+    def last(self, count: int) -> Iterable[float]:
+        if count >= len(self.newest):
+            return self.newest
+        return list(self.newest)[-count:]
+
+    def sample(self, config: Predict) -> Sample:
+        of = (self.version, config.window, config.prior_s)
+        if self._sample is None or self._of != of:
+            self._sample, self._of = sample(self.last(config.window), config.prior_s), of
+        return self._sample
+
+
+class History:
+    """The durations of all runs that are over, as far as they are kept. Only ``add`` changes what it predicts."""
+
+    def __init__(self) -> None:
+        #: In the order of their last addition.
+        self._windows: dict[str, Window] = {}
+        self._kept = 0
+        self.added = 0
+        self._known: dict[tuple[Kind, Predict], tuple[tuple[int, ...], Distribution]] = {}
+
+    def add(self, kind: Kind, run_s: float) -> None:
+        """A run of this kind is over; it had slots for ``run_s``, all in all."""
+        self.added += 1
+        for key in kind.keys:
+            window = self._windows.pop(key, None) or Window()
+            self._windows[key] = window
+            self._kept -= len(window.newest)
+            window.add(run_s, self.added)
+            self._kept += len(window.newest)
+        while self._kept > KEPT_IN_ALL:
+            self._kept -= len(self._windows.pop(next(iter(self._windows))).newest)
+
+    def predict(self, kind: Kind, config: Predict) -> Distribution:
+        """How long a run of this kind takes, by what is known now."""
+        windows = self._distinct(kind)
+        version = tuple(window.version for window in windows)
+        known = self._known.get((kind, config))
+        if known is not None and known[0] == version:
+            return known[1]
+        if len(self._known) > 10_000:
+            self._known.clear()
+        made = _mix([window.sample(config) for window in windows], config)
+        self._known[kind, config] = (version, made)
+        return made
+
+    def predict_beside(self, kind: Kind, config: Predict, running: dict[str, Sequence[float]]) -> Distribution:
+        """``predict``, with runs that have slots as evidence too: key -> for how long those of the key had them.
+
+        A user's jobs that run for days, and none of which has ended yet, say a lot about the next one.
+        """
+        parts = []
+        for window, key in self._with_keys(kind, running):
+            others = running.get(key, ())
+            if others:
+                parts.append(sample(window.last(config.window), config.prior_s, others))
+            else:
+                parts.append(window.sample(config))
+        return _mix(parts, config)
+
+    def seen(self, kind: Kind) -> int:
+        """How many runs of the very kind are kept."""
+        window = self._windows.get(kind.keys[0])
+        return len(window.newest) if window else 0
+
+    def to_state(self) -> dict[str, Any]:
+        """Everything in it, for a snapshot; JSON."""
+        windows = [[key, each.added, each.version, list(each.newest)] for key, each in self._windows.items()]
+        return {"added": self.added, "windows": windows}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> History:
+        """The history that ``to_state`` gave this of."""
+        history = cls()
+        history.added = state["added"]
+        for key, added, version, newest in state["windows"]:
+            history._windows[key] = Window(deque(newest, maxlen=KEPT), added, version)
+            history._kept += len(newest)
+        return history
+
+    def _distinct(self, kind: Kind) -> list[Window]:
+        return [window for window, _ in self._with_keys(kind, ())]
+
+    def _with_keys(self, kind: Kind, also: Iterable[str]) -> list[tuple[Window, str]]:
+        """The windows of a kind's keys, those left out that have seen the very same runs as the one before."""
+        found: list[tuple[Window, str]] = []
+        before = 0
+        for key in kind.keys:
+            window = self._windows.get(key)
+            if window is None:
+                if key in also:
+                    found.append((Window(), key))
+            elif window.added != before:
+                found.append((window, key))
+                before = window.added
+        return found
+
+
+def _mix(samples: Sequence[Sample], config: Predict) -> Distribution:
+    """The mixture of samples from narrow to wide.
+
+    Each takes its part of what the narrower ones left: half of it with ``enough`` runs, nearly all with many more.
+    """
+    parts: list[tuple[float, Sample]] = []
+    left = 1.0
+    for part in samples:
+        weight = left * part.runs / (part.runs + config.enough)
+        parts.append((weight, part))
+        left -= weight
+    parts.append((left, sample((), config.prior_s)))
+    return Distribution(parts)

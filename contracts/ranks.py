@@ -22,6 +22,8 @@ from contracts.events.run import CheckpointRef
 from contracts.events.train import TrainRequested
 
 LAUNCH_VARIABLE = "TRAINBUS_LAUNCH"
+#: Part of its device's memory that a rank's tensors may take, where the run has a share of the device.
+MEMORY_FRACTION_VARIABLE = "TRAINBUS_MEMORY_FRACTION"
 #: Exit codes of a rank that ended in good order. Anything else is a failure.
 EXIT_DONE = 0
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped because it was asked to; go on elsewhere

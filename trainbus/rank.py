@@ -27,7 +27,7 @@ from trainbus.trainer.checkpoint import CheckpointError, History
 from trainbus.trainer.memory import Memory
 from trainbus.trainer.optimizer_state import StateMismatch
 from trainbus.trainer.trainer import Trainer, TrainingDiverged
-from trainbus.trainer.world import World, limit_threads, seed_all
+from trainbus.trainer.world import World, limit_memory, limit_threads, seed_all
 
 EXIT_FAILED = 1
 #: Errors whose text says all there is to say; anything else gets its traceback into the log.
@@ -67,6 +67,7 @@ def run(env: Mapping[str, str]) -> int:
 def _work(launch: Launch, world: World, journal: Journal, control: Control, env: Mapping[str, str]) -> EndedLine:
     spec = launch.spec
     limit_threads(env)
+    limit_memory(env, world.device)
     training = spec.training
     task = load_task(spec.task or "", spec.params, Path(launch.code_folder) if launch.code_folder else None)
     if launch.dataset_folder is None:

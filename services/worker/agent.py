@@ -79,6 +79,7 @@ class Agent:
         self._notices: list[tuple[Notice, float]] = []
         self.joined = asyncio.Event()
         context.on_unfit = self._report_unfit
+        context.held_beside = self._held_beside
 
     # -- life ---------------------------------------------------------------
 
@@ -158,6 +159,15 @@ class Agent:
                     break
                 except Transient as error:
                     log.warning("a notice could not be told", error=str(error))
+
+    def _held_beside(self, placed: RunPlaced) -> dict[int, list[float]]:
+        """Slot -> the shares of it that other runs have here, whose ranks may be running."""
+        held: dict[int, list[float]] = {}
+        for placement in self._placements.values():
+            if placement.placed.run_id != placed.run_id and not placement.over.is_set():
+                for slot in placement.member.slots:
+                    held.setdefault(slot, []).append(placement.placed.spec.resources.share)
+        return held
 
     async def _report_unfit(self, slots: tuple[int, ...], reason: str) -> None:
         log.error("a device failed its check", slots=slots, reason=reason)
@@ -248,7 +258,10 @@ class Agent:
             accelerator=found.accelerator,
             memory_bytes=found.memory_bytes,
             slot_memory_bytes=found.slot_memory_bytes,
+            cpus=found.cpus,
+            slot_profiles=found.slot_profiles,
             labels=self._settings.labels,
+            datasets=await asyncio.to_thread(self._context.cache.datasets),
             lease_ttl_s=self._settings.lease_ttl_s,
             software=found.software,
             machine_digest=found.machine_digest,
@@ -470,7 +483,8 @@ class Agent:
 
     def _count(self) -> None:
         live = [self._placements[key] for key in self._tasks]
-        metrics.SLOTS_USED.set(sum(len(placement.member.slots) for placement in live))
+        shares = [len(placement.member.slots) * placement.placed.spec.resources.share for placement in live]
+        metrics.SLOTS_USED.set(sum(shares))
         metrics.RANKS_RUNNING.set(sum(len(placement.pids) for placement in live))
 
     def _remove_old_runs(self) -> None:

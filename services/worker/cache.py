@@ -105,6 +105,10 @@ class Cache:
             raise CacheError(f"dataset {dataset_id} is damaged in the store: {error}. Ingest it anew") from error
         return folder
 
+    def datasets(self) -> tuple[str, ...]:
+        """The datasets of which every shard to train on lies here."""
+        return tuple(sorted(path.parent.name for path in self.folder.glob("datasets/*/manifest.json") if _whole(path)))
+
     async def checkpoint(self, uri: str, folder: Path, hold: Hold, manifest_sha256: str | None = None) -> CheckpointRef:
         """Lay a committed checkpoint's files out in ``folder`` and say what it is.
 
@@ -290,6 +294,16 @@ class Hold:
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
         self.paths: list[Path] = []
+
+
+def _whole(manifest: Path) -> bool:
+    """Whether the shards of the training split lie beside a dataset's manifest."""
+    try:
+        shards = json.loads(manifest.read_bytes())["splits"]["train"]["shards"]
+        return all((manifest.parent / _relative(shard["path"])).exists() for shard in shards)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("a kept dataset cannot be read", path=str(manifest), error=repr(error))
+        return False
 
 
 def _relative(name: str) -> PurePosixPath:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import contracts
 from contracts.base import Fact
+from contracts.events.run import RunPlaced
 from services.kit.bus import Bus
 from services.kit.objects import Objects
 from services.worker.cache import Cache
@@ -22,6 +23,9 @@ from services.worker.memory import Memory
 from services.worker.node import Inventory, interface_of
 from services.worker.settings import WorkerSettings
 from services.worker.system import Meter
+
+#: Where CUDA looks for the daemon if nothing else is said.
+MPS_PIPE_DIR = "/tmp/nvidia-mps"
 
 
 class Meeting(Protocol):
@@ -46,6 +50,8 @@ class Context:
     gpu_check: GpuCheck = field(default_factory=lambda: GpuCheck(()))
     #: Told when devices are unfit: the slots, and why.
     on_unfit: Callable[[tuple[int, ...], str], Awaitable[None]] | None = None
+    #: Slot -> the shares of it that other runs have on this node than the one that was placed.
+    held_beside: Callable[[RunPlaced], Mapping[int, Sequence[float]]] = lambda placed: {}
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     known: Known = field(default_factory=Known)
 
@@ -63,7 +69,16 @@ class Context:
             slots=self.inventory.slots,
             interface=interface_of(self.settings.address),
             gpus=tuple(gpu.uuid for gpu in self.inventory.gpus),
+            profiles=self.inventory.slot_profiles,
+            slot_memory_bytes=self.inventory.slot_memory_bytes,
+            mps_pipe=self.mps_pipe(),
         )
+
+    def mps_pipe(self) -> str:
+        """Where a control daemon of CUDA MPS listens now, '' if none does."""
+        named = self.settings.mps_pipe_dir
+        folder = self.environment.get("CUDA_MPS_PIPE_DIRECTORY", MPS_PIPE_DIR) if named is None else named
+        return folder if folder and Path(folder, "control").exists() else ""
 
     async def said(self, fact: Fact) -> bool:
         """Whether the stream has this very fact already."""

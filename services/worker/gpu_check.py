@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from services.worker import metrics
+from services.worker.core.ranks import CONTEXT_BYTES
 from services.worker.node import Gpu
 
 #: Memory that somebody else may hold on a device before it is not ours.
@@ -55,8 +56,12 @@ class GpuCheck:
         self._gpus, self._command, self._now, self._patience_s = gpus, command, now, patience_s
         self._computed: dict[str, float] = {}
 
-    async def check(self, slots: Iterable[int]) -> None:
+    async def check(self, slots: Iterable[int], held: Mapping[int, Sequence[float]] | None = None) -> None:
         """Return if the devices of these slots are fit; a node of CPU slots has none to be checked.
+
+        Args:
+            held: slot -> the shares of its device that other runs have; only given for devices that are shared.
+                They may use so much memory of it, and nothing is tried out on it in between.
 
         Raises:
             Unfit: they are not.
@@ -64,8 +69,13 @@ class GpuCheck:
         wanted = {slot: self._gpus[slot] for slot in slots if slot < len(self._gpus)}
         if not wanted:
             return
-        problems = await self._ask(wanted)
-        sound = {slot: gpu for slot, gpu in wanted.items() if slot not in problems and self._is_due(gpu)}
+        held = held or {}
+        problems = await self._ask(wanted, held)
+        sound = {
+            slot: gpu
+            for slot, gpu in wanted.items()
+            if slot not in problems and not held.get(slot) and self._is_due(gpu)
+        }
         tried = await asyncio.gather(*(_tried(gpu, self._command) for gpu in sound.values()))
         problems |= {slot: why for slot, why in zip(sound, tried, strict=True) if why}
         for slot, gpu in sound.items():
@@ -78,40 +88,44 @@ class GpuCheck:
     def _is_due(self, gpu: Gpu) -> bool:
         return self._now() - self._computed.get(gpu.uuid, -math.inf) > RECOMPUTE_S
 
-    async def _ask(self, wanted: Mapping[int, Gpu]) -> dict[int, str]:
+    async def _ask(self, wanted: Mapping[int, Gpu], held: Mapping[int, Sequence[float]]) -> dict[int, str]:
         """What the driver says. Memory of a process that has just ended may take a moment to be free."""
         deadline = self._now() + self._patience_s
+        asked = [(gpu, held.get(slot, ())) for slot, gpu in wanted.items()]
         while True:
-            found = await asyncio.to_thread(_asked, list(wanted.values()))
+            found = await asyncio.to_thread(_asked, asked)
             if not found or self._now() >= deadline:
                 return {slot: found[gpu.uuid] for slot, gpu in wanted.items() if gpu.uuid in found}
             await asyncio.sleep(RELEASE_POLL_S)
 
 
-def _asked(gpus: Sequence[Gpu]) -> dict[str, str]:
-    """By uuid, what the driver says against a device."""
+def _asked(gpus: Sequence[tuple[Gpu, Sequence[float]]]) -> dict[str, str]:
+    """By uuid, what the driver says against a device of which others have those shares."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        return {gpu.uuid: f"the driver does not answer: {error}" for gpu in gpus}
+        return {gpu.uuid: f"the driver does not answer: {error}" for gpu, _ in gpus}
     try:
-        found = {gpu.uuid: _problem(pynvml, gpu) for gpu in gpus}
+        found = {gpu.uuid: _problem(pynvml, gpu, held) for gpu, held in gpus}
         return {uuid: why for uuid, why in found.items() if why}
     finally:
         pynvml.nvmlShutdown()
 
 
-def _problem(nvml: Any, gpu: Gpu) -> str:
+def _problem(nvml: Any, gpu: Gpu, held: Sequence[float]) -> str:
     try:
-        handle = nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
-        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        memory = nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(gpu.uuid))
+        # A slice has no counters of errors of its own.
+        handle = nvml.nvmlDeviceGetHandleByUUID(gpu.board)
     except nvml.NVMLError as error:
         return f"{gpu.name} ({gpu.uuid}) is not visible any more: {error}"
     name = f"{gpu.name} ({gpu.uuid})"
-    if memory.used > max(USED_MAX_SHARE * memory.total, USED_MAX_BYTES):
-        return f"{name}: {memory.used / 2**30:.1f} GiB of its memory are in use by somebody else"
+    others_bytes = sum(share * memory.total + CONTEXT_BYTES for share in held)
+    if memory.used > others_bytes + max(USED_MAX_SHARE * memory.total, USED_MAX_BYTES):
+        beside = f" beyond the {sum(held):.0%} that other runs have of it" if held else ""
+        return f"{name}: {memory.used / 2**30:.1f} GiB of its memory are in use by somebody else{beside}"
     uncorrected = _asking(
         nvml,
         nvml.nvmlDeviceGetTotalEccErrors,

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import psutil
 import structlog
@@ -30,11 +34,28 @@ ISA_PREFIXES = ("avx", "amx", "sve", "sme")
 ISA = {"fma", "f16c", "sse4_2", "asimd", "asimddp", "asimdhp", "asimdfhm", "bf16", "i8mm", "fphp"}
 
 
+#: Where the kernel says how much of the machine a container may use (cgroup v2).
+CGROUP = Path("/sys/fs/cgroup")
+GIBIBYTE = 2**30
+
+
 @dataclass(frozen=True, slots=True)
 class Gpu:
+    """What one slot stands for: a whole GPU, or a MIG slice of one."""
+
     uuid: str
     name: str
     memory_bytes: int
+    #: Profile of the slice (``1g.10gb``) and the uuid of the GPU that it is cut from; '' for a whole GPU.
+    mig_profile: str = ""
+    parent: str = ""
+    #: Number of the GPU in PCI order; slices have that of the GPU that they are cut from.
+    number: int = 0
+
+    @property
+    def board(self) -> str:
+        """The uuid of the GPU itself, which health, load and power are asked of."""
+        return self.parent or self.uuid
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +72,14 @@ class Inventory:
     software: dict[str, str]
     #: What decides the last bits of arithmetic here, and a hash of it.
     machine: dict[str, str]
+    #: Processors for runs that say how many they need.
+    cpus: float = 0.0
+
+    @property
+    def slot_profiles(self) -> tuple[str, ...]:
+        """MIG profile of each slot, '' for a whole GPU; empty where all are whole."""
+        profiles = tuple(gpu.mig_profile for gpu in self.gpus)
+        return profiles if any(profiles) else ()
 
     @property
     def machine_digest(self) -> str:
@@ -60,7 +89,7 @@ class Inventory:
 def inventory(settings: WorkerSettings) -> Inventory:
     """Look the machine over."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
-    memory_bytes = int(psutil.virtual_memory().total)
+    memory_bytes = min(int(psutil.virtual_memory().total), memory_limit_bytes())
     gpus = () if settings.accelerator == "cpu" else visible_gpus(find_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
     if gpus:
         slots = len(gpus) if settings.slots is None else min(settings.slots, len(gpus))
@@ -76,7 +105,23 @@ def inventory(settings: WorkerSettings) -> Inventory:
         gpus=gpus,
         software=_software(),
         machine=machine(gpus),
+        cpus=min(float(cores), cpu_limit()) if settings.cpus is None else settings.cpus,
     )
+
+
+def cpu_limit(cgroup: Path = CGROUP) -> float:
+    """Processors' worth of time that a container may use; infinite where nothing limits it."""
+    with suppress(OSError, ValueError):
+        quota, period = (cgroup / "cpu.max").read_text().split()
+        return int(quota) / int(period)
+    return math.inf
+
+
+def memory_limit_bytes(cgroup: Path = CGROUP) -> int:
+    """Memory that a container may use; more than any machine has where nothing limits it."""
+    with suppress(OSError, ValueError):
+        return int((cgroup / "memory.max").read_text())
+    return 2**63
 
 
 def machine(gpus: tuple[Gpu, ...] = (), cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
@@ -95,7 +140,8 @@ def machine(gpus: tuple[Gpu, ...] = (), cpuinfo: Path = Path("/proc/cpuinfo")) -
     flags = set((processor.get("flags") or processor.get("Features") or "").split())
     found["cpu.isa"] = " ".join(sorted(flag for flag in flags if flag.startswith(ISA_PREFIXES) or flag in ISA))
     if gpus:
-        found["gpu"] = ", ".join(sorted({gpu.name for gpu in gpus}))
+        # A slice has fewer multiprocessors, so that libraries choose other kernels.
+        found["gpu"] = ", ".join(sorted({f"{gpu.name} {gpu.mig_profile}".strip() for gpu in gpus}))
         found["gpu.driver"] = _driver()
     found |= {package: version for package in ("torch", "numpy") if (version := _version(package))}
     return found
@@ -122,7 +168,7 @@ def _driver() -> str:
 
 
 def find_gpus() -> tuple[Gpu, ...]:
-    """The machine's GPUs in PCI order, none when there is no driver."""
+    """The machine's GPUs in PCI order, MIG slices in the place of those that are cut up; none without a driver."""
     import pynvml
 
     try:
@@ -130,15 +176,7 @@ def find_gpus() -> tuple[Gpu, ...]:
     except pynvml.NVMLError:
         return ()
     try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
-        return tuple(
-            Gpu(
-                _text(pynvml.nvmlDeviceGetUUID(handle)),
-                _text(pynvml.nvmlDeviceGetName(handle)),
-                int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
-            )
-            for handle in handles
-        )
+        return tuple(gpu for number in range(pynvml.nvmlDeviceGetCount()) for gpu in _slots_of(pynvml, number))
     except pynvml.NVMLError as error:
         log.warning("the GPUs cannot be listed, none is offered", error=str(error))
         return ()
@@ -146,12 +184,61 @@ def find_gpus() -> tuple[Gpu, ...]:
         pynvml.nvmlShutdown()
 
 
+def _slots_of(nvml: Any, number: int) -> list[Gpu]:
+    """One GPU, or the slices that it is cut into; a GPU in MIG mode without any slice offers nothing."""
+    handle = nvml.nvmlDeviceGetHandleByIndex(number)
+    total_bytes = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+    whole = Gpu(
+        _text(nvml.nvmlDeviceGetUUID(handle)), _text(nvml.nvmlDeviceGetName(handle)), total_bytes, number=number
+    )
+    try:
+        cut_up = nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE
+    except nvml.NVMLError:  # a kind of GPU that cannot be cut up
+        cut_up = False
+    return [_slice(nvml, each, whole) for each in _slice_handles(nvml, handle)] if cut_up else [whole]
+
+
+def _slice_handles(nvml: Any, handle: Any) -> Iterator[Any]:
+    for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        with suppress(nvml.NVMLError):  # places for slices need not be taken
+            yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+
+
+def _slice(nvml: Any, handle: Any, whole: Gpu) -> Gpu:
+    return Gpu(
+        _text(nvml.nvmlDeviceGetUUID(handle)),
+        whole.name,
+        int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+        _profile(nvml, handle, whole.memory_bytes),
+        whole.uuid,
+        whole.number,
+    )
+
+
+def _profile(nvml: Any, handle: Any, total_bytes: int) -> str:
+    """The name of a slice's profile, as ``nvidia-smi`` and the Kubernetes device plugin write it.
+
+    Its memory is named in eighths of the GPU's, rounded up, rather than by what is left of it for use.
+    """
+    attributes = nvml.nvmlDeviceGetAttributes(handle)
+    eighths = math.ceil(attributes.memorySizeMB * 2**20 / total_bytes * 8)
+    memory_gb = round(eighths / 8 * math.ceil(total_bytes / GIBIBYTE))
+    compute, whole = attributes.computeInstanceSliceCount, attributes.gpuInstanceSliceCount
+    part = f"{compute}c." if compute != whole else ""
+    return f"{part}{whole}g.{memory_gb}gb"
+
+
 def visible_gpus(gpus: tuple[Gpu, ...], visible: str | None) -> tuple[Gpu, ...]:
     """Those GPUs that whoever started the agent meant it to have (CUDA_VISIBLE_DEVICES)."""
     if visible is None:
         return gpus
-    by_name = {str(number): gpu for number, gpu in enumerate(gpus)} | {gpu.uuid: gpu for gpu in gpus}
-    return tuple(by_name[name] for part in visible.split(",") if (name := part.strip()) in by_name)
+    by_name: dict[str, list[Gpu]] = {}
+    for gpu in gpus:
+        # A GPU that is cut up stands for all of its slices.
+        for name in {str(gpu.number), gpu.uuid, gpu.board}:
+            by_name.setdefault(name, []).append(gpu)
+    meant = [gpu for part in visible.split(",") for gpu in by_name.get(part.strip(), ())]
+    return tuple(dict.fromkeys(meant))
 
 
 def interface_of(address: str) -> str:

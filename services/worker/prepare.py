@@ -47,10 +47,10 @@ async def prepare(context: Context, placed: RunPlaced, member: Member, folder: P
         Transient: the store or the bus was away for too long.
         Unfit: the node's devices are not; the scheduler knows.
     """
-    problem = slot_problem(member, context.inventory.slots)
+    problem = slot_problem(placed.spec, member, context.inventory.slots, context.inventory.slot_profiles)
     if problem is not None:
         raise CacheError(problem)
-    await _check_devices(context, member)
+    await _check_devices(context, placed, member)
     code, dataset, resume = await together(
         _code(context, placed, folder, hold),
         _dataset(context, placed, hold),
@@ -60,9 +60,12 @@ async def prepare(context: Context, placed: RunPlaced, member: Member, folder: P
     return Prepared(code, dataset, resume[0], resume[1], master)
 
 
-async def _check_devices(context: Context, member: Member) -> None:
+async def _check_devices(context: Context, placed: RunPlaced, member: Member) -> None:
+    share = placed.spec.resources.share
+    if share == 0:
+        return  # its ranks see no device
     try:
-        await context.gpu_check.check(member.slots)
+        await context.gpu_check.check(member.slots, context.held_beside(placed) if share < 1 else None)
     except Unfit as error:
         if context.on_unfit is not None:
             # Said before the slots are given back, or the run would come here again.

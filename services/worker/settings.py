@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from contracts.base import TOKEN_PATTERN, token
 from services.kit.settings import Settings
@@ -24,7 +24,13 @@ class WorkerSettings(Settings):
     accelerator: Literal["auto", "cpu"] = "auto"
     #: Where the ranks of other nodes reach the ranks of this one.
     address: str = "127.0.0.1"
+    #: Where the node is and what it is: ``cluster``, ``zone``, ``switch``, ``pool`` and ``capacity`` (on-demand or
+    #: spot) mean something to the scheduler, others can be named by ``gang.together`` and by maintenance windows.
     labels: dict[str, str] = Field(default_factory=dict)
+    #: Processors for runs that say how many they need; None: all that this process may use, 0: they are not counted.
+    cpus: float | None = Field(None, ge=0)
+    #: Where the control daemon of CUDA MPS listens; None: where CUDA looks for it, if there is one; '' : there is none.
+    mps_pipe_dir: str | None = None
     #: Keep a process with torch imported from which ranks are forked in milliseconds.
     warm: bool = True
 
@@ -63,3 +69,10 @@ class WorkerSettings(Settings):
     keep_finished: int = Field(5, ge=0)
     package_max_bytes: int = Field(2 * GIB, gt=0)
     package_max_files: int = Field(20_000, gt=0)
+
+    @field_validator("labels")
+    @classmethod
+    def _labels(cls, labels: dict[str, str]) -> dict[str, str]:
+        if labels.get("capacity", "on-demand") not in ("on-demand", "spot"):
+            raise ValueError(f"the label capacity is on-demand or spot, not {labels['capacity']!r}")
+        return labels

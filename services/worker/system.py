@@ -63,13 +63,15 @@ def gpu_values(gpus: list[Gpu]) -> dict[str, float]:
     try:
         for number, gpu in enumerate(gpus):
             with contextlib.suppress(pynvml.NVMLError):
-                handle = pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
-                memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-                load = pynvml.nvmlDeviceGetUtilizationRates(handle)
-                values[f"system/gpu_{number}_utilization_percentage"] = float(load.gpu)
+                memory = pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid))
                 values[f"system/gpu_{number}_memory_usage_megabytes"] = memory.used / MEBIBYTE
                 values[f"system/gpu_{number}_memory_usage_percentage"] = 100.0 * memory.used / memory.total
-                values[f"system/gpu_{number}_power_usage_watts"] = pynvml.nvmlDeviceGetPowerUsage(handle) / 1000
+            with contextlib.suppress(pynvml.NVMLError):
+                # Of a MIG slice: of the whole GPU, which nobody tells for the slice alone. Load not even that.
+                board = pynvml.nvmlDeviceGetHandleByUUID(gpu.board)
+                values[f"system/gpu_{number}_power_usage_watts"] = pynvml.nvmlDeviceGetPowerUsage(board) / 1000
+                load = pynvml.nvmlDeviceGetUtilizationRates(board)
+                values[f"system/gpu_{number}_utilization_percentage"] = float(load.gpu)
     finally:
         pynvml.nvmlShutdown()
     return values

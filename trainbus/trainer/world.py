@@ -13,6 +13,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from contracts.ranks import MEMORY_FRACTION_VARIABLE
+
 #: How long the ranks of a generation wait for each other at the start, and in a collective.
 RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
 COLLECTIVE_TIMEOUT = timedelta(seconds=600)
@@ -107,6 +109,16 @@ def limit_threads(env: Mapping[str, str]) -> None:
     number of threads also changes the last bits of a sum, so it must not depend on what else runs on the node.
     """
     torch.set_num_threads(max(1, int(env.get("OMP_NUM_THREADS") or 1)))
+
+
+def limit_memory(env: Mapping[str, str], device: torch.device) -> None:
+    """Keep this rank's tensors to the part of the GPU's memory that its run has a share of (TRAINBUS_MEMORY_FRACTION).
+
+    Beyond it torch raises ``OutOfMemoryError``, as if the GPU were no larger.
+    """
+    fraction = env.get(MEMORY_FRACTION_VARIABLE)
+    if fraction and device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(float(fraction), device)
 
 
 def seed_all(*parts: int | str) -> None:

@@ -10,13 +10,15 @@ from pathlib import PurePosixPath
 
 from contracts.events.run import Member, RunPlaced
 from contracts.events.train import TrainRequested
-from contracts.ranks import EXIT_DONE, EXIT_STOPPED, LAUNCH_VARIABLE
+from contracts.ranks import EXIT_DONE, EXIT_STOPPED, LAUNCH_VARIABLE, MEMORY_FRACTION_VARIABLE
 
 #: All that a rank gets to see of the agent's environment. Nothing else can leak.
 INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "USER", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 TAIL_LINES = 30
 #: Lines that are looked through for the cause: torchrun writes some forty of its own below it.
 SEARCHED_LINES = 200
+#: What a process has on a device beside its tensors: CUDA's context, the libraries' kernels and workspaces.
+CONTEXT_BYTES = 2**30
 #: Collectives that a flight recorder keeps.
 FLIGHT_ENTRIES = 2000
 #: A rank that heard nothing of an agent for too long ends with this.
@@ -45,8 +47,12 @@ class Place:
     cores: int
     slots: int
     interface: str = ""
-    #: GPU of each slot; empty on a node without.
+    #: GPU of each slot; empty on a node without. The profile of each that is a MIG slice; empty where none is.
     gpus: tuple[str, ...] = ()
+    profiles: tuple[str, ...] = ()
+    slot_memory_bytes: int = 0
+    #: Folder of the control daemon of CUDA MPS, '' where there is none.
+    mps_pipe: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +106,7 @@ def environment(
     own["PATH"] = ":".join([place.bin_folder, *path])
     own.update(spec.env)
     own["PYTHONPATH"] = ":".join(entry for entry in (*place.python_path, spec.env.get("PYTHONPATH", "")) if entry)
-    own.setdefault("OMP_NUM_THREADS", str(max(1, place.cores // max(1, place.slots)) if place.gpus else 1))
+    own.setdefault("OMP_NUM_THREADS", str(_threads(spec, place)))
     if place.interface:
         # gloo and NCCL otherwise look the host's name up, which many machines cannot resolve.
         own.setdefault("GLOO_SOCKET_IFNAME", place.interface)
@@ -121,20 +127,76 @@ def environment(
             "MASTER_ADDR": place.master_address,
             "MASTER_PORT": str(place.master_port),
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-            "CUDA_VISIBLE_DEVICES": ",".join(place.gpus[slot] for slot in member.slots) if place.gpus else "",
+            "CUDA_VISIBLE_DEVICES": ",".join(_devices(spec, member, index, place)),
         }
     )
-    return own
+    return own | share_limits(spec, len(member.slots), place)
 
 
-def slot_problem(member: Member, slots: int) -> str | None:
+def _threads(spec: TrainRequested, place: Place) -> int:
+    """Threads of a rank's arithmetic on CPU: what its run asked for, else its part of a GPU node, else one."""
+    if spec.resources.cpus:
+        return max(1, int(spec.resources.cpus))
+    return max(1, place.cores // max(1, place.slots)) if place.gpus and spec.resources.share == 1 else 1
+
+
+def _devices(spec: TrainRequested, member: Member, index: int, place: Place) -> list[str]:
+    """What a rank sees. Of MIG slices a process can use one alone, so each rank sees its own."""
+    if not place.gpus or spec.resources.share == 0:
+        return []
+    if any(place.profiles):
+        return [place.gpus[member.slots[index]]]
+    return [place.gpus[slot] for slot in member.slots]
+
+
+def share_limits(spec: TrainRequested, devices: int, place: Place) -> dict[str, str]:
+    """What keeps ranks that share a device to their part of it; nothing where they have it whole.
+
+    The part of the memory is kept by the trainer, and under MPS by its daemon for any program. The part of the
+    multiprocessors takes effect under MPS alone: without, the driver lets the processes take turns. On CPU slots
+    ranks are given one thread, and nothing else is kept to.
+    """
+    share = spec.resources.share
+    if not 0 < share < 1:
+        return {}
+    if not place.gpus:
+        return {"OMP_NUM_THREADS": str(_threads(spec, place))}
+    limits = {
+        MEMORY_FRACTION_VARIABLE: f"{memory_fraction(share, place.slot_memory_bytes):.4f}",
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(max(1, int(share * 100))),
+    }
+    if place.mps_pipe:
+        each = f"{int(share * place.slot_memory_bytes) // 2**20}M"
+        limits["CUDA_MPS_PIPE_DIRECTORY"] = place.mps_pipe
+        limits["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = ",".join(f"{number}={each}" for number in range(devices))
+    return limits
+
+
+def memory_fraction(share: float, device_bytes: int) -> float:
+    """The part of a device's memory that tensors may take, so that with all the rest it is ``share``."""
+    rest = CONTEXT_BYTES / device_bytes if device_bytes else 0.0
+    return max(share - rest, share / 2)
+
+
+def slot_problem(spec: TrainRequested, member: Member, slots: int, profiles: Sequence[str] = ()) -> str | None:
     """Why the placement cannot be run on a node of so many slots."""
+    if spec.resources.share == 0:
+        return None if len(member.slots) == len(member.ranks) else _unequal(member)
     wrong = [slot for slot in member.slots if not 0 <= slot < slots]
     if wrong:
         return f"slots {wrong} are not on node {member.node_id}, which has {slots}"
     if len(member.slots) != len(member.ranks) or len(set(member.slots)) != len(member.slots):
-        return f"node {member.node_id} was given {len(member.ranks)} ranks for slots {list(member.slots)}"
+        return _unequal(member)
+    if is_command(spec) and len(member.slots) > 1 and any(profiles):
+        return (
+            f"a command cannot have {len(member.slots)} MIG slices of node {member.node_id}: its processes would all "
+            "see the first one. Ask for one slot a node (gang.apart), or use a task"
+        )
     return None
+
+
+def _unequal(member: Member) -> str:
+    return f"node {member.node_id} was given {len(member.ranks)} ranks for slots {list(member.slots)}"
 
 
 @dataclass(frozen=True, slots=True)

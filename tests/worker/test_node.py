@@ -1,0 +1,187 @@
+"""What a node says that it has: GPUs, MIG slices, processors, datasets."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from contracts.events.node import NodeJoined
+from services.worker import node
+from services.worker.cache import Cache
+from services.worker.node import Gpu, cpu_limit, find_gpus, inventory, memory_limit_bytes, visible_gpus
+from services.worker.settings import WorkerSettings
+from services.worker.system import gpu_values
+from tests.worker.conftest import World
+
+MIB = 2**20
+#: An H100 as its driver gives its memory, and the slices' as they are left for use.
+BOARD_BYTES = 81_559 * MIB
+SLICES = {0: ("1g.10gb", 9_984, 1, 1), 1: ("3g.40gb", 40_448, 3, 3), 4: ("1c.3g.40gb", 40_448, 3, 1)}
+
+
+class FakeNvml:
+    """NVML of two GPUs, the second one cut into slices that do not fill all places."""
+
+    NVML_DEVICE_MIG_ENABLE = 1
+
+    class NVMLError(Exception): ...
+
+    def __init__(self, cut_up: bool = True) -> None:
+        self.cut_up = cut_up
+
+    def nvmlInit(self) -> None: ...
+
+    def nvmlShutdown(self) -> None: ...
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        return "580.1"
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, number: int) -> str:
+        return f"GPU-{number}"
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        return uuid
+
+    def nvmlDeviceGetUUID(self, handle: str) -> bytes:
+        return handle.encode()
+
+    def nvmlDeviceGetName(self, handle: str) -> str:
+        return "NVIDIA H100 80GB HBM3"
+
+    def nvmlDeviceGetMigMode(self, handle: str) -> list[int]:
+        if handle == "GPU-0":
+            raise self.NVMLError("Not Supported")
+        return [int(self.cut_up), int(self.cut_up)]
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: str) -> int:
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: str, index: int) -> str:
+        if index not in SLICES:
+            raise self.NVMLError("Not Found")
+        return f"MIG-{index}"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> Any:
+        total = SLICES[int(handle[4:])][1] * MIB if handle.startswith("MIG") else BOARD_BYTES
+        return SimpleNamespace(total=total, used=total // 2)
+
+    def nvmlDeviceGetAttributes(self, handle: str) -> Any:
+        _, memory_mib, whole, compute = SLICES[int(handle[4:])]
+        return SimpleNamespace(memorySizeMB=memory_mib, gpuInstanceSliceCount=whole, computeInstanceSliceCount=compute)
+
+    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
+        return 300_000
+
+    def nvmlDeviceGetUtilizationRates(self, handle: str) -> Any:
+        if handle == "GPU-1":
+            raise self.NVMLError("Not Supported")
+        return SimpleNamespace(gpu=40)
+
+
+def test_slices_stand_in_the_place_of_the_gpu_that_is_cut_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    whole, *slices = find_gpus()
+    assert (whole.uuid, whole.mig_profile, whole.board) == ("GPU-0", "", "GPU-0")
+    assert [each.uuid for each in slices] == ["MIG-0", "MIG-1", "MIG-4"]
+    assert [each.mig_profile for each in slices] == [profile for profile, *_ in SLICES.values()]
+    assert {each.board for each in slices} == {"GPU-1"}
+    assert {each.name for each in slices} == {whole.name}
+
+
+def test_what_is_said_of_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = inventory(WorkerSettings(node_id="n"))
+    assert found.slots == 4
+    assert found.slot_profiles == ("", "1g.10gb", "3g.40gb", "1c.3g.40gb")
+    assert found.slot_memory_bytes == 9_984 * MIB
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(cut_up=False))
+    plain = inventory(WorkerSettings(node_id="n"))
+    assert (plain.slots, plain.slot_profiles) == (2, ())
+    assert plain.machine_digest != found.machine_digest  # other kernels, other last bits
+
+
+def test_a_slice_is_measured_as_far_as_anybody_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    values = gpu_values([find_gpus()[1]])
+    assert values["system/gpu_0_memory_usage_percentage"] == 50
+    assert values["system/gpu_0_power_usage_watts"] == 300
+    assert "system/gpu_0_utilization_percentage" not in values
+
+
+GPUS = (
+    Gpu("GPU-0", "H", 1, number=0),
+    Gpu("MIG-0", "H", 1, "1g.10gb", "GPU-1", 1),
+    Gpu("MIG-1", "H", 1, "1g.10gb", "GPU-1", 1),
+)
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        pytest.param(None, "GPU-0 MIG-0 MIG-1", id="all"),
+        pytest.param("1", "MIG-0 MIG-1", id="by number, cut up"),
+        pytest.param("GPU-1,0", "MIG-0 MIG-1 GPU-0", id="by uuid, in this order"),
+        pytest.param("MIG-1", "MIG-1", id="one slice"),
+        pytest.param("1,MIG-1", "MIG-0 MIG-1", id="named twice"),
+        pytest.param("", "", id="none"),
+    ],
+)
+def test_the_agent_offers_what_it_was_meant_to_have(visible: str | None, expected: str) -> None:
+    assert " ".join(gpu.uuid for gpu in visible_gpus(GPUS, visible)) == expected
+
+
+@pytest.mark.parametrize(
+    ("cpu_max", "cpus"), [("max 100000\n", math.inf), ("150000 100000\n", 1.5), ("garbage\n", math.inf)]
+)
+def test_a_container_offers_what_it_may_use(tmp_path: Path, cpu_max: str, cpus: float) -> None:
+    (tmp_path / "cpu.max").write_text(cpu_max)
+    assert cpu_limit(tmp_path) == cpus
+    assert memory_limit_bytes(tmp_path) == 2**63
+    (tmp_path / "memory.max").write_text("1048576\n")
+    assert memory_limit_bytes(tmp_path) == MIB
+
+
+def test_processors_are_those_of_this_process_unless_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node, "cpu_limit", lambda: 0.5)
+    assert inventory(WorkerSettings(node_id="n", accelerator="cpu")).cpus == 0.5
+    assert inventory(WorkerSettings(node_id="n", accelerator="cpu", cpus=12)).cpus == 12
+
+
+def test_a_capacity_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(ValidationError, match="on-demand or spot"):
+        WorkerSettings(node_id="n", labels={"capacity": "cheap"})
+
+
+def test_datasets_that_are_whole_in_the_cache(tmp_path: Path) -> None:
+    cache = Cache(tmp_path, None, 0)  # type: ignore[arg-type]  # nothing is fetched
+    for name, shards in (("a", 2), ("b", 1), ("c", 0)):
+        folder = tmp_path / "datasets" / name
+        folder.mkdir(parents=True)
+        content = {"splits": {"train": {"shards": [{"path": f"train/{number}.tar"} for number in range(2)]}}}
+        (folder / "manifest.json").write_text(json.dumps(content) if shards else "cut sho")
+        (folder / "train").mkdir()
+        for number in range(shards):
+            (folder / "train" / f"{number}.tar").touch()
+    assert cache.datasets() == ("a",)
+
+
+async def test_it_is_all_in_joined(world: World, agent: Any) -> None:
+    labels = {"cluster": "a", "zone": "z1", "switch": "s1", "pool": "burst", "capacity": "spot"}
+    dataset = world.settings.data_dir / "cache" / "datasets" / ("d" * 64)
+    dataset.mkdir(parents=True)
+    (dataset / "manifest.json").write_text(json.dumps({"splits": {"train": {"shards": []}}}))
+    await agent(labels=labels, cpus=3)
+    (joined,) = [received.event for received in await world.bus.history("node.n1.joined")]
+    assert isinstance(joined, NodeJoined)
+    assert (joined.labels, joined.cpus, joined.datasets) == (labels, 3, ("d" * 64,))

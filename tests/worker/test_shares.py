@@ -1,0 +1,170 @@
+"""A share of a device: what its ranks are told, and two runs beside each other on one slot."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from contracts.events.run import Member, RunExited, RunPlaced, RunStarted
+from contracts.events.train import TrainRequested
+from services.worker.context import Context
+from services.worker.core import ranks
+from services.worker.gpu_check import GpuCheck, Unfit
+from tests.worker.conftest import World
+from tests.worker.test_core import placed
+from tests.worker.test_gpu_check import GPUS, RIGHT, WRONG, FakeNvml
+from trainbus.trainer.world import limit_memory
+
+GIB = 2**30
+
+
+def place(**changes: Any) -> ranks.Place:
+    fields: dict[str, Any] = {
+        "launch_path": "/l.json", "master_address": "h", "master_port": 1, "python_path": (), "bin_folder": "/b",
+        "cores": 8, "slots": 2, "gpus": ("GPU-a", "GPU-b"), "slot_memory_bytes": 40 * GIB,
+    }  # fmt: skip
+    return ranks.Place(**{**fields, **changes})
+
+
+def environment(where: ranks.Place, index: int = 0, **spec: Any) -> dict[str, str]:
+    event = placed(**spec)
+    return ranks.environment(event, event.members[0], index, {}, where)
+
+
+LIMITS = ("TRAINBUS_MEMORY_FRACTION", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
+
+
+@pytest.mark.parametrize(
+    ("share", "where", "expected"),
+    [
+        pytest.param(1.0, place(mps_pipe="/mps"), (None, None, None), id="a whole device has no limits"),
+        # A GiB of it is for CUDA's context, so that all in all it is half.
+        pytest.param(0.5, place(), ("0.4750", "50", None), id="half of it"),
+        pytest.param(0.5, place(mps_pipe="/mps"), ("0.4750", "50", "0=20480M,1=20480M"), id="half of it, under MPS"),
+        pytest.param(0.01, place(), ("0.0050", "1", None), id="never nothing"),
+        pytest.param(0.5, place(gpus=()), (None, None, None), id="a CPU slot"),
+        pytest.param(0.0, place(mps_pipe="/mps"), (None, None, None), id="no device at all"),
+    ],
+)
+def test_the_limits_of_a_share(share: float, where: ranks.Place, expected: tuple[str | None, ...]) -> None:
+    found = environment(where, resources={"share": share}, env={"OMP_NUM_THREADS": "64"})
+    assert tuple(found.get(name) for name in LIMITS) == expected
+    assert (found.get("CUDA_MPS_PIPE_DIRECTORY") == "/mps") == bool(where.mps_pipe and 0 < share < 1)
+
+
+def test_a_run_cannot_lift_its_own_limits() -> None:
+    mine = {"TRAINBUS_MEMORY_FRACTION": "1", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100", "OMP_NUM_THREADS": "64"}
+    found = environment(place(), resources={"share": 0.25}, env=mine)
+    assert (found["TRAINBUS_MEMORY_FRACTION"], found["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"]) == ("0.2250", "25")
+    assert environment(place(gpus=()), resources={"share": 0.25}, env=mine)["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("resources", "gpus", "threads"),
+    [
+        ({}, True, "4"),
+        ({}, False, "1"),
+        ({"cpus": 6}, True, "6"),
+        ({"cpus": 2.5}, False, "2"),
+        ({"share": 0.5}, True, "1"),
+    ],
+)
+def test_threads_follow_from_what_was_asked_for(resources: dict[str, Any], gpus: bool, threads: str) -> None:
+    where = place() if gpus else place(gpus=())
+    assert environment(where, resources=resources)["OMP_NUM_THREADS"] == threads
+
+
+def test_a_rank_sees_its_own_slice_alone_and_without_a_device_none() -> None:
+    cut_up = place(gpus=("MIG-a", "MIG-b"), profiles=("1g.10gb", "1g.10gb"))
+    seen = [environment(cut_up, index, task="m:T", command=None, code={"uri": "s3://code/p", "sha256": "0" * 64},
+                        training={"max_steps": 1})["CUDA_VISIBLE_DEVICES"] for index in (0, 1)]  # fmt: skip
+    assert seen == ["MIG-b", "MIG-a"]
+    assert environment(place(), resources={"share": 0})["CUDA_VISIBLE_DEVICES"] == ""
+    assert environment(place())["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-a"
+
+
+def spec(**more: Any) -> TrainRequested:
+    return TrainRequested.model_validate({"name": "x", "command": ["true"], **more})
+
+
+@pytest.mark.parametrize(
+    ("request_", "slots", "profiles", "problem"),
+    [
+        pytest.param(spec(), (0, 1), (), None, id="fits"),
+        pytest.param(spec(), (0, 2), (), r"slots \[2\] are not on node", id="a slot that is not there"),
+        pytest.param(spec(), (0, 0), (), "was given 2 ranks for slots", id="one slot twice"),
+        pytest.param(spec(resources={"share": 0}), (0, 0), (), None, id="without a device any slots do"),
+        pytest.param(spec(), (0, 1), ("1g.10gb", "1g.10gb"), "cannot have 2 MIG slices", id="a command on two slices"),
+    ],
+)
+def test_what_cannot_be_run_is_said(
+    request_: TrainRequested, slots: tuple[int, ...], profiles: tuple[str, ...], problem: str | None
+) -> None:
+    import re
+
+    found = ranks.slot_problem(request_, Member(node_id="n", slots=slots, ranks=(0, 1)), 2, profiles)
+    assert (found is None) if problem is None else (found is not None and re.search(problem, found))
+
+
+@pytest.mark.parametrize(
+    ("held", "ill", "why"),
+    [
+        pytest.param((), "in use", "60.0 GiB", id="nobody has a part"),
+        pytest.param((0.5, 0.25), "in use", "", id="others have it"),
+        pytest.param((0.25,), "in use", "beyond the 25% that other runs have", id="more than others have"),
+        pytest.param((0.25,), "ecc", "memory errors", id="its health is asked all the same"),
+    ],
+)
+async def test_memory_of_runs_beside_is_in_order(
+    monkeypatch: pytest.MonkeyPatch, held: tuple[float, ...], ill: str, why: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(ill))
+    # What would come out wrong is not tried where somebody computes.
+    check = GpuCheck(GPUS, WRONG if held else RIGHT, patience_s=0)
+    if not why:
+        await check.check((1,), {1: held})
+        return
+    with pytest.raises(Unfit, match=why):
+        await check.check((1,), {1: held})
+
+
+def test_mps_is_used_where_its_daemon_is(tmp_path: Path) -> None:
+    context = SimpleNamespace(settings=SimpleNamespace(mps_pipe_dir=None), environment={})
+    context.environment = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
+    assert Context.mps_pipe(context) == ""  # type: ignore[arg-type]
+    (tmp_path / "control").touch()
+    assert Context.mps_pipe(context) == str(tmp_path)  # type: ignore[arg-type]
+    context.settings.mps_pipe_dir = ""
+    assert Context.mps_pipe(context) == ""  # type: ignore[arg-type]
+
+
+def test_the_trainer_keeps_to_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *arguments: said.append(arguments))
+    limit_memory({"TRAINBUS_MEMORY_FRACTION": "0.475"}, torch.device("cpu"))
+    limit_memory({}, torch.device("cuda", 0))
+    assert said == []
+    limit_memory({"TRAINBUS_MEMORY_FRACTION": "0.475"}, torch.device("cuda", 0))
+    assert said == [(0.475, torch.device("cuda", 0))]
+
+
+async def test_two_runs_share_a_slot(world: World, agent: Callable[..., Any]) -> None:
+    service = await agent()
+    half = {"resources": {"share": 0.5}}
+    first = await world.place("r1", params={"steps": 400}, **half)
+    await world.wait_for(RunStarted)
+    await world.place("r2", params={"steps": 3}, **half)
+    second = await world.wait_for(RunExited, "r2")
+    assert second.outcome == "succeeded", second
+    # The first one was not touched: it goes on to be stopped in its own time.
+    assert await world.ends("r1") == []
+    await world.place("r3", params={"steps": 3}, **half)
+    assert (await world.wait_for(RunExited, "r3")).outcome == "succeeded"
+    assert isinstance(first, RunPlaced)
+    assert service.readiness()["joined"]

@@ -29,6 +29,8 @@ class Stream:
     #: How long the server remembers message ids. Beyond it, expected sequences do the same job.
     duplicate_window_s: float = 120.0
     compress: bool = True
+    #: Whether several messages may be published at once, all of them or none.
+    atomic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class Bucket:
 
 
 REQUESTS = Stream("REQUESTS", subjects.ALL_REQUESTS, "What somebody wants: train, cancel, ingest, restore...")
-FACTS = Stream("FACTS", subjects.ALL_FACTS, "What has happened, in one total order. The source of truth.")
+FACTS = Stream("FACTS", subjects.ALL_FACTS, "What has happened, in one total order. The source of truth.", atomic=True)
 PROGRESS = Stream(
     "PROGRESS", subjects.ALL_PROGRESS, "Metric points of running trainings.", max_bytes=4 * GIB, max_age_s=14 * DAY_S
 )

@@ -125,6 +125,22 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class Outgoing:
+    """An event as it will stand on the wire."""
+
+    id: str
+    type: str
+    subject: str
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes, about."""
+        return len(self.body) + 64 * len(self.headers)
+
+
+@dataclass(frozen=True, slots=True)
 class Ack:
     """The server has it: at this sequence; ``duplicate`` if it had it already."""
 
@@ -232,19 +248,26 @@ class Bus:
         """
         parent = telemetry.within(cause.traceparent) if cause else ""
         with telemetry.span(f"publish {fact.type}", SpanKind.PRODUCER, parent):
-            traceparent = telemetry.current_traceparent(parent)
-            envelope = fact_envelope(fact, self.source, self.clock.now(), cause, traceparent)
-            return await self.publish_event(fact, fact.subject, envelope, expect=expect)
+            return await self.send(self._outgoing_fact(fact, cause, expect, telemetry.current_traceparent(parent)))
 
     async def publish_event(
         self, event: Event, subject: str, envelope: Envelope, *, expect: Expect | None = None
     ) -> Ack:
         """Publish any event under an envelope of the caller's making."""
-        headers, body = encode(event, envelope)
-        if expect is not None:
-            headers[EXPECTED_LAST] = str(expect.sequence)
-            if expect.subject:
-                headers[EXPECTED_LAST_SUBJECT] = expect.subject
+        return await self.send(_outgoing(event, subject, envelope, expect))
+
+    def outgoing(self, fact: Fact, cause: Envelope | None = None, *, expect: Expect | None = None) -> Outgoing:
+        """The message that a fact is published as, for ``send`` or a batch."""
+        traceparent = telemetry.within(cause.traceparent) if cause and cause.traceparent else ""
+        return self._outgoing_fact(fact, cause, expect, traceparent)
+
+    def _outgoing_fact(self, fact: Fact, cause: Envelope | None, expect: Expect | None, traceparent: str) -> Outgoing:
+        envelope = fact_envelope(fact, self.source, self.clock.now(), cause, traceparent)
+        return _outgoing(fact, fact.subject, envelope, expect)
+
+    async def send(self, message: Outgoing) -> Ack:
+        """Publish a message and wait until the server has stored it; see ``publish``."""
+        subject, headers, body = message.subject, message.headers, message.body
         deadline = time.monotonic() + PUBLISH_PATIENCE_S
         for attempt in range(1_000_000):
             try:
@@ -252,20 +275,20 @@ class Bus:
             except BadRequestError as error:
                 if error.err_code not in WRONG_LAST_SEQUENCE:
                     raise
-                return await self._already_there(subject, envelope.id, error)
+                return await self._already_there(subject, message.id, error)
             except nats.errors.MaxPayloadError as error:
                 # Trying again, which is what publishers do, would never end.
                 raise Poison(
-                    f"{envelope.type} has {len(body):,} bytes, more than the server takes: raise max_payload in its "
+                    f"{message.type} has {len(body):,} bytes, more than the server takes: raise max_payload in its "
                     "configuration, or publish less at once"
                 ) from error
             except (TimeoutError, nats.errors.Error, APIError) as error:
                 if time.monotonic() > deadline:
-                    raise Transient(f"NATS did not take {envelope.type}: {error!r}") from error
-                metrics.PUBLISH_RETRIES.labels(envelope.type).inc()
+                    raise Transient(f"NATS did not take {message.type}: {error!r}") from error
+                metrics.PUBLISH_RETRIES.labels(message.type).inc()
                 await asyncio.sleep(min(0.1 * 2**attempt, 2.0))
                 continue
-            metrics.PUBLISHED.labels(envelope.type).inc()
+            metrics.PUBLISHED.labels(message.type).inc()
             if self.settings.chaos_twice:
                 with suppress(APIError):
                     await self.js.publish(subject, body, headers=headers, timeout=PUBLISH_TIMEOUT_S)
@@ -562,6 +585,15 @@ def _security(user: str | None, password: str | None) -> Any:
     return SASLPlaintext(username=user, password=password or "")
 
 
+def _outgoing(event: Event, subject: str, envelope: Envelope, expect: Expect | None) -> Outgoing:
+    headers, body = encode(event, envelope)
+    if expect is not None:
+        headers[EXPECTED_LAST] = str(expect.sequence)
+        if expect.subject:
+            headers[EXPECTED_LAST_SUBJECT] = expect.subject
+    return Outgoing(envelope.id, envelope.type, subject, headers, body)
+
+
 def _raw(msg: Msg, stream: str) -> RawMessage:
     metadata = msg.metadata
     return RawMessage(msg.subject, msg.data, msg.headers or {}, stream, metadata.sequence.stream, metadata.timestamp)
@@ -607,6 +639,7 @@ __all__ = [
     "Conflict",
     "Entry",
     "Expect",
+    "Outgoing",
     "Poison",
     "Received",
     "Transient",

@@ -50,6 +50,7 @@ async def _stream(js: JetStreamContext, want: Stream, replicas: int) -> list[str
                 duplicate_window=want.duplicate_window_s,
                 compression=api.StoreCompression.S2 if want.compress else api.StoreCompression.NONE,
                 allow_direct=True,
+                allow_atomic=want.atomic,
             )
         )
         return [f"created stream {want.name}"]
@@ -70,6 +71,7 @@ def _widened(have: api.StreamConfig, want: Stream, replicas: int) -> api.StreamC
         max_bytes=_looser(have.max_bytes, want.max_bytes),
         max_age=_looser_age(have.max_age, want.max_age_s),
         max_msgs_per_subject=_looser(have.max_msgs_per_subject, want.max_messages_per_subject),
+        allow_atomic=want.atomic or have.allow_atomic,
     )
 
 

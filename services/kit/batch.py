@@ -1,0 +1,134 @@
+"""Publishing many facts at once: the server stores all of them, one behind the other, or none (ADR-50 of NATS).
+
+One round trip carries what a whole decision leads to, each fact under its own expectation. What the
+expectations say is about the stream before the batch: a fact of the batch does not count against another one.
+A server without this (before 2.12), or a stream that does not allow it, is noticed before anything is sent.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import nats.errors
+from nats.js.errors import APIError
+
+from contracts import topology
+from services.kit import metrics
+from services.kit.bus import PUBLISH_TIMEOUT_S, WRONG_LAST_SEQUENCE, Bus, Conflict, Outgoing, Transient
+
+#: The most messages that the server takes in one batch, with its default limits.
+MOST = 1000
+#: Bytes of one batch: what a slow link carries well within the timeout.
+MOST_BYTES = 4 * 2**20
+ID, SEQUENCE, COMMIT = "Nats-Batch-Id", "Nats-Batch-Sequence", "Nats-Batch-Commit"
+DUPLICATE = 10201
+#: The stream's setting was taken away, or too many batches are open at this moment.
+NOT_NOW = (10174, 10210, 10211)
+
+
+class AlreadyThere(Exception):
+    """The server has at least one of the facts already: nothing of the batch was stored now."""
+
+
+class Mismatch(Conflict):
+    """An expectation did not hold: nothing was stored. ``sequence`` is the last one where another was expected."""
+
+    def __init__(self, text: str, sequence: int) -> None:
+        super().__init__(text)
+        self.sequence = sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The facts of a batch stand at ``first`` and the sequences after it, in the order given."""
+
+    first: int
+    last: int
+
+
+class Batches:
+    """Atomic publishing on one stream, over one connection."""
+
+    def __init__(self, bus: Bus, stream: str = topology.FACTS.name) -> None:
+        self.bus, self.stream = bus, stream
+        #: What the server said, and how often the connection had been made when it did: a server that
+        #: comes back may be another one, and one that does not know the headers would store each message as it comes.
+        self._asked: tuple[int, bool] | None = None
+
+    async def available(self) -> bool:
+        """Whether the server publishes batches on this stream. Asked once a connection."""
+        connection = self.bus.nc.stats["reconnects"]
+        if self._asked is None or self._asked[0] != connection:
+            try:
+                config = (await self.bus.js.stream_info(self.stream)).config
+            except (TimeoutError, nats.errors.Error, APIError):
+                return False
+            self._asked = (connection, bool(config.allow_atomic))
+        return self._asked[1]
+
+    async def publish(self, facts: Sequence[Outgoing]) -> Stored:
+        """Store ``facts`` in this order, all or none. Never tried again by itself.
+
+        Raises:
+            Mismatch: an expectation does not hold.
+            AlreadyThere: one of them was stored before, by us or by another.
+            Transient: no answer came, or the server takes no batch now. Publishing them one by one tells.
+        """
+        if not await self.available():
+            raise Transient("the server does not publish batches on this stream")
+        batch_id = uuid.uuid4().hex
+        nc = self.bus.nc
+        try:
+            for place, one in enumerate(facts[:-1], 1):
+                await nc.publish(one.subject, one.body, headers={**one.headers, ID: batch_id, SEQUENCE: str(place)})
+            last = facts[-1]
+            headers = {**last.headers, ID: batch_id, SEQUENCE: str(len(facts)), COMMIT: "1"}
+            answer = await nc.request(last.subject, last.body, timeout=PUBLISH_TIMEOUT_S, headers=headers)
+        except (TimeoutError, nats.errors.Error) as error:
+            raise Transient(f"NATS did not answer to a batch of {len(facts)}: {error!r}") from error
+        stored = self._read(json.loads(answer.data or b"{}"), len(facts))
+        for one in facts:
+            metrics.PUBLISHED.labels(one.type).inc()
+        if self.bus.settings.chaos_twice:
+            await self._once_more(facts)
+        return stored
+
+    def _read(self, answer: dict[str, object], count: int) -> Stored:
+        error = answer.get("error")
+        if not isinstance(error, dict):
+            last = answer.get("seq")
+            if not isinstance(last, int) or answer.get("count") != count:
+                raise Transient(f"no answer to a batch of {count}: {answer}")
+            return Stored(last - count + 1, last)
+        code, text = error.get("err_code"), str(error.get("description"))
+        if code in WRONG_LAST_SEQUENCE:
+            number = text.rsplit(" ", 1)[-1]
+            raise Mismatch(text, int(number) if number.isdigit() else 0)
+        if code == DUPLICATE:
+            raise AlreadyThere(text)
+        if code in NOT_NOW:
+            self._asked = None
+        raise Transient(f"NATS did not take a batch of {count}: {text}")
+
+    async def _once_more(self, facts: Sequence[Outgoing]) -> None:
+        """Fault injection: each fact comes a second time, by itself."""
+        for one in facts:
+            with suppress(APIError, nats.errors.Error, TimeoutError):
+                await self.bus.js.publish(one.subject, one.body, headers=one.headers, timeout=PUBLISH_TIMEOUT_S)
+
+
+def parts(facts: Sequence[Outgoing], most: int = MOST, most_bytes: int = MOST_BYTES) -> list[list[Outgoing]]:
+    """``facts`` in batches that the server takes, in order."""
+    found: list[list[Outgoing]] = []
+    room = 0
+    for one in facts:
+        if not found or len(found[-1]) == most or one.size > room:
+            found.append([])
+            room = most_bytes
+        found[-1].append(one)
+        room -= one.size
+    return found

@@ -1,0 +1,117 @@
+"""Simulated agents: what the nodes say about the runs that are placed on them, on a virtual clock.
+
+They alone know how long a job takes. A job that is preempted has a checkpoint of everything it has done, and
+lets go at once; what that costs is the time that every later start takes before it makes progress again.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass
+
+from contracts.base import Fact
+from contracts.events.checkpoint import CheckpointCommitted
+from contracts.events.run import CheckpointRef, RunExited, RunPlaced, RunPreempting, RunReleased, RunStarted
+
+
+@dataclass(slots=True)
+class Work:
+    """How far a job is."""
+
+    #: Seconds that it still needs on all of its slots.
+    left_s: float
+    generation: int = 0
+    nodes: tuple[str, ...] = ()
+    #: From when on it makes progress; infinite while it has no slots.
+    from_s: float = math.inf
+    done_s: float = 0.0
+    #: Speed on the slots that it has: 1 on those it was submitted with.
+    speed: float = 1.0
+
+
+class Agents:
+    """All agents of all nodes."""
+
+    def __init__(self, durations_s: dict[str, float], resume_cost_s: float) -> None:
+        self.work = {run_id: Work(duration_s) for run_id, duration_s in durations_s.items()}
+        self.resume_cost_s = resume_cost_s
+        #: (when it is done, count, run, generation), also those that were preempted since.
+        self._ends: list[tuple[float, int, str, int]] = []
+        self._count = 0
+
+    def heard(self, fact: Fact, now_s: float) -> list[Fact]:
+        """Act on what the scheduler has said; what is said in reply, at once."""
+        if isinstance(fact, RunPlaced):
+            return self._placed(fact, now_s)
+        if isinstance(fact, RunPreempting):
+            return self._preempted(fact, now_s)
+        return []
+
+    def next_s(self) -> float:
+        """When the next job is done; infinite if none is going on."""
+        while self._ends and not self._current(*self._ends[0][2:]):
+            heapq.heappop(self._ends)
+        return self._ends[0][0] if self._ends else math.inf
+
+    def due(self, now_s: float) -> list[Fact]:
+        """What the jobs say that are done by now."""
+        said: list[Fact] = []
+        while self.next_s() <= now_s:
+            _, _, run_id, generation = heapq.heappop(self._ends)
+            work = self.work[run_id]
+            work.done_s, work.left_s = work.done_s + work.left_s, 0.0
+            work.from_s = math.inf
+            said.append(_committed(run_id, generation, work.done_s, final=True))
+            said += [_exited(run_id, generation, node_id) for node_id in work.nodes]
+        return said
+
+    def _placed(self, fact: RunPlaced, now_s: float) -> list[Fact]:
+        work = self.work[fact.run_id]
+        work.generation = fact.generation
+        work.nodes = tuple(member.node_id for member in fact.members)
+        work.speed = fact.world_size / fact.spec.slots.min
+        work.from_s = now_s + (self.resume_cost_s if fact.generation > 1 else 0.0)
+        end_s = work.from_s + work.left_s / work.speed
+        if end_s < math.inf:
+            self._count += 1
+            heapq.heappush(self._ends, (end_s, self._count, fact.run_id, fact.generation))
+        return [_started(fact.run_id, fact.generation, node_id) for node_id in work.nodes]
+
+    def _preempted(self, fact: RunPreempting, now_s: float) -> list[Fact]:
+        work = self.work[fact.run_id]
+        if not self._current(fact.run_id, fact.generation):
+            return []
+        progress_s = max(now_s - work.from_s, 0.0) * work.speed
+        work.done_s, work.left_s, work.from_s = work.done_s + progress_s, work.left_s - progress_s, math.inf
+        said: list[Fact] = [_committed(fact.run_id, fact.generation, work.done_s)] if progress_s > 0 else []
+        return said + [_released(fact.run_id, fact.generation, node_id) for node_id in work.nodes]
+
+    def _current(self, run_id: str, generation: int) -> bool:
+        work = self.work[run_id]
+        return work.generation == generation and work.from_s < math.inf
+
+
+# The facts are made without validation: they are many, and every field is ours.
+
+
+def _started(run_id: str, generation: int, node_id: str) -> RunStarted:
+    return RunStarted.model_construct(run_id=run_id, generation=generation, node_id=node_id)
+
+
+def _released(run_id: str, generation: int, node_id: str) -> RunReleased:
+    return RunReleased.model_construct(run_id=run_id, generation=generation, node_id=node_id)
+
+
+def _exited(run_id: str, generation: int, node_id: str) -> RunExited:
+    return RunExited.model_construct(run_id=run_id, generation=generation, node_id=node_id, outcome="succeeded")
+
+
+def _committed(run_id: str, generation: int, done_s: float, final: bool = False) -> CheckpointCommitted:
+    # A step is a second of work: it tells what has been done, and not what is left.
+    step = math.ceil(done_s)
+    uri = f"s3://models/{run_id}/{generation}-{step}.json"
+    ref = CheckpointRef.model_construct(uri=uri, step=step, epoch=0, samples_consumed=step)
+    return CheckpointCommitted.model_construct(
+        run_id=run_id, generation=generation, checkpoint=ref, size_bytes=1, final=final
+    )

@@ -1,0 +1,190 @@
+"""A trace through the scheduler, on a virtual clock.
+
+``play`` is the world: submissions, agents, and the clock. Who decides is on the other end of it: here the
+very ``fold`` and ``decide`` that run live (``simulate``), in ``over_bus.py`` the whole service. Everything
+of one instant is folded before anything is decided, and the clock stands still until nothing is left to decide.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from contracts.base import Fact
+from contracts.events.capacity import PolicyAdopted
+from contracts.events.run import RunAccepted, RunCancelling, RunPlaced
+from contracts.scheduling import Policy
+from services.scheduler.core.cluster import Cluster
+from services.scheduler.core.decide import plan
+from services.scheduler.core.decisions import Decision, ExplainRun, PlaceRun, fact_of
+from services.scheduler.core.fold import apply
+from services.scheduler.simulate.agents import Agents
+from services.scheduler.simulate.traces import START, Job, Trace, accepted, at
+
+#: Decisions that become facts in one pass, as in the live service.
+PASS_LIMIT = 500
+#: Passes at one instant after which the scheduler is taken not to come to rest.
+MOST_PASSES = 100_000
+#: How often the clock alone may wake an idle scheduler that then decides nothing, before it is left alone.
+MOST_IDLE_WAKES = 100
+
+
+class NeverAtRest(RuntimeError):
+    """The scheduler goes on deciding although nothing happens: it would never come to rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What happens at an instant, before the scheduler's next pass."""
+
+    now_s: float
+    facts: Sequence[Fact]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What the scheduler says in one pass; and when, if nothing happens, it wants to look again."""
+
+    facts: Sequence[Fact]
+    wake_s: float | None = None
+
+
+#: Hears every fact with its sequence and virtual time, in the order of the log.
+Listener = Callable[[Fact, int, float], None]
+Player = Generator[Turn, Pass, None]
+
+
+def play(trace: Trace, agents: Agents, progress: Callable[[int], None] = lambda submitted: None) -> Player:
+    """Yield what happens, turn by turn; is sent what the scheduler says to it."""
+    jobs = deque(trace.jobs)
+    now_s = min(jobs[0].submit_s, 0.0) if jobs else 0.0
+    facts: list[Fact] = list(trace.nodes)
+    waiting: dict[str, None] = {}
+    passes = idle_wakes = 0
+    while True:
+        said = yield Turn(now_s, facts)
+        passes += 1
+        facts = [reply for fact in said.facts for reply in agents.heard(fact, now_s)]
+        facts += agents.due(now_s)
+        if trace.packing:
+            _forget_placed(waiting, said.facts)
+        if said.facts or facts:
+            idle_wakes = 0
+            if passes > MOST_PASSES:
+                raise NeverAtRest(f"{MOST_PASSES} passes at {now_s:g} s; the last said {said.facts[:5]}")
+            continue
+        if waiting:
+            facts, waiting = [_gives_up(run_id) for run_id in waiting], {}
+            continue
+        next_s = min(jobs[0].submit_s if jobs else math.inf, agents.next_s())
+        if said.wake_s is not None and now_s < said.wake_s < next_s:
+            idle_wakes += next_s == math.inf
+            next_s = said.wake_s if idle_wakes <= MOST_IDLE_WAKES else next_s
+        if next_s == math.inf:
+            return
+        now_s, passes = next_s, 0
+        facts = agents.due(now_s)
+        came = _submitted(jobs, now_s)
+        facts += [accepted(job) for job in came]
+        if trace.packing:
+            waiting = {job.run_id: None for job in came}
+        progress(len(trace.jobs) - len(jobs))
+
+
+def _submitted(jobs: deque[Job], now_s: float) -> list[Job]:
+    came = []
+    while jobs and jobs[0].submit_s <= now_s:
+        came.append(jobs.popleft())
+    return came
+
+
+def _forget_placed(waiting: dict[str, None], facts: Sequence[Fact]) -> None:
+    for fact in facts:
+        if isinstance(fact, RunPlaced):
+            waiting.pop(fact.run_id, None)
+
+
+def _gives_up(run_id: str) -> RunCancelling:
+    """Nothing ever ends in a test of packing: what finds no place as it comes never will."""
+    return RunCancelling(run_id=run_id, reason="found no place as it came")
+
+
+@dataclass(slots=True)
+class Effort:
+    """What deciding has taken."""
+
+    #: Seconds of each pass.
+    pass_s: list[float] = field(default_factory=list)
+    decisions: int = 0
+    wall_s: float = 0.0
+
+
+def simulate(
+    trace: Trace,
+    policy: Policy,
+    *,
+    resume_cost_s: float = 60.0,
+    listeners: Sequence[Listener] = (),
+    progress: Callable[[int], None] = lambda submitted: None,
+) -> Effort:
+    """Play the trace with ``fold`` and ``decide`` as they run live. The listeners hear all that happens."""
+    started = time.perf_counter()
+    core = Core(policy, listeners)
+    agents = Agents({job.run_id: job.duration_s for job in trace.jobs}, resume_cost_s)
+    player = play(trace, agents, progress)
+    try:
+        turn = next(player)
+        while True:
+            turn = player.send(core.turn(turn))
+    except StopIteration:
+        core.effort.wall_s = time.perf_counter() - started
+        return core.effort
+
+
+class Core:
+    """The scheduler without a bus: the log is a counter."""
+
+    def __init__(self, policy: Policy, listeners: Sequence[Listener] = ()) -> None:
+        self.policy, self.listeners = policy, tuple(listeners)
+        self.cluster = Cluster()
+        self.effort = Effort()
+        self._sequence = 0
+        self._say(PolicyAdopted(digest=policy.digest, policy=policy, instance="simulate"), 0.0, START)
+
+    def turn(self, turn: Turn) -> Pass:
+        """Fold what happened, decide once, and fold what was decided."""
+        now = at(turn.now_s)
+        for fact in turn.facts:
+            self._say(fact, turn.now_s, now)
+        started = time.perf_counter()
+        planned = plan(self.cluster, now, self.policy)
+        self.effort.pass_s.append(time.perf_counter() - started)
+        decisions = in_order(planned.decisions)[:PASS_LIMIT]
+        # All facts of a pass are made from what was known as it began.
+        said = [fact_of(decision, self.cluster, now) for decision in decisions]
+        for fact in said:
+            self._say(fact, turn.now_s, now)
+        self.effort.decisions += len(said)
+        wake_at: datetime | None = getattr(planned, "wake_at", None)
+        return Pass(said, (wake_at - START).total_seconds() if wake_at is not None else None)
+
+    def _say(self, fact: Fact, now_s: float, now: datetime) -> None:
+        self._sequence += 1
+        apply(self.cluster, fact, self._sequence, now)
+        for listener in self.listeners:
+            listener(fact, self._sequence, now_s)
+
+
+def in_order(decisions: Sequence[Decision]) -> list[Decision]:
+    """What ends or stops runs first, then placements, explanations last."""
+    placements = [decision for decision in decisions if isinstance(decision, PlaceRun)]
+    explanations = [decision for decision in decisions if isinstance(decision, ExplainRun)]
+    others = [decision for decision in decisions if not isinstance(decision, PlaceRun | ExplainRun)]
+    return others + placements + explanations
+
+
+__all__ = ["Agents", "Core", "Effort", "Listener", "NeverAtRest", "Pass", "Player", "RunAccepted", "Turn", "play"]

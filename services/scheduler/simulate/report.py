@@ -1,0 +1,294 @@
+"""What came of a simulation: each job's story, and the figures over all of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC
+from typing import IO, Any
+
+from contracts.base import Fact
+from contracts.events.node import NodeJoined
+from contracts.events.run import (
+    Member,
+    RunAccepted,
+    RunCancelled,
+    RunCompleted,
+    RunExited,
+    RunFailed,
+    RunPlaced,
+    RunPreempting,
+    RunReleased,
+    RunWaiting,
+)
+from contracts.scheduling import Policy
+from services.scheduler.simulate.engine import Effort
+from services.scheduler.simulate.traces import SOURCE, Job, Trace, at
+
+#: Decimals of the figures in JSON.
+DIGITS = 6
+#: How many of the jobs that can never run are named.
+NAMED = 20
+
+
+@dataclass(slots=True)
+class Span:
+    """A placement: from when to when, and where."""
+
+    start_s: float
+    members: tuple[Member, ...]
+    slots: int
+    end_s: float = math.inf
+
+
+@dataclass(slots=True)
+class Story:
+    """What became of a job."""
+
+    job: Job
+    spans: list[Span] = field(default_factory=list)
+    preemptions: int = 0
+    completed_s: float = math.inf
+    #: Ended otherwise than well, and why.
+    ended: str = ""
+    #: The last reason for which it was said to wait.
+    waiting: str = ""
+
+    @property
+    def wait_s(self) -> float:
+        """All the time in which it made no progress: queued, preempted, and starting again."""
+        return self.completed_s - self.job.submit_s - self.job.duration_s
+
+    @property
+    def jct_s(self) -> float:
+        return self.completed_s - self.job.submit_s
+
+
+class Recorder:
+    """Listens to a simulation and keeps what the figures and the plots are made of."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.stories = {job.run_id: Story(job) for job in trace.jobs}
+        #: (time, slots in use) and (time, slots that waiting jobs ask for), at each change.
+        self.used: list[tuple[float, int]] = [(0.0, 0)]
+        self.wanted: list[tuple[float, int]] = [(0.0, 0)]
+        #: (GPUs that were asked for so far, GPUs given) after each arrival, for packing.
+        self.packed: list[tuple[float, float]] = []
+        self._arrived = self._given = 0.0
+        self._live: dict[str, set[str]] = {}
+
+    def hear(self, fact: Fact, sequence: int, now_s: float) -> None:
+        """A listener of the simulation."""
+        if isinstance(fact, RunAccepted):
+            self._wanted(now_s, fact.spec.slots.min)
+            self._arrived += self.stories[fact.run_id].job.gpus
+            self.packed.append((self._arrived, self._given))
+        elif isinstance(fact, RunPlaced):
+            self._placed(fact, now_s)
+        elif isinstance(fact, RunReleased | RunExited):
+            self._ended(fact, now_s)
+        elif isinstance(fact, RunPreempting):
+            self.stories[fact.run_id].preemptions += 1
+        elif isinstance(fact, RunCompleted):
+            self.stories[fact.run_id].completed_s = now_s
+        elif isinstance(fact, RunFailed | RunCancelled):
+            self._gone(fact, now_s)
+        elif isinstance(fact, RunWaiting):
+            self.stories[fact.run_id].waiting = fact.code
+
+    def _placed(self, fact: RunPlaced, now_s: float) -> None:
+        story = self.stories[fact.run_id]
+        slots = sum(len(member.slots) for member in fact.members)
+        story.spans.append(Span(now_s, fact.members, slots))
+        self._live[fact.run_id] = {member.node_id for member in fact.members}
+        self._given += slots * story.job.spec.resources.share
+        if self.packed:
+            self.packed[-1] = (self._arrived, self._given)
+        self._wanted(now_s, -story.job.slots)
+        self._use(now_s, slots)
+
+    def _ended(self, fact: RunReleased | RunExited, now_s: float) -> None:
+        live = self._live[fact.run_id]
+        live.discard(fact.node_id)
+        if live:
+            return
+        story = self.stories[fact.run_id]
+        span = story.spans[-1]
+        span.end_s = now_s
+        self._given -= span.slots * story.job.spec.resources.share
+        self._use(now_s, -span.slots)
+        if isinstance(fact, RunReleased):
+            self._wanted(now_s, story.job.slots)
+
+    def _gone(self, fact: RunFailed | RunCancelled, now_s: float) -> None:
+        story = self.stories[fact.run_id]
+        story.ended = fact.reason
+        if not story.spans:
+            self._wanted(now_s, -story.job.slots)
+
+    def _use(self, now_s: float, change: int) -> None:
+        _step(self.used, now_s, change)
+
+    def _wanted(self, now_s: float, change: int) -> None:
+        _step(self.wanted, now_s, change)
+
+
+def _step(series: list[tuple[float, int]], now_s: float, change: int) -> None:
+    value = series[-1][1] + change
+    if series[-1][0] == now_s:
+        series[-1] = (now_s, value)
+    else:
+        series.append((now_s, value))
+
+
+# -- figures ----------------------------------------------------------------------------------------
+
+
+def figures(recorder: Recorder, effort: Effort) -> dict[str, Any]:
+    """Everything that is worth a number, flat."""
+    trace, stories = recorder.trace, list(recorder.stories.values())
+    found: dict[str, Any] = {"jobs": len(stories)}
+    found |= _packing(recorder) if trace.packing else _waiting(recorder, stories)
+    found["preemptions"] = sum(story.preemptions for story in stories)
+    found["decisions"] = effort.decisions
+    found["decisions_per_s"] = effort.decisions / effort.wall_s if effort.wall_s else 0.0
+    found["decide_p99_ms"] = quantile(sorted(effort.pass_s), 0.99) * 1000
+    found["decide_s"] = sum(effort.pass_s)
+    found["wall_s"] = effort.wall_s
+    return {name: round(value, DIGITS) if isinstance(value, float) else value for name, value in found.items()}
+
+
+def _waiting(recorder: Recorder, stories: Sequence[Story]) -> dict[str, Any]:
+    done = [story for story in stories if story.completed_s < math.inf]
+    waits, times = sorted(story.wait_s for story in done), sorted(story.jct_s for story in done)
+    first_s = min((story.job.submit_s for story in stories), default=0.0)
+    last_s = max((story.completed_s for story in done), default=first_s)
+    held = sum((min(span.end_s, last_s) - span.start_s) * span.slots for story in stories for span in story.spans)
+    room = recorder.trace.slots * (last_s - first_s)
+    busy, backlog_s = _backlog(recorder)
+    infeasible = [story for story in stories if not story.spans and not story.ended]
+    return {
+        "completed": len(done),
+        "infeasible": len(infeasible),
+        "infeasible_jobs": [
+            {"run_id": s.job.run_id, "slots": s.job.slots, "code": s.waiting} for s in infeasible[:NAMED]
+        ],
+        "unfinished": sum(bool(story.spans) and not story.ended for story in stories) - len(done),
+        "avg_wait_s": _mean(waits),
+        "p50_wait_s": quantile(waits, 0.5),
+        "p99_wait_s": quantile(waits, 0.99),
+        "max_wait_s": quantile(waits, 1.0),
+        "avg_jct_s": _mean(times),
+        "p50_jct_s": quantile(times, 0.5),
+        "p99_jct_s": quantile(times, 0.99),
+        "makespan_s": last_s - first_s,
+        "utilisation": held / room if room else 0.0,
+        "allocated_while_backlog": busy,
+        "backlog_s": backlog_s,
+    }
+
+
+def _backlog(recorder: Recorder) -> tuple[float, float]:
+    """The share of slots in use while those that wait ask for more than there are in all; and for how long."""
+    slots = recorder.trace.slots
+    marks = sorted({moment for moment, _ in recorder.used} | {moment for moment, _ in recorder.wanted})
+    used, wanted = _at(recorder.used, marks), _at(recorder.wanted, marks)
+    held = total_s = 0.0
+    for i in range(len(marks) - 1):
+        if wanted[i] > slots:
+            held += used[i] * (marks[i + 1] - marks[i])
+            total_s += marks[i + 1] - marks[i]
+    return (held / (slots * total_s) if total_s and slots else 0.0), total_s
+
+
+def _at(series: Sequence[tuple[float, int]], marks: Sequence[float]) -> list[int]:
+    """The value of a step series at each of the ascending marks."""
+    values, i = [], 0
+    for mark in marks:
+        while i + 1 < len(series) and series[i + 1][0] <= mark:
+            i += 1
+        values.append(series[i][1])
+    return values
+
+
+def _packing(recorder: Recorder) -> dict[str, Any]:
+    stories = recorder.stories.values()
+    placed = sum(bool(story.spans) for story in stories)
+    capacity = recorder.trace.slots
+    at_100 = next((given for asked, given in recorder.packed if asked >= capacity), None)
+    reasons: dict[str, int] = {}
+    for story in stories:
+        if not story.spans:
+            reasons[story.waiting or story.ended] = reasons.get(story.waiting or story.ended, 0) + 1
+    return {
+        "arrived": len(recorder.packed),
+        "placed": placed,
+        "unplaced": len(recorder.packed) - placed,
+        "unplaced_reasons": reasons,
+        "arrived_gpus": recorder.packed[-1][0] if recorder.packed else 0.0,
+        "allocated_gpu_percent_at_100": 100 * at_100 / capacity if at_100 is not None else None,
+        "allocated_gpu_percent": 100 * recorder.packed[-1][1] / capacity if recorder.packed and capacity else 0.0,
+    }
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """The quantile of ascending values, linear between neighbours; 0 of none."""
+    if not ordered:
+        return 0.0
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else 0.0
+
+
+# -- the log ----------------------------------------------------------------------------------------
+
+
+class EventLog:
+    """Writes every fact as one line of JSON: a CloudEvent with its sequence in the log."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def hear(self, fact: Fact, sequence: int, now_s: float) -> None:
+        """A listener of the simulation."""
+        head = {
+            "specversion": "1.0",
+            "sequence": sequence,
+            "id": fact.event_id,
+            "source": SOURCE,
+            "type": fact.type,
+            "subject": fact.subject,
+            "time": at(now_s).astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
+        }
+        # As on the bus: defaults are left out of the body.
+        body = fact.model_dump_json(exclude_defaults=True)
+        self._file.write(f'{json.dumps(head)[:-1]}, "data": {body}}}\n')
+
+
+def placements(recorder: Recorder) -> list[tuple[str, int, tuple[tuple[str, tuple[int, ...]], ...]]]:
+    """Every placement (run, generation, members) in the order of time, to compare two simulations by."""
+    found = [
+        (span.start_s, run_id, generation, tuple((m.node_id, m.slots) for m in span.members))
+        for run_id, story in recorder.stories.items()
+        for generation, span in enumerate(story.spans, 1)
+    ]
+    return [(run_id, generation, members) for _, run_id, generation, members in sorted(found)]
+
+
+def summary(recorder: Recorder, effort: Effort, policy: Policy, settings: dict[str, Any]) -> dict[str, Any]:
+    """The figures under what they were measured with."""
+    head = {"trace": recorder.trace.name, "policy": policy.name, "policy_digest": policy.digest, **settings}
+    return head | {"gpus": recorder.trace.slots, "nodes": len(recorder.trace.nodes)} | figures(recorder, effort)
+
+
+def nodes_of(trace: Trace) -> list[NodeJoined]:
+    """The nodes in the order in which a chart shows them."""
+    return sorted(trace.nodes, key=lambda joined: joined.node_id)

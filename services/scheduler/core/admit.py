@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 from contracts.events.run import CheckpointRef, Problem
 from contracts.events.train import DataSource, RestoreRequested, TrainRequested
 from services.scheduler.core.cluster import Cluster, Run
@@ -9,6 +12,10 @@ from services.scheduler.core.decisions import AcceptRun, RejectRun
 
 #: How many of the existing checkpoints a rejection lists.
 LISTED = 20
+#: How many problems the reason of a rejection names; the fact has all of them.
+NAMED = 5
+#: The longest name of a run.
+NAME_LENGTH = 200
 
 
 def needs_the_log(spec: TrainRequested) -> bool:
@@ -36,10 +43,20 @@ def answer_train(cluster: Cluster, run_id: str, spec: TrainRequested) -> AcceptR
     return AcceptRun(run_id, spec)
 
 
+def answer_invalid(run_id: str, data: Any, problems: Iterable[tuple[str, str]]) -> RejectRun:
+    """Reject what does not fit its schema with what is wrong, (field, message) each. ``data`` is the body, if any."""
+    name = data.get("name") if isinstance(data, dict) else None
+    listed = tuple(Problem(field=field, message=message) for field, message in problems)
+    reason = "the request is not valid: " + "; ".join(
+        f"{problem.field}: {problem.message}" if problem.field else problem.message for problem in listed[:NAMED]
+    )
+    return RejectRun(run_id, name[:NAME_LENGTH] if isinstance(name, str) else None, reason, listed)
+
+
 def answer_restore(parent: Run, run_id: str, request: RestoreRequested) -> AcceptRun | RejectRun:
     """Make a new run out of ``parent``'s request, starting from the checkpoint that is asked for."""
     found = find_checkpoint(parent, request)
-    name = f"{parent.spec.name} (restored)"[:200]
+    name = f"{parent.spec.name} (restored)"[:NAME_LENGTH]
     if found is None:
         field, wanted = ("step", request.step) if request.step is not None else ("epoch", request.epoch)
         message = f"run {parent.run_id} has no committed checkpoint of {field} {wanted}; {_existing(parent)}"

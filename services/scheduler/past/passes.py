@@ -1,0 +1,49 @@
+"""One pass of the scheduler, made again: from a cluster, a clock and a policy to the facts it would have published."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from contracts.base import Fact
+from contracts.events.run import Decided
+from contracts.scheduling import Policy
+from services.scheduler.core.cluster import EPOCH, Cluster
+from services.scheduler.core.decide import Plan, plan
+from services.scheduler.core.decisions import fact_of
+
+
+class PassKey(NamedTuple):
+    """What a pass was made from: the same for all of its decisions."""
+
+    at_sequence: int
+    at: datetime
+    #: Digest of the policy.
+    policy: str
+    hearing_since: datetime | None
+
+
+def key_of(fact: Fact | None) -> PassKey | None:
+    """The pass that a fact was decided in; None if it is no decision, or does not say."""
+    decided: Decided | None = getattr(fact, "decided", None)
+    if decided is None:
+        return None
+    return PassKey(decided.at_sequence, decided.at, decided.policy, decided.hearing_since)
+
+
+def plan_again(cluster: Cluster, key: PassKey, policy: Policy) -> Plan:
+    """The plan of that pass. ``cluster`` must be folded up to ``key.at_sequence``."""
+    return plan(cluster, key.at, policy, key.hearing_since or EPOCH)
+
+
+def facts_of(made: Plan, cluster: Cluster, key: PassKey) -> list[Fact]:
+    """What the decisions of a plan are published as, in the order in which they were decided."""
+    stamp = Decided(at_sequence=key.at_sequence, at=key.at, policy=key.policy, hearing_since=key.hearing_since)
+    return [stamped(fact_of(decision, cluster, key.at), stamp) for decision in made.decisions]
+
+
+def stamped(fact: Any, decided: Decided | None) -> Any:
+    """The fact with this word on what it was decided from, if it is of a kind that says so."""
+    if "decided" not in type(fact).model_fields or fact.decided == decided:
+        return fact
+    return fact.model_copy(update={"decided": decided})

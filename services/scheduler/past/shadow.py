@@ -1,0 +1,217 @@
+"""A candidate policy beside the one in force: at each point, from the same state, what would it have done?
+
+One step at a time: the candidate always goes on from what really happened, never from what it would have made happen.
+So each single decision is compared fairly, and what many of them would add up to is for ``whatif.py`` to say.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from contracts import subjects
+from contracts.base import Fact
+from contracts.events.capacity import PolicyAdopted
+from contracts.events.run import RunPlaced, RunPreempting, RunWaiting
+from contracts.scheduling import Policy
+from services.scheduler.core.cluster import Cluster
+from services.scheduler.core.decide import Plan
+from services.scheduler.past.log import Entry, fold_entry
+from services.scheduler.past.passes import PassKey, facts_of, key_of, plan_again
+
+#: Facts that are held back until it is known from which of them the leader decided. Beyond, the oldest are folded.
+HELD_BACK = 10_000
+#: What is said of a run that a plan neither starts nor gives a reason for.
+NO_REASON = "not waiting"
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What the candidate would have published, where, and the id under which it is said once."""
+
+    subject: str
+    message_id: str
+    fact: Fact
+
+
+@dataclass(slots=True)
+class Start:
+    """A placement that was made, and when the candidate would have made it (None: not by then)."""
+
+    run_id: str
+    generation: int
+    placed_at: datetime
+    candidate_at: datetime | None
+    #: Why the candidate would not have made it.
+    reason: str = ""
+
+    @property
+    def earlier_s(self) -> float | None:
+        return None if self.candidate_at is None else (self.placed_at - self.candidate_at).total_seconds()
+
+
+@dataclass(slots=True)
+class Comparison:
+    """What has been compared so far."""
+
+    points: int = 0
+    #: Points at which both would have started and stopped the very same, on the same slots.
+    agreeing: int = 0
+    #: Points at which both would have started and stopped the same runs, some on other slots.
+    agreeing_but_where: int = 0
+    starts: list[Start] = field(default_factory=list)
+    #: Placements the candidate would have made that have not been made yet, and since when.
+    only_candidate: dict[tuple[str, int], datetime] = field(default_factory=dict)
+    #: (run, generation) that would have been stopped: by the policy in force, by the candidate.
+    stops_in_force: set[tuple[str, int]] = field(default_factory=set)
+    stops_candidate: set[tuple[str, int]] = field(default_factory=set)
+    #: Why the policy in force kept runs waiting that the candidate would have started, and the other way round.
+    candidate_starts_while: Counter[str] = field(default_factory=Counter)
+    candidate_waits_for: Counter[str] = field(default_factory=Counter)
+    #: Passes of the leader that came to be known when what they were made from was past.
+    missed: int = 0
+
+
+class Shadow:
+    """Folds the log a little behind, and has both policies decide at each point. Deterministic."""
+
+    def __init__(self, candidate: Policy, in_force: Policy, said: Iterable[str] = ()) -> None:
+        self.cluster = Cluster()
+        self.candidate, self.in_force = candidate, in_force
+        self.result = Comparison()
+        self._policies: dict[str, Policy] = {in_force.digest: in_force}
+        self._held: deque[Entry] = deque()
+        self._said = set(said)
+        self._compared: set[PassKey] = set()
+        #: Starts that the candidate would have made, of runs that wait still.
+        self._would_start: dict[tuple[str, int], datetime] = {}
+        self._why_not: dict[tuple[str, int], str] = {}
+        self._hearing_since: datetime | None = None
+        self._folded = 0
+
+    def catch_up(self, entries: Iterable[Entry]) -> None:
+        """Fold what happened before anything is compared."""
+        for entry in entries:
+            self._learn(entry.fact)
+            fold_entry(self.cluster, entry)
+        self._folded = self.cluster.sequence
+
+    def hear(self, entries: Iterable[Entry]) -> list[Said]:
+        """Take in what is new, and compare at every point at which the leader is known to have decided."""
+        said: list[Said] = []
+        for entry in entries:
+            self._learn(entry.fact)
+            key = key_of(entry.fact)
+            if key is not None and key not in self._compared:
+                said += self._at_pass(key)
+            self._held.append(entry)
+        while len(self._held) > HELD_BACK:
+            self._fold(self._held.popleft())
+        return said
+
+    def rest(self, now: datetime) -> list[Said]:
+        """Nothing has come for a while: compare at this moment, if anything has changed since the last time.
+
+        Where the policy in force decides nothing there is no fact that would tell of it.
+        """
+        while self._held:
+            self._fold(self._held.popleft())
+        if not self.cluster.unqueued and not self.cluster.queued and not self.cluster.active:
+            return []
+        key = PassKey(self.cluster.sequence, now, self.in_force.digest, self._hearing_since)
+        return self._compare(key, self.in_force)
+
+    # -- the log ------------------------------------------------------------
+
+    def _learn(self, fact: Fact | None) -> None:
+        if isinstance(fact, PolicyAdopted):
+            self._policies[fact.digest] = self.in_force = fact.policy
+
+    def _fold(self, entry: Entry) -> None:
+        fold_entry(self.cluster, entry)
+        if isinstance(entry.fact, RunPlaced):
+            self._placed(entry.fact, entry.time)
+
+    def _placed(self, fact: RunPlaced, time: datetime) -> None:
+        """A run has been placed: would the candidate have done it by now, and since when?"""
+        which = (fact.run_id, fact.generation)
+        since, why = self._would_start.pop(which, None), self._why_not.pop(which, NO_REASON)
+        self.result.only_candidate.pop(which, None)
+        if since is None:
+            self.result.candidate_waits_for[why] += 1
+        self.result.starts.append(Start(fact.run_id, fact.generation, time, since, "" if since else why))
+
+    # -- points -------------------------------------------------------------
+
+    def _at_pass(self, key: PassKey) -> list[Said]:
+        """The leader's own point: fold up to what it had folded, and take its clock."""
+        self._compared.add(key)
+        self._hearing_since = key.hearing_since
+        while self._held and self._held[0].sequence <= key.at_sequence:
+            self._fold(self._held.popleft())
+        policy = self._policies.get(key.policy)
+        if self.cluster.sequence > key.at_sequence or policy is None:
+            self.result.missed += 1
+            return []
+        return self._compare(key, policy)
+
+    def _compare(self, key: PassKey, in_force: Policy) -> list[Said]:
+        made = plan_again(self.cluster, key, in_force)
+        stamp = key._replace(policy=self.candidate.digest)
+        other = plan_again(self.cluster, stamp, self.candidate)
+        facts, others = facts_of(made, self.cluster, key), facts_of(other, self.cluster, stamp)
+        self._count(key.at, facts, others, made, other)
+        return self._new(others)
+
+    def _count(self, at: datetime, facts: list[Fact], others: list[Fact], made: Plan, other: Plan) -> None:
+        result = self.result
+        starts, stops = _starts(facts), _stops(facts)
+        starts_other, stops_other = _starts(others), _stops(others)
+        result.points += 1
+        if stops == stops_other and starts.keys() == starts_other.keys():
+            same = all(starts[which].members == starts_other[which].members for which in starts)
+            result.agreeing += same
+            result.agreeing_but_where += not same
+        result.stops_in_force |= stops
+        result.stops_candidate |= stops_other
+        for which in starts_other:
+            self._would_start.setdefault(which, at)
+            if which not in starts and which not in result.only_candidate:
+                result.only_candidate[which] = at
+                result.candidate_starts_while[_reason(made, which[0])] += 1
+        for which in starts.keys() - starts_other.keys():
+            self._why_not[which] = _reason(other, which[0])
+
+    def _new(self, facts: list[Fact]) -> list[Said]:
+        """What the candidate says that it has not said before."""
+        said = []
+        for fact in facts:
+            message_id = f"shadow/{self.candidate.digest}/{_once(fact)}"
+            if message_id not in self._said:
+                self._said.add(message_id)
+                said.append(Said(subjects.shadow(self.candidate.digest, fact.subject), message_id, fact))
+        return said
+
+
+def _once(fact: Fact) -> str:
+    """The same for what need not be said again: a reason to wait is the same reason at the next point."""
+    if isinstance(fact, RunWaiting):
+        return f"run/{fact.run_id}/waiting/{fact.next_generation}/{fact.code}"
+    return fact.event_id
+
+
+def _starts(facts: Iterable[Fact]) -> dict[tuple[str, int], RunPlaced]:
+    return {(fact.run_id, fact.generation): fact for fact in facts if isinstance(fact, RunPlaced)}
+
+
+def _stops(facts: Iterable[Fact]) -> set[tuple[str, int]]:
+    return {(fact.run_id, fact.generation) for fact in facts if isinstance(fact, RunPreempting)}
+
+
+def _reason(made: Plan, run_id: str) -> str:
+    """The code for which a plan lets a run wait."""
+    why: Any = made.waits.get(run_id)
+    return str(why.code) if why is not None else NO_REASON

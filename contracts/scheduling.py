@@ -195,6 +195,10 @@ class Pools(Part):
     tiers: dict[str, tuple[Literal["on-demand", "spot"], ...]] = Field(default_factory=dict)
     #: What an interruption costs a run besides its lost slots.
     restart_s: float = Field(60.0, ge=0)
+    #: Wanted nodes that have not come after so long are looked for in the next pool.
+    patience_s: float = Field(300.0, gt=0)
+    #: And the pool is tried again after so long.
+    retry_s: float = Field(1_800.0, gt=0)
     #: A node that has been idle for so long is not wanted any more.
     idle_s: float = Field(600.0, ge=0)
 

@@ -84,6 +84,7 @@ class RunAccepted(RunFact, fact="accepted"):
     request_source: str
     #: Set when the request starts from another run's checkpoint.
     parent_run_id: str | None = None
+    decided: Decided | None = None
 
 
 class RunRejected(RunFact, fact="rejected"):
@@ -92,6 +93,7 @@ class RunRejected(RunFact, fact="rejected"):
     name: str | None = None
     reason: str
     problems: tuple[Problem, ...] = ()
+    decided: Decided | None = None
 
 
 class RunPrepared(RunFact, fact="prepared"):

@@ -12,7 +12,7 @@ from contracts.events import node
 from contracts.events.run import CheckpointRef, RunExited, RunPreempting, RunPrepared, RunReserved, RunStalled
 from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy
-from services.scheduler.core.demand import WHOLE, Demand, demand_of
+from services.scheduler.core.demand import WHOLE, Demand
 from services.scheduler.core.index import Index
 
 Ending = Literal["released", "succeeded", "failed", "lost"]

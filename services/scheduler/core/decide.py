@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from heapq import merge
 
 from contracts.scheduling import Policy
 from services.scheduler.core import order
-from services.scheduler.core.cluster import EPOCH, TERMINAL, Cluster, Phase, Run
+from services.scheduler.core.cluster import EPOCH, Cluster, Run
 from services.scheduler.core.decisions import CancelRun, Decision, ExplainRun, LoseNode, PlaceRun, PreemptRun, QueueRun
 from services.scheduler.core.elastic import growing
 from services.scheduler.core.explain import Why, message, too_large
@@ -35,7 +35,7 @@ LOOKED_AT = 200
 
 @dataclass(slots=True)
 class Plan:
-    """The outcome of one pass: the decisions, for each run that was looked at and waits, why, and when to look again."""
+    """The outcome of one pass: the decisions; for each run that was looked at and waits, why; when to look again."""
 
     decisions: list[Decision] = field(default_factory=list)
     waits: dict[str, Why] = field(default_factory=dict)
@@ -53,10 +53,18 @@ def decide(cluster: Cluster, now: datetime, policy: Policy, hearing_since: datet
 
 
 def plan(
-    cluster: Cluster, now: datetime, policy: Policy, hearing_since: datetime = EPOCH, about: str | None = None
+    cluster: Cluster,
+    now: datetime,
+    policy: Policy,
+    hearing_since: datetime = EPOCH,
+    about: str | None = None,
+    told: int = TOLD,
 ) -> Plan:
-    """``decide``, with the reasons for which others wait: of the first ones, and of the run ``about``."""
-    return Pass(cluster, now, policy, hearing_since, about).made()
+    """``decide``, with the reasons for which others wait: of the first ones, and of the run ``about``.
+
+    ``told``: how many runs are told why they wait, at most.
+    """
+    return Pass(cluster, now, policy, hearing_since, about, told).made()
 
 
 def lost_nodes(cluster: Cluster, expired: set[str]) -> list[LoseNode]:
@@ -92,9 +100,16 @@ class Pass:
     """One pass over a cluster."""
 
     def __init__(
-        self, cluster: Cluster, now: datetime, policy: Policy, hearing_since: datetime, about: str | None
+        self,
+        cluster: Cluster,
+        now: datetime,
+        policy: Policy,
+        hearing_since: datetime,
+        about: str | None,
+        told: int,
     ) -> None:
-        self.cluster, self.now, self.policy, self.hearing_since, self.about = cluster, now, policy, hearing_since, about
+        self.cluster, self.now, self.policy, self.hearing_since = cluster, now, policy, hearing_since
+        self.about, self.told = about, told
         self.now_s = now.timestamp()
         self.result = Plan()
         self.space = Space.free(cluster)
@@ -125,6 +140,9 @@ class Pass:
             self.result.decisions += grown
             self._wake_at(wake_s)
         self._tell()
+        if self.about in self.result.waits:
+            run = self.cluster.runs[self.about]
+            self.result.waits[self.about] = self._in_numbers(run, self.result.waits[self.about])
         if self._wake_s < math.inf:
             self.result.wake_at = datetime.fromtimestamp(self._wake_s, UTC)
         return self.result
@@ -139,13 +157,7 @@ class Pass:
             run = self.cluster.runs[run_id]
             settlement = self._settled(run)
             if settlement is None:
-                del index.unsettled[run_id]
-                if run_id in self.cluster.queued:
-                    index.untold[run_id] = None
-                look_s = next_look(run, self.policy, self.hearing_since)
-                if look_s > self.now_s and look_s < math.inf:
-                    index.alarm(look_s, run_id)
-                index.touched[run_id] = None
+                self._leave_alone(run)
                 continue
             self.result.decisions.append(settlement)
             if isinstance(settlement, PreemptRun):
@@ -155,6 +167,18 @@ class Pass:
         if index.alarms:
             self._wake_at(index.alarms[0][0])
         return leaving
+
+    def _leave_alone(self, run: Run) -> None:
+        """Nothing is to be decided about the run until something is said about it, or its time has come."""
+        index, look_s = self.cluster.index, next_look(run, self.policy)
+        index.touched[run.run_id] = None
+        if run.run_id in self.cluster.queued:
+            index.untold[run.run_id] = None
+        if not look_s <= self.now_s:
+            # (One whose time has come, and that is only not heard yet, is looked at in every pass.)
+            del index.unsettled[run.run_id]
+            if look_s < math.inf:
+                index.alarm(look_s, run.run_id)
 
     def _settled(self, run: Run) -> Decision | None:
         cluster, run_id = self.cluster, run.run_id
@@ -177,7 +201,10 @@ class Pass:
         """Everything that waits, in order."""
         runs = self.cluster.runs
         line = order.in_line(self.cluster.index.line.groups, lambda team: (0.0,), self.policy)
-        fresh = sorted((order.key_of(self.cluster, run, self.now, self.policy), run_id) for run_id, run in self._fresh.items())
+        key_of = order.key_of
+        fresh = sorted(
+            (key_of(self.cluster, run, self.now, self.policy), run_id) for run_id, run in self._fresh.items()
+        )
         for key, run_id in merge(line, fresh) if fresh else line:
             run = runs[run_id]
             if run.cancel_reason is None:
@@ -213,13 +240,14 @@ class Pass:
                 continue
             passed += 1
             self._blocked.append(run)
-            eligible = self.placer.eligible(wants)
-            ahead = next((closed[node_id] for node_id in eligible if node_id in closed), None)
+            wanted = self.placer.waits_for(run, wants)
+            # Whoever is first in line for any of them is ahead.
+            ahead = next((first for node_id, first in closed.items() if node_id in wanted), None)
             waits[run.run_id] = Why("priority" if ahead else "slots", ahead=ahead)
             if reserve is not None:
                 reserve.hold(run, wants, self.space)
             elif not policy.order.skip:
-                for node_id in eligible:
+                for node_id in wanted:
                     closed.setdefault(node_id, run.run_id)
 
     def _fit(
@@ -244,9 +272,7 @@ class Pass:
                 self.space.give(wants.demand, taken)
                 taken = self._widest(run, wants, most) or taken
                 self.space.take(wants.demand, taken)
-            self.result.decisions.append(
-                PlaceRun(run.run_id, run.next_generation, members_of(taken), run.resume)
-            )
+            self.result.decisions.append(PlaceRun(run.run_id, run.next_generation, members_of(taken), run.resume))
 
     def _widest(self, run: Run, wants: Wants, most: int) -> list[Taken] | None:
         """As many slots as bring something, up to ``most``; None if that is no more than it needs."""
@@ -280,13 +306,16 @@ class Pass:
         if index.nodes_changed:
             index.untold.update(cluster.queued)
             index.nodes_changed = False
-        budget = TOLD
+        budget = self.told
         for run_id, why in self.result.waits.items():
             index.untold.pop(run_id, None)
             budget -= self._said(run_id, why)
+        decided = {decision.run_id for decision in self.result.decisions}
         later = []
         for run_id in list(index.untold):
             run = cluster.runs[run_id]
+            if run_id in decided:
+                continue
             if run_id not in cluster.queued or run_id in self.result.waits:
                 del index.untold[run_id]
             elif self.placer.largest(wants := wants_of(cluster, run)) < run.spec.slots.min:
@@ -308,6 +337,14 @@ class Pass:
             return Why("priority", ahead=self._blocked[0].run_id)
         return Why("slots")
 
+    def _in_numbers(self, run: Run, why: Why) -> Why:
+        """The reason with how much is free for the run, after this pass, and how much there is."""
+        if why.code not in ("slots", "priority", "reserved"):
+            return why
+        wanted = self.placer.waits_for(run, wants_of(self.cluster, run))
+        free = sum(room.whole for node_id in wanted if (room := self.space.rooms.get(node_id)) is not None)
+        return replace(why, idle=free, capacity=sum(self.cluster.nodes[node_id].slots for node_id in wanted))
+
     def _said(self, run_id: str, why: Why) -> bool:
         """Say it, unless it was said."""
         run = self.cluster.runs[run_id]
@@ -317,7 +354,5 @@ class Pass:
             run.next_generation,
         ):
             return False
-        self.result.decisions.append(
-            ExplainRun(run_id, run.next_generation, why.code, message(self.cluster, run, why))
-        )
+        self.result.decisions.append(ExplainRun(run_id, run.next_generation, why.code, message(self.cluster, run, why)))
         return True

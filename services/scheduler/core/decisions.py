@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
@@ -139,7 +140,21 @@ class LoseNode:
     reason: str
 
 
+#: Decisions said in one pass. The rest is decided again, from newer facts: a burst of ten thousand requests must not
+#: hold up the first placement.
+PASS_LIMIT = 500
+
 Decision = QueueRun | PlaceRun | PreemptRun | CompleteRun | FailRun | CancelRun | ExplainRun | ReserveRun
+
+
+def in_order(decisions: Iterable[Decision]) -> list[Decision]:
+    """The decisions of one pass in the order in which they are said.
+
+    Those of runs that are placed in it first, then endings and stops, explanations last.
+    """
+    listed = list(decisions)
+    placed = {decision.run_id for decision in listed if isinstance(decision, PlaceRun)}
+    return sorted(listed, key=lambda each: (isinstance(each, ExplainRun), each.run_id not in placed))
 
 
 def decided(cluster: Cluster, now: datetime, policy: Policy, hearing_since: datetime | None = None) -> Decided:

@@ -127,6 +127,23 @@ class Placer:
             self._memory[key] = found
         return found
 
+    def waits_for(self, run: Run, wants: Wants) -> frozenset[str]:
+        """The nodes on which the run could lie if nobody else had any: what it waits for when it does not fit."""
+        least = run.spec.slots.min
+        key: Hashable = ("waits for", wants, least)
+        found: frozenset[str] | None = self._memory.get(key)
+        if found is None:
+            empty = Space.empty(self.cluster)
+            found = self._memory[key] = frozenset(
+                node_id
+                for division in self.cells(wants)
+                for cell in division
+                if self._may_lie(cell, wants, least)
+                and sum(empty.rooms[each].fits(wants.demand) for each in cell) >= least
+                for node_id in cell
+            )
+        return found
+
     def cells(self, wants: Wants) -> list[list[tuple[str, ...]]]:
         """Divisions of the eligible nodes, the one that would be best first."""
         key: Hashable = ("cells", wants)
@@ -170,7 +187,13 @@ class Placer:
         return bool(self._memory[key] < least)
 
     def find(
-        self, space: Space, run: Run, count: int, wants: Wants, avoid: Collection[str] = (), closed: Collection[str] = ()
+        self,
+        space: Space,
+        run: Run,
+        count: int,
+        wants: Wants,
+        avoid: Collection[str] = (),
+        closed: Collection[str] = (),
     ) -> list[Taken] | None:
         """``count`` slots for the run out of ``space``, or None. Nothing is taken yet."""
         best = self.roomiest(space, run, count, wants, closed)

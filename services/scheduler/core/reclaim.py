@@ -90,7 +90,7 @@ class Reclaim:
                 made += chosen
             if found is None:
                 if not self.policy.order.skip:
-                    closed.update(self.placer.eligible(wants))
+                    closed.update(self.placer.waits_for(run, wants))
                 continue
             coming.take(wants.demand, found)
             waits[run.run_id] = self._freeing(waits[run.run_id], found)

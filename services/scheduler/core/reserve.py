@@ -7,7 +7,6 @@ which ones. Whoever comes later gets slots that are not reserved, or ends before
 
 from __future__ import annotations
 
-import math
 from datetime import UTC, datetime
 from typing import NamedTuple
 
@@ -111,7 +110,7 @@ class Reserve:
         least = self.policy.reserve.promise_slots
         if least is None:
             return []
-        return [each for each in self.made if each.firm and each.run.spec.slots.min >= least and each.start_s < math.inf]
+        return [each for each in self.made if each.firm and each.run.spec.slots.min >= least]
 
 
 def as_time(at_s: float) -> datetime:

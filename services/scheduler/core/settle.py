@@ -41,12 +41,12 @@ def settle_active(
     return None if run.terminal else _outcome(run, now, policy)
 
 
-def next_look(run: Run, policy: Policy, hearing_since: datetime) -> float:
+def next_look(run: Run, policy: Policy) -> float:
     """When the clock alone may be a reason to decide about the run, in seconds since the epoch; inf: never."""
     found = math.inf
     if run.live and run.preempting is None:
         if not all(part.started for part in run.live):
-            found = max(run.placed_at, hearing_since).timestamp() + policy.faults.start_deadline_s
+            found = run.placed_at.timestamp() + policy.faults.start_deadline_s
         if run.spec.scheduling.limit_s is not None:
             found = min(found, run.placed_at.timestamp() + run.spec.scheduling.limit_s - run.run_s)
     elif not run.live and not run.terminal and run.ended_at is not None:

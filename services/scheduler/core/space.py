@@ -31,9 +31,7 @@ class Room:
     @classmethod
     def of(cls, node: Node, *, empty: bool = False) -> Room:
         left = [WHOLE] * node.slots if empty else list(node.left)
-        cpu, memory = (
-            (node.cpu_milli, node.memory_bytes) if empty else (node.cpu_left_milli, node.memory_left_bytes)
-        )
+        cpu, memory = (node.cpu_milli, node.memory_bytes) if empty else (node.cpu_left_milli, node.memory_left_bytes)
         return cls(node, left, cpu, memory, left.count(WHOLE))
 
     def copy(self) -> Room:

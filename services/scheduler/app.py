@@ -17,13 +17,13 @@ from contracts.envelope import InvalidData, RawMessage, open_envelope
 from contracts.events.node import NodeDraining
 from contracts.events.run import Problem, RunCancelling
 from contracts.events.train import CancelRequested, DrainRequested, RestoreRequested, TrainRequested
+from contracts.scheduling import Elastic, Faults, Policy
 from services.kit.bus import Conflict, Expect, Poison, Received, Transient
 from services.kit.service import Service
 from services.kit.settings import Settings
 from services.scheduler.core import admit
 from services.scheduler.core.cluster import Run
 from services.scheduler.core.decisions import AcceptRun, RejectRun, answer_fact
-from services.scheduler.core.policy import Policy
 from services.scheduler.leader import Leader
 from services.scheduler.memory import Memory
 from services.scheduler.questions import answering
@@ -55,11 +55,13 @@ def build(settings: Settings) -> Service:
     own = settings if isinstance(settings, SchedulerSettings) else SchedulerSettings(**settings.model_dump())
     service = Service("scheduler", own)
     policy = Policy(
-        resize_interval_s=own.resize_interval_s,
-        final_checkpoint_wait_s=own.final_checkpoint_wait_s,
-        start_deadline_s=own.start_deadline_s,
-        release_deadline_s=own.release_deadline_s,
-        max_blameless=own.max_blameless,
+        elastic=Elastic(resize_interval_s=own.resize_interval_s),
+        faults=Faults(
+            final_checkpoint_wait_s=own.final_checkpoint_wait_s,
+            start_deadline_s=own.start_deadline_s,
+            release_deadline_s=own.release_deadline_s,
+            max_blameless=own.max_blameless,
+        ),
     )
     memory = Memory(service.bus)
     leader = Leader(service.bus, memory, policy, own)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Iterable
 from typing import Any
 
 import nats.errors
@@ -15,7 +14,8 @@ from nats.js.kv import KeyValue
 
 from contracts import subjects, topology
 from contracts.envelope import Envelope
-from contracts.events.run import RunPlaced, RunQueued
+from contracts.events.run import Decided, RunPlaced, RunQueued
+from contracts.scheduling import Policy
 from services.kit.bus import Ack, Bus, Conflict, Expect, Transient
 from services.kit.concurrency import end
 from services.kit.lease import Lease, Watch, read_all
@@ -24,15 +24,17 @@ from services.scheduler import metrics
 from services.scheduler.core.cluster import Cluster
 from services.scheduler.core.decide import deaf_nodes, decide, lost_nodes
 from services.scheduler.core.decisions import (
+    PASS_LIMIT,
     Decision,
     ExplainRun,
     LoseNode,
     PlaceRun,
     PreemptRun,
+    decided,
     fact_of,
+    in_order,
     lost_fact,
 )
-from services.scheduler.core.policy import Policy
 from services.scheduler.memory import Memory
 
 log = structlog.get_logger(__name__)
@@ -41,9 +43,6 @@ LEASE_KEY = "scheduler"
 NODE_LEASES = subjects.node_lease()
 #: How often the clock alone is a reason to decide (growing, retries, a final checkpoint that never comes).
 TICK_S = 0.5
-#: Decisions published in one pass. The rest is decided again, from newer facts: a burst of ten
-#: thousand requests must not hold up the first placement.
-PASS_LIMIT = 500
 #: Publishes under way at a time.
 WIDTH = 64
 #: How often the node leases are read. A longer silence than twice this, ours or the server's,
@@ -109,7 +108,8 @@ class Leader:
         if not decisions:
             return 0
         # The facts are made now: while they are on their way the cluster goes on changing.
-        said = [Saying.of(decision, cluster, now) for decision in _in_order(decisions)[:PASS_LIMIT]]
+        made = decided(cluster, now, self.policy, self._hearing_since)
+        said = [Saying.of(decision, cluster, now, made) for decision in in_order(decisions)[:PASS_LIMIT]]
         placements = [saying for saying in said if isinstance(saying.decision, PlaceRun)]
         explanations = [saying for saying in said if isinstance(saying.decision, ExplainRun)]
         others = [saying for saying in said if not isinstance(saying.decision, PlaceRun | ExplainRun)]
@@ -214,10 +214,10 @@ class Saying:
         self.decision, self.fact, self.cause, self.fence = decision, fact, cause, fence
 
     @classmethod
-    def of(cls, decision: Decision, cluster: Cluster, now: Any) -> Saying:
+    def of(cls, decision: Decision, cluster: Cluster, now: Any, made: Decided) -> Saying:
         """The fact, what led to it, and the run's last sequence: it only counts if nothing has changed."""
         run = cluster.runs[decision.run_id]
-        fact = fact_of(decision, cluster, now)
+        fact = fact_of(decision, cluster, now, made)
         # A placement in the pass that queues the run follows from a fact which is still on its way.
         queued = isinstance(decision, PlaceRun)
         cause = Envelope(
@@ -237,10 +237,3 @@ class Saying:
             metrics.PLACEMENTS.inc()
         elif isinstance(self.decision, PreemptRun):
             metrics.PREEMPTIONS.labels(self.decision.queue_reason).inc()
-
-
-def _in_order(decisions: Iterable[Decision]) -> list[Decision]:
-    """Those of runs that are placed in this pass first, then endings and stops, explanations last."""
-    listed = list(decisions)
-    placed = {d.run_id for d in listed if isinstance(d, PlaceRun)}
-    return sorted(listed, key=lambda d: (isinstance(d, ExplainRun), d.run_id not in placed))

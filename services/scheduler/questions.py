@@ -10,10 +10,10 @@ from typing import Any
 from nats.aio.msg import Msg
 
 from contracts import subjects
+from contracts.scheduling import Policy
 from services.kit.bus import Bus
 from services.scheduler.core import explain
-from services.scheduler.core.decide import plan
-from services.scheduler.core.policy import Policy
+from services.scheduler.core.why import answer
 from services.scheduler.leader import Leader
 from services.scheduler.memory import Memory
 
@@ -33,11 +33,7 @@ async def answering(bus: Bus, memory: Memory, leader: Leader, policy: Policy) ->
             run_id = json.loads(body)["run_id"]
         except (ValueError, KeyError, TypeError):
             return {"state": "unknown", "code": "bad question", "message": 'ask with a body like {"run_id": "r..."}'}
-        cluster = memory.cluster
-        run = cluster.runs.get(run_id) if isinstance(run_id, str) else None
-        # Only a run that waits needs a look at all the others.
-        waits = plan(cluster, bus.clock.now(), policy).waits if run is not None and not run.parts else {}
-        return explain.state(cluster, str(run_id), waits)
+        return answer(memory.cluster, str(run_id), bus.clock.now(), policy)
 
     async def state(message: Msg) -> None:
         leads = {"instance": bus.settings.instance, "leads": leader.leads}

@@ -19,13 +19,15 @@ from contracts.events.run import (
     RunStarted,
     RunWaiting,
 )
-from services.scheduler.core.cluster import Cluster
-from services.scheduler.core.decide import deaf_nodes, decide, plan
+from contracts.scheduling import Elastic, Faults, Policy
+from services.scheduler.core.cluster import Cluster, Node
+from services.scheduler.core.decide import deaf_nodes, decide
 from services.scheduler.core.decisions import fact_of
-from services.scheduler.core.explain import message
+from services.scheduler.core.demand import Demand
 from services.scheduler.core.fold import apply
-from services.scheduler.core.place import take_alike
-from services.scheduler.core.policy import Policy
+from services.scheduler.core.place import pack
+from services.scheduler.core.space import Room
+from services.scheduler.core.why import answer
 from tests.scheduler.world import START, World, spec
 
 ELASTIC = {"min": 1, "max": 4}
@@ -93,7 +95,7 @@ def test_a_higher_priority_shrinks_an_elastic_run_which_grows_back() -> None:
 
 
 def test_slots_that_stay_free_are_grown_into_however_busy_the_others_are() -> None:
-    world = World(Policy(resize_interval_s=5.0, grow_anyway_s=60.0))
+    world = World(Policy(elastic=Elastic(resize_interval_s=5.0, grow_anyway_s=60.0)))
     world.join("n1", 2)
     training(world)
     world.join("n2", 2)
@@ -112,7 +114,7 @@ def test_slots_that_stay_free_are_grown_into_however_busy_the_others_are() -> No
 
 @pytest.mark.parametrize("started", [False, True])
 def test_a_placement_that_is_never_started_is_taken_back_and_blames_nobody(started: bool) -> None:
-    world = World(Policy(start_deadline_s=100))
+    world = World(Policy(faults=Faults(start_deadline_s=100)))
     world.join("n1", 2)
     world.join("n2", 2)
     world.accept("r1", spec(4))
@@ -142,7 +144,7 @@ def test_a_node_that_does_not_let_go_is_taken_for_lost() -> None:
     world.cancel("r1")
     world.settle()
     world.release("r1", "n1")
-    limit_s = 30 + world.policy.release_deadline_s
+    limit_s = 30 + world.policy.faults.release_deadline_s
     assert deaf_nodes(world.cluster, world.now + timedelta(seconds=limit_s - 1), world.policy, START) == []
     late = world.now + timedelta(seconds=limit_s)
     assert deaf_nodes(world.cluster, late, world.policy, hearing_since=late) == []
@@ -182,7 +184,7 @@ def test_a_node_that_fails_a_run_is_avoided_by_it_until_it_does_well() -> None:
 
 
 def test_a_run_that_no_node_can_keep_going_fails_with_the_reason() -> None:
-    world = World(Policy(max_blameless=5))
+    world = World(Policy(faults=Faults(max_blameless=5)))
     world.join("n1", 2)
     world.accept("r1", spec(1, max_attempts=2))
     world.settle()
@@ -202,7 +204,7 @@ def test_a_run_that_no_node_can_keep_going_fails_with_the_reason() -> None:
 
 
 def test_growing_waits_for_its_interval_and_for_everybody_who_waits() -> None:
-    world = World(Policy(resize_interval_s=2.0))
+    world = World(Policy(elastic=Elastic(resize_interval_s=2.0)))
     world.join("n1", 2)
     training(world)
     world.join("n2", 2)
@@ -527,8 +529,8 @@ def test_a_placement_of_a_run_that_is_over_is_taken_back() -> None:
 def test_gangs_go_on_few_nodes_and_fill_the_tightest(
     free: dict[str, int], count: int, expected: dict[str, int]
 ) -> None:
-    members = take_alike({node_id: list(range(slots)) for node_id, slots in free.items()}, count)
-    assert {member.node_id: len(member.slots) for member in members} == expected
+    rooms = [Room.of(Node(node_id, "1", slots, 3.0)) for node_id, slots in free.items()]
+    assert {node_id: len(slots) for node_id, slots in pack(rooms, Demand(), count)} == expected
 
 
 def test_why_says_what_would_change_it() -> None:
@@ -537,13 +539,12 @@ def test_why_says_what_would_change_it() -> None:
     world.accept("r2", spec({"min": 2, "max": 4}))
     world.accept("r3", spec(1))
     world.settle()
-    waits = plan(world.cluster, world.now, world.policy).waits
-    text = message(world.cluster, world.run("r2"), waits["r2"])
+    text = answer(world.cluster, "r2", world.now, world.policy)["message"]
     assert text == (
         "needs at least 2 slots, 1 of 4 are free; run r1 holds the rest; it starts when 1 more get free, "
         "or with slots.min 1 it would start now, or with a priority above 0 it would be given slots of runs below it"
     )
-    assert "run r2 is ahead" in message(world.cluster, world.run("r3"), waits["r3"])
+    assert "run r2 is ahead" in answer(world.cluster, "r3", world.now, world.policy)["message"]
 
 
 def test_ten_thousand_runs_are_folded_and_decided_on() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from contracts.events.run import RunFailed, RunPlaced, RunPreempting, RunQueued, RunWaiting
+from contracts.scheduling import Faults, Policy
 from services.scheduler.core.explain import summary
 from services.scheduler.core.place import useful
-from services.scheduler.core.policy import Policy
 from tests.scheduler.world import World, spec
 
 
@@ -226,7 +226,7 @@ def test_a_stalled_run_is_started_anew_as_its_policy_says(on_stall: str, goes_to
 
 
 def test_a_run_that_stalls_again_and_again_is_given_up() -> None:
-    world = World(Policy(max_blameless=4))
+    world = World(Policy(faults=Faults(max_blameless=4)))
     world.join("n1", 1)
     world.accept("r1", spec(1))
     world.settle()

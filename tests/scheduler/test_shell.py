@@ -28,13 +28,13 @@ from contracts.events.run import (
     RunReleased,
     RunStarted,
 )
+from contracts.scheduling import Policy
 from services.kit.bus import Bus
 from services.kit.concurrency import end
 from services.kit.lease import Lease
 from services.kit.service import Service
 from services.kit.settings import Settings
 from services.scheduler.app import build
-from services.scheduler.core.policy import Policy
 from services.scheduler.leader import Leader
 from services.scheduler.memory import Memory
 from tests.scheduler.world import CODE, spec

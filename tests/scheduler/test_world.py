@@ -7,8 +7,8 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contracts.scheduling import Elastic, Faults, Policy
 from services.scheduler.core.fold import fold
-from services.scheduler.core.policy import Policy
 from tests.scheduler.world import Chaos, World
 
 
@@ -16,7 +16,10 @@ from tests.scheduler.world import Chaos, World
 @given(seed=st.integers(0, 2**32), acts=st.integers(10, 150))
 def test_any_history_keeps_the_invariants_and_every_run_ends(seed: int, acts: int) -> None:
     """``World.check`` runs after each fact; ``calm`` fails if a run is lost or hangs."""
-    chaos = Chaos(World(Policy(resize_interval_s=0.5, grow_anyway_s=5, start_deadline_s=30)), random.Random(seed))
+    chaos = Chaos(
+        World(Policy(elastic=Elastic(resize_interval_s=0.5, grow_anyway_s=5), faults=Faults(start_deadline_s=30))),
+        random.Random(seed),
+    )
     for _ in range(3):
         chaos.submit()
     for _ in range(acts):

@@ -5,6 +5,7 @@ Deterministic: everything random comes from the ``random.Random`` that it is giv
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import random
 from collections import defaultdict
@@ -26,11 +27,12 @@ from contracts.events.run import (
     RunStarted,
 )
 from contracts.events.train import TrainRequested
+from contracts.scheduling import Policy
 from services.scheduler.core.cluster import TERMINAL, Cluster, Run
 from services.scheduler.core.decide import decide
 from services.scheduler.core.decisions import Decision, fact_of
 from services.scheduler.core.fold import apply, fold
-from services.scheduler.core.policy import Policy
+from services.scheduler.core.index import Index
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 CODE = {"uri": "s3://code/p.tar.gz", "sha256": "0" * 64}
@@ -72,7 +74,13 @@ class World:
 
     def step(self, limit: int | None = None) -> list[Decision]:
         """Decide once and make the first ``limit`` decisions facts, as a scheduler that dies half-way would."""
+        fresh = copy.copy(self.cluster)
+        fresh.index = Index()
+        fresh.index.unsettled.update(dict.fromkeys(fresh.runs))
+        expected = decide(fresh, self.now, self.policy)
         decisions = decide(self.cluster, self.now, self.policy)
+        # What is kept from pass to pass changes no decision.
+        assert sorted(map(repr, decisions)) == sorted(map(repr, expected)), (decisions, expected)
         facts = [fact_of(decision, self.cluster, self.now) for decision in decisions]
         for fact in facts[:limit]:
             self.say(fact)
@@ -312,7 +320,7 @@ class Chaos:
         elif deed < 0.55:
             world.unfit(node_id, *rng.choice([(), (0,)]))
         else:
-            holders = sorted(set(node.used.values()))
+            holders = sorted(node.holders)
             self._join(node_id, tuple(holder for holder in holders if rng.random() < 0.5))
 
     def _user(self) -> None:

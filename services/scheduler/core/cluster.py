@@ -6,11 +6,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from contracts.events import node
-from contracts.events.run import CheckpointRef, RunExited, RunPreempting, RunPrepared, RunStalled
+from contracts.events.run import CheckpointRef, RunExited, RunPreempting, RunPrepared, RunReserved, RunStalled
 from contracts.events.train import TrainRequested
+from contracts.scheduling import Policy
+from services.scheduler.core.demand import WHOLE, Demand
+from services.scheduler.core.index import Index
 
 Ending = Literal["released", "succeeded", "failed", "lost"]
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -66,6 +69,9 @@ class Run:
     #: Sequence of its acceptance: the submit order.
     submitted: int
     submitted_at: datetime
+    #: What one slot of it needs; and all that decides where it may lie, kept by place.py.
+    demand: Demand = field(default_factory=Demand)
+    wants: object = field(default=None, compare=False, repr=False)
     correlation_id: str = ""
     #: The span of its last fact, within the trace of its acceptance.
     traceparent: str = ""
@@ -95,6 +101,10 @@ class Run:
     #: All generations that ended without anybody having asked them to, and the seconds in which it had slots.
     failures_seen: int = 0
     run_s: float = 0.0
+    #: Slot-seconds that it has had in parts that are over.
+    served_slot_s: float = 0.0
+    #: Its promised start, for the next generation.
+    reserved: RunReserved | None = None
     #: Those of them that were no fault of the run; and how often in a row each node, by its
     #: incarnation, was at fault.
     blameless: int = 0
@@ -131,6 +141,19 @@ class Run:
         """Slots that this run holds now."""
         return sum(len(part.slots) for part in self.parts.values() if part.ended is None)
 
+    def ran_s(self, now: datetime) -> float:
+        """Seconds in which it has had slots, all in all."""
+        return self.run_s + (max((now - self.placed_at).total_seconds(), 0.0) if self.live else 0.0)
+
+    def attained_slot_s(self, now: datetime) -> float:
+        """Slot-seconds that it has had, all in all."""
+        held = self.slot_count
+        return self.served_slot_s + (held * max((now - self.placed_at).total_seconds(), 0.0) if held else 0.0)
+
+    def waited_s(self, now: datetime) -> float:
+        """Seconds since its submission in which it had no slots."""
+        return max((now - self.submitted_at).total_seconds() - self.ran_s(now), 0.0)
+
     @property
     def exact(self) -> bool:
         """Whether it matters on which kind of machine it runs."""
@@ -151,6 +174,13 @@ class Run:
         return self.newest.ref if self.newest else self.initial
 
 
+class Held(NamedTuple):
+    """What one generation of a run has of a node."""
+
+    slots: tuple[int, ...]
+    demand: Demand
+
+
 @dataclass(slots=True)
 class Node:
     """A node in its present incarnation."""
@@ -169,11 +199,28 @@ class Node:
     accelerator: str = "cpu"
     #: Nodes with the same one do arithmetic with the same last bits.
     machine: str = ""
-    #: Slot -> the (run_id, generation) that has it.
-    used: dict[int, tuple[str, int]] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
+    #: MIG profile of each slot, '' for a whole accelerator.
+    profiles: tuple[str, ...] = ()
+    #: All in all; 0: not counted.
+    cpu_milli: int = 0
+    memory_bytes: int = 0
+    #: Datasets whose shards it has.
+    datasets: set[str] = field(default_factory=set)
+    #: Thousandths of each slot that nobody has, and what is left of the rest.
+    left: list[int] = field(default_factory=list)
+    cpu_left_milli: int = 0
+    memory_left_bytes: int = 0
+    #: (run_id, generation) -> what it has.
+    holders: dict[tuple[str, int], Held] = field(default_factory=dict)
     past: set[str] = field(default_factory=set)
     #: Since when it has had a free slot; EPOCH: it has none.
     free_since: datetime = EPOCH
+
+    def __post_init__(self) -> None:
+        self.left = self.left or [WHOLE] * self.slots
+        self.cpu_left_milli = self.cpu_left_milli or self.cpu_milli
+        self.memory_left_bytes = self.memory_left_bytes or self.memory_bytes
 
     @property
     def alive(self) -> bool:
@@ -182,7 +229,7 @@ class Node:
     @property
     def open(self) -> bool:
         """Whether something new may be placed here."""
-        return self.alive and not self.draining and self.notice is None and self.unfit is None
+        return self.state == "alive" and not self.draining and self.notice is None and self.unfit is None
 
     @property
     def shown_state(self) -> str:
@@ -192,12 +239,41 @@ class Node:
         return "unfit" if self.unfit else "notice" if self.notice else "draining" if self.draining else "alive"
 
     @property
+    def used(self) -> dict[int, tuple[str, int]]:
+        """Slot -> one of the (run_id, generation) that have it or a share of it."""
+        return {slot: holder for holder, held in self.holders.items() for slot in held.slots if held.demand.milli}
+
+    @property
+    def used_slots(self) -> int:
+        """Slots of which somebody has something."""
+        return sum(milli < WHOLE for milli in self.left)
+
+    @property
     def free(self) -> list[int]:
-        return [slot for slot in range(self.slots) if slot not in self.used]
+        return [slot for slot, milli in enumerate(self.left) if milli == WHOLE]
+
+    def hold(self, holder: tuple[str, int], held: Held) -> None:
+        """Somebody has this from now on."""
+        if holder in self.holders:
+            return
+        self.holders[holder] = held
+        self._count(held, -1)
+
+    def let_go(self, holder: tuple[str, int]) -> None:
+        held = self.holders.pop(holder, None)
+        if held is not None:
+            self._count(held, 1)
+
+    def _count(self, held: Held, sign: int) -> None:
+        for slot in held.slots:
+            if slot < self.slots:
+                self.left[slot] += sign * held.demand.milli
+        self.cpu_left_milli += sign * held.demand.cpu_milli * len(held.slots)
+        self.memory_left_bytes += sign * held.demand.memory_bytes * len(held.slots)
 
     def count_free(self, time: datetime) -> None:
-        """Keep ``free_since`` in step with ``used``."""
-        if len(self.used) >= self.slots:
+        """Keep ``free_since`` in step with what is held."""
+        if WHOLE not in self.left:
             self.free_since = EPOCH
         elif self.free_since == EPOCH:
             self.free_since = time
@@ -223,6 +299,11 @@ class Cluster:
     placed_sequence: int = 0
     #: When slots last changed hands.
     moved_at: datetime = EPOCH
+    #: The policy that the last leader adopted, and when it did: its digest and sequence.
+    policy: Policy | None = None
+    policy_sequence: int = 0
+    #: What deciding remembers of one pass for the next; it follows from all the rest.
+    index: Index = field(default_factory=Index, compare=False, repr=False)
 
     @property
     def slots_total(self) -> int:
@@ -230,4 +311,4 @@ class Cluster:
 
     @property
     def slots_used(self) -> int:
-        return sum(len(node.used) for node in self.nodes.values() if node.alive)
+        return sum(node.used_slots for node in self.nodes.values() if node.alive)

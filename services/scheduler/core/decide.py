@@ -1,42 +1,46 @@
 """``decide``: what to queue, place, shrink, preempt and end. Same input, same output.
 
-A pass settles what has happened, orders what waits, places whole gangs, reclaims for those that
-wait in vain, and grows when nobody does. Each step is a function of its own, so that a policy can
-replace one of them: order (policy.py), place (place.py), reclaim (reclaim.py), explain (explain.py).
+A pass settles what has happened to each run alone, orders what waits, places whole gangs, reserves for those that do
+not fit, reclaims for those that may take from others, and grows when nobody waits. Each step is a module of its own:
+settle, order, place, reserve, reclaim, elastic, explain. What a pass costs is what has changed since the one before
+(``index.py``), and what there is to be placed.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
+from heapq import merge
 
-from services.scheduler.core import explain
+from contracts.scheduling import Policy
+from services.scheduler.core import order
 from services.scheduler.core.cluster import EPOCH, Cluster, Run
 from services.scheduler.core.decisions import CancelRun, Decision, ExplainRun, LoseNode, PlaceRun, PreemptRun, QueueRun
-from services.scheduler.core.explain import Why
-from services.scheduler.core.place import (
-    Counts,
-    Free,
-    avoided,
-    capacities,
-    counts,
-    free_slots,
-    kinds,
-    reserve,
-    take,
-    useful,
-)
-from services.scheduler.core.policy import Policy
-from services.scheduler.core.reclaim import Holding, growing, holdings, idle_slots, victims
-from services.scheduler.core.settle import settle_active, settle_unqueued
+from services.scheduler.core.elastic import growing
+from services.scheduler.core.explain import Why, message, too_large
+from services.scheduler.core.index import Key
+from services.scheduler.core.place import Placer, Wants, avoided, members_of, useful, wants_of
+from services.scheduler.core.reclaim import Reclaim
+from services.scheduler.core.reserve import Reserve
+from services.scheduler.core.settle import next_look, settle_active, settle_unqueued
+from services.scheduler.core.space import Space, Taken
+
+#: How many runs are told in one pass why they wait, besides those that can never run. The rest is told in the next.
+TOLD = 200
+#: How many runs that do not fit are looked at when all of it is full; whoever asks about one is told all the same.
+LOOKED_AT = 200
 
 
 @dataclass(slots=True)
 class Plan:
-    """The outcome of one pass: the decisions, and for each run that waits, why."""
+    """The outcome of one pass: the decisions; for each run that was looked at and waits, why; when to look again."""
 
     decisions: list[Decision] = field(default_factory=list)
     waits: dict[str, Why] = field(default_factory=dict)
+    #: When the clock alone may change what is decided; None: only a new fact does.
+    wake_at: datetime | None = None
 
 
 def decide(cluster: Cluster, now: datetime, policy: Policy, hearing_since: datetime = EPOCH) -> list[Decision]:
@@ -48,23 +52,19 @@ def decide(cluster: Cluster, now: datetime, policy: Policy, hearing_since: datet
     return plan(cluster, now, policy, hearing_since).decisions
 
 
-def plan(cluster: Cluster, now: datetime, policy: Policy, hearing_since: datetime = EPOCH) -> Plan:
-    """``decide``, with the reason for which every other run waits."""
-    result = Plan()
-    # 1. What has happened to each run alone. A run that is queued by it competes in this very pass.
-    waiting = _settle(cluster, now, policy, hearing_since, result)
-    leaving = {d.run_id for d in result.decisions if isinstance(d, PreemptRun)}
-    # 2. Order what waits.
-    waiting.sort(key=policy.order)
-    # 3. Whole gangs only, since half a gang deadlocks its peers. 4. Reclaim for those in vain.
-    blocked, idle = _place(cluster, waiting, now, policy, result)
-    holders = holdings(cluster, now)
-    if blocked:
-        _reclaim(cluster, blocked, idle, holders, leaving, policy, result)
-    elif not leaving:
-        _grow(cluster, holders, waiting, now, policy, result)
-    _explain(cluster, result)
-    return result
+def plan(
+    cluster: Cluster,
+    now: datetime,
+    policy: Policy,
+    hearing_since: datetime = EPOCH,
+    about: str | None = None,
+    told: int = TOLD,
+) -> Plan:
+    """``decide``, with the reasons for which others wait: of the first ones, and of the run ``about``.
+
+    ``told``: how many runs are told why they wait, at most.
+    """
+    return Pass(cluster, now, policy, hearing_since, about, told).made()
 
 
 def lost_nodes(cluster: Cluster, expired: set[str]) -> list[LoseNode]:
@@ -86,7 +86,7 @@ def deaf_nodes(cluster: Cluster, now: datetime, policy: Policy, hearing_since: d
         run = cluster.runs[run_id]
         if run.preempting is None:
             continue
-        limit_s = run.preempting.grace_s + policy.release_deadline_s
+        limit_s = run.preempting.grace_s + policy.faults.release_deadline_s
         if now - max(run.preempting_at, hearing_since) < timedelta(seconds=limit_s):
             continue
         for part in run.live:
@@ -96,173 +96,263 @@ def deaf_nodes(cluster: Cluster, now: datetime, policy: Policy, hearing_since: d
     return list(found.values())
 
 
-def _settle(cluster: Cluster, now: datetime, policy: Policy, hearing_since: datetime, result: Plan) -> list[Run]:
-    """Decide what follows for each run alone; return those that compete for slots."""
-    waiting: list[Run] = []
-    for run_id in cluster.unqueued:
-        run = cluster.runs[run_id]
-        settlement = settle_unqueued(run)
-        if settlement is not None:
-            result.decisions.append(settlement)
-        if isinstance(settlement, QueueRun):
-            waiting.append(run)
-    for run_id in cluster.active:
-        run = cluster.runs[run_id]
-        settlement = settle_active(cluster, run, now, policy, hearing_since)
-        if settlement is None:
-            continue
-        result.decisions.append(settlement)
-        if isinstance(settlement, QueueRun) and not _breaks_again(run, settlement, policy):
-            waiting.append(run)
-    for run_id in cluster.queued:
-        run = cluster.runs[run_id]
-        if run.cancel_reason is not None:
-            result.decisions.append(CancelRun(run_id, run.cancel_reason))
-        else:
-            waiting.append(run)
-    return waiting
+class Pass:
+    """One pass over a cluster."""
 
+    def __init__(
+        self,
+        cluster: Cluster,
+        now: datetime,
+        policy: Policy,
+        hearing_since: datetime,
+        about: str | None,
+        told: int,
+    ) -> None:
+        self.cluster, self.now, self.policy, self.hearing_since = cluster, now, policy, hearing_since
+        self.about, self.told = about, told
+        self.now_s = now.timestamp()
+        self.result = Plan()
+        self.space = Space.free(cluster)
+        self.placer = Placer(cluster, policy, now)
+        self._wake_s = math.inf
+        #: What did not fit: the needs -> the least number of slots that was too much. Room only shrinks in a pass.
+        self._too_much: dict[Wants, int] = {}
+        #: Runs queued by this very pass compete in it.
+        self._fresh: dict[str, Run] = {}
+        self._placed: list[tuple[Run, Wants, list[Taken]]] = []
+        self._blocked: list[Run] = []
 
-def _breaks_again(run: Run, settlement: QueueRun, policy: Policy) -> bool:
-    """Whether a run that just broke must first wait; it is then looked at once it is queued."""
-    return settlement.reason in ("crashed", "node lost") and policy.retry_delay_s(run.setbacks + 1) > 0
+    def made(self) -> Plan:
+        """Go through the steps."""
+        # 1. What has happened to each run alone.
+        leaving = self._settle()
+        # 2. Order what waits; 3. whole gangs only, since half a gang deadlocks its peers.
+        order.keep(self.cluster, self.now, self.policy)
+        self._place()
+        self._widen()
+        # 4. Take slots for those in vain; 5. put idle ones to use if there are none.
+        if self._blocked:
+            reclaim = Reclaim(self.cluster, self.now, self.policy, self.placer, self.space, leaving)
+            self.result.decisions += reclaim.for_blocked(self._blocked, self.result.waits)
+            self._wake_at(reclaim.wake_s)
+        elif not leaving and not self._placed and not self._paused():
+            grown, wake_s = growing(self.cluster, self.space, self.now, self.policy, self.placer)
+            self.result.decisions += grown
+            self._wake_at(wake_s)
+        self._tell()
+        if self.about in self.result.waits:
+            run = self.cluster.runs[self.about]
+            self.result.waits[self.about] = self._in_numbers(run, self.result.waits[self.about])
+        if self._wake_s < math.inf:
+            self.result.wake_at = datetime.fromtimestamp(self._wake_s, UTC)
+        return self.result
 
+    # -- 1 --------------------------------------------------------------------
 
-def _place(
-    cluster: Cluster, waiting: list[Run], now: datetime, policy: Policy, result: Plan
-) -> tuple[list[Run], Counts]:
-    """Place in order until one does not fit; nothing overtakes that one. Return it and those behind, and what is idle.
+    def _settle(self) -> set[str]:
+        """Decide what follows for each run alone; return those that are asked to let go by it."""
+        index, leaving = self.cluster.index, set()
+        index.unsettled.update(dict.fromkeys(index.due(self.now_s)))
+        for run_id in list(index.unsettled):
+            run = self.cluster.runs[run_id]
+            settlement = self._settled(run)
+            if settlement is None:
+                self._leave_alone(run)
+                continue
+            self.result.decisions.append(settlement)
+            if isinstance(settlement, PreemptRun):
+                leaving.add(run_id)
+            elif isinstance(settlement, QueueRun) and not self._breaks_again(run, settlement):
+                self._fresh[run_id] = run
+        if index.alarms:
+            self._wake_at(index.alarms[0][0])
+        return leaving
 
-    Everybody first gets what it needs; what is then left goes to the first in order, up to its
-    maximum. So an elastic run does not shut out the one behind it, and fills the cluster alone.
-    Where only machines of one kind will do for a run, it keeps others waiting for that kind alone.
-    """
-    pools = free_slots(cluster)
-    idle, capacity = counts(pools), capacities(cluster)
-    fitting: list[tuple[Run, Counts]] = []
-    blocked: list[Run] = []
-    #: Kind of machine -> the first run that waits for its slots.
-    closed: dict[str, str] = {}
-    for run in waiting:
-        if run.setbacks and (retry_at := _retry_at(cluster, run, policy)) > now:
-            result.waits[run.run_id] = Why("paused", retry_at=retry_at)
-        elif not (machines := kinds(run, capacity)):
-            # It can wait for nodes, but must not keep anybody else waiting.
-            result.waits[run.run_id] = explain.too_large(cluster, run, capacity)
-        elif got := reserve(run, run.spec.slots.min, [kind for kind in machines if kind not in closed], idle):
-            fitting.append((run, got))
-        else:
-            blocked.append(run)
-            ahead = next((closed[kind] for kind in machines if kind in closed), None)
-            result.waits[run.run_id] = Why("priority" if ahead else "slots", ahead=ahead)
-            for kind in machines:
-                closed.setdefault(kind, run.run_id)
-    for run, got in fitting:
-        avoid = avoided(cluster, run, policy)
-        _extend(run, got, pools, idle, avoid)
-        result.decisions.append(PlaceRun(run.run_id, run.next_generation, take(pools, got, avoid), run.resume))
-    for run in blocked:
-        machines = kinds(run, capacity)
-        free, whole = (sum(found.get(kind, 0) for kind in machines) for found in (idle, capacity))
-        result.waits[run.run_id] = replace(result.waits[run.run_id], idle=free, capacity=whole)
-    return blocked, idle
+    def _leave_alone(self, run: Run) -> None:
+        """Nothing is to be decided about the run until something is said about it, or its time has come."""
+        index, look_s = self.cluster.index, next_look(run, self.policy)
+        index.touched[run.run_id] = None
+        if run.run_id in self.cluster.queued:
+            index.untold[run.run_id] = None
+        if not look_s <= self.now_s:
+            # (One whose time has come, and that is only not heard yet, is looked at in every pass.)
+            del index.unsettled[run.run_id]
+            if look_s < math.inf:
+                index.alarm(look_s, run.run_id)
 
+    def _settled(self, run: Run) -> Decision | None:
+        cluster, run_id = self.cluster, run.run_id
+        if run_id in cluster.unqueued:
+            return settle_unqueued(run)
+        if run_id in cluster.active:
+            return settle_active(cluster, run, self.now, self.policy, self.hearing_since)
+        if run_id in cluster.queued and run.cancel_reason is not None:
+            return CancelRun(run_id, run.cancel_reason)
+        return None
 
-def _extend(run: Run, got: Counts, pools: dict[str, Free], idle: Counts, avoid: frozenset[str]) -> None:
-    """Add to what the run has ``got`` what it can use of ``idle`` beyond its minimum."""
-    machines = [*got, *(kind for kind in idle if kind not in got and not run.exact)]
-    least = run.spec.slots.min
-    extra = min(sum(idle[kind] for kind in machines), run.spec.slots.max - least)
-    if avoid:
-        # More slots are no gain where it fails.
-        free = [(node_id, slots) for kind in machines for node_id, slots in pools[kind].items()]
-        good = sum(len(slots) for node_id, slots in free if node_id not in avoid)
-        extra = min(extra, max(good - least, 0))
-    extra = useful(run, least + extra) - least
-    for kind in machines:
-        part = min(idle[kind], extra)
-        if part > 0:
-            got[kind] = got.get(kind, 0) + part
-            idle[kind] -= part
-            extra -= part
+    def _breaks_again(self, run: Run, settlement: QueueRun) -> bool:
+        """Whether a run that just broke must first wait; it is then looked at once it is queued."""
+        broke = settlement.reason in ("crashed", "node lost")
+        return broke and self.policy.faults.retry_delay_s(run.setbacks + 1) > 0
 
+    # -- 2, 3 -----------------------------------------------------------------
 
-def _retry_at(cluster: Cluster, run: Run, policy: Policy) -> datetime:
-    if run.run_id not in cluster.queued:
-        return run.placed_at  # it is being queued in this pass, see _breaks_again
-    return run.queued_at + timedelta(seconds=policy.retry_delay_s(run.setbacks))
+    def in_order(self) -> Iterator[tuple[Key, Run]]:
+        """Everything that waits, in order."""
+        runs = self.cluster.runs
+        line = order.in_line(self.cluster.index.line.groups, lambda team: (0.0,), self.policy)
+        key_of = order.key_of
+        fresh = sorted(
+            (key_of(self.cluster, run, self.now, self.policy), run_id) for run_id, run in self._fresh.items()
+        )
+        for key, run_id in merge(line, fresh) if fresh else line:
+            run = runs[run_id]
+            if run.cancel_reason is None:
+                yield key, run
 
+    def _place(self) -> None:
+        """Place in order. Where nothing may overtake, whoever does not fit closes the nodes it waits for.
 
-def _reclaim(
-    cluster: Cluster,
-    blocked: list[Run],
-    idle: Counts,
-    holders: list[Holding],
-    leaving: set[str],
-    policy: Policy,
-    result: Plan,
-) -> None:
-    """Preempt for the blocked runs, in order, as long as it makes them fit."""
-    capacity = capacities(cluster)
-    supply = dict(idle)
-    in_vain: set[str] = set()
-    for run in blocked:
-        machines = [kind for kind in kinds(run, capacity) if kind not in in_vain]
-        if run.exact:
-            machines = machines[:1]
-        if not machines:
-            continue
-        candidates: list[Holding] = []
-        coming = 0
-        for holding in (each.on(machines) for each in holders):
-            stopping = holding.run.preempting is not None or holding.run.run_id in leaving
-            if stopping and (_ends(holding.run) or policy.order(holding.run) > policy.order(run)):
-                coming += holding.slots
-            elif not stopping and holding.slots and holding.run.spec.priority < run.spec.priority:
-                candidates.append(holding)
-        least = run.spec.slots.min
-        need = least - sum(supply.get(kind, 0) for kind in machines) - coming
-        chosen = victims(candidates, need, run) if need > 0 else []
-        if need > 0 and not chosen:
-            in_vain.update(machines)
-            continue
-        result.decisions += chosen
-        leaving |= {decision.run_id for decision in chosen}
-        # What is not there yet is owed to it.
-        for kind in machines:
-            part = min(max(supply.get(kind, 0), 0), least)
-            supply[kind] = supply.get(kind, 0) - part
-            least -= part
-        supply[machines[0]] -= least
-        result.waits[run.run_id] = explain.freeing(result.waits[run.run_id], holders, leaving)
+        Everybody first gets what it needs; what is then left goes to the first in order, up to its
+        maximum. So an elastic run does not shut out the one behind it, and fills the cluster alone.
+        """
+        policy, waits = self.policy, self.result.waits
+        #: Node -> the first run that waits for it, where nothing may overtake.
+        closed: dict[str, str] = {}
+        reserve = Reserve(self.cluster, self.now, policy, self.placer) if policy.reserve.backfill != "none" else None
+        passed = 0
+        for _, run in self.in_order():
+            if passed >= LOOKED_AT and self._nothing_left and (self.about is None or self.about in waits):
+                break
+            if run.setbacks and (retry_at := self._retry_at(run)) > self.now:
+                waits[run.run_id] = Why("paused", retry_at=retry_at)
+                self._wake_at(retry_at.timestamp())
+                continue
+            wants, least = wants_of(self.cluster, run), run.spec.slots.min
+            if self.placer.largest(wants) < least:
+                # It can wait for nodes, but must not keep anybody else waiting.
+                waits[run.run_id] = too_large(self.cluster, run, self.placer.largest(wants))
+                continue
+            taken = self._fit(run, wants, least, closed, reserve)
+            if taken is not None:
+                self.space.take(wants.demand, taken)
+                self._placed.append((run, wants, taken))
+                continue
+            passed += 1
+            self._blocked.append(run)
+            wanted = self.placer.waits_for(run, wants)
+            # Whoever is first in line for any of them is ahead.
+            ahead = next((first for node_id, first in closed.items() if node_id in wanted), None)
+            waits[run.run_id] = Why("priority" if ahead else "slots", ahead=ahead)
+            if reserve is not None:
+                reserve.hold(run, wants, self.space)
+            elif not policy.order.skip:
+                for node_id in wanted:
+                    closed.setdefault(node_id, run.run_id)
 
+    def _fit(
+        self, run: Run, wants: Wants, count: int, closed: dict[str, str], reserve: Reserve | None
+    ) -> list[Taken] | None:
+        """So many slots for the run, if they are there and nobody before it waits for them."""
+        avoid = avoided(self.cluster, run, self.policy) if run.strikes or run.stalled else ()
+        plain = not closed and reserve is None
+        if plain and self._too_much.get(wants, count + 1) <= count:
+            return None
+        space = self.space if reserve is None else reserve.space_for(run, self.space)
+        taken = self.placer.find(space, run, count, wants, avoid, closed)
+        if taken is None and plain:
+            self._too_much[wants] = min(count, self._too_much.get(wants, count))
+        return taken
 
-def _ends(run: Run) -> bool:
-    """Whether a run that is being stopped will not come back for its slots."""
-    return (
-        run.terminal or run.cancel_reason is not None or (run.preempting is not None and run.preempting.then != "queue")
-    )
+    def _widen(self) -> None:
+        """Give what is left to those that were placed, the first in order first, and make it so."""
+        for run, wants, taken in self._placed:
+            most = run.spec.slots.max
+            if most > run.spec.slots.min:
+                self.space.give(wants.demand, taken)
+                taken = self._widest(run, wants, most) or taken
+                self.space.take(wants.demand, taken)
+            self.result.decisions.append(PlaceRun(run.run_id, run.next_generation, members_of(taken), run.resume))
 
+    def _widest(self, run: Run, wants: Wants, most: int) -> list[Taken] | None:
+        """As many slots as bring something, up to ``most``; None if that is no more than it needs."""
+        # More slots are no gain on nodes where it fails.
+        avoid = avoided(self.cluster, run, self.policy)
+        count = useful(run, min(most, self.placer.most(self.space, run, wants, avoid)))
+        return self.placer.find(self.space, run, count, wants, avoid) if count > run.spec.slots.min else None
 
-def _grow(
-    cluster: Cluster, holders: list[Holding], waiting: list[Run], now: datetime, policy: Policy, result: Plan
-) -> None:
-    """Give idle slots to elastic runs, if no run waits that could use them now or soon."""
-    if any(why.code == "paused" for why in result.waits.values()):
-        return
-    if any(holding.run.preempting is not None for holding in holders):
-        return
-    if any(isinstance(decision, PlaceRun) for decision in result.decisions):
-        return
-    idle = idle_slots(cluster, now, policy)
-    if idle:
-        result.decisions += growing(cluster, holders, idle, now, policy)
+    def _retry_at(self, run: Run) -> datetime:
+        if run.run_id not in self.cluster.queued:
+            return run.placed_at  # it is being queued in this pass, see _breaks_again
+        return run.queued_at + timedelta(seconds=self.policy.faults.retry_delay_s(run.setbacks))
 
+    @property
+    def _nothing_left(self) -> bool:
+        """Whether nothing is left for anybody: runs that need no accelerator are always looked at."""
+        return self.space.milli <= 0 and not self.cluster.index.light
 
-def _explain(cluster: Cluster, result: Plan) -> None:
-    for run_id, why in result.waits.items():
-        run = cluster.runs[run_id]
+    def _paused(self) -> bool:
+        return any(why.code == "paused" for why in self.result.waits.values())
+
+    def _wake_at(self, at_s: float) -> None:
+        if at_s > self.now_s:
+            self._wake_s = min(self._wake_s, at_s)
+
+    # -- why ------------------------------------------------------------------
+
+    def _tell(self) -> None:
+        """Say why runs wait whose reason is not what they were told; those that can never run first."""
+        cluster, index = self.cluster, self.cluster.index
+        if index.nodes_changed:
+            index.untold.update(cluster.queued)
+            index.nodes_changed = False
+        budget = self.told
+        for run_id, why in self.result.waits.items():
+            index.untold.pop(run_id, None)
+            budget -= self._said(run_id, why)
+        decided = {decision.run_id for decision in self.result.decisions}
+        later = []
+        for run_id in list(index.untold):
+            run = cluster.runs[run_id]
+            if run_id in decided:
+                continue
+            if run_id not in cluster.queued or run_id in self.result.waits:
+                del index.untold[run_id]
+            elif self.placer.largest(wants := wants_of(cluster, run)) < run.spec.slots.min:
+                if not self._said(run_id, too_large(cluster, run, self.placer.largest(wants))):
+                    del index.untold[run_id]
+            else:
+                later.append(run_id)
+        for run_id in later:
+            if budget <= 0:
+                break
+            if self._said(run_id, self._in_the_crowd()):
+                budget -= 1
+            else:
+                del index.untold[run_id]
+
+    def _in_the_crowd(self) -> Why:
+        """The reason of those far down the line, none of whom was looked at."""
+        if self._blocked and not self.policy.order.skip:
+            return Why("priority", ahead=self._blocked[0].run_id)
+        return Why("slots")
+
+    def _in_numbers(self, run: Run, why: Why) -> Why:
+        """The reason with how much is free for the run, after this pass, and how much there is."""
+        if why.code not in ("slots", "priority", "reserved"):
+            return why
+        wanted = self.placer.waits_for(run, wants_of(self.cluster, run))
+        free = sum(room.whole for node_id in wanted if (room := self.space.rooms.get(node_id)) is not None)
+        return replace(why, idle=free, capacity=sum(self.cluster.nodes[node_id].slots for node_id in wanted))
+
+    def _said(self, run_id: str, why: Why) -> bool:
+        """Say it, unless it was said."""
+        run = self.cluster.runs[run_id]
         # One that is being queued in this pass is explained in the next: it may be placed by then.
-        if run_id in cluster.queued and (run.waiting_code, run.waiting_generation) != (why.code, run.next_generation):
-            message = explain.message(cluster, run, why)
-            result.decisions.append(ExplainRun(run_id, run.next_generation, why.code, message))
+        if run_id not in self.cluster.queued or (run.waiting_code, run.waiting_generation) == (
+            why.code,
+            run.next_generation,
+        ):
+            return False
+        self.result.decisions.append(ExplainRun(run_id, run.next_generation, why.code, message(self.cluster, run, why)))
+        return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
@@ -10,6 +11,7 @@ from contracts.events.node import NodeLost
 from contracts.events.run import (
     Artifact,
     CheckpointRef,
+    Decided,
     Member,
     Problem,
     QueueReason,
@@ -22,13 +24,28 @@ from contracts.events.run import (
     RunPreempting,
     RunQueued,
     RunRejected,
+    RunReserved,
     RunWaiting,
 )
 from contracts.events.train import TrainRequested
+from contracts.scheduling import Policy
 from services.scheduler.core.cluster import Cluster
 from services.scheduler.core.place import useful
 
-Code = Literal["slots", "infeasible", "priority", "no nodes", "fragmented", "draining", "paused"]
+#: Which constraint binds, in a word.
+Code = Literal[
+    "slots",
+    "infeasible",
+    "priority",
+    "no nodes",
+    "fragmented",
+    "draining",
+    "paused",
+    "quota",
+    "ceiling",
+    "reserved",
+    "maintenance",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +87,7 @@ class PreemptRun:
     queue_reason: QueueReason
     grace_s: float
     then: Literal["queue", "cancel", "fail"] = "queue"
+    waiter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +124,48 @@ class ExplainRun:
 
 
 @dataclass(frozen=True, slots=True)
+class ReserveRun:
+    """Promise a run that waits when it will start."""
+
+    run_id: str
+    next_generation: int
+    start_by: datetime
+    node_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LoseNode:
     node_id: str
     incarnation: str
     reason: str
 
 
-Decision = QueueRun | PlaceRun | PreemptRun | CompleteRun | FailRun | CancelRun | ExplainRun
+#: Decisions said in one pass. The rest is decided again, from newer facts: a burst of ten thousand requests must not
+#: hold up the first placement.
+PASS_LIMIT = 500
+
+Decision = QueueRun | PlaceRun | PreemptRun | CompleteRun | FailRun | CancelRun | ExplainRun | ReserveRun
 
 
-def fact_of(decision: Decision, cluster: Cluster, now: datetime) -> RunFact:
+def in_order(decisions: Iterable[Decision]) -> list[Decision]:
+    """The decisions of one pass in the order in which they are said.
+
+    Those of runs that are placed in it first, then endings and stops, explanations last.
+    """
+    listed = list(decisions)
+    placed = {decision.run_id for decision in listed if isinstance(decision, PlaceRun)}
+    return sorted(listed, key=lambda each: (isinstance(each, ExplainRun), each.run_id not in placed))
+
+
+def decided(cluster: Cluster, now: datetime, policy: Policy, hearing_since: datetime | None = None) -> Decided:
+    """From what a pass decides, for its facts to say."""
+    return Decided(at_sequence=cluster.sequence, at=now, policy=policy.digest, hearing_since=hearing_since)
+
+
+def fact_of(decision: Decision, cluster: Cluster, now: datetime, made: Decided | None = None) -> RunFact:
     """The fact that this decision, made from ``cluster`` at ``now``, is published as."""
     run_id = decision.run_id
+    made = made or Decided(at_sequence=cluster.sequence, at=now)
     match decision:
         case QueueRun():
             return RunQueued(
@@ -125,6 +173,7 @@ def fact_of(decision: Decision, cluster: Cluster, now: datetime) -> RunFact:
                 next_generation=decision.next_generation,
                 reason=decision.reason,
                 failures=decision.failures,
+                decided=made,
             )
         case PlaceRun():
             known = cluster.runs[run_id]
@@ -141,6 +190,7 @@ def fact_of(decision: Decision, cluster: Cluster, now: datetime) -> RunFact:
                 wanted_slots=useful(known, known.spec.slots.max),
                 failures_seen=known.failures_seen,
                 run_s=known.run_s,
+                decided=made,
             )
         case PreemptRun():
             return RunPreempting(
@@ -150,6 +200,8 @@ def fact_of(decision: Decision, cluster: Cluster, now: datetime) -> RunFact:
                 queue_reason=decision.queue_reason,
                 grace_s=decision.grace_s,
                 then=decision.then,
+                waiter=decision.waiter,
+                decided=made,
             )
         case CompleteRun():
             return RunCompleted(
@@ -158,13 +210,18 @@ def fact_of(decision: Decision, cluster: Cluster, now: datetime) -> RunFact:
                 checkpoint=decision.checkpoint,
                 metrics=dict(decision.metrics),
                 artifacts=decision.artifacts,
+                decided=made,
             )
         case FailRun():
             return RunFailed(
-                run_id=run_id, generation=decision.generation, reason=decision.reason, log_tail=decision.log_tail
+                run_id=run_id,
+                generation=decision.generation,
+                reason=decision.reason,
+                log_tail=decision.log_tail,
+                decided=made,
             )
         case CancelRun():
-            return RunCancelled(run_id=run_id, reason=decision.reason)
+            return RunCancelled(run_id=run_id, reason=decision.reason, decided=made)
         case ExplainRun():
             return RunWaiting(
                 run_id=run_id,
@@ -172,6 +229,15 @@ def fact_of(decision: Decision, cluster: Cluster, now: datetime) -> RunFact:
                 code=decision.code,
                 message=decision.message,
                 decided_at_sequence=cluster.sequence,
+                decided=made,
+            )
+        case ReserveRun():
+            return RunReserved(
+                run_id=run_id,
+                next_generation=decision.next_generation,
+                start_by=decision.start_by,
+                node_ids=decision.node_ids,
+                decided=made,
             )
 
 

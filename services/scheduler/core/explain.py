@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from services.scheduler.core.cluster import Cluster, Node, Phase, Run
 from services.scheduler.core.decisions import Code
-from services.scheduler.core.place import Counts, useful
-from services.scheduler.core.reclaim import Holding
+from services.scheduler.core.place import useful
 
 #: How many runs or nodes a message names.
 NAMED = 5
@@ -31,20 +30,15 @@ class Why:
     freeing: tuple[str, ...] = ()
 
 
-def too_large(cluster: Cluster, run: Run, capacity: Counts) -> Why:
-    """The reason of a run that wants more slots than there are, or more of one kind than there are."""
-    whole = sum(capacity.values())
+def too_large(cluster: Cluster, run: Run, capacity: int) -> Why:
+    """The reason of a run that wants more slots than it could ever have of the present nodes: ``capacity``."""
+    whole = sum(node.slots for node in cluster.nodes.values() if node.open)
     if not any(node.alive for node in cluster.nodes.values()):
         return Why("no nodes")
     if run.exact and whole >= run.spec.slots.min:
-        return Why("fragmented", capacity=capacity.get(run.machine, 0) if run.bound else max(capacity.values()))
+        return Why("fragmented", capacity=capacity)
     going = any(node.alive and not node.open for node in cluster.nodes.values())
-    return Why("draining" if going else "infeasible", capacity=whole)
-
-
-def freeing(why: Why, holders: Iterable[Holding], leaving: set[str]) -> Why:
-    names = (h.run.run_id for h in holders if h.run.preempting is not None or h.run.run_id in leaving)
-    return replace(why, freeing=tuple(sorted(names)))
+    return Why("draining" if going else "infeasible", capacity=capacity)
 
 
 def message(cluster: Cluster, run: Run, why: Why) -> str:
@@ -200,8 +194,8 @@ def summary(cluster: Cluster, limit: int = 100) -> dict[str, Any]:
                 "state": node.shown_state,
                 "reason": _node_reason(node),
                 "slots": node.slots,
-                "used": len(node.used),
-                "free": node.slots - len(node.used) if node.open else 0,
+                "used": node.used_slots,
+                "free": node.slots - node.used_slots if node.open else 0,
                 "accelerator": node.accelerator,
             }
             for _, node in sorted(cluster.nodes.items())

@@ -14,8 +14,10 @@ from contracts import subjects
 from contracts.base import Fact
 from contracts.envelope import Envelope, same_trace
 from contracts.events import checkpoint, node, run
+from contracts.events.capacity import PolicyAdopted
 from contracts.events.run import RunExited, RunPreempting, RunPrepared, RunStalled
-from services.scheduler.core.cluster import Cluster, Committed, Ending, Node, Part, Phase, Run
+from services.scheduler.core.cluster import Cluster, Committed, Ending, Held, Node, Part, Phase, Run
+from services.scheduler.core.demand import demand_of
 
 #: Strikes of a node that a run is to leave out at once: more than any policy forgives.
 EXCLUDED = 1_000_000
@@ -51,8 +53,14 @@ def apply(cluster: Cluster, fact: Fact, sequence: int, time: datetime, envelope:
             known.traceparent = envelope.traceparent
         if on_run := _RUN_FACTS.get(type(fact)):
             on_run(cluster, known, fact, time)
+        known.wants = None
+        cluster.index.touch(fact.run_id)
     elif on_node := _NODE_FACTS.get(type(fact)):
+        before = cluster.nodes.get(fact.node_id)
+        cluster.index.touch_nodes([run_id for run_id, _ in before.holders] if before is not None else ())
         on_node(cluster, fact, time)
+    elif isinstance(fact, PolicyAdopted):
+        cluster.policy, cluster.policy_sequence = fact.policy, sequence
 
 
 def seen(cluster: Cluster, subject: str, sequence: int) -> None:
@@ -77,13 +85,15 @@ def _accepted(
 ) -> None:
     if fact.run_id in cluster.runs:
         return
-    accepted = Run(fact.run_id, fact.spec, sequence, time, last_sequence=sequence, last_event_id=fact.event_id)
+    accepted = Run(fact.run_id, fact.spec, sequence, time, demand_of(fact.spec))
+    accepted.last_sequence, accepted.last_event_id = sequence, fact.event_id
     accepted.correlation_id = (envelope.correlation_id if envelope else "") or fact.request_id
     accepted.traceparent = envelope.traceparent if envelope else ""
     if fact.spec.resume_from is not None:
         accepted.initial = cluster.checkpoints.get(fact.spec.resume_from)
         accepted.inherited_machine = cluster.machines.get(fact.spec.resume_from, "")
     cluster.runs[fact.run_id] = accepted
+    cluster.index.touch(fact.run_id)
     cluster.unqueued[fact.run_id] = None
     accepted.phase = Phase.READY if fact.spec.data is None else Phase.PREPARING
     cluster.phases[accepted.phase] += 1
@@ -154,9 +164,9 @@ def _placed(cluster: Cluster, known: Run, fact: run.RunPlaced, time: datetime) -
         if home is None or not home.alive:
             _end(cluster, known, part, "lost", time)
         else:
-            for slot in part.slots:
-                home.used.setdefault(slot, (known.run_id, fact.generation))
+            home.hold((known.run_id, fact.generation), Held(part.slots, known.demand))
             home.count_free(time)
+    known.reserved = None
     cluster.moved_at = time
 
 
@@ -167,8 +177,15 @@ def _started(cluster: Cluster, known: Run, fact: run.RunStarted, time: datetime)
     known.inexact = known.inexact or fact.exactness == "samples-exact"
     if (home := cluster.nodes.get(fact.node_id)) is not None:
         known.machine = home.machine
+        if known.dataset is not None:
+            home.datasets.add(known.dataset.dataset_id)
     if known.phase is Phase.PLACED:
         _enter(cluster, known, Phase.RUNNING)
+
+
+def _reserved(cluster: Cluster, known: Run, fact: run.RunReserved, time: datetime) -> None:
+    if not known.terminal and fact.next_generation == known.next_generation:
+        known.reserved = fact
 
 
 def _stalled(cluster: Cluster, known: Run, fact: RunStalled, time: datetime) -> None:
@@ -202,11 +219,10 @@ def _exited(cluster: Cluster, known: Run, fact: RunExited, time: datetime) -> No
 def _end(cluster: Cluster, known: Run, part: Part, how: Ending, time: datetime) -> None:
     """A part is over: its slots are free, and with the last one the generation has ended."""
     part.ended = how
+    known.served_slot_s += len(part.slots) * max((time - known.placed_at).total_seconds(), 0.0)
     home = cluster.nodes.get(part.node_id)
     if home is not None:
-        for slot in part.slots:
-            if home.used.get(slot) == (known.run_id, known.generation):
-                del home.used[slot]
+        home.let_go((known.run_id, known.generation))
         home.count_free(time)
     cluster.moved_at = time
     if not known.live:
@@ -304,11 +320,25 @@ def _joined(cluster: Cluster, fact: node.NodeJoined, time: datetime) -> None:
         if fact.incarnation == old.incarnation or fact.incarnation in old.past:
             return
         past = old.past | {old.incarnation}
-    new = Node(fact.node_id, fact.incarnation, fact.slots, fact.lease_ttl_s, past=past)
-    new.accelerator, new.machine = fact.accelerator, fact.machine_digest
+    new = Node(
+        fact.node_id,
+        fact.incarnation,
+        fact.slots,
+        fact.lease_ttl_s,
+        accelerator=fact.accelerator,
+        machine=fact.machine_digest,
+        labels=fact.labels,
+        profiles=fact.slot_profiles,
+        cpu_milli=round(fact.cpus * 1000),
+        memory_bytes=fact.memory_bytes,
+        datasets=set(fact.datasets),
+        past=past,
+    )
     if old is not None:
         kept = set(fact.running)
-        new.used = {slot: holder for slot, holder in old.used.items() if holder in kept}
+        for holder, held in old.holders.items():
+            if holder in kept:
+                new.hold(holder, held)
         _lose_parts(cluster, old, kept, time)
     cluster.nodes[fact.node_id] = new
     new.count_free(time)
@@ -346,7 +376,7 @@ def _unfit(cluster: Cluster, fact: node.NodeUnfit, time: datetime) -> None:
 
 
 def _lose_parts(cluster: Cluster, home: Node, kept: set[tuple[str, int]], time: datetime) -> None:
-    for run_id, generation in dict.fromkeys(home.used.values()):
+    for run_id, generation in list(home.holders):
         holder = cluster.runs[run_id]
         part = holder.parts.get(home.node_id)
         if (run_id, generation) not in kept and part is not None and holder.generation == generation:
@@ -360,6 +390,7 @@ _RUN_FACTS: dict[type[Fact], Callable[[Cluster, Run, Any, datetime], None]] = {
     run.RunQueued: _queued,
     run.RunWaiting: _waiting,
     run.RunPlaced: _placed,
+    run.RunReserved: _reserved,
     run.RunStarted: _started,
     RunStalled: _stalled,
     RunPreempting: _preempting,

@@ -1,17 +1,71 @@
-"""Which slots a gang gets."""
+"""Which slots a gang gets: all of them at once, out of one ``Space``.
+
+The nodes that will do for a run (``eligible``) are divided into cells: a gang never lies across clusters, an exact run
+never across unlike machines, and where it can all of it lies within one zone. In the best cell that has enough, nodes
+are taken in the order of ``policy.place.by``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
 
 from contracts.events.run import Member
-from services.scheduler.core.cluster import Cluster, Run
-from services.scheduler.core.policy import Policy
+from contracts.scheduling import Policy
+from services.scheduler.core.cluster import Cluster, Node, Run
+from services.scheduler.core.demand import Demand
+from services.scheduler.core.space import Room, Space, Taken
 
-#: Node -> its free slots, ascending.
-Free = dict[str, list[int]]
-#: Kind of machine (``Node.machine``) -> a number of slots on such machines.
-Counts = dict[str, int]
+#: Labels of nodes that mean something here.
+CLUSTER, CAPACITY, NODE = "cluster", "capacity", "node"
+
+
+@dataclass(frozen=True, slots=True)
+class Wants:
+    """All of a run that decides where it may lie: runs that are alike in it share what was found out."""
+
+    demand: Demand
+    clusters: tuple[str, ...]
+    capacity: str
+    #: Exact runs lie on machines of one kind: on this one, '' for any one; None: it does not matter.
+    machine: str | None
+    #: Whether it may go elsewhere when there is none of that kind.
+    bound: bool
+    together: str
+    strict: bool
+    #: Looked up many times in a pass.
+    hashed: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        traits = (self.demand, self.clusters, self.capacity, self.machine, self.bound, self.together, self.strict)
+        object.__setattr__(self, "hashed", hash(traits))
+
+    def __hash__(self) -> int:
+        return self.hashed
+
+
+def wants_of(cluster: Cluster, run: Run) -> Wants:
+    """What decides where the run may lie; one object for all runs that are alike."""
+    if run.wants is None:
+        found = _wants(run)
+        run.wants = cluster.index.wants.setdefault(found, found)
+    assert isinstance(run.wants, Wants)
+    return run.wants
+
+
+def _wants(run: Run) -> Wants:
+    spec = run.spec
+    exact = run.exact
+    return Wants(
+        demand=run.demand,
+        clusters=spec.scheduling.clusters,
+        capacity=spec.scheduling.capacity,
+        machine=(run.machine or run.inherited_machine) if exact else None,
+        bound=run.bound,
+        together=spec.gang.together or "",
+        strict=spec.gang.strict,
+    )
 
 
 def avoided(cluster: Cluster, run: Run, policy: Policy) -> frozenset[str]:
@@ -23,47 +77,8 @@ def avoided(cluster: Cluster, run: Run, policy: Policy) -> frozenset[str]:
     return frozenset(left).union(
         node.node_id
         for node in cluster.nodes.values()
-        if run.strikes.get(node.incarnation, 0) >= policy.avoid_node_after
+        if run.strikes.get(node.incarnation, 0) >= policy.faults.avoid_node_after
     )
-
-
-def free_slots(cluster: Cluster) -> dict[str, Free]:
-    """The free slots of every node on which something new may be placed, by the kind of machine."""
-    pools: dict[str, Free] = {}
-    for node in cluster.nodes.values():
-        if node.open and (free := node.free):
-            pools.setdefault(node.machine, {})[node.node_id] = free
-    return pools
-
-
-def capacities(cluster: Cluster) -> Counts:
-    """Slots on which something may be placed, free or not, by the kind of machine."""
-    found: Counts = {}
-    for node in cluster.nodes.values():
-        if node.open:
-            found[node.machine] = found.get(node.machine, 0) + node.slots
-    return found
-
-
-def counts(pools: Mapping[str, Free]) -> Counts:
-    return {machine: sum(map(len, free.values())) for machine, free in pools.items()}
-
-
-def kinds(run: Run, capacity: Counts) -> list[str]:
-    """The kinds of machines of which the run may have slots; none if there can never be enough of them.
-
-    An exact run stays on one kind: on that where its state came about, once it has any. A run that starts
-    from another one's checkpoint goes to the kind of that where it can, else anywhere, and says so.
-    """
-    need = run.spec.slots.min
-    if not run.exact:
-        return list(capacity) if sum(capacity.values()) >= need else []
-    enough = [machine for machine, slots in capacity.items() if slots >= need]
-    # Without a checkpoint, too, ranks may have left their state in the memory of such machines.
-    only = run.machine or run.inherited_machine
-    if run.bound or only in enough:
-        return [machine for machine in enough if machine == only]
-    return sorted(enough, key=lambda machine: (-capacity[machine], machine))
 
 
 def useful(run: Run, slots: int) -> int:
@@ -72,59 +87,271 @@ def useful(run: Run, slots: int) -> int:
     A step takes as long as the process with the most logical ranks: of four logical ranks one has two, on two
     processes as on three.
     """
+    bundle = run.demand.bundle
+    slots -= slots % bundle
     training = run.spec.training
     if training is None or training.logical_ranks is None or run.spec.kind != "train":
         return slots
     logical = training.logical_ranks
     most = -(-logical // min(slots, logical))
-    return max(-(-logical // most), run.spec.slots.min)
+    least = -(-logical // most)
+    return max(least + -least % bundle, run.spec.slots.min)
 
 
-def reserve(run: Run, need: int, machines: Collection[str], idle: Counts) -> Counts | None:
-    """Take ``need`` slots out of ``idle``: of one kind of machine where possible; None if there are too few."""
-    fitting = [machine for machine in machines if idle.get(machine, 0) >= need]
-    # An exact run can grow on its own kind alone; any other should leave the large holes to those.
-    one = (max if run.exact else min)(fitting, key=lambda machine: idle[machine], default=None)
-    if one is None and (run.exact or sum(idle.get(machine, 0) for machine in machines) < need):
+def suits(node: Node, wants: Wants) -> bool:
+    """Whether such a run may ever lie on this node, however full it is."""
+    demand = wants.demand
+    if demand.accelerators and node.accelerator not in demand.accelerators:
+        return False
+    if demand.milli and demand.profile and demand.profile not in node.profiles:
+        return False
+    if wants.clusters and node.labels.get(CLUSTER, "") not in wants.clusters:
+        return False
+    return wants.capacity == "any" or node.labels.get(CAPACITY, "on-demand") == wants.capacity
+
+
+class Placer:
+    """Finds places for one pass. What it finds out about the present nodes is kept until they change."""
+
+    def __init__(self, cluster: Cluster, policy: Policy, now: datetime) -> None:
+        self.cluster, self.policy, self.now = cluster, policy, now
+        self._memory = cluster.index.memory()
+        self.choose = CHOICES[policy.place.by]
+
+    def eligible(self, wants: Wants) -> dict[str, Node]:
+        """The open nodes that will do."""
+        key: Hashable = ("eligible", wants)
+        found: dict[str, Node] | None = self._memory.get(key)
+        if found is None:
+            found = {node.node_id: node for node in self.cluster.nodes.values() if node.open and suits(node, wants)}
+            self._memory[key] = found
+        return found
+
+    def waits_for(self, run: Run, wants: Wants) -> frozenset[str]:
+        """The nodes on which the run could lie if nobody else had any: what it waits for when it does not fit."""
+        least = run.spec.slots.min
+        key: Hashable = ("waits for", wants, least)
+        found: frozenset[str] | None = self._memory.get(key)
+        if found is None:
+            empty = Space.empty(self.cluster)
+            found = self._memory[key] = frozenset(
+                node_id
+                for division in self.cells(wants)
+                for cell in division
+                if self._may_lie(cell, wants, least)
+                and sum(empty.rooms[each].fits(wants.demand) for each in cell) >= least
+                for node_id in cell
+            )
+        return found
+
+    def cells(self, wants: Wants) -> list[list[tuple[str, ...]]]:
+        """Divisions of the eligible nodes, the one that would be best first."""
+        key: Hashable = ("cells", wants)
+        found: list[list[tuple[str, ...]]] | None = self._memory.get(key)
+        if found is None:
+            nodes = self.eligible(wants)
+            found = self._memory[key] = [_divided(nodes, traits) for traits in _divisions(wants)]
+        return found
+
+    def largest(self, wants: Wants) -> int:
+        """The most slots that such a run could have if nobody else had any."""
+        key: Hashable = ("largest", wants)
+        found: int | None = self._memory.get(key)
+        if found is None:
+            found = self._memory[key] = self._most(wants, own_kind=wants.bound)
+        return found
+
+    def _most(self, wants: Wants, *, own_kind: bool) -> int:
+        empty = Space.empty(self.cluster)
+        counts = [
+            sum(empty.rooms[node_id].fits(wants.demand) for node_id in cell)
+            for division in self.cells(wants)
+            for cell in division
+            if not own_kind or self._alike(cell, wants)
+        ]
+        return max(counts, default=0)
+
+    def _alike(self, cell: tuple[str, ...], wants: Wants) -> bool:
+        """Whether the cell's machines are those on which an exact run's state came about."""
+        return not wants.machine or self.cluster.nodes[cell[0]].machine == wants.machine
+
+    def _may_lie(self, cell: tuple[str, ...], wants: Wants, least: int) -> bool:
+        """An exact run goes where its state came about; if that can never be, and it is not bound, anywhere."""
+        if self._alike(cell, wants):
+            return True
+        if wants.bound:
+            return False
+        key: Hashable = ("own kind", wants)
+        if key not in self._memory:
+            self._memory[key] = self._most(wants, own_kind=True)
+        return bool(self._memory[key] < least)
+
+    def find(
+        self,
+        space: Space,
+        run: Run,
+        count: int,
+        wants: Wants,
+        avoid: Collection[str] = (),
+        closed: Collection[str] = (),
+    ) -> list[Taken] | None:
+        """``count`` slots for the run out of ``space``, or None. Nothing is taken yet."""
+        best = self.roomiest(space, run, count, wants, closed)
+        if best is None:
+            return None
+        rooms, demand = best, wants.demand
+        good = [room for room in rooms if room.node.node_id not in avoid] if avoid else rooms
+        plain = self._plain(good, wants)
+        for candidates in (plain, good, rooms):
+            if sum(room.fits(demand) for room in candidates) >= count:
+                break
+        return self.choose(candidates, demand, count, avoid)
+
+    def _plain(self, rooms: list[Room], wants: Wants) -> list[Room]:
+        """Those that are not of a scarce kind, unless the run asked for it."""
+        scarce = self.policy.place.scarce
+        if not scarce or wants.demand.accelerators:
+            return rooms
+        return [room for room in rooms if room.node.accelerator not in scarce]
+
+    def most(self, space: Space, run: Run, wants: Wants, closed: Collection[str] = ()) -> int:
+        """The most slots that the run could have out of ``space``."""
+        counts = [
+            sum(
+                space.rooms[node_id].fits(wants.demand)
+                for node_id in cell
+                if node_id in space.rooms and node_id not in closed
+            )
+            for division in self.cells(wants)
+            for cell in division
+            if self._may_lie(cell, wants, run.spec.slots.min)
+        ]
+        return max(counts, default=0)
+
+    def roomiest(
+        self, space: Space, run: Run, count: int, wants: Wants, closed: Collection[str] = ()
+    ) -> list[Room] | None:
+        """The rooms of the best cell that has ``count`` slots for the run."""
+        demand = wants.demand
+        dataset = run.dataset.dataset_id if run.dataset is not None else None
+        for division in self.cells(wants):
+            fitting: list[tuple[tuple[float, ...], list[Room]]] = []
+            for cell in division:
+                if not self._may_lie(cell, wants, run.spec.slots.min):
+                    continue
+                rooms, total, cached = [], 0, 0
+                for node_id in cell:
+                    room = space.rooms.get(node_id)
+                    if room is None or node_id in closed:
+                        continue
+                    slots = room.fits(demand)
+                    if slots:
+                        rooms.append(room)
+                        total += slots
+                        cached += dataset is not None and dataset in room.node.datasets
+                if total >= count:
+                    # An exact run can grow on its own kind alone; any other leaves the large holes to those.
+                    room_left = -total if wants.machine is not None else total
+                    fitting.append(((-min(cached, 1), room_left), rooms))
+            if fitting:
+                return min(fitting, key=lambda each: each[0])[1]
         return None
-    taken: Counts = {}
-    for machine in (one,) if one is not None else machines:
-        if (part := min(need - sum(taken.values()), idle.get(machine, 0))) > 0:
-            taken[machine] = part
-            idle[machine] -= part
-    return taken
 
 
-def take(pools: Mapping[str, Free], wanted: Mapping[str, int], avoid: Collection[str] = ()) -> tuple[Member, ...]:
-    """Take so many slots of each kind of machine out of ``pools`` for one gang; ranks count on."""
-    members: list[Member] = []
-    for machine, count in wanted.items():
-        rank = sum(len(member.ranks) for member in members)
-        members += take_alike(pools[machine], count, avoid, rank)
-    return tuple(members)
+def _divisions(wants: Wants) -> list[tuple[str, ...]]:
+    """By what the nodes are divided, the best first: machines alike, one zone; then less of it."""
+    zone = (wants.together,) if wants.together else ()
+    if wants.machine is not None:
+        found = [(CLUSTER, "machine", *zone), (CLUSTER, "machine")]
+    else:
+        found = [(CLUSTER, *zone, "machine"), (CLUSTER, *zone), (CLUSTER, "machine"), (CLUSTER,)]
+    if wants.strict and zone:
+        found = [traits for traits in found if wants.together in traits]
+    return list(dict.fromkeys(found))
 
 
-def take_alike(free: Free, count: int, avoid: Collection[str] = (), first_rank: int = 0) -> list[Member]:
-    """Take ``count`` slots out of ``free`` for one gang: on few nodes, filling the fullest that fits.
+def _divided(nodes: Mapping[str, Node], traits: tuple[str, ...]) -> list[tuple[str, ...]]:
+    cells: dict[tuple[str, ...], list[str]] = {}
+    for node_id, node in nodes.items():
+        cells.setdefault(tuple(_trait(node, trait) for trait in traits), []).append(node_id)
+    return [tuple(node_ids) for node_ids in cells.values()]
 
-    Best fit keeps large holes for large gangs; few nodes keep gradients off the network. The nodes
-    to ``avoid`` are taken when there are no others.
+
+def _trait(node: Node, trait: str) -> str:
+    if trait == "machine":
+        return node.machine
+    # A node without the label shares it with nobody.
+    return node.node_id if trait == NODE else node.labels.get(trait, "" if trait == CLUSTER else f"({node.node_id})")
+
+
+# -- the order in which nodes are taken ---------------------------------------------------------------
+
+Choose = Callable[[list[Room], Demand, int, Collection[str]], list[Taken]]
+
+
+def pack(rooms: list[Room], demand: Demand, count: int, avoid: Collection[str] = ()) -> list[Taken]:
+    """On few nodes, filling the fullest that fits.
+
+    Best fit keeps large holes for large gangs; few nodes keep gradients off the network. The nodes to ``avoid`` are
+    taken when there are no others.
     """
-    members: list[Member] = []
-    taken = 0
-    while count > taken:
-        wanted = count - taken
-        good = {node_id: slots for node_id, slots in free.items() if node_id not in avoid} if avoid else free
+    free = {room.node.node_id: (room.fits(demand), room) for room in rooms}
+    found: list[Taken] = []
+    while count > 0:
+        good = {node_id: each for node_id, each in free.items() if node_id not in avoid} if avoid else free
         good = good or free
-        fitting = [(len(slots), node_id) for node_id, slots in good.items() if len(slots) >= wanted]
+        fitting = [(slots, node_id) for node_id, (slots, _) in good.items() if slots >= count]
         # The tightest node that holds the rest; where there is none, the roomiest, and go on.
-        roomiest = min((-len(slots), node_id) for node_id, slots in good.items())
-        node_id = min(fitting)[1] if fitting else roomiest[1]
-        slots = free[node_id][:wanted]
-        free[node_id] = free[node_id][wanted:]
-        if not free[node_id]:
-            del free[node_id]
-        ranks = tuple(range(first_rank + taken, first_rank + taken + len(slots)))
-        members.append(Member(node_id=node_id, slots=tuple(slots), ranks=ranks))
-        taken += len(slots)
-    return members
+        node_id = min(fitting)[1] if fitting else min((-slots, node_id) for node_id, (slots, _) in good.items())[1]
+        slots, room = free.pop(node_id)
+        found.append((node_id, room.pick(demand, min(slots, count))))
+        count -= min(slots, count)
+    return found
+
+
+def spread(rooms: list[Room], demand: Demand, count: int, avoid: Collection[str] = ()) -> list[Taken]:
+    """One bundle after the other on the emptiest node."""
+    return _by_turns(rooms, demand, count, lambda room, given: (room.node.node_id in avoid, -(room.whole - given)))
+
+
+def balanced(rooms: list[Room], demand: Demand, count: int, avoid: Collection[str] = ()) -> list[Taken]:
+    """Fill a node to half, then the next; once all are half full, fill them up."""
+
+    def standing(room: Room, given: int) -> tuple[float, ...]:
+        used = room.node.slots - room.whole + given
+        return (room.node.node_id in avoid, 2 * used >= room.node.slots, -used)
+
+    return _by_turns(rooms, demand, count, standing)
+
+
+def _by_turns(
+    rooms: list[Room], demand: Demand, count: int, standing: Callable[[Room, int], tuple[float, ...]]
+) -> list[Taken]:
+    """One bundle at a time on the node whose standing is least."""
+    given = dict.fromkeys((room.node.node_id for room in rooms), 0)
+    fits = {room.node.node_id: room.fits(demand) for room in rooms}
+    for _ in range(count // demand.bundle):
+        open_rooms = [room for room in rooms if given[room.node.node_id] + demand.bundle <= fits[room.node.node_id]]
+        best = min(
+            open_rooms, key=lambda room: (*standing(room, given[room.node.node_id]), room.node.node_id)
+        ).node.node_id
+        given[best] += demand.bundle
+    by_id = {room.node.node_id: room for room in rooms}
+    return [(node_id, by_id[node_id].pick(demand, slots)) for node_id, slots in given.items() if slots]
+
+
+CHOICES: dict[str, Choose] = {"pack": pack, "spread": spread, "balanced": balanced, "fgd": pack}
+
+
+def members_of(taken: list[Taken]) -> tuple[Member, ...]:
+    """The gang's members; ranks count on from node to node."""
+    found, rank = [], 0
+    for node_id, slots in taken:
+        found.append(Member(node_id=node_id, slots=slots, ranks=tuple(range(rank, rank + len(slots)))))
+        rank += len(slots)
+    return tuple(found)
+
+
+def free_slots(space: Space, eligible: Collection[str], demand: Demand) -> int:
+    """How many slots of this demand are free on these nodes."""
+    return sum(room.fits(demand) for node_id in eligible if (room := space.rooms.get(node_id)) is not None)

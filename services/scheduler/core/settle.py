@@ -6,9 +6,9 @@ import math
 from datetime import datetime, timedelta
 
 from contracts.events.run import QueueReason, RunStalled
+from contracts.scheduling import Policy
 from services.scheduler.core.cluster import Cluster, Node, Part, Phase, Run
 from services.scheduler.core.decisions import CancelRun, CompleteRun, FailRun, PreemptRun, QueueRun
-from services.scheduler.core.policy import Policy
 
 #: However late a notice is heard, the ranks are given the time for a small checkpoint.
 LEAST_GRACE_S = 1.0
@@ -41,6 +41,19 @@ def settle_active(
     return None if run.terminal else _outcome(run, now, policy)
 
 
+def next_look(run: Run, policy: Policy) -> float:
+    """When the clock alone may be a reason to decide about the run, in seconds since the epoch; inf: never."""
+    found = math.inf
+    if run.live and run.preempting is None:
+        if not all(part.started for part in run.live):
+            found = run.placed_at.timestamp() + policy.faults.start_deadline_s
+        if run.spec.scheduling.limit_s is not None:
+            found = min(found, run.placed_at.timestamp() + run.spec.scheduling.limit_s - run.run_s)
+    elif not run.live and not run.terminal and run.ended_at is not None:
+        found = run.ended_at.timestamp() + policy.faults.final_checkpoint_wait_s
+    return found
+
+
 def _stop(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> PreemptRun | None:
     """Why a gang that still runs must let go, if it must."""
     broken = [part for part in run.parts.values() if part.ended in ("failed", "lost")]
@@ -55,6 +68,10 @@ def _stop(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> PreemptR
         return PreemptRun(run.run_id, run.generation, _broken_text(broken[0]), _broken_reason(run), 0.0)
     if run.cancel_reason is not None:
         return PreemptRun(run.run_id, run.generation, run.cancel_reason, "preempted", run.spec.grace_s, "cancel")
+    limit_s = run.spec.scheduling.limit_s
+    if limit_s is not None and run.ran_s(now) >= limit_s:
+        text = f"it has had its slots for {run.ran_s(now):.6g} s, and its limit (scheduling.limit_s) is {limit_s:g} s"
+        return PreemptRun(run.run_id, run.generation, text, "preempted", run.spec.grace_s, "fail")
     if unfit := _unfit_home(cluster, run):
         # What a broken device has computed is not worth keeping, and a checkpoint might hang in it.
         return PreemptRun(run.run_id, run.generation, unfit, "node lost", 0.0)
@@ -64,7 +81,7 @@ def _stop(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> PreemptR
     if noticed:
         # The machine that goes first sets the time for all.
         first = min(noticed, key=lambda home: _left_s(home, now))
-        grace_s = max(min(run.spec.grace_s, _left_s(first, now) - policy.notice_margin_s), LEAST_GRACE_S)
+        grace_s = max(min(run.spec.grace_s, _left_s(first, now) - policy.faults.notice_margin_s), LEAST_GRACE_S)
         return PreemptRun(run.run_id, run.generation, _notice_text(first), "preempted", grace_s)
     if released:
         text = f"node {released[0].node_id} has let go of its ranks"
@@ -109,10 +126,10 @@ def _stalled_text(stalled: RunStalled) -> str:
 def _not_started(run: Run, waited_s: float, policy: Policy) -> PreemptRun | None:
     """The stop of a gang some of whose nodes have had their time to start it and did not."""
     missing = [part.node_id for part in run.live if not part.started]
-    if not missing or waited_s < policy.start_deadline_s:
+    if not missing or waited_s < policy.faults.start_deadline_s:
         return None
     names = ", ".join(sorted(missing)[:5])
-    reason = f"its ranks on {names} have not started within {policy.start_deadline_s:g} s of the placement"
+    reason = f"its ranks on {names} have not started within {policy.faults.start_deadline_s:g} s of the placement"
     return PreemptRun(run.run_id, run.generation, reason, "node lost", 0.0)
 
 
@@ -131,7 +148,7 @@ def _outcome(run: Run, now: datetime, policy: Policy) -> Settlement | None:
             return _crashed(run)
     else:
         reason = stop.queue_reason if stop else "preempted"
-    if reason == "node lost" and run.blameless + 1 >= policy.max_blameless:
+    if reason == "node lost" and run.blameless + 1 >= policy.faults.max_blameless:
         return _unlucky(run)
     return QueueRun(run.run_id, run.next_generation, reason, run.failures)
 
@@ -152,7 +169,7 @@ def _complete(run: Run, now: datetime, policy: Policy) -> CompleteRun | None:
     trains = run.spec.kind == "train" and run.spec.task is not None and run.spec.training is not None
     if trains and run.final is None and run.ended_at is not None:
         waited = now - run.ended_at
-        if waited < timedelta(seconds=policy.final_checkpoint_wait_s):
+        if waited < timedelta(seconds=policy.faults.final_checkpoint_wait_s):
             return None
     first = next((part for part in run.parts.values() if 0 in part.ranks), None)
     told = first.exit if first else None

@@ -1,0 +1,88 @@
+"""Growing: idle slots go to runs that can use more than they have."""
+
+from __future__ import annotations
+
+import math
+from datetime import datetime, timedelta
+
+from contracts.scheduling import Policy
+from services.scheduler.core import order
+from services.scheduler.core.cluster import EPOCH, Cluster, Phase, Run
+from services.scheduler.core.decisions import PreemptRun
+from services.scheduler.core.place import Placer, avoided, useful, wants_of
+from services.scheduler.core.space import Room, Space
+
+
+def growing(
+    cluster: Cluster, space: Space, now: datetime, policy: Policy, placer: Placer
+) -> tuple[list[PreemptRun], float]:
+    """The restarts that put idle slots to use, and when to look again (seconds since the epoch).
+
+    Only called when nobody waits for them.
+    """
+    if not space.whole():
+        return [], math.inf
+    candidates = []
+    wake_s = math.inf
+    for run_id in cluster.active:
+        run = cluster.runs[run_id]
+        if run.preempting is not None:
+            return [], math.inf
+        if run.slot_count < run.spec.slots.max and _resumable(run):
+            candidates.append(run)
+    if not candidates:
+        return [], math.inf
+    idle, wake_s = _at_rest(cluster, space, now, policy)
+    chosen: list[PreemptRun] = []
+    for run in sorted(candidates, key=lambda run: order.key_of(cluster, run, now, policy)):
+        settled_s = run.placed_at.timestamp() + policy.elastic.resize_interval_s
+        if settled_s > now.timestamp():
+            wake_s = min(wake_s, settled_s)
+            continue
+        trial = _with_own(cluster, run, idle)
+        wants, avoid = wants_of(cluster, run), avoided(cluster, run, policy)
+        count = useful(run, min(run.spec.slots.max, placer.most(trial, run, wants, avoid)))
+        found = placer.find(trial, run, count, wants, avoid) if count > run.slot_count else None
+        if found is None:
+            continue
+        reason = f"grows from {run.slot_count} to {count} slots"
+        chosen.append(PreemptRun(run.run_id, run.generation, reason, "resized", run.spec.grace_s))
+        trial.take(wants.demand, found)
+        idle = Space({node_id: room for node_id, room in trial.rooms.items() if node_id in idle.rooms})
+    return chosen, wake_s
+
+
+def _resumable(run: Run) -> bool:
+    # A command has no checkpoints and would begin again; an evaluation is over before growing pays.
+    trains = run.spec.task is not None and run.spec.kind == "train"
+    return trains and run.phase is Phase.RUNNING and all(part.ended is None for part in run.parts.values())
+
+
+def _at_rest(cluster: Cluster, space: Space, now: datetime, policy: Policy) -> tuple[Space, float]:
+    """The rooms that are worth a restart: nobody has come for them while things were at rest; and when more are."""
+    elastic = policy.elastic
+    rest_at = cluster.moved_at + timedelta(seconds=elastic.resize_interval_s)
+    rooms: dict[str, Room] = {}
+    wake_s = math.inf if rest_at <= now else rest_at.timestamp()
+    for node_id, room in space.rooms.items():
+        since = room.node.free_since
+        anyway_at = since + timedelta(seconds=elastic.grow_anyway_s)
+        if rest_at <= now or (since != EPOCH and anyway_at <= now):
+            rooms[node_id] = room
+        elif since != EPOCH:
+            wake_s = min(wake_s, anyway_at.timestamp())
+    return Space(rooms).copy(), wake_s
+
+
+def _with_own(cluster: Cluster, run: Run, idle: Space) -> Space:
+    """What is idle, and what the run has already."""
+    trial = idle.copy()
+    for part in run.live:
+        node = cluster.nodes[part.node_id]
+        if part.node_id not in trial.rooms and node.open:
+            room = Room.of(node)
+            room.left = [0] * node.slots
+            room.whole = 0
+            trial.rooms[part.node_id] = room
+    trial.release(run)
+    return trial

@@ -1,0 +1,99 @@
+"""What deciding keeps from pass to pass, so that a pass costs what has changed rather than what there is.
+
+Everything in it follows from the cluster, the policy and the clock: without it the decisions are the same, only later.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+#: The key by which runs are ordered; smaller goes first.
+Key = tuple[float, ...]
+
+
+@dataclass(slots=True)
+class Line:
+    """Runs that wait, in order, for each group that is ordered by itself (a team, under fair share)."""
+
+    groups: dict[str, list[tuple[Key, str]]] = field(default_factory=dict)
+    places: dict[str, tuple[str, Key]] = field(default_factory=dict)
+
+    def put(self, run_id: str, group: str, key: Key) -> None:
+        self.remove(run_id)
+        self.places[run_id] = (group, key)
+        insort(self.groups.setdefault(group, []), (key, run_id))
+
+    def remove(self, run_id: str) -> None:
+        place = self.places.pop(run_id, None)
+        if place is None:
+            return
+        group, key = place
+        entries = self.groups[group]
+        del entries[bisect_left(entries, (key, run_id))]
+        if not entries:
+            del self.groups[group]
+
+
+@dataclass(slots=True)
+class Index:
+    """Kept by the fold (``touch``) and by ``decide`` (all the rest)."""
+
+    #: The policy that ``line`` was ordered by.
+    digest: str = ""
+    line: Line = field(default_factory=Line)
+    #: Runs about which something was said since the last pass.
+    touched: dict[str, None] = field(default_factory=dict)
+    #: Runs for which something may be to be decided, each on its own.
+    unsettled: dict[str, None] = field(default_factory=dict)
+    #: (seconds, run): when the clock alone may be a reason to look at a run again; and the last one of each run.
+    alarms: list[tuple[float, str]] = field(default_factory=list)
+    alarmed: dict[str, float] = field(default_factory=dict)
+    #: Queued runs that were not told yet why they wait, or to which nodes may have happened since.
+    untold: dict[str, None] = field(default_factory=dict)
+    #: Queued runs that need no accelerator.
+    light: set[str] = field(default_factory=set)
+    #: One object for all runs that want the same.
+    wants: dict[Any, Any] = field(default_factory=dict)
+    #: Counts up with every change of the nodes; what is remembered about them holds for one value.
+    nodes_version: int = 0
+    remembered_version: int = -1
+    remembered: dict[Any, Any] = field(default_factory=dict)
+    #: Some node changed: whatever any queued run was told may no longer be true.
+    nodes_changed: bool = True
+
+    def touch(self, run_id: str) -> None:
+        """Something was said about this run."""
+        self.touched[run_id] = None
+        self.unsettled[run_id] = None
+
+    def touch_nodes(self, run_ids: Iterable[str]) -> None:
+        """Something was said about a node that has these runs."""
+        self.nodes_version += 1
+        self.nodes_changed = True
+        for run_id in run_ids:
+            self.touch(run_id)
+
+    def alarm(self, at_s: float, run_id: str) -> None:
+        """Look at the run again at this time."""
+        if self.alarmed.get(run_id) != at_s:
+            self.alarmed[run_id] = at_s
+            heapq.heappush(self.alarms, (at_s, run_id))
+
+    def due(self, now_s: float) -> list[str]:
+        """The runs whose alarm has gone off."""
+        found = []
+        while self.alarms and self.alarms[0][0] <= now_s:
+            run_id = heapq.heappop(self.alarms)[1]
+            self.alarmed.pop(run_id, None)
+            found.append(run_id)
+        return found
+
+    def memory(self) -> dict[Any, Any]:
+        """What was found out about the present nodes, as long as they stay as they are."""
+        if self.remembered_version != self.nodes_version:
+            self.remembered, self.remembered_version = {}, self.nodes_version
+        return self.remembered

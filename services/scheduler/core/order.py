@@ -1,0 +1,143 @@
+"""Who goes before whom: keys that compose, and for whom slots may be taken.
+
+The line is ordered by the keys that ``policy.order.by`` names, then by submission. A run may take slots of another when
+the first key in which the two differ is among ``policy.reclaim.by``.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from heapq import heappop, heappush
+
+from contracts.scheduling import OrderKey, Policy
+from services.scheduler.core.cluster import Cluster, Run
+from services.scheduler.core.index import Index, Key, Line
+
+#: A run, the clock -> what it is ordered by.
+KeyOf = Callable[[Cluster, Run, datetime, Policy], float]
+#: Queued runs are looked at in order; those of a group (a team) stay in theirs, whatever its share.
+ShareOf = Callable[[str], Key]
+
+
+def _priority(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> float:
+    return -run.spec.priority
+
+
+def _deadline(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> float:
+    deadline = run.spec.scheduling.deadline
+    return deadline.timestamp() if deadline is not None else math.inf
+
+
+def _smallest(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> float:
+    return run.spec.slots.min
+
+
+def _submitted(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> float:
+    return run.submitted
+
+
+def _attained(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> float:
+    """The level by slot-seconds attained; one that has waited for long goes right behind the first levels."""
+    config = policy.order.attained
+    level = bisect_right(config.levels_slot_s, run.attained_slot_s(now))
+    if config.lift_after_s is not None and level > config.above_lifted and run.waited_s(now) >= config.lift_after_s:
+        return config.above_lifted - 0.5
+    return level
+
+
+def _attained_changes_at(run: Run, now: datetime, policy: Policy) -> float:
+    """When a waiting run is lifted, in seconds since the epoch."""
+    config = policy.order.attained
+    if config.lift_after_s is None:
+        return math.inf
+    left_s = config.lift_after_s - run.waited_s(now)
+    return now.timestamp() + left_s if left_s > 0 else math.inf
+
+
+#: The keys, by name. ``fair-share`` is none of them: it orders groups, see ``in_line``.
+KEYS: dict[OrderKey, KeyOf] = {
+    "priority": _priority,
+    "deadline": _deadline,
+    "smallest": _smallest,
+    "submitted": _submitted,
+    "least-attained": _attained,
+}
+
+
+def key_of(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> Key:
+    """What the run is ordered by, the submission last; ``fair-share`` stands as 0 in it."""
+    found = [KEYS[name](cluster, run, now, policy) if name in KEYS else 0.0 for name in policy.order.by]
+    return (*found, run.submitted)
+
+
+def changes_at(run: Run, now: datetime, policy: Policy) -> float:
+    """When the key of a run that waits changes by the clock alone, in seconds since the epoch; inf: never."""
+    return _attained_changes_at(run, now, policy) if "least-attained" in policy.order.by else math.inf
+
+
+def may_take(waiter: Key, holder: Key, policy: Policy) -> bool:
+    """Whether a run with the one key may be given slots of a run with the other."""
+    for name, mine, theirs in zip(policy.order.by, waiter, holder, strict=False):
+        if mine != theirs:
+            return mine < theirs and name in policy.reclaim.by
+    return False
+
+
+def group_of(run: Run, policy: Policy) -> str:
+    """Which group it is ordered in."""
+    return run.spec.team or "" if "fair-share" in policy.order.by else ""
+
+
+def keep(cluster: Cluster, now: datetime, policy: Policy) -> Line:
+    """Bring the line of queued runs up to date; costs what has changed."""
+    index = cluster.index
+    if index.digest != policy.digest:
+        index.digest, index.line = policy.digest, Line()
+        changed = list(cluster.queued)
+        index.touched.clear()
+    else:
+        changed = [run_id for run_id in index.touched if run_id in cluster.queued or run_id in index.line.places]
+        index.touched.clear()
+    for run_id in changed:
+        put(cluster, index, run_id, now, policy)
+    return index.line
+
+
+def put(cluster: Cluster, index: Index, run_id: str, now: datetime, policy: Policy) -> None:
+    """Give a run its place in the line, or take it out."""
+    if run_id not in cluster.queued:
+        index.line.remove(run_id)
+        index.light.discard(run_id)
+        return
+    run = cluster.runs[run_id]
+    if not run.demand.milli:
+        index.light.add(run_id)
+    index.line.put(run_id, group_of(run, policy), key_of(cluster, run, now, policy))
+    if (at_s := changes_at(run, now, policy)) < math.inf:
+        index.alarm(at_s, run_id)
+
+
+def in_line(groups: dict[str, list[tuple[Key, str]]], share: ShareOf, policy: Policy) -> Iterator[tuple[Key, str]]:
+    """All runs in order. With ``fair-share`` the group furthest below its share is next, asked anew after each run."""
+    if "fair-share" not in policy.order.by:
+        for entries in groups.values():
+            yield from entries
+        return
+    at = policy.order.by.index("fair-share")
+    heads: list[tuple[Key, str, int]] = []
+
+    def push(group: str, place: int) -> None:
+        if place < len(groups[group]):
+            key = groups[group][place][0]
+            # A group's share stands where 0 stood: after what comes first, before the rest.
+            heappush(heads, ((*key[:at], *share(group), *key[at + 1 :]), group, place))
+
+    for group in groups:
+        push(group, 0)
+    while heads:
+        _, group, place = heappop(heads)
+        yield groups[group][place]
+        push(group, place + 1)

@@ -1,0 +1,117 @@
+"""Backfill: who may go ahead of a run that waits for many slots, without holding it up.
+
+EASY (Lifka 1995) reserves for the first run that does not fit; conservative backfill for each of them, up to a number.
+A reservation says when enough slots will be free, by the limits or the predicted ends of those that hold them, and
+which ones. Whoever comes later gets slots that are not reserved, or ends before they are needed.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+from contracts.scheduling import Policy
+from services.scheduler.core.cluster import Cluster, Run
+from services.scheduler.core.place import Placer, Wants
+from services.scheduler.core.space import Space, Taken
+
+
+class Reservation(NamedTuple):
+    """Slots that a run will have from a time on."""
+
+    run: Run
+    start_s: float
+    taken: list[Taken]
+    #: Whether only limits were counted on, so that it can be promised.
+    firm: bool
+
+
+def expected_s(run: Run, policy: Policy) -> tuple[float, bool]:
+    """How long the run will have slots, all in all, at most; and whether that is a limit."""
+    limit_s = run.spec.scheduling.limit_s
+    if limit_s is not None:
+        return limit_s, True
+    return policy.predict.prior_s, False
+
+
+def ends_s(run: Run, now: datetime, policy: Policy) -> tuple[float, bool]:
+    """When a run that holds slots lets go of them, in seconds since the epoch."""
+    expected, firm = expected_s(run, policy)
+    grace_s = run.spec.grace_s if firm else 0.0
+    if run.preempting is not None:
+        return max(run.preempting_at.timestamp() + run.preempting.grace_s, now.timestamp()), True
+    left_s = expected - run.ran_s(now)
+    if left_s <= 0 and not firm:
+        # It has outlived what was expected of it: as long again as it has run.
+        left_s = max(run.ran_s(now), 1.0)
+    return now.timestamp() + max(left_s, 0.0) + grace_s, firm
+
+
+class Reserve:
+    """Reservations of one pass, in the order of the line."""
+
+    def __init__(self, cluster: Cluster, now: datetime, policy: Policy, placer: Placer) -> None:
+        self.cluster, self.now, self.policy, self.placer = cluster, now, policy, placer
+        self.made: list[Reservation] = []
+        self._most = 1 if policy.reserve.backfill == "easy" else policy.reserve.reservations
+        ends = []
+        for run_id in cluster.active:
+            run = cluster.runs[run_id]
+            if run.live:
+                at_s, firm = ends_s(run, now, policy)
+                ends.append((at_s, run, firm))
+        self._ends = sorted(ends, key=lambda each: (each[0], each[1].run_id))
+
+    def hold(self, run: Run, wants: Wants, space: Space) -> Reservation | None:
+        """Reserve for a run that does not fit now, if its turn has come for a reservation."""
+        if len(self.made) >= self._most:
+            return None
+        future, firm, count = self._reserved_away(space), True, run.spec.slots.min
+        for at_s, holder, is_firm in self._ends:
+            future.release(holder)
+            firm = firm and is_firm
+            if future.milli < run.demand.milli * count:
+                continue
+            if (taken := self.placer.find(future, run, count, wants)) is not None:
+                reservation = Reservation(run, at_s, taken, firm)
+                self.made.append(reservation)
+                return reservation
+        return None
+
+    def _reserved_away(self, space: Space) -> Space:
+        """What is free now and not reserved for anybody, at any time: those reserved before come first."""
+        future = space.copy()
+        for each in self.made:
+            for node_id, slots in each.taken:
+                room = future.rooms[node_id]
+                there = tuple(slot for slot in slots if room.left[slot] >= each.run.demand.milli)
+                future.take(each.run.demand, [(node_id, there)])
+        return future
+
+    def space_for(self, run: Run, space: Space) -> Space:
+        """What the run may have of what is free now."""
+        if not self.made:
+            return space
+        expected, _ = expected_s(run, self.policy)
+        done_s = self.now.timestamp() + max(expected - run.run_s, 0.0)
+        allowed = space.copy()
+        for each in self.made:
+            if done_s <= each.start_s:
+                continue
+            for node_id, slots in each.taken:
+                room = allowed.rooms.get(node_id)
+                if room is not None:
+                    free = tuple(slot for slot in slots if room.left[slot] >= each.run.demand.milli)
+                    allowed.take(each.run.demand, [(node_id, free)])
+        return allowed
+
+    def promised(self) -> list[Reservation]:
+        """Those that can be promised: they rely on limits alone."""
+        least = self.policy.reserve.promise_slots
+        if least is None:
+            return []
+        return [each for each in self.made if each.firm and each.run.spec.slots.min >= least]
+
+
+def as_time(at_s: float) -> datetime:
+    return datetime.fromtimestamp(at_s, UTC)

@@ -1,0 +1,139 @@
+"""Room on nodes: what is free during one pass, what fits, and what is taken out of it.
+
+A ``Space`` is a copy: placements are tried in it before they are decided, and the future (runs that leave, a
+reservation) is a space as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from services.scheduler.core.cluster import Cluster, Node, Run
+from services.scheduler.core.demand import WHOLE, Demand
+
+#: Slots of a node that a run takes.
+Taken = tuple[str, tuple[int, ...]]
+
+
+@dataclass(slots=True)
+class Room:
+    """What is left of one node."""
+
+    node: Node
+    #: Thousandths of each slot.
+    left: list[int]
+    cpu_milli: int
+    memory_bytes: int
+    #: How many slots nobody has anything of.
+    whole: int
+
+    @classmethod
+    def of(cls, node: Node, *, empty: bool = False) -> Room:
+        left = [WHOLE] * node.slots if empty else list(node.left)
+        cpu, memory = (node.cpu_milli, node.memory_bytes) if empty else (node.cpu_left_milli, node.memory_left_bytes)
+        return cls(node, left, cpu, memory, left.count(WHOLE))
+
+    def copy(self) -> Room:
+        return Room(self.node, list(self.left), self.cpu_milli, self.memory_bytes, self.whole)
+
+    def fits(self, demand: Demand) -> int:
+        """How many slots of this demand there is room for, in whole bundles."""
+        if demand.milli == WHOLE and not self.node.profiles:
+            count = self.whole
+        elif demand.milli == 0:
+            count = self.node.slots if not demand.cpu_milli else 1_000_000
+        else:
+            count = sum(1 for _ in self._usable(demand))
+        if count and demand.cpu_milli and self.node.cpu_milli:
+            count = min(count, self.cpu_milli // demand.cpu_milli)
+        if count and demand.memory_bytes and self.node.memory_bytes:
+            count = min(count, self.memory_bytes // demand.memory_bytes)
+        if demand.bundle > 1:
+            count -= count % demand.bundle
+            return min(count, demand.bundle) if demand.apart else count
+        return min(count, 1) if demand.apart else max(count, 0)
+
+    def _usable(self, demand: Demand) -> Iterator[int]:
+        profiles = self.node.profiles
+        for slot, milli in enumerate(self.left):
+            if milli >= demand.milli and (profiles[slot] if profiles else "") == demand.profile:
+                yield slot
+
+    def pick(self, demand: Demand, count: int) -> tuple[int, ...]:
+        """The slots to take: whole ones in order, shares where the least is left over."""
+        if demand.milli == 0:
+            return tuple(range(count))
+        usable = list(self._usable(demand))
+        if demand.milli < WHOLE:
+            usable.sort(key=lambda slot: (self.left[slot], slot))
+        return tuple(sorted(usable[:count]))
+
+    def take(self, demand: Demand, slots: tuple[int, ...]) -> None:
+        self._count(demand, slots, -1)
+
+    def give(self, demand: Demand, slots: tuple[int, ...]) -> None:
+        self._count(demand, slots, 1)
+
+    def _count(self, demand: Demand, slots: tuple[int, ...], sign: int) -> None:
+        left = self.left
+        if demand.milli:
+            for slot in slots:
+                if slot < len(left):
+                    before = left[slot]
+                    left[slot] = before + sign * demand.milli
+                    self.whole += (left[slot] == WHOLE) - (before == WHOLE)
+        self.cpu_milli += sign * demand.cpu_milli * len(slots)
+        self.memory_bytes += sign * demand.memory_bytes * len(slots)
+
+
+class Space:
+    """The rooms of all open nodes."""
+
+    def __init__(self, rooms: dict[str, Room]) -> None:
+        self.rooms = rooms
+        #: Thousandths of accelerators that are left, all in all.
+        self.milli = sum(sum(room.left) for room in rooms.values())
+
+    @classmethod
+    def free(cls, cluster: Cluster) -> Space:
+        """What is free now."""
+        return cls({node.node_id: Room.of(node) for node in cluster.nodes.values() if node.open})
+
+    @classmethod
+    def empty(cls, cluster: Cluster) -> Space:
+        """What there would be if nobody had anything."""
+        return cls({node.node_id: Room.of(node, empty=True) for node in cluster.nodes.values() if node.open})
+
+    def copy(self) -> Space:
+        return Space({node_id: room.copy() for node_id, room in self.rooms.items()})
+
+    def whole(self) -> int:
+        """Slots of which nobody has anything."""
+        return sum(room.whole for room in self.rooms.values())
+
+    def take(self, demand: Demand, taken: Iterable[Taken]) -> None:
+        for node_id, slots in taken:
+            self.rooms[node_id].take(demand, slots)
+            self.milli -= demand.milli * len(slots)
+
+    def give(self, demand: Demand, taken: Iterable[Taken]) -> None:
+        for node_id, slots in taken:
+            if node_id in self.rooms:
+                self.rooms[node_id].give(demand, slots)
+                self.milli += demand.milli * len(slots)
+
+    def release(self, run: Run) -> None:
+        """The run lets go of all that it still has."""
+        self.give(run.demand, ((part.node_id, part.slots) for part in run.live))
+
+    def meet(self, other: Space) -> Space:
+        """What is free in both."""
+        rooms: dict[str, Room] = {}
+        for node_id, room in self.rooms.items():
+            there = other.rooms.get(node_id)
+            if there is not None:
+                left = [min(pair) for pair in zip(room.left, there.left, strict=True)]
+                cpu, memory = min(room.cpu_milli, there.cpu_milli), min(room.memory_bytes, there.memory_bytes)
+                rooms[node_id] = Room(room.node, left, cpu, memory, left.count(WHOLE))
+        return Space(rooms)

@@ -14,18 +14,20 @@ from __future__ import annotations
 import math
 import random
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from datetime import datetime
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Any
 
 from contracts.events.train import DatasetRef, TrainRequested
 from contracts.scheduling import Predict
 
 #: Durations kept of one key, whatever the policy's window.
-KEPT = 200
+KEPT = 1_000
 #: Durations kept of all keys together; the keys that were not added to for longest go first.
 KEPT_IN_ALL = 200_000
 #: Joins the parts of a key; a user's name does not contain it.
@@ -115,26 +117,66 @@ class Sample:
         return (self.scale_s + last) * math.sqrt(self.steps[-1] / max(share, 1e-12)) - self.scale_s
 
 
-def sample(values: Iterable[float], scale_s: float, running: Iterable[float] = ()) -> Sample:
-    """The sample of these durations; ``running`` are those of runs that have come so far and are not over.
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What is known of runs besides the durations of those that ended within a window of time."""
 
-    With running ones it is Kaplan and Meier's estimate: each is taken for like those that outlived it.
+    #: For how long runs that go on have had their slots.
+    running: Sequence[float] = ()
+    #: How old each run was that began before the window, when that began.
+    entered: Sequence[float] = ()
+
+
+def sample(ended: Iterable[float], scale_s: float, seen: Seen | None = None) -> Sample:
+    """The sample of these durations. ``seen`` says which part of each run's time was looked at, if not all of it.
+
+    It is Kaplan and Meier's estimate: at each age, the share that ends there of those that were seen at that age.
+    Those that go on count as far as they have come, and those that began before the window as from there. Without
+    that, the newest runs to end would be the short ones, and the work that is to come taken for half of what it is.
     """
-    ended, open_ended = sorted(values), sorted(running)
+    values = sorted(ended)
+    if seen is None:
+        return _whole(values, scale_s)
+    entered, left = sorted(seen.entered), sorted([*values, *seen.running])
+    steps, share, late = [1.0], 1.0, len(left) - len(entered)
     kept: list[float] = []
-    steps, share, at_risk, passed = [1.0], 1.0, len(ended) + len(open_ended), 0
-    for value in ended:
-        while passed < len(open_ended) and open_ended[passed] < value:
-            passed, at_risk = passed + 1, at_risk - 1
-        share *= (at_risk - 1) / at_risk
-        at_risk -= 1
+    for value, many in _counted(values):
+        at_risk = late + bisect_left(entered, value) - bisect_left(left, value)
+        # Few are seen at some age: that these ended does not mean that nobody goes on who is seen later.
+        if many >= at_risk and value < left[-1]:
+            at_risk = many + 1
+        share *= max(at_risk - many, 0) / max(at_risk, 1)
         kept.append(value)
-        steps.append(share if at_risk else 0.0)
-    if passed < len(open_ended) and not ended:
-        kept.append(open_ended[-1])
-        steps.append(1.0)
-    runs = len(ended) + len(open_ended)
-    return Sample(tuple(kept), tuple(steps), _beyond(kept, steps, scale_s), scale_s, runs)
+        steps.append(share)
+    if left and left[-1] > (kept[-1] if kept else 0.0) and share > 0:
+        # Nobody ended since: the tail begins where those are that go on.
+        kept.append(left[-1])
+        steps.append(share)
+    return Sample(tuple(kept), tuple(steps), _beyond(kept, steps, scale_s), scale_s, len(left))
+
+
+def _whole(values: Sequence[float], scale_s: float) -> Sample:
+    """The sample of ascending durations that were all seen from beginning to end."""
+    count = len(values)
+    steps = _even_steps(count)
+    # From the value at ``index`` on, the rest of them exceed it by their sum less so many times it.
+    sums = list(accumulate(reversed(values), initial=0.0))
+    beyond = [(sums[count - 1 - index] - (count - 1 - index) * value) / count for index, value in enumerate(values)]
+    return Sample(tuple(values), steps, tuple(beyond), scale_s, count)
+
+
+@lru_cache(maxsize=KEPT + 1)
+def _even_steps(count: int) -> tuple[float, ...]:
+    return tuple((count - index) / count for index in range(count + 1)) if count else (1.0,)
+
+
+def _counted(values: Sequence[float]) -> Iterable[tuple[float, int]]:
+    """Each value once, and how often it is there; ``values`` ascend."""
+    index = 0
+    while index < len(values):
+        after = bisect_right(values, values[index], index)
+        yield values[index], after - index
+        index = after
 
 
 def _beyond(values: Sequence[float], steps: Sequence[float], scale_s: float) -> tuple[float, ...]:
@@ -220,29 +262,53 @@ class Distribution:
 
 @dataclass(slots=True)
 class Window:
-    """The newest durations of one key."""
+    """The newest durations of one key, and when each was over, in seconds since the epoch."""
 
     newest: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    ended_at: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     #: How many there ever were, and how many of all kinds when the newest was added.
     added: int = 0
     version: int = 0
     _sample: Sample | None = None
     _of: tuple[int, int, float] = (0, 0, 0.0)
 
-    def add(self, run_s: float, version: int) -> None:
+    def add(self, run_s: float, at: float, version: int) -> None:
         self.newest.append(run_s)
+        self.ended_at.append(at)
         self.added, self.version = self.added + 1, version
 
-    def last(self, count: int) -> Iterable[float]:
-        if count >= len(self.newest):
-            return self.newest
-        return list(self.newest)[-count:]
-
     def sample(self, config: Predict) -> Sample:
+        """What has ended, alone: it changes only when something is added."""
         of = (self.version, config.window, config.prior_s)
         if self._sample is None or self._of != of:
-            self._sample, self._of = sample(self.last(config.window), config.prior_s), of
+            self._sample, self._of = sample(self._last(self.newest, config), config.prior_s), of
         return self._sample
+
+    def sample_beside(self, config: Predict, running: Sequence[float], now: float) -> Sample:
+        """With the runs that go on: for how long each has had its slots."""
+        ended, ended_at = self._last(self.newest, config), self._last(self.ended_at, config)
+        if len(ended) == self.added:
+            return sample(ended, config.prior_s, Seen(running) if running else None)
+        since = ended_at[0]
+        ages = [run_s - (at - since) for run_s, at in zip(ended, ended_at, strict=True)]
+        ages += [run_s - (now - since) for run_s in running]
+        return sample(ended, config.prior_s, Seen(running, [age for age in ages if age > 0]))
+
+    @staticmethod
+    def _last(kept: deque[float], config: Predict) -> list[float]:
+        return list(kept)[-config.window :]
+
+
+class Running:
+    """The runs that have slots now, by the keys of their kinds: for how long they had them, all in all."""
+
+    def __init__(self, now: datetime) -> None:
+        self.now = now.timestamp()
+        self.by_key: dict[str, list[float]] = {}
+
+    def add(self, kind: Kind, attained_s: float) -> None:
+        for key in kind.keys:
+            self.by_key.setdefault(key, []).append(attained_s)
 
 
 class History:
@@ -255,14 +321,15 @@ class History:
         self.added = 0
         self._known: dict[tuple[Kind, Predict], tuple[tuple[int, ...], Distribution]] = {}
 
-    def add(self, kind: Kind, run_s: float) -> None:
+    def add(self, kind: Kind, run_s: float, at: datetime) -> None:
         """A run of this kind is over; it had slots for ``run_s``, all in all."""
+        ended_at = at.timestamp()
         self.added += 1
         for key in kind.keys:
             window = self._windows.pop(key, None) or Window()
             self._windows[key] = window
             self._kept -= len(window.newest)
-            window.add(run_s, self.added)
+            window.add(run_s, ended_at, self.added)
             self._kept += len(window.newest)
         while self._kept > KEPT_IN_ALL:
             self._kept -= len(self._windows.pop(next(iter(self._windows))).newest)
@@ -280,18 +347,14 @@ class History:
         self._known[kind, config] = (version, made)
         return made
 
-    def predict_beside(self, kind: Kind, config: Predict, running: dict[str, Sequence[float]]) -> Distribution:
-        """``predict``, with runs that have slots as evidence too: key -> for how long those of the key had them.
+    def predict_beside(self, kind: Kind, config: Predict, running: Running) -> Distribution:
+        """``predict``, with runs that have slots as evidence too.
 
         A user's jobs that run for days, and none of which has ended yet, say a lot about the next one.
         """
         parts = []
-        for window, key in self._with_keys(kind, running):
-            others = running.get(key, ())
-            if others:
-                parts.append(sample(window.last(config.window), config.prior_s, others))
-            else:
-                parts.append(window.sample(config))
+        for window, key in self._with_keys(kind, running.by_key):
+            parts.append(window.sample_beside(config, running.by_key.get(key, ()), running.now))
         return _mix(parts, config)
 
     def seen(self, kind: Kind) -> int:
@@ -301,16 +364,22 @@ class History:
 
     def to_state(self) -> dict[str, Any]:
         """Everything in it, for a snapshot; JSON."""
-        windows = [[key, each.added, each.version, list(each.newest)] for key, each in self._windows.items()]
-        return {"added": self.added, "windows": windows}
+        return {
+            "added": self.added,
+            "windows": [
+                [key, each.added, each.version, list(each.newest), list(each.ended_at)]
+                for key, each in self._windows.items()
+            ],
+        }
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> History:
         """The history that ``to_state`` gave this of."""
         history = cls()
         history.added = state["added"]
-        for key, added, version, newest in state["windows"]:
-            history._windows[key] = Window(deque(newest, maxlen=KEPT), added, version)
+        for key, added, version, newest, ended_at in state["windows"]:
+            window = Window(deque(newest, maxlen=KEPT), deque(ended_at, maxlen=KEPT), added, version)
+            history._windows[key] = window
             history._kept += len(newest)
         return history
 

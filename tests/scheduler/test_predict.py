@@ -1,0 +1,218 @@
+"""Predictions of how long runs take: what is mixed, what is conditional, what is causal."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from contracts.events.train import TrainRequested
+from contracts.scheduling import Predict
+from services.scheduler.core.predict import KEPT, Distribution, History, Kind, Running, Seen, kind_of, sample
+
+CONFIG = Predict(window=1000)
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+DURATIONS = st.lists(st.floats(0.1, 1e6), min_size=1, max_size=60)
+
+
+def only(*values: float) -> Distribution:
+    return Distribution([(1.0, sample(values, 3600.0))])
+
+
+def test_nothing_known_is_the_prior() -> None:
+    predicted = History().predict(Kind("ada"), CONFIG)
+    assert predicted.mean_remaining_s() == pytest.approx(CONFIG.prior_s)
+    assert predicted.mean_remaining_s(7200) == pytest.approx(7200 + CONFIG.prior_s)
+    assert predicted.probability_over(predicted.quantile(0.9)) == pytest.approx(0.1)
+
+
+def test_quantiles_of_what_was_seen() -> None:
+    predicted = only(*range(1, 101))
+    assert [predicted.quantile(q) for q in (0.1, 0.5, 0.9)] == pytest.approx([10, 50, 90], abs=1)
+    assert predicted.mean_remaining_s() == pytest.approx(50.5)
+
+
+def test_conditional_on_what_it_has_had() -> None:
+    predicted = only(10, 20, 30, 100)
+    assert predicted.mean_remaining_s(25) == pytest.approx((5 + 75) / 2)
+    assert predicted.quantile(0.5, 25) == 30
+    assert predicted.quantile(0.9, 25) == 100
+    assert predicted.probability_over(30, 25) == pytest.approx(0.5)
+    assert predicted.probability_over(10, 25) == 1
+
+
+def test_what_has_outlived_everything_goes_on() -> None:
+    history = History()
+    for _ in range(50):
+        history.add(Kind("ada"), 60, NOW)
+    predicted = history.predict(Kind("ada"), CONFIG)
+    assert predicted.quantile(0.5) == 60
+    assert predicted.mean_remaining_s(100_000) == pytest.approx(103_600)
+    assert predicted.quantile(0.5, 100_000) > 130_000
+
+
+@pytest.mark.parametrize(
+    ("asked", "median_s"),
+    [
+        (Kind("ada", slots=8), 800),  # its own kind
+        (Kind("ada", slots=2), 800),  # the user's runs of other sizes
+        (Kind("eve", slots=8), 800),  # others' of that size
+        (Kind("eve", slots=1), 10),
+        (Kind("eve", slots=64), 10),  # all of them: bob's are more
+    ],
+)
+def test_falls_back_from_narrow_to_wide(asked: Kind, median_s: float) -> None:
+    history = History()
+    for _ in range(40):
+        history.add(Kind("ada", slots=8), 800, NOW)
+    for _ in range(100):
+        history.add(Kind("bob", slots=1), 10, NOW)
+    assert history.predict(asked, CONFIG).quantile(0.5) == median_s
+
+
+def test_few_runs_of_a_kind_leave_room_for_the_wider_one() -> None:
+    history = History()
+    for _ in range(100):
+        history.add(Kind("bob"), 10, NOW)
+    history.add(Kind("ada"), 5000, NOW)
+    predicted = history.predict(Kind("ada"), Predict(enough=5))
+    assert 0.1 < predicted.probability_over(4000) < 0.5
+    for _ in range(50):
+        history.add(Kind("ada"), 5000, NOW)
+    assert history.predict(Kind("ada"), Predict(enough=5)).probability_over(4000) > 0.9
+
+
+def test_the_newest_count() -> None:
+    history = History()
+    for number in range(3 * KEPT):
+        history.add(Kind("ada"), 100 if number < 2 * KEPT else 7, NOW)
+    predicted = history.predict(Kind("ada"), CONFIG)
+    assert predicted.quantile(0.9) == 7
+    assert predicted.probability_over(50) < 0.05
+
+
+def test_a_prediction_changes_only_when_something_was_added() -> None:
+    history = History()
+    history.add(Kind("ada"), 10, NOW)
+    first = history.predict(Kind("ada"), CONFIG)
+    assert history.predict(Kind("ada"), CONFIG) is first
+    history.add(Kind("bob"), 1000, NOW)
+    assert history.predict(Kind("ada"), CONFIG) is not first
+
+
+def test_runs_that_go_on_are_evidence() -> None:
+    history = History()
+    for _ in range(20):
+        history.add(Kind("ada"), 60, NOW)
+    running = Running(NOW)
+    for _ in range(20):
+        running.add(Kind("ada"), 90_000)
+    assert history.predict(Kind("ada"), CONFIG).probability_over(3600) < 0.1
+    beside = history.predict_beside(Kind("ada"), CONFIG, running)
+    assert 0.4 < beside.probability_over(3600) < 0.6
+    assert beside.quantile(0.9) > 90_000
+
+
+def test_the_newest_to_end_are_not_taken_for_all() -> None:
+    """Of a user's runs half take a minute and half a day: in a window of the last hours, hardly any of the long ones
+    has ended, yet those that go on say how many there are.
+    """
+    history = History()
+    config = Predict(window=100, enough=1)
+    begun = [NOW + timedelta(seconds=600 * number) for number in range(2000)]
+    runs = [(at, 60.0 if number % 2 else 86_400.0) for number, at in enumerate(begun)]
+    now = begun[-1]
+    for at, run_s in sorted(runs, key=lambda each: each[0] + timedelta(seconds=each[1])):
+        if at + timedelta(seconds=run_s) <= now:
+            history.add(Kind("ada"), run_s, at + timedelta(seconds=run_s))
+    running = Running(now)
+    for at, run_s in runs:
+        if at + timedelta(seconds=run_s) > now:
+            running.add(Kind("ada"), (now - at).total_seconds())
+    beside = history.predict_beside(Kind("ada"), config, running)
+    assert beside.mean_remaining_s() == pytest.approx((60 + 86_400) / 2, rel=0.15)
+
+
+def test_kaplan_meier_of_a_textbook() -> None:
+    # Six runs: 1, 3 and 5 have ended; 2, 4 and 6 go on.
+    found = sample([1, 3, 5], 1000, Seen([2, 4, 6]))
+    assert found.values[:3] == (1, 3, 5)
+    assert found.steps[1:4] == pytest.approx((5 / 6, 5 / 6 * 3 / 4, 5 / 6 * 3 / 4 * 1 / 2))
+
+
+def test_the_state_is_json_and_predicts_the_same() -> None:
+    rng = random.Random(5)
+    history = History()
+    for _ in range(700):
+        history.add(
+            Kind(rng.choice("abc"), task=rng.choice("xy"), slots=rng.choice((1, 8))), rng.expovariate(1e-3), NOW
+        )
+    again = History.from_state(json.loads(json.dumps(history.to_state())))
+    for user in "abcd":
+        one, other = (each.predict(Kind(user, task="x", slots=8), CONFIG) for each in (history, again))
+        assert [one.quantile(q / 10) for q in range(1, 10)] == [other.quantile(q / 10) for q in range(1, 10)]
+    history.add(Kind("a"), 1, NOW)
+    again.add(Kind("a"), 1, NOW)
+    assert history.to_state() == again.to_state()
+
+
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.scheduler.core.predict.KEPT_IN_ALL", 1000)
+    monkeypatch.setattr("services.scheduler.core.predict.KEPT", 50)
+    history = History()
+    for number in range(5000):
+        history.add(Kind(f"user-{number}"), number, NOW)
+    assert sum(len(newest) for _, _, _, newest, _ in history.to_state()["windows"]) <= 1000
+    assert history.seen(Kind("user-4999")) == 1
+    assert history.seen(Kind("user-1")) == 0
+
+
+def test_the_kind_of_a_request() -> None:
+    def spec(**more: object) -> TrainRequested:
+        return TrainRequested.model_validate({"name": "n", "command": ["x"], **more})
+
+    assert kind_of(spec(name="sweep-17")) == kind_of(spec(name="sweep-4"))
+    assert kind_of(spec(user="ada")) != kind_of(spec(user="bob"))
+    assert kind_of(spec(slots=8)) != kind_of(spec(slots=1))
+    assert kind_of(spec(data={"dataset_id": "0" * 64})).dataset == "0" * 64
+    assert kind_of(spec(data={"source": "s3://lake/a/", "format": "jsonl"})).dataset == "s3://lake/a/"
+
+
+@given(DURATIONS, st.lists(st.floats(0.1, 1e6), max_size=20), st.floats(0, 1e6), st.floats(0.01, 0.99))
+@settings(deadline=None, max_examples=200)
+def test_answers_agree_with_each_other(ended: list[float], running: list[float], attained: float, q: float) -> None:
+    predicted = Distribution([(0.9, sample(ended, 100.0, Seen(running))), (0.1, sample((), 100.0))])
+    at = predicted.quantile(q, attained)
+    assert at >= attained
+    assert predicted.probability_over(at, attained) <= (1 - q) + 1e-6
+    assert predicted.quantile(min(q + 0.005, 0.999), attained) >= at
+    assert predicted.survival(attained) > 0
+    assert predicted.mean_remaining_s(attained) > 0
+    within = [predicted.mean_within_s(s, attained) for s in (1, 10, 100, 1e4)]
+    assert within == sorted(within)
+    assert all(mean <= s + 1e-6 for mean, s in zip(within, (1, 10, 100, 1e4), strict=True))
+
+
+@pytest.mark.parametrize("attained", [0.0, 15.0, 500.0])
+def test_draws_have_the_distribution(attained: float) -> None:
+    ended = [1.0, 5, 10, 20, 20, 40, 80, 1000]
+    predicted = Distribution([(0.8, sample(ended, 50.0, Seen([30, 60]))), (0.2, sample((), 50.0))])
+    rng = random.Random(1)
+    drawn = [predicted.draw(rng, attained) for _ in range(4000)]
+    assert min(drawn) >= attained
+    for s in (7.0, 25, 100, 2000):
+        share = sum(each > s for each in drawn) / len(drawn)
+        assert share == pytest.approx(predicted.probability_over(s, attained), abs=0.03)
+
+
+def test_mean_is_that_of_the_draws() -> None:
+    predicted = only(3, 8, 19, 70)
+    rng = random.Random(2)
+    drawn = statistics.fmean(predicted.draw(rng, 5) - 5 for _ in range(5000))
+    assert math.isclose(drawn, predicted.mean_remaining_s(5), rel_tol=0.05)

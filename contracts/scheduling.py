@@ -167,7 +167,7 @@ class Predict(Part):
     #: From how many ended runs of a kind its distribution counts; below, the next wider kind's.
     enough: int = Field(5, ge=1)
     #: How many of the newest count.
-    window: int = Field(200, ge=1)
+    window: int = Field(1_000, ge=1)
     #: What is assumed of a run of which nothing is known.
     prior_s: float = Field(3_600.0, gt=0)
 

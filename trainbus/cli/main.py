@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trainbus.cli import checkpoints
+from trainbus.cli import checkpoints, simulate
 from trainbus.cli.errors import FAILED, USAGE, CliError
 
 app = typer.Typer(
@@ -309,6 +309,9 @@ def nodes(data_dir: DataDir = None, as_json: Json = False) -> None:
     from trainbus.cli import reading
 
     _run(reading.nodes(_address(data_dir), as_json=as_json))
+
+
+app.command(rich_help_panel="Cluster")(simulate.simulate)
 
 
 @app.command(rich_help_panel="Cluster")

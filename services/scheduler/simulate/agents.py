@@ -1,7 +1,8 @@
 """Simulated agents: what the nodes say about the runs that are placed on them, on a virtual clock.
 
 They alone know how long a job takes. A job that is preempted has a checkpoint of everything it has done, and
-lets go at once; what that costs is the time that every later start takes before it makes progress again.
+lets go at once; what that costs is the time that every later start takes before it makes progress again. One whose
+node is lost goes back to the last checkpoint that it made by itself.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from dataclasses import dataclass
 
 from contracts.base import Fact
 from contracts.events.checkpoint import CheckpointCommitted
+from contracts.events.node import NodeLeft, NodeLost
 from contracts.events.run import CheckpointRef, RunExited, RunPlaced, RunPreempting, RunReleased, RunStarted
+
+#: How often a job makes a checkpoint by itself, in seconds of work.
+CHECKPOINT_EVERY_S = 600.0
 
 
 @dataclass(slots=True)
@@ -48,6 +53,13 @@ class Agents:
             return self._preempted(fact, now_s)
         return []
 
+    def happened(self, fact: Fact, now_s: float) -> None:
+        """Something has happened to a node."""
+        if isinstance(fact, NodeLost | NodeLeft):
+            for work in self.work.values():
+                if fact.node_id in work.nodes:
+                    _broken(work, fact.node_id, now_s)
+
     def next_s(self) -> float:
         """When the next job is done; infinite if none is going on."""
         while self._ends and not self._current(*self._ends[0][2:]):
@@ -64,6 +76,7 @@ class Agents:
             work.from_s = math.inf
             said.append(_committed(run_id, generation, work.done_s, final=True))
             said += [_exited(run_id, generation, node_id) for node_id in work.nodes]
+            work.nodes = ()
         return said
 
     def _placed(self, fact: RunPlaced, now_s: float) -> list[Fact]:
@@ -80,16 +93,26 @@ class Agents:
 
     def _preempted(self, fact: RunPreempting, now_s: float) -> list[Fact]:
         work = self.work[fact.run_id]
-        if not self._current(fact.run_id, fact.generation):
+        if work.generation != fact.generation:
             return []
         progress_s = max(now_s - work.from_s, 0.0) * work.speed
         work.done_s, work.left_s, work.from_s = work.done_s + progress_s, work.left_s - progress_s, math.inf
         said: list[Fact] = [_committed(fact.run_id, fact.generation, work.done_s)] if progress_s > 0 else []
-        return said + [_released(fact.run_id, fact.generation, node_id) for node_id in work.nodes]
+        nodes, work.nodes = work.nodes, ()
+        return said + [_released(fact.run_id, fact.generation, node_id) for node_id in nodes]
 
     def _current(self, run_id: str, generation: int) -> bool:
         work = self.work[run_id]
         return work.generation == generation and work.from_s < math.inf
+
+
+def _broken(work: Work, node_id: str, now_s: float) -> None:
+    """The gang has lost a node, and what it did since its last checkpoint."""
+    work.nodes = tuple(name for name in work.nodes if name != node_id)
+    if work.from_s < math.inf:
+        progress_s = max(now_s - work.from_s, 0.0) * work.speed
+        kept_s = progress_s // CHECKPOINT_EVERY_S * CHECKPOINT_EVERY_S
+        work.done_s, work.left_s, work.from_s = work.done_s + kept_s, work.left_s - kept_s, math.inf
 
 
 # The facts are made without validation: they are many, and every field is ours.

@@ -61,6 +61,7 @@ Player = Generator[Turn, Pass, None]
 def play(trace: Trace, agents: Agents, progress: Callable[[int], None] = lambda submitted: None) -> Player:
     """Yield what happens, turn by turn; is sent what the scheduler says to it."""
     jobs = deque(trace.jobs)
+    events = deque(sorted(trace.events, key=lambda event: event[0]))
     now_s = min(jobs[0].submit_s, 0.0) if jobs else 0.0
     facts: list[Fact] = list(trace.nodes)
     waiting: dict[str, None] = {}
@@ -80,7 +81,7 @@ def play(trace: Trace, agents: Agents, progress: Callable[[int], None] = lambda 
         if waiting:
             facts, waiting = [_gives_up(run_id) for run_id in waiting], {}
             continue
-        next_s = min(jobs[0].submit_s if jobs else math.inf, agents.next_s())
+        next_s = min(jobs[0].submit_s if jobs else math.inf, events[0][0] if events else math.inf, agents.next_s())
         if said.wake_s is not None and now_s < said.wake_s < next_s:
             idle_wakes += next_s == math.inf
             next_s = said.wake_s if idle_wakes <= MOST_IDLE_WAKES else next_s
@@ -88,6 +89,9 @@ def play(trace: Trace, agents: Agents, progress: Callable[[int], None] = lambda 
             return
         now_s, passes = next_s, 0
         facts = agents.due(now_s)
+        while events and events[0][0] <= now_s:
+            facts.append(events.popleft()[1])
+            agents.happened(facts[-1], now_s)
         came = _submitted(jobs, now_s)
         facts += [accepted(job) for job in came]
         if trace.packing:

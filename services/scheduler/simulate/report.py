@@ -10,7 +10,7 @@ from datetime import UTC
 from typing import IO, Any
 
 from contracts.base import Fact
-from contracts.events.node import NodeJoined
+from contracts.events.node import NodeJoined, NodeLeft, NodeLost
 from contracts.events.run import (
     Member,
     RunAccepted,
@@ -20,6 +20,7 @@ from contracts.events.run import (
     RunFailed,
     RunPlaced,
     RunPreempting,
+    RunQueued,
     RunReleased,
     RunWaiting,
 )
@@ -39,7 +40,8 @@ class Span:
 
     start_s: float
     members: tuple[Member, ...]
-    slots: int
+    #: Accelerators that it has, shares added up.
+    gpus: float
     end_s: float = math.inf
 
 
@@ -72,71 +74,77 @@ class Recorder:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.stories = {job.run_id: Story(job) for job in trace.jobs}
-        #: (time, slots in use) and (time, slots that waiting jobs ask for), at each change.
-        self.used: list[tuple[float, int]] = [(0.0, 0)]
-        self.wanted: list[tuple[float, int]] = [(0.0, 0)]
+        #: (time, GPUs in use) and (time, GPUs that waiting jobs ask for), at each change.
+        self.used: list[tuple[float, float]] = [(0.0, 0.0)]
+        self.wanted: list[tuple[float, float]] = [(0.0, 0.0)]
         #: (GPUs that were asked for so far, GPUs given) after each arrival, for packing.
         self.packed: list[tuple[float, float]] = []
         self._arrived = self._given = 0.0
+        #: Run -> the nodes that it has something on; and the runs that wait.
         self._live: dict[str, set[str]] = {}
+        self._wanting: set[str] = set()
 
     def hear(self, fact: Fact, sequence: int, now_s: float) -> None:
         """A listener of the simulation."""
         if isinstance(fact, RunAccepted):
-            self._wanted(now_s, fact.spec.slots.min)
             self._arrived += self.stories[fact.run_id].job.gpus
             self.packed.append((self._arrived, self._given))
+            self._want(fact.run_id, now_s)
+        elif isinstance(fact, RunQueued):
+            self._want(fact.run_id, now_s)
         elif isinstance(fact, RunPlaced):
             self._placed(fact, now_s)
         elif isinstance(fact, RunReleased | RunExited):
-            self._ended(fact, now_s)
+            self._ended(fact.run_id, fact.node_id, now_s)
         elif isinstance(fact, RunPreempting):
             self.stories[fact.run_id].preemptions += 1
         elif isinstance(fact, RunCompleted):
             self.stories[fact.run_id].completed_s = now_s
         elif isinstance(fact, RunFailed | RunCancelled):
-            self._gone(fact, now_s)
+            self.stories[fact.run_id].ended = fact.reason
+            self._want_no_more(fact.run_id, now_s)
         elif isinstance(fact, RunWaiting):
             self.stories[fact.run_id].waiting = fact.code
+        elif isinstance(fact, NodeLost | NodeLeft):
+            for run_id in list(self._live):
+                self._ended(run_id, fact.node_id, now_s)
 
     def _placed(self, fact: RunPlaced, now_s: float) -> None:
         story = self.stories[fact.run_id]
-        slots = sum(len(member.slots) for member in fact.members)
-        story.spans.append(Span(now_s, fact.members, slots))
+        gpus = sum(len(member.slots) for member in fact.members) * story.job.spec.resources.share
+        story.spans.append(Span(now_s, fact.members, gpus))
         self._live[fact.run_id] = {member.node_id for member in fact.members}
-        self._given += slots * story.job.spec.resources.share
+        self._given += gpus
         if self.packed:
             self.packed[-1] = (self._arrived, self._given)
-        self._wanted(now_s, -story.job.slots)
-        self._use(now_s, slots)
+        self._want_no_more(fact.run_id, now_s)
+        _step(self.used, now_s, gpus)
 
-    def _ended(self, fact: RunReleased | RunExited, now_s: float) -> None:
-        live = self._live[fact.run_id]
-        live.discard(fact.node_id)
-        if live:
+    def _ended(self, run_id: str, node_id: str, now_s: float) -> None:
+        """The run has nothing on this node any more; its placement is over with the last one."""
+        live = self._live.get(run_id, set())
+        if node_id not in live:
             return
-        story = self.stories[fact.run_id]
-        span = story.spans[-1]
-        span.end_s = now_s
-        self._given -= span.slots * story.job.spec.resources.share
-        self._use(now_s, -span.slots)
-        if isinstance(fact, RunReleased):
-            self._wanted(now_s, story.job.slots)
+        live.discard(node_id)
+        if not live:
+            del self._live[run_id]
+            span = self.stories[run_id].spans[-1]
+            span.end_s = now_s
+            self._given -= span.gpus
+            _step(self.used, now_s, -span.gpus)
 
-    def _gone(self, fact: RunFailed | RunCancelled, now_s: float) -> None:
-        story = self.stories[fact.run_id]
-        story.ended = fact.reason
-        if not story.spans:
-            self._wanted(now_s, -story.job.slots)
+    def _want(self, run_id: str, now_s: float) -> None:
+        if run_id not in self._wanting:
+            self._wanting.add(run_id)
+            _step(self.wanted, now_s, self.stories[run_id].job.gpus)
 
-    def _use(self, now_s: float, change: int) -> None:
-        _step(self.used, now_s, change)
-
-    def _wanted(self, now_s: float, change: int) -> None:
-        _step(self.wanted, now_s, change)
+    def _want_no_more(self, run_id: str, now_s: float) -> None:
+        if run_id in self._wanting:
+            self._wanting.discard(run_id)
+            _step(self.wanted, now_s, -self.stories[run_id].job.gpus)
 
 
-def _step(series: list[tuple[float, int]], now_s: float, change: int) -> None:
+def _step(series: list[tuple[float, float]], now_s: float, change: float) -> None:
     value = series[-1][1] + change
     if series[-1][0] == now_s:
         series[-1] = (now_s, value)
@@ -166,7 +174,7 @@ def _waiting(recorder: Recorder, stories: Sequence[Story]) -> dict[str, Any]:
     waits, times = sorted(story.wait_s for story in done), sorted(story.jct_s for story in done)
     first_s = min((story.job.submit_s for story in stories), default=0.0)
     last_s = max((story.completed_s for story in done), default=first_s)
-    held = sum((min(span.end_s, last_s) - span.start_s) * span.slots for story in stories for span in story.spans)
+    held = sum((min(span.end_s, last_s) - span.start_s) * span.gpus for story in stories for span in story.spans)
     room = recorder.trace.slots * (last_s - first_s)
     busy, backlog_s = _backlog(recorder)
     infeasible = [story for story in stories if not story.spans and not story.ended]
@@ -204,7 +212,7 @@ def _backlog(recorder: Recorder) -> tuple[float, float]:
     return (held / (slots * total_s) if total_s and slots else 0.0), total_s
 
 
-def _at(series: Sequence[tuple[float, int]], marks: Sequence[float]) -> list[int]:
+def _at(series: Sequence[tuple[float, float]], marks: Sequence[float]) -> list[float]:
     """The value of a step series at each of the ascending marks."""
     values, i = [], 0
     for mark in marks:
@@ -286,9 +294,9 @@ def placements(recorder: Recorder) -> list[tuple[str, int, tuple[tuple[str, tupl
 def summary(recorder: Recorder, effort: Effort, policy: Policy, settings: dict[str, Any]) -> dict[str, Any]:
     """The figures under what they were measured with."""
     head = {"trace": recorder.trace.name, "policy": policy.name, "policy_digest": policy.digest, **settings}
-    return head | {"gpus": recorder.trace.slots, "nodes": len(recorder.trace.nodes)} | figures(recorder, effort)
+    return head | {"gpus": recorder.trace.slots, "nodes": len(recorder.trace.all_nodes)} | figures(recorder, effort)
 
 
 def nodes_of(trace: Trace) -> list[NodeJoined]:
     """The nodes in the order in which a chart shows them."""
-    return sorted(trace.nodes, key=lambda joined: joined.node_id)
+    return sorted(trace.all_nodes, key=lambda joined: joined.node_id)

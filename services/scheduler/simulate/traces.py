@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from contracts.base import token
-from contracts.events.node import NodeJoined
+from contracts.events.node import NodeFact, NodeJoined
 from contracts.events.run import RunAccepted
 from contracts.events.train import Code, Gang, Resources, Scheduling, Slots, Training, TrainRequested
 
@@ -64,12 +64,19 @@ class Trace:
     #: In the order of submission.
     jobs: tuple[Job, ...]
     name: str = ""
+    #: What else happens to nodes, and when: they join later, are drained, leave, are lost.
+    events: tuple[tuple[float, NodeFact], ...] = ()
     #: Whether jobs only come, and one that finds no place as it comes goes away again: a test of packing.
     packing: bool = False
 
     @property
     def slots(self) -> int:
-        return sum(node.slots for node in self.nodes)
+        return sum(node.slots for node in self.all_nodes)
+
+    @property
+    def all_nodes(self) -> tuple[NodeJoined, ...]:
+        """Also those that join later."""
+        return self.nodes + tuple(fact for _, fact in self.events if isinstance(fact, NodeJoined))
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy
 from services.scheduler.core.demand import WHOLE, Demand
 from services.scheduler.core.index import Index
+from services.scheduler.core.predict import History, Kind
 
 Ending = Literal["released", "succeeded", "failed", "lost"]
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -72,6 +73,8 @@ class Run:
     #: What one slot of it needs; and all that decides where it may lie, kept by place.py.
     demand: Demand = field(default_factory=Demand)
     wants: object = field(default=None, compare=False, repr=False)
+    #: Those of its kind take about as long.
+    kind: Kind = field(default_factory=Kind)
     correlation_id: str = ""
     #: The span of its last fact, within the trace of its acceptance.
     traceparent: str = ""
@@ -289,11 +292,15 @@ class Cluster:
     unqueued: dict[str, None] = field(default_factory=dict)
     queued: dict[str, None] = field(default_factory=dict)
     active: dict[str, None] = field(default_factory=dict)
+    #: Queued runs whose start was promised, and for when.
+    promised: dict[str, datetime] = field(default_factory=dict)
     #: Every committed checkpoint that was not deleted, by the uri of its manifest.
     checkpoints: dict[str, CheckpointRef] = field(default_factory=dict)
     #: The machines' digest of those of them that are exact.
     machines: dict[str, str] = field(default_factory=dict)
     phases: Counter[Phase] = field(default_factory=Counter)
+    #: How long the runs took that are over.
+    history: History = field(default_factory=History)
     #: Sequence of the last fact folded, and of the last ``placed``: the fence of a placement.
     sequence: int = 0
     placed_sequence: int = 0

@@ -18,6 +18,7 @@ from contracts.events.capacity import PolicyAdopted
 from contracts.events.run import RunExited, RunPreempting, RunPrepared, RunStalled
 from services.scheduler.core.cluster import Cluster, Committed, Ending, Held, Node, Part, Phase, Run
 from services.scheduler.core.demand import demand_of
+from services.scheduler.core.predict import kind_of
 
 #: Strikes of a node that a run is to leave out at once: more than any policy forgives.
 EXCLUDED = 1_000_000
@@ -92,6 +93,7 @@ def _accepted(
     if fact.spec.resume_from is not None:
         accepted.initial = cluster.checkpoints.get(fact.spec.resume_from)
         accepted.inherited_machine = cluster.machines.get(fact.spec.resume_from, "")
+    accepted.kind = kind_of(fact.spec)
     cluster.runs[fact.run_id] = accepted
     cluster.index.touch(fact.run_id)
     cluster.unqueued[fact.run_id] = None
@@ -166,7 +168,6 @@ def _placed(cluster: Cluster, known: Run, fact: run.RunPlaced, time: datetime) -
         else:
             home.hold((known.run_id, fact.generation), Held(part.slots, known.demand))
             home.count_free(time)
-    known.reserved = None
     cluster.moved_at = time
 
 
@@ -184,8 +185,9 @@ def _started(cluster: Cluster, known: Run, fact: run.RunStarted, time: datetime)
 
 
 def _reserved(cluster: Cluster, known: Run, fact: run.RunReserved, time: datetime) -> None:
-    if not known.terminal and fact.next_generation == known.next_generation:
+    if known.phase is Phase.QUEUED and fact.next_generation == known.next_generation:
         known.reserved = fact
+        cluster.promised[known.run_id] = fact.start_by
 
 
 def _stalled(cluster: Cluster, known: Run, fact: RunStalled, time: datetime) -> None:
@@ -275,20 +277,22 @@ def _age(committed: Committed) -> tuple[int, int]:
 
 
 def _completed(cluster: Cluster, known: Run, fact: run.RunCompleted, time: datetime) -> None:
-    _over(cluster, known, Phase.COMPLETED, "completed")
+    _over(cluster, known, Phase.COMPLETED, "completed", time)
 
 
 def _failed(cluster: Cluster, known: Run, fact: run.RunFailed, time: datetime) -> None:
-    _over(cluster, known, Phase.FAILED, fact.reason)
+    _over(cluster, known, Phase.FAILED, fact.reason, time)
 
 
 def _cancelled(cluster: Cluster, known: Run, fact: run.RunCancelled, time: datetime) -> None:
-    _over(cluster, known, Phase.CANCELLED, fact.reason)
+    _over(cluster, known, Phase.CANCELLED, fact.reason, time)
 
 
-def _over(cluster: Cluster, known: Run, phase: Phase, outcome: str) -> None:
+def _over(cluster: Cluster, known: Run, phase: Phase, outcome: str, time: datetime) -> None:
     if known.terminal:
         return
+    if (run_s := known.ran_s(time)) > 0:
+        cluster.history.add(known.kind, run_s, time)
     _enter(cluster, known, phase)
     known.outcome = outcome
     if not known.live:
@@ -307,6 +311,8 @@ def _enter(cluster: Cluster, known: Run, phase: Phase) -> None:
         cluster.active.pop(known.run_id, None)
     else:
         cluster.queued.pop(known.run_id, None)
+        cluster.promised.pop(known.run_id, None)
+        known.reserved = None
     known.phase = phase
 
 

@@ -66,7 +66,13 @@ def kind_of(spec: TrainRequested) -> Kind:
     data = spec.data
     dataset = "" if data is None else data.dataset_id if isinstance(data, DatasetRef) else str(data.source)
     task = spec.task or DIGITS.sub("#", spec.name)
-    return Kind(spec.user or "", spec.team or "", f"{spec.kind}:{task}", dataset, spec.slots.min)
+    return _kind(spec.user or "", spec.team or "", f"{spec.kind}:{task}", dataset, spec.slots.min)
+
+
+@lru_cache(maxsize=10_000)
+def _kind(user: str, team: str, task: str, dataset: str, slots: int) -> Kind:
+    """One for all runs of the kind: there may be a hundred thousand of them."""
+    return Kind(user, team, task, dataset, slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,6 +367,11 @@ class History:
         """How many runs of the very kind are kept."""
         window = self._windows.get(kind.keys[0])
         return len(window.newest) if window else 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, History) and self.to_state() == other.to_state()
+
+    __hash__ = None  # type: ignore[assignment]  # it changes
 
     def to_state(self) -> dict[str, Any]:
         """Everything in it, for a snapshot; JSON."""

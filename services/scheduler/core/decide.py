@@ -17,13 +17,22 @@ from heapq import merge
 from contracts.scheduling import Policy
 from services.scheduler.core import order
 from services.scheduler.core.cluster import EPOCH, Cluster, Run
-from services.scheduler.core.decisions import CancelRun, Decision, ExplainRun, LoseNode, PlaceRun, PreemptRun, QueueRun
+from services.scheduler.core.decisions import (
+    CancelRun,
+    Decision,
+    ExplainRun,
+    LoseNode,
+    PlaceRun,
+    PreemptRun,
+    QueueRun,
+    ReserveRun,
+)
 from services.scheduler.core.elastic import growing
 from services.scheduler.core.explain import Why, message, too_large
 from services.scheduler.core.index import Key
 from services.scheduler.core.place import Placer, Wants, avoided, members_of, useful, wants_of
 from services.scheduler.core.reclaim import Reclaim
-from services.scheduler.core.reserve import Reserve
+from services.scheduler.core.reserve import Reserve, as_time
 from services.scheduler.core.settle import next_look, settle_active, settle_unqueued
 from services.scheduler.core.space import Space, Taken
 
@@ -205,9 +214,14 @@ class Pass:
         fresh = sorted(
             (key_of(self.cluster, run, self.now, self.policy), run_id) for run_id, run in self._fresh.items()
         )
+        # Whoever has a promise goes before everybody: a promise that a newcomer can break is none.
+        promised = sorted((start_by, run_id) for run_id, start_by in self.cluster.promised.items())
+        for _, run_id in promised:
+            if (run := runs[run_id]).cancel_reason is None:
+                yield (), run
         for key, run_id in merge(line, fresh) if fresh else line:
             run = runs[run_id]
-            if run.cancel_reason is None:
+            if run.cancel_reason is None and run_id not in self.cluster.promised:
                 yield key, run
 
     def _place(self) -> None:
@@ -220,6 +234,7 @@ class Pass:
         #: Node -> the first run that waits for it, where nothing may overtake.
         closed: dict[str, str] = {}
         reserve = Reserve(self.cluster, self.now, policy, self.placer) if policy.reserve.backfill != "none" else None
+        looked = 0
         passed = 0
         for _, run in self.in_order():
             if passed >= LOOKED_AT and self._nothing_left and (self.about is None or self.about in waits):
@@ -240,15 +255,36 @@ class Pass:
                 continue
             passed += 1
             self._blocked.append(run)
+            if reserve is not None:
+                looked += 1
+                waits[run.run_id] = self._reserve(reserve, run, wants)
+                if looked >= policy.reserve.depth:
+                    break
+                continue
             wanted = self.placer.waits_for(run, wants)
             # Whoever is first in line for any of them is ahead.
             ahead = next((first for node_id, first in closed.items() if node_id in wanted), None)
             waits[run.run_id] = Why("priority" if ahead else "slots", ahead=ahead)
-            if reserve is not None:
-                reserve.hold(run, wants, self.space)
-            elif not policy.order.skip:
+            if not policy.order.skip:
                 for node_id in wanted:
                     closed.setdefault(node_id, run.run_id)
+
+    def _reserve(self, reserve: Reserve, run: Run, wants: Wants) -> Why:
+        """Keep slots for a run that does not fit, if it is its turn; say for whom slots are kept from it."""
+        made = reserve.hold(run, wants, self.space)
+        if made is not None:
+            least, known = self.policy.reserve.promise_slots, run.reserved
+            start_by = as_time(made.start_s)
+            promise = made.firm and least is not None and run.spec.slots.min >= least
+            # What was promised is said once: it can only start earlier.
+            if promise and known is None and run.run_id in self.cluster.queued:
+                node_ids = tuple(sorted({node_id for node_id, _ in made.taken}))
+                self.result.decisions.append(ReserveRun(run.run_id, run.next_generation, start_by, node_ids))
+            return Why("slots", start_by=start_by, firm=made.firm)
+        kept_for = reserve.kept_from(run, wants, self.space)
+        return (
+            Why("reserved", ahead=kept_for.run.run_id, start_by=as_time(kept_for.start_s)) if kept_for else Why("slots")
+        )
 
     def _fit(
         self, run: Run, wants: Wants, count: int, closed: dict[str, str], reserve: Reserve | None

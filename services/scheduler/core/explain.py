@@ -28,6 +28,11 @@ class Why:
     retry_at: datetime | None = None
     #: Runs that have been asked to give up slots for it.
     freeing: tuple[str, ...] = ()
+    #: When slots that are kept for it, or for the run ahead, are there; and whether that relies on limits alone.
+    start_by: datetime | None = None
+    firm: bool = False
+    #: What a rule of the policy has to say.
+    detail: str = ""
 
 
 def too_large(cluster: Cluster, run: Run, capacity: int) -> Why:
@@ -64,6 +69,14 @@ def message(cluster: Cluster, run: Run, why: Why) -> str:
         case "paused":
             when = why.retry_at.isoformat(timespec="seconds") if why.retry_at else "soon"
             return f"broke {run.setbacks} times in a row without a new checkpoint; the next try is at {when}"
+        case "reserved":
+            when = why.start_by.isoformat(timespec="seconds") if why.start_by else "soon"
+            return (
+                f"needs at least {_slots(need)}, {why.idle} of {why.capacity} are free but kept for run {why.ahead}, "
+                f"which starts at {when} at the latest; with a scheduling.limit_s that ends before, it could go first"
+            )
+        case "quota" | "ceiling" | "maintenance":
+            return why.detail
         case "priority":
             return (
                 f"run {why.ahead} is ahead of it in the queue and waits for slots; {_place_in_queue(cluster, run, why)}"
@@ -95,6 +108,9 @@ def _for_slots(cluster: Cluster, run: Run, why: Why) -> str:
     need = run.spec.slots.min
     alike = " on machines of one kind" if run.exact and len({n.machine for n in cluster.nodes.values()}) > 1 else ""
     text = f"needs at least {_slots(need)}{alike}, {why.idle} of {why.capacity} are free"
+    if why.start_by is not None:
+        by = "by the limits of those that hold them" if why.firm else "if others take as long as is expected of them"
+        text += f"; they are kept for it from {why.start_by.isoformat(timespec='seconds')} on, {by}"
     if why.freeing:
         return f"{text}; {_named(why.freeing)} asked to let go, it starts as soon as they have"
     holders = [cluster.runs[run_id] for run_id in cluster.active if cluster.runs[run_id].live]

@@ -90,14 +90,11 @@ class Reserve:
 
     def space_for(self, run: Run, space: Space) -> Space:
         """What the run may have of what is free now."""
-        if not self.made:
+        binding = [each for each in self.made if not self._done_by(run, each)]
+        if not binding:
             return space
-        expected, _ = expected_s(run, self.policy)
-        done_s = self.now.timestamp() + max(expected - run.run_s, 0.0)
         allowed = space.copy()
-        for each in self.made:
-            if done_s <= each.start_s:
-                continue
+        for each in binding:
             for node_id, slots in each.taken:
                 room = allowed.rooms.get(node_id)
                 if room is not None:
@@ -105,12 +102,21 @@ class Reserve:
                     allowed.take(each.run.demand, [(node_id, free)])
         return allowed
 
-    def promised(self) -> list[Reservation]:
-        """Those that can be promised: they rely on limits alone."""
-        least = self.policy.reserve.promise_slots
-        if least is None:
-            return []
-        return [each for each in self.made if each.firm and each.run.spec.slots.min >= least]
+    def _done_by(self, run: Run, each: Reservation) -> bool:
+        """Whether the run, started now, has let go by the time that the slots are needed."""
+        if each.run is run:
+            return True
+        expected, firm = expected_s(run, self.policy)
+        if each.firm and not firm:
+            # What relies on limits cannot rely on a guess.
+            return False
+        return self.now.timestamp() + max(expected - run.run_s, 0.0) + run.spec.grace_s <= each.start_s
+
+    def kept_from(self, run: Run, wants: Wants, space: Space) -> Reservation | None:
+        """The reservation for which the run may not have what is free."""
+        if not self.made or self.placer.find(space, run, run.spec.slots.min, wants) is None:
+            return None
+        return next((each for each in self.made if not self._done_by(run, each)), None)
 
 
 def as_time(at_s: float) -> datetime:

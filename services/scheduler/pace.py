@@ -13,7 +13,7 @@ class Pace(Protocol):
         """Return when the next pass may be made. All that was published before is folded."""
 
     def after_pass(self, published: int, wake_at: datetime | None) -> None:
-        """A pass was made: the highest sequence that it published, 0 if it had nothing to say, and when to look again."""
+        """A pass was made: the highest sequence that it published, 0 if it had nothing to say; when to look again."""
 
 
 class Freely:

@@ -16,17 +16,15 @@ from datetime import datetime
 
 from contracts.base import Fact
 from contracts.events.capacity import PolicyAdopted
-from contracts.events.run import RunAccepted, RunCancelling, RunPlaced
+from contracts.events.run import RunCancelling, RunPlaced
 from contracts.scheduling import Policy
 from services.scheduler.core.cluster import Cluster
 from services.scheduler.core.decide import plan
-from services.scheduler.core.decisions import Decision, ExplainRun, PlaceRun, fact_of
+from services.scheduler.core.decisions import PASS_LIMIT, decided, fact_of, in_order
 from services.scheduler.core.fold import apply
 from services.scheduler.simulate.agents import Agents
 from services.scheduler.simulate.traces import START, Job, Trace, accepted, at
 
-#: Decisions that become facts in one pass, as in the live service.
-PASS_LIMIT = 500
 #: Passes at one instant after which the scheduler is taken not to come to rest.
 MOST_PASSES = 100_000
 #: How often the clock alone may wake an idle scheduler that then decides nothing, before it is left alone.
@@ -149,6 +147,11 @@ def simulate(
         return core.effort
 
 
+def wake_s(wake_at: datetime | None, now_s: float) -> float | None:
+    """When the scheduler wants to look again. An alarm in this very microsecond goes off in the next."""
+    return max((wake_at - START).total_seconds(), now_s + 1e-6) if wake_at is not None else None
+
+
 class Core:
     """The scheduler without a bus: the log is a counter."""
 
@@ -165,30 +168,19 @@ class Core:
         for fact in turn.facts:
             self._say(fact, turn.now_s, now)
         started = time.perf_counter()
-        planned = plan(self.cluster, now, self.policy)
+        planned = plan(self.cluster, now, self.policy, START)
         self.effort.pass_s.append(time.perf_counter() - started)
-        decisions = in_order(planned.decisions)[:PASS_LIMIT]
         # All facts of a pass are made from what was known as it began.
-        said = [fact_of(decision, self.cluster, now) for decision in decisions]
+        made = decided(self.cluster, now, self.policy, START)
+        decisions = in_order(planned.decisions)[:PASS_LIMIT]
+        said = [fact_of(decision, self.cluster, now, made) for decision in decisions]
         for fact in said:
             self._say(fact, turn.now_s, now)
         self.effort.decisions += len(said)
-        wake_at: datetime | None = getattr(planned, "wake_at", None)
-        return Pass(said, (wake_at - START).total_seconds() if wake_at is not None else None)
+        return Pass(said, wake_s(planned.wake_at, turn.now_s))
 
     def _say(self, fact: Fact, now_s: float, now: datetime) -> None:
         self._sequence += 1
         apply(self.cluster, fact, self._sequence, now)
         for listener in self.listeners:
             listener(fact, self._sequence, now_s)
-
-
-def in_order(decisions: Sequence[Decision]) -> list[Decision]:
-    """What ends or stops runs first, then placements, explanations last."""
-    placements = [decision for decision in decisions if isinstance(decision, PlaceRun)]
-    explanations = [decision for decision in decisions if isinstance(decision, ExplainRun)]
-    others = [decision for decision in decisions if not isinstance(decision, PlaceRun | ExplainRun)]
-    return others + placements + explanations
-
-
-__all__ = ["Agents", "Core", "Effort", "Listener", "NeverAtRest", "Pass", "Player", "RunAccepted", "Turn", "play"]

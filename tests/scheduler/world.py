@@ -30,7 +30,7 @@ from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy
 from services.scheduler.core.cluster import TERMINAL, Cluster, Run
 from services.scheduler.core.decide import decide
-from services.scheduler.core.decisions import Decision, fact_of
+from services.scheduler.core.decisions import Decision, decided, fact_of
 from services.scheduler.core.fold import apply, fold
 from services.scheduler.core.index import Index
 
@@ -81,7 +81,8 @@ class World:
         decisions = decide(self.cluster, self.now, self.policy)
         # What is kept from pass to pass changes no decision.
         assert sorted(map(repr, decisions)) == sorted(map(repr, expected)), (decisions, expected)
-        facts = [fact_of(decision, self.cluster, self.now) for decision in decisions]
+        made = decided(self.cluster, self.now, self.policy)
+        facts = [fact_of(decision, self.cluster, self.now, made) for decision in decisions]
         for fact in facts[:limit]:
             self.say(fact)
         return decisions
@@ -93,7 +94,7 @@ class World:
         ids = {fact.event_id for fact, _, _ in self.log}
         passed: list[Fact] = []
         for decision in decide(stale, self.now, self.policy):
-            fact = fact_of(decision, stale, self.now)
+            fact = fact_of(decision, stale, self.now, decided(stale, self.now, self.policy))
             if isinstance(fact, RunPlaced):
                 fenced = fence == self.cluster.placed_sequence
             else:

@@ -12,6 +12,9 @@ from services.scheduler.core.cluster import EPOCH, Cluster
 from services.scheduler.core.decide import Plan, plan
 from services.scheduler.core.decisions import fact_of
 
+#: More than can wait.
+UNLIMITED = 10**9
+
 
 class PassKey(NamedTuple):
     """What a pass was made from: the same for all of its decisions."""
@@ -32,14 +35,17 @@ def key_of(fact: Fact | None) -> PassKey | None:
 
 
 def plan_again(cluster: Cluster, key: PassKey, policy: Policy) -> Plan:
-    """The plan of that pass. ``cluster`` must be folded up to ``key.at_sequence``."""
-    return plan(cluster, key.at, policy, key.hearing_since or EPOCH)
+    """The plan of that pass. ``cluster`` must be folded up to ``key.at_sequence``.
+
+    A live pass tells only some of those that wait why, and goes on with the others in the next; here all are told.
+    """
+    return plan(cluster, key.at, policy, key.hearing_since or EPOCH, told=UNLIMITED)
 
 
 def facts_of(made: Plan, cluster: Cluster, key: PassKey) -> list[Fact]:
     """What the decisions of a plan are published as, in the order in which they were decided."""
     stamp = Decided(at_sequence=key.at_sequence, at=key.at, policy=key.policy, hearing_since=key.hearing_since)
-    return [stamped(fact_of(decision, cluster, key.at), stamp) for decision in made.decisions]
+    return [fact_of(decision, cluster, key.at, stamp) for decision in made.decisions]
 
 
 def stamped(fact: Any, decided: Decided | None) -> Any:

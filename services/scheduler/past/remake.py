@@ -134,6 +134,12 @@ class _Pass:
     def of(cls, facts: list[Fact], left: int) -> _Pass:
         return cls(facts, left, {fact.event_id: place for place, fact in enumerate(facts)})
 
+    @property
+    def unpublished(self) -> int:
+        """Decisions that were not recorded. Reasons to wait do not count: not all of them are said at once."""
+        places = (place for place, fact in enumerate(self.facts) if not isinstance(fact, RunWaiting))
+        return sum(place not in self.taken for place in places)
+
     def find(self, fact: Fact) -> int | None:
         """The place of the decision that a recorded one should be: the same fact, else its like about the same run."""
         if (place := self.by_id.get(fact.event_id)) is not None:
@@ -205,7 +211,7 @@ class Remaker:
         self.counts.same += not found
         made.left -= 1
         if made.left == 0:
-            self.counts.unpublished += len(made.facts) - len(made.taken)
+            self.counts.unpublished += made.unpublished
             del self._open[key]
         return found
 
@@ -234,12 +240,14 @@ def _held_against(made: _Pass, entry: Entry, key: PassKey) -> list[Difference]:
     place = made.find(fact)
     if place is None:
         return [_difference("not decided", entry, f"is not decided again; {_instead(made, fact)}", key)]
+    again = place in made.taken
     made.taken.add(place)
     found: list[Difference] = []
     if fields := differing(fact, made.facts[place]):
         found.append(_difference("content", entry, "is decided otherwise", key, fields))
     run_id = fact.aggregate_id
-    if place < made.reached.get(run_id, -1):
+    # What stands in the log twice changes nothing the second time.
+    if not again and place < made.reached.get(run_id, -1):
         before = made.facts[made.reached[run_id]].subject
         found.append(_difference("order", entry, f"comes after {before}, and is decided before it", key))
     made.reached[run_id] = max(place, made.reached.get(run_id, -1))

@@ -79,7 +79,10 @@ class Shadow:
     """Folds the log a little behind, and has both policies decide at each point. Deterministic."""
 
     def __init__(self, candidate: Policy, in_force: Policy, said: Iterable[str] = ()) -> None:
-        self.cluster = Cluster()
+        #: The same log in two folds: what deciding remembers from one pass to the next, and the shares of teams,
+        #: follow the policy.
+        self.cluster = Cluster(policy=in_force)
+        self.beside = Cluster(policy=candidate)
         self.candidate, self.in_force = candidate, in_force
         self.result = Comparison()
         self._policies: dict[str, Policy] = {in_force.digest: in_force}
@@ -90,14 +93,12 @@ class Shadow:
         self._would_start: dict[tuple[str, int], datetime] = {}
         self._why_not: dict[tuple[str, int], str] = {}
         self._hearing_since: datetime | None = None
-        self._folded = 0
 
     def catch_up(self, entries: Iterable[Entry]) -> None:
         """Fold what happened before anything is compared."""
         for entry in entries:
             self._learn(entry.fact)
-            fold_entry(self.cluster, entry)
-        self._folded = self.cluster.sequence
+            self._fold_both(entry)
 
     def hear(self, entries: Iterable[Entry]) -> list[Said]:
         """Take in what is new, and compare at every point at which the leader is known to have decided."""
@@ -130,8 +131,15 @@ class Shadow:
         if isinstance(fact, PolicyAdopted):
             self._policies[fact.digest] = self.in_force = fact.policy
 
-    def _fold(self, entry: Entry) -> None:
+    def _fold_both(self, entry: Entry) -> None:
         fold_entry(self.cluster, entry)
+        if isinstance(entry.fact, PolicyAdopted):
+            adopted = entry.fact.model_copy(update={"digest": self.candidate.digest, "policy": self.candidate})
+            entry = entry._replace(fact=adopted)
+        fold_entry(self.beside, entry)
+
+    def _fold(self, entry: Entry) -> None:
+        self._fold_both(entry)
         if isinstance(entry.fact, RunPlaced):
             self._placed(entry.fact, entry.time)
 
@@ -161,8 +169,8 @@ class Shadow:
     def _compare(self, key: PassKey, in_force: Policy) -> list[Said]:
         made = plan_again(self.cluster, key, in_force)
         stamp = key._replace(policy=self.candidate.digest)
-        other = plan_again(self.cluster, stamp, self.candidate)
-        facts, others = facts_of(made, self.cluster, key), facts_of(other, self.cluster, stamp)
+        other = plan_again(self.beside, stamp, self.candidate)
+        facts, others = facts_of(made, self.cluster, key), facts_of(other, self.beside, stamp)
         self._count(key.at, facts, others, made, other)
         return self._new(others)
 

@@ -1,0 +1,288 @@
+"""The submissions of the past on other nodes, or by another policy: played, and compared with what happened.
+
+The recorded work of each run is played, in slot-seconds, by the simulator, with the very ``fold`` and ``decide`` that
+run live. The first scenario is the past itself, played the same way: the others are compared with that one, so that
+what the simulator leaves out is left out on both sides.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from statistics import median
+
+from contracts.events.node import NodeJoined
+from contracts.events.train import TrainRequested
+from contracts.scheduling import Policy
+from services.scheduler.past.history import History, Lived, Prices
+from services.scheduler.simulate.engine import simulate
+from services.scheduler.simulate.report import Recorder, Story, quantile
+from services.scheduler.simulate.traces import Job, Trace, node
+
+#: ``40x8``, ``4x8:H100``, ``4x8:H100@spot-a``: nodes, slots on each, accelerator, pool.
+_NODES = re.compile(r"^(\d+)x(\d+)(?::([^@\s]+))?(?:@([A-Za-z0-9_-]+))?$")
+#: Work that is less is none: the run was over as soon as it had slots.
+LEAST_S = 0.001
+
+
+class WhatIfError(ValueError):
+    """It cannot be played; the text says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What is assumed instead of what was."""
+
+    name: str
+    nodes: tuple[NodeJoined, ...]
+    policy: Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Submissions:
+    """What is played, the same in every scenario."""
+
+    jobs: tuple[Job, ...]
+    #: The runs that count; the others are there because they held slots when the stretch began.
+    counted: frozenset[str]
+    #: Runs that had not ended, whose work is therefore what such runs usually take.
+    assumed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a scenario comes to. Waits are times without slots, from submission to the end."""
+
+    name: str
+    policy: str
+    nodes: int
+    slots: int
+    jobs: int
+    #: Jobs that ended; the others can never run on these nodes.
+    completed: int
+    avg_wait_s: float
+    p50_wait_s: float
+    p90_wait_s: float
+    p99_wait_s: float
+    max_wait_s: float
+    avg_jct_s: float
+    p99_jct_s: float
+    makespan_s: float
+    utilisation: float
+    preemptions: int
+    #: What the nodes cost for the makespan; None if no price is known.
+    cost: float | None
+    #: The same for each slot-hour in which one was used.
+    cost_per_used_slot_h: float | None
+
+
+def parse_nodes(text: str, prefix: str = "node") -> tuple[NodeJoined, ...]:
+    """Nodes out of ``40x8`` or ``32x8:H100,16x4:A100@spot-a``: number, slots, accelerator, pool.
+
+    Raises:
+        WhatIfError: it is not of that form.
+    """
+    found: list[NodeJoined] = []
+    for group, part in enumerate(filter(None, (each.strip() for each in text.split(",")))):
+        match = _NODES.match(part)
+        if match is None:
+            raise WhatIfError(f"{part!r} are no nodes: write NUMBERxSLOTS[:ACCELERATOR][@POOL], for example 40x8:H100")
+        count, slots, accelerator, pool = match.groups()
+        for number in range(int(count)):
+            made = node(f"{prefix}-{group}-{number:04}", int(slots), accelerator or "gpu")
+            found.append(made.model_copy(update={"labels": {"pool": pool}}) if pool else made)
+    if not found:
+        raise WhatIfError("no nodes at all")
+    return tuple(found)
+
+
+def like(nodes: tuple[NodeJoined, ...], template: Sequence[NodeJoined]) -> tuple[NodeJoined, ...]:
+    """``nodes`` with the accelerator of the template where none was named and the template has one kind alone."""
+    kinds = {each.accelerator for each in template}
+    if len(kinds) != 1:
+        return nodes
+    kind = kinds.pop()
+    return tuple(n.model_copy(update={"accelerator": kind}) if n.accelerator == "gpu" else n for n in nodes)
+
+
+def submissions(history: History) -> Submissions:
+    """The runs of the stretch with their work, and those that were there when it began with what they had left."""
+    counted, carried = history.submitted, history.carried
+    usual = _usual([run for run in history.runs.values() if run.outcome])
+    jobs: list[Job] = []
+    assumed = 0
+    for run in [*carried, *counted]:
+        work_slot_s = run.work_slot_s
+        if not run.outcome:
+            assumed += 1
+            work_slot_s = max(work_slot_s, usual(run))
+        submit_s = max((run.submitted_at - history.start).total_seconds(), 0.0)
+        duration_s = max(work_slot_s / run.spec.slots.min, LEAST_S)
+        jobs.append(Job(run.run_id, submit_s, duration_s, _playable(run.spec)))
+    jobs.sort(key=lambda job: job.submit_s)
+    return Submissions(tuple(jobs), frozenset(run.run_id for run in counted), assumed)
+
+
+def _usual(ended: Iterable[Lived]) -> Callable[[Lived], float]:
+    """What runs of as many slots usually take, in slot-seconds; of any number, where there were none."""
+    by_slots: dict[int, list[float]] = defaultdict(list)
+    everything: list[float] = []
+    for run in ended:
+        by_slots[run.spec.slots.min].append(run.work_slot_s)
+        everything.append(run.work_slot_s / run.spec.slots.min)
+
+    def usual(run: Lived) -> float:
+        if alike := by_slots.get(run.spec.slots.min):
+            return median(alike)
+        return median(everything) * run.spec.slots.min if everything else 0.0
+
+    return usual
+
+
+def _playable(spec: TrainRequested) -> TrainRequested:
+    """The request as it competes for slots. Its data is there, and letting go takes no time."""
+    return spec.model_copy(update={"data": None, "resume_from": None, "grace_s": 0.0})
+
+
+def play(
+    scenario: Scenario,
+    given: Submissions,
+    prices: Prices,
+    *,
+    resume_cost_s: float = 60.0,
+    progress: Callable[[int], None] = lambda submitted: None,
+) -> tuple[Figures, Recorder]:
+    """Play the submissions in a scenario."""
+    trace = Trace(scenario.nodes, given.jobs, scenario.name)
+    recorder = Recorder(trace)
+    simulate(trace, scenario.policy, resume_cost_s=resume_cost_s, listeners=(recorder.hear,), progress=progress)
+    return _played(scenario, given, recorder, prices), recorder
+
+
+def _played(scenario: Scenario, given: Submissions, recorder: Recorder, prices: Prices) -> Figures:
+    everybody = list(recorder.stories.values())
+    stories = [story for story in everybody if story.job.run_id in given.counted]
+    done = [story for story in stories if story.completed_s < math.inf]
+    last_s = max((story.completed_s for story in everybody if story.completed_s < math.inf), default=0.0)
+    used_slot_s = math.fsum(
+        (min(span.end_s, last_s) - span.start_s) * span.slots for story in everybody for span in story.spans
+    )
+    return _figures(
+        scenario.name,
+        scenario.policy.name,
+        scenario.nodes,
+        len(stories),
+        waits=[story.jct_s - _held_s(story) for story in done],
+        times=[story.jct_s for story in done],
+        makespan_s=last_s,
+        used_slot_s=used_slot_s,
+        offered_slot_s=recorder.trace.slots * last_s,
+        preemptions=sum(story.preemptions for story in stories),
+        cost=prices.of_nodes(scenario.nodes) * last_s / 3600,
+    )
+
+
+def _held_s(story: Story) -> float:
+    return math.fsum(span.end_s - span.start_s for span in story.spans)
+
+
+def recorded(history: History, policy: str, name: str = "as recorded") -> Figures:
+    """What really happened, in the same figures."""
+    runs = history.submitted
+    done = [run for run in runs if run.ended_at is not None]
+    waits = [wait_s for run in done if (wait_s := run.wait_s) is not None]
+    times = [(run.ended_at - run.submitted_at).total_seconds() for run in done if run.ended_at is not None]
+    last = max((run.ended_at for run in done if run.ended_at is not None), default=history.start)
+    return _figures(
+        name,
+        policy,
+        history.nodes,
+        len(runs),
+        waits=waits,
+        times=times,
+        makespan_s=max((last - history.start).total_seconds(), 0.0),
+        used_slot_s=history.totals.used_slot_s,
+        offered_slot_s=history.totals.offered_slot_s,
+        preemptions=sum(run.preemptions for run in runs),
+        cost=history.totals.cost,
+    )
+
+
+def _figures(
+    name: str,
+    policy: str,
+    nodes: tuple[NodeJoined, ...],
+    jobs: int,
+    *,
+    waits: list[float],
+    times: list[float],
+    makespan_s: float,
+    used_slot_s: float,
+    offered_slot_s: float,
+    preemptions: int,
+    cost: float,
+) -> Figures:
+    waits, times = sorted(max(wait_s, 0.0) for wait_s in waits), sorted(times)
+    used_h = used_slot_s / 3600
+    return Figures(
+        name,
+        policy,
+        len(nodes),
+        sum(node.slots for node in nodes),
+        jobs,
+        len(times),
+        avg_wait_s=_mean(waits),
+        p50_wait_s=quantile(waits, 0.5),
+        p90_wait_s=quantile(waits, 0.9),
+        p99_wait_s=quantile(waits, 0.99),
+        max_wait_s=quantile(waits, 1.0),
+        avg_jct_s=_mean(times),
+        p99_jct_s=quantile(times, 0.99),
+        makespan_s=makespan_s,
+        utilisation=used_slot_s / offered_slot_s if offered_slot_s else 0.0,
+        preemptions=preemptions,
+        cost=cost or None,
+        cost_per_used_slot_h=cost / used_h if cost and used_h else None,
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else 0.0
+
+
+def prices_of(policies: Iterable[Policy], given: Iterable[str]) -> Prices:
+    """The prices that policies name for their pools, and those given as ``H100=2.5``, which count more.
+
+    Raises:
+        WhatIfError: one is not of that form.
+    """
+    found: dict[str, float] = {}
+    for pool in (pool for policy in policies for pool in policy.pools.pools):
+        found.setdefault(pool.accelerator, pool.price_per_slot_hour)
+        found[pool.name] = pool.price_per_slot_hour
+    for text in given:
+        name, _, value = text.partition("=")
+        try:
+            price = float(value)
+        except ValueError:
+            price = math.nan
+        if not name or not price >= 0:
+            raise WhatIfError(f"{text!r} is no price: write ACCELERATOR=PRICE or POOL=PRICE, for an hour of one slot")
+        found[name] = price
+    return Prices(found)
+
+
+def stretch(start: datetime | None, end: datetime | None, first: datetime, last: datetime) -> tuple[datetime, datetime]:
+    """The stretch that is meant: all of the log where nothing is said.
+
+    Raises:
+        WhatIfError: there is nothing in it.
+    """
+    begin, until = start or first, end or last
+    if begin >= until:
+        raise WhatIfError(f"the stretch from {begin.isoformat()} to {until.isoformat()} is empty")
+    return begin, until

@@ -139,6 +139,10 @@ class Outgoing:
         """Bytes, about."""
         return len(self.body) + 64 * len(self.headers)
 
+    def expecting(self, expect: Expect) -> Outgoing:
+        """The same, to be stored only if ``expect`` holds."""
+        return replace(self, headers={**self.headers, **_expected(expect)})
+
 
 @dataclass(frozen=True, slots=True)
 class Ack:
@@ -588,10 +592,13 @@ def _security(user: str | None, password: str | None) -> Any:
 def _outgoing(event: Event, subject: str, envelope: Envelope, expect: Expect | None) -> Outgoing:
     headers, body = encode(event, envelope)
     if expect is not None:
-        headers[EXPECTED_LAST] = str(expect.sequence)
-        if expect.subject:
-            headers[EXPECTED_LAST_SUBJECT] = expect.subject
+        headers |= _expected(expect)
     return Outgoing(envelope.id, envelope.type, subject, headers, body)
+
+
+def _expected(expect: Expect) -> dict[str, str]:
+    found = {EXPECTED_LAST: str(expect.sequence)}
+    return {**found, EXPECTED_LAST_SUBJECT: expect.subject} if expect.subject else found
 
 
 def _raw(msg: Msg, stream: str) -> RawMessage:

@@ -137,11 +137,21 @@ class _Reader:
                     raise _Broken("the server is silent") from None
                 return batch
             self._accept(msg, batch)
-            while not self._inbox._pending_queue.empty() and len(batch) < BATCH:
-                self._accept(await self._inbox.next_msg(timeout=1), batch)
+            while len(batch) < BATCH and (waiting := self._waiting()) is not None:
+                self._accept(waiting, batch)
             if time.monotonic() > deadline:
                 break
         return batch
+
+    def _waiting(self) -> Msg | None:
+        """A message that has arrived already. ``next_msg`` makes a task for each, at ten times the cost."""
+        queue = self._inbox._pending_queue
+        if queue.empty():
+            return None
+        msg = queue.get_nowait()
+        self._inbox._pending_size -= len(msg.data)
+        queue.task_done()
+        return msg
 
     def _accept(self, msg: Msg, batch: list[Msg]) -> None:
         self._heard = time.monotonic()

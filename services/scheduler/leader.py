@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from typing import Any
+from datetime import datetime
 
 import nats.errors
 import structlog
@@ -13,38 +13,25 @@ from nats.js.errors import APIError
 from nats.js.kv import KeyValue
 
 from contracts import subjects, topology
-from contracts.envelope import Envelope
-from contracts.events.run import Decided, RunPlaced, RunQueued
+from contracts.events.capacity import PolicyAdopted
 from contracts.scheduling import Policy
-from services.kit.bus import Ack, Bus, Conflict, Expect, Transient
+from services.kit.bus import Bus, Conflict, Expect, Transient
 from services.kit.concurrency import end
 from services.kit.lease import Lease, Watch, read_all
 from services.kit.settings import Settings
 from services.scheduler import metrics
-from services.scheduler.core.cluster import Cluster
-from services.scheduler.core.decide import deaf_nodes, decide, lost_nodes
-from services.scheduler.core.decisions import (
-    PASS_LIMIT,
-    Decision,
-    ExplainRun,
-    LoseNode,
-    PlaceRun,
-    PreemptRun,
-    decided,
-    fact_of,
-    in_order,
-    lost_fact,
-)
+from services.scheduler.core.decide import deaf_nodes, lost_nodes, plan
+from services.scheduler.core.decisions import PASS_LIMIT, LoseNode, decided, in_order, lost_fact
 from services.scheduler.memory import Memory
+from services.scheduler.pace import Freely, Pace
+from services.scheduler.publisher import Publisher, Saying
 
 log = structlog.get_logger(__name__)
 
 LEASE_KEY = "scheduler"
 NODE_LEASES = subjects.node_lease()
-#: How often the clock alone is a reason to decide (growing, retries, a final checkpoint that never comes).
+#: How often the clock alone is a reason to decide, besides the times that a pass itself names.
 TICK_S = 0.5
-#: Publishes under way at a time.
-WIDTH = 64
 #: How often the node leases are read. A longer silence than twice this, ours or the server's,
 #: is no node's fault, and the leases' age is counted anew.
 LEASE_POLL_S = 0.5
@@ -53,8 +40,11 @@ LEASE_POLL_S = 0.5
 class Leader:
     """Decides while it holds the lease."""
 
-    def __init__(self, bus: Bus, memory: Memory, policy: Policy, settings: Settings) -> None:
+    def __init__(self, bus: Bus, memory: Memory, policy: Policy, settings: Settings, pace: Pace | None = None) -> None:
         self.bus, self.memory, self.policy = bus, memory, policy
+        self.pace: Pace = pace or Freely()
+        self._publisher = Publisher(bus, lambda: self.leads)
+        self._instance = settings.instance
         self._ttl_s = settings.lease_ttl_s
         # Two processes with the same instance name are two holders all the same.
         self._holder = f"{settings.instance}-{uuid.uuid4().hex[:8]}"
@@ -65,6 +55,10 @@ class Leader:
     @property
     def leads(self) -> bool:
         return self._lease is not None and self._lease.held
+
+    @property
+    def hearing_since(self) -> datetime:
+        return self._hearing_since
 
     async def lead(self) -> None:
         """Wait for the lease, decide while it lasts, and wait again."""
@@ -86,78 +80,64 @@ class Leader:
     async def _decide_while_held(self) -> None:
         # What a former leader has published must be folded before anything is added to it.
         await self.memory.catch_up()
+        await self._adopt()
         while self.leads:
-            seen = self.memory.cluster.sequence
-            started = time.perf_counter()
-            published = await self.step()
-            # Half of the time is for folding and answering: with a long queue, what comes in
-            # meanwhile is decided on together.
-            await asyncio.sleep(min(time.perf_counter() - started, TICK_S))
+            await self.pace.before_pass()
+            seen, started = self.memory.cluster.sequence, time.perf_counter()
+            published, wake_at, decide_s = await self._pass()
+            self.pace.after_pass(published, wake_at)
+            # At least as long as deciding took is for folding and answering: with a long queue, what
+            # comes in meanwhile is decided on together.
+            await asyncio.sleep(min(max(2 * decide_s - (time.perf_counter() - started), 0), TICK_S))
             if published:
                 await self.memory.until(published)
             else:
-                await self.memory.changed(seen, TICK_S)
+                await self.memory.changed(seen, self._rest_s(wake_at))
+
+    def _rest_s(self, wake_at: datetime | None) -> float:
+        """How long to wait for news at most."""
+        if wake_at is None:
+            return TICK_S
+        return min(max((wake_at - self.bus.clock.now()).total_seconds(), 0.001), TICK_S)
 
     async def step(self) -> int:
         """One pass: decide and publish. Returns the highest sequence published, 0 if nothing was."""
+        return (await self._pass())[0]
+
+    async def _pass(self) -> tuple[int, datetime | None, float]:
+        """(highest sequence published, when to look again, seconds that deciding took)."""
         cluster = self.memory.cluster
         now = self.bus.clock.now()
         started = time.perf_counter()
-        decisions = decide(cluster, now, self.policy, self._hearing_since)
-        metrics.DECIDE_SECONDS.observe(time.perf_counter() - started)
-        if not decisions:
-            return 0
+        made = plan(cluster, now, self.policy, self._hearing_since)
         # The facts are made now: while they are on their way the cluster goes on changing.
-        made = decided(cluster, now, self.policy, self._hearing_since)
-        said = [Saying.of(decision, cluster, now, made) for decision in in_order(decisions)[:PASS_LIMIT]]
-        placements = [saying for saying in said if isinstance(saying.decision, PlaceRun)]
-        explanations = [saying for saying in said if isinstance(saying.decision, ExplainRun)]
-        others = [saying for saying in said if not isinstance(saying.decision, PlaceRun | ExplainRun)]
-        fence = cluster.placed_sequence
-        highest, complete = await self._publish_all(others)
-        if complete:
-            highest = max(highest, await self._publish_placements(placements, fence))
-        explained, _ = await self._publish_all(explanations)
-        return max(highest, explained)
+        why = decided(cluster, now, self.policy, self._hearing_since)
+        said = [Saying.of(decision, cluster, now, why) for decision in in_order(made.decisions)[:PASS_LIMIT]]
+        decide_s = time.perf_counter() - started
+        metrics.DECIDE_SECONDS.observe(decide_s)
+        published = await self._publisher.publish(said, cluster.placed_sequence) if said else 0
+        return published, made.wake_at, decide_s
 
-    async def _publish_all(self, said: list[Saying]) -> tuple[int, bool]:
-        """Publish what is independent side by side; (highest sequence, whether all of it was taken)."""
-        gate = asyncio.Semaphore(WIDTH)
-
-        async def one(saying: Saying) -> Ack | None:
-            async with gate:
-                return await self._publish(saying, saying.fence)
-
-        acks = await asyncio.gather(*(one(saying) for saying in said))
-        return max((ack.sequence for ack in acks if ack), default=0), all(acks)
-
-    async def _publish_placements(self, said: list[Saying], fence: int) -> int:
-        """Publish placements one by one, each expecting the one before: nobody else placed in between."""
-        highest = 0
-        for saying in said:
-            if not self.leads:
-                break
-            ack = await self._publish(saying, Expect(fence, RunPlaced.subject_filter()))
-            if ack is None:
-                break
-            highest = fence = ack.sequence
-            if ack.duplicate:
-                # Another leader's placement of the same generation stands; ours were made without it.
-                break
-        return highest
-
-    async def _publish(self, saying: Saying, expect: Expect) -> Ack | None:
-        try:
-            ack = await self.bus.publish(saying.fact, saying.cause, expect=expect)
-        except Conflict:
-            metrics.CONFLICTS.inc()
-            log.info("a newer fact was there first, deciding anew", run_id=saying.decision.run_id)
-            return None
-        except Transient as error:
-            log.warning("not published, deciding anew", run_id=saying.decision.run_id, error=str(error))
-            return None
-        saying.count()
-        return ack
+    async def _adopt(self) -> None:
+        """Say by which policy we decide, if the last leader had another one. Before the first decision."""
+        while self.leads:
+            cluster = self.memory.cluster
+            if cluster.policy is not None and cluster.policy.digest == self.policy.digest:
+                return
+            last = cluster.policy_sequence
+            adopted = PolicyAdopted(
+                digest=self.policy.digest, policy=self.policy, instance=self._instance, after_sequence=last
+            )
+            try:
+                ack = await self.bus.publish(adopted, expect=Expect(last, PolicyAdopted.subject_filter()))
+            except Conflict:
+                await self.memory.catch_up()
+            except Transient as error:
+                log.warning("policy not published, trying again", error=str(error))
+            else:
+                log.info("policy adopted", policy=self.policy.name, digest=self.policy.digest)
+                await self.memory.until(ack.sequence)
+                return
 
     # -- nodes --------------------------------------------------------------
 
@@ -203,37 +183,3 @@ class Leader:
                 log.warning("not published, trying again", node_id=decision.node_id, error=str(error))
                 return
             await self.memory.until(ack.sequence)
-
-
-class Saying:
-    """A decision on its way to being a fact."""
-
-    __slots__ = ("cause", "decision", "fact", "fence")
-
-    def __init__(self, decision: Decision, fact: Any, cause: Envelope, fence: Expect) -> None:
-        self.decision, self.fact, self.cause, self.fence = decision, fact, cause, fence
-
-    @classmethod
-    def of(cls, decision: Decision, cluster: Cluster, now: Any, made: Decided) -> Saying:
-        """The fact, what led to it, and the run's last sequence: it only counts if nothing has changed."""
-        run = cluster.runs[decision.run_id]
-        fact = fact_of(decision, cluster, now, made)
-        # A placement in the pass that queues the run follows from a fact which is still on its way.
-        queued = isinstance(decision, PlaceRun)
-        cause = Envelope(
-            id=RunQueued(run_id=run.run_id, next_generation=run.next_generation).event_id
-            if queued
-            else run.last_event_id,
-            source="",
-            type="",
-            time=now,
-            correlation_id=run.correlation_id,
-            traceparent=run.traceparent,
-        )
-        return cls(decision, fact, cause, Expect(run.last_sequence, subjects.run(run.run_id)))
-
-    def count(self) -> None:
-        if isinstance(self.decision, PlaceRun):
-            metrics.PLACEMENTS.inc()
-        elif isinstance(self.decision, PreemptRun):
-            metrics.PREEMPTIONS.labels(self.decision.queue_reason).inc()

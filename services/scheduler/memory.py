@@ -9,6 +9,7 @@ import structlog
 
 from contracts import subjects, topology
 from contracts.base import Fact
+from contracts.events.capacity import PolicyAdopted
 from contracts.events.run import RunPlaced
 from services.kit.bus import Bus, Received
 from services.scheduler import metrics
@@ -19,14 +20,23 @@ log = structlog.get_logger(__name__)
 
 #: Every fact of a run is followed, also those that change nothing here: a run's last sequence is
 #: what its next decision is fenced with.
-FOLLOWED = (subjects.fact("run", subjects.ANY, subjects.ANY), subjects.fact("node", subjects.ANY, subjects.ANY))
+FOLLOWED = (
+    subjects.fact("run", subjects.ANY, subjects.ANY),
+    subjects.fact("node", subjects.ANY, subjects.ANY),
+    PolicyAdopted.subject_filter(),
+)
+#: How often the gauges are brought in step while facts come in.
+OBSERVE_S = 0.5
 
 
 class Memory:
     """A cluster that grows with the log, and ways to wait for it."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, virtual: bool = False) -> None:
         self.bus = bus
+        #: Whether facts count from when their publishers say rather than from when they were stored (simulations).
+        self._virtual = virtual
+        self._observed_at = 0.0
         self.cluster = Cluster()
         self.caught_up = asyncio.Event()
         self._progress = asyncio.Condition()
@@ -40,8 +50,8 @@ class Memory:
                 if not self.caught_up.is_set():
                     log.info("folded the log", sequence=self.cluster.sequence, runs=len(self.cluster.runs))
                 self.caught_up.set()
+            self._observe(idle=not batch)
             if batch:
-                observe(self.cluster)
                 async with self._progress:
                     self._progress.notify_all()
 
@@ -64,6 +74,13 @@ class Memory:
         for subject in FOLLOWED:
             await self.until(await self.bus.last_sequence(subject))
 
+    def _observe(self, *, idle: bool) -> None:
+        """Bring the gauges in step now and then: it costs a look at every node."""
+        now = self.bus.clock.monotonic()
+        if idle or now - self._observed_at > OBSERVE_S:
+            self._observed_at = now
+            observe(self.cluster)
+
     def _fold(self, received: Received[Any]) -> None:
         """Fold a fact; of anything else on these subjects only the place counts, for the fences."""
         fact = received.event
@@ -74,7 +91,8 @@ class Memory:
         seen(self.cluster, received.subject, received.sequence)
 
     def _apply(self, fact: Fact, received: Received[Any]) -> None:
-        time = received.stored_at or self.bus.clock.now()
+        stored_at = received.envelope.time if self._virtual else received.stored_at
+        time = stored_at or self.bus.clock.now()
         if isinstance(fact, RunPlaced) and (run := self.cluster.runs.get(fact.run_id)) and self.caught_up.is_set():
             metrics.WAITING_SECONDS.observe(max((time - run.queued_at).total_seconds(), 0))
         apply(self.cluster, fact, received.sequence, time, received.envelope)

@@ -1,0 +1,226 @@
+"""How what a pass decides becomes facts: all of it in one atomic batch where the server can, else one by one.
+
+Why no slot is ever given twice, whatever the leases say. Every placement is part of a batch, or a message, that the
+server stores only if the last ``run.*.placed`` in the stream is the one that the decision was made from. Nobody else can
+have given slots away since; the slots of one pass's placements are disjoint; what was freed since is not used, which is
+safe. A leader that was stopped for an hour and goes on finds another last placement and is refused, with all of its
+batch. Every other fact expects that nothing was said about its run since.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from datetime import datetime
+
+import nats.errors
+import structlog
+from nats.js.errors import APIError, NotFoundError
+
+from contracts import subjects
+from contracts.envelope import Envelope
+from contracts.events.run import Decided, RunFact, RunPlaced
+from services.kit.batch import AlreadyThere, Batches, Mismatch, parts
+from services.kit.bus import Ack, Bus, Conflict, Expect, Outgoing, Transient
+from services.scheduler import metrics
+from services.scheduler.core.cluster import Cluster
+from services.scheduler.core.decisions import Decision, ExplainRun, PlaceRun, PreemptRun, fact_of
+
+log = structlog.get_logger(__name__)
+
+#: Below so many facts a batch takes longer than publishing them one by one.
+BATCH_FROM = 4
+#: How often a batch is tried again without the runs about which something was said meanwhile.
+RETRIES = 8
+#: Single publishes under way at a time.
+WIDTH = 64
+
+
+class Saying:
+    """A decision on its way to being a fact."""
+
+    __slots__ = ("cause", "decision", "fact", "fence")
+
+    def __init__(self, decision: Decision, fact: RunFact, cause: Envelope, fence: Expect) -> None:
+        self.decision, self.fact, self.cause, self.fence = decision, fact, cause, fence
+
+    @classmethod
+    def of(cls, decision: Decision, cluster: Cluster, now: datetime, made: Decided) -> Saying:
+        """The fact, what led to it, and the run's last sequence: it only counts if nothing has changed."""
+        run = cluster.runs[decision.run_id]
+        fact = fact_of(decision, cluster, now, made)
+        # A placement in the pass that queues the run follows from a fact which is still on its way.
+        queued = isinstance(decision, PlaceRun)
+        cause = Envelope(
+            id=f"run/{run.run_id}/queued/{run.next_generation}" if queued else run.last_event_id,
+            source="",
+            type="",
+            time=now,
+            correlation_id=run.correlation_id,
+            traceparent=run.traceparent,
+        )
+        return cls(decision, fact, cause, Expect(run.last_sequence, subjects.run(run.run_id)))
+
+    @property
+    def run_id(self) -> str:
+        return self.decision.run_id
+
+    @property
+    def places(self) -> bool:
+        return isinstance(self.decision, PlaceRun)
+
+    def count(self) -> None:
+        if isinstance(self.decision, PlaceRun):
+            metrics.PLACEMENTS.inc()
+        elif isinstance(self.decision, PreemptRun):
+            metrics.PREEMPTIONS.labels(self.decision.queue_reason).inc()
+
+
+class Publisher:
+    """Publishes the decisions of one pass after the other."""
+
+    def __init__(self, bus: Bus, leads: Callable[[], bool]) -> None:
+        self.bus = bus
+        self._leads = leads
+        self._batches = Batches(bus)
+
+    async def publish(self, said: list[Saying], fence: int) -> int:
+        """Make facts of ``said``, which was decided when the last placement had the sequence ``fence``.
+
+        Returns the highest sequence published; 0 if nothing was. What is refused is decided again from newer facts.
+        """
+        if len(said) >= BATCH_FROM and await self._batches.available():
+            highest, rest, fence = await self._together(said, fence)
+        else:
+            highest, rest = 0, said
+        return max(highest, await self._singly(rest, fence)) if rest else highest
+
+    # -- all of it at once ----------------------------------------------------
+
+    async def _together(self, said: list[Saying], fence: int) -> tuple[int, list[Saying], int]:
+        """(highest sequence, what is left to be published one by one, the last placement by then)."""
+        messages = {id(saying): self.bus.outgoing(saying.fact, saying.cause) for saying in said}
+        highest, behind = 0, said
+        for part in parts([messages[id(saying)] for saying in said]):
+            mine, behind = behind[: len(part)], behind[len(part) :]
+            (last, placed), undone = await self._batch(mine, messages, fence)
+            if undone:
+                return highest, undone + behind, fence
+            highest, fence = max(highest, last), max(fence, placed)
+        return highest, [], fence
+
+    async def _batch(
+        self, said: list[Saying], messages: dict[int, Outgoing], fence: int
+    ) -> tuple[tuple[int, int], list[Saying]]:
+        """Publish one batch, without those that are outdated: ((last sequence, last placement's), what is undone)."""
+        for _ in range(RETRIES):
+            if not said or not self._leads():
+                return (0, 0), []
+            try:
+                stored = await self._batches.publish(_fenced(said, messages, fence))
+            except Mismatch as conflict:
+                metrics.CONFLICTS.inc()
+                fresh = await self._without_outdated(said, conflict.sequence, fence)
+                if len(fresh) == len(said):
+                    break
+                said = fresh
+            except (AlreadyThere, Transient) as reason:
+                # Perhaps all of it was stored and the answer was lost: one by one, each tells.
+                log.info("no batch, publishing one by one", facts=len(said), reason=str(reason))
+                break
+            else:
+                for saying in said:
+                    saying.count()
+                placed = [place for place, saying in enumerate(said) if saying.places]
+                return (stored.last, stored.first + placed[-1] if placed else 0), []
+        return (0, 0), said
+
+    async def _without_outdated(self, said: list[Saying], sequence: int, fence: int) -> list[Saying]:
+        """``said`` without the decisions that the fact of this sequence has outdated."""
+        subject = await self._subject(sequence)
+        aggregate, run_id, name = subjects.parts(subject)
+        if aggregate != RunFact.aggregate:
+            return said
+        elsewhere = name == RunPlaced.fact and sequence != fence
+        log.info("a newer fact was there first", subject=subject, sequence=sequence)
+        return [saying for saying in said if saying.run_id != run_id and not (elsewhere and saying.places)]
+
+    async def _subject(self, sequence: int) -> str:
+        if not sequence:
+            return ""
+        try:
+            return (await self.bus.js.get_msg(self._batches.stream, sequence)).subject or ""
+        except (NotFoundError, TimeoutError, nats.errors.Error, APIError):
+            return ""
+
+    # -- one by one -----------------------------------------------------------
+
+    async def _singly(self, said: list[Saying], fence: int) -> int:
+        placements = [saying for saying in said if saying.places]
+        explanations = [saying for saying in said if isinstance(saying.decision, ExplainRun)]
+        others = [saying for saying in said if not saying.places and not isinstance(saying.decision, ExplainRun)]
+        highest, complete = await self._side_by_side(others)
+        if complete:
+            highest = max(highest, await self._in_a_row(placements, fence))
+        explained, _ = await self._side_by_side(explanations)
+        return max(highest, explained)
+
+    async def _side_by_side(self, said: list[Saying]) -> tuple[int, bool]:
+        """Publish what is independent side by side; (highest sequence, whether all of it was taken)."""
+        gate = asyncio.Semaphore(WIDTH)
+
+        async def one(saying: Saying) -> Ack | None:
+            async with gate:
+                return await self._publish(saying, saying.fence)
+
+        acks = await asyncio.gather(*(one(saying) for saying in said))
+        return max((ack.sequence for ack in acks if ack), default=0), all(acks)
+
+    async def _in_a_row(self, said: list[Saying], fence: int) -> int:
+        """Publish placements one by one, each expecting the one before: nobody else placed in between."""
+        highest = 0
+        for saying in said:
+            if not self._leads():
+                break
+            ack = await self._publish(saying, Expect(fence, RunPlaced.subject_filter()))
+            if ack is None:
+                break
+            highest = fence = ack.sequence
+            if ack.duplicate:
+                # Another leader's placement of the same generation stands; ours were made without it.
+                break
+        return highest
+
+    async def _publish(self, saying: Saying, expect: Expect) -> Ack | None:
+        try:
+            ack = await self.bus.publish(saying.fact, saying.cause, expect=expect)
+        except Conflict:
+            metrics.CONFLICTS.inc()
+            log.info("a newer fact was there first, deciding anew", run_id=saying.run_id)
+            return None
+        except Transient as error:
+            log.warning("not published, deciding anew", run_id=saying.run_id, error=str(error))
+            return None
+        saying.count()
+        return ack
+
+
+def _fenced(said: Iterable[Saying], messages: dict[int, Outgoing], fence: int) -> list[Outgoing]:
+    """The messages of a batch, with what must hold before it.
+
+    The first placement stands for all: no other can come between them. Of a run's several facts the first one
+    carries what is expected of the run, unless it is a placement.
+    """
+    found: list[Outgoing] = []
+    fenced, runs = False, set()
+    for saying in said:
+        expect: Expect | None = None
+        if saying.places:
+            if not fenced:
+                expect, fenced = Expect(fence, RunPlaced.subject_filter()), True
+        elif saying.run_id not in runs:
+            expect = saying.fence
+        runs.add(saying.run_id)
+        message = messages[id(saying)]
+        found.append(message.expecting(expect) if expect is not None else message)
+    return found

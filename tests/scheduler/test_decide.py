@@ -539,11 +539,13 @@ def test_why_says_what_would_change_it() -> None:
     world.accept("r2", spec({"min": 2, "max": 4}))
     world.accept("r3", spec(1))
     world.settle()
-    text = answer(world.cluster, "r2", world.now, world.policy)["message"]
-    assert text == (
-        "needs at least 2 slots, 1 of 4 are free; run r1 holds the rest; it starts when 1 more get free, "
-        "or with slots.min 1 it would start now, or with a priority above 0 it would be given slots of runs below it"
+    said = answer(world.cluster, "r2", world.now, world.policy)
+    assert said["message"] == (
+        "needs at least 2 slots, 1 of 4 are free; run r1 holds the rest; it starts when 1 more get free; "
+        "with slots.min 1 it would start now, or with priority 1 it would start as soon as r1 has let go"
     )
+    assert [change["fields"] for change in said["changes"]] == [{"slots.min": 1}, {"priority": 1}]
+    assert [(each["run_id"], each["slots"], each["until_is"]) for each in said["holders"]] == [("r1", 3, "expected")]
     assert "run r2 is ahead" in answer(world.cluster, "r3", world.now, world.policy)["message"]
 
 

@@ -108,6 +108,8 @@ def _for_slots(cluster: Cluster, run: Run, why: Why) -> str:
     need = run.spec.slots.min
     alike = " on machines of one kind" if run.exact and len({n.machine for n in cluster.nodes.values()}) > 1 else ""
     text = f"needs at least {_slots(need)}{alike}, {why.idle} of {why.capacity} are free"
+    if why.idle >= need:
+        text += ", but not as they would have to lie together"
     if why.start_by is not None:
         by = "by the limits of those that hold them" if why.firm else "if others take as long as is expected of them"
         text += f"; they are kept for it from {why.start_by.isoformat(timespec='seconds')} on, {by}"
@@ -116,13 +118,7 @@ def _for_slots(cluster: Cluster, run: Run, why: Why) -> str:
     holders = [cluster.runs[run_id] for run_id in cluster.active if cluster.runs[run_id].live]
     names = _named(sorted(holder.run_id for holder in holders))
     text += f"; {names} hold{'s' if len(holders) == 1 else ''} the rest" if holders else ""
-    changes = [f"it starts when {need - why.idle} more get free"]
-    if why.idle:
-        changes.append(f"with slots.min {why.idle} it would start now")
-    least = min((holder.spec.priority for holder in holders), default=None)
-    if least is not None and run.spec.priority <= least < 1000:
-        changes.append(f"with a priority above {least} it would be given slots of runs below it")
-    return f"{text}; {', or '.join(changes)}"
+    return f"{text}; it starts when {need - why.idle} more get free" if why.idle < need else text
 
 
 def _place_in_queue(cluster: Cluster, run: Run, why: Why) -> str:
@@ -132,12 +128,11 @@ def _place_in_queue(cluster: Cluster, run: Run, why: Why) -> str:
     return "within a priority the order is that of submission"
 
 
-def state(cluster: Cluster, run_id: str, waits: dict[str, Why]) -> dict[str, Any]:
+def state(cluster: Cluster, run_id: str, why: Why | None) -> dict[str, Any]:
     """What can be said about a run: its state, a code, and a sentence."""
     run = cluster.runs.get(run_id)
     if run is None:
         return {"run_id": run_id, "state": "unknown", "code": "unknown", "message": f"no run has the id {run_id}"}
-    why = waits.get(run_id)
     code, text = (why.code, message(cluster, run, why)) if why else _not_waiting(run)
     return {
         "run_id": run_id,

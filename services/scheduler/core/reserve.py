@@ -26,17 +26,18 @@ class Reservation(NamedTuple):
     firm: bool
 
 
-def expected_s(run: Run, policy: Policy) -> tuple[float, bool]:
+def expected_s(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> tuple[float, bool]:
     """How long the run will have slots, all in all, at most; and whether that is a limit."""
     limit_s = run.spec.scheduling.limit_s
     if limit_s is not None:
         return limit_s, True
-    return policy.predict.prior_s, False
+    found = cluster.history.predict(run.kind, policy.predict)
+    return found.quantile(policy.reserve.quantile, run.ran_s(now)), False
 
 
-def ends_s(run: Run, now: datetime, policy: Policy) -> tuple[float, bool]:
+def ends_s(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> tuple[float, bool]:
     """When a run that holds slots lets go of them, in seconds since the epoch."""
-    expected, firm = expected_s(run, policy)
+    expected, firm = expected_s(cluster, run, now, policy)
     grace_s = run.spec.grace_s if firm else 0.0
     if run.preempting is not None:
         return max(run.preempting_at.timestamp() + run.preempting.grace_s, now.timestamp()), True
@@ -58,7 +59,7 @@ class Reserve:
         for run_id in cluster.active:
             run = cluster.runs[run_id]
             if run.live:
-                at_s, firm = ends_s(run, now, policy)
+                at_s, firm = ends_s(cluster, run, now, policy)
                 ends.append((at_s, run, firm))
         self._ends = sorted(ends, key=lambda each: (each[0], each[1].run_id))
 
@@ -106,7 +107,7 @@ class Reserve:
         """Whether the run, started now, has let go by the time that the slots are needed."""
         if each.run is run:
             return True
-        expected, firm = expected_s(run, self.policy)
+        expected, firm = expected_s(self.cluster, run, self.now, self.policy)
         if each.firm and not firm:
             # What relies on limits cannot rely on a guess.
             return False

@@ -2,22 +2,62 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 from contracts.scheduling import Policy
 from services.scheduler.core import explain
-from services.scheduler.core.cluster import EPOCH, Cluster
+from services.scheduler.core.change import smallest_changes
+from services.scheduler.core.cluster import EPOCH, Cluster, Run
 from services.scheduler.core.decide import plan
+from services.scheduler.core.place import Placer, wants_of
+from services.scheduler.core.reserve import ends_s
+
+#: How many of those that hold what a run needs are listed.
+LISTED = 10
 
 
 def answer(
     cluster: Cluster, run_id: str, now: datetime, policy: Policy, hearing_since: datetime = EPOCH
 ) -> dict[str, Any]:
-    """What can be said about a run: its state, the constraint that binds it, and a sentence."""
+    """What can be said about a run: its state, the constraint that binds it, a sentence; and for one that waits who
+    holds what it needs, until when, and the smallest changes that would start it (``change.py``).
+    """
     run = cluster.runs.get(run_id)
     # Only a run that waits needs a look at all the others.
-    waits = run is not None and not run.parts and not run.terminal
-    return explain.state(
-        cluster, run_id, plan(cluster, now, policy, hearing_since, about=run_id).waits if waits else {}
-    )
+    waiting = run is not None and not run.parts and not run.terminal
+    why = plan(cluster, now, policy, hearing_since, about=run_id).waits.get(run_id) if waiting else None
+    said = explain.state(cluster, run_id, why)
+    if run is None or why is None or run_id not in cluster.queued:
+        return said
+    changes = smallest_changes(cluster, run, now, policy, why) if why.code != "paused" and not why.freeing else []
+    if changes:
+        said["message"] += "; " + ", or ".join(change.text for change in changes)
+    said["changes"] = [
+        {"fields": change.fields, "starts": change.starts, "victims": list(change.victims)} for change in changes
+    ]
+    said["holders"] = holders(cluster, run, now, policy)
+    return said
+
+
+def holders(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> list[dict[str, Any]]:
+    """Who holds slots of the nodes that would do for the run, whoever is expected to let go first first."""
+    wanted = Placer(cluster, policy, now).waits_for(run, wants_of(cluster, run))
+    found: list[dict[str, Any]] = []
+    for run_id in cluster.active:
+        holder = cluster.runs[run_id]
+        slots = sum(len(part.slots) for part in holder.live if part.node_id in wanted)
+        if slots:
+            ends_at, limit = ends_s(cluster, holder, now, policy)
+            found.append(
+                {
+                    "run_id": run_id,
+                    "name": holder.spec.name,
+                    "slots": slots,
+                    "priority": holder.spec.priority,
+                    "until": datetime.fromtimestamp(ends_at, UTC).isoformat(timespec="seconds"),
+                    "until_is": "limit" if limit else "expected",
+                }
+            )
+    found.sort(key=lambda each: (each["until"], each["run_id"]))
+    return found[:LISTED]

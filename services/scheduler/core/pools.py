@@ -1,0 +1,462 @@
+"""Where nodes come from: which pool a run should have its slots of, what that costs, and how many nodes are wanted.
+
+A pool has nodes of one kind, on demand or spot. Spot nodes cost less an hour and are taken away now and then: what
+counts is what a run costs there to its end, with the work that is lost and done again. A policy without pools wants no
+nodes, and prefers those of the run's own kind of capacity alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from typing import Literal
+
+from contracts.events.capacity import CapacityWanted
+from contracts.events.train import TrainRequested
+from contracts.scheduling import Policy, Pool, Pools
+from services.scheduler.core.demand import WHOLE, demand_of
+
+Capacity = Literal["on-demand", "spot"]
+
+#: Seconds between checkpoints that are assumed of a run that finds its interval out by itself.
+AUTO_INTERVAL_S = 600.0
+#: Waiting runs that are looked at; those behind them want nodes once these have theirs.
+DEPTH = 2000
+#: Of those that want a pool's nodes, so many are named.
+LISTED = 20
+#: In place of a number: the run must not have nodes of the pool.
+NEVER = -1
+#: Beyond so many expected interruptions between two checkpoints, a run never gets from one to the next.
+HOPELESS = 50.0
+
+
+# -- what a run costs -----------------------------------------------------------------------------
+
+
+def expected_time_s(pool: Pool, slots: int, work_s: float, checkpoint_interval_s: float, restart_s: float) -> float:
+    """How long a run of ``work_s`` has slots of the pool until it is done, on average.
+
+    Interruptions come at random, each node's at the pool's rate, and one ends the whole gang. Whatever was done since
+    the last checkpoint is done again, after ``restart_s``, and either may be interrupted in turn (the complete model
+    of J. T. Daly, 2006). Infinite where the run would hardly ever get from one checkpoint to the next.
+    """
+    per_s = pool.interruptions_per_hour * -(-slots // pool.slots_per_node) / 3600
+    if per_s == 0 or work_s == 0:
+        return work_s
+    segment_s = min(checkpoint_interval_s, work_s)
+    if per_s * (segment_s + restart_s) > HOPELESS:
+        return math.inf
+    return work_s / segment_s * math.exp(per_s * restart_s) * math.expm1(per_s * segment_s) / per_s
+
+
+def expected_cost(pool: Pool, slots: int, work_s: float, checkpoint_interval_s: float, restart_s: float) -> float:
+    """What a run of ``work_s`` on so many slots of the pool costs to its end, in the currency of the prices."""
+    if pool.price_per_slot_hour == 0:
+        return 0.0
+    time_s = expected_time_s(pool, slots, work_s, checkpoint_interval_s, restart_s)
+    return pool.price_per_slot_hour * slots * time_s / 3600
+
+
+def checkpoint_interval_s(spec: TrainRequested) -> float:
+    """Seconds of work that a run loses at most when its nodes are taken away; infinite if it has no checkpoints."""
+    if spec.training is None or spec.kind != "train":
+        return math.inf
+    every_s = spec.training.checkpoint_every_s
+    return AUTO_INTERVAL_S if every_s == "auto" else every_s
+
+
+# -- which pool a run should have -----------------------------------------------------------------
+
+
+def kinds(spec: TrainRequested, pools: Pools) -> tuple[Capacity, ...]:
+    """The kinds of capacity that will do for a run; in the order of its tier, if it has one."""
+    if spec.scheduling.capacity != "any":
+        return (spec.scheduling.capacity,)
+    return pools.tiers.get(spec.scheduling.tier or "", ("on-demand", "spot"))
+
+
+def capacity_of(labels: Mapping[str, str]) -> Capacity:
+    """Whether a node with these labels may be taken away at any time."""
+    return "spot" if labels.get("capacity") == "spot" else "on-demand"
+
+
+def in_order(spec: TrainRequested, policy: Policy, work_s: float | None = None) -> list[Pool]:
+    """The pools whose nodes suit a run, its first choice first.
+
+    That is the order of its tier, and within one kind the least expected cost. Spot that costs no less than on-demand,
+    all in all, comes after it whatever the tier says. A run without a tier goes by the cost alone, unless nobody may
+    take its slots.
+    """
+    return [pool for pool in _permitted(spec, policy, work_s) if _suits(spec, pool)]
+
+
+def _suits(spec: TrainRequested, pool: Pool) -> bool:
+    """Whether a run can use nodes as the pool has them. Pools do not say how they are cut into MIG slices."""
+    resources = spec.resources
+    accelerator = resources.share == 0 or not resources.accelerators or pool.accelerator in resources.accelerators
+    return accelerator and resources.mig_profile is None and spec.gang.bundle <= pool.slots_per_node
+
+
+def _permitted(spec: TrainRequested, policy: Policy, work_s: float | None) -> list[Pool]:
+    pools, clusters = policy.pools, spec.scheduling.clusters
+    positions = _positions(spec, pools)
+    found = [pool for pool in pools.pools if pool.capacity in positions and (not clusters or pool.cluster in clusters)]
+    if len(found) < 2:
+        return found
+    work_s = policy.predict.prior_s if work_s is None else work_s
+    given = (spec.slots.min, work_s, checkpoint_interval_s(spec), pools.restart_s)
+    cost = {pool.name: expected_cost(pool, *given) for pool in found}
+    time_s = {pool.name: expected_time_s(pool, *given) for pool in found}
+    safe = min((cost[pool.name] for pool in found if pool.capacity == "on-demand"), default=math.inf)
+
+    def key(pool: Pool) -> tuple[int, float, float, str]:
+        # Where nothing has a price, what takes longer to its end is the worse choice.
+        worth_it = pool.capacity == "on-demand" or (cost[pool.name] < safe if safe else time_s[pool.name] == work_s)
+        return positions[pool.capacity] if worth_it else len(positions), cost[pool.name], time_s[pool.name], pool.name
+
+    return sorted(found, key=key)
+
+
+def _positions(spec: TrainRequested, pools: Pools) -> dict[Capacity, int]:
+    """Kind of capacity -> its place in the run's order; the same for all where the cost decides."""
+    scheduling = spec.scheduling
+    by_cost = scheduling.tier not in pools.tiers and scheduling.preemptible
+    return {kind: 0 if by_cost else number for number, kind in enumerate(kinds(spec, pools))}
+
+
+@dataclass(frozen=True, slots=True)
+class Preferences:
+    """One run's order of the nodes that there are: made once for a run, then asked of every node."""
+
+    by_pool: Mapping[str, int]
+    by_capacity: Mapping[Capacity, int]
+
+    @classmethod
+    def of(cls, spec: TrainRequested, policy: Policy, work_s: float | None = None) -> Preferences:
+        """The preferences of a run that is expected to have ``work_s`` of work before it."""
+        by_capacity: dict[Capacity, int] = {}
+        by_pool = {pool.name: NEVER for pool in policy.pools.pools}
+        number = 0
+        for pool in _permitted(spec, policy, work_s):
+            # Nodes of no pool are paid for already: those of a kind come before the pools of that kind.
+            if pool.capacity not in by_capacity:
+                by_capacity[pool.capacity], number = number, number + 1
+            by_pool[pool.name], number = number, number + 1
+        for kind in kinds(spec, policy.pools):
+            if kind not in by_capacity:
+                by_capacity[kind], number = number, number + 1
+        return cls(by_pool, by_capacity)
+
+    def number(self, labels: Mapping[str, str]) -> int | None:
+        """Smaller is better; None: the run must not have a node with these labels."""
+        known = self.by_pool.get(labels.get("pool", ""))
+        if known is None:
+            return self.by_capacity.get(capacity_of(labels))
+        return None if known == NEVER else known
+
+
+def preference(labels: Mapping[str, str], spec: TrainRequested, policy: Policy, work_s: float | None = None) -> int:
+    """How good a node with these labels is for a run; smaller is better. Of nodes that it may have alone."""
+    return Preferences.of(spec, policy, work_s).number(labels) or 0
+
+
+def allowed(labels: Mapping[str, str], spec: TrainRequested, policy: Policy) -> bool:
+    """Whether a run may have a node with these labels, by cluster and kind of capacity."""
+    clusters = spec.scheduling.clusters
+    if clusters and labels.get("cluster") not in clusters:
+        return False
+    return Preferences.of(spec, policy).number(labels) is not None
+
+
+# -- how many nodes are wanted --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Present:
+    """A node on which something may be placed."""
+
+    node_id: str
+    labels: Mapping[str, str]
+    accelerator: str
+    #: What is left of each slot, in thousandths.
+    left: tuple[int, ...]
+    #: Since when nothing has been on it; None: something is.
+    idle_since: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A run that waits for nothing but slots."""
+
+    run_id: str
+    spec: TrainRequested
+    work_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What was last said of a pool."""
+
+    nodes: int
+    #: When it was said, or when a node of the pool last came or went: from then on patience counts.
+    since: datetime
+    spare: tuple[str, ...] = ()
+    gave_up_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WantCapacity:
+    """So many nodes of the pool are wanted from now on."""
+
+    pool: str
+    nodes: int
+    run_ids: tuple[str, ...] = ()
+    spare: tuple[str, ...] = ()
+    gave_up: bool = False
+    reason: str = ""
+
+
+def heard(known: Said | None, fact: CapacityWanted, time: datetime) -> Said:
+    """Fold ``capacity.<pool>.wanted``."""
+    gave_up_at = time if fact.gave_up else known.gave_up_at if known else None
+    # Patience begins anew when more is wanted, not with every change of what may go.
+    since = known.since if known is not None and fact.nodes <= known.nodes else time
+    return Said(fact.nodes, since, fact.spare, gave_up_at)
+
+
+def moved(known: Said, time: datetime) -> Said:
+    """Fold that a node of the pool has come or gone: from now on patience counts."""
+    return replace(known, since=time)
+
+
+def wanted(
+    policy: Policy,
+    present: Sequence[Present],
+    waiting: Iterable[Waiting],
+    said: Mapping[str, Said],
+    now: datetime,
+) -> list[WantCapacity]:
+    """What is to be said of each pool of which something else was said before.
+
+    Wanted is every node that has something on it or that a waiting run could use, with the cheapest of what suits that
+    run, and what is idle but not for long. Runs go in the order given; one that cannot be placed whole wants nothing.
+
+    Args:
+        present: the nodes on which something may be placed; those of no pool too.
+        waiting: the runs that wait for slots, and for nothing else, the first in order first.
+    """
+    if not policy.pools.pools:
+        return []
+    given_up = {pool.name for pool in policy.pools.pools if _late(policy.pools, pool, present, said, now)}
+    stock = _Stock.of(policy, present, said, given_up, now)
+    for number, run in enumerate(waiting):
+        if number == DEPTH:
+            break
+        stock.serve(run)
+    found = (_want(pool, stock, present, pool.name in given_up, now) for pool in policy.pools.pools)
+    return [want for want in found if want.gave_up or _what(said.get(want.pool)) != (want.nodes, want.spare)]
+
+
+def wake_at(policy: Policy, present: Iterable[Present], said: Mapping[str, Said], now: datetime) -> datetime | None:
+    """When the clock alone may change what is wanted; None: not before something happens."""
+    pools = policy.pools
+    names = {pool.name for pool in pools.pools}
+    times = [
+        each.idle_since + timedelta(seconds=pools.idle_s)
+        for each in present
+        if each.idle_since is not None and each.labels.get("pool") in names
+    ]
+    for name in names & said.keys():
+        times.append(said[name].since + timedelta(seconds=pools.patience_s))
+        if (gave_up_at := said[name].gave_up_at) is not None:
+            times.append(gave_up_at + timedelta(seconds=pools.retry_s))
+    return min((time for time in times if time > now), default=None)
+
+
+def _what(said: Said | None) -> tuple[int, tuple[str, ...]]:
+    return (said.nodes, said.spare) if said is not None else (0, ())
+
+
+def _late(pools: Pools, pool: Pool, present: Sequence[Present], said: Mapping[str, Said], now: datetime) -> bool:
+    """Whether wanted nodes of the pool have not come although there was time."""
+    known = said.get(pool.name)
+    if known is None or now - known.since < timedelta(seconds=pools.patience_s):
+        return False
+    return sum(each.labels.get("pool") == pool.name for each in present) < known.nodes
+
+
+def _want(pool: Pool, stock: _Stock, present: Sequence[Present], gave_up: bool, now: datetime) -> WantCapacity:
+    own = [each for each in present if each.labels.get("pool") == pool.name]
+    idle_before = now - timedelta(seconds=stock.policy.pools.idle_s)
+    spare = tuple(
+        sorted(
+            each.node_id
+            for each in own
+            if each.idle_since is not None and each.idle_since <= idle_before and each.node_id not in stock.claimed
+        )
+    )
+    run_ids = tuple(stock.wanting.get(pool.name, ()))
+    new = len(stock.new.get(pool.name, ()))
+    nodes = min(len(own) - len(spare) + new, pool.max_nodes)
+    return WantCapacity(
+        pool.name, nodes, run_ids[:LISTED], spare, gave_up, _reason(pool, len(own), new, run_ids, gave_up)
+    )
+
+
+def _reason(pool: Pool, there: int, new: int, run_ids: Sequence[str], gave_up: bool) -> str:
+    if gave_up:
+        return f"nodes of pool {pool.name} that were wanted did not come in time: it is left alone for a while"
+    if new:
+        runs = f"{len(run_ids)} run{'s' if len(run_ids) > 1 else ''}"
+        return f"{runs} could use {new} more of pool {pool.name}, which has {there}"
+    return f"what is left of pool {pool.name} is in use, or has not been idle for long"
+
+
+@dataclass(slots=True)
+class _Room:
+    """What is left of one node, there or wanted."""
+
+    left: list[int]
+    node_id: str = ""
+
+    def take(self, spec: TrainRequested, bundles: int) -> list[int] | None:
+        """Take slots for up to so many bundles; the slots taken, or None where there is no room for one."""
+        need, size = _milli(spec), spec.gang.bundle
+        if need == 0:  # no accelerator: any node will do
+            return []
+        fitting = [slot for slot, left in enumerate(self.left) if left >= need]
+        given = min(len(fitting) // size, 1 if spec.gang.apart else bundles)
+        if given == 0:
+            return None
+        # The fullest slots that have room, so that whole ones stay whole.
+        taken = sorted(fitting, key=lambda slot: (self.left[slot], slot))[: given * size]
+        for slot in taken:
+            self.left[slot] -= need
+        return taken
+
+
+def _milli(spec: TrainRequested) -> int:
+    return demand_of(spec).milli
+
+
+#: Pool, kind of capacity, cluster and accelerator: nodes that are alike in these are alike to any run.
+_Kind = tuple[str, str, str, str]
+
+
+@dataclass(slots=True)
+class _Stock:
+    """The room that there is, and that there could be."""
+
+    policy: Policy
+    there: dict[_Kind, list[_Room]] = field(default_factory=dict)
+    #: Pool -> how many nodes of it may be wanted besides; the room on those that are; the runs that want them.
+    more: dict[str, int] = field(default_factory=dict)
+    new: dict[str, list[_Room]] = field(default_factory=dict)
+    wanting: dict[str, list[str]] = field(default_factory=dict)
+    #: Nodes whose room has been given to somebody.
+    claimed: set[str] = field(default_factory=set)
+    #: What found no room. There is never more of it later on, so that its like need not look again.
+    refused: set[tuple[object, ...]] = field(default_factory=set)
+
+    @classmethod
+    def of(
+        cls,
+        policy: Policy,
+        present: Iterable[Present],
+        said: Mapping[str, Said],
+        given_up: set[str],
+        now: datetime,
+    ) -> _Stock:
+        stock = cls(policy)
+        counts: dict[str, int] = {}
+        for each in present:
+            labels = each.labels
+            name = labels.get("pool", "")
+            counts[name] = counts.get(name, 0) + 1
+            kind = (name, capacity_of(labels), labels.get("cluster", ""), each.accelerator)
+            stock.there.setdefault(kind, []).append(_Room(list(each.left), each.node_id))
+        retried_before = now - timedelta(seconds=policy.pools.retry_s)
+        for pool in policy.pools.pools:
+            known = said.get(pool.name)
+            resting = known is not None and known.gave_up_at is not None and known.gave_up_at > retried_before
+            free = 0 if resting or pool.name in given_up else pool.max_nodes - counts.get(pool.name, 0)
+            stock.more[pool.name] = max(free, 0)
+        return stock
+
+    def serve(self, run: Waiting) -> None:
+        """Find room for all of the run: on nodes that are there, else with new ones of one pool, else of several."""
+        spec = run.spec
+        like = (spec.slots.min, spec.resources, spec.gang, spec.scheduling, checkpoint_interval_s(spec), _exact(spec))
+        if like in self.refused:
+            return
+        ordered = in_order(spec, self.policy, run.work_s)
+        there = self._suitable(run)
+        if self._fill(run, [room for _, rooms in there for room in rooms], ()):
+            return
+        for pool in ordered:
+            own = [room for kind, rooms in there for room in rooms if kind[0] == pool.name]
+            if self._fill(run, own, (pool,)):
+                return
+        if not _exact(spec):  # it would have to stay on machines of one kind
+            for cluster in dict.fromkeys(pool.cluster or "" for pool in ordered):
+                near = [room for kind, rooms in there for room in rooms if kind[2] == cluster]
+                if self._fill(run, near, [pool for pool in ordered if (pool.cluster or "") == cluster]):
+                    return
+        self.refused.add(like)
+
+    def _suitable(self, run: Waiting) -> list[tuple[_Kind, list[_Room]]]:
+        """What is there and suits the run, its first choice first."""
+        spec, resources = run.spec, run.spec.resources
+        preferences = Preferences.of(spec, self.policy, run.work_s)
+        found = []
+        for kind, rooms in self.there.items():
+            name, capacity, cluster, accelerator = kind
+            number = preferences.number({"pool": name, "capacity": capacity})
+            right = resources.share == 0 or not resources.accelerators or accelerator in resources.accelerators
+            if number is not None and right and (not spec.scheduling.clusters or cluster in spec.scheduling.clusters):
+                found.append((number, kind, rooms))
+        return [(kind, rooms) for _, kind, rooms in sorted(found, key=lambda each: each[:2])]
+
+    def _fill(self, run: Waiting, there: Sequence[_Room], pools: Sequence[Pool]) -> bool:
+        """Put all of the run into this room and into nodes of these pools, or nothing of it."""
+        spec, need = run.spec, _milli(run.spec)
+        missing = spec.slots.min // spec.gang.bundle
+        given: list[tuple[str, bool, _Room, list[int]]] = []
+        for name, fresh, room in self._rooms(there, pools):
+            taken = room.take(spec, missing)
+            if taken is None:
+                continue
+            given.append((name, fresh, room, taken))
+            missing -= len(taken) // spec.gang.bundle if need else 1 if spec.gang.apart else missing
+            if missing <= 0:
+                self._give(run, given)
+                return True
+        for _, _, room, taken in given:
+            for slot in taken:
+                room.left[slot] += need
+        return False
+
+    def _rooms(self, there: Sequence[_Room], pools: Sequence[Pool]) -> Iterator[tuple[str, bool, _Room]]:
+        """(pool, whether it would be wanted anew, room); the pool is '' for what is there."""
+        yield from (("", False, room) for room in there)
+        for pool in pools:
+            yield from ((pool.name, False, room) for room in self.new.get(pool.name, ()))
+        for pool in pools:
+            yield from ((pool.name, True, _Room([WHOLE] * pool.slots_per_node)) for _ in range(self.more[pool.name]))
+
+    def _give(self, run: Waiting, given: Sequence[tuple[str, bool, _Room, list[int]]]) -> None:
+        self.claimed.update(room.node_id for _, _, room, _ in given if room.node_id)
+        for name, fresh, room, _ in given:
+            if fresh:
+                self.more[name] -= 1
+                self.new.setdefault(name, []).append(room)
+        for name in sorted({name for name, *_ in given if name}):
+            self.wanting.setdefault(name, []).append(run.run_id)
+
+
+def _exact(spec: TrainRequested) -> bool:
+    """Whether it matters to the run that its nodes are alike."""
+    training = spec.training
+    return training is not None and training.logical_ranks is not None and training.unlike_nodes == "avoid"

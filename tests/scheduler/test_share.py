@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contracts.scheduling import FairShare
+from contracts.scheduling import FairShare, Order, Policy
 from services.scheduler.core.ledger import Ledger
-from services.scheduler.core.share import Shares, in_turns, standing
+from services.scheduler.core.order import in_line
+from services.scheduler.core.share import Shares, standing
 
 HALF_LIFE_S = 7200.0
+
+
+def in_turns(items: list[tuple[str, int]], shares: Shares) -> Iterator[tuple[str, int]]:
+    """The items (team, slots) in the order of the line under fair share."""
+    groups: dict[str, list[tuple[tuple[float, ...], str]]] = {}
+    for place, (team, _) in enumerate(items):
+        groups.setdefault(team, []).append(((0.0, place), str(place)))
+    for _, place in in_line(groups, shares.key, Policy(order=Order(by=("fair-share",)))):
+        yield items[int(place)]
 
 
 def ledger_of(uses: dict[str, float], seconds: float = 600.0) -> Ledger:
@@ -48,7 +59,7 @@ def ledger_of(uses: dict[str, float], seconds: float = 600.0) -> Ledger:
 def test_order(weights: dict[str, float], uses: dict[str, float], order: list[str]) -> None:
     config = FairShare(weights=weights, half_life_s=HALF_LIFE_S)
     ledger = ledger_of(uses)
-    assert sorted(order[::-1], key=lambda team: standing(ledger, config, team, 700.0)) == order
+    assert sorted(sorted(order), key=lambda team: standing(ledger, config, team, 700.0)) == order
 
 
 def test_runs_without_a_team_are_a_team() -> None:
@@ -80,7 +91,7 @@ def test_free_slots_are_shared_out_within_one_pass() -> None:
     config = FairShare(weights={"a": 3, "b": 2, "c": 1})
     shares = Shares(Ledger(HALF_LIFE_S), config, 0.0)
     taken: list[str] = []
-    for team in in_turns([team for team in "cba" for _ in range(60)], lambda team: team, shares):
+    for team, _ in in_turns([(team, 1) for team in "cba" for _ in range(60)], shares):
         shares.give(team, 1)
         taken.append(team)
         if len(taken) == 60:
@@ -90,21 +101,21 @@ def test_free_slots_are_shared_out_within_one_pass() -> None:
 
 def test_turns_keep_the_order_within_a_team_and_yield_everything() -> None:
     shares = Shares(ledger_of({"a": 2, "b": 1}), FairShare(), 700.0)
-    items = [("a", 1), ("b", 1), ("a", 2), ("b", 2), (None, 1)]
-    assert list(in_turns(items, lambda item: item[0], shares)) == [(None, 1), ("b", 1), ("b", 2), ("a", 1), ("a", 2)]
+    items = [("a", 1), ("b", 1), ("a", 2), ("b", 2), ("", 1)]
+    assert list(in_turns(items, shares)) == [("", 1), ("b", 1), ("b", 2), ("a", 1), ("a", 2)]
 
 
 def test_teams_that_stand_equal_go_by_their_first_item() -> None:
     shares = Shares(Ledger(), FairShare(), 0.0)
-    assert list(in_turns(["z", "a", "m"], lambda team: team, shares)) == ["z", "a", "m"]
+    assert [team for team, _ in in_turns([("z", 1), ("a/b", 1), ("m", 1)], shares)] == ["z", "a/b", "m"]
 
 
-@given(st.lists(st.tuples(st.sampled_from(["a", "b/x", "b/y", "b", None]), st.integers(1, 9)), max_size=30))
-def test_turns_are_those_of_the_key_at_the_time(items: list[tuple[str | None, int]]) -> None:
+@given(st.lists(st.tuples(st.sampled_from(["a", "b/x", "b/y", "b", ""]), st.integers(1, 9)), max_size=30))
+def test_turns_are_those_of_the_key_at_the_time(items: list[tuple[str, int]]) -> None:
     config = FairShare(weights={"b": 2})
     shares, check = (Shares(Ledger(HALF_LIFE_S), config, 0.0) for _ in range(2))
     left = list(enumerate(items))
-    for team, slots in in_turns(items, lambda item: item[0], shares):
+    for team, slots in in_turns(items, shares):
         index, expected = min(left, key=lambda each: (check.key(each[1][0]), each[0]))
         assert (team, slots) == expected
         left.remove((index, expected))
@@ -130,7 +141,7 @@ def test_who_may_take_slots(waiter: str, holder: str, slots: float, may: bool) -
     ledger = Ledger(HALF_LIFE_S)
     for team, used in {"a": 8, "b": 0, "c/x": 8}.items():
         ledger.change(team, None, "cpu", used, 0.0)
-    assert Shares(ledger, FairShare(), 0.0).may_take(waiter, holder, slots) is may
+    assert Shares(ledger, FairShare(), 0.0).may_take(waiter, slots, holder, slots) is may
 
 
 def saturated(rng: random.Random, sizes: dict[str, list[int]], weights: dict[str, float], slots: int) -> Ledger:

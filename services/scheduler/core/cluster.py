@@ -14,6 +14,7 @@ from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy
 from services.scheduler.core.demand import WHOLE, Demand
 from services.scheduler.core.index import Index
+from services.scheduler.core.ledger import Ledger
 from services.scheduler.core.predict import History, Kind
 
 Ending = Literal["released", "succeeded", "failed", "lost"]
@@ -51,6 +52,8 @@ class Part:
     unprovoked: bool = False
     #: Its ranks have said that they run.
     started: bool = False
+    #: The kind of accelerator that the ledger has it under; None: it has had nothing.
+    accelerator: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +312,8 @@ class Cluster:
     #: The policy that the last leader adopted, and when it did: its digest and sequence.
     policy: Policy | None = None
     policy_sequence: int = 0
+    #: Who uses, and has used, how many slots.
+    ledger: Ledger = field(default_factory=Ledger)
     #: What deciding remembers of one pass for the next; it follows from all the rest.
     index: Index = field(default_factory=Index, compare=False, repr=False)
 

@@ -17,8 +17,9 @@ from contracts.events import checkpoint, node, run
 from contracts.events.capacity import PolicyAdopted
 from contracts.events.run import RunExited, RunPreempting, RunPrepared, RunStalled
 from services.scheduler.core.cluster import Cluster, Committed, Ending, Held, Node, Part, Phase, Run
-from services.scheduler.core.demand import demand_of
+from services.scheduler.core.demand import WHOLE, demand_of
 from services.scheduler.core.predict import kind_of
+from services.scheduler.core.quota import periods_h
 
 #: Strikes of a node that a run is to leave out at once: more than any policy forgives.
 EXCLUDED = 1_000_000
@@ -62,6 +63,7 @@ def apply(cluster: Cluster, fact: Fact, sequence: int, time: datetime, envelope:
         on_node(cluster, fact, time)
     elif isinstance(fact, PolicyAdopted):
         cluster.policy, cluster.policy_sequence = fact.policy, sequence
+        cluster.ledger.adopt(fact.policy.fair_share.half_life_s, periods_h(fact.policy), time.timestamp())
 
 
 def seen(cluster: Cluster, subject: str, sequence: int) -> None:
@@ -168,7 +170,16 @@ def _placed(cluster: Cluster, known: Run, fact: run.RunPlaced, time: datetime) -
         else:
             home.hold((known.run_id, fact.generation), Held(part.slots, known.demand))
             home.count_free(time)
+            part.accelerator = home.accelerator
+            _account(cluster, known, part, 1, time)
     cluster.moved_at = time
+
+
+def _account(cluster: Cluster, known: Run, part: Part, sign: int, time: datetime) -> None:
+    """The part has its slots from now on, or (-1) until now."""
+    if part.accelerator is not None and known.demand.milli:
+        slots = sign * len(part.slots) * known.demand.milli / WHOLE
+        cluster.ledger.change(known.spec.team, known.spec.user, part.accelerator, slots, time.timestamp())
 
 
 def _started(cluster: Cluster, known: Run, fact: run.RunStarted, time: datetime) -> None:
@@ -221,6 +232,7 @@ def _exited(cluster: Cluster, known: Run, fact: RunExited, time: datetime) -> No
 def _end(cluster: Cluster, known: Run, part: Part, how: Ending, time: datetime) -> None:
     """A part is over: its slots are free, and with the last one the generation has ended."""
     part.ended = how
+    _account(cluster, known, part, -1, time)
     known.served_slot_s += len(part.slots) * max((time - known.placed_at).total_seconds(), 0.0)
     home = cluster.nodes.get(part.node_id)
     if home is not None:

@@ -10,7 +10,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from datetime import datetime
-from heapq import heappop, heappush
+from heapq import heappop, heappush, heapreplace
 
 from contracts.scheduling import OrderKey, Policy
 from services.scheduler.core.cluster import Cluster, Run
@@ -127,17 +127,24 @@ def in_line(groups: dict[str, list[tuple[Key, str]]], share: ShareOf, policy: Po
             yield from entries
         return
     at = policy.order.by.index("fair-share")
-    heads: list[tuple[Key, str, int]] = []
+    heads: list[tuple[tuple[Key, Key, Key], str, int]] = []
 
     def push(group: str, place: int) -> None:
         if place < len(groups[group]):
             key = groups[group][place][0]
             # A group's share stands where 0 stood: after what comes first, before the rest.
-            heappush(heads, ((*key[:at], *share(group), *key[at + 1 :]), group, place))
+            heappush(heads, ((key[:at], share(group), key[at + 1 :]), group, place))
 
     for group in groups:
         push(group, 0)
     while heads:
-        _, group, place = heappop(heads)
+        known, group, place = heads[0]
+        key = groups[group][place][0]
+        # Whatever a part of a team was given counts for the other parts too. Shares only grow: what is still right
+        # is the least.
+        if (current := (key[:at], share(group), key[at + 1 :])) != known:
+            heapreplace(heads, (current, group, place))
+            continue
+        heappop(heads)
         yield groups[group][place]
         push(group, place + 1)

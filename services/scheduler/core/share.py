@@ -11,11 +11,7 @@ free go to one team until its use has caught up, and shares swing by as much as 
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
 
 from contracts.scheduling import FairShare
 from services.scheduler.core.ledger import EVERYBODY, Ledger, lineage, own
@@ -23,8 +19,6 @@ from services.scheduler.core.ledger import EVERYBODY, Ledger, lineage, own
 #: How far ahead use is seen, in half-lives. Not much shorter than runs take, else shares swing; not much longer
 #: either, else what was missed in the past is made up for too late (loadtest/scheduler/fairness.py compares them).
 AHEAD_HALF_LIVES = 1 / 16
-
-Item = TypeVar("Item")
 
 
 class Shares:
@@ -44,23 +38,26 @@ class Shares:
 
     def key(self, team: str | None) -> tuple[float, ...]:
         """Use over weight, level by level; the smaller, the further below its share."""
-        return tuple(self._use(name) / self._weights.get(name, 1.0) for name in self._path(team))
+        key = [self._use(name) / self._weights.get(name, 1.0) for name in self._path(team)]
+        while key and key[-1] == 0.0:
+            # Who has used nothing stands equal, however deep it is.
+            key.pop()
+        return tuple(key)
 
     def give(self, team: str | None, slots: float) -> None:
         """These slots go to the team (below 0: are taken from it): it stands behind by as much from now on."""
         for name in self._path(team):
             self._uses[name] = self._use(name) + slots * self._slot_s
 
-    def may_take(self, waiter: str | None, holder: str | None, slots: float, more: float = 0.0) -> bool:
-        """Whether the waiter's team still stands no higher than the holder's with ``slots`` of the holder's.
+    def may_take(self, waiter: str | None, gets: float, holder: str | None, loses: float) -> bool:
+        """Whether the waiter's team still stands no higher than the holder's when the slots have changed hands.
 
-        Who takes more than that would have them taken back at once. ``more``: what it gets besides.
+        Who takes more than that would have them taken back at once.
         """
-        ours, theirs = self._path(waiter), self._path(holder)
-        for our, their in zip(ours, theirs, strict=False):
+        for our, their in zip(self._path(waiter), self._path(holder), strict=False):
             if our != their:
-                after = (self._use(our) + (slots + more) * self._slot_s) / self._weights.get(our, 1.0)
-                return after <= (self._use(their) - slots * self._slot_s) / self._weights.get(their, 1.0)
+                after = (self._use(our) + gets * self._slot_s) / self._weights.get(our, 1.0)
+                return after <= (self._use(their) - loses * self._slot_s) / self._weights.get(their, 1.0) * (1 + 1e-9)
         return False
 
     def _path(self, team: str | None) -> tuple[str, ...]:
@@ -87,26 +84,3 @@ class Shares:
 def standing(ledger: Ledger, config: FairShare, team: str | None, now: float) -> tuple[float, ...]:
     """How far a team is above its share; smaller goes first. In a pass that gives slots, use ``Shares``."""
     return Shares(ledger, config, now).key(team)
-
-
-def in_turns(items: Iterable[Item], team_of: Callable[[Item], str | None], shares: Shares) -> Iterator[Item]:
-    """The items by the standing of their teams, and in the given order within a team.
-
-    It heeds what is given in ``shares`` between two of them. Teams that stand equal go by their first item.
-    """
-    queues: dict[str, deque[tuple[int, Item]]] = {}
-    for place, item in enumerate(items):
-        queues.setdefault(team_of(item) or EVERYBODY, deque()).append((place, item))
-    heap = [(shares.key(team), queue[0][0], team) for team, queue in queues.items()]
-    heapq.heapify(heap)
-    while heap:
-        key, place, team = heap[0]
-        queue = queues[team]
-        # Giving only makes keys larger: one that is still right is the smallest.
-        current = (shares.key(team), queue[0][0], team)
-        if current != (key, place, team):
-            heapq.heapreplace(heap, current)
-            continue
-        yield queue.popleft()[1]
-        if not queue:
-            heapq.heappop(heap)

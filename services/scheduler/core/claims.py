@@ -1,0 +1,309 @@
+"""Quotas and shares in one pass: what a run may have of which nodes, who goes first by them, who may take from whom.
+
+``quota.py`` and ``share.py`` count slots of teams; here they meet runs, nodes and kinds of accelerators. Without quotas
+and fair share in the policy nothing here costs anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime
+
+from contracts.scheduling import Policy
+from services.scheduler.core.cluster import Cluster, Run
+from services.scheduler.core.decisions import PreemptRun
+from services.scheduler.core.demand import WHOLE
+from services.scheduler.core.index import Key
+from services.scheduler.core.ledger import lineage
+from services.scheduler.core.place import Placer, Wants, wants_of
+from services.scheduler.core.quota import Quotas, Refusal, SpentOut
+from services.scheduler.core.share import Shares
+from services.scheduler.core.space import Taken
+
+NONE: frozenset[str] = frozenset()
+#: How many runs a text names.
+NAMED = 5
+#: A quota that is used up within so long is: the clock of facts is no finer.
+AT_ONCE_S = 1e-3
+
+
+class Claims:
+    """What each team has and may have in one pass, as slots are given and taken in it."""
+
+    def __init__(self, cluster: Cluster, policy: Policy, now_s: float, placer: Placer) -> None:
+        self.cluster, self.policy, self.now_s, self.placer = cluster, policy, now_s, placer
+        admit = policy.admit
+        limited = admit.quotas or admit.max_slots_per_user is not None or admit.max_slots_per_run is not None
+        self.quotas = Quotas(policy, cluster.ledger, now_s) if limited else None
+        self.shares = Shares(cluster.ledger, policy.fair_share, now_s) if "fair-share" in policy.order.by else None
+        self._lent = any(quota.slots is not None for quota in admit.quotas)
+        #: What was found out for runs that are alike, since slots were last given or taken.
+        self._shut: dict[tuple[object, ...], tuple[frozenset[str], Refusal | None]] = {}
+        self._within: dict[tuple[object, ...], bool] = {}
+
+    # -- what a run may have ----------------------------------------------------
+
+    def shut(self, run: Run, wants: Wants, count: int) -> tuple[frozenset[str], Refusal | None]:
+        """The nodes whose kind the run may not have so many slots of; and why, if that is all of them."""
+        if self.quotas is None or not run.demand.milli:
+            return NONE, None
+        spec = run.spec
+        alike = (spec.team, spec.user, wants, count, spec.scheduling.preemptible, spec.grace_s)
+        found = self._shut.get(alike)
+        if found is None:
+            found = self._shut[alike] = self._shut_for(self.quotas, run, wants, count)
+        return found
+
+    def _shut_for(self, quotas: Quotas, run: Run, wants: Wants, count: int) -> tuple[frozenset[str], Refusal | None]:
+        slots = slots_of(run, count)
+        kinds = self.kinds(wants)
+        refusals = {kind: found for kind in kinds if (found := quotas.allows(run, slots, kind)) is not None}
+        nodes = NONE.union(*(kinds[kind] for kind in refusals))
+        if len(refusals) < len(kinds) or not refusals:
+            return nodes, None
+        # The one that is the soonest over.
+        return nodes, min(refusals.values(), key=lambda refusal: (refusal.never, refusal.needs - refusal.room))
+
+    def most(self, run: Run, wants: Wants, count: int) -> tuple[int, frozenset[str]]:
+        """How many of ``count`` slots the run may have, and on which nodes none of them can be.
+
+        What it has already must have been given back.
+        """
+        if self.quotas is None or not run.demand.milli:
+            return count, NONE
+        kinds = self.kinds(wants)
+        rooms = {kind: self.quotas.room(run, kind) * WHOLE / run.demand.milli for kind in kinds}
+        most = math.floor(min(max(rooms.values(), default=0.0) + 1e-6, count))
+        return most, NONE.union(*(kinds[kind] for kind, room in rooms.items() if room + 1e-6 < most))
+
+    def kinds(self, wants: Wants) -> dict[str, frozenset[str]]:
+        """The kinds of accelerators that will do, and the nodes that have them."""
+        memory = self.cluster.index.memory()
+        key = ("kinds", wants)
+        found: dict[str, frozenset[str]] | None = memory.get(key)
+        if found is None:
+            nodes: dict[str, set[str]] = {}
+            for node_id, node in self.placer.eligible(wants).items():
+                nodes.setdefault(node.accelerator, set()).add(node_id)
+            found = memory[key] = {kind: frozenset(node_ids) for kind, node_ids in nodes.items()}
+        return found
+
+    # -- what is given and taken --------------------------------------------------
+
+    def give(self, run: Run, taken: Iterable[Taken]) -> None:
+        """The run gets these slots in this pass."""
+        self._change(run, taken, 1)
+
+    def take(self, run: Run, taken: Iterable[Taken]) -> None:
+        """The run loses these slots in this pass."""
+        self._change(run, taken, -1)
+
+    def release(self, run: Run) -> None:
+        """The run loses all that it still has."""
+        self._change(run, held(run), -1)
+
+    def _change(self, run: Run, taken: Iterable[Taken], sign: int) -> None:
+        if (self.quotas is None and self.shares is None) or not run.demand.milli:
+            return
+        self._shut.clear()
+        self._within.clear()
+        for node_id, slots in taken:
+            amount = sign * slots_of(run, len(slots))
+            if self.quotas is not None and (node := self.cluster.nodes.get(node_id)) is not None:
+                self.quotas.give(run, amount, node.accelerator)
+            if self.shares is not None:
+                self.shares.give(run.spec.team, amount)
+
+    # -- who goes first -------------------------------------------------------------
+
+    def share(self, team: str) -> Key:
+        """The standing of a team; smaller goes first."""
+        return self.shares.key(team) if self.shares is not None else (0.0,)
+
+    def in_order(self, line: Callable[[], Iterator[tuple[Key, Run]]]) -> Iterator[tuple[Key, Run]]:
+        """The line, those first that have a right to what they wait for: what they borrowed, others take back."""
+        if not self._lent:
+            yield from line()
+            return
+        looked_at = set()
+        for key, run in line():
+            if self.within(run):
+                looked_at.add(run.run_id)
+                yield key, run
+        for key, run in line():
+            if run.run_id not in looked_at:
+                yield key, run
+
+    def within(self, run: Run) -> bool:
+        """Whether the run would borrow nothing."""
+        if self.quotas is None or not self._lent or not run.demand.milli:
+            return True
+        wants, least = wants_of(self.cluster, run), run.spec.slots.min
+        alike = (run.spec.team, wants, least)
+        found = self._within.get(alike)
+        if found is None:
+            slots = slots_of(run, least)
+            found = any(self.quotas.within(run, slots, kind) for kind in self.kinds(wants))
+            self._within[alike] = found
+        return found
+
+    # -- who may take from whom -------------------------------------------------------
+
+    def verdict(self, waiter: Run, count: int, holder: Run) -> bool | None:
+        """Whether quotas let the waiter have slots of the holder, forbid it, or say nothing about it (None)."""
+        if self.quotas is None or not self._lent:
+            return None
+        slots, allowed = slots_of(waiter, count), self.kinds(wants_of(self.cluster, waiter))
+        verdicts = {
+            self.quotas.verdict(waiter, slots, holder, node.accelerator)
+            for part in holder.live
+            if (node := self.cluster.nodes[part.node_id]).accelerator in allowed
+        }
+        return next((verdict for verdict in (True, None, False) if verdict in verdicts), None)
+
+    def may_take_share(self, waiter: Run, count: int, holder: Run) -> bool:
+        """Whether the waiter's team stands so far below the holder's that it may take its slots."""
+        if self.shares is None:
+            return False
+        loses = slots_of(holder, holder.slot_count)
+        return self.shares.may_take(waiter.spec.team, slots_of(waiter, count), holder.spec.team, loses)
+
+    # -- slot-hours ---------------------------------------------------------------------
+
+    def spent(self, leaving: Iterable[str] = ()) -> tuple[list[PreemptRun], float]:
+        """The stops of runs whose team has used up its slot-hours, and when the next ones will be due."""
+        if self.quotas is None or all(quota.slot_hours is None for quota in self.policy.admit.quotas):
+            return [], math.inf
+        nodes = self.cluster.nodes
+        holders = [
+            (run, slots_of(run, len(part.slots)), nodes[part.node_id].accelerator)
+            for run_id in self.cluster.active
+            if (run := self.cluster.runs[run_id]).demand.milli
+            for part in run.live
+        ]
+        stops: dict[str, PreemptRun] = {}
+        wake_s = math.inf
+        for out in self.quotas.spent_out(holders):
+            if out.at > self.now_s + AT_ONCE_S:
+                wake_s = min(wake_s, out.at)
+                continue
+            for run_id in out.run_ids:
+                run = self.cluster.runs[run_id]
+                if run.preempting is None and run_id not in leaving and not run.terminal:
+                    stop = PreemptRun(run_id, run.generation, _spent_text(out), "preempted", run.spec.grace_s)
+                    stops.setdefault(run_id, stop)
+        return list(stops.values()), wake_s
+
+    @property
+    def wake_s(self) -> float:
+        """When the clock alone may allow what was refused."""
+        return self.quotas.wake_at if self.quotas is not None else math.inf
+
+
+def slots_of(run: Run, count: int) -> float:
+    """Whole accelerators that so many slots of the run are."""
+    return count * run.demand.milli / WHOLE
+
+
+def held(run: Run) -> list[Taken]:
+    """What the run has."""
+    return [(part.node_id, part.slots) for part in run.live]
+
+
+# -- texts ------------------------------------------------------------------------------------------------
+
+
+def refusal_text(cluster: Cluster, run: Run, refusal: Refusal) -> str:
+    """Why the run may not have slots: whose limit it is, who has what, until when, and what would start it."""
+    needs = f"needs at least {_slots(refusal.needs)}"
+    text = f"{needs}, {_limit_text(refusal)}"
+    changes = _changes(refusal)
+    if refusal.bound == "hours":
+        return f"{text}; {', or '.join(changes)}"
+    if refusal.never:
+        return f"{text}; it never runs as it is: {', or '.join(changes)}"
+    names = _holders(cluster, refusal)
+    has = f"; {_named(names)} {'has' if len(names) == 1 else 'have'} them" if names else ""
+    more = refusal.needs - refusal.room
+    return f"{text}{has}; {', or '.join([f'it may start when {_slots(more)} of them are given back', *changes])}"
+
+
+def _limit_text(refusal: Refusal) -> str:
+    of = f" of {refusal.accelerator}" if refusal.accelerator is not None else ""
+    who = _who(refusal)
+    match refusal.bound:
+        case "run":
+            return f"and a run may have {_slots(refusal.limit)} at most (admit.max_slots_per_run)"
+        case "user":
+            return f"but {who} has {refusal.used:g} of the {_slots(refusal.limit)} that a user may have at once"
+        case "team":
+            return f"but {who} has {refusal.used:g} of the {_slots(refusal.limit)}{of} that it may have at once"
+        case "hours":
+            return (
+                f"but {who} has used {refusal.used:.6g} of its {refusal.limit:g} slot-hours{of} in this period, which "
+                f"ends at {_time(refusal.until)}"
+            )
+        case "borrowed":
+            return (
+                f"but {who} has {refusal.used:g} of its {_slots(refusal.limit)}{of}, and a run that may not be "
+                "preempted gets none that belong to others"
+            )
+
+
+def _changes(refusal: Refusal) -> list[str]:
+    changes = []
+    if refusal.bound == "hours":
+        changes.append(f"the next period begins at {_time(refusal.until)}")
+    if refusal.bound == "borrowed":
+        changes.append("with scheduling.preemptible true it may have idle slots of others until they want them back")
+    fewer = math.floor(refusal.room + 1e-6)
+    if refusal.bound != "hours" and 1 <= fewer < refusal.needs:
+        changes.append(f"with slots.min of at most {fewer} it may start now")
+    if refusal.never and not changes:
+        changes.append("the limit stands in the policy")
+    return changes
+
+
+def _holders(cluster: Cluster, refusal: Refusal) -> list[str]:
+    """The runs that have what the limit is about."""
+    found = []
+    for run_id in cluster.active:
+        run = cluster.runs[run_id]
+        counted = (
+            (run.spec.user or "") == refusal.name
+            if refusal.bound == "user"
+            else refusal.name in lineage(run.spec.team) and refusal.bound != "run"
+        )
+        kinds = {cluster.nodes[part.node_id].accelerator for part in run.live}
+        if counted and run.demand.milli and kinds and refusal.accelerator in (None, *kinds):
+            found.append(run_id)
+    return sorted(found)
+
+
+def _spent_text(out: SpentOut) -> str:
+    of = f" of {out.quota.accelerator}" if out.quota.accelerator is not None else ""
+    team = f"team {out.quota.team}" if out.quota.team else "everybody together"
+    return (
+        f"{team} has used its {out.quota.slot_hours:g} slot-hours{of} of this period; "
+        f"the next one begins at {_time(out.period_ends_at)}"
+    )
+
+
+def _who(refusal: Refusal) -> str:
+    if refusal.bound == "user":
+        return f"user {refusal.name}" if refusal.name else "the user without a name"
+    return f"team {refusal.name}" if refusal.name else "everybody together"
+
+
+def _time(at_s: float | None) -> str:
+    return datetime.fromtimestamp(at_s or 0.0, UTC).isoformat(timespec="seconds")
+
+
+def _slots(count: float) -> str:
+    return f"{count:g} slot{'s' if count != 1 else ''}"
+
+
+def _named(names: list[str]) -> str:
+    shown = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+    return f"run{'s' if len(names) != 1 else ''} {shown}"

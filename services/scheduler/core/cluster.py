@@ -15,6 +15,7 @@ from contracts.scheduling import Policy
 from services.scheduler.core.demand import WHOLE, Demand
 from services.scheduler.core.index import Index
 from services.scheduler.core.ledger import Ledger
+from services.scheduler.core.pools import Said
 from services.scheduler.core.predict import History, Kind
 
 Ending = Literal["released", "succeeded", "failed", "lost"]
@@ -78,6 +79,8 @@ class Run:
     wants: object = field(default=None, compare=False, repr=False)
     #: Those of its kind take about as long.
     kind: Kind = field(default_factory=Kind)
+    #: What it was expected to take yet when it was queued, where the policy orders by that.
+    predicted_s: float = 0.0
     correlation_id: str = ""
     #: The span of its last fact, within the trace of its acceptance.
     traceparent: str = ""
@@ -220,8 +223,9 @@ class Node:
     #: (run_id, generation) -> what it has.
     holders: dict[tuple[str, int], Held] = field(default_factory=dict)
     past: set[str] = field(default_factory=set)
-    #: Since when it has had a free slot; EPOCH: it has none.
+    #: Since when it has had a free slot; EPOCH: it has none. Since when it has had nothing on it; EPOCH: it has.
     free_since: datetime = EPOCH
+    idle_since: datetime = EPOCH
 
     def __post_init__(self) -> None:
         self.left = self.left or [WHOLE] * self.slots
@@ -278,7 +282,11 @@ class Node:
         self.memory_left_bytes += sign * held.demand.memory_bytes * len(held.slots)
 
     def count_free(self, time: datetime) -> None:
-        """Keep ``free_since`` in step with what is held."""
+        """Keep ``free_since`` and ``idle_since`` in step with what is held."""
+        if self.holders:
+            self.idle_since = EPOCH
+        elif self.idle_since == EPOCH:
+            self.idle_since = time
         if WHOLE not in self.left:
             self.free_since = EPOCH
         elif self.free_since == EPOCH:
@@ -314,6 +322,8 @@ class Cluster:
     policy_sequence: int = 0
     #: Who uses, and has used, how many slots.
     ledger: Ledger = field(default_factory=Ledger)
+    #: Pool -> what was last said of the nodes that are wanted of it.
+    capacity: dict[str, Said] = field(default_factory=dict)
     #: What deciding remembers of one pass for the next; it follows from all the rest.
     index: Index = field(default_factory=Index, compare=False, repr=False)
 

@@ -14,10 +14,11 @@ from contracts import subjects
 from contracts.base import Fact
 from contracts.envelope import Envelope, same_trace
 from contracts.events import checkpoint, node, run
-from contracts.events.capacity import PolicyAdopted
+from contracts.events.capacity import CapacityWanted, PolicyAdopted
 from contracts.events.run import RunExited, RunPreempting, RunPrepared, RunStalled
 from services.scheduler.core.cluster import Cluster, Committed, Ending, Held, Node, Part, Phase, Run
 from services.scheduler.core.demand import WHOLE, demand_of
+from services.scheduler.core.pools import heard, moved
 from services.scheduler.core.predict import kind_of
 from services.scheduler.core.quota import periods_h
 
@@ -61,8 +62,13 @@ def apply(cluster: Cluster, fact: Fact, sequence: int, time: datetime, envelope:
         before = cluster.nodes.get(fact.node_id)
         cluster.index.touch_nodes([run_id for run_id, _ in before.holders] if before is not None else ())
         on_node(cluster, fact, time)
+        _of_pool(cluster, fact, time)
+    elif isinstance(fact, CapacityWanted):
+        cluster.capacity[fact.pool] = heard(cluster.capacity.get(fact.pool), fact, time)
     elif isinstance(fact, PolicyAdopted):
         cluster.policy, cluster.policy_sequence = fact.policy, sequence
+        for run_id in cluster.queued:
+            _predict(cluster, cluster.runs[run_id])
         cluster.ledger.adopt(fact.policy.fair_share.half_life_s, periods_h(fact.policy), time.timestamp())
 
 
@@ -130,6 +136,15 @@ def _queued(cluster: Cluster, known: Run, fact: run.RunQueued, time: datetime) -
     known.parts, known.preempting, known.ended_at, known.stalled = {}, None, None, None
     known.queued_at, known.queue_reason, known.failures = time, fact.reason, fact.failures
     _enter(cluster, known, Phase.QUEUED)
+    _predict(cluster, known)
+
+
+def _predict(cluster: Cluster, known: Run) -> None:
+    """Note what the run is expected to take yet. It stands until it is queued again, so that its place in line does."""
+    policy = cluster.policy
+    if policy is not None and "shortest-predicted" in policy.order.by:
+        expected = cluster.history.predict(known.kind, policy.predict)
+        known.predicted_s = expected.mean_remaining_s(known.run_s)
 
 
 def _at_fault(cluster: Cluster, known: Run) -> dict[str, int]:
@@ -361,6 +376,14 @@ def _joined(cluster: Cluster, fact: node.NodeJoined, time: datetime) -> None:
     cluster.nodes[fact.node_id] = new
     new.count_free(time)
     cluster.moved_at = time
+
+
+def _of_pool(cluster: Cluster, fact: Fact, time: datetime) -> None:
+    """A node of a pool has come or gone: whoever waits for others of it has patience anew."""
+    known = cluster.nodes.get(fact.aggregate_id)
+    name = known.labels.get("pool", "") if known is not None else ""
+    if name in cluster.capacity:
+        cluster.capacity[name] = moved(cluster.capacity[name], time)
 
 
 def _gone(state: Literal["lost", "left"]) -> Callable[[Cluster, Any, datetime], None]:

@@ -48,6 +48,10 @@ def _attained(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> floa
     return level
 
 
+def _predicted(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> float:
+    return run.predicted_s
+
+
 def _attained_changes_at(run: Run, now: datetime, policy: Policy) -> float:
     """When a waiting run is lifted, in seconds since the epoch."""
     config = policy.order.attained
@@ -64,6 +68,7 @@ KEYS: dict[OrderKey, KeyOf] = {
     "smallest": _smallest,
     "submitted": _submitted,
     "least-attained": _attained,
+    "shortest-predicted": _predicted,
 }
 
 

@@ -7,7 +7,7 @@ and fair share in the policy nothing here costs anything.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from datetime import UTC, datetime
 
 from contracts.scheduling import Policy
@@ -37,6 +37,7 @@ class Claims:
         limited = admit.quotas or admit.max_slots_per_user is not None or admit.max_slots_per_run is not None
         self.quotas = Quotas(policy, cluster.ledger, now_s) if limited else None
         self.shares = Shares(cluster.ledger, policy.fair_share, now_s) if "fair-share" in policy.order.by else None
+        self._share_at = policy.order.by.index("fair-share") if self.shares is not None else 0
         self._lent = any(quota.slots is not None for quota in admit.quotas)
         #: What was found out for runs that are alike, since slots were last given or taken.
         self._shut: dict[tuple[object, ...], tuple[frozenset[str], Refusal | None]] = {}
@@ -148,6 +149,19 @@ class Claims:
             self._within[alike] = found
         return found
 
+    def rank(self, run: Run, key: Key) -> tuple[bool, Key, Key, Key]:
+        """Where a run with this key stands in the line as things are now."""
+        if self.shares is None:
+            return not self.within(run), key, (), ()
+        at = self._share_at
+        return not self.within(run), key[:at], self.shares.key(run.spec.team), key[at + 1 :]
+
+    def alike(self, run: Run) -> Hashable:
+        """What two runs have in common if the same holds for them here."""
+        scheduling = run.spec.scheduling
+        turns = scheduling.time_slice and self.policy.reclaim.time_slice_s is not None
+        return turns if self.quotas is None and self.shares is None else (turns, run.spec.team, run.spec.user)
+
     # -- who may take from whom -------------------------------------------------------
 
     def verdict(self, waiter: Run, count: int, holder: Run) -> bool | None:
@@ -161,6 +175,11 @@ class Claims:
             if (node := self.cluster.nodes[part.node_id]).accelerator in allowed
         }
         return next((verdict for verdict in (True, None, False) if verdict in verdicts), None)
+
+    def by_share(self, key: Key, run: Run, other_key: Key, other: Run) -> bool:
+        """Whether it is the shares of their teams that decide between two runs."""
+        at = self._share_at
+        return self.shares is not None and key[:at] == other_key[:at] and run.spec.team != other.spec.team
 
     def may_take_share(self, waiter: Run, count: int, holder: Run) -> bool:
         """Whether the waiter's team stands so far below the holder's that it may take its slots."""

@@ -12,10 +12,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
-from heapq import merge
 
 from contracts.scheduling import Policy
 from services.scheduler.core import order
+from services.scheduler.core.claims import Claims, refusal_text
 from services.scheduler.core.cluster import EPOCH, Cluster, Run
 from services.scheduler.core.decisions import (
     CancelRun,
@@ -31,6 +31,7 @@ from services.scheduler.core.elastic import growing
 from services.scheduler.core.explain import Why, message, too_large
 from services.scheduler.core.index import Key
 from services.scheduler.core.place import Placer, Wants, avoided, members_of, useful, wants_of
+from services.scheduler.core.quota import Refusal
 from services.scheduler.core.reclaim import Reclaim
 from services.scheduler.core.reserve import Reserve, as_time
 from services.scheduler.core.settle import next_look, settle_active, settle_unqueued
@@ -123,6 +124,7 @@ class Pass:
         self.result = Plan()
         self.space = Space.free(cluster)
         self.placer = Placer(cluster, policy, now)
+        self.claims = Claims(cluster, policy, self.now_s, self.placer)
         self._wake_s = math.inf
         #: What did not fit: the needs -> the least number of slots that was too much. Room only shrinks in a pass.
         self._too_much: dict[Wants, int] = {}
@@ -135,19 +137,21 @@ class Pass:
         """Go through the steps."""
         # 1. What has happened to each run alone.
         leaving = self._settle()
+        self._stop_spent(leaving)
         # 2. Order what waits; 3. whole gangs only, since half a gang deadlocks its peers.
         order.keep(self.cluster, self.now, self.policy)
         self._place()
         self._widen()
         # 4. Take slots for those in vain; 5. put idle ones to use if there are none.
         if self._blocked:
-            reclaim = Reclaim(self.cluster, self.now, self.policy, self.placer, self.space, leaving)
+            reclaim = Reclaim(self.cluster, self.now, self.policy, self.placer, self.space, self.claims, leaving)
             self.result.decisions += reclaim.for_blocked(self._blocked, self.result.waits)
             self._wake_at(reclaim.wake_s)
         elif not leaving and not self._placed and not self._paused():
-            grown, wake_s = growing(self.cluster, self.space, self.now, self.policy, self.placer)
+            grown, wake_s = growing(self.cluster, self.space, self.now, self.policy, self.placer, self.claims)
             self.result.decisions += grown
             self._wake_at(wake_s)
+        self._wake_at(self.claims.wake_s)
         self._tell()
         if self.about in self.result.waits:
             run = self.cluster.runs[self.about]
@@ -176,6 +180,13 @@ class Pass:
         if index.alarms:
             self._wake_at(index.alarms[0][0])
         return leaving
+
+    def _stop_spent(self, leaving: set[str]) -> None:
+        """Stop runs whose team has used up its slot-hours."""
+        stops, wake_s = self.claims.spent(leaving)
+        self.result.decisions += stops
+        leaving |= {stop.run_id for stop in stops}
+        self._wake_at(wake_s)
 
     def _leave_alone(self, run: Run) -> None:
         """Nothing is to be decided about the run until something is said about it, or its time has come."""
@@ -209,17 +220,23 @@ class Pass:
     def in_order(self) -> Iterator[tuple[Key, Run]]:
         """Everything that waits, in order."""
         runs = self.cluster.runs
-        line = order.in_line(self.cluster.index.line.groups, lambda team: (0.0,), self.policy)
-        key_of = order.key_of
-        fresh = sorted(
-            (key_of(self.cluster, run, self.now, self.policy), run_id) for run_id, run in self._fresh.items()
-        )
         # Whoever has a promise goes before everybody: a promise that a newcomer can break is none.
         promised = sorted((start_by, run_id) for run_id, start_by in self.cluster.promised.items())
         for _, run_id in promised:
             if (run := runs[run_id]).cancel_reason is None:
                 yield (), run
-        for key, run_id in merge(line, fresh) if fresh else line:
+        yield from self.claims.in_order(self._line)
+
+    def _line(self) -> Iterator[tuple[Key, Run]]:
+        """The line by the keys of the policy, with those that are queued by this very pass."""
+        runs, groups = self.cluster.runs, self.cluster.index.line.groups
+        if self._fresh:
+            groups = dict(groups)
+            for run_id, run in self._fresh.items():
+                group = order.group_of(run, self.policy)
+                entry = (order.key_of(self.cluster, run, self.now, self.policy), run_id)
+                groups[group] = sorted([*groups.get(group, ()), entry])
+        for key, run_id in order.in_line(groups, self.claims.share, self.policy):
             run = runs[run_id]
             if run.cancel_reason is None and run_id not in self.cluster.promised:
                 yield key, run
@@ -248,9 +265,15 @@ class Pass:
                 # It can wait for nodes, but must not keep anybody else waiting.
                 waits[run.run_id] = too_large(self.cluster, run, self.placer.largest(wants))
                 continue
-            taken = self._fit(run, wants, least, closed, reserve)
+            shut, refusal = self.claims.shut(run, wants, least)
+            if refusal is not None:
+                # Slots would not help it: nobody waits behind it, nor is anything taken from anybody.
+                waits[run.run_id] = self._refused(run, refusal)
+                continue
+            taken = self._fit(run, wants, least, {**dict.fromkeys(shut, ""), **closed} if shut else closed, reserve)
             if taken is not None:
                 self.space.take(wants.demand, taken)
+                self.claims.give(run, taken)
                 self._placed.append((run, wants, taken))
                 continue
             passed += 1
@@ -261,13 +284,19 @@ class Pass:
                 if looked >= policy.reserve.depth:
                     break
                 continue
-            wanted = self.placer.waits_for(run, wants)
+            wanted = self.placer.waits_for(run, wants) - shut
             # Whoever is first in line for any of them is ahead.
             ahead = next((first for node_id, first in closed.items() if node_id in wanted), None)
             waits[run.run_id] = Why("priority" if ahead else "slots", ahead=ahead)
             if not policy.order.skip:
                 for node_id in wanted:
                     closed.setdefault(node_id, run.run_id)
+
+    def _refused(self, run: Run, refusal: Refusal) -> Why:
+        """The reason of a run that may have no more; the text is made for those that are told."""
+        told = (run.waiting_code, run.waiting_generation) == (refusal.code, run.next_generation)
+        text = "" if told and run.run_id != self.about else refusal_text(self.cluster, run, refusal)
+        return Why(refusal.code, detail=text)
 
     def _reserve(self, reserve: Reserve, run: Run, wants: Wants) -> Why:
         """Keep slots for a run that does not fit, if it is its turn; say for whom slots are kept from it."""
@@ -306,16 +335,21 @@ class Pass:
             most = run.spec.slots.max
             if most > run.spec.slots.min:
                 self.space.give(wants.demand, taken)
+                self.claims.take(run, taken)
                 taken = self._widest(run, wants, most) or taken
                 self.space.take(wants.demand, taken)
+                self.claims.give(run, taken)
             self.result.decisions.append(PlaceRun(run.run_id, run.next_generation, members_of(taken), run.resume))
 
     def _widest(self, run: Run, wants: Wants, most: int) -> list[Taken] | None:
         """As many slots as bring something, up to ``most``; None if that is no more than it needs."""
         # More slots are no gain on nodes where it fails.
         avoid = avoided(self.cluster, run, self.policy)
-        count = useful(run, min(most, self.placer.most(self.space, run, wants, avoid)))
-        return self.placer.find(self.space, run, count, wants, avoid) if count > run.spec.slots.min else None
+        most, shut = self.claims.most(run, wants, most)
+        if most <= run.spec.slots.min:
+            return None
+        count = useful(run, min(most, self.placer.most(self.space, run, wants, avoid | shut)))
+        return self.placer.find(self.space, run, count, wants, avoid, shut) if count > run.spec.slots.min else None
 
     def _retry_at(self, run: Run) -> datetime:
         if run.run_id not in self.cluster.queued:

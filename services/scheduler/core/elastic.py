@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 
 from contracts.scheduling import Policy
 from services.scheduler.core import order
+from services.scheduler.core.claims import Claims, held
 from services.scheduler.core.cluster import EPOCH, Cluster, Phase, Run
 from services.scheduler.core.decisions import PreemptRun
 from services.scheduler.core.place import Placer, avoided, useful, wants_of
@@ -14,7 +15,7 @@ from services.scheduler.core.space import Room, Space
 
 
 def growing(
-    cluster: Cluster, space: Space, now: datetime, policy: Policy, placer: Placer
+    cluster: Cluster, space: Space, now: datetime, policy: Policy, placer: Placer, claims: Claims
 ) -> tuple[list[PreemptRun], float]:
     """The restarts that put idle slots to use, and when to look again (seconds since the epoch).
 
@@ -41,8 +42,11 @@ def growing(
             continue
         trial = _with_own(cluster, run, idle)
         wants, avoid = wants_of(cluster, run), avoided(cluster, run, policy)
-        count = useful(run, min(run.spec.slots.max, placer.most(trial, run, wants, avoid)))
-        found = placer.find(trial, run, count, wants, avoid) if count > run.slot_count else None
+        claims.release(run)
+        most, shut = claims.most(run, wants, run.spec.slots.max)
+        count = useful(run, min(most, placer.most(trial, run, wants, avoid | shut))) if most > run.slot_count else 0
+        found = placer.find(trial, run, count, wants, avoid, shut) if count > run.slot_count else None
+        claims.give(run, found or held(run))
         if found is None:
             continue
         reason = f"grows from {run.slot_count} to {count} slots"

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import accumulate
+from typing import Literal, NamedTuple
 
+from contracts.events.run import QueueReason
 from contracts.scheduling import Policy
 from services.scheduler.core import order
+from services.scheduler.core.claims import Claims, held
 from services.scheduler.core.cluster import Cluster, Run
 from services.scheduler.core.decisions import PreemptRun
 from services.scheduler.core.explain import Why
 from services.scheduler.core.index import Key
 from services.scheduler.core.place import Placer, Wants, wants_of
+from services.scheduler.core.share import AHEAD_HALF_LIVES
 from services.scheduler.core.space import Space, Taken
 
 #: How many of the chosen are looked at again, whether it could be done without them.
 SPARED = 64
+
+
+class Taking(NamedTuple):
+    """Why a run may have the slots of another, and how long that one keeps them at least."""
+
+    rule: Literal["quota", "share", "order", "turn"]
+    granted_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +64,22 @@ class Reclaim:
     """Taking slots in one pass."""
 
     def __init__(
-        self, cluster: Cluster, now: datetime, policy: Policy, placer: Placer, space: Space, leaving: set[str]
+        self,
+        cluster: Cluster,
+        now: datetime,
+        policy: Policy,
+        placer: Placer,
+        space: Space,
+        claims: Claims,
+        leaving: set[str],
     ) -> None:
-        self.cluster, self.now, self.policy, self.placer = cluster, now, policy, placer
+        self.cluster, self.now, self.policy, self.placer, self.claims = cluster, now, policy, placer, claims
         self._space, self._leaving = space, set(leaving)
         self._holdings = holdings(cluster, now, policy)
         self._takeable = [each for each in self._holdings if self._can_be_taken(each.run)]
         #: When another look may find more, in seconds since the epoch.
         self.wake_s = self._next_change()
-        self._in_vain: dict[tuple[Wants, Key], int] = {}
+        self._in_vain: dict[tuple[Wants, Key, Hashable], int] = {}
 
     def for_blocked(self, blocked: list[Run], waits: dict[str, Why]) -> list[PreemptRun]:
         """The stops that make room for the blocked runs, in order, as long as they make them fit."""
@@ -72,29 +90,49 @@ class Reclaim:
         for each in self._holdings:
             if self._goes(each.run):
                 coming.release(each.run)
-        waiting = [(order.key_of(self.cluster, run, self.now, self.policy), run, True) for run in blocked]
-        turns = waiting + [(each.key, each.run, False) for each in returning]
-        turns.sort(key=lambda turn: turn[0])
+                self.claims.release(each.run)
+        turns = self._turns(blocked, returning)
         made: list[PreemptRun] = []
         closed: set[str] = set()
         for key, run, blocked_now in turns:
             wants, least = wants_of(self.cluster, run), run.spec.slots.min
-            found = self.placer.find(coming, run, least, wants, closed=closed)
+            shut, refusal = self.claims.shut(run, wants, least)
+            if refusal is not None:
+                continue
+            out = closed | shut if shut else closed
+            found = self.placer.find(coming, run, least, wants, closed=out)
             if not blocked_now:
                 # One that lets go and waits again, before others: what it needs is not there for them.
                 coming.take(wants.demand, found or ())
+                self.claims.give(run, found or ())
                 continue
             chosen: list[PreemptRun] = []
             if found is None:
-                chosen, found = self._victims(key, run, wants, coming, closed)
+                chosen, found = self._victims(key, run, wants, coming, out)
                 made += chosen
             if found is None:
                 if not self.policy.order.skip:
                     closed.update(self.placer.waits_for(run, wants))
                 continue
             coming.take(wants.demand, found)
+            self.claims.give(run, found)
             waits[run.run_id] = self._freeing(waits[run.run_id], found)
         return made
+
+    def _turns(self, blocked: list[Run], returning: list[Holding]) -> list[tuple[Key, Run, bool]]:
+        """In what order slots are looked for, for those that wait (True) and those that will wait again."""
+        keys = {run.run_id: order.key_of(self.cluster, run, self.now, self.policy) for run in blocked}
+        ranks = {run.run_id: self.claims.rank(run, keys[run.run_id]) for run in blocked}
+        turns = [(ranks[run.run_id], 0, keys[run.run_id], run) for run in blocked]
+        for each in returning:
+            rank = self.claims.rank(each.run, each.key)
+            stop = each.run.preempting
+            if stop is not None and stop.waiter in ranks:
+                # Whoever it makes room for goes before it, or it would not have to.
+                rank = max(rank, ranks[stop.waiter])
+            turns.append((rank, 1, each.key, each.run))
+        turns.sort(key=lambda turn: turn[:3])
+        return [(key, run, not back) for _, back, key, run in turns]
 
     # -- whose ---------------------------------------------------------------
 
@@ -111,23 +149,43 @@ class Reclaim:
     def _can_be_taken(self, run: Run) -> bool:
         return not self._goes(run) and run.spec.scheduling.preemptible and not run.terminal
 
-    def _had_enough(self, each: Holding, key: Key) -> bool:
-        """Whether it has had its slots for as long as it is granted."""
-        reclaim = self.policy.reclaim
-        by = next((name for name, a, b in zip(self.policy.order.by, key, each.key, strict=False) if a != b), None)
-        granted_s = reclaim.quantum_s if by == "least-attained" else reclaim.min_run_s
-        return (self.now - each.run.placed_at).total_seconds() >= granted_s
+    def _taking(self, key: Key, run: Run, each: Holding) -> Taking | None:
+        """By what rule the run may have the holder's slots now; None: it may not, or not yet."""
+        found = self._rule(key, run, each)
+        held_s = (self.now - each.run.placed_at).total_seconds()
+        return found if found is not None and held_s >= found.granted_s else None
+
+    def _rule(self, key: Key, run: Run, each: Holding) -> Taking | None:
+        reclaim, least = self.policy.reclaim, run.spec.slots.min
+        verdict = self.claims.verdict(run, least, each.run)
+        if verdict is not None:
+            # Rights go before standing: what the one may take back the other cannot keep by priority.
+            return Taking("quota", reclaim.min_run_s) if verdict else None
+        if self.claims.by_share(key, run, each.key, each.run):
+            may = "fair-share" in reclaim.by and self.claims.may_take_share(run, least, each.run)
+            return Taking("share", reclaim.min_run_s) if may else None
+        if order.may_take(key, each.key, self.policy):
+            by = next((name for name, a, b in zip(self.policy.order.by, key, each.key, strict=False) if a != b), None)
+            return Taking("order", reclaim.quantum_s if by == "least-attained" else reclaim.min_run_s)
+        turns = run.spec.scheduling.time_slice and each.run.spec.scheduling.time_slice
+        if turns and reclaim.time_slice_s is not None and key[:-1] == each.key[:-1]:
+            return Taking("turn", max(reclaim.time_slice_s, reclaim.min_run_s))
+        return None
 
     def _next_change(self) -> float:
         """When a holder has had its granted time, or attains the next level."""
         reclaim, now_s, found = self.policy.reclaim, self.now.timestamp(), math.inf
         by_level = "least-attained" in reclaim.by
-        if not by_level and not reclaim.min_run_s:
+        granted = {reclaim.min_run_s, reclaim.quantum_s if by_level else 0.0, reclaim.time_slice_s or 0.0} - {0.0}
+        if "fair-share" in reclaim.by and self._takeable:
+            # Standing changes all the time; as often as this is soon enough.
+            found = now_s + self.cluster.ledger.half_life_s * AHEAD_HALF_LIVES / 4
+        if not granted and not by_level:
             return found
         levels = self.policy.order.attained.levels_slot_s if by_level else ()
         for each in self._takeable:
             placed_s = each.run.placed_at.timestamp()
-            for granted_s in {reclaim.quantum_s if by_level else reclaim.min_run_s, reclaim.min_run_s}:
+            for granted_s in granted:
                 if placed_s + granted_s > now_s:
                     found = min(found, placed_s + granted_s)
             attained = each.run.attained_slot_s(self.now)
@@ -144,15 +202,10 @@ class Reclaim:
         The cheapest go first: least priority, then whoever loses least.
         """
         least = run.spec.slots.min
-        memo = (wants, key[:-1])
+        memo = (wants, key[:-1], self.claims.alike(run))
         if self._in_vain.get(memo, least + 1) <= least:
             return [], None
-        candidates = [
-            each
-            for each in self._takeable
-            if order.may_take(key, each.key, self.policy) and self._had_enough(each, key)
-        ]
-        candidates.sort(key=lambda each: (each.run.spec.priority, each.at_stake, each.run.run_id))
+        candidates, takings = self._candidates(key, run)
         need = least - self.placer.most(coming, run, wants, closed)
         chosen = self._enough(candidates, max(need, 1), run, wants, coming, closed) if candidates else None
         if chosen is None:
@@ -161,10 +214,42 @@ class Reclaim:
         stops = []
         for each, by in chosen:
             coming.release(each.run)
+            self.claims.release(each.run)
             self._takeable.remove(each)
             self._leaving.add(each.run.run_id)
-            stops.append(_preempt(each.run, run) if by is None else _shrink(each.run, run, by))
+            stops.append(self._stop(takings[each.run.run_id], each.run, run, by))
         return stops, self.placer.find(coming, run, least, wants, closed=closed)
+
+    def _candidates(self, key: Key, run: Run) -> tuple[list[Holding], dict[str, Taking]]:
+        """Whose slots the run may have, the cheapest first, and by what rules.
+
+        Each one as if those before it were gone: a team gives back what it has borrowed, and not more.
+        """
+        found: list[Holding] = []
+        takings: dict[str, Taking] = {}
+        for each in sorted(self._takeable, key=lambda each: (each.run.spec.priority, each.at_stake, each.run.run_id)):
+            taking = self._taking(key, run, each)
+            if taking is not None:
+                found.append(each)
+                takings[each.run.run_id] = taking
+                self.claims.release(each.run)
+        for each in found:
+            self.claims.give(each.run, held(each.run))
+        return found, takings
+
+    def _stop(self, taking: Taking, run: Run, waiter: Run, by: int | None) -> PreemptRun:
+        """The stop of a run for another; by how many slots it shrinks, None: by all."""
+        does = "gives way to" if by is None else f"shrinks by {by} for"
+        slice_s = self.policy.reclaim.time_slice_s or 0.0
+        why = {
+            "quota": "whose team gets back slots that it is owed",
+            "share": "whose team is further below its share",
+            "turn": f"whose turn it is after {slice_s:g} s",
+            "order": _standing(run, waiter, shrinks=by is not None),
+        }[taking.rule]
+        reason = f"{does} run {waiter.run_id} {why}"
+        queue_reason: QueueReason = "preempted" if by is None else "resized"
+        return PreemptRun(run.run_id, run.generation, reason, queue_reason, run.spec.grace_s, waiter=waiter.run_id)
 
     def _enough(
         self, candidates: list[Holding], need: int, run: Run, wants: Wants, coming: Space, closed: set[str]
@@ -229,18 +314,7 @@ def _shrinks(candidates: list[Holding], missing: int) -> list[tuple[Holding, int
     return chosen
 
 
-def _preempt(run: Run, waiter: Run) -> PreemptRun:
-    reason = f"gives way to run {waiter.run_id} {_standing(run, waiter)}"
-    return PreemptRun(run.run_id, run.generation, reason, "preempted", run.spec.grace_s, waiter=waiter.run_id)
-
-
-def _shrink(run: Run, waiter: Run, by: int) -> PreemptRun:
-    of = "of higher priority" if waiter.spec.priority > run.spec.priority else _standing(run, waiter)
-    reason = f"shrinks by {by} for run {waiter.run_id} {of}"
-    return PreemptRun(run.run_id, run.generation, reason, "resized", run.spec.grace_s, waiter=waiter.run_id)
-
-
-def _standing(run: Run, waiter: Run) -> str:
+def _standing(run: Run, waiter: Run, *, shrinks: bool) -> str:
     if waiter.spec.priority > run.spec.priority:
-        return f"of priority {waiter.spec.priority}"
+        return "of higher priority" if shrinks else f"of priority {waiter.spec.priority}"
     return "which goes before it by the policy"

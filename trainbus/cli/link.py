@@ -71,6 +71,16 @@ class Link:
         async for batch in batches:
             yield [stored for message in batch if (stored := _stored(message)) is not None]
 
+    async def raw(
+        self, stream: topology.Stream, *filters: str, start_sequence: int = 1, until_caught_up: bool = False
+    ) -> AsyncIterator[list[RawMessage]]:
+        """The same as ``follow``, with every message as it stands there, readable or not."""
+        batches = follow(
+            lambda: self.nc, stream.name, filters, start_sequence, idle_s=0.25, until_caught_up=until_caught_up
+        )
+        async for batch in batches:
+            yield [_raw(message) for message in batch]
+
     async def read(
         self, *filters: str, stream: topology.Stream = topology.FACTS, start_sequence: int = 1
     ) -> list[Stored]:
@@ -177,9 +187,9 @@ def _listens(server: str) -> bool:
     return True
 
 
-def _stored(message: Msg) -> Stored | None:
+def _raw(message: Msg) -> RawMessage:
     metadata = message.metadata
-    raw = RawMessage(
+    return RawMessage(
         message.subject,
         message.data,
         message.headers or {},
@@ -187,7 +197,10 @@ def _stored(message: Msg) -> Stored | None:
         metadata.sequence.stream,
         metadata.timestamp,
     )
-    return _decoded(raw, metadata.num_pending)
+
+
+def _stored(message: Msg) -> Stored | None:
+    return _decoded(_raw(message), message.metadata.num_pending)
 
 
 def _decoded(raw: RawMessage, pending: int = 0) -> Stored | None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trainbus.cli import checkpoints, simulate
+from trainbus.cli import checkpoints, scheduler, simulate
 from trainbus.cli.errors import FAILED, USAGE, CliError
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(checkpoints.app, name="checkpoints")
+app.add_typer(scheduler.app, name="scheduler")
 
 DataDir = Annotated[
     Path | None,
@@ -236,8 +237,20 @@ def show(name: Run, data_dir: DataDir = None, as_json: Json = False) -> None:
 
 
 @app.command(rich_help_panel="Runs")
-def why(name: Run, data_dir: DataDir = None, as_json: Json = False) -> None:
-    """Say why a run is in the state it is in."""
+def why(
+    name: Run,
+    at: Annotated[
+        str | None, typer.Option("--at", help="As things stood then: 2026-11-20T14:00 (UTC), 14:00 or '2 h ago'.")
+    ] = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Say why a run is in the state it is in, or was at a time in the past."""
+    if at is not None:
+        from trainbus.cli.whyat import why_at
+
+        _run(why_at(_address(data_dir), name, at, as_json=as_json))
+        return
     from trainbus.cli import reading
 
     _run(reading.why(_address(data_dir), name, as_json=as_json))

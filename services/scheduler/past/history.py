@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
+from typing import NamedTuple
 
+from contracts.events.capacity import PolicyAdopted
 from contracts.events.node import NodeFact, NodeJoined
 from contracts.events.run import RunAccepted, RunFact, RunPlaced, RunPreempting
 from contracts.events.train import TrainRequested
+from contracts.scheduling import Policy
 from services.scheduler.core.cluster import TERMINAL, Cluster
 from services.scheduler.past.log import Entry, fold_entry
 
 #: Label of a node that names the pool it comes from.
 POOL = "pool"
+_NEVER, _FOR_EVER = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
+
+
+class Kind(NamedTuple):
+    """What a node's price depends on."""
+
+    pool: str
+    accelerator: str
+
+    @classmethod
+    def of(cls, node: NodeJoined) -> Kind:
+        return cls(node.labels.get(POOL, ""), node.accelerator)
+
+
+def slots_by_kind(nodes: Iterable[NodeJoined]) -> dict[Kind, int]:
+    """How many slots there are of each kind of node."""
+    found: dict[Kind, int] = {}
+    for node in nodes:
+        found[Kind.of(node)] = found.get(Kind.of(node), 0) + node.slots
+    return found
 
 
 @dataclass(slots=True)
@@ -47,47 +69,42 @@ class Totals:
     """Sums over the stretch."""
 
     used_slot_s: float = 0.0
-    offered_slot_s: float = 0.0
-    cost: float = 0.0
+    #: By the kind of node.
+    offered_slot_s: dict[Kind, float] = field(default_factory=dict)
     decisions: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """What a slot costs for an hour: by the node's pool, else by its accelerator."""
-
-    per_slot_hour: Mapping[str, float] = field(default_factory=dict)
-
-    def of(self, node: NodeJoined) -> float:
-        """The price of one slot of this node for an hour; 0 if nobody said."""
-        by_pool = self.per_slot_hour.get(node.labels.get(POOL, ""))
-        return self.per_slot_hour.get(node.accelerator, 0.0) if by_pool is None else by_pool
-
-    def of_nodes(self, nodes: tuple[NodeJoined, ...]) -> float:
-        """What all these nodes cost for an hour."""
-        return math.fsum(node.slots * self.of(node) for node in nodes)
-
-
 class History:
-    """Folds the log and adds up what it says about the time from ``start`` to ``end``. ``feed`` it every entry."""
+    """Folds the log and adds up what it says about the time from ``start`` to ``end``. ``feed`` it every entry.
 
-    def __init__(self, start: datetime, end: datetime, prices: Prices | None = None) -> None:
-        self.start, self.end, self.prices = start, end, prices or Prices()
+    Where nothing is said the stretch is all of the log.
+    """
+
+    def __init__(self, start: datetime | None = None, end: datetime | None = None) -> None:
+        self.start, self.end = start or _NEVER, end or _FOR_EVER
         self.cluster = Cluster()
         self.runs: dict[str, Lived] = {}
         self.totals = Totals()
+        #: The policy in force when it began; the first one that there was, if there was none by then.
+        self.policy: Policy | None = None
         #: The nodes when there were most slots.
         self.nodes: tuple[NodeJoined, ...] = ()
         self._joined: dict[str, NodeJoined] = {}
-        self._held: dict[str, int] = {}
+        #: Run -> its slots, and since when it has so many.
+        self._held: dict[str, tuple[int, datetime]] = {}
         self._last: datetime | None = None
         self._most = -1
-        #: Slots in use, slots offered, and what these cost an hour.
-        self._used, self._offered, self._price = 0, 0, 0.0
+        #: Slots in use (shares of them added up), and slots offered.
+        self._used = 0.0
+        self._offered: dict[Kind, int] = {}
 
     def feed(self, entry: Entry) -> None:
         """Count the time since the entry before, then fold this one."""
+        if self.start == _NEVER:
+            self.start = entry.time
         self._pass_time(entry.time)
+        if self.policy is None or entry.time <= self.start:
+            self.policy = entry.fact.policy if isinstance(entry.fact, PolicyAdopted) else self.policy
         fold_entry(self.cluster, entry)
         fact = entry.fact
         if isinstance(fact, RunAccepted):
@@ -98,8 +115,13 @@ class History:
             self._on_node(fact, entry.time)
 
     def close(self) -> None:
-        """Nothing more comes: the stretch may still go on for a while."""
-        self._most_slots(self._last)
+        """Nothing more comes."""
+        if self._last is not None:
+            # What was said at the very end was said in the stretch.
+            self.end = min(self.end, self._last + timedelta(microseconds=1))
+            self._most_slots(self._last)
+            for run_id, (slots, since) in self._held.items():
+                self._count(self.runs[run_id], slots, since, self._last)
 
     @property
     def submitted(self) -> list[Lived]:
@@ -120,18 +142,12 @@ class History:
         if time <= self.start:
             return
         since = max(last, self.start)
-        elapsed_s = (time - since).total_seconds()
-        if elapsed_s <= 0:
-            return
-        for run_id, slots in self._held.items():
-            run = self.runs[run_id]
-            run.work_slot_s += slots * elapsed_s
-            run.held_s += elapsed_s
         inside_s = (min(time, self.end) - since).total_seconds()
         if inside_s > 0:
             self.totals.used_slot_s += self._used * inside_s
-            self.totals.offered_slot_s += self._offered * inside_s
-            self.totals.cost += self._price * inside_s / 3600
+            offered = self.totals.offered_slot_s
+            for kind, slots in self._offered.items():
+                offered[kind] = offered.get(kind, 0.0) + slots * inside_s
             if self._most < 0:
                 # The stretch begins with what was there.
                 self._most_slots(since)
@@ -151,22 +167,28 @@ class History:
     def _hold(self, run: Lived, time: datetime) -> None:
         """Bring what a run holds in step with the cluster."""
         known = self.cluster.runs[run.run_id]
-        slots = known.slot_count
-        self._used += slots - self._held.get(run.run_id, 0)
-        if slots:
-            self._held[run.run_id] = slots
-        else:
-            self._held.pop(run.run_id, None)
+        slots, (held, since) = known.slot_count, self._held.get(run.run_id, (0, time))
+        if slots != held:
+            self._count(run, held, since, time)
+            self._used += (slots - held) * run.spec.resources.share
+            self._held[run.run_id] = (slots, time)
+            if not slots:
+                del self._held[run.run_id]
         if known.phase in TERMINAL and run.ended_at is None:
             run.ended_at, run.outcome = time, str(known.phase)
+
+    def _count(self, run: Lived, slots: int, since: datetime, until: datetime) -> None:
+        """So many slots were held for so long: what of it was in the stretch, or after it, counts."""
+        elapsed_s = max((until - max(since, self.start)).total_seconds(), 0.0) if slots else 0.0
+        run.work_slot_s += slots * elapsed_s
+        run.held_s += elapsed_s
 
     def _on_node(self, fact: NodeFact, time: datetime) -> None:
         if isinstance(fact, NodeJoined):
             self._joined[fact.node_id] = fact
         for run_id in list(self._held):
             self._hold(self.runs[run_id], time)
-        alive = self._alive()
-        self._offered, self._price = sum(node.slots for node in alive), self.prices.of_nodes(alive)
+        self._offered = slots_by_kind(self._alive())
         if self.start <= time < self.end:
             self._most_slots(time)
 

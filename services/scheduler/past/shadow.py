@@ -28,6 +28,11 @@ HELD_BACK = 10_000
 NO_REASON = "not waiting"
 
 
+def prefix(candidate: Policy) -> str:
+    """What all subjects begin with on which a candidate speaks."""
+    return subjects.shadow(candidate.digest, "")
+
+
 @dataclass(frozen=True, slots=True)
 class Said:
     """What the candidate would have published, where, and the id under which it is said once."""

@@ -10,15 +10,14 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from statistics import median
 
 from contracts.events.node import NodeJoined
 from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy
-from services.scheduler.past.history import History, Lived, Prices
+from services.scheduler.past.history import History, Kind, Lived, slots_by_kind
 from services.scheduler.simulate.engine import simulate
 from services.scheduler.simulate.report import Recorder, Story, quantile
 from services.scheduler.simulate.traces import Job, Trace, node
@@ -78,6 +77,21 @@ class Figures:
     cost: float | None
     #: The same for each slot-hour in which one was used.
     cost_per_used_slot_h: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What a slot costs for an hour: by the node's pool, else by its accelerator."""
+
+    per_slot_hour: Mapping[str, float]
+
+    def cost(self, slot_s: Mapping[Kind, float]) -> float:
+        """What so many slot-seconds of each kind of node cost; 0 for those whose price nobody said."""
+        return math.fsum(self._price(kind) * amount_s / 3600 for kind, amount_s in slot_s.items())
+
+    def _price(self, kind: Kind) -> float:
+        by_pool = self.per_slot_hour.get(kind.pool)
+        return self.per_slot_hour.get(kind.accelerator, 0.0) if by_pool is None else by_pool
 
 
 def parse_nodes(text: str, prefix: str = "node") -> tuple[NodeJoined, ...]:
@@ -169,7 +183,7 @@ def _played(scenario: Scenario, given: Submissions, recorder: Recorder, prices: 
     done = [story for story in stories if story.completed_s < math.inf]
     last_s = max((story.completed_s for story in everybody if story.completed_s < math.inf), default=0.0)
     used_slot_s = math.fsum(
-        (min(span.end_s, last_s) - span.start_s) * span.slots for story in everybody for span in story.spans
+        (min(span.end_s, last_s) - span.start_s) * span.gpus for story in everybody for span in story.spans
     )
     return _figures(
         scenario.name,
@@ -182,7 +196,7 @@ def _played(scenario: Scenario, given: Submissions, recorder: Recorder, prices: 
         used_slot_s=used_slot_s,
         offered_slot_s=recorder.trace.slots * last_s,
         preemptions=sum(story.preemptions for story in stories),
-        cost=prices.of_nodes(scenario.nodes) * last_s / 3600,
+        cost=prices.cost({kind: slots * last_s for kind, slots in slots_by_kind(scenario.nodes).items()}),
     )
 
 
@@ -190,7 +204,7 @@ def _held_s(story: Story) -> float:
     return math.fsum(span.end_s - span.start_s for span in story.spans)
 
 
-def recorded(history: History, policy: str, name: str = "as recorded") -> Figures:
+def recorded(history: History, policy: str, prices: Prices, name: str = "as recorded") -> Figures:
     """What really happened, in the same figures."""
     runs = history.submitted
     done = [run for run in runs if run.ended_at is not None]
@@ -206,9 +220,9 @@ def recorded(history: History, policy: str, name: str = "as recorded") -> Figure
         times=times,
         makespan_s=max((last - history.start).total_seconds(), 0.0),
         used_slot_s=history.totals.used_slot_s,
-        offered_slot_s=history.totals.offered_slot_s,
+        offered_slot_s=math.fsum(history.totals.offered_slot_s.values()),
         preemptions=sum(run.preemptions for run in runs),
-        cost=history.totals.cost,
+        cost=prices.cost(history.totals.offered_slot_s),
     )
 
 
@@ -274,15 +288,3 @@ def prices_of(policies: Iterable[Policy], given: Iterable[str]) -> Prices:
             raise WhatIfError(f"{text!r} is no price: write ACCELERATOR=PRICE or POOL=PRICE, for an hour of one slot")
         found[name] = price
     return Prices(found)
-
-
-def stretch(start: datetime | None, end: datetime | None, first: datetime, last: datetime) -> tuple[datetime, datetime]:
-    """The stretch that is meant: all of the log where nothing is said.
-
-    Raises:
-        WhatIfError: there is nothing in it.
-    """
-    begin, until = start or first, end or last
-    if begin >= until:
-        raise WhatIfError(f"the stretch from {begin.isoformat()} to {until.isoformat()} is empty")
-    return begin, until

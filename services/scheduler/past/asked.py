@@ -1,0 +1,45 @@
+"""Why a run was where it was, as it would have been answered then."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from contracts.scheduling import Policy
+from services.scheduler.core.cluster import EPOCH, Cluster
+from services.scheduler.core.why import answer
+from services.scheduler.past.log import Entry, fold_entry
+from services.scheduler.past.passes import key_of
+
+
+@dataclass(slots=True)
+class Then:
+    """The cluster as it was at ``at``; ``feed`` it the log from the beginning until it says that it is enough."""
+
+    at: datetime
+    cluster: Cluster = field(default_factory=Cluster)
+    hearing_since: datetime | None = None
+
+    def feed(self, entry: Entry) -> bool:
+        """Fold an entry, if it was there by then; False if it came later, and with it all that follow."""
+        if entry.time > self.at:
+            return False
+        if (key := key_of(entry.fact)) is not None:
+            self.hearing_since = key.hearing_since
+        fold_entry(self.cluster, entry)
+        return True
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in force; the default where none had been adopted."""
+        return self.cluster.policy or Policy()
+
+    def why(self, run_id: str) -> dict[str, Any]:
+        """What the scheduler would have answered."""
+        said = answer(self.cluster, run_id, self.at, self.policy, self.hearing_since or EPOCH)
+        return said | {
+            "at": self.at.isoformat(),
+            "sequence": self.cluster.sequence,
+            "policy": {"name": self.policy.name, "digest": self.policy.digest},
+        }

@@ -1,0 +1,97 @@
+"""What-if as a picture: the waits and the use of each scenario."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence, Set
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+from services.scheduler.simulate.report import Recorder
+
+#: Told apart by people who see few colours too (Okabe and Ito).
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+#: Waits below this many seconds are drawn as this.
+LEAST_WAIT_S = 1.0
+TICKS_S = {
+    1: "≤1 s",
+    10: "10 s",
+    60: "1 min",
+    600: "10 min",
+    3_600: "1 h",
+    21_600: "6 h",
+    86_400: "1 d",
+    604_800: "1 w",
+}
+#: Points of a curve over time; more cannot be seen.
+POINTS = 600
+
+
+def draw(recorders: Sequence[tuple[str, Recorder]], counted: Set[str], folder: Path) -> Path:
+    """Draw ``what_if.png`` into the folder: how many runs waited for at most how long, and what was in use when."""
+    folder.mkdir(parents=True, exist_ok=True)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.6), layout="constrained")
+    for place, (name, recorder) in enumerate(recorders):
+        colour = COLOURS[place % len(COLOURS)]
+        style: dict[str, Any] = {"color": colour, "label": name, "linewidth": 1.8, "alpha": 0.9}
+        style["linestyle"] = "-" if place < len(COLOURS) else "--"
+        _waits(left, recorder, counted, style)
+        _use(right, recorder, style)
+    _dress(left, right)
+    path = folder / "what_if.png"
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path
+
+
+def _waits(axes: Any, recorder: Recorder, counted: Set[str], style: dict[str, Any]) -> None:
+    waits = sorted(
+        max(story.jct_s - math.fsum(span.end_s - span.start_s for span in story.spans), LEAST_WAIT_S)
+        for run_id, story in recorder.stories.items()
+        if run_id in counted and story.completed_s < math.inf
+    )
+    shares = [(place + 1) / len(waits) for place in range(len(waits))]
+    axes.step([LEAST_WAIT_S, *waits], [0.0, *shares], where="post", **style)
+
+
+def _use(axes: Any, recorder: Recorder, style: dict[str, Any]) -> None:
+    """The mean number of slots in use in each of so many equal parts of the time."""
+    series = recorder.used
+    end_s = series[-1][0]
+    if end_s <= 0:
+        return
+    width_s = end_s / POINTS
+    sums = [0.0] * POINTS
+    for (start_s, value), (until_s, _) in pairwise(series):
+        first, last = int(start_s / width_s), min(int(until_s / width_s), POINTS - 1)
+        for part in range(first, last + 1):
+            inside_s = min(until_s, (part + 1) * width_s) - max(start_s, part * width_s)
+            sums[part] += value * max(inside_s, 0.0)
+    times_h = [(part + 0.5) * width_s / 3600 for part in range(POINTS)]
+    axes.plot(times_h, [total / width_s for total in sums], **style)
+    axes.axhline(recorder.trace.slots, color=style["color"], linewidth=0.8, linestyle=":")
+
+
+def _dress(left: Any, right: Any) -> None:
+    left.set_xscale("log")
+    low, high = left.get_xlim()
+    ticks = {value: text for value, text in TICKS_S.items() if low <= value <= max(high, 60)}
+    left.set_xticks(list(ticks), list(ticks.values()))
+    left.minorticks_off()
+    left.set_ylim(0, 1.02)
+    left.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
+    left.set_title("runs that waited for at most …")
+    left.set_xlabel("time without slots, from submission to the end")
+    right.set_title("slots in use (dotted: all there are)")
+    right.set_xlabel("hours since the beginning")
+    right.set_ylim(bottom=0)
+    left.legend(loc="lower right", frameon=False)
+    for axes in (left, right):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)

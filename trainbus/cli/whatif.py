@@ -1,0 +1,195 @@
+"""``trainbus scheduler what-if``: the submissions of the past on other nodes, or by another policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from contracts.events.node import NodeJoined
+from contracts.scheduling import Policy
+from services.scheduler.past.history import History
+from services.scheduler.past.whatif import (
+    Figures,
+    Prices,
+    Scenario,
+    Submissions,
+    WhatIfError,
+    like,
+    parse_nodes,
+    play,
+    prices_of,
+    recorded,
+    submissions,
+)
+from services.scheduler.simulate.engine import NeverAtRest
+from services.scheduler.simulate.report import Recorder
+from trainbus.cli import policies, render
+from trainbus.cli.address import Address
+from trainbus.cli.errors import FAILED, USAGE, CliError
+from trainbus.cli.past import OpenPast, bar
+from trainbus.cli.when import moment
+
+#: The past itself, played as the others are.
+BASE = "as it was, played"
+#: Field of the figures -> how a person calls it, its unit, and whether less of it is better (None: neither).
+SHOWN: dict[str, tuple[str, str, bool | None]] = {
+    "slots": ("slots", "n", None),
+    "jobs": ("runs", "n", None),
+    "completed": ("ended", "n", None),
+    "avg_wait_s": ("average wait", "s", True),
+    "p50_wait_s": ("median wait", "s", True),
+    "p90_wait_s": ("p90 wait", "s", True),
+    "p99_wait_s": ("p99 wait", "s", True),
+    "max_wait_s": ("longest wait", "s", True),
+    "avg_jct_s": ("average completion", "s", True),
+    "p99_jct_s": ("p99 completion", "s", True),
+    "makespan_s": ("all done after", "s", True),
+    "utilisation": ("use", "%", False),
+    "preemptions": ("preemptions", "n", True),
+    "cost": ("cost", "money", True),
+    "cost_per_used_slot_h": ("cost of a used slot-hour", "money", True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is to be tried, as it was typed."""
+
+    nodes: tuple[str, ...] = ()
+    add: tuple[str, ...] = ()
+    policies: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+    start: str | None = None
+    end: str | None = None
+    prices: tuple[str, ...] = ()
+    resume_cost_s: float = 60.0
+
+
+async def what_if(
+    address: Callable[[], Address], path: Path | None, wish: Wish, *, plot: Path | None, as_json: bool
+) -> int:
+    """Print the past, and what it would have been."""
+    now = render.utc_now()
+    history = History(
+        moment(wish.start, now) if wish.start else None,
+        moment(wish.end, now) if wish.end else None,
+    )
+    async with OpenPast(address, path) as past:
+        async for entry in past.entries("reading"):
+            history.feed(entry)
+    history.close()
+    try:
+        return _compare(history, wish, plot, as_json=as_json)
+    except WhatIfError as error:
+        raise CliError(str(error), USAGE) from error
+
+
+def _compare(history: History, wish: Wish, plot: Path | None, *, as_json: bool) -> int:
+    given = submissions(history)
+    if not given.counted:
+        raise CliError(
+            f"nothing was submitted from {history.start.isoformat()} to {history.end.isoformat()}: "
+            "choose another stretch with --from and --to",
+            USAGE,
+        )
+    wished = scenarios(history, wish)
+    prices = prices_of([scenario.policy for scenario in wished], wish.prices)
+    figures = [recorded(history, wished[0].policy.name, prices)]
+    recorders: list[tuple[str, Recorder]] = []
+    for scenario in wished:
+        found, recorder = _played(scenario, given, prices, wish.resume_cost_s)
+        figures.append(found)
+        recorders.append((scenario.name, recorder))
+    if as_json:
+        print(render.as_json(_plain(history, given, figures)))
+    else:
+        render.console().print(_table(history, figures))
+        if given.assumed:
+            print(f"{given.assumed} runs had not ended: they are taken to need what runs of their size usually need")
+    if plot is not None:
+        from services.scheduler.past.plots import draw
+
+        print(draw(recorders, given.counted, plot))
+    return 0
+
+
+def scenarios(history: History, wish: Wish) -> list[Scenario]:
+    """The past first, then every wished set of nodes under every wished policy."""
+    was, in_force = history.nodes, history.policy or Policy()
+    if not was:
+        raise CliError("no node had joined in that stretch: nothing could run", USAGE)
+    sets: list[tuple[str, tuple[NodeJoined, ...]]] = []
+    sets += [(text, like(parse_nodes(text), was)) for text in wish.nodes]
+    sets += [(f"+{text}", was + like(parse_nodes(text, "more"), was)) for text in wish.add]
+    chosen = [policies.load(name, wish.settings) for name in wish.policies]
+    if wish.settings and not chosen:
+        raise CliError("--set changes a policy: say which with --policy", USAGE)
+    found = [Scenario(BASE, was, in_force)]
+    for name, nodes in sets or [("", was)]:
+        for policy in chosen or ([in_force] if sets else []):
+            what = [part for part in (name, policy.name if chosen else "") if part]
+            found.append(Scenario(", ".join(what), nodes, policy))
+    if len(found) == 1:
+        raise CliError("what if what? Give --nodes, --add or --policy", USAGE)
+    return found
+
+
+def _played(scenario: Scenario, given: Submissions, prices: Prices, resume_cost_s: float) -> tuple[Figures, Recorder]:
+    with bar(scenario.name, len(given.jobs)) as progress:
+        try:
+            return play(scenario, given, prices, resume_cost_s=resume_cost_s, progress=progress)
+        except NeverAtRest as error:
+            raise CliError(f"{scenario.name}: {error}", FAILED) from error
+
+
+def _table(history: History, figures: Sequence[Figures]) -> object:
+    title = f"submissions from {history.start:%Y-%m-%d %H:%M} to {history.end:%Y-%m-%d %H:%M} UTC"
+    names = [each.name for each in figures]
+    made = render.table("", *map(render.escape, names), title=title, right=names)
+    made.add_row("policy", *(render.escape(each.policy) for each in figures))
+    made.add_row("nodes", *(f"{each.nodes:,}" for each in figures))
+    base = figures[1]
+    for field, (name, unit, less_is_better) in SHOWN.items():
+        values = [getattr(each, field) for each in figures]
+        if all(value is None for value in values):
+            continue
+        cells = [_shown(value, unit) for value in values[:2]]
+        cells += [_compared(value, getattr(base, field), unit, less_is_better) for value in values[2:]]
+        made.add_row(name, *cells)
+    return made
+
+
+def _shown(value: float | None, unit: str) -> str:
+    if value is None:
+        return "-"
+    match unit:
+        case "s":
+            return render.span(value)
+        case "%":
+            return f"{value:.1%}"
+        case "money":
+            return f"{value:,.2f}"
+        case _:
+            return f"{value:,.0f}"
+
+
+def _compared(value: float | None, base: float | None, unit: str, less_is_better: bool | None) -> str:
+    """The value, and how it stands to that of the past as it was played."""
+    text = _shown(value, unit)
+    if value is None or base is None or less_is_better is None or value == base:
+        return text
+    style = "green" if (value < base) == less_is_better else "red"
+    change = f"{(value - base) / base:+.0%}" if base else "new"
+    return f"{text} [{style}]{change}[/]"
+
+
+def _plain(history: History, given: Submissions, figures: Sequence[Figures]) -> dict[str, object]:
+    return {
+        "from": history.start.isoformat(),
+        "to": history.end.isoformat(),
+        "runs": len(given.counted),
+        "carried": len(given.jobs) - len(given.counted),
+        "assumed": given.assumed,
+        "scenarios": [asdict(each) for each in figures],
+    }

@@ -75,7 +75,7 @@ class Agents:
             work.done_s, work.left_s = work.done_s + work.left_s, 0.0
             work.from_s = math.inf
             said.append(_committed(run_id, generation, work.done_s, final=True))
-            said += [_exited(run_id, generation, node_id) for node_id in work.nodes]
+            said += [_of_node(_EXITED, run_id, generation, node_id) for node_id in work.nodes]
             work.nodes = ()
         return said
 
@@ -89,7 +89,7 @@ class Agents:
         if end_s < math.inf:
             self._count += 1
             heapq.heappush(self._ends, (end_s, self._count, fact.run_id, fact.generation))
-        return [_started(fact.run_id, fact.generation, node_id) for node_id in work.nodes]
+        return [_of_node(_STARTED, fact.run_id, fact.generation, node_id) for node_id in work.nodes]
 
     def _preempted(self, fact: RunPreempting, now_s: float) -> list[Fact]:
         work = self.work[fact.run_id]
@@ -99,7 +99,7 @@ class Agents:
         work.done_s, work.left_s, work.from_s = work.done_s + progress_s, work.left_s - progress_s, math.inf
         said: list[Fact] = [_committed(fact.run_id, fact.generation, work.done_s)] if progress_s > 0 else []
         nodes, work.nodes = work.nodes, ()
-        return said + [_released(fact.run_id, fact.generation, node_id) for node_id in nodes]
+        return said + [_of_node(_RELEASED, fact.run_id, fact.generation, node_id) for node_id in nodes]
 
     def _current(self, run_id: str, generation: int) -> bool:
         work = self.work[run_id]
@@ -115,26 +115,23 @@ def _broken(work: Work, node_id: str, now_s: float) -> None:
         work.done_s, work.left_s, work.from_s = work.done_s + kept_s, work.left_s - kept_s, math.inf
 
 
-# The facts are made without validation: they are many, and every field is ours.
+# Each fact is a copy of a valid one: they are many, and nothing in them needs to be validated again.
+
+_REF = CheckpointRef(uri="s3://models/trace", step=0, epoch=0, samples_consumed=0)
+_STARTED = RunStarted(run_id="r", generation=1, node_id="n")
+_RELEASED = RunReleased(run_id="r", generation=1, node_id="n")
+_EXITED = RunExited(run_id="r", generation=1, node_id="n", outcome="succeeded")
+_COMMITTED = CheckpointCommitted(run_id="r", generation=1, checkpoint=_REF, size_bytes=1)
 
 
-def _started(run_id: str, generation: int, node_id: str) -> RunStarted:
-    return RunStarted.model_construct(run_id=run_id, generation=generation, node_id=node_id)
+def _of_node(fact: Fact, run_id: str, generation: int, node_id: str) -> Fact:
+    return fact.model_copy(update={"run_id": run_id, "generation": generation, "node_id": node_id})
 
 
-def _released(run_id: str, generation: int, node_id: str) -> RunReleased:
-    return RunReleased.model_construct(run_id=run_id, generation=generation, node_id=node_id)
-
-
-def _exited(run_id: str, generation: int, node_id: str) -> RunExited:
-    return RunExited.model_construct(run_id=run_id, generation=generation, node_id=node_id, outcome="succeeded")
-
-
-def _committed(run_id: str, generation: int, done_s: float, final: bool = False) -> CheckpointCommitted:
+def _committed(run_id: str, generation: int, done_s: float, *, final: bool = False) -> Fact:
     # A step is a second of work: it tells what has been done, and not what is left.
     step = math.ceil(done_s)
     uri = f"s3://models/{run_id}/{generation}-{step}.json"
-    ref = CheckpointRef.model_construct(uri=uri, step=step, epoch=0, samples_consumed=step)
-    return CheckpointCommitted.model_construct(
-        run_id=run_id, generation=generation, checkpoint=ref, size_bytes=1, final=final
-    )
+    ref = _REF.model_copy(update={"uri": uri, "step": step, "samples_consumed": step})
+    said = {"run_id": run_id, "generation": generation, "checkpoint": ref}
+    return _COMMITTED.model_copy(update=said | {"final": True} if final else said)

@@ -231,11 +231,11 @@ class Pass:
         """The line by the keys of the policy, with those that are queued by this very pass."""
         runs, groups = self.cluster.runs, self.cluster.index.line.groups
         if self._fresh:
-            groups = dict(groups)
+            fresh: dict[str, list[tuple[Key, str]]] = {}
             for run_id, run in self._fresh.items():
-                group = order.group_of(run, self.policy)
                 entry = (order.key_of(self.cluster, run, self.now, self.policy), run_id)
-                groups[group] = sorted([*groups.get(group, ()), entry])
+                fresh.setdefault(order.group_of(run, self.policy), []).append(entry)
+            groups = groups | {group: sorted([*groups.get(group, ()), *new]) for group, new in fresh.items()}
         for key, run_id in order.in_line(groups, self.claims.share, self.policy):
             run = runs[run_id]
             if run.cancel_reason is None and run_id not in self.cluster.promised:

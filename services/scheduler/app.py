@@ -27,6 +27,7 @@ from services.scheduler.core.decisions import AcceptRun, RejectRun, answer_fact
 from services.scheduler.leader import Leader
 from services.scheduler.memory import Memory
 from services.scheduler.questions import answering
+from services.scheduler.wanting import Wanting
 
 #: Times that a request about an unknown run is tried again: its ``train.requested`` may be in the hands
 #: of another instance at this moment.
@@ -69,6 +70,7 @@ def build(settings: Settings) -> Service:
     service.background(memory.follow)
     service.background(leader.lead)
     service.background(leader.watch_nodes)
+    service.background(Wanting(service.bus, memory, leader).run)
     service.resource(answering(service.bus, memory, leader, policy))
     service.ready_when("folded", lambda: memory.caught_up.is_set())
     return service

@@ -9,7 +9,7 @@ import structlog
 
 from contracts import subjects, topology
 from contracts.base import Fact
-from contracts.events.capacity import PolicyAdopted
+from contracts.events.capacity import CapacityWanted, PolicyAdopted
 from contracts.events.run import RunPlaced
 from services.kit.bus import Bus, Received
 from services.scheduler import metrics
@@ -24,6 +24,7 @@ FOLLOWED = (
     subjects.fact("run", subjects.ANY, subjects.ANY),
     subjects.fact("node", subjects.ANY, subjects.ANY),
     PolicyAdopted.subject_filter(),
+    CapacityWanted.subject_filter(),
 )
 #: How often the gauges are brought in step while facts come in.
 OBSERVE_S = 0.5

@@ -26,3 +26,4 @@ WAITING_SECONDS = Histogram(
     buckets=(0.01, 0.05, 0.1, 0.5, 1, 5, 15, 60, 300, 900, 3600, 14400, 86400),
 )
 FOLDED_SEQUENCE = Gauge("trainbus_scheduler_folded_sequence", "Sequence of the last fact folded.")
+NODES_WANTED = Gauge("trainbus_scheduler_nodes_wanted", "Nodes that would be used, all in all, by pool.", ["pool"])

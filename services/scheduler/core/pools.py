@@ -395,15 +395,20 @@ class _Stock:
         there = self._suitable(run)
         if self._fill(run, [room for _, rooms in there for room in rooms], ()):
             return
-        for pool in ordered:
-            own = [room for kind, rooms in there for room in rooms if kind[0] == pool.name]
-            if self._fill(run, own, (pool,)):
+        # One that must stay on machines of one kind stays in one pool; nobody lies across clusters.
+        together = [(pool,) for pool in ordered]
+        if not _exact(spec):
+            clusters = dict.fromkeys(pool.cluster for pool in ordered)
+            together += [tuple(pool for pool in ordered if pool.cluster == cluster) for cluster in clusters]
+        for pools in together:
+            near = [
+                room
+                for kind, rooms in there
+                for room in rooms
+                if (kind[0] == pools[0].name if _exact(spec) else kind[2] == (pools[0].cluster or ""))
+            ]
+            if self._fill(run, near, pools):
                 return
-        if not _exact(spec):  # it would have to stay on machines of one kind
-            for cluster in dict.fromkeys(pool.cluster or "" for pool in ordered):
-                near = [room for kind, rooms in there for room in rooms if kind[2] == cluster]
-                if self._fill(run, near, [pool for pool in ordered if (pool.cluster or "") == cluster]):
-                    return
         self.refused.add(like)
 
     def _suitable(self, run: Waiting) -> list[tuple[_Kind, list[_Room]]]:

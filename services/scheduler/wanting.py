@@ -1,0 +1,55 @@
+"""Says which nodes are wanted, while this instance leads: now and then, and only what has changed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import structlog
+
+from services.kit.bus import Bus, Transient
+from services.scheduler import metrics
+from services.scheduler.core.capacity import want, wanted_fact
+from services.scheduler.core.decisions import decided
+from services.scheduler.leader import Leader
+from services.scheduler.memory import Memory
+
+log = structlog.get_logger(__name__)
+
+#: Nodes take a minute to come: what is wanted need not be known sooner than this.
+INTERVAL_S = 1.0
+
+
+class Wanting:
+    """Keeps ``capacity.<pool>.wanted`` in step with the queue."""
+
+    def __init__(self, bus: Bus, memory: Memory, leader: Leader) -> None:
+        self.bus, self.memory, self.leader = bus, memory, leader
+
+    async def run(self) -> None:
+        """Look for as long as the service runs; a policy without pools costs nothing."""
+        await self.memory.caught_up.wait()
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            if self.leader.leads and self.leader.policy.pools.pools:
+                await self.step()
+
+    async def step(self) -> int:
+        """Say what has changed; returns how many facts that were."""
+        cluster, policy, now = self.memory.cluster, self.leader.policy, self.bus.clock.now()
+        if cluster.policy is None or cluster.policy.digest != policy.digest:
+            return 0  # not adopted yet: whoever acts on it must know the pools
+        made = decided(cluster, now, policy, self.leader.hearing_since)
+        said = 0
+        for each in want(cluster, now, policy):
+            fact = wanted_fact(each, now, made)
+            try:
+                # Without a fence: should a former leader say something after us, we see it and say ours again.
+                ack = await self.bus.publish(fact)
+            except Transient as error:
+                log.info("not said, looking again", pool=each.pool, error=str(error))
+                continue
+            said += 1
+            metrics.NODES_WANTED.labels(each.pool).set(each.nodes)
+            log.info("nodes wanted", pool=each.pool, nodes=each.nodes, spare=len(each.spare), reason=each.reason)
+            await self.memory.until(ack.sequence)
+        return said

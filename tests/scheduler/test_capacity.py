@@ -1,0 +1,106 @@
+"""What is wanted, as the log makes it: no turns, no nodes for runs that get slots anyway."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from contracts.events.capacity import CapacityWanted
+from contracts.events.node import NodeJoined, NodeLost
+from contracts.events.run import Decided
+from contracts.scheduling import Policy
+from services.scheduler.core import capacity
+from tests.scheduler.world import World, spec
+
+POOL = {"name": "burst", "slots_per_node": 2, "max_nodes": 3, "price_per_slot_hour": 1.0}
+
+
+class Pooled(World):
+    """A world whose scheduler also says which nodes it wants."""
+
+    def __init__(self, **pools: Any) -> None:
+        super().__init__(Policy.model_validate({"pools": {"pools": [POOL], "idle_s": 60, **pools}}))
+
+    def want(self) -> list[tuple[int, tuple[str, ...]]]:
+        """Let it say what it wants, and say what that is."""
+        self.settle()
+        found = capacity.want(self.cluster, self.now, self.policy)
+        made = Decided(at_sequence=self.cluster.sequence, at=self.now)
+        for each in found:
+            self.say(capacity.wanted_fact(each, self.now, made))
+        assert capacity.want(self.cluster, self.now, self.policy) == []
+        return [(each.nodes, each.spare) for each in found]
+
+    def submit(self, wanted: Any) -> str:
+        run_id = f"r{len(self.cluster.runs)}"
+        self.accept(run_id, wanted)
+        return run_id
+
+    def node_comes(self, node_id: str, life: str = "1") -> None:
+        self.say(
+            NodeJoined(node_id=node_id, incarnation=life, address="h", slots=2, lease_ttl_s=5, labels={"pool": "burst"})
+        )
+
+
+def test_a_node_comes_is_used_and_goes() -> None:
+    world = Pooled()
+    world.join("own", 1)
+    run_id = world.submit(spec(3))
+    assert world.want() == [(1, ())]
+    world.wait(30)
+    assert world.want() == []
+    world.node_comes("b0")
+    # There it is: neither more nor less is wanted, whether the run is placed yet or not.
+    assert capacity.want(world.cluster, world.now, world.policy) == []
+    assert world.want() == []
+    assert world.run(run_id).live
+    world.start(run_id)
+    world.commit(run_id, 1, final=True)
+    world.exit(run_id)
+    assert world.want() == []
+    world.wait(59)
+    assert world.want() == []
+    world.wait(2)
+    assert world.want() == [(0, ("b0",))]
+    world.submit(spec(2))
+    assert world.want() == [(1, ())]
+
+
+def test_a_run_that_is_given_slots_by_others_wants_no_nodes() -> None:
+    world = Pooled()
+    world.join("own", 2)
+    low = world.submit(spec(2))
+    world.settle()
+    world.submit(spec(2, priority=5))
+    world.settle()
+    assert world.run(low).preempting is not None
+    assert world.want() == []
+
+
+def test_a_lost_node_is_wanted_again_with_patience() -> None:
+    world = Pooled(patience_s=100)
+    run_id = world.submit(spec(4))
+    assert world.want() == [(2, ())]
+    world.node_comes("b0")
+    world.node_comes("b1")
+    assert world.want() == []
+    world.wait(1000)
+    world.say(NodeLost(node_id="b1", incarnation="1"))
+    world.settle()
+    world.release(run_id)
+    world.settle()
+    world.wait(2)
+    assert world.want() == []
+    world.wait(50)
+    assert world.want() == []
+    world.wait(60)
+    # Half of the gang is of no use, and its node may go.
+    assert world.want() == [(0, ("b0",))]
+    assert world.cluster.capacity["burst"].gave_up_at == world.now
+
+
+def test_the_fold_keeps_what_was_said_last() -> None:
+    world = Pooled()
+    for sequence, nodes in enumerate((3, 1), 7):
+        world.say(CapacityWanted(pool="burst", nodes=nodes, decided_at=world.now, decided_at_sequence=sequence))
+        world.wait(10)
+    assert world.cluster.capacity["burst"].nodes == 1

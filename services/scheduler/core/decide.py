@@ -254,7 +254,8 @@ class Pass:
         looked = 0
         passed = 0
         for _, run in self.in_order():
-            if passed >= LOOKED_AT and self._nothing_left and (self.about is None or self.about in waits):
+            full = self._nothing_left or len(closed) >= len(self.space.rooms)
+            if passed >= LOOKED_AT and full and (self.about is None or self.about in waits):
                 break
             if run.setbacks and (retry_at := self._retry_at(run)) > self.now:
                 waits[run.run_id] = Why("paused", retry_at=retry_at)
@@ -270,7 +271,7 @@ class Pass:
                 # Slots would not help it: nobody waits behind it, nor is anything taken from anybody.
                 waits[run.run_id] = self._refused(run, refusal)
                 continue
-            taken = self._fit(run, wants, least, {**dict.fromkeys(shut, ""), **closed} if shut else closed, reserve)
+            taken = self._fit(run, wants, least, closed, shut, reserve)
             if taken is not None:
                 self.space.take(wants.demand, taken)
                 self.claims.give(run, taken)
@@ -316,15 +317,23 @@ class Pass:
         )
 
     def _fit(
-        self, run: Run, wants: Wants, count: int, closed: dict[str, str], reserve: Reserve | None
+        self,
+        run: Run,
+        wants: Wants,
+        count: int,
+        closed: dict[str, str],
+        shut: frozenset[str],
+        reserve: Reserve | None,
     ) -> list[Taken] | None:
         """So many slots for the run, if they are there and nobody before it waits for them."""
         avoid = avoided(self.cluster, run, self.policy) if run.strikes or run.stalled else ()
-        plain = not closed and reserve is None
+        # Room only shrinks in a pass, and more nodes are closed: what did not fit will not fit.
+        plain = not shut and reserve is None
         if plain and self._too_much.get(wants, count + 1) <= count:
             return None
         space = self.space if reserve is None else reserve.space_for(run, self.space)
-        taken = self.placer.find(space, run, count, wants, avoid, closed)
+        out = {**dict.fromkeys(shut, ""), **closed} if shut else closed
+        taken = self.placer.find(space, run, count, wants, avoid, out)
         if taken is None and plain:
             self._too_much[wants] = min(count, self._too_much.get(wants, count))
         return taken

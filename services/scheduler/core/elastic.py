@@ -29,7 +29,8 @@ def growing(
         run = cluster.runs[run_id]
         if run.preempting is not None:
             return [], math.inf
-        if run.slot_count < run.spec.slots.max and _resumable(run):
+        slots = run.spec.slots
+        if slots.min < slots.max and run.slot_count < slots.max and _resumable(run):
             candidates.append(run)
     if not candidates:
         return [], math.inf

@@ -88,7 +88,7 @@ def useful(run: Run, slots: int) -> int:
     processes as on three.
     """
     bundle = run.demand.bundle
-    slots -= slots % bundle
+    slots = max(slots - slots % bundle, run.spec.slots.min)
     training = run.spec.training
     if training is None or training.logical_ranks is None or run.spec.kind != "train":
         return slots

@@ -50,14 +50,17 @@ class Holding:
 
 def holdings(cluster: Cluster, now: datetime, policy: Policy) -> list[Holding]:
     """Every run that holds slots on open nodes."""
-    found = []
-    for run_id in cluster.active:
-        run = cluster.runs[run_id]
-        slots = sum(len(part.slots) for part in run.live if cluster.nodes[part.node_id].open)
-        if slots:
-            safe_s = max((now - max(run.committed_at, run.placed_at)).total_seconds(), 0.0)
-            found.append(Holding(run, order.key_of(cluster, run, now, policy), slots, slots * safe_s))
-    return found
+    closed = {node.node_id for node in cluster.nodes.values() if not node.open}
+    runs = (cluster.runs[run_id] for run_id in cluster.active)
+    return [found for run in runs if (found := _holding(cluster, run, now, policy, closed)) is not None]
+
+
+def _holding(cluster: Cluster, run: Run, now: datetime, policy: Policy, closed: set[str]) -> Holding | None:
+    slots = sum(len(part.slots) for part in run.live if part.node_id not in closed) if closed else run.slot_count
+    if not slots:
+        return None
+    safe_s = max((now - max(run.committed_at, run.placed_at)).total_seconds(), 0.0)
+    return Holding(run, order.key_of(cluster, run, now, policy), slots, slots * safe_s)
 
 
 class Reclaim:
@@ -75,8 +78,13 @@ class Reclaim:
     ) -> None:
         self.cluster, self.now, self.policy, self.placer, self.claims = cluster, now, policy, placer, claims
         self._space, self._leaving = space, set(leaving)
-        self._holdings = holdings(cluster, now, policy)
-        self._takeable = [each for each in self._holdings if self._can_be_taken(each.run)]
+        #: By so many of the first keys it is decided who may take from whom.
+        self._depth = max((at + 1 for at, name in enumerate(policy.order.by) if name in policy.reclaim.by), default=0)
+        by_order = bool(self._depth) or policy.reclaim.time_slice_s is not None
+        self._may_take = by_order or claims.quotas is not None or claims.shares is not None
+        going = any(self._goes(cluster.runs[run_id]) for run_id in cluster.active)
+        self._holdings = holdings(cluster, now, policy) if self._may_take or going else []
+        self._takeable = [each for each in self._holdings if self._may_take and self._can_be_taken(each.run)]
         #: When another look may find more, in seconds since the epoch.
         self.wake_s = self._next_change()
         self._in_vain: dict[tuple[Wants, Key, Hashable], int] = {}
@@ -202,7 +210,7 @@ class Reclaim:
         The cheapest go first: least priority, then whoever loses least.
         """
         least = run.spec.slots.min
-        memo = (wants, key[:-1], self.claims.alike(run))
+        memo = (wants, self._standing(key, run), self.claims.alike(run))
         if self._in_vain.get(memo, least + 1) <= least:
             return [], None
         candidates, takings = self._candidates(key, run)
@@ -219,6 +227,11 @@ class Reclaim:
             self._leaving.add(each.run.run_id)
             stops.append(self._stop(takings[each.run.run_id], each.run, run, by))
         return stops, self.placer.find(coming, run, least, wants, closed=closed)
+
+    def _standing(self, key: Key, run: Run) -> Key:
+        """The part of its key that tells what a run may take: the same for all that came one after the other."""
+        whole = self.claims.shares is not None or run.spec.scheduling.time_slice
+        return key[:-1] if whole else key[: self._depth]
 
     def _candidates(self, key: Key, run: Run) -> tuple[list[Holding], dict[str, Taking]]:
         """Whose slots the run may have, the cheapest first, and by what rules.

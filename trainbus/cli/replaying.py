@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.table import Table
 
 from services.scheduler.past.remake import Counts, Difference, Index, Remaker
 from trainbus.cli import render
@@ -47,7 +48,9 @@ async def remade(past: Past) -> tuple[Index, Remaker, list[Difference]]:
 
 
 def _table(past: Past, index: Index, counts: Counts, found: list[Difference], took_s: float) -> RenderableType:
-    made = render.table("", "", title=f"decisions of {past.name}, made again", right=("",))
+    made = Table.grid(padding=(0, 2))
+    made.add_column()
+    made.add_column(justify="right")
     rows: list[tuple[str, int]] = [
         ("facts", counts.facts),
         ("passes", counts.passes),
@@ -56,7 +59,8 @@ def _table(past: Past, index: Index, counts: Counts, found: list[Difference], to
         ("answers to requests", counts.answers),
         ("differences", len(found)),
         ("decided, not published", counts.unpublished),
-        ("could not be checked", counts.unchecked),
+        ("not checked: made by older code", counts.unchecked),
+        ("not checked: answers without their requests", counts.unasked),
     ]
     for name, count in rows:
         style = "[bold red]" if name == "differences" and count else ""
@@ -66,7 +70,7 @@ def _table(past: Past, index: Index, counts: Counts, found: list[Difference], to
         f"policy {digest} was adopted by other code: what this code does not know of it is left out"
         for digest in index.foreign
     ]
-    return Group(made, *notes)
+    return Group(f"[bold]decisions of {render.escape(past.name)}, made again[/]", made, *notes)
 
 
 def _shown(difference: Difference) -> RenderableType:
@@ -101,6 +105,7 @@ def _plain(past: Past, index: Index, counts: Counts, found: list[Difference], to
         "answers": counts.answers,
         "unpublished": counts.unpublished,
         "unchecked": counts.unchecked,
+        "unasked": counts.unasked,
         "decisions_by_fact": dict(counts.by_fact),
         "policies": sorted(index.policies),
         "foreign_policies": index.foreign,

@@ -16,6 +16,8 @@ from datetime import UTC, datetime
 from statistics import fmean, median
 from typing import Any
 
+from rich.table import Table
+
 from contracts import topology
 from contracts.envelope import Envelope, encode
 from contracts.scheduling import Policy
@@ -179,7 +181,7 @@ def _runs(found: Comparison) -> list[dict[str, Any]]:
 
 def _show(said: dict[str, Any]) -> None:
     candidate, in_force = said["candidate"]["name"], said["in_force"]["name"]
-    made = render.table("", "", title=f"{candidate} beside {in_force}, {render.span(said['seconds'])}", right=("",))
+    made = Table.grid(padding=(0, 2))
     points, starts = said["points"], said["starts"]
     rows = [
         ("points at which both decided", f"{points:,}"),
@@ -200,7 +202,8 @@ def _show(said: dict[str, Any]) -> None:
     for name, value in rows:
         made.add_row(render.escape(name), value)
     console = render.console()
-    console.print(made)
+    title = f"{candidate} beside {in_force}, {render.span(said['seconds'])}"
+    console.print(f"[bold]{render.escape(title)}[/]", made, sep="\n")
     for key, text in (
         ("candidate_starts_while", f"{candidate} would start runs that {in_force} keeps waiting for"),
         ("candidate_waits_for", f"{candidate} would keep runs waiting that {in_force} started, for"),

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rich.console import Group, RenderableType
+
 from contracts.events.node import NodeJoined
 from contracts.scheduling import Policy
 from services.scheduler.past.history import History
@@ -32,24 +34,23 @@ from trainbus.cli.when import moment
 
 #: The past itself, played as the others are.
 BASE = "as it was, played"
-#: Field of the figures -> how a person calls it, its unit, and whether less of it is better (None: neither).
+#: Field of the figures -> how a column of it is called, its unit, and whether less of it is
+#: better (None: how it compares is not told).
 SHOWN: dict[str, tuple[str, str, bool | None]] = {
     "slots": ("slots", "n", None),
-    "jobs": ("runs", "n", None),
-    "completed": ("ended", "n", None),
-    "avg_wait_s": ("average wait", "s", True),
-    "p50_wait_s": ("median wait", "s", True),
-    "p90_wait_s": ("p90 wait", "s", True),
-    "p99_wait_s": ("p99 wait", "s", True),
-    "max_wait_s": ("longest wait", "s", True),
-    "avg_jct_s": ("average completion", "s", True),
-    "p99_jct_s": ("p99 completion", "s", True),
-    "makespan_s": ("all done after", "s", True),
-    "utilisation": ("use", "%", False),
-    "preemptions": ("preemptions", "n", True),
+    "never": ("never run", "n", None),
+    "avg_wait_s": ("avg wait", "s", True),
+    "p50_wait_s": ("median", "s", None),
+    "p90_wait_s": ("p90", "s", None),
+    "p99_wait_s": ("p99", "s", True),
+    "max_wait_s": ("longest", "s", None),
+    "avg_jct_s": ("completion", "s", True),
+    "utilisation": ("use", "%", None),
+    "preemptions": ("preempted", "n", None),
     "cost": ("cost", "money", True),
-    "cost_per_used_slot_h": ("cost of a used slot-hour", "money", True),
 }
+#: A change by more than this share is told as a multiple.
+MANIFOLD = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,21 +144,24 @@ def _played(scenario: Scenario, given: Submissions, prices: Prices, resume_cost_
             raise CliError(f"{scenario.name}: {error}", FAILED) from error
 
 
-def _table(history: History, figures: Sequence[Figures]) -> object:
-    title = f"submissions from {history.start:%Y-%m-%d %H:%M} to {history.end:%Y-%m-%d %H:%M} UTC"
-    names = [each.name for each in figures]
-    made = render.table("", *map(render.escape, names), title=title, right=names)
-    made.add_row("policy", *(render.escape(each.policy) for each in figures))
-    made.add_row("nodes", *(f"{each.nodes:,}" for each in figures))
+def _table(history: History, figures: Sequence[Figures]) -> RenderableType:
+    """One line a scenario; from the third on with how it stands to the second, the past as it was played."""
+    columns = {field: shown for field, shown in SHOWN.items() if any(getattr(each, field) for each in figures)}
+    names = [name for name, _, _ in columns.values()]
+    made = render.table("scenario", *names, right=names)
+    made.columns[0].no_wrap = True
     base = figures[1]
-    for field, (name, unit, less_is_better) in SHOWN.items():
-        values = [getattr(each, field) for each in figures]
-        if all(value is None for value in values):
-            continue
-        cells = [_shown(value, unit) for value in values[:2]]
-        cells += [_compared(value, getattr(base, field), unit, less_is_better) for value in values[2:]]
-        made.add_row(name, *cells)
-    return made
+    for place, each in enumerate(figures):
+        cells = [
+            _compared(getattr(each, field), getattr(base, field), unit, less_is_better if place > 1 else None)
+            for field, (_, unit, less_is_better) in columns.items()
+        ]
+        made.add_row(render.escape(each.name), *cells)
+    title = (
+        f"[bold]{base.jobs:,} runs submitted from {history.start:%Y-%m-%d %H:%M} to {history.end:%Y-%m-%d %H:%M} UTC, "
+        f"policy {render.escape(base.policy)}[/]"
+    )
+    return Group(title, made)
 
 
 def _shown(value: float | None, unit: str) -> str:
@@ -165,7 +169,7 @@ def _shown(value: float | None, unit: str) -> str:
         return "-"
     match unit:
         case "s":
-            return render.span(value)
+            return _span(value)
         case "%":
             return f"{value:.1%}"
         case "money":
@@ -174,14 +178,24 @@ def _shown(value: float | None, unit: str) -> str:
             return f"{value:,.0f}"
 
 
+def _span(seconds: float) -> str:
+    """A length of time in the unit that suits it, fine enough to be compared."""
+    for size_s, unit in ((172_800, "d"), (5_400, "h"), (90, "min")):
+        if seconds >= size_s:
+            return f"{seconds / {'d': 86_400, 'h': 3_600, 'min': 60}[unit]:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def _compared(value: float | None, base: float | None, unit: str, less_is_better: bool | None) -> str:
     """The value, and how it stands to that of the past as it was played."""
     text = _shown(value, unit)
-    if value is None or base is None or less_is_better is None or value == base:
+    if value is None or base is None or less_is_better is None or _shown(base, unit) == text:
         return text
     style = "green" if (value < base) == less_is_better else "red"
-    change = f"{(value - base) / base:+.0%}" if base else "new"
-    return f"{text} [{style}]{change}[/]"
+    if not base:
+        return f"[{style}]{text}[/]"
+    change = (value - base) / base
+    return f"{text} [{style}]{f'x{value / base:.1f}' if change > MANIFOLD else f'{change:+.0%}'}[/]"
 
 
 def _plain(history: History, given: Submissions, figures: Sequence[Figures]) -> dict[str, object]:

@@ -29,6 +29,8 @@ TICKS_S = {
     86_400: "1 d",
     604_800: "1 w",
 }
+#: The time is shown until this share of the work is done.
+MOST = 0.98
 #: Points of a curve over time; more cannot be seen.
 POINTS = 600
 
@@ -44,6 +46,9 @@ def draw(recorders: Sequence[tuple[str, Recorder]], counted: Set[str], folder: P
         _waits(left, recorder, counted, style)
         _use(right, recorder, style)
     _dress(left, right)
+    right.set_xlim(0, max((_mostly_done_s(recorder) for _, recorder in recorders), default=1.0) / 3600 or 1.0)
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), frameon=False)
     path = folder / "what_if.png"
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -63,12 +68,14 @@ def _waits(axes: Any, recorder: Recorder, counted: Set[str], style: dict[str, An
 def _use(axes: Any, recorder: Recorder, style: dict[str, Any]) -> None:
     """The mean number of slots in use in each of so many equal parts of the time."""
     series = recorder.used
-    end_s = series[-1][0]
+    end_s = _mostly_done_s(recorder)
     if end_s <= 0:
         return
     width_s = end_s / POINTS
     sums = [0.0] * POINTS
     for (start_s, value), (until_s, _) in pairwise(series):
+        if start_s >= end_s:
+            break
         first, last = int(start_s / width_s), min(int(until_s / width_s), POINTS - 1)
         for part in range(first, last + 1):
             inside_s = min(until_s, (part + 1) * width_s) - max(start_s, part * width_s)
@@ -76,6 +83,17 @@ def _use(axes: Any, recorder: Recorder, style: dict[str, Any]) -> None:
     times_h = [(part + 0.5) * width_s / 3600 for part in range(POINTS)]
     axes.plot(times_h, [total / width_s for total in sums], **style)
     axes.axhline(recorder.trace.slots, color=style["color"], linewidth=0.8, linestyle=":")
+
+
+def _mostly_done_s(recorder: Recorder) -> float:
+    """When nearly all of the work was done: what goes on for long after is one run or two."""
+    parts = [(until_s, value * (until_s - start_s)) for (start_s, value), (until_s, _) in pairwise(recorder.used)]
+    left = MOST * math.fsum(work for _, work in parts)
+    for until_s, work in parts:
+        left -= work
+        if left <= 0:
+            return until_s
+    return recorder.used[-1][0]
 
 
 def _dress(left: Any, right: Any) -> None:
@@ -91,7 +109,6 @@ def _dress(left: Any, right: Any) -> None:
     right.set_title("slots in use (dotted: all there are)")
     right.set_xlabel("hours since the beginning")
     right.set_ylim(bottom=0)
-    left.legend(loc="lower right", frameon=False)
     for axes in (left, right):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)

@@ -114,8 +114,10 @@ class Counts:
     answers: int = 0
     #: Decided in a pass again and not recorded: overtaken, or left for the next pass.
     unpublished: int = 0
-    #: Decisions that do not say from what they were made, and answers whose requests are not there.
+    #: Decisions that do not say from what they were made.
     unchecked: int = 0
+    #: Answers whose requests are not there: a file has none.
+    unasked: int = 0
     by_fact: Counter[str] = field(default_factory=Counter)
 
 
@@ -222,7 +224,7 @@ class Remaker:
         assert isinstance(fact, RunAccepted | RunRejected)
         remade = self._answers.pop(fact.run_id, [])
         if not remade:
-            self.counts.unchecked += 1
+            self.counts.unasked += 1
             return []
         self.counts.answers += 1
         said = getattr(fact, "decided", None)

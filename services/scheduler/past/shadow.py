@@ -98,6 +98,8 @@ class Shadow:
         self._would_start: dict[tuple[str, int], datetime] = {}
         self._why_not: dict[tuple[str, int], str] = {}
         self._hearing_since: datetime | None = None
+        #: What was decided at the last point.
+        self._point: object = None
 
     def catch_up(self, entries: Iterable[Entry]) -> None:
         """Fold what happened before anything is compared."""
@@ -183,6 +185,17 @@ class Shadow:
         result = self.result
         starts, stops = _starts(facts), _stops(facts)
         starts_other, stops_other = _starts(others), _stops(others)
+        # While nothing happens, the same decision over and over is one point.
+        point = (
+            self.cluster.sequence,
+            frozenset(starts),
+            frozenset(stops),
+            frozenset(starts_other),
+            frozenset(stops_other),
+        )
+        if point == self._point:
+            return
+        self._point = point
         result.points += 1
         if stops == stops_other and starts.keys() == starts_other.keys():
             same = all(starts[which].members == starts_other[which].members for which in starts)

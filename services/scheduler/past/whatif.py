@@ -61,8 +61,9 @@ class Figures:
     nodes: int
     slots: int
     jobs: int
-    #: Jobs that ended; the others can never run on these nodes.
+    #: Jobs that ended, and those that never do: they ask for more than these nodes have, or, in the past, go on still.
     completed: int
+    never: int
     avg_wait_s: float
     p50_wait_s: float
     p90_wait_s: float
@@ -249,6 +250,7 @@ def _figures(
         sum(node.slots for node in nodes),
         jobs,
         len(times),
+        jobs - len(times),
         avg_wait_s=_mean(waits),
         p50_wait_s=quantile(waits, 0.5),
         p90_wait_s=quantile(waits, 0.9),

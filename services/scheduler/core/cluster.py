@@ -92,6 +92,8 @@ class Run:
     failures: int = 0
     queued_at: datetime = EPOCH
     queue_reason: str = "new"
+    #: Sequence at which it was last queued because others took its slots: in turns it stands behind who waited then.
+    yielded: int = 0
     #: The parts of the current generation, also those that ended, until what follows is decided.
     parts: dict[str, Part] = field(default_factory=dict)
     placed_at: datetime = EPOCH
@@ -312,6 +314,8 @@ class Cluster:
     phases: Counter[Phase] = field(default_factory=Counter)
     #: How long the runs took that are over.
     history: History = field(default_factory=History)
+    #: How long those waited that have got slots.
+    waits: History = field(default_factory=History)
     #: Sequence of the last fact folded, and of the last ``placed``: the fence of a placement.
     sequence: int = 0
     placed_sequence: int = 0

@@ -19,7 +19,7 @@ from contracts.events.run import RunExited, RunPreempting, RunPrepared, RunStall
 from services.scheduler.core.cluster import Cluster, Committed, Ending, Held, Node, Part, Phase, Run
 from services.scheduler.core.demand import WHOLE, demand_of
 from services.scheduler.core.pools import heard, moved
-from services.scheduler.core.predict import kind_of
+from services.scheduler.core.predict import kind_of, stay_of
 from services.scheduler.core.quota import periods_h
 
 #: Strikes of a node that a run is to leave out at once: more than any policy forgives.
@@ -130,10 +130,13 @@ def _queued(cluster: Cluster, known: Run, fact: run.RunQueued, time: datetime) -
         return
     if fact.reason in ("crashed", "node lost"):
         known.setbacks += 1
+    if fact.reason == "preempted":
+        known.yielded = cluster.sequence
     if fact.reason == "node lost":
         known.blameless += 1
         known.strikes.update(_at_fault(cluster, known))
     known.parts, known.preempting, known.ended_at, known.stalled = {}, None, None, None
+    known.reserved = None
     known.queued_at, known.queue_reason, known.failures = time, fact.reason, fact.failures
     _enter(cluster, known, Phase.QUEUED)
     _predict(cluster, known)
@@ -168,6 +171,8 @@ def _waiting(cluster: Cluster, known: Run, fact: run.RunWaiting, time: datetime)
 def _placed(cluster: Cluster, known: Run, fact: run.RunPlaced, time: datetime) -> None:
     if fact.generation != known.next_generation or known.live:
         return
+    waited_s = max((time - known.queued_at).total_seconds(), 0.0)
+    cluster.waits.add(stay_of(fact.world_size, known.served_slot_s), waited_s, time)
     known.generation, known.placed_at, known.final = fact.generation, time, None
     known.preempting, known.ended_at, known.stalled = None, None, None
     if fact.resume is None:
@@ -339,7 +344,6 @@ def _enter(cluster: Cluster, known: Run, phase: Phase) -> None:
     else:
         cluster.queued.pop(known.run_id, None)
         cluster.promised.pop(known.run_id, None)
-        known.reserved = None
     known.phase = phase
 
 

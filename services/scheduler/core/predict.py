@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 from contracts.events.train import DatasetRef, TrainRequested
 from contracts.scheduling import Predict
@@ -73,6 +73,32 @@ def kind_of(spec: TrainRequested) -> Kind:
 def _kind(user: str, team: str, task: str, dataset: str, slots: int) -> Kind:
     """One for all runs of the kind: there may be a hundred thousand of them."""
     return Kind(user, team, task, dataset, slots)
+
+
+@dataclass(frozen=True)
+class Stay:
+    """What waits in the line that should take about equally long have in common."""
+
+    slots: int = 1
+    #: Decade of the slot-seconds that the run has had.
+    level: int = 0
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """From narrow to wide."""
+        return (SEPARATOR.join(("w", str(self.level), str(self.slots))), SEPARATOR.join(("l", str(self.level))), "*")
+
+
+def stay_of(slots: int, served_slot_s: float) -> Stay:
+    """The kind of a wait."""
+    return Stay(slots, int(math.log10(served_slot_s)) if served_slot_s > 1 else 0)
+
+
+class Keyed(Protocol):
+    """Whatever has a history: a kind of run, a kind of wait."""
+
+    @property
+    def keys(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +338,7 @@ class Running:
         self.now = now.timestamp()
         self.by_key: dict[str, list[float]] = {}
 
-    def add(self, kind: Kind, attained_s: float) -> None:
+    def add(self, kind: Keyed, attained_s: float) -> None:
         for key in kind.keys:
             self.by_key.setdefault(key, []).append(attained_s)
 
@@ -325,9 +351,9 @@ class History:
         self._windows: dict[str, Window] = {}
         self._kept = 0
         self.added = 0
-        self._known: dict[tuple[Kind, Predict], tuple[tuple[int, ...], Distribution]] = {}
+        self._known: dict[tuple[Keyed, Predict], tuple[tuple[int, ...], Distribution]] = {}
 
-    def add(self, kind: Kind, run_s: float, at: datetime) -> None:
+    def add(self, kind: Keyed, run_s: float, at: datetime) -> None:
         """A run of this kind is over; it had slots for ``run_s``, all in all."""
         ended_at = at.timestamp()
         self.added += 1
@@ -340,7 +366,7 @@ class History:
         while self._kept > KEPT_IN_ALL:
             self._kept -= len(self._windows.pop(next(iter(self._windows))).newest)
 
-    def predict(self, kind: Kind, config: Predict) -> Distribution:
+    def predict(self, kind: Keyed, config: Predict) -> Distribution:
         """How long a run of this kind takes, by what is known now."""
         windows = self._distinct(kind)
         version = tuple(window.version for window in windows)
@@ -353,7 +379,7 @@ class History:
         self._known[kind, config] = (version, made)
         return made
 
-    def predict_beside(self, kind: Kind, config: Predict, running: Running) -> Distribution:
+    def predict_beside(self, kind: Keyed, config: Predict, running: Running) -> Distribution:
         """``predict``, with runs that have slots as evidence too.
 
         A user's jobs that run for days, and none of which has ended yet, say a lot about the next one.
@@ -363,7 +389,19 @@ class History:
             parts.append(window.sample_beside(config, running.by_key.get(key, ()), running.now))
         return _mix(parts, config)
 
-    def seen(self, kind: Kind) -> int:
+    def rate_per_s(self, now: datetime, within_s: float) -> float:
+        """How many a second were added of late, as far as they are kept."""
+        window = self._windows.get("*")
+        if window is None:
+            return 0.0
+        now_s = now.timestamp()
+        begin_s = now_s - within_s
+        if window.added > len(window.ended_at):
+            begin_s = max(begin_s, window.ended_at[0])
+        recent = sum(at > begin_s for at in window.ended_at)
+        return recent / (now_s - begin_s) if now_s > begin_s else 0.0
+
+    def seen(self, kind: Keyed) -> int:
         """How many runs of the very kind are kept."""
         window = self._windows.get(kind.keys[0])
         return len(window.newest) if window else 0
@@ -394,10 +432,10 @@ class History:
             history._kept += len(newest)
         return history
 
-    def _distinct(self, kind: Kind) -> list[Window]:
+    def _distinct(self, kind: Keyed) -> list[Window]:
         return [window for window, _ in self._with_keys(kind, ())]
 
-    def _with_keys(self, kind: Kind, also: Iterable[str]) -> list[tuple[Window, str]]:
+    def _with_keys(self, kind: Keyed, also: Iterable[str]) -> list[tuple[Window, str]]:
         """The windows of a kind's keys, those left out that have seen the very same runs as the one before."""
         found: list[tuple[Window, str]] = []
         before = 0

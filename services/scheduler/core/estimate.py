@@ -1,0 +1,414 @@
+"""When a run that waits will start: the wait estimate that is shown to users.
+
+Two views are combined. The **plan** plays the line forward many times, each time with other durations drawn from what
+is known of the runs that hold slots and of those ahead. The **pace** is how many runs have started lately: it knows
+nothing of durations, and so is not misled when they are not what they were. Where runs overtake each other no line
+tells who is next, and the waits of others are looked at instead: how long those waited, and wait now, that had come so
+far (``waits``).
+
+No view knows how wrong it is. So every estimate is held against what came of it, and the range that is shown is as wide
+as the errors were (conformal prediction). Runs that wait at the same time are wrong together, and count as few.
+
+Estimates are shown and never decided on: ``Estimator`` is a memory of its own, outside of the cluster.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from heapq import heapify, heappop, heappush
+from typing import Any, NamedTuple
+
+from contracts.scheduling import Policy, Predict
+from services.scheduler.core import order
+from services.scheduler.core.cluster import Cluster, Run
+from services.scheduler.core.predict import Distribution, Kind, Running, Stay, stay_of
+
+#: Quantiles of a distribution that a draw is taken from.
+LEVELS = 32
+#: How often the plan is played.
+PLAYED = 24
+#: Steps of all plays of one estimate together: with a longer line it is played less often, but never less than this.
+STEPS, PLAYED_AT_LEAST = 50_000, 8
+#: How many of one user's queued runs turn out as long as the others of the same play: sweeps end alike.
+ALIKE = 0.5
+#: The pace is that of so long.
+PACE_S = 6 * 3600.0
+#: Errors are relative to the wait and this, since nobody minds some seconds.
+FLOOR_S = 30.0
+#: Estimates are held against those whose wait was expected to be up to so many times as long, or as short,
+ALIKE_WAITS = 4.0
+#: if there are so many.
+ENOUGH = 20
+#: How many errors, and estimates yet to be held against their start, are remembered; and how many are noted at a time.
+ERRORS, MADE, NOTED = 1_000, 1_000, 3
+#: The range shown leaves out so much at either end.
+LEFT_OUT = 0.1
+#: How the waits of others are looked at.
+WAITS = Predict(enough=5, window=300, prior_s=600.0)
+
+
+class Estimate(NamedTuple):
+    """The start is before ``p10`` in a tenth of the cases, and after ``p90`` in another."""
+
+    p10: datetime
+    p50: datetime
+    p90: datetime
+
+
+class Spread(NamedTuple):
+    """The same in seconds from now."""
+
+    low_s: float
+    middle_s: float
+    high_s: float
+
+
+# -- the plan -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Thousandths of slots of one pool that a run has."""
+
+    pool: int
+    milli: int
+    #: For how long it may still have them, ascending.
+    left_s: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A run in line."""
+
+    run_id: str
+    #: The pools that will do.
+    pools: tuple[int, ...]
+    milli: int
+    #: How long it may have them, ascending.
+    takes_s: Sequence[float]
+    #: Those of a group end alike.
+    group: str = ""
+
+
+def play(free: Sequence[int], holders: Sequence[Holder], claims: Sequence[Claim], rng: random.Random) -> list[float]:
+    """One way in which the line may go: when each claim starts, in seconds. Nobody overtakes."""
+    draw = rng.random
+    left, clock = list(free), [0.0] * len(free)
+    ends: list[list[tuple[float, int]]] = [[] for _ in free]
+    for holder in holders:
+        ends[holder.pool].append((holder.left_s[int(draw() * len(holder.left_s))], holder.milli))
+    for heap in ends:
+        heapify(heap)
+    alike: dict[str, float] = {}
+    starts: list[float] = []
+    for claim in claims:
+        pool = (
+            claim.pools[0] if len(claim.pools) == 1 else min(claim.pools, key=lambda each: (clock[each], -left[each]))
+        )
+        heap, now, room = ends[pool], clock[pool], left[pool]
+        while room < claim.milli and heap:
+            end, milli = heappop(heap)
+            room += milli
+            now = max(now, end)
+        if room < claim.milli:
+            now = math.inf
+        level = draw()
+        if draw() < ALIKE:
+            level = min(alike.setdefault(claim.group, draw()) * 0.8 + level * 0.2, 0.999)
+        left[pool], clock[pool] = room - claim.milli, now
+        heappush(heap, (now + claim.takes_s[int(level * len(claim.takes_s))], claim.milli))
+        starts.append(now)
+    return starts
+
+
+def played(
+    free: Sequence[int], holders: Sequence[Holder], claims: Sequence[Claim], rng: random.Random
+) -> list[list[float]]:
+    """For each claim, when it starts in each of many plays, ascending."""
+    times = max(PLAYED_AT_LEAST, min(PLAYED, STEPS // (len(holders) + len(claims) + 1)))
+    found: list[list[float]] = [[] for _ in claims]
+    for _ in range(times):
+        for start, starts in zip(play(free, holders, claims, rng), found, strict=True):
+            insort(starts, start)
+    return found
+
+
+def quantile(ascending: Sequence[float], q: float) -> float:
+    """Of a few values, in between."""
+    at = min(max(q, 0.0), 1.0) * (len(ascending) - 1)
+    low = int(at)
+    if low + 1 >= len(ascending) or ascending[low + 1] == ascending[low]:
+        return ascending[low]
+    return ascending[low] + (ascending[low + 1] - ascending[low]) * (at - low)
+
+
+# -- the cluster, as the plan sees it -------------------------------------------------------------------
+
+
+def distribution_levels(found: Distribution, attained_s: float) -> list[float]:
+    """What may still come, at even steps of probability."""
+    return [found.quantile((step + 0.5) / LEVELS, attained_s) - attained_s for step in range(LEVELS)]
+
+
+class Situation:
+    """Pools, holders and claims of a cluster. A pool is what nodes of one kind of accelerator have."""
+
+    def __init__(self, cluster: Cluster, policy: Policy, now: datetime) -> None:
+        self._cluster, self._policy, self._now = cluster, policy, now
+        self._levels: dict[Kind, list[float]] = {}
+        self._running = Running(now)
+        self._pools: dict[str, int] = {}
+        self.free: list[int] = []
+        self._whole: list[int] = []
+        for node in cluster.nodes.values():
+            if node.open:
+                pool = self._pools.setdefault(node.accelerator, len(self._pools))
+                if pool == len(self.free):
+                    self.free.append(0)
+                    self._whole.append(0)
+                self.free[pool] += sum(node.left)
+                self._whole[pool] += sum(node.left) + sum(
+                    held.demand.milli * len(held.slots) for held in node.holders.values()
+                )
+        active = [cluster.runs[run_id] for run_id in cluster.active]
+        for run in active:
+            self._running.add(run.kind, run.ran_s(now))
+        self.holders = [holder for run in active for holder in self._held(run)]
+        self.claims = [claim for run in self._line() if (claim := self._claim(run)) is not None]
+
+    def _line(self) -> list[Run]:
+        cluster, now, policy = self._cluster, self._now, self._policy
+        waiting = [cluster.runs[run_id] for run_id in cluster.queued]
+        return sorted(waiting, key=lambda run: order.key_of(cluster, run, now, policy))
+
+    def _held(self, run: Run) -> Iterable[Holder]:
+        by_pool: dict[int, int] = {}
+        for part in run.live:
+            node = self._cluster.nodes.get(part.node_id)
+            if node is not None and node.open:
+                pool = self._pools[node.accelerator]
+                by_pool[pool] = by_pool.get(pool, 0) + len(part.slots) * run.demand.milli
+        if not by_pool:
+            return
+        left_s = self._left_s(run)
+        for pool, milli in by_pool.items():
+            yield Holder(pool, milli, left_s)
+
+    def _left_s(self, run: Run) -> list[float]:
+        """How long a run that has slots may still have them."""
+        if (stop := run.preempting) is not None:
+            return [max((run.preempting_at - self._now).total_seconds() + stop.grace_s, 0.0)]
+        attained_s = run.ran_s(self._now)
+        found = self._cluster.history.predict_beside(run.kind, self._policy.predict, self._running)
+        return self._limited(run, distribution_levels(found, attained_s), attained_s)
+
+    def _claim(self, run: Run) -> Claim | None:
+        kinds = run.demand.accelerators
+        milli = run.spec.slots.min * run.demand.milli
+        pools = tuple(pool for kind, pool in self._pools.items() if not kinds or kind in kinds)
+        pools = tuple(pool for pool in pools if self._whole[pool] >= milli)
+        if not pools or run.cancel_reason is not None:
+            return None
+        levels = self._levels.get(run.kind)
+        if levels is None:
+            found = self._cluster.history.predict_beside(run.kind, self._policy.predict, self._running)
+            levels = self._levels[run.kind] = distribution_levels(found, 0.0)
+        return Claim(run.run_id, pools, milli, self._limited(run, levels, run.run_s), run.spec.user or "")
+
+    @staticmethod
+    def _limited(run: Run, levels: list[float], attained_s: float) -> list[float]:
+        limit_s = run.spec.scheduling.limit_s
+        if limit_s is None:
+            return levels
+        return [min(each, max(limit_s - attained_s, 0.0)) for each in levels]
+
+
+# -- errors -------------------------------------------------------------------------------------------
+
+
+class Error(NamedTuple):
+    """What came of an estimate: the logarithm of how many times as long the wait was."""
+
+    score: float
+    expected_s: float
+    made_s: float
+    known_s: float
+
+
+@dataclass(slots=True)
+class Errors:
+    """Estimates, and what came of them."""
+
+    known: deque[Error] = field(default_factory=lambda: deque(maxlen=ERRORS))
+    #: (run, generation) -> when its start was estimated, in seconds since the epoch, and the wait expected then.
+    made: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def note(self, key: str, now_s: float, expected_s: float) -> None:
+        if key not in self.made and len(self.made) < MADE:
+            self.made[key] = (now_s, expected_s)
+
+    def started(self, key: str, at_s: float) -> None:
+        """The wait is over."""
+        if (made := self.made.pop(key, None)) is not None:
+            self.known.append(self._error(made, at_s - made[0], at_s))
+
+    def forget(self, key: str) -> None:
+        """It will not start."""
+        self.made.pop(key, None)
+
+    def widened(self, expected: dict[str, float], now_s: float) -> Callable[[float], Spread]:
+        """A function from an expected wait to the range around it, by the errors known by now.
+
+        Those that still wait tell already how wrong their first estimates were, going by what is ``expected`` now.
+        """
+        errors = list(self.known)
+        for key, made in self.made.items():
+            if key in expected:
+                errors.append(self._error(made, now_s - made[0] + expected[key], now_s))
+        ranges: dict[int, tuple[float, float]] = {}
+
+        def spread(expected_s: float) -> Spread:
+            # Close ones share theirs: a step is a tenth.
+            step = round(math.log(expected_s + FLOOR_S) * 10)
+            if step not in ranges:
+                ranges[step] = self._range(errors, expected_s)
+            low, high = ranges[step]
+            base = expected_s + FLOOR_S
+            return Spread(max(base * math.exp(low) - FLOOR_S, 0.0), expected_s, base * math.exp(high) - FLOOR_S)
+
+        return spread
+
+    @staticmethod
+    def _error(made: tuple[float, float], wait_s: float, known_s: float) -> Error:
+        score = math.log((max(wait_s, 0.0) + FLOOR_S) / (made[1] + FLOOR_S))
+        return Error(score, made[1], made[0], known_s)
+
+    @staticmethod
+    def _range(errors: Sequence[Error], expected_s: float) -> tuple[float, float]:
+        near = [each for each in errors if _times(each.expected_s, expected_s) < ALIKE_WAITS]
+        errors = near if len(near) >= ENOUGH else errors
+        # Before anything is known: three times as long, or as short.
+        scores = sorted([each.score for each in errors] + [math.log(3) * step / 5 for step in range(-5, 6)])
+        level = min((1 - LEFT_OUT) * (1 + 1 / _independent(errors)), 1.0)
+        return min(quantile(scores, 1 - level), 0.0), max(quantile(scores, level), 0.0)
+
+    def to_state(self) -> dict[str, Any]:
+        """Everything in it; JSON."""
+        return {
+            "known": [list(each) for each in self.known],
+            "made": {key: list(each) for key, each in self.made.items()},
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Errors:
+        errors = cls()
+        errors.known.extend(Error(*each) for each in state["known"])
+        errors.made = {key: (at_s, expected_s) for key, (at_s, expected_s) in state["made"].items()}
+        return errors
+
+
+def _times(one_s: float, other_s: float) -> float:
+    """How many times as long the longer one is."""
+    return math.exp(abs(math.log((one_s + FLOOR_S) / (other_s + FLOOR_S))))
+
+
+def _independent(errors: Sequence[Error]) -> float:
+    """How many errors these amount to: those of the same time have the same causes."""
+    covered, until, total = 0.0, -math.inf, 0.0
+    for made_s, known_s in sorted((each.made_s, each.known_s) for each in errors):
+        covered += max(known_s - max(made_s, until), 0.0)
+        until = max(until, known_s)
+        total += known_s - made_s
+    return max(covered * len(errors) / total, 1.0) if total > 0 else 1.0
+
+
+# -- the estimates ------------------------------------------------------------------------------------
+
+
+class Estimator:
+    """Estimates for all runs that wait, and the memory of how wrong they were."""
+
+    def __init__(self, errors: Errors | None = None, seed: int = 0) -> None:
+        self.errors = errors or Errors()
+        self._seed = seed
+
+    def estimates(self, cluster: Cluster, policy: Policy, now: datetime) -> dict[str, Estimate]:
+        """When each queued run will start, those left out that cannot run on these nodes."""
+        self._settle(cluster)
+        expected = expected_waits_s(cluster, policy, now, random.Random(f"{self._seed}/{cluster.sequence}"))
+        keys = {run_id: _key(cluster.runs[run_id]) for run_id in expected}
+        now_s = now.timestamp()
+        spread = self.errors.widened({keys[run_id]: wait_s for run_id, wait_s in expected.items()}, now_s)
+        self._note(expected, keys, now_s)
+        return {run_id: _as_times(spread(wait_s), now) for run_id, wait_s in expected.items()}
+
+    def _settle(self, cluster: Cluster) -> None:
+        """Find those that have started since, or never will."""
+        for key in list(self.errors.made):
+            run_id, _, generation = key.rpartition("/")
+            run = cluster.runs.get(run_id)
+            if run is None or (run.terminal and run.generation < int(generation)):
+                self.errors.forget(key)
+            elif run.generation == int(generation):
+                self.errors.started(key, run.placed_at.timestamp())
+            elif run.generation > int(generation):
+                self.errors.forget(key)
+
+    def _note(self, expected: dict[str, float], keys: dict[str, str], now_s: float) -> None:
+        """Remember a few of the new ones, the first to the last."""
+        fresh = [run_id for run_id in expected if keys[run_id] not in self.errors.made]
+        fresh.sort(key=lambda run_id: expected[run_id])
+        for place in (
+            sorted({len(fresh) - 1 - (len(fresh) - 1) * part // NOTED for part in range(NOTED)}) if fresh else ()
+        ):
+            self.errors.note(keys[fresh[place]], now_s, expected[fresh[place]])
+
+
+def expected_waits_s(cluster: Cluster, policy: Policy, now: datetime, rng: random.Random) -> dict[str, float]:
+    """How long each queued run is expected to wait yet: the middle of what is possible."""
+    if policy.order.skip or policy.reserve.backfill != "none" or _takes(policy):
+        return _by_others(cluster, now)
+    situation = Situation(cluster, policy, now)
+    rate = cluster.waits.rate_per_s(now, PACE_S)
+    found: dict[str, float] = {}
+    starts = played(situation.free, situation.holders, situation.claims, rng)
+    for place, (claim, planned) in enumerate(zip(situation.claims, starts, strict=True), 1):
+        plan_s = quantile(planned, 0.5)
+        found[claim.run_id] = math.sqrt((plan_s + 1) * (place / rate + 1)) - 1 if rate > 0 else plan_s
+    return found
+
+
+def _takes(policy: Policy) -> bool:
+    """Whether runs of the same priority take slots of each other, or their order changes as they run."""
+    return any(name not in ("priority", "submitted") for name in policy.order.by)
+
+
+def _by_others(cluster: Cluster, now: datetime) -> dict[str, float]:
+    """The middle of the waits of others that waited as long."""
+    waiting = [cluster.runs[run_id] for run_id in cluster.queued]
+    so_far = {run.run_id: max((now - run.queued_at).total_seconds(), 0.0) for run in waiting}
+    beside = Running(now)
+    for run in waiting:
+        beside.add(stay_of(run.spec.slots.min, run.served_slot_s), so_far[run.run_id])
+    known: dict[Stay, Distribution] = {}
+    found: dict[str, float] = {}
+    for run in waiting:
+        stay = stay_of(run.spec.slots.min, run.served_slot_s)
+        if stay not in known:
+            known[stay] = cluster.waits.predict_beside(stay, WAITS, beside)
+        found[run.run_id] = known[stay].quantile(0.5, so_far[run.run_id]) - so_far[run.run_id]
+    return found
+
+
+def _key(run: Run) -> str:
+    return f"{run.run_id}/{run.next_generation}"
+
+
+def _as_times(spread: Spread, now: datetime) -> Estimate:
+    return Estimate(*(now + timedelta(seconds=min(each, 1e9)) for each in spread))

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 #: Seconds that count for nothing, and the part of the run's work that does.
-ABOUT_S, ABOUT_SHARE = 60.0, 0.1
+ABOUT_S, ABOUT_SHARE = 60.0, 0.02
 #: What fetching a dataset is taken to last where nobody knows its size.
 FETCH_S = 300.0
 
@@ -27,7 +27,8 @@ class Candidate:
     queued: int = 0
     #: Part of the free slots' nodes that have the run's data, 0 to 1.
     local: float = 0.0
-    price_per_slot_hour: float = 0.0
+    #: What the run would cost there, or how far down its order of pools that is; compared alone.
+    cost: float = 0.0
 
     def starts_in_s(self, slots: int, turn_s: float) -> float:
         """When so many slots are the run's: at once, or after as many turns as the queue is long."""
@@ -53,6 +54,6 @@ def choose_cluster(
 
     def key(each: Candidate) -> tuple[bool, float, float, str]:
         soon = ready_s[each.name] <= about_s
-        return not soon, each.price_per_slot_hour if soon else 0.0, ready_s[each.name], each.name
+        return not soon, each.cost if soon else 0.0, ready_s[each.name], each.name
 
     return sorted(fitting, key=key)

@@ -132,19 +132,25 @@ class Pass:
         self._fresh: dict[str, Run] = {}
         self._placed: list[tuple[Run, Wants, list[Taken]]] = []
         self._blocked: list[Run] = []
+        #: What is kept for runs that wait, where others may go ahead of them.
+        self._kept: Reserve | None = None
 
     def made(self) -> Plan:
         """Go through the steps."""
         # 1. What has happened to each run alone.
         leaving = self._settle()
         self._stop_spent(leaving)
+        for window in self.placer.windows:
+            self._wake_at(window.end.timestamp())
         # 2. Order what waits; 3. whole gangs only, since half a gang deadlocks its peers.
         order.keep(self.cluster, self.now, self.policy)
         self._place()
         self._widen()
         # 4. Take slots for those in vain; 5. put idle ones to use if there are none.
         if self._blocked:
-            reclaim = Reclaim(self.cluster, self.now, self.policy, self.placer, self.space, self.claims, leaving)
+            reclaim = Reclaim(
+                self.cluster, self.now, self.policy, self.placer, self.space, self.claims, leaving, self._kept
+            )
             self.result.decisions += reclaim.for_blocked(self._blocked, self.result.waits)
             self._wake_at(reclaim.wake_s)
         elif not leaving and not self._placed and not self._paused():
@@ -190,7 +196,7 @@ class Pass:
 
     def _leave_alone(self, run: Run) -> None:
         """Nothing is to be decided about the run until something is said about it, or its time has come."""
-        index, look_s = self.cluster.index, next_look(run, self.policy)
+        index, look_s = self.cluster.index, next_look(run, self.policy, self.now_s)
         index.touched[run.run_id] = None
         if run.run_id in self.cluster.queued:
             index.untold[run.run_id] = None
@@ -250,7 +256,9 @@ class Pass:
         policy, waits = self.policy, self.result.waits
         #: Node -> the first run that waits for it, where nothing may overtake.
         closed: dict[str, str] = {}
-        reserve = Reserve(self.cluster, self.now, policy, self.placer) if policy.reserve.backfill != "none" else None
+        if policy.reserve.backfill != "none":
+            self._kept = Reserve(self.cluster, self.now, policy, self.placer)
+        reserve = self._kept
         looked = 0
         passed = 0
         for _, run in self.in_order():
@@ -272,6 +280,10 @@ class Pass:
                 waits[run.run_id] = self._refused(run, refusal)
                 continue
             taken = self._fit(run, wants, least, closed, shut, reserve)
+            if taken is None and self.placer.windows and (why := self._in_maintenance(run, wants)) is not None:
+                # Nobody waits behind it: who is done before may go first, without holding it up.
+                waits[run.run_id] = why
+                continue
             if taken is not None:
                 self.space.take(wants.demand, taken)
                 self.claims.give(run, taken)
@@ -292,6 +304,20 @@ class Pass:
             if not policy.order.skip:
                 for node_id in wanted:
                     closed.setdefault(node_id, run.run_id)
+
+    def _in_maintenance(self, run: Run, wants: Wants) -> Why | None:
+        """The reason of a run that would fit, were it not for maintenance that is to begin before it is done."""
+        out = self.placer.shut(run)
+        if not out or self.placer.find(self.space, run, run.spec.slots.min, wants, heed=False) is None:
+            return None
+        ends = min(window.end for window in self.placer.windows)
+        names = ", ".join(sorted(out)[:5])
+        return Why(
+            "maintenance",
+            detail=f"nodes that have room for it ({names}) are in maintenance, or will be before it is expected to be "
+            f"done: the next one ends at {ends.isoformat(timespec='seconds')}; with a shorter scheduling.limit_s it "
+            "could go before",
+        )
 
     def _refused(self, run: Run, refusal: Refusal) -> Why:
         """The reason of a run that may have no more; the text is made for those that are told."""
@@ -328,7 +354,7 @@ class Pass:
         """So many slots for the run, if they are there and nobody before it waits for them."""
         avoid = avoided(self.cluster, run, self.policy) if run.strikes or run.stalled else ()
         # Room only shrinks in a pass, and more nodes are closed: what did not fit will not fit.
-        plain = not shut and reserve is None
+        plain = not shut and reserve is None and not self.placer.windows
         if plain and self._too_much.get(wants, count + 1) <= count:
             return None
         space = self.space if reserve is None else reserve.space_for(run, self.space)
@@ -357,8 +383,9 @@ class Pass:
         most, shut = self.claims.most(run, wants, most)
         if most <= run.spec.slots.min:
             return None
-        count = useful(run, min(most, self.placer.most(self.space, run, wants, avoid | shut)))
-        return self.placer.find(self.space, run, count, wants, avoid, shut) if count > run.spec.slots.min else None
+        space = self.space if self._kept is None else self._kept.space_for(run, self.space)
+        count = useful(run, min(most, self.placer.most(space, run, wants, avoid | shut)))
+        return self.placer.find(space, run, count, wants, avoid, shut) if count > run.spec.slots.min else None
 
     def _retry_at(self, run: Run) -> datetime:
         if run.run_id not in self.cluster.queued:

@@ -8,13 +8,16 @@ are taken in the order of ``policy.place.by``.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping
-from dataclasses import dataclass, field
-from datetime import datetime
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
 
 from contracts.events.run import Member
 from contracts.scheduling import Policy
 from services.scheduler.core.cluster import Cluster, Node, Run
+from services.scheduler.core.clusters import FETCH_S, Candidate, choose_cluster
 from services.scheduler.core.demand import Demand
+from services.scheduler.core.maintenance import closed as closed_for
+from services.scheduler.core.pools import Preferences, kinds_of
 from services.scheduler.core.space import Room, Space, Taken
 
 #: Labels of nodes that mean something here.
@@ -28,6 +31,7 @@ class Wants:
     demand: Demand
     clusters: tuple[str, ...]
     capacity: str
+    tier: str
     #: Exact runs lie on machines of one kind: on this one, '' for any one; None: it does not matter.
     machine: str | None
     #: Whether it may go elsewhere when there is none of that kind.
@@ -38,7 +42,16 @@ class Wants:
     hashed: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        traits = (self.demand, self.clusters, self.capacity, self.machine, self.bound, self.together, self.strict)
+        traits = (
+            self.demand,
+            self.clusters,
+            self.capacity,
+            self.tier,
+            self.machine,
+            self.bound,
+            self.together,
+            self.strict,
+        )
         object.__setattr__(self, "hashed", hash(traits))
 
     def __hash__(self) -> int:
@@ -61,6 +74,7 @@ def _wants(run: Run) -> Wants:
         demand=run.demand,
         clusters=spec.scheduling.clusters,
         capacity=spec.scheduling.capacity,
+        tier=spec.scheduling.tier or "",
         machine=(run.machine or run.inherited_machine) if exact else None,
         bound=run.bound,
         together=spec.gang.together or "",
@@ -117,13 +131,27 @@ class Placer:
         self.cluster, self.policy, self.now = cluster, policy, now
         self._memory = cluster.index.memory()
         self.choose = CHOICES[policy.place.by]
+        if self._memory.setdefault("pools", policy.pools) != policy.pools:
+            self._memory.clear()
+            self._memory["pools"] = policy.pools
+        #: Maintenance that is not over; and by run the nodes that it may not have for it.
+        self.windows = policy.covers(now) if policy.maintenance else ()
+        self._shut: dict[str, frozenset[str]] = {}
+        self._preferences: dict[str, Preferences] = {}
+        #: Cluster -> slots that runs wait for which can go nowhere else; found out when it is needed.
+        self._bound: dict[str, int] | None = None
 
     def eligible(self, wants: Wants) -> dict[str, Node]:
         """The open nodes that will do."""
         key: Hashable = ("eligible", wants)
         found: dict[str, Node] | None = self._memory.get(key)
         if found is None:
-            found = {node.node_id: node for node in self.cluster.nodes.values() if node.open and suits(node, wants)}
+            tier = kinds_of(wants.capacity, wants.tier, self.policy.pools)
+            found = {
+                node.node_id: node
+                for node in self.cluster.nodes.values()
+                if node.open and suits(node, wants) and node.labels.get(CAPACITY, "on-demand") in tier
+            }
             self._memory[key] = found
         return found
 
@@ -194,9 +222,13 @@ class Placer:
         wants: Wants,
         avoid: Collection[str] = (),
         closed: Collection[str] = (),
+        heed: bool = True,
     ) -> list[Taken] | None:
-        """``count`` slots for the run out of ``space``, or None. Nothing is taken yet."""
-        best = self.roomiest(space, run, count, wants, closed)
+        """``count`` slots for the run out of ``space``, or None. Nothing is taken yet.
+
+        ``heed``: whether maintenance is looked at.
+        """
+        best = self.roomiest(space, run, count, wants, closed, heed)
         if best is None:
             return None
         rooms, demand = best, wants.demand
@@ -205,7 +237,50 @@ class Placer:
         for candidates in (plain, good, rooms):
             if sum(room.fits(demand) for room in candidates) >= count:
                 break
-        return self.choose(candidates, demand, count, avoid)
+        preferred, _ = self._preferred(candidates, run, demand, count)
+        return self.choose(preferred, demand, count, avoid)
+
+    def shut(self, run: Run) -> frozenset[str]:
+        """The nodes that will be in maintenance before the run, started now, is expected to be done, or are."""
+        if not self.windows:
+            return frozenset()
+        found = self._shut.get(run.run_id)
+        if found is None:
+            end = self.now + timedelta(seconds=self._left_s(run, self.policy.reserve.quantile) + run.spec.grace_s)
+            found = self._shut[run.run_id] = frozenset(
+                node.node_id
+                for node in self.cluster.nodes.values()
+                if any(closed_for(node.node_id, node.labels, window, self.now, end) for window in self.windows)
+            )
+        return found
+
+    def _left_s(self, run: Run, quantile: float) -> float:
+        """How long the run still needs slots: by its limit, else as long as those like it took."""
+        ran_s, limit_s = run.ran_s(self.now), run.spec.scheduling.limit_s
+        if limit_s is None:
+            limit_s = self.cluster.history.predict(run.kind, self.policy.predict).quantile(quantile, ran_s)
+        return max(limit_s - ran_s, 0.0)
+
+    def _preferred(self, rooms: list[Room], run: Run, demand: Demand, count: int) -> tuple[list[Room], int]:
+        """Of these rooms those of the pools that the run would rather have, as many pools as it takes; and how far
+        down its order that went."""
+        pools = self.policy.pools
+        if not pools.pools and not pools.tiers:
+            return rooms, 0
+        preferences = self._preferences.get(run.run_id)
+        if preferences is None:
+            preferences = Preferences.of(run.spec, self.policy, self._left_s(run, 0.5))
+            self._preferences[run.run_id] = preferences
+        numbers = [preferences.number(room.node.labels) for room in rooms]
+        there = 0
+        for best in sorted({number for number in numbers if number is not None}):
+            there += sum(room.fits(demand) for room, number in zip(rooms, numbers, strict=True) if number == best)
+            if there >= count:
+                kept = [
+                    room for room, number in zip(rooms, numbers, strict=True) if number is not None and number <= best
+                ]
+                return kept, best
+        return rooms, len(pools.pools) + 2
 
     def _plain(self, rooms: list[Room], wants: Wants) -> list[Room]:
         """Those that are not of a scarce kind, unless the run asked for it."""
@@ -216,11 +291,12 @@ class Placer:
 
     def most(self, space: Space, run: Run, wants: Wants, closed: Collection[str] = ()) -> int:
         """The most slots that the run could have out of ``space``."""
+        shut = self.shut(run)
         counts = [
             sum(
                 space.rooms[node_id].fits(wants.demand)
                 for node_id in cell
-                if node_id in space.rooms and node_id not in closed
+                if node_id in space.rooms and node_id not in closed and node_id not in shut
             )
             for division in self.cells(wants)
             for cell in division
@@ -229,20 +305,20 @@ class Placer:
         return max(counts, default=0)
 
     def roomiest(
-        self, space: Space, run: Run, count: int, wants: Wants, closed: Collection[str] = ()
+        self, space: Space, run: Run, count: int, wants: Wants, closed: Collection[str] = (), heed: bool = True
     ) -> list[Room] | None:
         """The rooms of the best cell that has ``count`` slots for the run."""
-        demand = wants.demand
+        demand, shut = wants.demand, self.shut(run) if heed else ()
         dataset = run.dataset.dataset_id if run.dataset is not None else None
         for division in self.cells(wants):
-            fitting: list[tuple[tuple[float, ...], list[Room]]] = []
+            fitting: list[tuple[str, Candidate, tuple[float, ...], list[Room]]] = []
             for cell in division:
                 if not self._may_lie(cell, wants, run.spec.slots.min):
                     continue
                 rooms, total, cached = [], 0, 0
                 for node_id in cell:
                     room = space.rooms.get(node_id)
-                    if room is None or node_id in closed:
+                    if room is None or node_id in closed or node_id in shut:
                         continue
                     slots = room.fits(demand)
                     if slots:
@@ -252,10 +328,43 @@ class Placer:
                 if total >= count:
                     # An exact run can grow on its own kind alone; any other leaves the large holes to those.
                     room_left = -total if wants.machine is not None else total
-                    fitting.append(((-min(cached, 1), room_left), rooms))
+                    _, down = self._preferred(rooms, run, demand, count)
+                    name = rooms[0].node.labels.get(CLUSTER, "")
+                    seen = Candidate(name, total, total, 0, cached / len(rooms), down)
+                    fitting.append((name, seen, (down, -min(cached, 1), room_left), rooms))
+            if len(fitting) == 1:
+                return fitting[0][3]
             if fitting:
-                return min(fitting, key=lambda each: each[0])[1]
+                first = self._clusters(run, count, [seen for _, seen, _, _ in fitting])
+                return min(fitting, key=lambda each: (first[each[0]], each[2]))[3]
         return None
+
+    def _clusters(self, run: Run, count: int, seen: list[Candidate]) -> dict[str, int]:
+        """The place of each cluster that has room for the run in its order of them."""
+        best: dict[str, Candidate] = {}
+        for each in seen:
+            known = best.get(each.name)
+            if known is None or (each.cost, -each.local) < (known.cost, -known.local):
+                best[each.name] = each
+        if len(best) == 1:
+            return dict.fromkeys(best, 0)
+        bound, work_s = self._bound_slots(run), self._left_s(run, 0.5)
+        fetch_s = FETCH_S if run.dataset is not None else 0.0
+        there = [replace(each, queued=bound.get(each.name, 0)) for each in best.values()]
+        ordered = choose_cluster(there, count, work_s, self.policy.predict.prior_s, fetch_s)
+        return {each.name: number for number, each in enumerate(ordered)}
+
+    def _bound_slots(self, run: Run) -> dict[str, int]:
+        """Cluster -> slots that other runs wait for which can go nowhere else; whoever can should leave them these."""
+        if self._bound is None:
+            self._bound = {}
+            for run_id in self.cluster.queued:
+                spec = self.cluster.runs[run_id].spec
+                if len(spec.scheduling.clusters) == 1:
+                    name = spec.scheduling.clusters[0]
+                    self._bound[name] = self._bound.get(name, 0) + spec.slots.min
+        own = run.spec.scheduling.clusters
+        return {} if len(own) == 1 else self._bound
 
 
 def _divisions(wants: Wants) -> list[tuple[str, ...]]:

@@ -72,9 +72,14 @@ def checkpoint_interval_s(spec: TrainRequested) -> float:
 
 def kinds(spec: TrainRequested, pools: Pools) -> tuple[Capacity, ...]:
     """The kinds of capacity that will do for a run; in the order of its tier, if it has one."""
-    if spec.scheduling.capacity != "any":
-        return (spec.scheduling.capacity,)
-    return pools.tiers.get(spec.scheduling.tier or "", ("on-demand", "spot"))
+    return kinds_of(spec.scheduling.capacity, spec.scheduling.tier or "", pools)
+
+
+def kinds_of(capacity: str, tier: str, pools: Pools) -> tuple[Capacity, ...]:
+    """The same, of a run that asks for this capacity and has this tier."""
+    if capacity != "any":
+        return ("spot",) if capacity == "spot" else ("on-demand",)
+    return pools.tiers.get(tier, ("on-demand", "spot"))
 
 
 def capacity_of(labels: Mapping[str, str]) -> Capacity:

@@ -18,6 +18,7 @@ from services.scheduler.core.decisions import PreemptRun
 from services.scheduler.core.explain import Why
 from services.scheduler.core.index import Key
 from services.scheduler.core.place import Placer, Wants, wants_of
+from services.scheduler.core.reserve import Reserve
 from services.scheduler.core.share import AHEAD_HALF_LIVES
 from services.scheduler.core.space import Space, Taken
 
@@ -75,7 +76,9 @@ class Reclaim:
         space: Space,
         claims: Claims,
         leaving: set[str],
+        reserve: Reserve | None = None,
     ) -> None:
+        self._reserve = reserve
         self.cluster, self.now, self.policy, self.placer, self.claims = cluster, now, policy, placer, claims
         self._space, self._leaving = space, set(leaving)
         #: By so many of the first keys it is decided who may take from whom.
@@ -108,7 +111,7 @@ class Reclaim:
             if refusal is not None:
                 continue
             out = closed | shut if shut else closed
-            found = self.placer.find(coming, run, least, wants, closed=out)
+            found = self.placer.find(self._for(run, coming), run, least, wants, closed=out)
             if not blocked_now:
                 # One that lets go and waits again, before others: what it needs is not there for them.
                 coming.take(wants.demand, found or ())
@@ -142,6 +145,10 @@ class Reclaim:
         turns.sort(key=lambda turn: turn[:3])
         return [(key, run, not back) for _, back, key, run in turns]
 
+    def _for(self, run: Run, space: Space) -> Space:
+        """What the run may have of a space: not what is kept for others. To take slots for them would be in vain."""
+        return space if self._reserve is None else self._reserve.space_for(run, space)
+
     # -- whose ---------------------------------------------------------------
 
     def _goes(self, run: Run) -> bool:
@@ -155,6 +162,9 @@ class Reclaim:
         )
 
     def _can_be_taken(self, run: Run) -> bool:
+        # Whose start was promised is not stopped as soon as it has come.
+        if run.reserved is not None:
+            return False
         return not self._goes(run) and run.spec.scheduling.preemptible and not run.terminal
 
     def _taking(self, key: Key, run: Run, each: Holding) -> Taking | None:
@@ -214,7 +224,7 @@ class Reclaim:
         if self._in_vain.get(memo, least + 1) <= least:
             return [], None
         candidates, takings = self._candidates(key, run)
-        need = least - self.placer.most(coming, run, wants, closed)
+        need = least - self.placer.most(self._for(run, coming), run, wants, closed)
         chosen = self._enough(candidates, max(need, 1), run, wants, coming, closed) if candidates else None
         if chosen is None:
             self._in_vain[memo] = least
@@ -226,7 +236,7 @@ class Reclaim:
             self._takeable.remove(each)
             self._leaving.add(each.run.run_id)
             stops.append(self._stop(takings[each.run.run_id], each.run, run, by))
-        return stops, self.placer.find(coming, run, least, wants, closed=closed)
+        return stops, self.placer.find(self._for(run, coming), run, least, wants, closed=closed)
 
     def _standing(self, key: Key, run: Run) -> Key:
         """The part of its key that tells what a run may take: the same for all that came one after the other."""
@@ -288,7 +298,7 @@ class Reclaim:
         trial = coming.copy()
         for each, _ in chosen:
             trial.release(each.run)
-        return self.placer.find(trial, run, run.spec.slots.min, wants, closed=closed) is not None
+        return self.placer.find(self._for(run, trial), run, run.spec.slots.min, wants, closed=closed) is not None
 
     def _spared(
         self, chosen: list[tuple[Holding, int | None]], run: Run, wants: Wants, coming: Space, closed: set[str]

@@ -7,6 +7,8 @@ which ones. Whoever comes later gets slots that are not reserved, or ends before
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import NamedTuple
 
@@ -21,6 +23,7 @@ class Reservation(NamedTuple):
 
     run: Run
     start_s: float
+    end_s: float
     taken: list[Taken]
     #: Whether only limits were counted on, so that it can be promised.
     firm: bool
@@ -67,41 +70,34 @@ class Reserve:
         """Reserve for a run that does not fit now, if its turn has come for a reservation."""
         if len(self.made) >= self._most:
             return None
-        future, firm, count = self._reserved_away(space), True, run.spec.slots.min
-        for at_s, holder, is_firm in self._ends:
-            future.release(holder)
-            firm = firm and is_firm
-            if future.milli < run.demand.milli * count:
+        count, needs = run.spec.slots.min, run.demand.milli * run.spec.slots.min
+        expected, _ = expected_s(self.cluster, run, self.now, self.policy)
+        length_s = max(expected - run.run_s, 1.0)
+        future, firm, ends = space.copy(), True, iter(self._ends)
+        at_s, holder, is_firm = next(ends, (math.inf, None, True))
+        # Slots come back as those that have them end, and those for which they are kept.
+        times = sorted({each[0] for each in self._ends} | {each.end_s for each in self.made})
+        for start_s in times:
+            while holder is not None and at_s <= start_s:
+                future.release(holder)
+                firm = firm and is_firm
+                at_s, holder, is_firm = next(ends, (math.inf, None, True))
+            if future.milli < needs:
                 continue
-            if (taken := self.placer.find(future, run, count, wants)) is not None:
-                reservation = Reservation(run, at_s, taken, firm)
-                self.made.append(reservation)
-                return reservation
+            between = [each for each in self.made if each.start_s < start_s + length_s and start_s < each.end_s]
+            there = _without(future, between) if between else future
+            if (taken := self.placer.find(there, run, count, wants)) is not None:
+                firm = firm and all(each.firm for each in self.made)
+                self.made.append(Reservation(run, start_s, start_s + length_s, taken, firm))
+                return self.made[-1]
         return None
-
-    def _reserved_away(self, space: Space) -> Space:
-        """What is free now and not reserved for anybody, at any time: those reserved before come first."""
-        future = space.copy()
-        for each in self.made:
-            for node_id, slots in each.taken:
-                room = future.rooms[node_id]
-                there = tuple(slot for slot in slots if room.left[slot] >= each.run.demand.milli)
-                future.take(each.run.demand, [(node_id, there)])
-        return future
 
     def space_for(self, run: Run, space: Space) -> Space:
         """What the run may have of what is free now."""
         binding = [each for each in self.made if not self._done_by(run, each)]
         if not binding:
             return space
-        allowed = space.copy()
-        for each in binding:
-            for node_id, slots in each.taken:
-                room = allowed.rooms.get(node_id)
-                if room is not None:
-                    free = tuple(slot for slot in slots if room.left[slot] >= each.run.demand.milli)
-                    allowed.take(each.run.demand, [(node_id, free)])
-        return allowed
+        return _without(space, binding)
 
     def _done_by(self, run: Run, each: Reservation) -> bool:
         """Whether the run, started now, has let go by the time that the slots are needed."""
@@ -118,6 +114,20 @@ class Reserve:
         if not self.made or self.placer.find(space, run, run.spec.slots.min, wants) is None:
             return None
         return next((each for each in self.made if not self._done_by(run, each)), None)
+
+
+def _without(space: Space, reservations: Iterable[Reservation]) -> Space:
+    """What is left beside what is kept for others."""
+    left = space.copy()
+    for each in reservations:
+        for node_id, slots in each.taken:
+            room = left.rooms.get(node_id)
+            if room is not None:
+                free = tuple(
+                    slot for slot in slots if slot >= len(room.left) or room.left[slot] >= each.run.demand.milli
+                )
+                left.take(each.run.demand, [(node_id, free)])
+    return left
 
 
 def as_time(at_s: float) -> datetime:

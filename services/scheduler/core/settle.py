@@ -9,6 +9,7 @@ from contracts.events.run import QueueReason, RunStalled
 from contracts.scheduling import Policy
 from services.scheduler.core.cluster import Cluster, Node, Part, Phase, Run
 from services.scheduler.core.decisions import CancelRun, CompleteRun, FailRun, PreemptRun, QueueRun
+from services.scheduler.core.maintenance import must_leave
 
 #: However late a notice is heard, the ranks are given the time for a small checkpoint.
 LEAST_GRACE_S = 1.0
@@ -41,7 +42,7 @@ def settle_active(
     return None if run.terminal else _outcome(run, now, policy)
 
 
-def next_look(run: Run, policy: Policy) -> float:
+def next_look(run: Run, policy: Policy, now_s: float = -math.inf) -> float:
     """When the clock alone may be a reason to decide about the run, in seconds since the epoch; inf: never."""
     found = math.inf
     if run.live and run.preempting is None:
@@ -49,6 +50,10 @@ def next_look(run: Run, policy: Policy) -> float:
             found = run.placed_at.timestamp() + policy.faults.start_deadline_s
         if run.spec.scheduling.limit_s is not None:
             found = min(found, run.placed_at.timestamp() + run.spec.scheduling.limit_s - run.run_s)
+        for window in policy.maintenance:
+            # Which nodes it is about is looked at then.
+            leaves_s = window.start.timestamp() - run.spec.grace_s
+            found = min(found, leaves_s if leaves_s > now_s else math.inf)
     elif not run.live and not run.terminal and run.ended_at is not None:
         found = run.ended_at.timestamp() + policy.faults.final_checkpoint_wait_s
     return found
@@ -86,10 +91,20 @@ def _stop(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> PreemptR
     if released:
         text = f"node {released[0].node_id} has let go of its ranks"
         return PreemptRun(run.run_id, run.generation, text, "preempted", run.spec.grace_s)
+    if policy.maintenance and (shut := _shut_home(homes, run, now, policy)):
+        return PreemptRun(run.run_id, run.generation, shut, "preempted", run.spec.grace_s)
     if draining:
         text = f"node {draining[0]} is being drained"
         return PreemptRun(run.run_id, run.generation, text, "preempted", run.spec.grace_s)
     return None
+
+
+def _shut_home(homes: list[Node], run: Run, now: datetime, policy: Policy) -> str:
+    """Which node of the run has to be empty soon, for maintenance; '' if none has."""
+    for home in homes:
+        if must_leave(home.node_id, home.labels, policy.maintenance, now, run.spec.grace_s):
+            return f"maintenance of node {home.node_id} begins"
+    return ""
 
 
 def _unfit_home(cluster: Cluster, run: Run) -> str:

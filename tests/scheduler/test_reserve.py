@@ -1,0 +1,114 @@
+"""Backfill: who goes ahead of a run that waits for many slots, and what a promise is worth."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from contracts.events.run import RunFailed, RunPlaced, RunReserved
+from contracts.scheduling import Policy, Reserve
+from services.scheduler.core.why import answer
+from tests.scheduler.world import START, World, spec
+
+
+def limited(slots: int, limit_s: float | None = None, priority: int = 0) -> object:
+    scheduling = {"limit_s": limit_s} if limit_s else {}
+    return spec(slots, priority, command=True, scheduling=scheduling, grace_s=0)
+
+
+def world_of(backfill: str, slots: int = 4, promise_slots: int | None = None) -> World:
+    world = World(Policy(reserve=Reserve(backfill=backfill, promise_slots=promise_slots)))  # type: ignore[arg-type]
+    world.join("n1", slots)
+    return world
+
+
+def submit(world: World, run_id: str, slots: int, limit_s: float | None = None, priority: int = 0) -> str:
+    world.accept(run_id, limited(slots, limit_s, priority))  # type: ignore[arg-type]
+    world.settle()
+    return world.phase(run_id)
+
+
+def test_whoever_is_done_in_time_goes_ahead_and_whoever_is_not_waits() -> None:
+    world = world_of("easy")
+    assert submit(world, "first", 3, 100) == "placed"
+    assert submit(world, "large", 4, 100) == "queued"
+    assert submit(world, "long", 1, 101) == "queued"
+    assert world.run("long").waiting_code == "reserved"
+    said = answer(world.cluster, "long", world.now, world.policy)
+    assert "1 of 4 are free but kept for run large" in said["message"]
+    assert said["changes"][0] == {"fields": {"scheduling.limit_s": 100.0}, "starts": "now", "victims": []}
+    assert submit(world, "short", 1, 99) == "placed"
+    world.wait(100)
+    world.exit("first")
+    world.exit("short")
+    world.settle()
+    assert world.phase("large") == "placed"
+
+
+def test_slots_that_the_reservation_does_not_need_may_be_held_for_long() -> None:
+    world = world_of("easy", slots=2)
+    world.join("n2", 4)
+    assert submit(world, "first", 3, 100) == "placed"
+    assert submit(world, "large", 4, 100) == "queued"
+    # Four of the six are kept; one of the three that are free now is not among them.
+    assert submit(world, "long", 1, 100_000) == "placed"
+    assert submit(world, "longer", 2, 100_000) == "queued"
+    world.exit("first")
+    world.settle()
+    assert world.phase("large") == "placed"
+
+
+@pytest.mark.parametrize(("backfill", "third"), [("easy", "placed"), ("conservative", "queued")])
+def test_conservative_backfill_holds_up_nobody_ahead(backfill: str, third: str) -> None:
+    world = world_of(backfill, slots=4)
+    submit(world, "a", 2, 100)
+    submit(world, "b", 1, 200)
+    assert submit(world, "first", 4, 100) == "queued"
+    assert submit(world, "second", 3, 50) == "queued"
+    # It is done before the first is to start at 200, but would hold up the second, which starts at 100.
+    assert submit(world, "third", 1, 150) == third
+
+
+def test_a_promise_is_kept_against_newcomers_of_any_priority() -> None:
+    world = world_of("easy", promise_slots=4)
+    submit(world, "a", 3, 100)
+    submit(world, "large", 4, 100)
+    (promise,) = world.facts(RunReserved)
+    assert promise.start_by == START + timedelta(seconds=100)
+    assert promise.node_ids == ("n1",)
+    assert submit(world, "urgent", 1, 500, priority=100) == "queued"
+    assert submit(world, "quick", 1, 50, priority=100) == "placed"
+    world.wait(60)
+    world.exit("quick")
+    world.settle()
+    assert world.phase("urgent") == "queued"
+    world.wait(40)
+    world.settle()  # `a` has had its time: it is stopped, and fails
+    assert world.phase("a") == "preempting"
+    world.release("a")
+    world.settle()
+    assert world.phase("large") == "placed"
+    assert world.facts(RunPlaced, "large")[-1].decided_at <= promise.start_by
+    assert len(world.facts(RunReserved)) == 1
+    assert "limit (scheduling.limit_s) is 100 s" in world.facts(RunFailed, "a")[-1].reason
+
+
+def test_nothing_is_promised_that_relies_on_a_guess() -> None:
+    world = world_of("easy", promise_slots=4)
+    submit(world, "a", 3)
+    submit(world, "large", 4, 100)
+    assert world.facts(RunReserved) == []
+    text = answer(world.cluster, "large", world.now, world.policy)["message"]
+    assert "if others take as long as is expected of them" in text
+
+
+def test_a_promise_ends_with_the_run_that_has_it() -> None:
+    world = world_of("easy", promise_slots=4)
+    submit(world, "a", 3, 100)
+    submit(world, "large", 4, 100)
+    assert submit(world, "late", 1, 500) == "queued"
+    world.cancel("large")
+    world.settle()
+    assert world.phase("late") == "placed"
+    assert not world.cluster.promised

@@ -326,11 +326,11 @@ def test_wanted_is_bounded_enough_and_at_rest(data: st.DataObject) -> None:
             id="data is fetched sooner than a long queue ends",
         ),
         pytest.param(
-            [Candidate("dear", 8, 16, price_per_slot_hour=3), Candidate("cheap", 8, 16, price_per_slot_hour=1)],
+            [Candidate("dear", 8, 16, cost=3), Candidate("cheap", 8, 16, cost=1)],
             "cheap dear", id="the price",
         ),
         pytest.param(
-            [Candidate("now", 8, 16, price_per_slot_hour=3), Candidate("later", 0, 16, price_per_slot_hour=1)],
+            [Candidate("now", 8, 16, cost=3), Candidate("later", 0, 16, cost=1)],
             "now later", id="the price does not outweigh a wait",
         ),
     ],

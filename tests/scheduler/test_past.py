@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Iterator
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contracts.base import Fact
+from contracts import subjects
+from contracts.base import Fact, run_id_for
+from contracts.envelope import RawMessage
 from contracts.events.capacity import PolicyAdopted
-from contracts.events.run import RunPlaced, RunPreempting, RunQueued, RunWaiting
-from contracts.scheduling import Order, Policy, Reclaim
+from contracts.events.run import RunAccepted, RunPlaced, RunPreempting, RunQueued, RunRejected, RunWaiting
+from contracts.scheduling import Order, Policy, Pool, Pools, Reclaim
+from services.scheduler.core.why import answer
+from services.scheduler.past.answers import Requests
+from services.scheduler.past.asked import Then
+from services.scheduler.past.history import History, Kind
 from services.scheduler.past.log import Entry, LogError, line_of, parse
-from services.scheduler.past.remake import Difference, remake
+from services.scheduler.past.remake import remake
+from services.scheduler.past.shadow import Shadow
+from services.scheduler.past.whatif import (
+    Prices,
+    Scenario,
+    WhatIfError,
+    like,
+    parse_nodes,
+    play,
+    prices_of,
+    recorded,
+    submissions,
+)
+from services.scheduler.simulate import generate
+from services.scheduler.simulate.engine import simulate
+from services.scheduler.simulate.traces import at
 from tests.scheduler.world import START, Chaos, World, spec
-
-
-def entries(world: World) -> list[Entry]:
-    """The world's log with the policy in force in front, through a file and back."""
-    adopted = PolicyAdopted(digest=world.policy.digest, policy=world.policy)
-    lines = [line_of(adopted, 1, START)]
-    lines += [line_of(fact, sequence, time) for fact, sequence, time in world.log]
-    return list(parse(lines))
 
 
 def adopting(policy: Policy | None = None) -> World:
@@ -56,3 +69,410 @@ def test_a_lively_history_is_decided_again_without_a_difference(seed: int) -> No
     assert counts.decisions == counts.same
     assert counts.unchecked <= counts.facts
     assert counts.passes > 0
+
+
+def doctored(log: list[Entry], place: int, **changes: Any) -> list[Entry]:
+    """The log with some fields of one fact changed."""
+    fact: Any = log[place].fact
+    changed = log[place]._replace(fact=fact.model_copy(update=changes))
+    return [*log[:place], changed, *log[place + 1 :]]
+
+
+def first(log: list[Entry], kind: type[Fact], nth: int = 0) -> int:
+    return [place for place, entry in enumerate(log) if isinstance(entry.fact, kind)][nth]
+
+
+#: What is changed in which fact -> what is found: (kind, fields).
+DOCTORED: dict[str, tuple[type[Fact], dict[str, Any], str, list[str]]] = {
+    "a text": (RunWaiting, {"message": "because"}, "content", ["message"]),
+    "a number": (RunPlaced, {"failures_seen": 7}, "content", ["failures_seen"]),
+    "seconds": (RunPlaced, {"run_s": 1.5}, "content", ["run_s"]),
+    "the time it was decided at": (RunPlaced, {"decided_at": START + timedelta(seconds=1)}, "content", ["decided_at"]),
+    "whom it makes room for": (RunPreempting, {"waiter": "rother"}, "content", ["waiter"]),
+    "what it would like": (RunPlaced, {"wanted_slots": 3}, "content", ["wanted_slots"]),
+}
+
+
+@pytest.mark.parametrize("name", DOCTORED)
+def test_a_log_doctored_by_one_field_shows_exactly_that_difference(name: str) -> None:
+    kind, changes, expected, fields = DOCTORED[name]
+    log = log_of(contended())
+    assert remake(log)[1] == []
+    place = first(log, kind)
+    counts, found = remake(doctored(log, place, **changes))
+    assert [(each.kind, each.sequence) for each in found] == [(expected, log[place].sequence)], found
+    assert [each.field for each in found[0].fields] == fields
+    assert [each.recorded for each in found[0].fields] == [
+        value if isinstance(value, str | int | float) else value.isoformat().replace("+00:00", "Z")
+        for value in changes.values()
+    ]
+    assert counts.same == counts.decisions - 1
+
+
+def contended() -> World:
+    """Two nodes, a low run that gives way, one that waits, and all that follows."""
+    world = adopting()
+    world.join("n1", 2)
+    world.join("n2", 2)
+    world.accept("low", spec(4))
+    world.settle()
+    world.wait(5)
+    world.start("low")
+    world.accept("high", spec(4, 5))
+    world.accept("behind", spec(1))
+    world.settle()
+    world.wait(2)
+    world.commit("low", 1)
+    world.release("low")
+    world.settle()
+    world.wait(1)
+    world.exit("high")
+    world.settle()
+    world.wait(60)
+    world.settle()
+    return world
+
+
+def test_a_slot_given_otherwise_than_decided_is_found_where_it_was_given() -> None:
+    log = log_of(contended())
+    place = first(log, RunPlaced)
+    fact = log[place].fact
+    assert isinstance(fact, RunPlaced)
+    swapped = tuple(member.model_copy(update={"slots": member.slots[::-1]}) for member in fact.members)
+    found = remake(doctored(log, place, members=swapped))[1]
+    assert found[0].sequence == log[place].sequence
+    assert {each.field for each in found[0].fields} == {f"members.{m}.slots.{s}" for m in (0, 1) for s in (0, 1)}
+
+
+def test_decisions_that_nobody_would_make_and_those_made_from_what_was_not_there_yet() -> None:
+    log = log_of(contended())
+    place = first(log, RunPlaced)
+    fact = log[place].fact
+    assert isinstance(fact, RunPlaced)
+    assert fact.decided is not None
+    # Somebody stops a run that nobody else wants to stop.
+    stop = RunPreempting(run_id="low", generation=1, reason="because", grace_s=1, decided=fact.decided)
+    end = Entry(stop, log[-1].sequence + 1, log[-1].time, stop.subject)
+    (extra,) = remake([*log, end])[1]
+    assert (extra.kind, extra.sequence) == ("not decided", end.sequence)
+    assert "run/low/placed/1" in extra.text
+    later = fact.decided.model_copy(update={"at_sequence": 10_000})
+    found = remake(doctored(log, place, decided=later))[1]
+    assert [each.kind for each in found] == ["from the future"]
+    strange = fact.decided.model_copy(update={"policy": "0" * 16})
+    found = remake(doctored(log, place, decided=strange))[1]
+    assert [each.kind for each in found] == ["unknown policy"]
+
+
+def test_a_pass_published_in_part_is_no_difference_but_one_out_of_order_is() -> None:
+    def one_pass(limit: int | None) -> list[Entry]:
+        world = adopting()
+        world.join("n1", 2)
+        for name in ("a", "b", "c"):
+            world.accept(name, spec(1))
+        world.step(limit)
+        return log_of(world)
+
+    counts, found = remake(one_pass(2))
+    assert (found, counts.decisions) == ([], 2)
+    assert counts.unpublished == 3
+    log = one_pass(None)
+    assert remake(log)[1] == []
+    queued, placed = first(log, RunQueued), first(log, RunPlaced)
+    run_id = log[placed].fact.run_id  # type: ignore[union-attr]
+    assert log[queued].fact.run_id == run_id  # type: ignore[union-attr]
+    swapped = list(log)
+    swapped[queued], swapped[placed] = (
+        log[placed]._replace(sequence=log[queued].sequence),
+        log[queued]._replace(sequence=log[placed].sequence),
+    )
+    (found_there,) = remake(sorted(swapped, key=lambda entry: entry.sequence))[1]
+    assert (found_there.kind, found_there.subject) == ("order", f"run.{run_id}.queued")
+
+
+def test_what_cannot_be_read_counts_and_disturbs_nothing() -> None:
+    world = contended()
+    log = log_of(world)
+    nonsense = Entry(None, log[-1].sequence + 1, world.now, "run.low.placed")
+    assert remake([*log, nonsense])[1] == []
+
+
+def test_older_facts_that_do_not_say_what_they_were_made_from_are_counted() -> None:
+    log = log_of(contended())
+    old = [e if e.fact is None else e._replace(fact=stripped(e.fact)) for e in log]
+    counts, found = remake(old)
+    assert found == []
+    assert counts.decisions == 0
+    assert counts.unchecked > 5
+
+
+def stripped(fact: Any) -> Any:
+    return fact.model_copy(update={"decided": None}) if "decided" in type(fact).model_fields else fact
+
+
+BAD_LINES = {
+    "no json": ("{", "line 1"),
+    "no time": ('{"type": "trainbus.run.queued.v1", "sequence": 1, "data": {}}', "there is no 'time'"),
+    "a field that is wrong": (
+        '{"type": "trainbus.run.queued.v1", "sequence": 1, "time": "2026-01-01T00:00:00Z", "data": {"run_id": "r"}}',
+        "next_generation",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_a_file_that_is_no_log_says_where(name: str) -> None:
+    line, text = BAD_LINES[name]
+    with pytest.raises(LogError, match=text):
+        list(parse([line]))
+
+
+def test_a_log_goes_forward() -> None:
+    fact = RunQueued(run_id="r", next_generation=1)
+    with pytest.raises(LogError, match="does not come after 2"):
+        list(parse([line_of(fact, 2, START), line_of(fact, 1, START)]))
+
+
+# -- answers ----------------------------------------------------------------------------------------
+
+
+def asked(verb: str, body: dict[str, Any], event_id: str) -> RawMessage:
+    headers = {"ce-id": event_id, "ce-source": "test"}
+    return RawMessage(subjects.request(verb), json.dumps(body).encode(), headers, "REQUESTS", 1, START)
+
+
+COMMAND = {"name": "hello", "command": ["true"]}
+
+
+def test_answers_are_made_again_from_their_requests() -> None:
+    messages = [
+        asked("train", COMMAND, "good"),
+        asked("train", {**COMMAND, "slotz": 2}, "bad"),
+        asked("restore", {"run_id": run_id_for("test", "good"), "step": 3}, "again"),
+        asked("cancel", {"run_id": "r"}, "other"),
+        RawMessage("train.requested", b"no json", {}, "REQUESTS", 2, START),
+    ]
+    requests = Requests(messages)
+    assert len(requests) == 3
+    world = adopting()
+    for name in ("good", "bad", "again"):
+        (answer,) = requests.answers(world.cluster, run_id_for("test", name))
+        world.say(answer)
+    log = log_of(world)
+    assert [type(entry.fact) for entry in log[1:]] == [RunAccepted, RunRejected, RunRejected]
+    counts, found = remake(log, requests)
+    assert (found, counts.answers, counts.unasked) == ([], 3, 0)
+    rejected = doctored(log, 2, reason="no")
+    (difference,) = remake(rejected, requests)[1]
+    assert (difference.kind, [each.field for each in difference.fields]) == ("answer", ["reason"])
+    assert remake(rejected)[0].unasked == 3
+    swapped = [*log[:1], log[1]._replace(fact=RunRejected(run_id=log[1].fact.run_id, reason="no"))]  # type: ignore
+    (difference,) = remake(swapped, requests)[1]
+    assert (difference.fields[0].recorded, difference.fields[0].remade) == ("rejected", "accepted")
+
+
+# -- why, then --------------------------------------------------------------------------------------
+
+
+def test_why_then_is_what_why_said_then() -> None:
+    world = adopting()
+    said: list[tuple[datetime, str, dict[str, Any]]] = []
+
+    def ask(*run_ids: str) -> None:
+        world.wait(1)
+        for run_id in run_ids:
+            said.append((world.now, run_id, answer(world.cluster, run_id, world.now, world.policy)))
+        world.wait(1)
+
+    world.join("n1", 2)
+    world.accept("first", spec(2))
+    world.accept("second", spec(2))
+    world.accept("huge", spec(9))
+    world.settle()
+    ask("first", "second", "huge")
+    world.start("first")
+    world.wait(30)
+    world.settle()
+    ask("first", "second", "huge")
+    world.cancel("second")
+    world.settle()
+    world.exit("first")
+    world.settle()
+    ask("first", "second", "huge")
+    log = log_of(world)
+    assert len({each["code"] for _, _, each in said}) >= 4
+    for then_at, run_id, expected in said:
+        then = Then(then_at)
+        for entry in log:
+            if not then.feed(entry):
+                break
+        found = then.why(run_id)
+        assert {name: found[name] for name in expected} == expected
+        assert found["policy"]["digest"] == world.policy.digest
+
+
+# -- other nodes, other policies ----------------------------------------------------------------------
+
+
+def lived(jobs: int = 60, gpus: int = 16, policy: Policy | None = None) -> list[Entry]:
+    """The log of a small simulated cluster."""
+    lines: list[str] = []
+    trace = generate.jobs(jobs, gpus, 7, per_node=8)
+    simulate(
+        trace,
+        policy or Policy(name="fifo", order=Order(by=("submitted",)), reclaim=Reclaim(by=())),
+        listeners=(lambda fact, sequence, now_s: lines.append(line_of(fact, sequence, at(now_s))),),
+    )
+    return list(parse(lines))
+
+
+def history_of(log: list[Entry], start: datetime | None = None, end: datetime | None = None) -> History:
+    history = History(start, end)
+    for entry in log:
+        history.feed(entry)
+    history.close()
+    return history
+
+
+def test_the_past_played_is_the_past() -> None:
+    """Where nothing is preempted, the recorded work on the same nodes by the same policy gives the same waits."""
+    history = history_of(lived())
+    assert history.policy is not None
+    wanted = submissions(history)
+    prices = Prices({"gpu": 2.0})
+    was = recorded(history, "fifo", prices)
+    played, _ = play(Scenario("played", history.nodes, history.policy), wanted, prices)
+    assert (played.jobs, played.completed, wanted.assumed) == (60, 60, 0)
+    for name in ("avg_wait_s", "p50_wait_s", "p99_wait_s", "max_wait_s", "avg_jct_s", "makespan_s", "utilisation"):
+        assert getattr(played, name) == pytest.approx(getattr(was, name), rel=1e-6, abs=1e-3), name
+    assert played.preemptions == was.preemptions == 0
+    assert was.cost == pytest.approx(2.0 * 16 * was.makespan_s / 3600, rel=1e-6)
+    assert played.cost == pytest.approx(was.cost, rel=1e-6)
+
+
+def test_more_nodes_wait_less_and_cost_more_by_the_hour() -> None:
+    history = history_of(lived())
+    assert history.policy is not None
+    wanted, prices = submissions(history), Prices({"gpu": 2.0})
+    base, _ = play(Scenario("base", history.nodes, history.policy), wanted, prices)
+    more = history.nodes + like(parse_nodes("6x8", "more"), history.nodes)
+    wide, _ = play(Scenario("more", more, history.policy), wanted, prices)
+    assert base.avg_wait_s > 0
+    assert wide.avg_wait_s < base.avg_wait_s / 2
+    assert wide.slots == base.slots + 48
+    assert wide.cost_per_used_slot_h is not None
+    assert base.cost_per_used_slot_h is not None
+    assert wide.cost_per_used_slot_h > base.cost_per_used_slot_h
+
+
+def test_a_stretch_in_the_middle_carries_what_was_going_on() -> None:
+    log = lived()
+    whole = history_of(log)
+    middle = whole.start + (whole.end - whole.start) / 4
+    part = history_of(log, middle)
+    assert part.carried
+    assert len(part.carried) + len(part.submitted) < len(part.runs)
+    wanted = submissions(part)
+    assert {job.submit_s for job in wanted.jobs if job.run_id not in wanted.counted} == {0.0}
+    # What a carried run has left is what it had from then on.
+    everything = {run.run_id: run.work_slot_s for run in whole.runs.values()}
+    assert all(run.work_slot_s <= everything[run.run_id] + 1e-6 for run in part.carried)
+    used = sum(run.work_slot_s for run in part.runs.values())
+    assert part.totals.used_slot_s == pytest.approx(used)
+
+
+def test_runs_that_go_on_are_taken_to_need_what_others_needed() -> None:
+    log = lived()
+    cut = log[: len(log) * 2 // 3]
+    history = history_of(cut)
+    going_on = [run for run in history.submitted if not run.outcome]
+    wanted = submissions(history)
+    assert going_on
+    assert wanted.assumed == len(going_on)
+    assert all(job.duration_s > 0.001 for job in wanted.jobs)
+
+
+def test_nodes_as_they_are_typed() -> None:
+    nodes = parse_nodes("2x8:H100, 1x4:A100@spot")
+    assert [(n.slots, n.accelerator, n.labels) for n in nodes] == [
+        (8, "H100", {}), (8, "H100", {}), (4, "A100", {"pool": "spot"}),
+    ]  # fmt: skip
+    assert len({n.node_id for n in nodes}) == 3
+    for wrong in ("", "8", "x8", "8x", "2x8:"):
+        with pytest.raises(WhatIfError):
+            parse_nodes(wrong)
+    pool = Pool(name="spot", accelerator="A100", price_per_slot_hour=0.5)
+    prices = prices_of([Policy(pools=Pools(pools=(pool,)))], ["H100=3"])
+    assert prices.cost({Kind("spot", "A100"): 7200.0, Kind("", "H100"): 3600.0, Kind("", "V100"): 3600.0}) == 4.0
+    for wrong in ("H100", "H100=x", "=3", "H100=-1"):
+        with pytest.raises(WhatIfError):
+            prices_of([], [wrong])
+
+
+# -- a candidate beside ------------------------------------------------------------------------------
+
+STRICT = Policy(name="fifo", order=Order(by=("submitted",)), reclaim=Reclaim(by=()))
+SKIPPING = Policy(name="fifo-skip", order=Order(by=("submitted",), skip=True), reclaim=Reclaim(by=()))
+
+
+def crossroads() -> World:
+    """A run of two slots holds up a small one that would fit; both run in the end."""
+    world = adopting(STRICT)
+    world.join("n1", 3)
+    world.accept("a", spec(2))
+    world.settle()
+    world.wait(1)
+    world.start("a")
+    world.accept("wide", spec(2))
+    world.accept("small", spec(1))
+    world.settle()
+    world.wait(10)
+    return world
+
+
+def test_a_shadow_says_what_it_would_have_done_and_when() -> None:
+    world = crossroads()
+    shadow = Shadow(SKIPPING, Policy())
+    said = shadow.hear(log_of(world))
+    said += shadow.rest(world.now)
+    placed = {each.fact.run_id: each for each in said if isinstance(each.fact, RunPlaced)}
+    assert set(placed) == {"a", "small"}
+    assert placed["small"].subject == f"shadow.{SKIPPING.digest}.run.small.placed"
+    assert placed["small"].fact.decided.policy == SKIPPING.digest  # type: ignore[attr-defined]
+    assert list(shadow.result.only_candidate) == [("small", 1)]
+    assert shadow.result.candidate_starts_while == {"priority": 1}
+    before = len(world.log)
+    world.exit("a")
+    world.settle()
+    world.wait(1)
+    more = shadow.hear(log_of(world)[before:]) + shadow.rest(world.now)
+    assert not any(isinstance(each.fact, RunPlaced) and each.fact.run_id == "small" for each in more), "said once"
+    starts = {each.run_id: each for each in shadow.result.starts}
+    assert starts["small"].earlier_s == pytest.approx(10.0)
+    assert starts["wide"].earlier_s == pytest.approx(0.0)
+    assert shadow.result.only_candidate == {}
+    assert 0 < shadow.result.agreeing < shadow.result.points
+
+
+def test_a_shadow_of_the_policy_in_force_agrees_at_every_point() -> None:
+    for seed in range(5):
+        world = lively(seed, 80)
+        shadow = Shadow(world.policy, Policy())
+        log = log_of(world)
+        for start in range(0, len(log), 7):
+            shadow.hear(log[start : start + 7])
+        shadow.rest(world.now)
+        assert shadow.result.points > 5
+        assert shadow.result.agreeing == shadow.result.points
+        assert shadow.result.only_candidate == {}
+
+
+def test_a_shadow_that_starts_again_says_nothing_twice() -> None:
+    world = crossroads()
+    log = log_of(world)
+    first_one = Shadow(SKIPPING, Policy())
+    said = first_one.hear(log) + first_one.rest(world.now)
+    again = Shadow(SKIPPING, Policy(), [each.message_id for each in said])
+    again.catch_up(log)
+    assert again.rest(world.now) == []
+    assert list(again.result.only_candidate) == [("small", 1)]

@@ -30,7 +30,7 @@ TICKS_S = {
     604_800: "1 w",
 }
 #: The time is shown until this share of the work is done.
-MOST = 0.98
+MOST = 0.9
 #: Points of a curve over time; more cannot be seen.
 POINTS = 600
 

@@ -241,8 +241,10 @@ def fact_of(decision: Decision, cluster: Cluster, now: datetime, made: Decided |
             )
 
 
-def answer_fact(answer: AcceptRun | RejectRun, request_id: str, request_source: str) -> RunAccepted | RunRejected:
-    """The fact that answers a request."""
+def answer_fact(
+    answer: AcceptRun | RejectRun, request_id: str, request_source: str, made: Decided | None = None
+) -> RunAccepted | RunRejected:
+    """The fact that answers a request. ``made``: from what was folded when it was answered."""
     if isinstance(answer, AcceptRun):
         return RunAccepted(
             run_id=answer.run_id,
@@ -250,8 +252,11 @@ def answer_fact(answer: AcceptRun | RejectRun, request_id: str, request_source: 
             request_id=request_id,
             request_source=request_source,
             parent_run_id=answer.parent_run_id,
+            decided=made,
         )
-    return RunRejected(run_id=answer.run_id, name=answer.name, reason=answer.reason, problems=answer.problems)
+    return RunRejected(
+        run_id=answer.run_id, name=answer.name, reason=answer.reason, problems=answer.problems, decided=made
+    )
 
 
 def lost_fact(decision: LoseNode) -> NodeLost:

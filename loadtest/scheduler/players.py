@@ -90,8 +90,8 @@ async def _main(given: argparse.Namespace) -> None:
     players = Players(bus, given.mean_s)
     if given.nodes:
         await players.join(given.nodes, given.slots)
-    last = (await bus.js.stream_info("FACTS")).state.last_seq
-    playing = asyncio.create_task(players.play(last + 1))
+    start = given.start or (await bus.js.stream_info("FACTS")).state.last_seq + 1
+    playing = asyncio.create_task(players.play(start))
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, playing.cancel)
     print("playing", flush=True)
     await asyncio.wait({playing})
@@ -103,6 +103,7 @@ def main() -> None:
     parser.add_argument("--nats", required=True)
     parser.add_argument("--nodes", type=int, default=0)
     parser.add_argument("--slots", type=int, default=8)
+    parser.add_argument("--start", type=int, default=0, help="first fact to act on; 0: the next one")
     parser.add_argument("--mean-s", type=float, default=1.0)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
     asyncio.run(_main(parser.parse_args()))

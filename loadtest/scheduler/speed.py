@@ -14,7 +14,11 @@ import argparse
 import asyncio
 import json
 import random
+import subprocess
 import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +43,7 @@ from trainbus.cli.embedded.servers import NatsServer, free_ports
 
 NODES, SLOTS = 250, 8
 QUEUED = 10_000
-LIMIT_S = 240.0
+LIMIT_S = 40.0
 #: Slots of the runs, and how many of a hundred ask for so many.
 SIZES = {1: 80, 2: 10, 4: 6, 8: 4}
 Figures = dict[str, float]
@@ -74,6 +78,7 @@ class Trial:
         """Submit to placed while there is room."""
         sent = await self.send([body(f"l{number}") for number in range(count)], rate)
         await self.all_stored("placed", set(sent), "the placements")
+        await self.all_stored("completed", set(sent), "their end")
         waits_ms = [1e3 * (self.watch.at["placed"][run_id] - at) for run_id, at in sent.items()]
         return {
             "submit_to_placed_p50_ms": percentile(waits_ms, 0.5),
@@ -83,8 +88,8 @@ class Trial:
 
     async def placements(self, count: int) -> Figures:
         """A gang over everything ends, with ``count`` runs behind it; 10,000 are still there when we stop counting."""
-        gate = set(await self.send([body("gate", NODES * SLOTS, 1)]))
-        await self.all_stored("placed", gate, "the gang that holds everything")
+        (gate,) = await self.send([body("gate", NODES * SLOTS, 1)])
+        await self.all_stored("placed", {gate}, "the gang that holds everything")
         rng = random.Random(0)
         sizes = rng.choices(list(SIZES), list(SIZES.values()), k=count)
         begun = self.watch.facts
@@ -93,11 +98,7 @@ class Trial:
         accept_s = max(self.stored("queued", sent)) - min(self.stored("accepted", sent))
         queued_mb = resident_mb(self.pid)
         before_cpu, before_facts = cpu_s(self.pid), self.watch.facts
-        with process(
-            "loadtest.scheduler.players", "--nats", self.server.url, "--mean-s", "1.0", log=self.server.folder / "p.log"
-        ):
-            for run_id in gate:
-                await self._cancel(run_id)
+        with self.players("--mean-s", "1.0", "--start", await self._sequence_of(gate, "placed")):
             wanted = max(count - QUEUED, count // 2)
             await self.watch.until(lambda: len(self.stored("placed", sent)) >= wanted, f"{wanted} placements", LIMIT_S)
             placed = sorted(self.stored("placed", sent))[:wanted]
@@ -115,11 +116,13 @@ class Trial:
             "resident_mb_queued": queued_mb,
         }
 
-    async def _cancel(self, run_id: str) -> None:
-        content = json.dumps({"run_id": run_id}).encode()
-        await self.bus.js.publish(
-            "cancel.requested", content, headers={"ce-id": f"c-{run_id}", "ce-source": "loadtest"}
-        )
+    def players(self, *arguments: str) -> AbstractContextManager[subprocess.Popen[bytes]]:
+        """Agents, from now on or from the fact on that ``--start`` names."""
+        more = ("--nats", self.server.url, *arguments)
+        return process("loadtest.scheduler.players", *more, log=self.server.folder / "players.log")
+
+    async def _sequence_of(self, run_id: str, name: str) -> str:
+        return str(await self.bus.last_sequence(f"run.{run_id}.{name}"))
 
     async def reclaim(self) -> Figures:
         """Everything is held by small runs; a gang of higher priority wants all of it."""
@@ -129,12 +132,10 @@ class Trial:
         ((gang, at),) = (await self.send([body("high", NODES * SLOTS, 100)])).items()
         await self.all_stored("preempting", low, "the reclaim")
         decided_s = max(self.stored("preempting", low)) - at
-        with process(
-            "loadtest.scheduler.players", "--nats", self.server.url, "--mean-s", "1.0", log=self.server.folder / "p.log"
-        ) as players:
-            assert players.stdout is not None
-            await asyncio.to_thread(players.stdout.readline)
-        return {"reclaim_decided_s": decided_s, "gang": float(len(gang) > 0)}
+        started = time.perf_counter()
+        with self.players("--start", str(await self.bus.last_sequence(f"run.{min(low)}.placed"))):
+            await self.all_stored("placed", {gang}, "the gang")
+        return {"reclaim_decided_s": decided_s, "gang_placed_s": time.perf_counter() - started}
 
     async def infeasible(self) -> Figures:
         """A gang that is larger than the cluster."""
@@ -155,13 +156,11 @@ async def measure(given: argparse.Namespace, server: NatsServer) -> Figures:
             watching = asyncio.create_task(watch.run(1))
             trial = Trial(bus, watch, server, child.pid)
             nodes = ("--nodes", str(NODES), "--slots", str(SLOTS), "--mean-s", "0.5")
-            with process(
-                "loadtest.scheduler.players", "--nats", server.url, *nodes, log=server.folder / "p.log"
-            ) as players:
+            with trial.players(*nodes) as players:
                 assert players.stdout is not None
                 await asyncio.to_thread(players.stdout.readline)
                 warm = set(await trial.send([body("warm-up")]))
-                await trial.all_stored("placed", warm, "the first placement")
+                await trial.all_stored("completed", warm, "the first run")
                 log.print("latency")
                 figures |= await trial.latency(given.requests, given.rate)
                 figures |= await trial.infeasible()
@@ -178,7 +177,7 @@ async def measure(given: argparse.Namespace, server: NatsServer) -> Figures:
 
 def rows(figures: Figures) -> list[tuple[str, str, str]]:
     raw = figures["raw_publish_per_s"]
-    lines = [
+    lines: list[tuple[str, str, str, str, Callable[[float], float] | None]] = [
         ("placements_per_s", "placements", "{:,.0f}/s", ">= 1,000/s", lambda v: v / 1000),
         ("facts_per_s", "facts meanwhile", "{:,.0f}/s", f"bare server {raw:,.0f}/s", lambda v: v / raw),
         ("requests_answered_per_s", "requests answered", "{:,.0f}/s", "", None),
@@ -210,6 +209,9 @@ def main() -> None:
         server.start()
         try:
             figures = asyncio.run(measure(given, server))
+        except BaseException:
+            log.print((Path(folder) / "scheduler.log").read_text()[-3000:])
+            raise
         finally:
             server.stop()
     report(given.name, rows(figures), figures)

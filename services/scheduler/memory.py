@@ -49,7 +49,7 @@ class Memory:
                 self._fold(received)
             if not batch or batch[-1].pending == 0:
                 if not self.caught_up.is_set():
-                    log.info("folded the log", sequence=self.cluster.sequence, runs=len(self.cluster.runs))
+                    log.info("folded the log", sequence=self.cluster.sequence, runs=self.cluster.runs.total)
                 self.caught_up.set()
             self._observe(idle=not batch)
             if batch:

@@ -1,10 +1,10 @@
 """How what a pass decides becomes facts: all of it in one atomic batch where the server can, else one by one.
 
 Why no slot is ever given twice, whatever the leases say. Every placement is part of a batch, or a message, that the
-server stores only if the last ``run.*.placed`` in the stream is the one that the decision was made from. Nobody else can
-have given slots away since; the slots of one pass's placements are disjoint; what was freed since is not used, which is
-safe. A leader that was stopped for an hour and goes on finds another last placement and is refused, with all of its
-batch. Every other fact expects that nothing was said about its run since.
+server stores only if the last ``run.*.placed`` in the stream is the one that the decision was made from. Nobody else
+can have given slots away since; the slots of one pass's placements are disjoint; what was freed since is not used,
+which is safe. A leader that was stopped for an hour and goes on finds another last placement and is refused, with all
+of its batch. Every other fact expects that nothing was said about its run since.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Pooled(World):
         return [(each.nodes, each.spare) for each in found]
 
     def submit(self, wanted: Any) -> str:
-        run_id = f"r{len(self.cluster.runs)}"
+        run_id = f"r{self.cluster.runs.total}"
         self.accept(run_id, wanted)
         return run_id
 

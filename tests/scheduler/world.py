@@ -328,13 +328,13 @@ class Chaos:
         runs = [run for run in self.world.cluster.runs.values() if not run.terminal]
         if runs and self.rng.random() < 0.15:
             self.world.cancel(self.rng.choice(runs).run_id)
-        elif len(self.world.cluster.runs) < 15:
+        elif self.world.cluster.runs.total < 15:
             self.submit()
 
     def submit(self) -> None:
         least = self.rng.randint(1, 4)
         wanted = {"min": least, "max": self.rng.randint(least, 6)}
-        run_id = f"r{len(self.world.cluster.runs)}"
+        run_id = f"r{self.world.cluster.runs.total}"
         more: dict[str, Any] = {"max_attempts": self.rng.randint(1, 4), "grace_s": 5}
         command = self.rng.random() < 0.3
         if not command and self.rng.random() < 0.6:

@@ -17,6 +17,7 @@ from services.scheduler.core.index import Index
 from services.scheduler.core.ledger import Ledger
 from services.scheduler.core.pools import Said
 from services.scheduler.core.predict import History, Kind
+from services.scheduler.core.runs import Runs
 
 Ending = Literal["released", "succeeded", "failed", "lost"]
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -299,7 +300,7 @@ class Node:
 class Cluster:
     """Everything the scheduler knows; indexes are kept so that deciding need not look at every run."""
 
-    runs: dict[str, Run] = field(default_factory=dict)
+    runs: Runs = field(default_factory=Runs)
     nodes: dict[str, Node] = field(default_factory=dict)
     #: Accepted and not queued yet; waiting for slots; with parts whose outcome is not decided.
     unqueued: dict[str, None] = field(default_factory=dict)

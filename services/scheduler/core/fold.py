@@ -24,6 +24,8 @@ from services.scheduler.core.quota import periods_h
 
 #: Strikes of a node that a run is to leave out at once: more than any policy forgives.
 EXCLUDED = 1_000_000
+#: So many alarms of runs that are over may lie about.
+MANY_ALARMS = 1000
 
 
 def fold(events: Iterable[tuple[Fact, int, datetime]]) -> Cluster:
@@ -58,10 +60,14 @@ def apply(cluster: Cluster, fact: Fact, sequence: int, time: datetime, envelope:
             on_run(cluster, known, fact, time)
         known.wants = None
         cluster.index.touch(fact.run_id)
+        _keep(cluster, known)
     elif on_node := _NODE_FACTS.get(type(fact)):
         before = cluster.nodes.get(fact.node_id)
-        cluster.index.touch_nodes([run_id for run_id, _ in before.holders] if before is not None else ())
+        holders = [run_id for run_id, _ in before.holders] if before is not None else []
+        cluster.index.touch_nodes(holders)
         on_node(cluster, fact, time)
+        for run_id in holders:
+            _keep(cluster, cluster.runs[run_id])
         _of_pool(cluster, fact, time)
     elif isinstance(fact, CapacityWanted):
         cluster.capacity[fact.pool] = heard(cluster.capacity.get(fact.pool), fact, time)
@@ -82,8 +88,20 @@ def seen(cluster: Cluster, subject: str, sequence: int) -> None:
     if aggregate == run.RunFact.aggregate:
         if name == run.RunPlaced.fact:
             cluster.placed_sequence = max(cluster.placed_sequence, sequence)
-        if (known := cluster.runs.get(run_id)) is not None:
-            known.last_sequence = max(known.last_sequence, sequence)
+        if (known := cluster.runs.get(run_id)) is not None and known.last_sequence < sequence:
+            known.last_sequence = sequence
+            _keep(cluster, known)
+
+
+def _keep(cluster: Cluster, known: Run) -> None:
+    """Keep what has become of a run: packed when it is over and has let go of everything."""
+    if not known.terminal or known.live:
+        cluster.runs.bring_back(known)
+        return
+    cluster.runs.put_away(known)
+    cluster.index.forget(known.run_id)
+    if cluster.index.forgotten > max(len(cluster.index.alarms) // 2, MANY_ALARMS):
+        cluster.index.drop_alarms(cluster.runs.keys())
 
 
 # -- a run's facts ----------------------------------------------------------------------------------

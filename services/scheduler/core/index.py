@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,8 @@ class Index:
     #: (seconds, run): when the clock alone may be a reason to look at a run again; and the last one of each run.
     alarms: list[tuple[float, str]] = field(default_factory=list)
     alarmed: dict[str, float] = field(default_factory=dict)
+    #: Runs that are over and may still have an alarm.
+    forgotten: int = 0
     #: Queued runs that were not told yet why they wait, or to which nodes may have happened since.
     untold: dict[str, None] = field(default_factory=dict)
     #: Queued runs that need no accelerator.
@@ -82,6 +84,19 @@ class Index:
         if self.alarmed.get(run_id) != at_s:
             self.alarmed[run_id] = at_s
             heapq.heappush(self.alarms, (at_s, run_id))
+
+    def forget(self, run_id: str) -> None:
+        """The run is over: nothing will be decided about it, unless something is said about it again."""
+        self.unsettled.pop(run_id, None)
+        self.untold.pop(run_id, None)
+        self.alarmed.pop(run_id, None)
+        self.forgotten += 1
+
+    def drop_alarms(self, keep: Collection[str]) -> None:
+        """Keep the alarms of these runs alone."""
+        self.alarms = [alarm for alarm in self.alarms if alarm[1] in keep]
+        heapq.heapify(self.alarms)
+        self.forgotten = 0
 
     def due(self, now_s: float) -> list[str]:
         """The runs whose alarm has gone off."""

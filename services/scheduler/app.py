@@ -8,6 +8,8 @@ ends a run, is decided by ``core.decide`` on the one instance that holds the lea
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import structlog
 from pydantic import Field
 
@@ -15,17 +17,20 @@ from contracts import subjects, topology
 from contracts.base import run_id_for
 from contracts.envelope import InvalidData, RawMessage, open_envelope
 from contracts.events.node import NodeDraining
-from contracts.events.run import Problem, RunCancelling
+from contracts.events.run import Decided, RunCancelling
 from contracts.events.train import CancelRequested, DrainRequested, RestoreRequested, TrainRequested
-from contracts.scheduling import Elastic, Faults, Policy
+from contracts.scheduling import Policy
 from services.kit.bus import Conflict, Expect, Poison, Received, Transient
+from services.kit.clock import Clock
 from services.kit.service import Service
 from services.kit.settings import Settings
+from services.scheduler import policies
 from services.scheduler.core import admit
 from services.scheduler.core.cluster import Run
 from services.scheduler.core.decisions import AcceptRun, RejectRun, answer_fact
 from services.scheduler.leader import Leader
 from services.scheduler.memory import Memory
+from services.scheduler.pace import Pace
 from services.scheduler.questions import answering
 from services.scheduler.wanting import Wanting
 
@@ -37,35 +42,66 @@ log = structlog.get_logger(__name__)
 
 
 class SchedulerSettings(Settings):
-    """The scheduler's own settings."""
+    """The scheduler's own settings. What is set besides the policy takes the place of the policy's own value."""
 
+    #: A policy's name, or a file with one (TOML or JSON): see ``services/scheduler/policies``.
+    policy: str = policies.DEFAULT
     #: A run is not grown before it has had its slots, and all slots were at rest, for so long.
-    resize_interval_s: float = Field(3.0, ge=0)
+    resize_interval_s: float | None = Field(None, ge=0)
     #: How long a placement may take until its ranks run, downloads included; it is then tried anew.
-    start_deadline_s: float = Field(1800.0, gt=0)
+    start_deadline_s: float | None = Field(None, gt=0)
     #: How long after the grace a node may take to let go before it is taken for lost.
-    release_deadline_s: float = Field(300.0, gt=0)
+    release_deadline_s: float | None = Field(None, gt=0)
     #: Generations in a row that nodes may break, without a new checkpoint, before the run fails.
-    max_blameless: int = Field(50, ge=1)
+    max_blameless: int | None = Field(None, ge=1)
     #: How long a run that has ended waits for its final checkpoint to be committed.
-    final_checkpoint_wait_s: float = Field(60.0, ge=0)
+    final_checkpoint_wait_s: float | None = Field(None, ge=0)
+
+
+#: Setting -> the part of the policy that it belongs to.
+_PARTS = {
+    "resize_interval_s": "elastic",
+    "start_deadline_s": "faults",
+    "release_deadline_s": "faults",
+    "max_blameless": "faults",
+    "final_checkpoint_wait_s": "faults",
+}
+
+
+def policy_of(settings: SchedulerSettings) -> Policy:
+    """The policy that the settings name, with what they say besides.
+
+    Raises:
+        policies.PolicyError: there is no such policy, or it is not valid.
+    """
+    values = {name: getattr(settings, name) for name in _PARTS}
+    changes = [f"{_PARTS[name]}.{name}={value}" for name, value in values.items() if value is not None]
+    return policies.with_settings(settings.policy, changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduler:
+    """A scheduler's parts."""
+
+    service: Service
+    memory: Memory
+    leader: Leader
 
 
 def build(settings: Settings) -> Service:
     """Make a scheduler: a leader or a standby, as the lease decides."""
+    return assemble(settings).service
+
+
+def assemble(
+    settings: Settings, policy: Policy | None = None, *, clock: Clock | None = None, pace: Pace | None = None
+) -> Scheduler:
+    """Make a scheduler out of its parts. With a clock and a pace of its own it lives in a simulation."""
     own = settings if isinstance(settings, SchedulerSettings) else SchedulerSettings(**settings.model_dump())
-    service = Service("scheduler", own)
-    policy = Policy(
-        elastic=Elastic(resize_interval_s=own.resize_interval_s),
-        faults=Faults(
-            final_checkpoint_wait_s=own.final_checkpoint_wait_s,
-            start_deadline_s=own.start_deadline_s,
-            release_deadline_s=own.release_deadline_s,
-            max_blameless=own.max_blameless,
-        ),
-    )
-    memory = Memory(service.bus)
-    leader = Leader(service.bus, memory, policy, own)
+    service = Service("scheduler", own, clock)
+    policy = policy or policy_of(own)
+    memory = Memory(service.bus, virtual=clock is not None)
+    leader = Leader(service.bus, memory, policy, own, pace)
     Requests(service, memory).register()
     service.background(memory.follow)
     service.background(leader.lead)
@@ -73,7 +109,7 @@ def build(settings: Settings) -> Service:
     service.background(Wanting(service.bus, memory, leader).run)
     service.resource(answering(service.bus, memory, leader, policy))
     service.ready_when("folded", lambda: memory.caught_up.is_set())
-    return service
+    return Scheduler(service, memory, leader)
 
 
 class Requests:
@@ -126,14 +162,9 @@ class Requests:
         if error.envelope.type not in (TrainRequested.type, RestoreRequested.type):
             return
         _, data = open_envelope(raw)
-        name = data.get("name") if isinstance(data, dict) else None
         run_id = run_id_for(error.envelope.source, error.envelope.id)
-        problems = tuple(Problem(field=field, message=message) for field, message in error.problems)
-        reason = "the request is not valid: " + "; ".join(
-            f"{problem.field}: {problem.message}" if problem.field else problem.message for problem in problems[:5]
-        )
-        rejection = RejectRun(run_id, name[:200] if isinstance(name, str) else None, reason, problems)
-        fact = answer_fact(rejection, error.envelope.id, error.envelope.source)
+        rejection = admit.answer_invalid(run_id, data, error.problems)
+        fact = answer_fact(rejection, error.envelope.id, error.envelope.source, self._made())
         try:
             await self.bus.publish(fact, error.envelope, expect=_nothing_yet(run_id))
         except Conflict:
@@ -142,12 +173,16 @@ class Requests:
     async def _answer(
         self, received: Received[TrainRequested] | Received[RestoreRequested], answer: AcceptRun | RejectRun
     ) -> None:
-        fact = answer_fact(answer, received.envelope.id, received.envelope.source)
+        fact = answer_fact(answer, received.envelope.id, received.envelope.source, self._made())
         try:
             await self.bus.publish(fact, received.envelope, expect=_nothing_yet(answer.run_id))
         except Conflict:
             # The same request came before: it is one run for ever.
             log.info("already answered", run_id=answer.run_id)
+
+    def _made(self) -> Decided:
+        """From what an answer is made that is made now."""
+        return Decided(at_sequence=self.memory.cluster.sequence, at=self.bus.clock.now())
 
     def _run(self, received: Received[CancelRequested] | Received[RestoreRequested], verb: str) -> Run:
         run_id = received.event.run_id

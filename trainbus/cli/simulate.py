@@ -15,6 +15,7 @@ from trainbus.cli.errors import FAILED, USAGE, CliError
 
 if TYPE_CHECKING:
     from contracts.scheduling import Policy
+    from services.scheduler.simulate.engine import Effort
     from services.scheduler.simulate.report import Recorder
     from services.scheduler.simulate.traces import Trace
 
@@ -124,16 +125,48 @@ def _simulate(
 
     recorder = report.Recorder(trace)
     with _listeners(recorder, events) as listeners, _progress(trace) as progress:
-        if over_bus:
-            from services.scheduler.simulate.over_bus import simulate_over_bus as simulate
-        else:
-            simulate = engine.simulate
         try:
-            effort = simulate(trace, policy, resume_cost_s=resume_cost_s, listeners=listeners, progress=progress)
-        except engine.NeverAtRest as error:
+            if over_bus:
+                effort = _over_bus(trace, policy, resume_cost_s, listeners, progress)
+            else:
+                effort = engine.simulate(
+                    trace, policy, resume_cost_s=resume_cost_s, listeners=listeners, progress=progress
+                )
+        except (engine.NeverAtRest, TimeoutError) as error:
             raise CliError(str(error), FAILED) from error
     settings = {"resume_cost_s": resume_cost_s, "seed": seed, "over_bus": over_bus}
     return recorder, report.summary(recorder, effort, policy, settings)
+
+
+def _over_bus(
+    trace: Trace, policy: Policy, resume_cost_s: float, listeners: Any, progress: Callable[[int], None]
+) -> Effort:
+    """Simulate with the whole service, on a nats-server of its own."""
+    import logging
+    import tempfile
+
+    import structlog
+
+    from services.scheduler.simulate.over_bus import simulate_over_bus
+    from trainbus.cli.embedded.servers import NatsServer, ServerError, free_ports
+
+    # What is printed is the result; the service's log is of interest where it says that something went wrong.
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    with tempfile.TemporaryDirectory(prefix="trainbus-nats-") as folder:
+        server = NatsServer(Path(folder), free_ports(1)[0])
+        try:
+            server.start()
+        except ServerError as error:
+            raise CliError(str(error), FAILED) from error
+        try:
+            return simulate_over_bus(
+                trace, policy, server.url, resume_cost_s=resume_cost_s, listeners=listeners, progress=progress
+            )
+        finally:
+            server.stop()
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 from contracts.scheduling import Policy
 from services.scheduler.core.cluster import EPOCH, Cluster
 from services.scheduler.core.why import answer
+from services.scheduler.past.answers import is_answer
 from services.scheduler.past.log import Entry, fold_entry
 from services.scheduler.past.passes import key_of
 
@@ -25,7 +26,7 @@ class Then:
         """Fold an entry, if it was there by then; False if it came later, and with it all that follow."""
         if entry.time > self.at:
             return False
-        if (key := key_of(entry.fact)) is not None:
+        if (key := key_of(entry.fact)) is not None and not is_answer(entry.fact):
             self.hearing_since = key.hearing_since
         fold_entry(self.cluster, entry)
         return True

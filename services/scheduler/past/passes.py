@@ -6,8 +6,10 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from contracts.base import Fact
+from contracts.events.capacity import CapacityWanted
 from contracts.events.run import Decided
 from contracts.scheduling import Policy
+from services.scheduler.core.capacity import want, wanted_fact
 from services.scheduler.core.cluster import EPOCH, Cluster
 from services.scheduler.core.decide import Plan, plan
 from services.scheduler.core.decisions import fact_of
@@ -24,6 +26,8 @@ class PassKey(NamedTuple):
     #: Digest of the policy.
     policy: str
     hearing_since: datetime | None
+    #: Whether it is about nodes that are wanted, rather than about runs.
+    about_nodes: bool = False
 
 
 def key_of(fact: Fact | None) -> PassKey | None:
@@ -31,7 +35,8 @@ def key_of(fact: Fact | None) -> PassKey | None:
     decided: Decided | None = getattr(fact, "decided", None)
     if decided is None:
         return None
-    return PassKey(decided.at_sequence, decided.at, decided.policy, decided.hearing_since)
+    about_nodes = isinstance(fact, CapacityWanted)
+    return PassKey(decided.at_sequence, decided.at, decided.policy, decided.hearing_since, about_nodes)
 
 
 def plan_again(cluster: Cluster, key: PassKey, policy: Policy) -> Plan:
@@ -46,6 +51,12 @@ def facts_of(made: Plan, cluster: Cluster, key: PassKey) -> list[Fact]:
     """What the decisions of a plan are published as, in the order in which they were decided."""
     stamp = Decided(at_sequence=key.at_sequence, at=key.at, policy=key.policy, hearing_since=key.hearing_since)
     return [fact_of(decision, cluster, key.at, stamp) for decision in made.decisions]
+
+
+def wanted_of(cluster: Cluster, key: PassKey, policy: Policy) -> list[Fact]:
+    """What is said about wanted nodes from the same cluster, in a pass of its own."""
+    stamp = Decided(at_sequence=key.at_sequence, at=key.at, policy=key.policy, hearing_since=key.hearing_since)
+    return [wanted_fact(each, key.at, stamp) for each in want(cluster, key.at, policy)]
 
 
 def stamped(fact: Any, decided: Decided | None) -> Any:

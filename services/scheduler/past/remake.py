@@ -33,7 +33,7 @@ from services.scheduler.core.cluster import Cluster
 from services.scheduler.past.answers import Requests, is_answer
 from services.scheduler.past.diff import FieldDiff, differing
 from services.scheduler.past.log import Entry, fold_entry
-from services.scheduler.past.passes import PassKey, facts_of, key_of, plan_again, stamped
+from services.scheduler.past.passes import PassKey, facts_of, key_of, plan_again, stamped, wanted_of
 
 #: What only a scheduler that leads says about runs.
 DECISIONS = (
@@ -193,7 +193,11 @@ class Remaker:
             if policy is None:
                 self._open[key] = None
                 continue
-            facts = facts_of(plan_again(self.cluster, key, policy), self.cluster, key)
+            facts = (
+                wanted_of(self.cluster, key, policy)
+                if key.about_nodes
+                else facts_of(plan_again(self.cluster, key, policy), self.cluster, key)
+            )
             self._open[key] = _Pass.of(facts, recorded)
             self.counts.passes += 1
 

@@ -19,6 +19,7 @@ from contracts.events.run import RunPlaced, RunPreempting, RunWaiting
 from contracts.scheduling import Policy
 from services.scheduler.core.cluster import Cluster
 from services.scheduler.core.decide import Plan
+from services.scheduler.past.answers import is_answer
 from services.scheduler.past.log import Entry, fold_entry
 from services.scheduler.past.passes import PassKey, facts_of, key_of, plan_again
 
@@ -113,7 +114,7 @@ class Shadow:
         for entry in entries:
             self._learn(entry.fact)
             key = key_of(entry.fact)
-            if key is not None and key not in self._compared:
+            if key is not None and key not in self._compared and not is_answer(entry.fact):
                 said += self._at_pass(key)
             self._held.append(entry)
         while len(self._held) > HELD_BACK:

@@ -38,10 +38,20 @@ class Claims:
         self.quotas = Quotas(policy, cluster.ledger, now_s) if limited else None
         self.shares = Shares(cluster.ledger, policy.fair_share, now_s) if "fair-share" in policy.order.by else None
         self._share_at = policy.order.by.index("fair-share") if self.shares is not None else 0
+        self._by_hours = any(quota.slot_hours is not None for quota in admit.quotas)
+        if self.quotas is not None and self._by_hours:
+            self.quotas.count(self._holders())
         self._lent = any(quota.slots is not None for quota in admit.quotas)
         #: What was found out for runs that are alike, since slots were last given or taken.
         self._shut: dict[tuple[object, ...], tuple[frozenset[str], Refusal | None]] = {}
         self._within: dict[tuple[object, ...], bool] = {}
+
+    def _holders(self) -> Iterator[tuple[Run, float, str]]:
+        nodes = self.cluster.nodes
+        for run_id in self.cluster.active:
+            run = self.cluster.runs[run_id]
+            for part in run.live if run.demand.milli else ():
+                yield run, slots_of(run, len(part.slots)), nodes[part.node_id].accelerator
 
     # -- what a run may have ----------------------------------------------------
 
@@ -192,18 +202,11 @@ class Claims:
 
     def spent(self, leaving: Iterable[str] = ()) -> tuple[list[PreemptRun], float]:
         """The stops of runs whose team has used up its slot-hours, and when the next ones will be due."""
-        if self.quotas is None or all(quota.slot_hours is None for quota in self.policy.admit.quotas):
+        if self.quotas is None or not self._by_hours:
             return [], math.inf
-        nodes = self.cluster.nodes
-        holders = [
-            (run, slots_of(run, len(part.slots)), nodes[part.node_id].accelerator)
-            for run_id in self.cluster.active
-            if (run := self.cluster.runs[run_id]).demand.milli
-            for part in run.live
-        ]
         stops: dict[str, PreemptRun] = {}
         wake_s = math.inf
-        for out in self.quotas.spent_out(holders):
+        for out in self.quotas.spent_out():
             if out.at > self.now_s + AT_ONCE_S:
                 wake_s = min(wake_s, out.at)
                 continue

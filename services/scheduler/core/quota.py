@@ -82,6 +82,9 @@ class Quotas:
             self._of[lineage(quota.team)[-1]].append(quota)
         self._owing = {quota.accelerator for quota in policy.admit.quotas if quota.slots is not None}
         self._spent: dict[Quota, float] = {}
+        #: Who uses a quota of slot-hours: run -> slots; and what all of them may still use while they let go.
+        self._pace: dict[Quota, dict[str, float]] = {}
+        self._grace_slot_s: dict[Quota, float] = defaultdict(float)
         self._given: dict[tuple[str, str | None], float] = defaultdict(float)
         self._given_users: dict[str, float] = defaultdict(float)
         #: When what was refused so far may be allowed by the clock alone.
@@ -108,6 +111,8 @@ class Quotas:
             self._given[name, kind] += slots
             self._given[name, None] += slots
         self._given_users[run.spec.user or ""] += slots
+        for quota in self._limited(run, kind):
+            self._grace_slot_s[quota] += slots * run.spec.grace_s
 
     def _limits(self, run: Wanting, kind: str, held: float) -> Iterator[tuple[float, Refusal]]:
         """Everything that binds the run: how many slots it leaves, and the refusal of more."""
@@ -139,8 +144,7 @@ class Quotas:
             # A start is worth something only if there is time to get going, and to let go again.
             least_s = self._reclaim.resume_cost_s + self._reclaim.min_run_s + spec.grace_s
             spent, until = self._spent_slot_h(quota), period_end(quota, self._now)
-            least_s = min(least_s, until - self._now)
-            room = (quota.slot_hours - spent) * 3600.0 / least_s
+            room = self._left_slot_s(quota) / least_s if least_s else math.inf * (spent < quota.slot_hours)
             yield room, Refusal("quota", "hours", name, quota.accelerator, quota.slot_hours, spent, until=until)
 
     # -- lending and giving back ------------------------------------------------
@@ -211,30 +215,38 @@ class Quotas:
 
     # -- slot-hours ---------------------------------------------------------------
 
-    def spent_out(self, holders: Iterable[tuple[Wanting, float, str]]) -> list[SpentOut]:
-        """When each quota of slot-hours is used up by those who hold slots (run, slots, kind) now.
+    def count(self, holders: Iterable[tuple[Wanting, float, str]]) -> None:
+        """Count what those who hold slots (run, slots, kind) may still use while they let go."""
+        for run, slots, kind in holders:
+            for quota in self._limited(run, kind):
+                self._pace.setdefault(quota, {}).setdefault(run.run_id, 0.0)
+                self._pace[quota][run.run_id] += slots
+                self._grace_slot_s[quota] += slots * run.spec.grace_s
+
+    def spent_out(self) -> list[SpentOut]:
+        """When each quota of slot-hours is used up by those who were counted.
 
         Early enough that they can let go in their grace: a quota is kept, not noticed to be exceeded. Quotas that
         last until the end of their period at this pace are left out.
         """
-        limited = [quota for quota in self._admit.quotas if quota.slot_hours is not None]
-        if not limited:
-            return []
-        using: dict[Quota, list[tuple[Wanting, float]]] = {quota: [] for quota in limited}
-        for run, slots, kind in holders:
-            names = lineage(run.spec.team)
-            for quota in limited:
-                if lineage(quota.team)[-1] in names and quota.accelerator in (None, kind):
-                    using[quota].append((run, slots))
         found = []
-        for quota, runs in using.items():
-            pace = sum(slots for _, slots in runs)
-            grace_slot_s = sum(slots * run.spec.grace_s for run, slots in runs)
-            left_slot_s = ((quota.slot_hours or 0.0) - self._spent_slot_h(quota)) * 3600.0
+        for quota, runs in self._pace.items():
+            pace = sum(runs.values())
             ends_at = period_end(quota, self._now)
-            if pace > 0 and (at := self._now + max(left_slot_s - grace_slot_s, 0.0) / pace) < ends_at:
-                found.append(SpentOut(quota, tuple(dict.fromkeys(run.run_id for run, _ in runs)), at, ends_at))
+            if pace > 0 and (at := self._now + max(self._left_slot_s(quota), 0.0) / pace) < ends_at:
+                found.append(SpentOut(quota, tuple(runs), at, ends_at))
         return found
+
+    def _limited(self, run: Wanting, kind: str) -> Iterator[Quota]:
+        """The quotas of slot-hours that bind the run."""
+        for name in lineage(run.spec.team):
+            for quota in self._of.get(name, ()):
+                if quota.slot_hours is not None and quota.accelerator in (None, kind):
+                    yield quota
+
+    def _left_slot_s(self, quota: Quota) -> float:
+        """What is left of the quota when all who use it have let go."""
+        return ((quota.slot_hours or 0.0) - self._spent_slot_h(quota)) * 3600.0 - self._grace_slot_s[quota]
 
     def _spent_slot_h(self, quota: Quota) -> float:
         spent = self._spent.get(quota)

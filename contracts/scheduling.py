@@ -109,6 +109,8 @@ class Reserve(Part):
     """Whether runs that fit may go ahead of one that waits for many slots, without holding it up."""
 
     backfill: Literal["none", "easy", "conservative"] = "none"
+    #: Only runs of at least so many slots get a reservation; others that do not fit are passed over.
+    from_slots: int = Field(1, ge=1)
     #: How far down the queue backfill looks.
     depth: int = Field(1000, ge=1)
     #: How many runs get a reservation in conservative backfill.
@@ -140,6 +142,9 @@ class Reclaim(Part):
 
     #: A run may take slots of another if the first key of ``order.by`` in which they differ is one of these.
     by: tuple[OrderKey, ...] = ("priority",)
+    #: Whether runs that went ahead of one that did not fit let go again, as soon as it fits with their slots. So slots
+    #: are never idle for the sake of a large gang, and it waits no longer than if nobody had gone ahead.
+    overtakers: bool = False
     #: No slots are taken from a run that has not had them for so long.
     min_run_s: float = Field(0.0, ge=0)
     #: The same for slots that are taken by least-attained service: longer, since it happens all the time.

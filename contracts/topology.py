@@ -62,6 +62,14 @@ class Bucket:
     max_bytes: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class ObjectBucket:
+    """A bucket of objects of any size, kept by the bus itself."""
+
+    name: str
+    doc: str
+
+
 REQUESTS = Stream("REQUESTS", subjects.ALL_REQUESTS, "What somebody wants: train, cancel, ingest, restore...")
 FACTS = Stream("FACTS", subjects.ALL_FACTS, "What has happened, in one total order. The source of truth.", atomic=True)
 PROGRESS = Stream(
@@ -82,6 +90,8 @@ LEASES = Bucket("LEASES", "Who leads and who lives: holder, time to live, and th
 JOBS = Bucket("JOBS", "Work that takes minutes: taken from a message, held by a lease until its result is out.")
 RENDEZVOUS = Bucket("RENDEZVOUS", "Address and port where the ranks of one generation meet.", ttl_s=DAY_S)
 BUCKETS: tuple[Bucket, ...] = (LEASES, JOBS, RENDEZVOUS)
+SNAPSHOTS = ObjectBucket("SNAPSHOTS", "What the log adds up to, now and then: a shortcut for those who fold it.")
+OBJECT_BUCKETS: tuple[ObjectBucket, ...] = (SNAPSHOTS,)
 
 SCHEDULER_REQUESTS = Consumer(
     "scheduler-requests",
@@ -163,3 +173,4 @@ class Topology:
     streams: tuple[Stream, ...] = field(default=STREAMS)
     consumers: tuple[Consumer, ...] = field(default=CONSUMERS)
     buckets: tuple[Bucket, ...] = field(default=BUCKETS)
+    object_buckets: tuple[ObjectBucket, ...] = field(default=OBJECT_BUCKETS)

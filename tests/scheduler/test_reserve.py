@@ -6,8 +6,8 @@ from datetime import timedelta
 
 import pytest
 
-from contracts.events.run import RunFailed, RunPlaced, RunReserved
-from contracts.scheduling import Policy, Reserve
+from contracts.events.run import RunFailed, RunPlaced, RunPreempting, RunReserved
+from contracts.scheduling import Order, Policy, Reclaim, Reserve
 from services.scheduler.core.why import answer
 from tests.scheduler.world import START, World, spec
 
@@ -112,3 +112,33 @@ def test_a_promise_ends_with_the_run_that_has_it() -> None:
     world.settle()
     assert world.phase("late") == "placed"
     assert not world.cluster.promised
+
+
+def test_whoever_went_ahead_lets_go_when_the_one_it_went_ahead_of_fits_with_its_slots() -> None:
+    policy = Policy(order=Order(skip=True), reclaim=Reclaim(overtakers=True, min_run_s=10))
+    world = World(policy)
+    world.join("n1", 4)
+    world.accept("first", spec(3))
+    world.settle()
+    world.wait(1)
+    world.accept("large", spec(4))
+    world.settle()
+    world.wait(1)
+    world.accept("small", spec(1))
+    world.settle()
+    assert world.phase("small") == "placed"  # nothing is idle for the sake of the large one
+    world.exit("first")
+    world.commit("first", 1, final=True)
+    world.settle()
+    assert world.phase("small") == "placed"  # it has not had its slots for as long as it is granted
+    world.wait(10)
+    world.settle()
+    stop = world.facts(RunPreempting)[-1]
+    assert (stop.run_id, stop.waiter, stop.reason) == (
+        "small",
+        "large",
+        "gives way to run large of which it went ahead",
+    )
+    world.release("small")
+    world.settle()
+    assert (world.phase("large"), world.phase("small")) == ("placed", "queued")

@@ -18,7 +18,7 @@ from services.scheduler.core.decisions import PreemptRun
 from services.scheduler.core.explain import Why
 from services.scheduler.core.index import Key
 from services.scheduler.core.place import Placer, Wants, wants_of
-from services.scheduler.core.reserve import Reserve
+from services.scheduler.core.reserve import Reserve, resumable
 from services.scheduler.core.share import AHEAD_HALF_LIVES
 from services.scheduler.core.space import Space, Taken
 
@@ -29,7 +29,7 @@ SPARED = 64
 class Taking(NamedTuple):
     """Why a run may have the slots of another, and how long that one keeps them at least."""
 
-    rule: Literal["quota", "share", "order", "turn"]
+    rule: Literal["quota", "share", "order", "turn", "ahead"]
     granted_s: float
 
 
@@ -84,6 +84,7 @@ class Reclaim:
         #: By so many of the first keys it is decided who may take from whom.
         self._depth = max((at + 1 for at, name in enumerate(policy.order.by) if name in policy.reclaim.by), default=0)
         by_order = bool(self._depth) or policy.reclaim.time_slice_s is not None
+        by_order = by_order or policy.reclaim.overtakers
         self._may_take = by_order or claims.quotas is not None or claims.shares is not None
         going = any(self._goes(cluster.runs[run_id]) for run_id in cluster.active)
         self._holdings = holdings(cluster, now, policy) if self._may_take or going else []
@@ -134,14 +135,15 @@ class Reclaim:
         """In what order slots are looked for, for those that wait (True) and those that will wait again."""
         keys = {run.run_id: order.key_of(self.cluster, run, self.now, self.policy) for run in blocked}
         ranks = {run.run_id: self.claims.rank(run, keys[run.run_id]) for run in blocked}
-        turns = [(ranks[run.run_id], 0, keys[run.run_id], run) for run in blocked]
+        # Whoever has a promise goes first, as in the line.
+        turns = [((run.reserved is None, ranks[run.run_id]), 0, keys[run.run_id], run) for run in blocked]
         for each in returning:
             rank = self.claims.rank(each.run, each.key)
             stop = each.run.preempting
             if stop is not None and stop.waiter in ranks:
                 # Whoever it makes room for goes before it, or it would not have to.
                 rank = max(rank, ranks[stop.waiter])
-            turns.append((rank, 1, each.key, each.run))
+            turns.append(((True, rank), 1, each.key, each.run))
         turns.sort(key=lambda turn: turn[:3])
         return [(key, run, not back) for _, back, key, run in turns]
 
@@ -185,6 +187,11 @@ class Reclaim:
         if order.may_take(key, each.key, self.policy):
             by = next((name for name, a, b in zip(self.policy.order.by, key, each.key, strict=False) if a != b), None)
             return Taking("order", reclaim.quantum_s if by == "least-attained" else reclaim.min_run_s)
+        if reclaim.overtakers and each.run.placed_at > run.queued_at and resumable(each.run):
+            if run.reserved is not None:
+                return Taking("ahead", 0.0)  # what was promised is kept
+            if key < each.key:
+                return Taking("ahead", reclaim.min_run_s)
         turns = run.spec.scheduling.time_slice and each.run.spec.scheduling.time_slice
         if turns and reclaim.time_slice_s is not None and key[:-1] == each.key[:-1]:
             return Taking("turn", max(reclaim.time_slice_s, reclaim.min_run_s))
@@ -267,6 +274,7 @@ class Reclaim:
         why = {
             "quota": "whose team gets back slots that it is owed",
             "share": "whose team is further below its share",
+            "ahead": "of which it went ahead",
             "turn": f"whose turn it is after {slice_s:g} s",
             "order": _standing(run, waiter, shrinks=by is not None),
         }[taking.rule]

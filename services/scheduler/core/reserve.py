@@ -18,6 +18,11 @@ from services.scheduler.core.place import Placer, Wants
 from services.scheduler.core.space import Space, Taken
 
 
+def resumable(run: Run) -> bool:
+    """Whether it goes on where it was when it gets slots again, rather than begin anew."""
+    return run.spec.task is not None and run.spec.kind == "train"
+
+
 class Reservation(NamedTuple):
     """Slots that a run will have from a time on."""
 
@@ -68,7 +73,7 @@ class Reserve:
 
     def hold(self, run: Run, wants: Wants, space: Space) -> Reservation | None:
         """Reserve for a run that does not fit now, if its turn has come for a reservation."""
-        if len(self.made) >= self._most:
+        if len(self.made) >= self._most or run.spec.slots.min < self.policy.reserve.from_slots:
             return None
         count, needs = run.spec.slots.min, run.demand.milli * run.spec.slots.min
         expected, _ = expected_s(self.cluster, run, self.now, self.policy)
@@ -102,6 +107,9 @@ class Reserve:
     def _done_by(self, run: Run, each: Reservation) -> bool:
         """Whether the run, started now, has let go by the time that the slots are needed."""
         if each.run is run:
+            return True
+        if self.policy.reclaim.overtakers and run.spec.scheduling.preemptible and resumable(run):
+            # It lets go again when the slots are needed.
             return True
         expected, firm = expected_s(self.cluster, run, self.now, self.policy)
         if each.firm and not firm:

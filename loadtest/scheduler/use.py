@@ -2,8 +2,8 @@
 
     python -m loadtest.scheduler.use --days 3
 
-250 nodes of 8, 500 runs a day from 1 to 1,000 GPUs, 100 of them large, all with a limit; and one gang of 1,000 GPUs whose
-start is promised. The simulator drives the ``fold`` and ``decide`` that run live.
+250 nodes of 8, 500 runs a day from 1 to 1,000 GPUs, 100 of them large, all with a limit; large gangs are promised their
+start. The simulator drives the ``fold`` and ``decide`` that run live.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import random
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from pathlib import Path
 
 from rich.progress import Progress
 

@@ -18,6 +18,7 @@ from services.scheduler.core.ledger import Ledger
 from services.scheduler.core.pools import Said
 from services.scheduler.core.predict import History, Kind
 from services.scheduler.core.runs import Runs
+from services.scheduler.core.workload import Workload
 
 Ending = Literal["released", "succeeded", "failed", "lost"]
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -315,6 +316,8 @@ class Cluster:
     phases: Counter[Phase] = field(default_factory=Counter)
     #: How long the runs took that are over.
     history: History = field(default_factory=History)
+    #: What runs ask of one node.
+    workload: Workload = field(default_factory=Workload)
     #: How long those waited that have got slots.
     waits: History = field(default_factory=History)
     #: Sequence of the last fact folded, and of the last ``placed``: the fence of a placement.

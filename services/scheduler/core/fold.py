@@ -21,6 +21,7 @@ from services.scheduler.core.demand import WHOLE, demand_of
 from services.scheduler.core.pools import heard, moved
 from services.scheduler.core.predict import kind_of, stay_of
 from services.scheduler.core.quota import periods_h
+from services.scheduler.core.workload import piece_of
 
 #: Strikes of a node that a run is to leave out at once: more than any policy forgives.
 EXCLUDED = 1_000_000
@@ -120,6 +121,7 @@ def _accepted(
         accepted.initial = cluster.checkpoints.get(fact.spec.resume_from)
         accepted.inherited_machine = cluster.machines.get(fact.spec.resume_from, "")
     accepted.kind = kind_of(fact.spec)
+    cluster.workload.add(piece_of(accepted.demand, fact.spec.slots.min))
     cluster.runs[fact.run_id] = accepted
     cluster.index.touch(fact.run_id)
     cluster.unqueued[fact.run_id] = None

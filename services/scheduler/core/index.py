@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.scheduler.core.fragmentation import Packing
+
 #: The key by which runs are ordered; smaller goes first.
 Key = tuple[float, ...]
 
@@ -64,6 +66,8 @@ class Index:
     nodes_version: int = 0
     remembered_version: int = -1
     remembered: dict[Any, Any] = field(default_factory=dict)
+    #: What placing by fragmentation remembers of nodes and of the workload.
+    packing: Packing = field(default_factory=Packing)
     #: Some node changed: whatever any queued run was told may no longer be true.
     nodes_changed: bool = True
 

@@ -16,6 +16,7 @@ from contracts.scheduling import Policy
 from services.scheduler.core.cluster import Cluster, Node, Run
 from services.scheduler.core.clusters import FETCH_S, Candidate, choose_cluster
 from services.scheduler.core.demand import Demand
+from services.scheduler.core.fragmentation import Packing
 from services.scheduler.core.maintenance import closed as closed_for
 from services.scheduler.core.pools import Preferences, kinds_of
 from services.scheduler.core.space import Room, Space, Taken
@@ -130,7 +131,7 @@ class Placer:
     def __init__(self, cluster: Cluster, policy: Policy, now: datetime) -> None:
         self.cluster, self.policy, self.now = cluster, policy, now
         self._memory = cluster.index.memory()
-        self.choose = CHOICES[policy.place.by]
+        self.choose = CHOICES.get(policy.place.by) or _packing(cluster).choose
         if self._memory.setdefault("pools", policy.pools) != policy.pools:
             self._memory.clear()
             self._memory["pools"] = policy.pools
@@ -449,7 +450,15 @@ def _by_turns(
     return [(node_id, by_id[node_id].pick(demand, slots)) for node_id, slots in given.items() if slots]
 
 
-CHOICES: dict[str, Choose] = {"pack": pack, "spread": spread, "balanced": balanced, "fgd": pack}
+CHOICES: dict[str, Choose] = {"pack": pack, "spread": spread, "balanced": balanced}
+
+
+def _packing(cluster: Cluster) -> Packing:
+    """Placing by fragmentation, as the workload is by now."""
+    index, typical = cluster.index, cluster.workload.typical
+    if index.packing.typical is not typical:
+        index.packing = Packing(typical)
+    return index.packing
 
 
 def members_of(taken: list[Taken]) -> tuple[Member, ...]:

@@ -29,8 +29,9 @@ from services.scheduler.core import order
 from services.scheduler.core.cluster import Cluster, Run
 from services.scheduler.core.predict import Distribution, Kind, Running, Stay, stay_of
 
-#: Quantiles of a distribution that a draw is taken from.
-LEVELS = 32
+#: Quantiles of a distribution that a draw is taken from: for runs in line (shared by all of a kind), and for each that
+#: has slots.
+LEVELS, LEVELS_HELD = 32, 12
 #: How often the plan is played.
 PLAYED = 24
 #: Steps of all plays of one estimate together: with a longer line it is played less often, but never less than this.
@@ -151,9 +152,9 @@ def quantile(ascending: Sequence[float], q: float) -> float:
 # -- the cluster, as the plan sees it -------------------------------------------------------------------
 
 
-def distribution_levels(found: Distribution, attained_s: float) -> list[float]:
+def levels(found: Distribution, attained_s: float, count: int) -> list[float]:
     """What may still come, at even steps of probability."""
-    return [found.quantile((step + 0.5) / LEVELS, attained_s) - attained_s for step in range(LEVELS)]
+    return [found.quantile((step + 0.5) / count, attained_s) - attained_s for step in range(count)]
 
 
 class Situation:
@@ -161,6 +162,7 @@ class Situation:
 
     def __init__(self, cluster: Cluster, policy: Policy, now: datetime) -> None:
         self._cluster, self._policy, self._now = cluster, policy, now
+        self._found: dict[Kind, Distribution] = {}
         self._levels: dict[Kind, list[float]] = {}
         self._running = Running(now)
         self._pools: dict[str, int] = {}
@@ -205,8 +207,13 @@ class Situation:
         if (stop := run.preempting) is not None:
             return [max((run.preempting_at - self._now).total_seconds() + stop.grace_s, 0.0)]
         attained_s = run.ran_s(self._now)
-        found = self._cluster.history.predict_beside(run.kind, self._policy.predict, self._running)
-        return self._limited(run, distribution_levels(found, attained_s), attained_s)
+        return self._limited(run, levels(self._predicted(run.kind), attained_s, LEVELS_HELD), attained_s)
+
+    def _predicted(self, kind: Kind) -> Distribution:
+        if kind not in self._found:
+            history, config = self._cluster.history, self._policy.predict
+            self._found[kind] = history.predict_beside(kind, config, self._running)
+        return self._found[kind]
 
     def _claim(self, run: Run) -> Claim | None:
         kinds = run.demand.accelerators
@@ -215,18 +222,22 @@ class Situation:
         pools = tuple(pool for pool in pools if self._whole[pool] >= milli)
         if not pools or run.cancel_reason is not None:
             return None
-        levels = self._levels.get(run.kind)
-        if levels is None:
-            found = self._cluster.history.predict_beside(run.kind, self._policy.predict, self._running)
-            levels = self._levels[run.kind] = distribution_levels(found, 0.0)
-        return Claim(run.run_id, pools, milli, self._limited(run, levels, run.run_s), run.spec.user or "")
+        return Claim(run.run_id, pools, milli, self._takes_s(run), run.spec.user or "")
+
+    def _takes_s(self, run: Run) -> list[float]:
+        """How long a run in line may have slots once it gets them; those of a kind that had none yet share it."""
+        if run.run_s > 0:
+            return self._limited(run, levels(self._predicted(run.kind), run.run_s, LEVELS_HELD), run.run_s)
+        if run.kind not in self._levels:
+            self._levels[run.kind] = levels(self._predicted(run.kind), 0.0, LEVELS)
+        return self._limited(run, self._levels[run.kind], 0.0)
 
     @staticmethod
-    def _limited(run: Run, levels: list[float], attained_s: float) -> list[float]:
+    def _limited(run: Run, possible_s: list[float], attained_s: float) -> list[float]:
         limit_s = run.spec.scheduling.limit_s
         if limit_s is None:
-            return levels
-        return [min(each, max(limit_s - attained_s, 0.0)) for each in levels]
+            return possible_s
+        return [min(each, max(limit_s - attained_s, 0.0)) for each in possible_s]
 
 
 # -- errors -------------------------------------------------------------------------------------------

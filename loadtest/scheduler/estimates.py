@@ -1,0 +1,254 @@
+"""How good the wait estimates and the predicted durations are, on a trace that the real core plays.
+
+    python -m loadtest.scheduler.estimates --trace FILE --gpus 400 [--policy priority-first-come] [--every 20]
+
+Of the runs that come to wait, every so many-th is estimated as it is queued, and with it one of those that wait already.
+Targets: the range from p10 to p90 holds 75 to 85% of the actual starts; the median error of p50 is at most 30% of the
+wait, and less than that of position divided by rate. Only waits of more than a second count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from contracts.base import Fact
+from contracts.events.run import RunAccepted, RunCompleted, RunPlaced, RunQueued
+from contracts.scheduling import Policy
+from loadtest.common import percentile
+from services.scheduler import policies
+from services.scheduler.core import order
+from services.scheduler.core.cluster import Cluster
+from services.scheduler.core.estimate import PACE_S, Estimator
+from services.scheduler.core.predict import Distribution, kind_of
+from services.scheduler.simulate.agents import Agents
+from services.scheduler.simulate.engine import Core, play
+from services.scheduler.simulate.traces import START, Trace, at, read_pai
+
+QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
+SHORTEST_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """An estimate, in seconds from the time it was made."""
+
+    made_s: float
+    low_s: float
+    middle_s: float
+    high_s: float
+    by_position_s: float
+
+
+@dataclass(slots=True)
+class Waits:
+    """Estimates, by (run, generation), and the starts."""
+
+    every: int
+    random: random.Random
+    first: dict[tuple[str, int], Told] = field(default_factory=dict)
+    later: dict[tuple[str, int], Told] = field(default_factory=dict)
+    started_s: dict[tuple[str, int], float] = field(default_factory=dict)
+    took_s: list[float] = field(default_factory=list)
+    estimator: Estimator = field(default_factory=Estimator)
+    _fresh: list[str] = field(default_factory=list)
+    _queued: int = 0
+
+    def heard(self, fact: Fact, sequence: int, now_s: float) -> None:
+        if isinstance(fact, RunQueued):
+            self._fresh.append(fact.run_id)
+        elif isinstance(fact, RunPlaced):
+            self.started_s[fact.run_id, fact.generation] = now_s
+
+    def look(self, cluster: Cluster, policy: Policy, now_s: float) -> None:
+        """Nothing is left to be decided now: estimate if it is time to."""
+        fresh = [run_id for run_id in self._fresh if run_id in cluster.queued]
+        self._fresh.clear()
+        before, self._queued = self._queued, self._queued + len(fresh)
+        if self._queued // self.every == before // self.every:
+            return
+        started = time.perf_counter()
+        found = self.estimator.estimates(cluster, policy, at(now_s))
+        self.took_s.append(time.perf_counter() - started)
+        waiting = list(cluster.queued)
+        for run_id, kept in ((fresh[-1], self.first), (self.random.choice(waiting), self.later)):
+            if run_id in found:
+                low_s, middle_s, high_s = ((each - START).total_seconds() - now_s for each in found[run_id])
+                told = Told(now_s, low_s, middle_s, high_s, by_position_s(cluster, policy, run_id, now_s))
+                kept[run_id, cluster.runs[run_id].next_generation] = told
+
+
+def by_position_s(cluster: Cluster, policy: Policy, run_id: str, now_s: float) -> float:
+    """The simple way: the place in line over the starts a second of the last hours."""
+    now, runs = at(now_s), cluster.runs
+    own = order.key_of(cluster, runs[run_id], now, policy)
+    ahead = sum(order.key_of(cluster, runs[other], now, policy) < own for other in cluster.queued)
+    rate = cluster.waits.rate_per_s(now, PACE_S)
+    return (ahead + 1) / rate if rate > 0 else math.inf
+
+
+class Everybody:
+    """The kind of all runs, without any difference."""
+
+    keys = ("*",)
+
+
+@dataclass(slots=True)
+class Durations:
+    """What runs were predicted to take as they were submitted, against three others' ways."""
+
+    durations_s: dict[str, float]
+    policy: Policy
+    cluster: Cluster
+    held: dict[float, int] = field(default_factory=lambda: defaultdict(int))
+    #: Pinball loss over all quantiles.
+    loss: float = 0.0
+    loss_of_all: float = 0.0
+    #: Absolute error of the median, and of the mean of the user's runs.
+    error: float = 0.0
+    error_of_user: float = 0.0
+    count: int = 0
+    took_s: list[float] = field(default_factory=list)
+    _of_user: dict[str, tuple[float, int]] = field(default_factory=dict)
+    _user: dict[str, str] = field(default_factory=dict)
+
+    def heard(self, fact: Fact, sequence: int, now_s: float) -> None:
+        if isinstance(fact, RunAccepted):
+            self._submitted(fact)
+        elif isinstance(fact, RunCompleted):
+            user = self._user[fact.run_id]
+            total, count = self._of_user.get(user, (0.0, 0))
+            self._of_user[user] = (total + self.durations_s[fact.run_id], count + 1)
+
+    def _submitted(self, fact: RunAccepted) -> None:
+        actual_s, user = self.durations_s[fact.run_id], fact.spec.user or ""
+        self._user[fact.run_id] = user
+        history, config = self.cluster.history, self.policy.predict
+        started = time.perf_counter()
+        found = history.predict(kind_of(fact.spec), config)
+        found.mean_remaining_s()
+        self.took_s.append(time.perf_counter() - started)
+        of_all = history.predict(Everybody(), config)
+        self.count += 1
+        for q in QUANTILES:
+            self.held[q] += actual_s <= found.quantile(q)
+            self.loss += pinball(found, q, actual_s)
+            self.loss_of_all += pinball(of_all, q, actual_s)
+        total, count = self._of_user.get(user, (0.0, 0))
+        self.error += abs(found.quantile(0.5) - actual_s)
+        self.error_of_user += abs((total / count if count else config.prior_s) - actual_s)
+
+
+def pinball(found: Distribution, q: float, actual_s: float) -> float:
+    """The loss that the true quantile makes least."""
+    off = actual_s - found.quantile(q)
+    return q * off if off > 0 else (q - 1) * off
+
+
+def played(trace: Trace, policy: Policy, resume_cost_s: float, waits: Waits, progress: Progress) -> Durations:
+    """Play the whole trace."""
+    durations_s = {job.run_id: job.duration_s for job in trace.jobs}
+    core = Core(policy, (waits.heard,))
+    durations = Durations(durations_s, policy, core.cluster)
+    core.listeners = (waits.heard, durations.heard)
+    bar = progress.add_task("jobs", total=len(trace.jobs))
+    player = play(trace, Agents(durations_s, resume_cost_s), lambda done: progress.update(bar, completed=done))
+    turn = next(player)
+    while True:
+        said = core.turn(turn)
+        if not said.facts:
+            waits.look(core.cluster, policy, turn.now_s)
+        try:
+            turn = player.send(said)
+        except StopIteration:
+            return durations
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """Figures over (estimate, actual wait from when it was made)."""
+
+    count: int
+    held: float
+    before: float
+    error: float
+    error_by_position: float
+    #: The median of how many times as long the end of the range is as its beginning.
+    times: float
+
+
+def quality(told: dict[tuple[str, int], Told], started_s: dict[tuple[str, int], float]) -> Quality | None:
+    pairs = [(each, started_s[key] - each.made_s) for key, each in told.items() if key in started_s]
+    pairs = [(each, wait_s) for each, wait_s in pairs if wait_s > SHORTEST_S]
+    if not pairs:
+        return None
+    return Quality(
+        len(pairs),
+        statistics.fmean(each.low_s <= wait_s <= each.high_s for each, wait_s in pairs),
+        statistics.fmean(wait_s < each.low_s for each, wait_s in pairs),
+        statistics.median(abs(each.middle_s - wait_s) / wait_s for each, wait_s in pairs),
+        statistics.median(abs(each.by_position_s - wait_s) / wait_s for each, wait_s in pairs),
+        statistics.median((each.high_s + 30) / (each.low_s + 30) for each, wait_s in pairs),
+    )
+
+
+def rows_of(name: str, found: Quality | None) -> list[tuple[str, str, str]]:
+    if found is None:
+        return [(f"{name}: estimates", "none waited", "")]
+    held = f"{found.held:.1%} (earlier {found.before:.1%}, later {1 - found.held - found.before:.1%})"
+    return [
+        (f"{name}: estimates", str(found.count), ""),
+        (f"{name}: started between p10 and p90", held, "75 to 85%"),
+        (f"{name}: median error of p50", f"{found.error:.1%}", "<= 30%"),
+        (f"{name}: median error of position / rate", f"{found.error_by_position:.1%}", "more than that of p50"),
+        (f"{name}: p90 over p10, median", f"{found.times:.1f}", ""),
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--gpus", type=int, required=True)
+    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.add_argument("--policy", default="priority-first-come")
+    parser.add_argument("--resume-cost-s", type=float, default=60.0)
+    parser.add_argument("--every", type=int, default=20, help="of the runs that come to wait, every so many-th")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args(arguments)
+    policy = policies.load(given.policy)
+    waits = Waits(given.every, random.Random(given.seed), estimator=Estimator(seed=given.seed))
+    with Progress(transient=True) as progress:
+        trace = read_pai(given.trace, given.gpus, given.gpus_per_node)
+        durations = played(trace, policy, given.resume_cost_s, waits, progress)
+    rows = rows_of("as queued", quality(waits.first, waits.started_s))
+    rows += rows_of("later", quality(waits.later, waits.started_s))
+    if waits.took_s:
+        took = f"{statistics.median(waits.took_s) * 1e3:.0f} ms, most {max(waits.took_s) * 1e3:.0f} ms"
+        rows.append(("estimates of all that wait, median", took, ""))
+    held = ", ".join(f"{durations.held[q] / durations.count:.1%} below p{q * 100:g}" for q in QUANTILES)
+    rows.append(("durations", held, ""))
+    rows.append(("pinball loss over that of all runs", f"{durations.loss / durations.loss_of_all:.2f}", "below 1"))
+    rows.append(
+        ("error of the median over the user's mean", f"{durations.error / durations.error_of_user:.2f}", "below 1")
+    )
+    cost = f"{statistics.median(durations.took_s) * 1e6:.0f} us, p99 {percentile(durations.took_s, 0.99) * 1e6:.0f} us"
+    rows.append(("one prediction", cost, ""))
+    table = Table("figure", "measured", "target", title=f"{trace.name}, {given.gpus} GPUs, {policy.name}")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

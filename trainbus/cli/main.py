@@ -29,7 +29,17 @@ DataDir = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Run = Annotated[str, typer.Argument(help="A run's id, the unique start of one, or its name.")]
-SERVICE_NAMES = ("ingestion", "sharding", "scheduler", "worker", "checkpoint", "tracking", "evaluation", "gateway")
+SERVICE_NAMES = (
+    "ingestion",
+    "sharding",
+    "scheduler",
+    "worker",
+    "checkpoint",
+    "tracking",
+    "evaluation",
+    "gateway",
+    "autoscaler",
+)
 
 
 def _address(data_dir: Path | None) -> Any:
@@ -56,6 +66,16 @@ def up(
         list[str] | None,
         typer.Option("--without", help="Leave a service or node out, to run it yourself: `trainbus service NAME`."),
     ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="The scheduler's policy: a name, or a TOML or JSON file (docs/scheduler.md).")
+    ] = None,
+    autoscale: Annotated[
+        list[str] | None,
+        typer.Option("--autoscale", help="POOL=MAX: up to MAX more nodes that come and go as runs need them."),
+    ] = None,
+    idle_s: Annotated[
+        float | None, typer.Option(min=0, help="Seconds after which an idle node of a pool goes; default 600.")
+    ] = None,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Return when it is ready; `trainbus down` stops it.")
     ] = False,
@@ -63,7 +83,16 @@ def up(
     """Start the embedded stack: NATS, S3, every service and a few worker nodes, on this machine."""
     from trainbus.cli.stack import up
 
-    up(data_dir, nodes=nodes, slots=slots, without=tuple(without or ()), detach=detach)
+    up(
+        data_dir,
+        nodes=nodes,
+        slots=slots,
+        without=tuple(without or ()),
+        detach=detach,
+        policy=policy,
+        autoscale=tuple(autoscale or ()),
+        idle_s=idle_s,
+    )
 
 
 @app.command(rich_help_panel="Stack")

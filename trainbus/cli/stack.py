@@ -20,12 +20,22 @@ from trainbus.cli.embedded.launch import (
     read_stack,
     stop_stack,
 )
-from trainbus.cli.embedded.layout import StackOptions, UnknownUnit, mlflow_uri, plan, s3_keys
+from trainbus.cli.embedded.layout import BadOptions, StackOptions, UnknownUnit, mlflow_uri, plan, s3_keys
 from trainbus.cli.embedded.process import end_with_parent
 from trainbus.cli.errors import USAGE, CliError
 
 
-def up(data_dir: Path | None, *, nodes: int, slots: int, without: tuple[str, ...], detach: bool) -> None:
+def up(
+    data_dir: Path | None,
+    *,
+    nodes: int,
+    slots: int,
+    without: tuple[str, ...],
+    detach: bool,
+    policy: str | None = None,
+    autoscale: tuple[str, ...] = (),
+    idle_s: float | None = None,
+) -> None:
     """Start the stack and stay in the foreground until Ctrl-C; print what runs where."""
     from trainbus.cli import render
 
@@ -35,11 +45,13 @@ def up(data_dir: Path | None, *, nodes: int, slots: int, without: tuple[str, ...
     folder.mkdir(parents=True, exist_ok=True)
     started_at = time.monotonic()
     output = folder / "supervisor.log" if detach else None
-    options = StackOptions(folder, nodes, slots, without)
+    options = StackOptions(folder, nodes, slots, without, policy, autoscale, idle_s)
     try:
         plan(options, os.environ)
     except UnknownUnit as error:
         raise CliError(f"--without: {error}", USAGE) from error
+    except BadOptions as error:
+        raise CliError(str(error), USAGE) from error
     stack = StackProcess(options, output=output, detach=detach)
     stopping = _stop_on_signals(stack)
     stack.start()
@@ -102,9 +114,10 @@ def take_place(name: str, data_dir: Path | None) -> None:
         return
     layout = plan(StackOptions(folder, stack.nodes, stack.slots), os.environ, running=True)
     taken = {each["name"] for each in stack.processes}
-    free = [unit for unit in layout.units if unit.service == name and unit.name not in taken]
+    mine_all = [unit for unit in (*layout.units, *layout.spare) if unit.service == name]
+    free = [unit for unit in mine_all if unit.name not in taken]
     if not free:
-        mine = next(unit.name for unit in layout.units if unit.service == name)
+        mine = mine_all[0].name
         raise CliError(f"the stack on {folder} runs {name} itself: start it with `trainbus up --without {mine}`", USAGE)
     os.environ.update(free[0].environment)
 

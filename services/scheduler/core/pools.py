@@ -401,7 +401,7 @@ class _Stock:
         if self._fill(run, [room for _, rooms in there for room in rooms], ()):
             return
         # One that must stay on machines of one kind stays in one pool; nobody lies across clusters.
-        together = [(pool,) for pool in ordered]
+        together: list[tuple[Pool, ...]] = [(pool,) for pool in ordered]
         if not _exact(spec):
             clusters = dict.fromkeys(pool.cluster for pool in ordered)
             together += [tuple(pool for pool in ordered if pool.cluster == cluster) for cluster in clusters]

@@ -99,6 +99,9 @@ class StackProcess:
         command += ["--data-dir", str(self.options.data_dir)]
         command += ["--nodes", str(self.options.nodes), "--slots", str(self.options.slots)]
         command += [argument for name in self.options.without for argument in ("--without", name)]
+        command += [argument for pool in self.options.autoscale for argument in ("--autoscale", pool)]
+        command += ["--policy", self.options.policy] if self.options.policy is not None else []
+        command += ["--idle-s", str(self.options.idle_s)] if self.options.idle_s is not None else []
         pass_fds: tuple[int, ...] = ()
         read_end: int | None = None
         if not self._detach:

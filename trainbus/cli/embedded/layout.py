@@ -7,6 +7,8 @@ Everything of one stack is under its data folder::
     ports.json     the ports it had last time, so that they stay
     logs/          one file a service
     nats/ s3/ mlflow/ gateway/ node-0/ ...
+    policy.json    what the scheduler decides by, if it was told
+    autoscaler/nodes/  a file for each node that the autoscaler wants
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import json
 import os
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trainbus.cli.embedded.servers import NatsServer, S3Server, free_ports, port_is_free
@@ -25,6 +27,8 @@ BUCKETS = ("lake", "datasets", "models", "code")
 #: Every service but the workers, of which there is one a node.
 SERVICES = ("gateway", "scheduler", "ingestion", "sharding", "checkpoint", "tracking", "evaluation")
 WORKER = "worker"
+#: Only where nodes are to come and go.
+AUTOSCALER = "autoscaler"
 #: The user's own TRAINBUS_ settings are for other stacks and must not leak into this one, but for these.
 PASSED_ON = ("TRAINBUS_LOG_LEVEL", "TRAINBUS_OTLP_ENDPOINT", "TRAINBUS_CHAOS_TWICE")
 
@@ -38,12 +42,22 @@ class StackOptions:
     slots: int = 2
     #: Units that somebody else runs, by their names: a service under work, a node elsewhere.
     without: tuple[str, ...] = ()
+    #: A policy's name or file; None: the default one.
+    policy: str | None = None
+    #: Pools of nodes that come and go as runs need them: ``NAME=MAX``. Empty: those of the policy, if it has any.
+    autoscale: tuple[str, ...] = ()
+    #: Seconds after which an idle node of such a pool goes; None: as the policy says.
+    idle_s: float | None = None
     #: Seconds that workers get to complete checkpoints when the stack stops.
     grace_s: float = 20.0
 
 
 class UnknownUnit(ValueError):
     """Something is named that is no part of the stack."""
+
+
+class BadOptions(ValueError):
+    """The stack cannot be as it was asked for; the text says what to change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +85,46 @@ class Layout:
     units: tuple[Unit, ...]
     gateway_url: str
     mlflow_uri: str
+    #: What every unit is told.
+    common: Mapping[str, str]
+    #: Units of the stack that are not started with it: somebody may run them.
+    spare: tuple[Unit, ...] = ()
+    #: Whether nodes come and go.
+    scales: bool = False
 
     @property
     def data_dir(self) -> Path:
         return self.options.data_dir
+
+    @property
+    def nodes_folder(self) -> Path:
+        """Where the autoscaler says which nodes it wants."""
+        return self.data_dir / AUTOSCALER / "nodes"
+
+    def unit(self, name: str, service: str, port: int, settings: Mapping[str, str]) -> Unit:
+        """One service process, with a folder of its own."""
+        (self.data_dir / name).mkdir(exist_ok=True)
+        own = {
+            "TRAINBUS_HTTP_PORT": str(port),
+            "TRAINBUS_INSTANCE": name,
+            "TRAINBUS_DATA_DIR": str(self.data_dir / name),
+        }
+        environment = {**self.common, **own, **settings}
+        return Unit(name, service, port, environment, self.data_dir / "logs" / f"{name}.log")
+
+    def wanted_nodes(self) -> dict[str, Path]:
+        """The nodes that the autoscaler wants, and where each is described."""
+        return {path.stem: path for path in sorted(self.nodes_folder.glob("*.json"))}
+
+    def wanted_node(self, description: Path) -> Unit:
+        """The worker node that this file describes."""
+        content = json.loads(description.read_bytes())
+        settings = {
+            "TRAINBUS_NODE_ID": description.stem,
+            "TRAINBUS_SLOTS": str(content["slots"]),
+            "TRAINBUS_LABELS": json.dumps(content["labels"]),
+        }
+        return self.unit(description.stem, WORKER, free_ports(1)[0], settings)
 
 
 @dataclass(slots=True)
@@ -136,13 +186,14 @@ def plan(options: StackOptions, inherited: Mapping[str, str], *, running: bool =
 
     Raises:
         UnknownUnit: ``options.without`` names something that is no part of the stack.
+        BadOptions: the policy or its pools are not valid.
     """
     data = options.data_dir.resolve()
     for folder in ("logs", "mlflow"):
         (data / folder).mkdir(parents=True, exist_ok=True)
     nodes = [f"node-{number}" for number in range(options.nodes)]
     inner = [f"s3-{number}" for number in range(S3Server.INNER_PORTS)]
-    wanted = ("nats", "s3", "gateway-http", *inner, *SERVICES, *nodes)
+    wanted = ("nats", "s3", "gateway-http", *inner, *SERVICES, AUTOSCALER, *nodes)
     ports = _Ports(data / "ports.json").take(*wanted, as_they_are=running)
     access_key, secret_key = s3_keys(data)
     nats = NatsServer(data / "nats", ports["nats"])
@@ -157,6 +208,7 @@ def plan(options: StackOptions, inherited: Mapping[str, str], *, running: bool =
         "TRAINBUS_S3_SECRET_KEY": secret_key,
         **{f"TRAINBUS_BUCKET_{name.upper()}": name for name in BUCKETS},
     }
+    told, scales = ({}, False) if running else write_policy(options)
     gateway_url = f"http://127.0.0.1:{ports['gateway-http']}"
     extra = {
         "tracking": {
@@ -164,21 +216,58 @@ def plan(options: StackOptions, inherited: Mapping[str, str], *, running: bool =
             "TRAINBUS_MLFLOW_ARTIFACT_LOCATION": (data / "mlflow" / "artifacts").as_uri(),
         },
         "gateway": {"TRAINBUS_GATEWAY_PORT": str(ports["gateway-http"])},
+        "scheduler": told,
     }
-
-    def unit(name: str, service: str, settings: Mapping[str, str]) -> Unit:
-        own = {
-            "TRAINBUS_HTTP_PORT": str(ports[name]),
-            "TRAINBUS_INSTANCE": name,
-            "TRAINBUS_DATA_DIR": str(data / name),
-        }
-        (data / name).mkdir(exist_ok=True)
-        return Unit(name, service, ports[name], {**common, **own, **settings}, data / "logs" / f"{name}.log")
-
-    units = [unit(name, name, extra.get(name, {})) for name in SERVICES]
-    units += [unit(node, WORKER, {"TRAINBUS_NODE_ID": node, "TRAINBUS_SLOTS": str(options.slots)}) for node in nodes]
+    layout = Layout(options, nats, s3, (), gateway_url, mlflow_uri(data), common)
+    units = [layout.unit(name, name, ports[name], extra.get(name, {})) for name in (*SERVICES, AUTOSCALER)]
+    units += [
+        layout.unit(node, WORKER, ports[node], {"TRAINBUS_NODE_ID": node, "TRAINBUS_SLOTS": str(options.slots)})
+        for node in nodes
+    ]
     if unknown := set(options.without) - {each.name for each in units}:
         names = ", ".join(each.name for each in units)
         raise UnknownUnit(f"the stack has no {', '.join(sorted(unknown))}; it has {names}")
-    kept = tuple(each for each in units if each.name not in options.without)
-    return Layout(options, nats, s3, kept, gateway_url, mlflow_uri(data))
+    left_out = {*options.without, *(() if scales else (AUTOSCALER,))}
+    kept = tuple(each for each in units if each.name not in left_out)
+    return replace(layout, units=kept, spare=tuple(each for each in units if each.name in left_out), scales=scales)
+
+
+def policy_file(data_dir: Path) -> Path:
+    return data_dir / "policy.json"
+
+
+def write_policy(options: StackOptions) -> tuple[dict[str, str], bool]:
+    """Write down what the scheduler is to decide by; return its settings, and whether nodes come and go.
+
+    Raises:
+        BadOptions: there is no such policy, or it, or a pool, is not valid.
+    """
+    path = policy_file(options.data_dir.resolve())
+    if options.policy is None and not options.autoscale:
+        path.unlink(missing_ok=True)
+        return {}, False
+    # Only here: the scheduler's part of the code takes a moment to load.
+    from contracts.scheduling import Policy
+    from services.scheduler import policies
+
+    try:
+        policy = policies.load(options.policy or policies.DEFAULT).model_dump(mode="json")
+        pools = policy["pools"]
+        pools["pools"] = [*pools["pools"], *(_pool(text, options.slots) for text in options.autoscale)]
+        if options.idle_s is not None:
+            pools["idle_s"] = options.idle_s
+        checked = Policy.model_validate(policy)
+    except (policies.PolicyError, ValueError) as error:
+        raise BadOptions(str(error)) from error
+    if any(pool.name == "node" for pool in checked.pools.pools):
+        raise BadOptions("a pool must not be called node: its nodes would have the names of the stack's own")
+    write_json(path, checked.model_dump(mode="json"))
+    return {"TRAINBUS_POLICY": str(path)}, any(pool.max_nodes for pool in checked.pools.pools)
+
+
+def _pool(text: str, slots: int) -> dict[str, object]:
+    """A pool of CPU nodes like the stack's own out of ``NAME=MAX``."""
+    name, _, most = text.partition("=")
+    if not name or not most.isdigit():
+        raise BadOptions(f"{text!r} is no pool of nodes: say NAME=MAX, for example burst=2")
+    return {"name": name, "max_nodes": int(most), "slots_per_node": slots}

@@ -35,6 +35,8 @@ LIVED_WELL_S = 20.0
 #: Deaths of one child before the stack was ready after which it cannot be a passing trouble.
 START_ATTEMPTS = 4
 TICK_S = 0.05
+#: How often it looks which nodes the autoscaler wants.
+LOOK_S = 0.25
 SERVICE_STOP_S = 6.0
 #: Imported before the services are forked. None of their own modules: each shows its own metrics alone.
 SHARED_IMPORTS = (
@@ -57,6 +59,8 @@ class Child:
     start: Callable[[], int]
     log_path: Path
     unit: Unit | None = None
+    #: The file for which it is here: a node that the autoscaler wants.
+    wanted_by: Path | None = None
     server: Server | None = None
     pid: int | None = None
     started_at: float = 0.0
@@ -65,6 +69,8 @@ class Child:
     #: Deaths in a row, none of them after a long life.
     deaths: int = 0
     ready: bool = False
+    #: A node that the autoscaler no longer wants: until when it may take to end.
+    leaves_by: float | None = None
 
     def log_tail(self, lines: int = 12) -> str:
         with contextlib.suppress(OSError):
@@ -88,6 +94,7 @@ class Supervisor:
     #: The process that makes the buckets, until it is done.
     initialising: int | None = None
     was_ready: bool = False
+    look_at: float = 0.0
     _wakeup: socket.socket | None = None
 
     def run(self) -> int:
@@ -133,7 +140,7 @@ class Supervisor:
         """Notice what ended, start what is due, look at what is not ready yet; then wait a little."""
         self._collect()
         now = time.monotonic()
-        changed = False
+        changed = self.layout.scales and now >= self.look_at and self._look_for_nodes(now)
         for child in self.children:
             if child.start_again_at is not None and now >= child.start_again_at:
                 self._start(child)
@@ -149,10 +156,43 @@ class Supervisor:
             self._write_state()
         self._wait()
 
+    def _look_for_nodes(self, now: float) -> bool:
+        """Start the nodes that the autoscaler wants, ask those that it does not want to end; whether any came or went.
+
+        Nodes that it wanted when the stack was last up are wanted still: it finds them and says otherwise.
+        """
+        self.look_at = now + LOOK_S
+        wanted = self.layout.wanted_nodes()
+        gone = [child for child in self.children if child.leaves_by is not None and child.pid is None]
+        self.children = [child for child in self.children if child not in gone]
+        for child in self.children:
+            if child.wanted_by is None or child.name in wanted:
+                continue
+            if child.leaves_by is None:
+                say(f"{child.name} is not wanted any more and is stopped")
+                child.leaves_by = now + self.layout.options.grace_s
+                child.start_again_at = None
+                if child.pid is not None:
+                    _kill(child.pid, signal.SIGTERM)
+            elif now > child.leaves_by and child.pid is not None:
+                _kill(child.pid, signal.SIGKILL)
+        known = {child.name for child in self.children}
+        new = [name for name in wanted if name not in known]
+        for name in new:
+            unit = self.layout.wanted_node(wanted[name])
+            child = Child(name, _forker(unit), unit.log_path, unit=unit, wanted_by=wanted[name])
+            self.children.append(child)
+            say(f"{name} is wanted and is started")
+            self._start(child)
+        return bool(gone or new)
+
     def _collect(self) -> None:
         """Take note of children that have ended."""
         for child in self.children:
             if child.pid is None or (code := _ended(child)) is None:
+                continue
+            if child.leaves_by is not None:
+                child.pid, child.ready = None, False
                 continue
             lived_s = time.monotonic() - child.started_at
             child.pid, child.ready = None, False
@@ -373,6 +413,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--without", action="append", default=[])
+    parser.add_argument("--policy", default=None)
+    parser.add_argument("--autoscale", action="append", default=[])
+    parser.add_argument("--idle-s", type=float, default=None)
     parser.add_argument("--watch-fd", type=int, default=None)
     given = parser.parse_args(arguments)
     held = lock(given.data_dir)
@@ -380,7 +423,16 @@ def main(arguments: list[str] | None = None) -> int:
         return EXIT_LOCKED
     with held:
         layout = plan(
-            StackOptions(given.data_dir.resolve(), given.nodes, given.slots, tuple(given.without)), os.environ
+            StackOptions(
+                given.data_dir.resolve(),
+                given.nodes,
+                given.slots,
+                tuple(given.without),
+                given.policy,
+                tuple(given.autoscale),
+                given.idle_s,
+            ),
+            os.environ,
         )
         return Supervisor(layout, given.watch_fd).run()
 

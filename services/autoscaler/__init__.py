@@ -1,0 +1,1 @@
+"""Starts and stops nodes as the scheduler wants them."""

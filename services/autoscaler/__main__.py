@@ -1,0 +1,4 @@
+from services.autoscaler.app import build
+from services.kit.settings import Settings
+
+build(Settings()).main()

@@ -1,0 +1,185 @@
+"""Follows what is wanted and acts on it, on the one instance that holds the lease.
+
+It keeps nothing of its own: what there is tells the adapter, what is wanted tells the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from pathlib import Path
+from typing import Literal
+
+import structlog
+from pydantic import Field
+
+from contracts import topology
+from contracts.envelope import Envelope
+from contracts.events.train import DrainRequested
+from contracts.scheduling import Pool
+from services.autoscaler import metrics
+from services.autoscaler.adapters import Adapter, AdapterError
+from services.autoscaler.adapters.command import CommandAdapter
+from services.autoscaler.adapters.local import LocalAdapter
+from services.autoscaler.core.decide import Decision, Drain, Machine, Start, Stop, decide
+from services.autoscaler.core.state import PASSING, STANDING, State, apply
+from services.kit.bus import Bus, Transient
+from services.kit.concurrency import end
+from services.kit.lease import Lease
+from services.kit.service import Service
+from services.kit.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+LEASE_KEY = "autoscaler"
+
+
+class AutoscalerSettings(Settings):
+    """The autoscaler's own settings."""
+
+    #: ``local`` starts nodes of the embedded stack that it is part of; ``command`` runs TRAINBUS_AUTOSCALER_COMMAND.
+    autoscaler_adapter: Literal["local", "command"] = "local"
+    #: See ``services/autoscaler/adapters/command.py``.
+    autoscaler_command: str = ""
+    #: How often it looks at the machines.
+    autoscaler_interval_s: float = Field(2.0, gt=0)
+    #: How long a machine may be without a node before it is stopped and another one started.
+    autoscaler_silence_s: float = Field(900.0, gt=0)
+
+
+def build(settings: Settings, adapter: Adapter | None = None) -> Service:
+    """Make an autoscaler, with another adapter than the settings name if one is given."""
+    own = settings if isinstance(settings, AutoscalerSettings) else AutoscalerSettings(**settings.model_dump())
+    service = Service("autoscaler", own)
+    scaler = Autoscaler(service.bus, adapter or _adapter(own), own)
+    service.background(scaler.follow)
+    service.background(scaler.lead)
+    service.ready_when("folded", scaler.caught_up.is_set)
+    return service
+
+
+def _adapter(settings: AutoscalerSettings) -> Adapter:
+    if settings.autoscaler_adapter == "local":
+        return LocalAdapter(nodes_folder(settings.data_dir))
+    if not settings.autoscaler_command:
+        raise SystemExit("TRAINBUS_AUTOSCALER_ADAPTER=command needs TRAINBUS_AUTOSCALER_COMMAND: what to run")
+    return CommandAdapter(settings.autoscaler_command)
+
+
+def nodes_folder(data_dir: Path) -> Path:
+    """Where the local adapter says which nodes shall be there."""
+    return data_dir / "nodes"
+
+
+class Autoscaler:
+    """Brings machines in step with what is wanted."""
+
+    def __init__(self, bus: Bus, adapter: Adapter, settings: AutoscalerSettings) -> None:
+        self.bus, self.adapter, self.settings = bus, adapter, settings
+        # Two processes with the same instance name are two holders all the same.
+        self._holder = f"{settings.instance}-{uuid.uuid4().hex[:8]}"
+        self.state = State()
+        self.caught_up = asyncio.Event()
+        self._news = asyncio.Event()
+        self._machines: dict[str, list[Machine]] = {}
+
+    async def follow(self) -> None:
+        """Fold the log for as long as the service runs."""
+        # What lies on nodes is told from their joining on: of old runs nothing need be read.
+        for received in await self.bus.history(*(fact.subject_filter() for fact in STANDING)):
+            apply(self.state, received.event, received.sequence, received.stored_at or self.bus.clock.now())
+        filters = tuple(fact.subject_filter() for fact in (*STANDING, *PASSING))
+        start = self.state.first_of_interest()
+        async for batch in self.bus.follow(topology.FACTS.name, filters, start):
+            for received in batch:
+                apply(self.state, received.event, received.sequence, received.stored_at or self.bus.clock.now())
+            if not batch or batch[-1].pending == 0:
+                self.caught_up.set()
+            if batch:
+                self._news.set()
+
+    async def lead(self) -> None:
+        """Wait for the lease, act while it lasts, and wait again."""
+        await self.caught_up.wait()
+        bucket = await self.bus.bucket(topology.LEASES)
+        while True:
+            lease = Lease(bucket, LEASE_KEY, self._holder, self.settings.lease_ttl_s, clock=self.bus.clock)
+            async with lease.leadership() as keeper:
+                acting = asyncio.create_task(self._act_while_held(lease))
+                try:
+                    await asyncio.wait({keeper, acting}, return_when=asyncio.FIRST_COMPLETED)
+                    if acting.done():
+                        acting.result()
+                finally:
+                    await end(acting)
+
+    async def _act_while_held(self, lease: Lease) -> None:
+        while lease.held:
+            self._news.clear()
+            await self.step()
+            try:
+                await asyncio.wait_for(self._news.wait(), self.settings.autoscaler_interval_s)
+            except TimeoutError:
+                continue
+
+    async def step(self) -> list[Decision]:
+        """Look at the machines, decide and do it; returns what was decided."""
+        pools = {name: self._pool(name) for name in self.state.wanted}
+        for name, pool in pools.items():
+            try:
+                self._machines[name] = await self.adapter.nodes(pool)
+            except AdapterError as error:
+                self._failed(name, error)
+                # Not knowing what there is, it does nothing: too few for a while is better than too many.
+                return []
+            metrics.MACHINES.labels(name).set(len(self._machines[name]))
+        decisions = decide(
+            self.state, self._machines, self.bus.clock.now(), silence_s=self.settings.autoscaler_silence_s
+        )
+        for decision in decisions:
+            await self._do(decision, pools)
+        return decisions
+
+    def _pool(self, name: str) -> Pool:
+        """The pool as the policy has it; one that it no longer has is known by its name alone."""
+        return self.state.pools.get(name) or Pool(name=name)
+
+    async def _do(self, decision: Decision, pools: dict[str, Pool]) -> None:
+        try:
+            match decision:
+                case Start():
+                    started = await self.adapter.start(pools[decision.pool], decision.count)
+                    metrics.STARTED.labels(decision.pool).inc(len(started))
+                    log.info("machines started", pool=decision.pool, node_ids=started)
+                case Stop():
+                    await self.adapter.stop(pools[decision.pool], [decision.node_id])
+                    metrics.STOPPED.labels(decision.pool).inc()
+                    log.info("machine stopped", pool=decision.pool, node_id=decision.node_id, reason=decision.reason)
+                case Drain():
+                    await self._drain(decision)
+        except AdapterError as error:
+            self._failed(decision.pool if not isinstance(decision, Drain) else "", error)
+
+    async def _drain(self, decision: Drain) -> None:
+        request = DrainRequested(node_id=decision.node_id, reason=decision.reason)
+        # The same request for as long as this life of the node lasts, however often it is made.
+        event_id = f"drain/{decision.node_id}/{decision.incarnation}"
+        envelope = Envelope(
+            id=event_id,
+            source=self.bus.source,
+            type=DrainRequested.type,
+            time=self.bus.clock.now(),
+            correlation_id=event_id,
+        )
+        try:
+            ack = await self.bus.publish_event(request, request.subject, envelope)
+        except Transient as error:
+            log.warning("not asked to be drained, trying again", node_id=decision.node_id, error=str(error))
+            return
+        if not ack.duplicate:
+            metrics.DRAINED.inc()
+            log.info("node to be drained", node_id=decision.node_id, reason=decision.reason)
+
+    def _failed(self, pool: str, error: AdapterError) -> None:
+        metrics.FAILURES.labels(pool).inc()
+        log.warning("the adapter failed, trying again", pool=pool, error=str(error))

@@ -1,0 +1,117 @@
+"""``decide``: which machines to start, drain and stop, so that a pool has as many nodes as are wanted.
+
+Nothing is taken from a run: a node goes when it is empty, and it is drained first, so that nothing comes to it on its
+last way. Deciding again from the same changes nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from services.autoscaler.core.state import Node, State
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A machine that an adapter has started for a pool and not stopped; its agent's node has the same id."""
+
+    node_id: str
+    started_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    pool: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Ask the scheduler to place nothing more on the node."""
+
+    node_id: str
+    incarnation: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Stop the machine: nothing runs there."""
+
+    pool: str
+    node_id: str
+    reason: str
+
+
+Decision = Start | Drain | Stop
+
+
+def decide(
+    state: State, machines: Mapping[str, Sequence[Machine]], now: datetime, *, silence_s: float
+) -> list[Decision]:
+    """What to do about each pool of which something was said.
+
+    Args:
+        machines: pool -> the machines that there are.
+        silence_s: how long a machine may be without a node before it is given up: while it starts, or once its node
+            was lost. Another one is then started in its place.
+    """
+    found: list[Decision] = []
+    for pool in sorted(state.wanted):
+        found += _Pool(state, pool, machines.get(pool, ()), now, silence_s).decided()
+    return found
+
+
+class _Pool:
+    """One pool, its machines sorted by what becomes of them."""
+
+    def __init__(self, state: State, pool: str, machines: Sequence[Machine], now: datetime, silence_s: float) -> None:
+        known = state.pools.get(pool)
+        # A pool that the policy no longer has is wanted no longer.
+        self.most = known.max_nodes if known is not None else 0
+        self.wanted = state.wanted[pool]
+        self.name, self.count = pool, len(machines)
+        self.coming: list[Machine] = []
+        self.empty: list[Node] = []
+        self.busy: list[Node] = []
+        self.stops: list[Stop] = []
+        for machine in machines:
+            node = state.nodes.get(machine.node_id)
+            if node is None or node.gone_at is not None:
+                since = max(machine.started_at, node.gone_at) if node and node.gone_at else machine.started_at
+                if now - since > timedelta(seconds=silence_s):
+                    self._stop(machine.node_id, f"it has had no node for {silence_s:g} s")
+                else:
+                    self.coming.append(machine)
+            elif node.closing:
+                if not node.holders:
+                    self._stop(node.node_id, "it is drained and empty")
+            else:
+                (self.busy if node.holders else self.empty).append(node)
+
+    def _stop(self, node_id: str, reason: str) -> None:
+        self.stops.append(Stop(self.name, node_id, reason))
+
+    def decided(self) -> list[Decision]:
+        target = min(self.wanted.nodes, self.most)
+        have = len(self.coming) + len(self.empty) + len(self.busy)
+        if have < target:
+            # Machines that are about to go still are there, and may cost something.
+            room = self.most - (self.count - len(self.stops))
+            count = min(target - have, max(room, 0))
+            return [*self.stops, *([Start(self.name, count)] if count else [])]
+        return [*self.stops, *self._fewer(have - target)]
+
+    def _fewer(self, surplus: int) -> list[Decision]:
+        """So many less: first what has not come yet, the newest first; then empty nodes, those called spare first."""
+        newest = sorted(self.coming, key=lambda machine: (machine.started_at, machine.node_id), reverse=True)
+        found: list[Decision] = [
+            Stop(self.name, each.node_id, "it is not wanted any more") for each in newest[:surplus]
+        ]
+        spare = {node_id: place for place, node_id in enumerate(self.wanted.spare)}
+        order = sorted(self.empty, key=lambda node: (spare.get(node.node_id, len(spare)), node.node_id))
+        for node in order[: surplus - len(found)]:
+            found.append(Drain(node.node_id, node.incarnation, f"pool {self.name} has more nodes than are wanted"))
+        return found

@@ -12,7 +12,7 @@ import structlog
 from nats.js import JetStreamContext, api
 from nats.js.errors import BadRequestError, NotFoundError
 
-from contracts.topology import Bucket, Consumer, Stream, Topology
+from contracts.topology import Bucket, Consumer, ObjectBucket, Stream, Topology
 
 log = structlog.get_logger(__name__)
 UNLIMITED = -1
@@ -25,6 +25,8 @@ async def reconcile(js: JetStreamContext, topology: Topology, *, replicas: int =
         changes += await _stream(js, stream, replicas)
     for bucket in topology.buckets:
         changes += await _bucket(js, bucket, replicas)
+    for objects in topology.object_buckets:
+        changes += await _object_bucket(js, objects, replicas)
     for consumer in topology.consumers:
         changes += await _consumer(js, consumer)
     for change in changes:
@@ -147,4 +149,16 @@ async def _bucket(js: JetStreamContext, want: Bucket, replicas: int) -> list[str
             )
         )
         return [f"created bucket {want.name}"]
+    return []
+
+
+async def _object_bucket(js: JetStreamContext, want: ObjectBucket, replicas: int) -> list[str]:
+    try:
+        await js.object_store(want.name)
+    except NotFoundError:
+        config = api.ObjectStoreConfig(
+            description=want.doc, replicas=replicas, storage=api.StorageType.FILE, max_bytes=UNLIMITED
+        )
+        await js.create_object_store(want.name, config)
+        return [f"created object bucket {want.name}"]
     return []

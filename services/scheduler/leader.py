@@ -25,6 +25,7 @@ from services.scheduler.core.decisions import PASS_LIMIT, LoseNode, decided, in_
 from services.scheduler.memory import Memory
 from services.scheduler.pace import Freely, Pace
 from services.scheduler.publisher import Publisher, Saying
+from services.scheduler.snapshot import Taker
 
 log = structlog.get_logger(__name__)
 
@@ -44,6 +45,7 @@ class Leader:
         self.bus, self.memory, self.policy = bus, memory, policy
         self.pace: Pace = pace or Freely()
         self._publisher = Publisher(bus, lambda: self.leads)
+        self._taker = Taker(settings)
         self._instance = settings.instance
         self._ttl_s = settings.lease_ttl_s
         # Two processes with the same instance name are two holders all the same.
@@ -68,6 +70,8 @@ class Leader:
             lease = Lease(bucket, LEASE_KEY, self._holder, self._ttl_s, clock=self.bus.clock)
             async with lease.leadership() as keeper:
                 self._lease = lease
+                self._taker.recalled(self.memory.recalled)
+                taking = asyncio.create_task(self._taker.take_while(self.memory.cluster))
                 deciding = asyncio.create_task(self._decide_while_held())
                 try:
                     await asyncio.wait({keeper, deciding}, return_when=asyncio.FIRST_COMPLETED)
@@ -75,7 +79,7 @@ class Leader:
                         deciding.result()
                 finally:
                     self._lease = None
-                    await end(deciding)
+                    await end(deciding, taking)
 
     async def _decide_while_held(self) -> None:
         # What a former leader has published must be folded before anything is added to it.

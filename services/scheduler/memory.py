@@ -15,6 +15,7 @@ from services.kit.bus import Bus, Received
 from services.scheduler import metrics
 from services.scheduler.core.cluster import Cluster, Phase
 from services.scheduler.core.fold import apply, seen
+from services.scheduler.snapshot import Snapshots
 
 log = structlog.get_logger(__name__)
 
@@ -39,22 +40,39 @@ class Memory:
         self._virtual = virtual
         self._observed_at = 0.0
         self.cluster = Cluster()
+        #: The sequence of the snapshot that we began with; 0: with none.
+        self.recalled = 0
         self.caught_up = asyncio.Event()
         self._progress = asyncio.Condition()
 
     async def follow(self) -> None:
-        """Fold the log for as long as the service runs."""
-        async for batch in self.bus.follow(topology.FACTS.name, FOLLOWED, unreadable=True):
+        """Fold the log for as long as the service runs, from the newest snapshot on."""
+        if not self._virtual:
+            await self._recall()
+        target = max([await self.bus.last_sequence(subject) for subject in FOLLOWED])
+        self._look_around(target)
+        messages = self.bus.follow(topology.FACTS.name, FOLLOWED, self.cluster.sequence + 1, unreadable=True)
+        async for batch in messages:
             for received in batch:
                 self._fold(received)
-            if not batch or batch[-1].pending == 0:
-                if not self.caught_up.is_set():
-                    log.info("folded the log", sequence=self.cluster.sequence, runs=self.cluster.runs.total)
-                self.caught_up.set()
+            self._look_around(target)
             self._observe(idle=not batch)
             if batch:
                 async with self._progress:
                     self._progress.notify_all()
+
+    async def _recall(self) -> None:
+        """Begin with the newest snapshot."""
+        found = await Snapshots(self.bus).newest()
+        if found is not None:
+            self.cluster, self.recalled = found, found.sequence
+            log.info("recalled a snapshot", sequence=found.sequence, runs=found.runs.total)
+
+    def _look_around(self, target: int) -> None:
+        """Whether everything is folded that was in the log when we began."""
+        if not self.caught_up.is_set() and self.cluster.sequence >= target:
+            log.info("folded the log", sequence=self.cluster.sequence, runs=self.cluster.runs.total)
+            self.caught_up.set()
 
     async def until(self, sequence: int) -> None:
         """Wait until the fact of that sequence is folded."""

@@ -154,7 +154,7 @@ def test_a_snapshot_is_the_same_ledger(steps: list[tuple[str | None, str | None,
     for team, user, dt in steps[: len(steps) // 2]:
         now += dt
         ledger.change(team, user, "h100", 1, now)
-    copy = Ledger.restored(json.loads(json.dumps(ledger.state())))
+    copy = Ledger.from_state(json.loads(json.dumps(ledger.to_state())))
     assert copy == ledger
     for team, user, dt in steps[len(steps) // 2 :]:
         now += dt
@@ -169,6 +169,6 @@ def test_who_is_long_gone_is_forgotten() -> None:
     ledger.change("gone/part", None, "cpu", -1, 1.0)
     ledger.change("here", None, "cpu", 1, 1.0)
     ledger.forget(100 * WEEK_S)
-    assert {team for team, *_ in ledger.state()["accounts"]} == {"", "here", "here/"}
+    assert {team for team, *_ in ledger.to_state()["accounts"]} == {"", "here", "here/"}
     ledger.change("gone/part", None, "cpu", 1, 100 * WEEK_S)
     assert ledger.using("gone") == 1

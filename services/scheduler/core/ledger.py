@@ -174,7 +174,7 @@ class Ledger:
             if not account.slots and account.at < oldest:
                 del self._accounts[team, kind]
 
-    def state(self) -> dict[str, Any]:
+    def to_state(self) -> dict[str, Any]:
         """Everything, as JSON; ``restored`` makes the same ledger of it."""
         return {
             "half_life_s": self.half_life_s,
@@ -187,7 +187,7 @@ class Ledger:
         }
 
     @classmethod
-    def restored(cls, state: Mapping[str, Any]) -> Ledger:
+    def from_state(cls, state: Mapping[str, Any]) -> Ledger:
         """The ledger that ``state`` was taken from."""
         ledger = cls(state["half_life_s"], state["periods_h"])
         for team, kind, at, slots, slot_s, decayed_slot_s, periods in state["accounts"]:
@@ -199,7 +199,7 @@ class Ledger:
         return ledger
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Ledger) and self.state() == other.state()
+        return isinstance(other, Ledger) and self.to_state() == other.to_state()
 
     def _account(self, team: str, kind: str | None, at: float) -> Account:
         found = self._accounts.get((team, kind))

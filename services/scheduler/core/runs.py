@@ -80,7 +80,7 @@ class Runs(dict[str, "Run"]):
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    __hash__ = None  # type: ignore[assignment]  # it changes
+    __hash__ = None  # it changes
 
 
 def pack(run: Run) -> bytes:

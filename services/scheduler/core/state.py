@@ -1,0 +1,118 @@
+"""A whole cluster as bytes and back, for snapshots. What was saved and loaded equals what was there.
+
+The fields of ``Cluster`` are found by their annotations, so that a new one is saved without a word here; one whose type
+is more than data has ``to_state`` and ``from_state``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import cache
+from typing import Any, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter
+
+from services.scheduler.core.cluster import Cluster, Held, Node
+from services.scheduler.core.runs import Runs, dump, load
+
+#: Sections of the runs that are over: their ids, a line each; the lengths of what they are packed to; all of it.
+IDS, LENGTHS, PACKED = "over/ids", "over/lengths", "over/packed"
+RUNS, NODES = "runs", "nodes"
+
+
+def save(cluster: Cluster) -> dict[str, bytes]:
+    """The cluster in sections. Takes a look at each run that is not over; the others are packed already."""
+    packed = cluster.runs.packed
+    sections = {
+        RUNS: dump(cluster.runs.values()),
+        IDS: "\n".join(packed).encode(),
+        LENGTHS: json.dumps([len(content) for content in packed.values()]).encode(),
+        PACKED: b"".join(packed.values()),
+        NODES: json.dumps([_saved_node(node) for node in cluster.nodes.values()]).encode(),
+    }
+    for name, (write, _) in _codecs().items():
+        sections[name] = write(getattr(cluster, name))
+    return sections
+
+
+def restore(sections: Mapping[str, bytes]) -> Cluster:
+    """The cluster that ``save`` was given.
+
+    Raises:
+        ValueError, KeyError: the sections are not those of such a cluster.
+    """
+    cluster = Cluster(**{name: read(sections[name]) for name, (_, read) in _codecs().items()})
+    cluster.runs = Runs(((run.run_id, run) for run in load(sections[RUNS])), _over(sections).items())
+    cluster.nodes = {node.node_id: node for node in map(_restored_node, json.loads(sections[NODES]))}
+    # Whatever was remembered of earlier passes is found out again.
+    for run_id in (*cluster.unqueued, *cluster.active, *cluster.queued):
+        cluster.index.touch(run_id)
+    return cluster
+
+
+def _over(sections: Mapping[str, bytes]) -> dict[str, bytes]:
+    ids, content, at = sections[IDS].decode().split("\n") if sections[IDS] else [], sections[PACKED], 0
+    found: dict[str, bytes] = {}
+    for run_id, length in zip(ids, json.loads(sections[LENGTHS]), strict=True):
+        found[run_id] = content[at : at + length]
+        at += length
+    return found
+
+
+#: What is in a node beside its plain fields.
+_NODE_EXTRA = ("holders", "left", "cpu_left_milli", "memory_left_bytes")
+
+
+def _saved_node(node: Node) -> dict[str, Any]:
+    plain = _nodes().dump_python([node], mode="json", exclude={0: set(_NODE_EXTRA)})[0]
+    holders = _holders().dump_python(list(node.holders.items()), mode="json")
+    return {
+        "node": plain,
+        "holders": holders,
+        "left": node.left,
+        "cpu_left_milli": node.cpu_left_milli,
+        "memory_left_bytes": node.memory_left_bytes,
+    }
+
+
+def _restored_node(saved: dict[str, Any]) -> Node:
+    (node,) = _nodes().validate_python([saved["node"]])
+    node.holders = dict(_holders().validate_python(saved["holders"]))
+    # Set here, since a node that is made new has all of it left.
+    node.left = saved["left"]
+    node.cpu_left_milli, node.memory_left_bytes = saved["cpu_left_milli"], saved["memory_left_bytes"]
+    return node
+
+
+@cache
+def _nodes() -> TypeAdapter[list[Node]]:
+    return TypeAdapter(list[Node])
+
+
+@cache
+def _holders() -> TypeAdapter[list[tuple[tuple[str, int], Held]]]:
+    return TypeAdapter(list[tuple[tuple[str, int], Held]])
+
+
+Codec = tuple[Callable[[Any], bytes], Callable[[bytes], Any]]
+
+
+@cache
+def _codecs() -> dict[str, Codec]:
+    """Field of a cluster -> how it is written and read. Those that follow from the others are left out."""
+    hints = get_type_hints(Cluster)
+    names = [each.name for each in fields(Cluster) if each.compare and each.name not in (RUNS, NODES)]
+    return {name: _codec(hints[name]) for name in names}
+
+
+def _codec(hint: Any) -> Codec:
+    if hasattr(hint, "from_state"):
+        return (
+            lambda value: json.dumps(value.to_state()).encode(),
+            lambda content: hint.from_state(json.loads(content)),
+        )
+    # The settings of a list count for what is in it.
+    adapter: TypeAdapter[Any] = TypeAdapter(tuple[hint], config=ConfigDict(ser_json_inf_nan="strings"))
+    return (lambda value: adapter.dump_json((value,))), (lambda content: adapter.validate_json(content)[0])

@@ -1,0 +1,292 @@
+"""Snapshots: what the log adds up to, saved now and then, so that a scheduler need not fold years of facts to begin.
+
+A snapshot is a shortcut and never the truth. It is used only if it was made by this very code, of this very stream, and
+is whole; anything else is passed over and the log is folded from its beginning. Every instance finds them in an object
+bucket beside the log. They are made by a process of its own (``python -m services.scheduler.snapshot``), which starts
+from the last one, folds what came since and ends: the leader is never held up by one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import nats.errors
+import structlog
+import zstandard
+from nats.js.errors import APIError, NotFoundError
+from nats.js.errors import Error as JetStreamError
+from nats.js.object_store import ObjectStore
+
+from contracts import topology
+from services.kit import telemetry
+from services.kit.bus import Bus
+from services.kit.concurrency import end
+from services.kit.settings import Settings
+from services.scheduler.core import fold, state
+from services.scheduler.core.cluster import Cluster
+
+log = structlog.get_logger(__name__)
+
+MAGIC = b"trainbus-scheduler-snapshot/1\n"
+#: Snapshots that are kept: of this code, and of others, to whom an operator may go back.
+KEPT, KEPT_OF_OTHERS = 2, 2
+#: A snapshot is due after so many facts, and not more often than so.
+DUE_FACTS = 20_000
+DUE_S = 30.0
+#: How long reading or writing one may take, and making one.
+TRANSFER_S = 30.0
+MAKING_S = 1800.0
+LOOK_S = 2.0
+
+
+class Refused(ValueError):
+    """This is no snapshot, or not one that can be used here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The first line of a snapshot, after what says that it is one."""
+
+    #: Which code folded it, see ``code_digest``.
+    code: str
+    #: When the stream was made that it is of.
+    stream: str
+    sequence: int
+    #: Of the compressed sections that follow.
+    sha256: str
+    #: (name, bytes) of each section.
+    sections: list[tuple[str, int]]
+
+
+def encode(cluster: Cluster, code: str, stream: str) -> bytes:
+    """A snapshot as it is stored."""
+    sections = state.save(cluster)
+    body = zstandard.ZstdCompressor(level=3).compress(b"".join(sections.values()))
+    sizes = [(name, len(content)) for name, content in sections.items()]
+    header = Header(code, stream, cluster.sequence, hashlib.sha256(body).hexdigest(), sizes)
+    return MAGIC + json.dumps(asdict(header)).encode() + b"\n" + body
+
+
+def decode(content: bytes, code: str, stream: str) -> Cluster:
+    """What ``encode`` was given.
+
+    Raises:
+        Refused: it is broken, or of other code or another stream.
+    """
+    if not content.startswith(MAGIC):
+        raise Refused("it does not begin as one")
+    line, _, body = content[len(MAGIC) :].partition(b"\n")
+    try:
+        header = Header(**json.loads(line))
+    except (ValueError, TypeError) as error:
+        raise Refused(f"its header cannot be read: {error}") from error
+    if header.code != code:
+        raise Refused("other code made it")
+    if header.stream != stream:
+        raise Refused("it is of another stream")
+    if hashlib.sha256(body).hexdigest() != header.sha256:
+        raise Refused("its checksum is wrong")
+    try:
+        whole, at, sections = zstandard.ZstdDecompressor().decompress(body), 0, {}
+        for name, size in header.sections:
+            sections[name] = whole[at : at + size]
+            at += size
+        cluster = state.restore(sections)
+    except (ValueError, KeyError, TypeError, zstandard.ZstdError) as error:
+        raise Refused(f"it cannot be read: {error}") from error
+    if cluster.sequence != header.sequence:
+        raise Refused("it is not of the sequence that it names")
+    return cluster
+
+
+@cache
+def code_digest() -> str:
+    """Names the code that folds: of the fold, and of every module of ours that it is made of."""
+    found: dict[str, ModuleType] = {}
+    waiting: list[str] = [fold.__name__, state.__name__]
+    while waiting:
+        name = waiting.pop()
+        module = sys.modules.get(name)
+        if name in found or module is None:
+            continue
+        found[name] = module
+        for value in vars(module).values():
+            home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+            if isinstance(home, str) and home.startswith(("contracts", "services.scheduler.core")):
+                waiting.append(home)
+    digest = hashlib.sha256(f"python {sys.version_info[:2]}".encode())
+    for name in sorted(found):
+        if (path := found[name].__file__) is not None:
+            digest.update(name.encode() + b"\0" + Path(path).read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+class Snapshots:
+    """The bucket of snapshots."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+
+    async def newest(self) -> Cluster | None:
+        """The cluster of the newest snapshot that can be used; None if there is none."""
+        try:
+            async with asyncio.timeout(TRANSFER_S):
+                store, stream, last = await self._store(), *await self._stream()
+                for sequence, name in sorted(await self._names(store, code_digest()), reverse=True):
+                    found = await self._read(store, name, stream) if sequence <= last else None
+                    if found is not None:
+                        return found
+        except (TimeoutError, nats.errors.Error, APIError, JetStreamError) as error:
+            log.warning("no snapshot read, folding the log", error=repr(error))
+        return None
+
+    async def write(self, cluster: Cluster) -> str:
+        """Save the cluster, and remove what is older than it need be."""
+        store, (stream, _) = await self._store(), await self._stream()
+        name = f"{code_digest()}/{cluster.sequence:020}"
+        content = await asyncio.to_thread(encode, cluster, code_digest(), stream)
+        async with asyncio.timeout(TRANSFER_S):
+            await store.put(name, content)
+            await self._prune(store)
+        log.info("snapshot taken", name=name, size_bytes=len(content), runs=cluster.runs.total)
+        return name
+
+    async def _read(self, store: ObjectStore, name: str, stream: str) -> Cluster | None:
+        try:
+            content = (await store.get(name)).data or b""
+            return decode(content, code_digest(), stream)
+        except (Refused, JetStreamError) as error:
+            # Perhaps it was being removed, or a disk has failed: there is one before it, or the log.
+            log.warning("snapshot refused", name=name, reason=repr(error))
+            return None
+
+    async def _prune(self, store: ObjectStore) -> None:
+        own = sorted(await self._names(store, code_digest()), reverse=True)
+        others = sorted(await self._names(store, "", but=code_digest()), reverse=True)
+        for _, name in own[KEPT:] + others[KEPT_OF_OTHERS:]:
+            with suppress(JetStreamError):
+                await store.delete(name)
+
+    async def _names(self, store: ObjectStore, code: str, but: str = " ") -> list[tuple[int, str]]:
+        """(sequence, name) of those that this code made; of those of all other code with ``but``."""
+        try:
+            entries = await store.list(ignore_deletes=True)
+        except NotFoundError:
+            return []
+        names = [entry.name for entry in entries if entry.name and not entry.deleted]
+        found = []
+        for name in names:
+            made_by, _, sequence = name.partition("/")
+            if (made_by == code or (not code and made_by != but)) and sequence.isdigit():
+                found.append((int(sequence), name))
+        return found
+
+    async def _store(self) -> ObjectStore:
+        return await self.bus.js.object_store(topology.SNAPSHOTS.name)
+
+    async def _stream(self) -> tuple[str, int]:
+        """(when the stream of facts was made, its last sequence)."""
+        info = await self.bus.js.stream_info(topology.FACTS.name)
+        created = info.created
+        return created.isoformat() if isinstance(created, datetime) else str(created), info.state.last_seq
+
+
+class Taker:
+    """Has snapshots made while we lead."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._taken = 0
+        self._taken_at = time.monotonic()
+
+    def recalled(self, sequence: int) -> None:
+        """There is one of this sequence."""
+        self._taken = max(self._taken, sequence)
+
+    def due(self, sequence: int) -> bool:
+        return sequence - self._taken >= DUE_FACTS and time.monotonic() - self._taken_at >= DUE_S
+
+    async def take_while(self, cluster: Cluster) -> None:
+        """Have one made whenever it is due, until cancelled. What goes wrong is logged and tried again later."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self.due(cluster.sequence):
+                self._taken_at, upto = time.monotonic(), cluster.sequence
+                if await self._make():
+                    self._taken = upto
+
+    async def _make(self) -> bool:
+        try:
+            child = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "services.scheduler.snapshot", env=environment(self._settings)
+            )
+        except OSError as error:
+            log.warning("no snapshot taken", error=repr(error))
+            return False
+        try:
+            async with asyncio.timeout(MAKING_S):
+                return await child.wait() == 0
+        except TimeoutError:
+            log.warning("no snapshot taken", error=f"it took longer than {MAKING_S:.0f} s")
+            return False
+        finally:
+            if child.returncode is None:
+                with suppress(ProcessLookupError):
+                    child.kill()
+                await child.wait()
+
+
+def environment(settings: Settings) -> dict[str, str]:
+    """What a process needs to find the same bus."""
+    password = settings.nats_password.get_secret_value() if settings.nats_password else ""
+    own = {
+        "TRAINBUS_NATS_URL": settings.nats_url,
+        "TRAINBUS_NATS_USER": settings.nats_user or "",
+        "TRAINBUS_NATS_PASSWORD": password,
+        "TRAINBUS_INSTANCE": f"{settings.instance}-snapshot",
+        "TRAINBUS_LOG_LEVEL": settings.log_level,
+        "TRAINBUS_LOG_FORMAT": settings.log_format,
+    }
+    return {**os.environ, **{name: value for name, value in own.items() if value}}
+
+
+async def take(settings: Settings) -> str:
+    """Fold what came since the newest snapshot and save it; returns its name."""
+    from services.scheduler.memory import Memory
+
+    bus = Bus("scheduler-snapshot", settings)
+    await bus.connect(reconcile_topology=False)
+    try:
+        memory = Memory(bus)
+        folding = asyncio.create_task(memory.follow())
+        waiting = asyncio.create_task(memory.caught_up.wait())
+        await asyncio.wait({folding, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if folding.done():
+            folding.result()
+        await end(folding, waiting)
+        return await Snapshots(bus).write(memory.cluster)
+    finally:
+        await bus.close()
+
+
+def main() -> None:
+    """Take one snapshot, without getting in anybody's way."""
+    os.nice(10)
+    settings = Settings()
+    telemetry.setup("scheduler-snapshot", settings)
+    asyncio.run(take(settings))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""A snapshot and the tail of the log are the same as the whole log; a bad snapshot is no snapshot."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from contracts import topology
+from contracts.events.run import RunExited
+from services.kit.bus import Bus
+from services.kit.concurrency import end
+from services.kit.settings import Settings
+from services.scheduler.core import state
+from services.scheduler.core.cluster import Cluster, Phase
+from services.scheduler.core.decide import decide
+from services.scheduler.core.decisions import fact_of
+from services.scheduler.core.fold import apply, fold
+from services.scheduler.core.runs import Runs, pack, unpack
+from services.scheduler.memory import Memory
+from services.scheduler.snapshot import KEPT, KEPT_OF_OTHERS, Refused, Snapshots, code_digest, decode, encode, take
+from tests.scheduler.test_shell import COMMAND, join, request, running, until
+from tests.scheduler.world import Chaos, World, spec
+
+CODE, STREAM = "this", "stream 1"
+
+
+def lively(seed: int, acts: int) -> World:
+    """A world to which much has happened, and that has come to rest or not."""
+    world = World()
+    chaos = Chaos(world, random.Random(seed))
+    for _ in range(3):
+        chaos.submit()
+    for _ in range(acts):
+        chaos.act()
+    if seed % 3 == 0:
+        chaos.calm()
+    return world
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32), acts=st.integers(5, 150), share=st.floats(0, 1))
+def test_snapshot_and_tail_are_the_whole_log(seed: int, acts: int, share: float) -> None:
+    world = lively(seed, acts)
+    cut = int(share * len(world.log))
+    early = fold(world.log[:cut])
+    recalled = decode(encode(early, CODE, STREAM), CODE, STREAM)
+    assert recalled == early
+    for entry in world.log[cut:]:
+        apply(recalled, *entry)
+    assert recalled == fold(world.log) == world.cluster
+    # And it decides the same, whatever the one that has lived through it remembers.
+    made = [decide(cluster, world.now, world.policy) for cluster in (recalled, world.cluster)]
+    facts = [
+        [fact_of(each, cluster, world.now) for each in decisions]
+        for decisions, cluster in zip(made, (recalled, world.cluster), strict=True)
+    ]
+    assert facts[0] == facts[1]
+
+
+@cache
+def some_snapshot() -> bytes:
+    return encode(lively(3, 120).cluster, CODE, STREAM)
+
+
+@settings(max_examples=100, deadline=None)
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), cut=st.booleans())
+def test_a_broken_snapshot_is_refused(place: float, bit: int, cut: bool) -> None:
+    content = bytearray(some_snapshot())
+    at = int(place * len(content))
+    if cut:
+        del content[at:]
+    else:
+        content[at] ^= 1 << bit
+    with pytest.raises(Refused):
+        decode(bytes(content), CODE, STREAM)
+
+
+def test_a_snapshot_of_other_code_or_of_another_stream_is_refused() -> None:
+    content = some_snapshot()
+    assert isinstance(decode(content, CODE, STREAM), Cluster)
+    with pytest.raises(Refused, match="other code"):
+        decode(content, "that", STREAM)
+    with pytest.raises(Refused, match="another stream"):
+        decode(content, CODE, "stream 2")
+
+
+def test_the_code_that_folds_is_named_by_all_of_it() -> None:
+    assert len(code_digest()) == 16
+    assert code_digest() == code_digest.__wrapped__()
+
+
+def test_every_part_of_a_cluster_is_saved() -> None:
+    """What a cluster is compared by is in its sections; the index alone follows from the rest."""
+    sections = state.save(Cluster())
+    missing = {name for name in Cluster.__dataclass_fields__ if name not in sections}
+    assert missing == {"index"}
+    assert state.restore(sections) == Cluster()
+
+
+# -- runs that are over -------------------------------------------------------------------------------
+
+
+def ended() -> World:
+    world = World()
+    world.join("n1", 2)
+    world.accept("r1", spec({"min": 1, "max": 2}, params={"lr": 0.1}, tags={"a": "ä"}))
+    world.settle()
+    world.start("r1")
+    world.commit("r1", 7)
+    world.exit("r1")
+    world.wait(100)
+    world.settle()
+    return world
+
+
+def test_a_run_that_is_over_is_small_and_is_what_it_was() -> None:
+    world = ended()
+    runs = world.cluster.runs
+    assert (len(runs), runs.total, list(runs.ids())) == (0, 1, ["r1"])
+    assert "r1" in runs
+    assert "r2" not in runs
+    assert runs.get("r2") is None
+    with pytest.raises(KeyError):
+        runs["r2"]
+    run = runs["r1"]
+    assert (run.phase, run.spec.params, run.spec.tags["a"]) == (Phase.COMPLETED, {"lr": 0.1}, "ä")
+    assert len(runs.packed["r1"]) < 600
+    assert unpack(pack(run)) == run
+    assert pack(unpack(pack(run))) == pack(run)
+
+
+def test_what_is_said_of_a_run_that_is_over_is_kept() -> None:
+    world = ended()
+    uri = world.commit("r1", 8, final=True)
+    assert list(world.run("r1").checkpoints) == [f"s3://models/e/r1/g1/step_{step}.json" for step in (7, 8)]
+    assert world.run("r1").last_sequence == len(world.log)
+    assert uri in world.cluster.checkpoints
+    assert world.cluster.runs.total == 1
+    assert not world.step()
+
+
+def test_a_placement_that_comes_too_late_brings_the_run_back_until_it_has_let_go() -> None:
+    world = ended()
+    placed = next(fact for fact, _, _ in world.log if fact.fact == "placed")
+    world.say(placed.model_copy(update={"generation": 2}))
+    assert list(world.cluster.runs) == ["r1"]
+    world.settle()
+    assert world.run("r1").preempting is not None
+    world.release("r1")
+    world.settle()
+    assert list(world.cluster.runs) == []
+    assert world.phase("r1") == "completed"
+    assert world.cluster.slots_used == 0
+
+
+def test_runs_compare_by_all_of_them() -> None:
+    one, other = ended().cluster.runs, ended().cluster.runs
+    assert one == other
+    other.packed["r1"] += b"x"
+    assert one != other
+    assert one != Runs()
+
+
+# -- over a real bus ----------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def remembering(bus: Bus) -> AsyncIterator[Memory]:
+    memory = Memory(bus)
+    task = asyncio.create_task(memory.follow())
+    try:
+        async with asyncio.timeout(10):
+            await memory.caught_up.wait()
+        yield memory
+    finally:
+        await end(task)
+
+
+async def history(settings: Settings, bus: Bus) -> list[str]:
+    """Two runs, one of them over, as a real scheduler has them."""
+    async with running(settings):
+        await join(bus, "n1", 1)
+        first = await request(bus, "train", COMMAND, "first")
+        await until(bus, f"run.{first}.placed")
+        second = await request(bus, "train", COMMAND, "second")
+        await bus.publish(RunExited(run_id=first, generation=1, node_id="n1", outcome="succeeded"))
+        await until(bus, f"run.{second}.placed")
+        await until(bus, f"run.{first}.completed")
+    return [first, second]
+
+
+async def test_an_instance_begins_with_the_newest_snapshot(
+    settings: Settings, make_bus: Callable[..., Any], bus: Bus
+) -> None:
+    first, second = await history(settings, bus)
+    async with remembering(bus) as memory:
+        assert memory.recalled == 0
+        whole = memory.cluster
+    await take(settings)
+    await bus.publish(RunExited(run_id=second, generation=1, node_id="n1", outcome="failed"))
+    async with remembering(bus) as memory:
+        assert memory.recalled == whole.sequence
+        assert memory.cluster.sequence > whole.sequence
+        assert memory.cluster.runs[first] == whole.runs[first]
+        recalled = memory.cluster
+    store = await bus.js.object_store(topology.SNAPSHOTS.name)
+    for info in await store.list(ignore_deletes=True):
+        await store.delete(info.name)
+    async with remembering(bus) as memory:
+        assert memory.recalled == 0
+        assert memory.cluster == recalled
+    # And a scheduler that has recalled goes on deciding.
+    await take(settings)
+    async with running(settings):
+        assert (await until(bus, f"run.{second}.queued", 2))[1].event.reason == "crashed"
+
+
+async def test_a_bad_snapshot_is_passed_over_for_the_one_before(settings: Settings, bus: Bus) -> None:
+    await history(settings, bus)
+    name = await take(settings)
+    store = await bus.js.object_store(topology.SNAPSHOTS.name)
+    later = f"{code_digest()}/{int(name.partition('/')[2]) - 1:020}"
+    await store.put(later, b"this is no snapshot")
+    await store.put(f"{code_digest()}/{10**15:020}", b"of a stream that was longer")
+    assert (found := await Snapshots(bus).newest()) is not None
+    await store.put(name, (await store.get(name)).data[:-5])
+    assert await Snapshots(bus).newest() is None
+    async with remembering(bus) as memory:
+        assert memory.recalled == 0
+        assert memory.cluster == found
+
+
+async def test_a_stream_that_was_made_anew_has_no_snapshots(settings: Settings, bus: Bus) -> None:
+    await history(settings, bus)
+    await take(settings)
+    await bus.js.delete_stream("FACTS")
+    await bus.connect()
+    fresh = Bus("test", settings)
+    await fresh.connect()
+    try:
+        for number in range(20):
+            await join(fresh, f"m{number}", 1)
+        assert await Snapshots(fresh).newest() is None
+    finally:
+        await fresh.close()
+
+
+async def test_old_snapshots_are_removed(settings: Settings, bus: Bus) -> None:
+    store = await bus.js.object_store(topology.SNAPSHOTS.name)
+    for number in range(4):
+        await store.put(f"other-code/{number:020}", b"x")
+    for _ in range(4):
+        await join(bus, f"n{_}", 1)
+        await take(settings)
+    names = [info.name for info in await store.list(ignore_deletes=True)]
+    own = [name for name in names if name.startswith(code_digest())]
+    assert (len(own), len(names) - len(own)) == (KEPT, KEPT_OF_OTHERS)
+    newest = await Snapshots(bus).newest()
+    assert newest is not None
+    assert len(newest.nodes) == 4

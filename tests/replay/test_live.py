@@ -25,6 +25,7 @@ from contracts.events.run import (
     RunStarted,
     RunWaiting,
 )
+from contracts.scheduling import Policy
 from services.kit.bus import Bus
 from services.kit.concurrency import end
 from services.kit.settings import Settings
@@ -32,8 +33,10 @@ from services.scheduler.past.log import Entry, line_of
 from tests.scheduler.test_shell import ask, join, request, running, until
 from tests.scheduler.world import CODE
 from trainbus.cli.address import Address
+from trainbus.cli.errors import CliError
 from trainbus.cli.link import connect
 from trainbus.cli.past import BusLog
+from trainbus.cli.policies import load, show
 from trainbus.cli.replaying import remade, replay
 from trainbus.cli.shadowing import shadow
 from trainbus.cli.whyat import why_at
@@ -119,6 +122,8 @@ async def lively(bus: Bus, runs: int = 24, seed: int = 1) -> list[str]:
             await request(bus, "cancel", {"run_id": run_ids[-1]}, f"cancel-{number}")
         if number % 5 == 0:
             await asyncio.sleep(0.1)
+        # Whoever asks must not change what is decided.
+        await ask(bus, "why", {"run_id": rng.choice(run_ids)})
     await request(bus, "train", {**COMMAND, "slotz": 1}, "bad")
     await request(bus, "train", {**COMMAND, "resume_from": "s3://models/none.json"}, "unknown")
     await request(bus, "restore", {"run_id": run_ids[0], "step": 999}, "never")
@@ -203,6 +208,22 @@ async def test_a_leader_that_died_half_way_leaves_no_difference(
         _, remaker, found = await remade(BusLog(link, await link.last_sequence(topology.FACTS)))
     assert found == []
     assert remaker.counts.decisions == remaker.counts.same > 20
+
+
+async def test_the_policy_in_force_is_shown(settings: Settings, bus: Bus, capsys: Any, tmp_path: Path) -> None:
+    with pytest.raises(CliError, match="no scheduler has adopted"):
+        await show(address(settings), as_json=False)
+    async with running(settings):
+        await until(bus, "policy.*.adopted")
+    await show(address(settings), as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    assert told["name"] == "priority-first-come"
+    assert Policy.model_validate(told["policy"]).digest == told["digest"]
+    await show(address(settings), as_json=False)
+    # What is shown can be used as a file.
+    file = tmp_path / "policy.toml"
+    file.write_text(capsys.readouterr().out)
+    assert load(str(file)).digest == told["digest"]
 
 
 async def test_why_at_says_what_why_said(settings: Settings, bus: Bus, capsys: Any) -> None:

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from contracts import subjects
 from contracts.base import Fact, run_id_for
 from contracts.envelope import RawMessage
-from contracts.events.capacity import PolicyAdopted
+from contracts.events.capacity import CapacityWanted, PolicyAdopted
 from contracts.events.run import RunAccepted, RunPlaced, RunPreempting, RunQueued, RunRejected, RunWaiting
 from contracts.scheduling import Order, Policy, Pool, Pools, Reclaim
+from services.scheduler.core.capacity import want, wanted_fact
+from services.scheduler.core.decisions import decided
 from services.scheduler.core.why import answer
 from services.scheduler.past.answers import Requests
 from services.scheduler.past.asked import Then
@@ -208,6 +210,28 @@ def test_older_facts_that_do_not_say_what_they_were_made_from_are_counted() -> N
 
 def stripped(fact: Any) -> Any:
     return fact.model_copy(update={"decided": None}) if "decided" in type(fact).model_fields else fact
+
+
+def test_wanted_nodes_are_decided_again() -> None:
+    pool = Pool(name="burst", slots_per_node=2, max_nodes=4)
+    world = adopting(Policy(pools=Pools(pools=(pool,))))
+
+    def wanting() -> None:
+        made = decided(world.cluster, world.now, world.policy)
+        for each in want(world.cluster, world.now, world.policy):
+            world.say(wanted_fact(each, world.now, made))
+
+    world.accept("large", spec(4))
+    world.settle()
+    for _ in range(3):
+        world.wait(40)
+        wanting()
+    log = log_of(world)
+    place = first(log, CapacityWanted)
+    counts, found = remake(log)
+    assert (found, counts.by_fact["wanted"]) == ([], len(world.facts(CapacityWanted)))
+    (difference,) = remake(doctored(log, place, nodes=1))[1]
+    assert [each.field for each in difference.fields] == ["nodes"]
 
 
 BAD_LINES = {

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from statistics import fmean, median
 from typing import Any
 
+from nats.js.errors import NotFoundError
 from rich.table import Table
 
 from contracts import topology
@@ -25,6 +26,7 @@ from services.scheduler.past.log import FOLLOWED, Entry, entry_of
 from services.scheduler.past.shadow import Comparison, Said, Shadow, prefix
 from trainbus.cli import policies, render
 from trainbus.cli.address import Address
+from trainbus.cli.errors import CliError
 from trainbus.cli.link import Link, connect
 from trainbus.cli.past import BusLog
 
@@ -44,6 +46,7 @@ async def shadow(address: Address, name: str, settings: list[str], *, for_s: flo
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with connect(address) as link:
+        await _has_stream(link)
         follower = await _Follower.start(link, candidate)
         if not as_json:
             print(
@@ -59,6 +62,15 @@ async def shadow(address: Address, name: str, settings: list[str], *, for_s: flo
     else:
         _show(report(follower.shadow, follower.published, took_s))
     return 0
+
+
+async def _has_stream(link: Link) -> None:
+    try:
+        await link.last_sequence(topology.SHADOW)
+    except NotFoundError:
+        raise CliError(
+            f"the server has no stream {topology.SHADOW.name}: start a scheduler of this version once, which makes it"
+        ) from None
 
 
 class _Follower:

@@ -1,0 +1,143 @@
+"""``trainbus scheduler`` without a stack: policies, files of the past, and times as people type them."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from contracts.scheduling import Policy
+from services.scheduler.past.log import line_of
+from services.scheduler.simulate import generate
+from services.scheduler.simulate.engine import simulate
+from services.scheduler.simulate.traces import at
+from trainbus.cli import toml
+from trainbus.cli.errors import CliError
+from trainbus.cli.main import app
+from trainbus.cli.when import moment, seconds
+
+NOW = datetime(2026, 11, 20, 15, 30, tzinfo=UTC)
+DAY = datetime(2026, 11, 20, tzinfo=UTC)
+MOMENTS = {
+    "2026-11-19T14:00": datetime(2026, 11, 19, 14, tzinfo=UTC),
+    "2026-11-19 14:00:05": datetime(2026, 11, 19, 14, 0, 5, tzinfo=UTC),
+    "2026-11-19": datetime(2026, 11, 19, tzinfo=UTC),
+    "2026-11-19T14:00+02:00": datetime(2026, 11, 19, 12, tzinfo=UTC),
+    "14:05": DAY + timedelta(hours=14, minutes=5),
+    "9:05": DAY + timedelta(hours=9, minutes=5),
+    "2 h ago": NOW - timedelta(hours=2),
+    "1h30m ago": NOW - timedelta(minutes=90),
+    "3 days ago": NOW - timedelta(days=3),
+    "90 ago": NOW - timedelta(seconds=90),
+    "now": NOW,
+    "yesterday": DAY - timedelta(days=1),
+}
+
+
+@pytest.mark.parametrize("text", MOMENTS)
+def test_times(text: str) -> None:
+    assert moment(text, NOW) == MOMENTS[text]
+
+
+@pytest.mark.parametrize("text", ["", "soon", "ago", "25:99", "2 parsecs ago", "-3"])
+def test_what_is_no_time_says_how_to_write_one(text: str) -> None:
+    with pytest.raises(CliError, match="write"):
+        moment(text, NOW)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("90", 90), ("10m", 600), ("2h", 7200), ("1 h 30 min", 5400), ("1.5d", 129_600)]
+)
+def test_lengths_of_time(text: str, expected: float) -> None:
+    assert seconds(text) == expected
+
+
+def test_toml_is_read_back_as_it_was() -> None:
+    content = {
+        "name": 'a "quoted" näme',
+        "order": {"by": ["priority", "submitted"], "skip": True, "attained": {"levels_slot_s": [1.0, 2.5]}},
+        "admit": {"quotas": [{"team": "a/b", "slots": 3}, {"team": "c", "slots": None}]},
+        "fair_share": {"weights": {"research/vision": 2.0, "ops": 1}},
+        "maintenance": [],
+    }
+    read: Any = tomllib.loads(toml.dumps(content))
+    del content["admit"]["quotas"][1]["slots"]  # type: ignore[index]
+    assert read == content
+
+
+def run(*args: str) -> Any:
+    result = CliRunner().invoke(app, ["scheduler", *args])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def test_policies_are_listed_and_checked(tmp_path: Path) -> None:
+    listed = json.loads(run("policy", "presets", "--json").stdout)
+    assert "fifo" in {each["name"] for each in listed}
+    assert "fifo-skip" in run("policy", "presets").stdout
+    shown = run("policy", "check", "fair-share", "--set", "fair_share.half_life_s=60").stdout
+    file = tmp_path / "own.toml"
+    file.write_text(shown)
+    again = json.loads(run("policy", "check", str(file), "--json").stdout)
+    assert again["valid"]
+    assert again["changes"]["fair_share"] == {"half_life_s": 60.0}
+    file.write_text("[order]\nskipp = true\n")
+    with pytest.raises(CliError, match=r"order\.skipp is no field of a policy"):
+        run("policy", "check", str(file))
+    with pytest.raises(CliError, match="there is no policy"):
+        run("policy", "check", "no-such")
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """The log of a small simulated cluster."""
+    lines: list[str] = []
+    simulate(
+        generate.jobs(40, 16, 3, per_node=8),
+        Policy(),
+        listeners=(lambda fact, sequence, now_s: lines.append(line_of(fact, sequence, at(now_s))),),
+    )
+    path = tmp_path / "log.jsonl"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_a_file_is_replayed(log: Path) -> None:
+    result = run("replay", "--log", str(log))
+    assert result.exit_code == 0
+    assert "differences" in result.stdout
+    text = log.read_text()
+    log.write_text(text.replace('"message":"', '"message":"not ', 1) if '"message":"' in text else text)
+    told = json.loads(run("replay", "--log", str(log), "--json").stdout)
+    assert told["difference_count"] == ('"message":"' in text)
+    with pytest.raises(CliError, match="there is no file"):
+        run("replay", "--log", str(log.with_name("none")))
+    log.write_text("nonsense\n")
+    with pytest.raises(CliError, match="line 1"):
+        run("replay", "--log", str(log))
+
+
+def test_what_if_compares_scenarios(log: Path, tmp_path: Path) -> None:
+    args = ("what-if", "--log", str(log), "--nodes", "1x8", "--add", "2x8", "--policy", "fifo", "--price", "gpu=2")
+    told = json.loads(run(*args, "--json").stdout)
+    was, played, fewer, more = told["scenarios"]
+    assert [each["slots"] for each in told["scenarios"]] == [16, 16, 8, 32]
+    assert was["jobs"] == played["jobs"] == 40
+    assert more["avg_wait_s"] <= played["avg_wait_s"] <= fewer["avg_wait_s"]
+    assert fewer["cost"] < more["cost"]
+    shown = run(*args, "--plot", str(tmp_path / "plots"))
+    assert "1x8, fifo" in shown.stdout
+    assert (tmp_path / "plots" / "what_if.png").stat().st_size > 10_000
+    for wrong, text in (
+        (("what-if", "--log", str(log)), "what if what"),
+        (("what-if", "--log", str(log), "--nodes", "many"), "are no nodes"),
+        (("what-if", "--log", str(log), "--nodes", "1x8", "--from", "2030-01-01"), "nothing was submitted"),
+    ):
+        with pytest.raises(CliError, match=text):
+            run(*wrong)

@@ -208,7 +208,7 @@ def plan(options: StackOptions, inherited: Mapping[str, str], *, running: bool =
         "TRAINBUS_S3_SECRET_KEY": secret_key,
         **{f"TRAINBUS_BUCKET_{name.upper()}": name for name in BUCKETS},
     }
-    told, scales = ({}, False) if running else write_policy(options)
+    told, scales = (_policy_in_force(data), False) if running else write_policy(options)
     gateway_url = f"http://127.0.0.1:{ports['gateway-http']}"
     extra = {
         "tracking": {
@@ -234,6 +234,11 @@ def plan(options: StackOptions, inherited: Mapping[str, str], *, running: bool =
 
 def policy_file(data_dir: Path) -> Path:
     return data_dir / "policy.json"
+
+
+def _policy_in_force(data: Path) -> dict[str, str]:
+    path = policy_file(data)
+    return {"TRAINBUS_POLICY": str(path)} if path.exists() else {}
 
 
 def write_policy(options: StackOptions) -> tuple[dict[str, str], bool]:
@@ -262,7 +267,7 @@ def write_policy(options: StackOptions) -> tuple[dict[str, str], bool]:
     if any(pool.name == "node" for pool in checked.pools.pools):
         raise BadOptions("a pool must not be called node: its nodes would have the names of the stack's own")
     write_json(path, checked.model_dump(mode="json"))
-    return {"TRAINBUS_POLICY": str(path)}, any(pool.max_nodes for pool in checked.pools.pools)
+    return _policy_in_force(path.parent), any(pool.max_nodes for pool in checked.pools.pools)
 
 
 def _pool(text: str, slots: int) -> dict[str, object]:

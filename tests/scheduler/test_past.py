@@ -17,6 +17,7 @@ from contracts.envelope import RawMessage
 from contracts.events.capacity import CapacityWanted, PolicyAdopted
 from contracts.events.run import RunAccepted, RunPlaced, RunPreempting, RunQueued, RunRejected, RunWaiting
 from contracts.scheduling import Order, Policy, Pool, Pools, Reclaim
+from services.scheduler import policies
 from services.scheduler.core.capacity import want, wanted_fact
 from services.scheduler.core.decisions import decided
 from services.scheduler.core.why import answer
@@ -71,6 +72,16 @@ def test_a_lively_history_is_decided_again_without_a_difference(seed: int) -> No
     assert counts.decisions == counts.same
     assert counts.unchecked <= counts.facts
     assert counts.passes > 0
+
+
+@pytest.mark.parametrize("name", policies.names())
+def test_no_policy_decides_by_anything_that_is_not_in_the_log(name: str) -> None:
+    policy = policies.load(name)
+    for seed in (1, 2):
+        world = lively(seed, 100, policy)
+        counts, found = remake(log_of(world))
+        assert found == []
+        assert counts.decisions == counts.same > 10
 
 
 def doctored(log: list[Entry], place: int, **changes: Any) -> list[Entry]:

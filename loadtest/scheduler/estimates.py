@@ -2,7 +2,7 @@
 
     python -m loadtest.scheduler.estimates --trace FILE --gpus 400 [--policy priority-first-come] [--every 20]
 
-Of the runs that come to wait, every so many-th is estimated as it is queued, and with it one of those that wait already.
+Of the runs that come to wait, every so many-th is estimated as it is queued, and so is one that waits already.
 Targets: the range from p10 to p90 holds 75 to 85% of the actual starts; the median error of p50 is at most 30% of the
 wait, and less than that of position divided by rate. Only waits of more than a second count.
 """

@@ -38,8 +38,8 @@ PLAYED = 24
 STEPS, PLAYED_AT_LEAST = 50_000, 8
 #: How many of one user's queued runs turn out as long as the others of the same play: sweeps end alike.
 ALIKE = 0.5
-#: The pace is that of so long.
-PACE_S = 6 * 3600.0
+#: The pace is that of so long, and of so many starts at least.
+PACE_S, PACE_OF = 6 * 3600.0, 20
 #: Errors are relative to the wait and this, since nobody minds some seconds.
 FLOOR_S = 30.0
 #: Estimates are held against those whose wait was expected to be up to so many times as long, or as short,
@@ -386,7 +386,7 @@ def expected_waits_s(cluster: Cluster, policy: Policy, now: datetime, rng: rando
     if policy.order.skip or policy.reserve.backfill != "none" or _takes(policy):
         return _by_others(cluster, now)
     situation = Situation(cluster, policy, now)
-    rate = cluster.waits.rate_per_s(now, PACE_S)
+    rate = cluster.waits.rate_per_s(now, PACE_S, PACE_OF)
     found: dict[str, float] = {}
     starts = played(situation.free, situation.holders, situation.claims, rng)
     for place, (claim, planned) in enumerate(zip(situation.claims, starts, strict=True), 1):

@@ -389,8 +389,8 @@ class History:
             parts.append(window.sample_beside(config, running.by_key.get(key, ()), running.now))
         return _mix(parts, config)
 
-    def rate_per_s(self, now: datetime, within_s: float) -> float:
-        """How many a second were added of late, as far as they are kept."""
+    def rate_per_s(self, now: datetime, within_s: float, least: int = 1) -> float:
+        """How many a second were added of late, as far as they are kept; 0 if fewer than ``least``."""
         window = self._windows.get("*")
         if window is None:
             return 0.0
@@ -399,7 +399,7 @@ class History:
         if window.added > len(window.ended_at):
             begin_s = max(begin_s, window.ended_at[0])
         recent = sum(at > begin_s for at in window.ended_at)
-        return recent / (now_s - begin_s) if now_s > begin_s else 0.0
+        return recent / (now_s - begin_s) if now_s > begin_s and recent >= least else 0.0
 
     def seen(self, kind: Keyed) -> int:
         """How many runs of the very kind are kept."""

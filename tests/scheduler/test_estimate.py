@@ -1,0 +1,242 @@
+"""Wait estimates: who is expected to start when, and how wide the range is."""
+
+from __future__ import annotations
+
+import json
+import random
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from contracts.scheduling import Policy
+from services.scheduler import policies
+from services.scheduler.core.cluster import Cluster
+from services.scheduler.core.estimate import Claim, Errors, Estimate, Estimator, Holder, play, quantile
+from services.scheduler.core.predict import kind_of
+from services.scheduler.simulate import generate
+from services.scheduler.simulate.agents import Agents
+from services.scheduler.simulate.engine import Core
+from services.scheduler.simulate.engine import play as play_trace
+from services.scheduler.simulate.traces import at
+from tests.scheduler.world import World, spec
+
+
+def world(slots: int = 4, run_s: float = 600.0, policy: Policy | None = None) -> World:
+    """One node, and a history in which everything took about as long."""
+    made = World(policy)
+    made.join("n0", slots)
+    for number in range(200):
+        made.cluster.history.add(kind_of(spec(1)), run_s + number % 10, made.now)
+    return made
+
+
+def submit(made: World, run_id: str, slots: int = 1, **more: Any) -> None:
+    made.accept(run_id, spec(slots, **more))
+    made.settle()
+
+
+def estimates(made: World, estimator: Estimator | None = None) -> dict[str, Estimate]:
+    return (estimator or Estimator()).estimates(made.cluster, made.policy, made.now)
+
+
+def waits_s(made: World) -> dict[str, float]:
+    return {run_id: (each.p50 - made.now).total_seconds() for run_id, each in estimates(made).items()}
+
+
+# -- the plan -----------------------------------------------------------------------------------------
+
+
+def one(pool: int, milli: int, *left_s: float) -> Holder:
+    return Holder(pool, milli, left_s)
+
+
+def claim(run_id: str, milli: int, *takes_s: float, pools: tuple[int, ...] = (0,)) -> Claim:
+    return Claim(run_id, pools, milli, takes_s)
+
+
+def starts(free: list[int], holders: list[Holder], claims: list[Claim]) -> list[float]:
+    return play(free, holders, claims, random.Random(1))
+
+
+def test_claims_start_as_holders_let_go() -> None:
+    assert starts([0], [one(0, 2, 10.0), one(0, 2, 30.0)], [claim("a", 2, 5.0), claim("b", 2, 50.0)]) == [10, 15]
+
+
+def test_nobody_overtakes_in_a_pool() -> None:
+    assert starts([1], [one(0, 3, 100.0)], [claim("large", 4, 9.0), claim("small", 1, 9.0)]) == [100, 109]
+
+
+def test_pools_do_not_wait_for_each_other() -> None:
+    waiting = [claim("a", 1, 9.0), claim("b", 1, 9.0, pools=(1,)), claim("c", 1, 9.0, pools=(0, 1))]
+    assert starts([0, 2], [one(0, 1, 70.0)], waiting) == [70, 0, 0]
+
+
+@pytest.mark.parametrize(("q", "value"), [(-1, 1), (0, 1), (0.25, 2), (0.5, 3), (0.75, 6.5), (1, 10), (2, 10)])
+def test_quantile_of_a_few(q: float, value: float) -> None:
+    assert quantile([1, 3, 10], q) == value
+
+
+# -- a cluster ----------------------------------------------------------------------------------------
+
+
+def test_each_in_line_waits_for_those_before() -> None:
+    made = world(slots=4)
+    for number in range(6):
+        submit(made, f"r{number}", 4)
+    found = waits_s(made)
+    assert list(found) == ["r1", "r2", "r3", "r4", "r5"]
+    assert found["r1"] < found["r2"] < found["r3"] < found["r4"] < found["r5"]
+
+
+def test_a_higher_priority_starts_before() -> None:
+    made = world(slots=1, policy=Policy.model_validate({"reclaim": {"by": []}}))
+    submit(made, "holder")
+    submit(made, "first")
+    submit(made, "urgent", priority=5)
+    found = waits_s(made)
+    assert found["urgent"] < found["first"]
+
+
+def test_what_can_never_run_is_left_out() -> None:
+    made = world(slots=2)
+    submit(made, "holder", 2)
+    submit(made, "large", 3)
+    submit(made, "small", 1)
+    assert list(estimates(made)) == ["small"]
+
+
+def test_a_limit_is_the_most_that_a_run_takes() -> None:
+    made = world(slots=1, run_s=50_000)
+    submit(made, "holder", scheduling={"limit_s": 60})
+    submit(made, "waits")
+    assert waits_s(made)["waits"] <= 60
+
+
+def test_estimates_come_nearer() -> None:
+    made = world(slots=1)
+    submit(made, "holder")
+    submit(made, "waits")
+    before = estimates(made)["waits"]
+    made.wait(500)
+    after = estimates(made)["waits"]
+    assert (after.p50 - made.now) < (before.p50 - made.now + timedelta(seconds=500)) / 2
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    made = world(slots=2)
+    for number in range(8):
+        submit(made, f"r{number}", 1 + number % 2)
+    assert estimates(made) == estimates(made)
+
+
+def test_a_range_is_learned_from_what_came_of_it() -> None:
+    """Runs take four times as long as they used to: the range reaches that far once it has been seen."""
+    made = world(slots=1, run_s=600)
+    estimator = Estimator()
+    submit(made, "r0")
+    width = []
+    for number in range(1, 30):
+        submit(made, f"r{number}")
+        told = estimates(made, estimator)[f"r{number}"]
+        width.append((told.p90 - made.now) / (told.p50 - made.now))
+        made.wait(2400)
+        made.exit(f"r{number - 1}")
+        made.settle()
+    assert width[-1] != width[0]
+    told = estimator.errors.known
+    assert len(told) > 20
+    assert all(each.score == pytest.approx(told[0].score, abs=1.5) for each in told)
+
+
+# -- errors -------------------------------------------------------------------------------------------
+
+
+def learned(ratio: float, count: int = 200, apart_s: float = 10_000.0) -> Errors:
+    errors = Errors()
+    source = random.Random(3)
+    for number in range(count):
+        made_s = number * apart_s
+        errors.note(f"r{number}/1", made_s, 1000.0)
+        errors.started(f"r{number}/1", made_s + 1000.0 * ratio * source.uniform(0.8, 1.25))
+    return errors
+
+
+def test_before_anything_is_known_the_range_is_wide() -> None:
+    spread = Errors().widened({}, 0.0)(1000.0)
+    assert spread.low_s < 400
+    assert spread.high_s > 2500
+
+
+@pytest.mark.parametrize("ratio", [1.0, 2.5, 0.4])
+def test_the_range_holds_what_was_seen(ratio: float) -> None:
+    spread = learned(ratio).widened({}, 1e9)(1000.0)
+    assert spread.low_s <= 1000 * ratio <= spread.high_s
+    assert spread.low_s <= spread.middle_s <= spread.high_s
+
+
+def test_errors_of_one_time_count_as_few() -> None:
+    apart = learned(1.0).widened({}, 1e9)(1000.0)
+    at_once = learned(1.0, apart_s=1.0).widened({}, 1e9)(1000.0)
+    assert at_once.high_s > apart.high_s
+    assert at_once.low_s < apart.low_s
+
+
+def test_those_that_still_wait_tell_already() -> None:
+    errors = learned(1.0)
+    for number in range(200):
+        errors.note(f"w{number}/1", 2e6, 1000.0)
+    before = errors.widened({}, 2e6)(1000.0).high_s
+    later = errors.widened({f"w{number}/1": 9000.0 for number in range(200)}, 2e6 + 1000)(1000.0).high_s
+    assert later > 3 * before
+
+
+def test_the_state_is_json() -> None:
+    errors = learned(1.5)
+    errors.note("w/1", 5.0, 100.0)
+    again = Errors.from_state(json.loads(json.dumps(errors.to_state())))
+    assert again == errors
+
+
+def test_a_run_that_never_starts_is_forgotten() -> None:
+    made = world(slots=1)
+    estimator = Estimator()
+    submit(made, "holder")
+    submit(made, "waits")
+    estimates(made, estimator)
+    assert list(estimator.errors.made) == ["waits/1"]
+    made.cancel("waits")
+    made.settle()
+    estimates(made, estimator)
+    assert not estimator.errors.made
+    assert not estimator.errors.known
+
+
+# -- whole traces ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fifo", "fifo-skip", "priority-first-come", "least-attained", "fair-share"])
+def test_everybody_in_a_trace_is_told_something_sound(name: str) -> None:
+    policy = policies.load(name)
+    trace = generate.jobs(150, 16, 4, load=2.0)
+    core = Core(policy)
+    estimator = Estimator()
+    player = play_trace(trace, Agents({job.run_id: job.duration_s for job in trace.jobs}, 60.0))
+    turn, told = next(player), 0
+    try:
+        while True:
+            said = core.turn(turn)
+            if not said.facts and core.cluster.queued and told < 3_000:
+                told += sound(core.cluster, estimator.estimates(core.cluster, policy, at(turn.now_s)), turn.now_s)
+            turn = player.send(said)
+    except StopIteration:
+        pass
+    assert told > 100
+    assert estimator.errors.known
+
+
+def sound(cluster: Cluster, found: dict[str, Estimate], now_s: float) -> int:
+    assert set(found) == set(cluster.queued)
+    for each in found.values():
+        assert at(now_s) <= each.p10 <= each.p50 <= each.p90
+    return len(found)

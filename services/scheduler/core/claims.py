@@ -53,6 +53,11 @@ class Claims:
             for part in run.live if run.demand.milli else ():
                 yield run, slots_of(run, len(part.slots)), nodes[part.node_id].accelerator
 
+    @property
+    def at_work(self) -> bool:
+        """Whether there is anything to be claimed."""
+        return self.quotas is not None or self.shares is not None
+
     # -- what a run may have ----------------------------------------------------
 
     def shut(self, run: Run, wants: Wants, count: int) -> tuple[frozenset[str], Refusal | None]:

@@ -85,10 +85,12 @@ class Reclaim:
         self._depth = max((at + 1 for at, name in enumerate(policy.order.by) if name in policy.reclaim.by), default=0)
         by_order = bool(self._depth) or policy.reclaim.time_slice_s is not None
         by_order = by_order or policy.reclaim.overtakers
-        self._may_take = by_order or claims.quotas is not None or claims.shares is not None
+        self._may_take = by_order or claims.at_work or policy.reclaim.overtakers
         going = any(self._goes(cluster.runs[run_id]) for run_id in cluster.active)
         self._holdings = holdings(cluster, now, policy) if self._may_take or going else []
+        #: The cheapest first.
         self._takeable = [each for each in self._holdings if self._may_take and self._can_be_taken(each.run)]
+        self._takeable.sort(key=lambda each: (each.run.spec.priority, each.at_stake, each.run.run_id))
         #: When another look may find more, in seconds since the epoch.
         self.wake_s = self._next_change()
         self._in_vain: dict[tuple[Wants, Key, Hashable], int] = {}
@@ -247,6 +249,8 @@ class Reclaim:
 
     def _standing(self, key: Key, run: Run) -> Key:
         """The part of its key that tells what a run may take: the same for all that came one after the other."""
+        if self.policy.reclaim.overtakers:
+            return key  # who went ahead of it is another question for each run
         whole = self.claims.shares is not None or run.spec.scheduling.time_slice
         return key[:-1] if whole else key[: self._depth]
 
@@ -257,7 +261,12 @@ class Reclaim:
         """
         found: list[Holding] = []
         takings: dict[str, Taking] = {}
-        for each in sorted(self._takeable, key=lambda each: (each.run.spec.priority, each.at_stake, each.run.run_id)):
+        depth, standing = self._depth, key[: self._depth]
+        turns = run.spec.scheduling.time_slice and self.policy.reclaim.time_slice_s is not None
+        by_order_alone = not self.claims.at_work and not self.policy.reclaim.overtakers and not turns
+        for each in self._takeable:
+            if by_order_alone and each.key[:depth] <= standing:
+                continue  # most of them, at each look: it goes before them by nothing
             taking = self._taking(key, run, each)
             if taking is not None:
                 found.append(each)

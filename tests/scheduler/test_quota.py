@@ -224,7 +224,7 @@ class Teams(World):
 
     def pass_time(self, until: datetime) -> None:
         """The clock goes on to then; the scheduler looks when it said it would, agents let go within the grace."""
-        while True:
+        for _ in range(200):
             self.settle()
             wake_at = plan(self.cluster, self.now, self.policy).wake_at
             due = {run_id: self.run(run_id).preempting_at + timedelta(seconds=20) for run_id in self.stopping()}
@@ -238,6 +238,7 @@ class Teams(World):
             check_limits(self)
             if self.now >= until:
                 return
+        raise AssertionError(f"time stands still at {self.now}: {self.log[-6:]}")
 
     def why(self, run_id: str) -> tuple[str, str]:
         said = answer(self.cluster, run_id, self.now, self.policy)
@@ -389,28 +390,26 @@ def test_slot_hours_stop_runs_in_time_and_the_next_period_starts_them() -> None:
 TEAMS = ["a", "a/x", "a/y", "b", "c", None]
 
 
-@st.composite
-def policies(draw: st.DrawFn) -> Policy:
+def some_policy(rng: random.Random) -> Policy:
     """Any quotas whose guarantees there are slots for."""
     quotas = []
     left = 12
-    for team in draw(st.lists(st.sampled_from(["a", "a/x", "b", ""]), unique=True, max_size=4)):
-        slots = draw(st.none() | st.integers(0, min(left, 6))) if team else None
+    for team in rng.sample(["a", "a/x", "b", ""], rng.randint(0, 4)):
+        slots = rng.choice([None, rng.randint(0, min(left, 6))]) if team else None
         left -= slots or 0
-        ceiling = draw(st.none() | st.integers(slots or 0, 10))
-        kind = draw(st.sampled_from([None, "h100"]))
-        hours = draw(st.none() | st.floats(0.5, 5.0))
+        ceiling = rng.choice([None, rng.randint(slots or 0, 10)])
+        kind, hours = rng.choice([None, "h100"]), rng.choice([None, rng.uniform(0.5, 5.0)])
         quotas.append(Quota(team=team, accelerator=kind, slots=slots, ceiling=ceiling, slot_hours=hours, period_h=2))
-    by = draw(st.sampled_from([("priority",), ("fair-share",), ("priority", "fair-share"), ("submitted",)]))
+    by: Any = rng.choice([("priority",), ("fair-share",), ("priority", "fair-share"), ("submitted",)])
     return Policy(
         admit=Admit(
             quotas=tuple(quotas),
-            max_slots_per_user=draw(st.none() | st.integers(1, 8)),
-            max_slots_per_run=draw(st.none() | st.integers(1, 8)),
+            max_slots_per_user=rng.choice([None, rng.randint(1, 8)]),
+            max_slots_per_run=rng.choice([None, rng.randint(1, 8)]),
         ),
-        order=Order(by=by, skip=draw(st.booleans())),
+        order=Order(by=by, skip=rng.random() < 0.5),
         fair_share=FairShare(weights={"a": 2}, half_life_s=600),
-        reclaim=Reclaim(by=by if draw(st.booleans()) else ("priority",), time_slice_s=draw(st.none() | st.just(60.0))),
+        reclaim=Reclaim(by=rng.choice([by, ("priority",)]), time_slice_s=rng.choice([None, 60.0])),
     )
 
 
@@ -439,13 +438,17 @@ def check_limits(world: Teams) -> None:
         assert world.cluster.ledger.using(name, kind) == used
 
 
-@settings(max_examples=60, deadline=None)
-@given(policies(), st.integers(0, 2**32))
-def test_no_limit_is_ever_exceeded(policy: Policy, seed: int) -> None:
-    rng = random.Random(seed)
-    world = Teams(policy)
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32))
+def test_no_limit_is_ever_exceeded(seed: int) -> None:
+    any_history(random.Random(seed))
+
+
+def any_history(rng: random.Random) -> None:
+    """Runs of all teams come and go under any quotas; all limits are kept at any time."""
+    world = Teams(some_policy(rng))
     world.add("old", 4, "a100")
-    for index in range(40):
+    for index in range(30):
         deed = rng.random()
         if deed < 0.5:
             least = rng.randint(1, 5)
@@ -464,7 +467,7 @@ def test_no_limit_is_ever_exceeded(policy: Policy, seed: int) -> None:
         world.settle()
         check_limits(world)
         # Whoever is asked lets go within the grace; the clock is looked at when the plan says so, and in between.
-        for _ in range(rng.randint(0, 8)):
+        for _ in range(rng.randint(0, 3)):
             at = world.now + timedelta(seconds=rng.choice([1, 20, 300]))
             world.pass_time(at)
     assert world.cluster.ledger == fold(world.log).ledger

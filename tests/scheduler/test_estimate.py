@@ -135,18 +135,17 @@ def test_a_range_is_learned_from_what_came_of_it() -> None:
     made = world(slots=1, run_s=600)
     estimator = Estimator()
     submit(made, "r0")
-    width = []
+    held = []
     for number in range(1, 30):
         submit(made, f"r{number}")
         told = estimates(made, estimator)[f"r{number}"]
-        width.append((told.p90 - made.now) / (told.p50 - made.now))
         made.wait(2400)
+        held.append(told.p10 <= made.now <= told.p90)
         made.exit(f"r{number - 1}")
         made.settle()
-    assert width[-1] != width[0]
-    told = estimator.errors.known
-    assert len(told) > 20
-    assert all(each.score == pytest.approx(told[0].score, abs=1.5) for each in told)
+    assert not all(held[:3])
+    assert sum(held[-10:]) >= 7
+    assert len(estimator.errors.known) > 20
 
 
 # -- errors -------------------------------------------------------------------------------------------

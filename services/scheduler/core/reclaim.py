@@ -84,7 +84,6 @@ class Reclaim:
         #: By so many of the first keys it is decided who may take from whom.
         self._depth = max((at + 1 for at, name in enumerate(policy.order.by) if name in policy.reclaim.by), default=0)
         by_order = bool(self._depth) or policy.reclaim.time_slice_s is not None
-        by_order = by_order or policy.reclaim.overtakers
         self._may_take = by_order or claims.at_work or policy.reclaim.overtakers
         going = any(self._goes(cluster.runs[run_id]) for run_id in cluster.active)
         self._holdings = holdings(cluster, now, policy) if self._may_take or going else []

@@ -3,10 +3,11 @@
     python -m loadtest.scheduler.spot FOLDER [--work-h 24] [--discount 0.7]
 
 ``FOLDER`` has files as of skypilot-org/spot-traces (one a zone and kind of machine):
-``{"metadata": {"gap_seconds": 600}, "data": [1, 0, ...]}``. Runs are begun every few hours of the last two thirds of each trace, on spot alone (waiting
-whenever there is none), on demand alone, and as the scheduler chooses: by ``pools.in_order``, with how often nodes were
-taken away *until then*; where there is no spot, after ``pools.patience_s``, on demand, to its end. Cost and time are
-over those on demand; those on spot alone are of the runs that were done by the trace's end.
+``{"metadata": {"gap_seconds": 600}, "data": [1, 0, ...]}``. Runs are begun every few hours of the last two thirds of
+each trace, on spot alone (waiting whenever there is none), on demand alone, and as the scheduler chooses: by
+``pools.in_order``, with how often nodes were taken away *until then*; where there is no spot, after
+``pools.patience_s``, on demand, to its end. Cost and time are over those on demand; those on spot alone are of the
+runs that were done by the trace's end.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def on_spot(trace: Trace, begin_s: float, job: Job, left_s: float, first: bool) 
         yield "done", ready_s + left_s, 0.0
     else:
         worked_s = max(gone_s - ready_s, 0.0)
-        kept_s = 0.0 if math.isinf(gone_s) else worked_s // job.interval_s * job.interval_s
+        kept_s = 0.0 if math.isinf(job.interval_s) else worked_s // job.interval_s * job.interval_s
         yield "gone", gone_s, left_s - kept_s
 
 

@@ -75,7 +75,7 @@ class Attempt:
     def changed(self, spec: TrainRequested) -> Cluster:
         """The cluster as it would be with this request; it shares all else, and what is found out about it."""
         clone = copy.copy(self.cluster)
-        run = replace(self.run, spec=spec, demand=demand_of(spec), wants=None, kind=kind_of(spec))
+        run = replace(self.run, spec=spec, demand=demand_of(spec), wants=None, least=spec.slots.min, kind=kind_of(spec))
         clone.runs = {**self.cluster.runs, run.run_id: run}
         index, line = self.cluster.index, self.cluster.index.line
         clone.index = Index(
@@ -83,6 +83,8 @@ class Attempt:
             line=Line({group: list(entries) for group, entries in line.groups.items()}, dict(line.places)),
             touched={**index.touched, run.run_id: None},
             light=set(index.light),
+            sizes=index.sizes.copy(),
+            sized=dict(index.sized),
             wants=index.wants,
             nodes_version=index.nodes_version,
             remembered_version=index.remembered_version,

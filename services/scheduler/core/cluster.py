@@ -79,6 +79,8 @@ class Run:
     #: What one slot of it needs; and all that decides where it may lie, kept by place.py.
     demand: Demand = field(default_factory=Demand)
     wants: object = field(default=None, compare=False, repr=False)
+    #: The slots that it cannot do without.
+    least: int = 1
     #: Those of its kind take about as long.
     kind: Kind = field(default_factory=Kind)
     #: What it was expected to take yet when it was queued, where the policy orders by that.

@@ -9,9 +9,10 @@ settle, order, place, reserve, reclaim, elastic, explain. What a pass costs is w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from itertools import chain
 
 from contracts.scheduling import Policy
 from services.scheduler.core import order
@@ -41,6 +42,10 @@ from services.scheduler.core.space import Space, Taken
 TOLD = 200
 #: How many runs that do not fit are looked at when all of it is full; whoever asks about one is told all the same.
 LOOKED_AT = 200
+#: More slots than anybody asks for.
+NEVER = 1 << 60
+#: The reason of most, made once.
+FOR_SLOTS = Why("slots")
 
 
 @dataclass(slots=True)
@@ -127,7 +132,7 @@ class Pass:
         self.claims = Claims(cluster, policy, self.now_s, self.placer)
         self._wake_s = math.inf
         #: What did not fit: the needs -> the least number of slots that was too much. Room only shrinks in a pass.
-        self._too_much: dict[Wants, int] = {}
+        self._too_much: dict[object, int] = {}
         #: Runs queued by this very pass compete in it.
         self._fresh: dict[str, Run] = {}
         self._placed: list[tuple[Run, Wants, list[Taken]]] = []
@@ -261,10 +266,16 @@ class Pass:
         reserve = self._kept
         looked = 0
         passed = 0
+        # Where whatever fits may go ahead, and no rule but room counts, most of a long line is passed over at once.
+        counted = policy.order.skip and reserve is None and self.claims.quotas is None and not self.placer.windows
         for _, run in self.in_order():
-            full = self._nothing_left or len(closed) >= len(self.space.rooms)
-            if passed >= LOOKED_AT and full and (self.about is None or self.about in waits):
+            if passed >= LOOKED_AT and passed % LOOKED_AT == 0 and self._hopeless(closed, counted):
                 break
+            if counted and self._too_much.get(run.wants, NEVER) <= run.least and not run.setbacks:
+                passed += 1
+                self._blocked.append(run)
+                waits[run.run_id] = FOR_SLOTS
+                continue
             if run.setbacks and (retry_at := self._retry_at(run)) > self.now:
                 waits[run.run_id] = Why("paused", retry_at=retry_at)
                 self._wake_at(retry_at.timestamp())
@@ -304,6 +315,18 @@ class Pass:
             if not policy.order.skip:
                 for node_id in wanted:
                     closed.setdefault(node_id, run.run_id)
+
+    def _hopeless(self, closed: Collection[str], counted: bool) -> bool:
+        """Whether nobody further down the line can be placed, and nobody is asked about."""
+        if self.about is not None and self.about not in self.result.waits:
+            return False
+        if self._nothing_left or len(closed) >= len(self.space.rooms):
+            return True
+        if not counted:
+            return False
+        fresh = ((wants_of(self.cluster, run), run.least) for run in self._fresh.values())
+        sizes = chain(self.cluster.index.sizes, fresh)
+        return all(self._too_much.get(wants, NEVER) <= least for wants, least in sizes)
 
     def _in_maintenance(self, run: Run, wants: Wants) -> Why | None:
         """The reason of a run that would fit, were it not for maintenance that is to begin before it is done."""
@@ -413,9 +436,12 @@ class Pass:
             index.untold.update(cluster.queued)
             index.nodes_changed = False
         budget = self.told
+        runs = cluster.runs
         for run_id, why in self.result.waits.items():
+            run = runs[run_id]
+            if run.waiting_code != why.code or run.waiting_generation != run.generation + 1:
+                budget -= self._said(run_id, why)
             index.untold.pop(run_id, None)
-            budget -= self._said(run_id, why)
         decided = {decision.run_id for decision in self.result.decisions}
         later = []
         for run_id in list(index.untold):

@@ -113,7 +113,7 @@ def _accepted(
 ) -> None:
     if fact.run_id in cluster.runs:
         return
-    accepted = Run(fact.run_id, fact.spec, sequence, time, demand_of(fact.spec))
+    accepted = Run(fact.run_id, fact.spec, sequence, time, demand_of(fact.spec), least=fact.spec.slots.min)
     accepted.last_sequence, accepted.last_event_id = sequence, fact.event_id
     accepted.correlation_id = (envelope.correlation_id if envelope else "") or fact.request_id
     accepted.traceparent = envelope.traceparent if envelope else ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,6 +61,9 @@ class Index:
     untold: dict[str, None] = field(default_factory=dict)
     #: Queued runs that need no accelerator.
     light: set[str] = field(default_factory=set)
+    #: How many queued runs want the same, by their least number of slots; and what each of them is counted as.
+    sizes: Counter[tuple[Any, int]] = field(default_factory=Counter)
+    sized: dict[str, tuple[Any, int]] = field(default_factory=dict)
     #: One object for all runs that want the same.
     wants: dict[Any, Any] = field(default_factory=dict)
     #: Counts up with every change of the nodes; what is remembered about them holds for one value.
@@ -82,6 +86,18 @@ class Index:
         self.nodes_changed = True
         for run_id in run_ids:
             self.touch(run_id)
+
+    def count(self, run_id: str, size: tuple[Any, int]) -> None:
+        """The run waits, and wants this."""
+        self.sized[run_id] = size
+        self.sizes[size] += 1
+
+    def uncount(self, run_id: str) -> None:
+        size = self.sized.pop(run_id, None)
+        if size is not None:
+            self.sizes[size] -= 1
+            if not self.sizes[size]:
+                del self.sizes[size]
 
     def alarm(self, at_s: float, run_id: str) -> None:
         """Look at the run again at this time."""

@@ -15,6 +15,7 @@ from heapq import heappop, heappush, heapreplace
 from contracts.scheduling import OrderKey, Policy
 from services.scheduler.core.cluster import Cluster, Run
 from services.scheduler.core.index import Index, Key, Line
+from services.scheduler.core.place import wants_of
 
 #: A run, the clock -> what it is ordered by.
 KeyOf = Callable[[Cluster, Run, datetime, Policy], float]
@@ -110,6 +111,8 @@ def keep(cluster: Cluster, now: datetime, policy: Policy) -> Line:
     index = cluster.index
     if index.digest != policy.digest:
         index.digest, index.line = policy.digest, Line()
+        index.sizes.clear()
+        index.sized.clear()
         changed = list(cluster.queued)
         index.touched.clear()
     else:
@@ -122,6 +125,7 @@ def keep(cluster: Cluster, now: datetime, policy: Policy) -> Line:
 
 def put(cluster: Cluster, index: Index, run_id: str, now: datetime, policy: Policy) -> None:
     """Give a run its place in the line, or take it out."""
+    index.uncount(run_id)
     if run_id not in cluster.queued:
         index.line.remove(run_id)
         index.light.discard(run_id)
@@ -129,6 +133,7 @@ def put(cluster: Cluster, index: Index, run_id: str, now: datetime, policy: Poli
     run = cluster.runs[run_id]
     if not run.demand.milli:
         index.light.add(run_id)
+    index.count(run_id, (wants_of(cluster, run), run.least))
     index.line.put(run_id, group_of(run, policy), key_of(cluster, run, now, policy))
     if (at_s := changes_at(run, now, policy)) < math.inf:
         index.alarm(at_s, run_id)

@@ -164,9 +164,10 @@ class Agent:
         """Slot -> the shares of it that other runs have here, whose ranks may be running."""
         held: dict[int, list[float]] = {}
         for placement in self._placements.values():
-            if placement.placed.run_id != placed.run_id and not placement.over.is_set():
+            share = placement.placed.spec.resources.share
+            if placement.placed.run_id != placed.run_id and share and not placement.over.is_set():
                 for slot in placement.member.slots:
-                    held.setdefault(slot, []).append(placement.placed.spec.resources.share)
+                    held.setdefault(slot, []).append(share)
         return held
 
     async def _report_unfit(self, slots: tuple[int, ...], reason: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,10 @@ def test_a_node_is_started_for_a_run_and_stopped_when_it_is_idle(up: Up, tmp_pat
     assert "burst-0" in json.dumps(placed)
     # Two would have been allowed; one was enough.
     assert "burst-1" not in processes(up)
+    # The nodes are the supervisor's: they outlive the autoscaler, and the next one knows them.
+    pid = up.pid("autoscaler")
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
 
     def gone() -> bool:
         return "burst-0" not in processes(up)

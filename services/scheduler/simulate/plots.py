@@ -79,7 +79,8 @@ def _gantt(recorder: Recorder, title: str) -> Figure:
             for row in _rows_of(span.members, rows):
                 picture[row, first:end] = colour
                 sizes[row, first:end] = max(span.gpus, 1)
-    extent = (0.0, last_s / DAY_S, len(rows), 0.0)
+    unit_s, unit = _unit(last_s)
+    extent = (0.0, last_s / unit_s, len(rows), 0.0)
     by_user.imshow(picture, extent=extent, aspect="auto", interpolation="nearest")
     largest = max(2.0, float(np.nanmax(sizes)) if np.isfinite(sizes).any() else 2.0)
     shown = by_size.imshow(
@@ -90,12 +91,14 @@ def _gantt(recorder: Recorder, title: str) -> Figure:
     handles = [Patch(color=colour, label=user or "(no user)") for user, colour in colours.items()]
     handles += [Patch(color=OTHERS, label="others")] if len(_users(recorder)) > len(colours) else []
     by_user.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.005, 1.0), title="user", frameon=False)
-    bar = figure.colorbar(shown, ax=by_size, pad=0.01, fraction=0.03)
+    bar = figure.colorbar(shown, cax=by_size.inset_axes((1.012, 0.0, 0.015, 1.0)))
+    bar.set_ticks([2.0**power for power in range(math.floor(math.log2(largest)) + 1)])
     bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    bar.minorticks_off()
     bar.set_label("GPUs of the job")
     for axes in (by_user, by_size):
         _node_labels(axes, recorder)
-    by_size.set_xlabel("days since the first submission")
+    by_size.set_xlabel(f"{unit} since the beginning")
     return figure
 
 
@@ -131,9 +134,13 @@ def _shown_until(recorder: Recorder) -> float:
     ends = [span.end_s for story in recorder.stories.values() for span in story.spans if span.end_s < math.inf]
     submits = [story.job.submit_s for story in recorder.stories.values()]
     last_s = max(ends, default=1.0)
-    work = sorted((end_s, 1.0) for end_s in ends)
-    most = quantile([end_s for end_s, _ in work], 0.995) if work else last_s
-    return max(min(last_s, max(1.3 * most, max(submits, default=0.0))), 1.0)
+    most_s = quantile(sorted(ends), 0.995) if ends else last_s
+    return max(min(last_s, max(1.3 * most_s, max(submits, default=0.0))), 1.0)
+
+
+def _unit(last_s: float) -> tuple[float, str]:
+    """In what a time axis counts."""
+    return (DAY_S, "days") if last_s > 4 * DAY_S else (HOUR_S, "hours")
 
 
 def _users(recorder: Recorder) -> dict[str, float]:
@@ -203,20 +210,21 @@ def _use(recorder: Recorder, title: str) -> Figure:
     above, below = figure.subplots(2, 1, sharex=True)
     marks = np.linspace(0, last_s, 1200)
     used, wanted = _mean_between(recorder.used, marks), _mean_between(recorder.wanted, marks)
-    days = marks[:-1] / DAY_S
-    above.fill_between(days, used / slots, step="post", color=COLOURS[0], alpha=0.85, linewidth=0)
+    unit_s, unit = _unit(last_s)
+    times = marks[:-1] / unit_s
+    above.fill_between(times, used / slots, step="post", color=COLOURS[0], alpha=0.85, linewidth=0)
     above.axhline(1.0, color="#444444", linewidth=0.8)
     above.set_ylim(0, 1.05)
     above.yaxis.set_major_formatter(PercentFormatter(1.0))
     above.set_ylabel(f"of {slots} GPUs in use")
     above.set_title(title, loc="left")
-    below.fill_between(days, wanted, step="post", color=COLOURS[3], alpha=0.85, linewidth=0)
+    below.fill_between(times, wanted, step="post", color=COLOURS[3], alpha=0.85, linewidth=0)
     below.axhline(slots, color="#444444", linewidth=0.8, linestyle="--")
-    below.annotate("as many as there are", (days[-1], slots), ha="right", va="bottom", fontsize=8, color="#444444")
+    below.annotate("as many as there are", (times[-1], slots), ha="right", va="bottom", fontsize=8, color="#444444")
     below.set_ylim(0, max(float(wanted.max()) * 1.08, slots * 1.25))
     below.set_ylabel("GPUs that are waited for")
-    below.set_xlabel("days since the first submission")
-    below.set_xlim(0, last_s / DAY_S)
+    below.set_xlabel(f"{unit} since the beginning")
+    below.set_xlim(0, last_s / unit_s)
     for axes in (above, below):
         _plain(axes)
     return figure

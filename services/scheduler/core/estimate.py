@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import random
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from contracts.scheduling import Policy, Predict
 from services.scheduler.core import order
 from services.scheduler.core.cluster import Cluster, Run
+from services.scheduler.core.demand import WHOLE
 from services.scheduler.core.predict import Distribution, Kind, Running, Stay, stay_of
 
 #: Quantiles of a distribution that a draw is taken from: for runs in line (shared by all of a kind), and for each that
@@ -175,19 +176,12 @@ class Situation:
                     self.free.append(0)
                     self._whole.append(0)
                 self.free[pool] += sum(node.left)
-                self._whole[pool] += sum(node.left) + sum(
-                    held.demand.milli * len(held.slots) for held in node.holders.values()
-                )
+                self._whole[pool] += node.slots * WHOLE
         active = [cluster.runs[run_id] for run_id in cluster.active]
         for run in active:
             self._running.add(run.kind, run.ran_s(now))
         self.holders = [holder for run in active for holder in self._held(run)]
-        self.claims = [claim for run in self._line() if (claim := self._claim(run)) is not None]
-
-    def _line(self) -> list[Run]:
-        cluster, now, policy = self._cluster, self._now, self._policy
-        waiting = [cluster.runs[run_id] for run_id in cluster.queued]
-        return sorted(waiting, key=lambda run: order.key_of(cluster, run, now, policy))
+        self.claims = [claim for run in _in_line(cluster, policy, now) if (claim := self._claim(run)) is not None]
 
     def _held(self, run: Run) -> Iterable[Holder]:
         by_pool: dict[int, int] = {}
@@ -383,38 +377,69 @@ class Estimator:
 
 def expected_waits_s(cluster: Cluster, policy: Policy, now: datetime, rng: random.Random) -> dict[str, float]:
     """How long each queued run is expected to wait yet: the middle of what is possible."""
-    if policy.order.skip or policy.reserve.backfill != "none" or _takes(policy):
-        return _by_others(cluster, now)
+    if policy.order.skip or policy.reserve.backfill != "none" or _reorders(policy):
+        return _by_others(cluster, policy, now)
     situation = Situation(cluster, policy, now)
     rate = cluster.waits.rate_per_s(now, PACE_S, PACE_OF)
     found: dict[str, float] = {}
     starts = played(situation.free, situation.holders, situation.claims, rng)
     for place, (claim, planned) in enumerate(zip(situation.claims, starts, strict=True), 1):
-        plan_s = quantile(planned, 0.5)
-        found[claim.run_id] = math.sqrt((plan_s + 1) * (place / rate + 1)) - 1 if rate > 0 else plan_s
+        found[claim.run_id] = _both(quantile(planned, 0.5), place, rate)
     return found
 
 
-def _takes(policy: Policy) -> bool:
-    """Whether runs of the same priority take slots of each other, or their order changes as they run."""
+def _both(view_s: float, place: int, rate: float) -> float:
+    """The geometric mean of a view and of the pace; the view alone where the pace is not known."""
+    return math.sqrt((view_s + 1) * (place / rate + 1)) - 1 if rate > 0 else view_s
+
+
+def _reorders(policy: Policy) -> bool:
+    """Whether the order of those that wait changes as time goes by."""
     return any(name not in ("priority", "submitted") for name in policy.order.by)
 
 
-def _by_others(cluster: Cluster, now: datetime) -> dict[str, float]:
-    """The middle of the waits of others that waited as long."""
+def _in_line(cluster: Cluster, policy: Policy, now: datetime) -> list[Run]:
+    """Those that wait, in order; as if all teams had had their share."""
     waiting = [cluster.runs[run_id] for run_id in cluster.queued]
-    so_far = {run.run_id: max((now - run.queued_at).total_seconds(), 0.0) for run in waiting}
+    return sorted(waiting, key=lambda run: order.key_of(cluster, run, now, policy))
+
+
+def _by_others(cluster: Cluster, policy: Policy, now: datetime) -> dict[str, float]:
+    """By the waits, and the pace, of those of the same size that have had about as much."""
+    largest = _largest(cluster)
+    waiting = [run for run in _in_line(cluster, policy, now) if _fits(run, largest) and run.cancel_reason is None]
+    so_far_s = [max((now - run.queued_at).total_seconds(), 0.0) for run in waiting]
+    stays = [stay_of(run.spec.slots.min, run.served_slot_s) for run in waiting]
     beside = Running(now)
-    for run in waiting:
-        beside.add(stay_of(run.spec.slots.min, run.served_slot_s), so_far[run.run_id])
-    known: dict[Stay, Distribution] = {}
+    for stay, waited_s in zip(stays, so_far_s, strict=True):
+        beside.add(stay, waited_s)
+    known: dict[Stay, tuple[Distribution, float]] = {}
+    places: Counter[Stay] = Counter()
     found: dict[str, float] = {}
-    for run in waiting:
-        stay = stay_of(run.spec.slots.min, run.served_slot_s)
+    for run, stay, waited_s in zip(waiting, stays, so_far_s, strict=True):
         if stay not in known:
-            known[stay] = cluster.waits.predict_beside(stay, WAITS, beside)
-        found[run.run_id] = known[stay].quantile(0.5, so_far[run.run_id]) - so_far[run.run_id]
+            rate = cluster.waits.rate_per_s(now, PACE_S, PACE_OF, stay.keys[0])
+            known[stay] = (cluster.waits.predict_beside(stay, WAITS, beside), rate)
+        places[stay] += 1
+        waits, rate = known[stay]
+        found[run.run_id] = _both(waits.quantile(0.5, waited_s) - waited_s, places[stay], rate)
     return found
+
+
+def _largest(cluster: Cluster) -> dict[str, int]:
+    """Thousandths of slots of each kind of accelerator that there are."""
+    found: dict[str, int] = {}
+    for node in cluster.nodes.values():
+        if node.open:
+            found[node.accelerator] = found.get(node.accelerator, 0) + node.slots * WHOLE
+    return found
+
+
+def _fits(run: Run, largest: dict[str, int]) -> bool:
+    """Whether it could ever run on these nodes."""
+    kinds = run.demand.accelerators
+    milli = run.spec.slots.min * run.demand.milli
+    return any(milli <= most for kind, most in largest.items() if not kinds or kind in kinds)
 
 
 def _key(run: Run) -> str:

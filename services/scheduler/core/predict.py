@@ -32,6 +32,8 @@ KEPT = 1_000
 KEPT_IN_ALL = 200_000
 #: Joins the parts of a key; a user's name does not contain it.
 SEPARATOR = "\x1f"
+#: The widest key of all.
+EVERYTHING = "*"
 
 DIGITS = re.compile(r"\d+")
 
@@ -57,7 +59,7 @@ class Kind:
             SEPARATOR.join(("z", self.user, size)),
             SEPARATOR.join(("u", self.user)),
             SEPARATOR.join(("s", size)),
-            "*",
+            EVERYTHING,
         )
 
 
@@ -86,7 +88,11 @@ class Stay:
     @cached_property
     def keys(self) -> tuple[str, ...]:
         """From narrow to wide."""
-        return (SEPARATOR.join(("w", str(self.level), str(self.slots))), SEPARATOR.join(("l", str(self.level))), "*")
+        return (
+            SEPARATOR.join(("w", str(self.level), str(self.slots))),
+            SEPARATOR.join(("l", str(self.level))),
+            EVERYTHING,
+        )
 
 
 def stay_of(slots: int, served_slot_s: float) -> Stay:
@@ -389,9 +395,9 @@ class History:
             parts.append(window.sample_beside(config, running.by_key.get(key, ()), running.now))
         return _mix(parts, config)
 
-    def rate_per_s(self, now: datetime, within_s: float, least: int = 1) -> float:
+    def rate_per_s(self, now: datetime, within_s: float, least: int = 1, key: str = EVERYTHING) -> float:
         """How many a second were added of late, as far as they are kept; 0 if fewer than ``least``."""
-        window = self._windows.get("*")
+        window = self._windows.get(key)
         if window is None:
             return 0.0
         now_s = now.timestamp()

@@ -23,7 +23,7 @@ from services.scheduler.core.decisions import decided
 from services.scheduler.core.why import answer
 from services.scheduler.past.answers import Requests
 from services.scheduler.past.asked import Then
-from services.scheduler.past.history import History, Kind
+from services.scheduler.past.history import History, Kind, offered
 from services.scheduler.past.log import Entry, LogError, line_of, parse
 from services.scheduler.past.remake import remake
 from services.scheduler.past.shadow import Shadow
@@ -376,7 +376,9 @@ def test_the_past_played_is_the_past() -> None:
     wanted = submissions(history)
     prices = Prices({"gpu": 2.0})
     was = recorded(history, "fifo", prices)
-    played, _ = play(Scenario("played", history.nodes, history.policy), wanted, prices)
+    played, _ = play(
+        Scenario("played", history.first_nodes, history.policy, history.nodes_until_last()), wanted, prices
+    )
     assert (played.jobs, played.completed, wanted.assumed) == (60, 60, 0)
     for name in ("avg_wait_s", "p50_wait_s", "p99_wait_s", "max_wait_s", "avg_jct_s", "makespan_s", "utilisation"):
         assert getattr(played, name) == pytest.approx(getattr(was, name), rel=1e-6, abs=1e-3), name
@@ -414,6 +416,55 @@ def test_a_stretch_in_the_middle_carries_what_was_going_on() -> None:
     assert all(run.work_slot_s <= everything[run.run_id] + 1e-6 for run in part.carried)
     used = sum(run.work_slot_s for run in part.runs.values())
     assert part.totals.used_slot_s == pytest.approx(used)
+
+
+def test_nodes_that_come_and_go_are_played_as_they_came_and_went() -> None:
+    world = adopting()
+    world.join("n1", 2)
+    world.accept("a", spec(2))
+    world.settle()
+    world.wait(100)
+    world.join("n2", 2)
+    world.accept("b", spec(2))
+    world.settle()
+    world.join("n1", 2, "2", running=(("a", 1),))  # its agent starts anew and takes its ranks up again
+    world.wait(100)
+    world.drain("n2")
+    world.settle()
+    world.wait(10)
+    world.release("b")
+    world.settle()
+    world.wait(90)
+    world.join("n2", 2, "2")
+    world.settle()
+    world.wait(50)
+    world.lose("n2")
+    world.settle()
+    world.wait(50)
+    world.accept("c", spec(1))
+    world.exit("a")
+    world.settle()
+    history = history_of(log_of(world))
+    events = [(at_s, type(fact).__name__, fact.node_id) for at_s, fact in history.nodes_until_last()]
+    assert events == [
+        (0.0, "NodeJoined", "n1"),
+        (100.0, "NodeJoined", "n2"),
+        (200.0, "NodeDraining", "n2"),
+        (300.0, "NodeJoined", "n2"),
+        (350.0, "NodeLost", "n2"),
+    ]
+    assert sum(history.totals.offered_slot_s.values()) == pytest.approx(2 * 400 + 2 * 250)
+    slot_s, most = offered((), history.nodes_until_last(), 400.0)
+    assert (sum(slot_s.values()), most) == (2 * 400 + 2 * 250, 4)
+    policy = history.policy
+    assert policy is not None
+    played, recorder = play(
+        Scenario("played", (), policy, history.nodes_until_last()), submissions(history), Prices({})
+    )
+    assert [span.start_s for span in recorder.stories["a"].spans] == [0.0]
+    assert played.never == 0
+    part = history_of(log_of(world), START + timedelta(seconds=150))
+    assert [node.node_id for node in part.first_nodes] == ["n1", "n2"]
 
 
 def test_runs_that_go_on_are_taken_to_need_what_others_needed() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Group, RenderableType
 
-from contracts.events.node import NodeJoined
+from contracts.events.node import NodeFact, NodeJoined
 from contracts.scheduling import Policy
 from services.scheduler.past.history import History
 from services.scheduler.past.whatif import (
@@ -120,17 +120,18 @@ def scenarios(history: History, wish: Wish) -> list[Scenario]:
     was, in_force = history.nodes, history.policy or Policy()
     if not was:
         raise CliError("no node had joined in that stretch: nothing could run", USAGE)
-    sets: list[tuple[str, tuple[NodeJoined, ...]]] = []
-    sets += [(text, like(parse_nodes(text), was)) for text in wish.nodes]
-    sets += [(f"+{text}", was + like(parse_nodes(text, "more"), was)) for text in wish.add]
+    first, events = history.first_nodes, history.nodes_until_last()
+    sets: list[tuple[str, tuple[NodeJoined, ...], tuple[tuple[float, NodeFact], ...]]] = []
+    sets += [(text, like(parse_nodes(text), was), ()) for text in wish.nodes]
+    sets += [(f"+{text}", first + like(parse_nodes(text, "more"), was), events) for text in wish.add]
     chosen = [policies.load(name, wish.settings) for name in wish.policies]
     if wish.settings and not chosen:
         raise CliError("--set changes a policy: say which with --policy", USAGE)
-    found = [Scenario(BASE, was, in_force)]
-    for name, nodes in sets or [("", was)]:
+    found = [Scenario(BASE, first, in_force, events)]
+    for name, nodes, changes in sets or [("", first, events)]:
         for policy in chosen or ([in_force] if sets else []):
             what = [part for part in (name, policy.name if chosen else "") if part]
-            found.append(Scenario(", ".join(what), nodes, policy))
+            found.append(Scenario(", ".join(what), nodes, policy, changes))
     if len(found) == 1:
         raise CliError("what if what? Give --nodes, --add or --policy", USAGE)
     return found

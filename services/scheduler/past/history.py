@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
 from contracts.events.capacity import PolicyAdopted
-from contracts.events.node import NodeFact, NodeJoined
+from contracts.events.node import NodeDraining, NodeFact, NodeJoined, NodeLeft, NodeLost
 from contracts.events.run import RunAccepted, RunFact, RunPlaced, RunPreempting
 from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy
@@ -17,6 +17,8 @@ from services.scheduler.past.log import Entry, fold_entry
 
 #: Label of a node that names the pool it comes from.
 POOL = "pool"
+#: Long enough that a node is never taken for lost where nobody renews leases.
+LEASE_TTL_S = 1e9
 _NEVER, _FOR_EVER = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
 
 
@@ -74,6 +76,73 @@ class Totals:
     decisions: int = 0
 
 
+class Nodes:
+    """What becomes of nodes, as a simulation can play it.
+
+    An agent that starts again and takes its ranks up again is no event. A node that is drained, unfit or under notice
+    is closed: it is the same to those who wait.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[str, bool] = {}
+        self._lives: dict[str, int] = {}
+        self._facts: dict[str, NodeJoined] = {}
+
+    @property
+    def present(self) -> tuple[NodeJoined, ...]:
+        """Those on which something may be placed, as they joined last."""
+        return tuple(self._facts[node_id] for node_id, is_open in self._open.items() if is_open)
+
+    def changes(self, node_id: str, cluster: Cluster, joined: NodeJoined | None) -> list[NodeFact]:
+        """What has happened to a node since it was looked at last."""
+        node, was_open = cluster.nodes.get(node_id), self._open.get(node_id)
+        if node is None or joined is None:
+            return []
+        if not node.alive:
+            if self._open.pop(node_id, None) is None:
+                return []
+            kind = NodeLost if node.state == "lost" else NodeLeft
+            return [kind(node_id=node_id, incarnation=self._facts[node_id].incarnation)]
+        self._open[node_id] = node.open
+        if was_open == node.open and joined.slots == self._facts[node_id].slots:
+            return []
+        if was_open and not node.open:
+            return [NodeDraining(node_id=node_id, incarnation=self._facts[node_id].incarnation)]
+        self._lives[node_id] = self._lives.get(node_id, 0) + 1
+        # Nothing of what really ran there is running in the simulation.
+        life = {"incarnation": f"life-{self._lives[node_id]}", "running": (), "lease_ttl_s": LEASE_TTL_S}
+        self._facts[node_id] = joined.model_copy(update=life)
+        back: list[NodeFact] = [self._facts[node_id]]
+        if not node.open:
+            back.append(NodeDraining(node_id=node_id, incarnation=self._facts[node_id].incarnation))
+        return back
+
+
+def offered(
+    nodes: Iterable[NodeJoined], events: Iterable[tuple[float, NodeFact]], until_s: float
+) -> tuple[dict[Kind, float], int]:
+    """(slot-seconds that such nodes offer by their kind, the most slots at a time) until a time."""
+    alive = {node.node_id: node for node in nodes}
+    found: dict[Kind, float] = {}
+    most, last_s = sum(node.slots for node in alive.values()), 0.0
+
+    def count(now_s: float) -> None:
+        for kind, slots in slots_by_kind(alive.values()).items():
+            found[kind] = found.get(kind, 0.0) + slots * (now_s - last_s)
+
+    for at_s, fact in events:
+        now_s = min(at_s, until_s)
+        count(now_s)
+        last_s = now_s
+        if isinstance(fact, NodeJoined):
+            alive[fact.node_id] = fact
+        elif isinstance(fact, NodeLost | NodeLeft):
+            alive.pop(fact.node_id, None)
+        most = max(most, sum(node.slots for node in alive.values()))
+    count(until_s)
+    return found, most
+
+
 class History:
     """Folds the log and adds up what it says about the time from ``start`` to ``end``. ``feed`` it every entry.
 
@@ -89,6 +158,10 @@ class History:
         self.policy: Policy | None = None
         #: The nodes when there were most slots.
         self.nodes: tuple[NodeJoined, ...] = ()
+        #: The nodes that there were when it began, and what became of them and others (seconds since, what).
+        self.first_nodes: tuple[NodeJoined, ...] = ()
+        self.node_events: list[tuple[float, NodeFact]] = []
+        self._nodes = Nodes()
         self._joined: dict[str, NodeJoined] = {}
         #: Run -> its slots, and since when it has so many.
         self._held: dict[str, tuple[int, datetime]] = {}
@@ -122,6 +195,11 @@ class History:
             self._most_slots(self._last)
             for run_id, (slots, since) in self._held.items():
                 self._count(self.runs[run_id], slots, since, self._last)
+
+    def nodes_until_last(self) -> tuple[tuple[float, NodeFact], ...]:
+        """What became of nodes up to the last submission. Later they stay as they are, so that all can be played."""
+        last_s = max(((run.submitted_at - self.start).total_seconds() for run in self.submitted), default=0.0)
+        return tuple((at_s, fact) for at_s, fact in self.node_events if at_s <= last_s)
 
     @property
     def submitted(self) -> list[Lived]:
@@ -189,6 +267,12 @@ class History:
         for run_id in list(self._held):
             self._hold(self.runs[run_id], time)
         self._offered = slots_by_kind(self._alive())
+        at_s = (time - self.start).total_seconds()
+        for change in self._nodes.changes(fact.node_id, self.cluster, self._joined.get(fact.node_id)):
+            if at_s < 0:
+                self.first_nodes = self._nodes.present
+            elif time < self.end:
+                self.node_events.append((at_s, change))
         if self.start <= time < self.end:
             self._most_slots(time)
 

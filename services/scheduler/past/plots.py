@@ -13,6 +13,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from services.scheduler.past.history import offered
 from services.scheduler.simulate.report import Recorder
 
 #: Told apart by people who see few colours too (Okabe and Ito).
@@ -82,7 +83,8 @@ def _use(axes: Any, recorder: Recorder, style: dict[str, Any]) -> None:
             sums[part] += value * max(inside_s, 0.0)
     times_h = [(part + 0.5) * width_s / 3600 for part in range(POINTS)]
     axes.plot(times_h, [total / width_s for total in sums], **style)
-    axes.axhline(recorder.trace.slots, color=style["color"], linewidth=0.8, linestyle=":")
+    most = offered(recorder.trace.nodes, recorder.trace.events, end_s)[1]
+    axes.axhline(most, color=style["color"], linewidth=0.8, linestyle=":")
 
 
 def _mostly_done_s(recorder: Recorder) -> float:

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from contracts.events.node import NodeJoined
+from contracts.events.node import NodeFact, NodeJoined
 from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy
-from services.scheduler.past.history import History, Kind, Lived, slots_by_kind
+from services.scheduler.past.history import History, Kind, Lived, offered
 from services.scheduler.simulate.engine import simulate
 from services.scheduler.simulate.report import Recorder, Story, quantile
 from services.scheduler.simulate.traces import Job, Trace, node
@@ -39,6 +39,8 @@ class Scenario:
     name: str
     nodes: tuple[NodeJoined, ...]
     policy: Policy
+    #: What becomes of nodes, in seconds since the beginning.
+    events: tuple[tuple[float, NodeFact], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ class Figures:
 
     name: str
     policy: str
-    nodes: int
+    #: The most that there were at a time.
     slots: int
     jobs: int
     #: Jobs that ended, and those that never do: they ask for more than these nodes have, or, in the past, go on still.
@@ -74,7 +76,7 @@ class Figures:
     makespan_s: float
     utilisation: float
     preemptions: int
-    #: What the nodes cost for the makespan; None if no price is known.
+    #: What the nodes cost while they were there, until all was done; None if no price is known.
     cost: float | None
     #: The same for each slot-hour in which one was used.
     cost_per_used_slot_h: float | None
@@ -172,7 +174,7 @@ def play(
     progress: Callable[[int], None] = lambda submitted: None,
 ) -> tuple[Figures, Recorder]:
     """Play the submissions in a scenario."""
-    trace = Trace(scenario.nodes, given.jobs, scenario.name)
+    trace = Trace(scenario.nodes, given.jobs, scenario.name, scenario.events)
     recorder = Recorder(trace)
     simulate(trace, scenario.policy, resume_cost_s=resume_cost_s, listeners=(recorder.hear,), progress=progress)
     return _played(scenario, given, recorder, prices), recorder
@@ -186,18 +188,19 @@ def _played(scenario: Scenario, given: Submissions, recorder: Recorder, prices: 
     used_slot_s = math.fsum(
         (min(span.end_s, last_s) - span.start_s) * span.gpus for story in everybody for span in story.spans
     )
+    slot_s, most = offered(scenario.nodes, scenario.events, last_s)
     return _figures(
         scenario.name,
         scenario.policy.name,
-        scenario.nodes,
+        most,
         len(stories),
         waits=[story.jct_s - _held_s(story) for story in done],
         times=[story.jct_s for story in done],
         makespan_s=last_s,
         used_slot_s=used_slot_s,
-        offered_slot_s=recorder.trace.slots * last_s,
+        offered_slot_s=math.fsum(slot_s.values()),
         preemptions=sum(story.preemptions for story in stories),
-        cost=prices.cost({kind: slots * last_s for kind, slots in slots_by_kind(scenario.nodes).items()}),
+        cost=prices.cost(slot_s),
     )
 
 
@@ -215,7 +218,7 @@ def recorded(history: History, policy: str, prices: Prices, name: str = "as reco
     return _figures(
         name,
         policy,
-        history.nodes,
+        sum(node.slots for node in history.nodes),
         len(runs),
         waits=waits,
         times=times,
@@ -230,7 +233,7 @@ def recorded(history: History, policy: str, prices: Prices, name: str = "as reco
 def _figures(
     name: str,
     policy: str,
-    nodes: tuple[NodeJoined, ...],
+    slots: int,
     jobs: int,
     *,
     waits: list[float],
@@ -246,8 +249,7 @@ def _figures(
     return Figures(
         name,
         policy,
-        len(nodes),
-        sum(node.slots for node in nodes),
+        slots,
         jobs,
         len(times),
         jobs - len(times),

@@ -20,6 +20,7 @@ OrderKey = Literal[
     "deadline",
     "least-attained",
     "shortest-predicted",
+    "even-wait",
     "smallest",
     "submitted",
 ]
@@ -47,6 +48,21 @@ class Attained(Part):
         return self
 
 
+class EvenWait(Part):
+    """Short runs first, but the more of the longest wait a run has had, the less its length counts."""
+
+    #: Slot-seconds below which lengths make no difference.
+    short_slot_s: float = Field(3_600.0, gt=0)
+    #: Slots are only taken from a run that counts for more than this many times the one that waits.
+    advantage: float = Field(4.0, ge=1)
+    #: What any run may wait beyond the longest that those that have slots had to.
+    margin_s: float = Field(2_700.0, gt=0)
+    #: From this part of the longest wait on, a run's length counts less.
+    from_part: float = Field(0.5, ge=0, lt=1)
+    #: Whether a run counts with what it is expected to take, and not only with what it has had.
+    foresee: bool = True
+
+
 class Order(Part):
     """Who goes first."""
 
@@ -54,6 +70,7 @@ class Order(Part):
     #: Whether a run that fits may overtake one that does not.
     skip: bool = False
     attained: Attained = Attained()
+    even_wait: EvenWait = EvenWait()
 
 
 class Quota(Part):

@@ -25,6 +25,8 @@ from services.scheduler.core.workload import piece_of
 
 #: Strikes of a node that a run is to leave out at once: more than any policy forgives.
 EXCLUDED = 1_000_000
+#: Keys that look at what a run is expected to take.
+FORESEEING = frozenset({"shortest-predicted", "even-wait"})
 #: So many alarms of runs that are over may lie about.
 MANY_ALARMS = 1000
 
@@ -165,7 +167,7 @@ def _queued(cluster: Cluster, known: Run, fact: run.RunQueued, time: datetime) -
 def _predict(cluster: Cluster, known: Run) -> None:
     """Note what the run is expected to take yet. It stands until it is queued again, so that its place in line does."""
     policy = cluster.policy
-    if policy is not None and "shortest-predicted" in policy.order.by:
+    if policy is not None and not FORESEEING.isdisjoint(policy.order.by):
         expected = cluster.history.predict(known.kind, policy.predict)
         known.predicted_s = expected.mean_remaining_s(known.run_s)
 

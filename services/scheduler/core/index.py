@@ -48,6 +48,11 @@ class Index:
     #: The policy that ``line`` was ordered by.
     digest: str = ""
     line: Line = field(default_factory=Line)
+    #: The longest wait that it was ordered by; and the longest of the runs that have slots, at a sequence.
+    limit_s: float = 0.0
+    longest_wait: tuple[int, float] | None = None
+    #: Runs that have slots -> what their keys follow from, the key, and until when it stays.
+    standing: dict[str, tuple[Any, Key, float]] = field(default_factory=dict)
     #: Runs about which something was said since the last pass.
     touched: dict[str, None] = field(default_factory=dict)
     #: Runs for which something may be to be decided, each on its own.

@@ -13,10 +13,15 @@ from datetime import datetime
 from heapq import heappop, heappush, heapreplace
 
 from contracts.scheduling import OrderKey, Policy
+from services.scheduler.core import even_wait
 from services.scheduler.core.cluster import Cluster, Run
 from services.scheduler.core.index import Index, Key, Line
 from services.scheduler.core.place import wants_of
 
+#: Keys that change while a run has its slots.
+BY_SERVICE: frozenset[OrderKey] = frozenset({"least-attained", "even-wait"})
+#: Runs that have no slots any more, of which something may be remembered.
+FORGOTTEN = 1000
 #: A run, the clock -> what it is ordered by.
 KeyOf = Callable[[Cluster, Run, datetime, Policy], float]
 #: Queued runs are looked at in order; those of a group (a team) stay in theirs, whatever its share.
@@ -70,6 +75,7 @@ KEYS: dict[OrderKey, KeyOf] = {
     "submitted": _submitted,
     "least-attained": _attained,
     "shortest-predicted": _predicted,
+    "even-wait": even_wait.key,
 }
 
 
@@ -77,6 +83,32 @@ def key_of(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> Key:
     """What the run is ordered by, the submission last; ``fair-share`` stands as 0 in it."""
     found = [KEYS[name](cluster, run, now, policy) if name in KEYS else 0.0 for name in policy.order.by]
     return (*found, run.submitted if policy.reclaim.time_slice_s is None else _turn(cluster, run))
+
+
+def standing(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> tuple[Key, float]:
+    """The key of a run that has slots, and until when it stays if nothing happens, in seconds since the epoch."""
+    if BY_SERVICE.isdisjoint(policy.order.by) or policy.reclaim.time_slice_s is not None:
+        return key_of(cluster, run, now, policy), math.inf
+    index, now_s = cluster.index, now.timestamp()
+    state = (policy.digest, run.generation, limit_s(cluster, policy))
+    known = index.standing.get(run.run_id)
+    if known is None or known[0] != state or known[2] <= now_s:
+        if len(index.standing) > 2 * len(cluster.active) + FORGOTTEN:
+            index.standing = {run_id: each for run_id, each in index.standing.items() if run_id in cluster.active}
+        known = (state, key_of(cluster, run, now, policy), attains_at(cluster, run, now, policy))
+        index.standing[run.run_id] = known
+    return known[1], known[2]
+
+
+def limit_s(cluster: Cluster, policy: Policy) -> float:
+    """The longest wait that keys depend on."""
+    return even_wait.limit_s(cluster, policy.order.even_wait) if "even-wait" in policy.order.by else 0.0
+
+
+def known_key(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> Key:
+    """The key by which the run stands in the line, if it does."""
+    place = cluster.index.line.places.get(run.run_id)
+    return place[1] if place is not None else key_of(cluster, run, now, policy)
 
 
 def _turn(cluster: Cluster, run: Run) -> float:
@@ -88,16 +120,32 @@ def _turn(cluster: Cluster, run: Run) -> float:
     return max(run.submitted, run.yielded)
 
 
-def changes_at(run: Run, now: datetime, policy: Policy) -> float:
+def changes_at(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> float:
     """When the key of a run that waits changes by the clock alone, in seconds since the epoch; inf: never."""
-    return _attained_changes_at(run, now, policy) if "least-attained" in policy.order.by else math.inf
+    found = math.inf
+    if "least-attained" in policy.order.by:
+        found = _attained_changes_at(run, now, policy)
+    if "even-wait" in policy.order.by:
+        found = min(found, even_wait.changes_at(cluster, run, now, policy))
+    return found
+
+
+def attains_at(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> float:
+    """When a run that has slots comes to stand worse by what it attains, in seconds since the epoch; inf: never."""
+    attained, above = run.attained_slot_s(now), math.inf
+    if "least-attained" in policy.order.by:
+        above = next((level for level in policy.order.attained.levels_slot_s if level > attained), math.inf)
+    if "even-wait" in policy.order.by:
+        above = min(above, even_wait.attained_for_more(cluster, run, now, policy))
+    return now.timestamp() + max(above - attained, 0.0) / max(run.slot_count, 1) + 1e-3
 
 
 def may_take(waiter: Key, holder: Key, policy: Policy) -> bool:
     """Whether a run with the one key may be given slots of a run with the other."""
     for name, mine, theirs in zip(policy.order.by, waiter, holder, strict=False):
         if mine != theirs:
-            return mine < theirs and name in policy.reclaim.by
+            least = even_wait.advantage(policy.order.even_wait) if name == "even-wait" else 0.0
+            return mine + least < theirs and name in policy.reclaim.by
     return False
 
 
@@ -109,8 +157,9 @@ def group_of(run: Run, policy: Policy) -> str:
 def keep(cluster: Cluster, now: datetime, policy: Policy) -> Line:
     """Bring the line of queued runs up to date; costs what has changed."""
     index = cluster.index
-    if index.digest != policy.digest:
-        index.digest, index.line = policy.digest, Line()
+    longest_s = limit_s(cluster, policy)
+    if index.digest != policy.digest or index.limit_s != longest_s:
+        index.digest, index.limit_s, index.line = policy.digest, longest_s, Line()
         index.sizes.clear()
         index.sized.clear()
         changed = list(cluster.queued)
@@ -135,7 +184,7 @@ def put(cluster: Cluster, index: Index, run_id: str, now: datetime, policy: Poli
         index.light.add(run_id)
     index.count(run_id, (wants_of(cluster, run), run.least))
     index.line.put(run_id, group_of(run, policy), key_of(cluster, run, now, policy))
-    if (at_s := changes_at(run, now, policy)) < math.inf:
+    if (at_s := changes_at(cluster, run, now, policy)) < math.inf:
         index.alarm(at_s, run_id)
 
 

@@ -42,6 +42,8 @@ class Holding:
     slots: int
     #: How long ago its work was last safe, times its slots: what a kill would lose.
     at_stake: float
+    #: When its key changes, if nothing happens, in seconds since the epoch.
+    until_s: float = math.inf
 
     @property
     def spare(self) -> int:
@@ -61,7 +63,8 @@ def _holding(cluster: Cluster, run: Run, now: datetime, policy: Policy, closed: 
     if not slots:
         return None
     safe_s = max((now - max(run.committed_at, run.placed_at)).total_seconds(), 0.0)
-    return Holding(run, order.key_of(cluster, run, now, policy), slots, slots * safe_s)
+    key, until_s = order.standing(cluster, run, now, policy)
+    return Holding(run, key, slots, slots * safe_s, until_s)
 
 
 class Reclaim:
@@ -89,10 +92,11 @@ class Reclaim:
         self._holdings = holdings(cluster, now, policy) if self._may_take or going else []
         #: The cheapest first.
         self._takeable = [each for each in self._holdings if self._may_take and self._can_be_taken(each.run)]
-        self._takeable.sort(key=lambda each: (each.run.spec.priority, each.at_stake, each.run.run_id))
+        self._takeable.sort(key=self._cheapest)
         #: When another look may find more, in seconds since the epoch.
         self.wake_s = self._next_change()
         self._in_vain: dict[tuple[Wants, Key, Hashable], int] = {}
+        self._no_room: dict[Wants, int] = {}
 
     def for_blocked(self, blocked: list[Run], waits: dict[str, Why]) -> list[PreemptRun]:
         """The stops that make room for the blocked runs, in order, as long as they make them fit."""
@@ -105,6 +109,8 @@ class Reclaim:
                 coming.release(each.run)
                 self.claims.release(each.run)
         turns = self._turns(blocked, returning)
+        #: What was looked for does not fit into what comes free: until more does, whoever wants as much need not look.
+        plain = self.policy.order.skip and self._reserve is None and self.claims.quotas is None
         made: list[PreemptRun] = []
         closed: set[str] = set()
         for key, run, blocked_now in turns:
@@ -113,7 +119,12 @@ class Reclaim:
             if refusal is not None:
                 continue
             out = closed | shut if shut else closed
-            found = self.placer.find(self._for(run, coming), run, least, wants, closed=out)
+            if plain and self._no_room.get(wants, least + 1) <= least:
+                found = None
+            else:
+                found = self.placer.find(self._for(run, coming), run, least, wants, closed=out)
+                if found is None and plain:
+                    self._no_room[wants] = least
             if not blocked_now:
                 # One that lets go and waits again, before others: what it needs is not there for them.
                 coming.take(wants.demand, found or ())
@@ -123,6 +134,8 @@ class Reclaim:
             if found is None:
                 chosen, found = self._victims(key, run, wants, coming, out)
                 made += chosen
+                if chosen:
+                    self._no_room.clear()
             if found is None:
                 if not self.policy.order.skip:
                     closed.update(self.placer.waits_for(run, wants))
@@ -134,7 +147,7 @@ class Reclaim:
 
     def _turns(self, blocked: list[Run], returning: list[Holding]) -> list[tuple[Key, Run, bool]]:
         """In what order slots are looked for, for those that wait (True) and those that will wait again."""
-        keys = {run.run_id: order.key_of(self.cluster, run, self.now, self.policy) for run in blocked}
+        keys = {run.run_id: order.known_key(self.cluster, run, self.now, self.policy) for run in blocked}
         ranks = {run.run_id: self.claims.rank(run, keys[run.run_id]) for run in blocked}
         # Whoever has a promise goes first, as in the line.
         turns = [((run.reserved is None, ranks[run.run_id]), 0, keys[run.run_id], run) for run in blocked]
@@ -187,7 +200,7 @@ class Reclaim:
             return Taking("share", reclaim.min_run_s) if may else None
         if order.may_take(key, each.key, self.policy):
             by = next((name for name, a, b in zip(self.policy.order.by, key, each.key, strict=False) if a != b), None)
-            return Taking("order", reclaim.quantum_s if by == "least-attained" else reclaim.min_run_s)
+            return Taking("order", reclaim.quantum_s if by in order.BY_SERVICE else reclaim.min_run_s)
         if reclaim.overtakers and each.run.placed_at > run.queued_at and resumable(each.run):
             if run.reserved is not None:
                 return Taking("ahead", 0.0)  # what was promised is kept
@@ -201,23 +214,20 @@ class Reclaim:
     def _next_change(self) -> float:
         """When a holder has had its granted time, or attains the next level."""
         reclaim, now_s, found = self.policy.reclaim, self.now.timestamp(), math.inf
-        by_level = "least-attained" in reclaim.by
-        granted = {reclaim.min_run_s, reclaim.quantum_s if by_level else 0.0, reclaim.time_slice_s or 0.0} - {0.0}
+        by_service = not order.BY_SERVICE.isdisjoint(reclaim.by)
+        granted = {reclaim.min_run_s, reclaim.quantum_s if by_service else 0.0, reclaim.time_slice_s or 0.0} - {0.0}
         if "fair-share" in reclaim.by and self._takeable:
             # Standing changes all the time; as often as this is soon enough.
             found = now_s + self.cluster.ledger.half_life_s * AHEAD_HALF_LIVES / 4
-        if not granted and not by_level:
+        if not granted and not by_service:
             return found
-        levels = self.policy.order.attained.levels_slot_s if by_level else ()
         for each in self._takeable:
             placed_s = each.run.placed_at.timestamp()
             for granted_s in granted:
                 if placed_s + granted_s > now_s:
                     found = min(found, placed_s + granted_s)
-            attained = each.run.attained_slot_s(self.now)
-            above = next((level for level in levels if level > attained), None)
-            if above is not None:
-                found = min(found, now_s + (above - attained) / each.slots + 1e-3)
+            if by_service:
+                found = min(found, each.until_s)
         return found
 
     def _victims(
@@ -274,6 +284,12 @@ class Reclaim:
         for each in found:
             self.claims.give(each.run, held(each.run))
         return found, takings
+
+    def _cheapest(self, each: Holding) -> tuple[float | str, ...]:
+        """Least priority, then whoever counts most where that is how slots are taken, then whoever loses least."""
+        by = self.policy.order.by
+        counts = each.key[by.index("even-wait")] if "even-wait" in self.policy.reclaim.by and "even-wait" in by else 0.0
+        return each.run.spec.priority, -counts, each.at_stake, each.run.run_id
 
     def _stop(self, taking: Taking, run: Run, waiter: Run, by: int | None) -> PreemptRun:
         """The stop of a run for another; by how many slots it shrinks, None: by all."""

@@ -1,0 +1,91 @@
+"""Short runs first; the long ones share the wait evenly.
+
+A run counts with the slot-seconds that it takes: with what it has had, or is expected to take yet, whichever is more.
+The less it counts the sooner it goes, so that short runs pass. But what a long run counts falls with its wait, from a
+part of the longest wait on, down to nothing: it then goes like a short one. Nobody says how long that longest wait is.
+It is what those that have slots had to wait, and a margin: as far as the load makes runs wait, all of the long ones do.
+
+Slots are taken only from runs that count for several times as much, since starting again costs. What a run counts is
+rounded to powers of two: its place in line then changes a few times in its life, and it is known beforehand when.
+
+What goes in: the wait, the size and the time that a run has had slots; never how long it will take.
+"""
+
+from __future__ import annotations
+
+import math
+from datetime import datetime
+
+from contracts.scheduling import EvenWait, Policy
+from services.scheduler.core.cluster import Cluster, Run
+
+#: The longest wait is rounded up to this part of the margin: the line is put in order again when it changes.
+STEP = 0.25
+#: Seconds after a change at which it has come for sure, whatever was rounded.
+AFTER_S = 1e-3
+
+
+def limit_s(cluster: Cluster, config: EvenWait) -> float:
+    """The longest wait, at this state of the log.
+
+    It only looks at runs that have slots: their waits stand still, and so does this until something happens.
+    """
+    known = cluster.index.longest_wait
+    if known is None or known[0] != cluster.sequence:
+        known = cluster.index.longest_wait = (cluster.sequence, _longest_s(cluster))
+    step_s = STEP * config.margin_s
+    return math.ceil(known[1] / step_s) * step_s + config.margin_s
+
+
+def _longest_s(cluster: Cluster) -> float:
+    runs = (cluster.runs[run_id] for run_id in cluster.active)
+    return max(((run.placed_at - run.submitted_at).total_seconds() - run.run_s for run in runs), default=0.0)
+
+
+def key(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> float:
+    """What the run counts, in powers of two of what is short."""
+    config = policy.order.even_wait
+    left = part_left(run.waited_s(now), limit_s(cluster, config), config)
+    return _power(_weight(run, now, config) * left)
+
+
+def changes_at(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> float:
+    """When a waiting run comes to count less, if nothing happens, in seconds since the epoch; inf: never."""
+    config = policy.order.even_wait
+    weight, waited_s = _weight(run, now, config), run.waited_s(now)
+    longest_s = limit_s(cluster, config)
+    power = _power(weight * part_left(waited_s, longest_s, config))
+    if power <= 0:
+        return math.inf
+    # It counts less once so little of it is left.
+    left = math.pow(2.0, power) / weight
+    due_s = longest_s * (config.from_part + (1 - config.from_part) * (1 - left))
+    return now.timestamp() + max(due_s - waited_s, 0.0) + AFTER_S
+
+
+def attained_for_more(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> float:
+    """The slot-seconds at which a run that has slots comes to count more."""
+    config = policy.order.even_wait
+    left = part_left(run.waited_s(now), limit_s(cluster, config), config)
+    power = _power(_weight(run, now, config) * left)
+    return config.short_slot_s * math.pow(2.0, power + 1) / left if left > 0 else math.inf
+
+
+def advantage(config: EvenWait) -> float:
+    """By how much the keys of two runs must differ, for slots to be taken from the one for the other."""
+    return math.log2(config.advantage)
+
+
+def part_left(waited_s: float, longest_s: float, config: EvenWait) -> float:
+    """Which part of its length still counts for a run that has waited so long."""
+    return min(max((1 - waited_s / longest_s) / (1 - config.from_part), 0.0), 1.0)
+
+
+def _weight(run: Run, now: datetime, config: EvenWait) -> float:
+    """Slot-seconds, in units of what is short."""
+    foreseen = run.predicted_s * run.spec.slots.min if config.foresee else 0.0
+    return max(run.attained_slot_s(now), foreseen) / config.short_slot_s
+
+
+def _power(weight: float) -> float:
+    return float(max(math.frexp(weight)[1] - 1, 0))

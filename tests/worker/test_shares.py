@@ -66,6 +66,23 @@ def test_a_run_cannot_lift_its_own_limits() -> None:
 
 
 @pytest.mark.parametrize(
+    ("env", "expected"),
+    [
+        ({}, "per_process_memory_fraction:0.4750"),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True,roundup_power2_divisions:[256:1,512:2]"},
+            "expandable_segments:True,roundup_power2_divisions:[256:1,512:2],per_process_memory_fraction:0.4750",
+        ),
+        ({"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:1.0"}, "per_process_memory_fraction:0.4750"),
+    ],
+)
+def test_torch_in_a_command_keeps_to_its_part_too(env: dict[str, str], expected: str) -> None:
+    found = environment(place(), resources={"share": 0.5}, env=env)
+    assert found["PYTORCH_ALLOC_CONF"] == found["PYTORCH_CUDA_ALLOC_CONF"] == expected
+    assert "PYTORCH_ALLOC_CONF" not in environment(place(), resources={"share": 1})
+
+
+@pytest.mark.parametrize(
     ("resources", "gpus", "threads"),
     [
         ({}, True, "4"),

@@ -152,7 +152,8 @@ def _devices(spec: TrainRequested, member: Member, index: int, place: Place) -> 
 def share_limits(spec: TrainRequested, devices: int, place: Place) -> dict[str, str]:
     """What keeps ranks that share a device to their part of it; nothing where they have it whole.
 
-    The part of the memory is kept by the trainer, and under MPS by its daemon for any program. The part of the
+    The part of the memory is kept by the trainer, in other programs by torch's allocator (one that does not know the setting
+    refuses to start), and under MPS by its daemon for any program. The part of the
     multiprocessors takes effect under MPS alone: without, the driver lets the processes take turns. On CPU slots
     ranks are given one thread, and nothing else is kept to.
     """
@@ -165,11 +166,21 @@ def share_limits(spec: TrainRequested, devices: int, place: Place) -> dict[str, 
         MEMORY_FRACTION_VARIABLE: f"{memory_fraction(share, place.slot_memory_bytes):.4f}",
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(max(1, int(share * 100))),
     }
+    if is_command(spec):
+        limits |= _allocator(spec.env, limits[MEMORY_FRACTION_VARIABLE])
     if place.mps_pipe:
         each = f"{int(share * place.slot_memory_bytes) // 2**20}M"
         limits["CUDA_MPS_PIPE_DIRECTORY"] = place.mps_pipe
         limits["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = ",".join(f"{number}={each}" for number in range(devices))
     return limits
+
+
+def _allocator(env: Mapping[str, str], fraction: str) -> dict[str, str]:
+    """What tells torch's allocator in a program that is not the Trainer's; other settings of the run's own stay."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    own = next((env[name] for name in names if env.get(name)), "")
+    kept = [part for part in own.split(",") if part and not part.strip().startswith("per_process_memory_fraction")]
+    return dict.fromkeys(names, ",".join([*kept, f"per_process_memory_fraction:{fraction}"]))
 
 
 def memory_fraction(share: float, device_bytes: int) -> float:

@@ -310,6 +310,8 @@ class Placer:
     ) -> list[Room] | None:
         """The rooms of the best cell that has ``count`` slots for the run."""
         demand, shut = wants.demand, self.shut(run) if heed else ()
+        if space.milli < count * demand.milli:
+            return None  # in a full cluster most looks end here
         dataset = run.dataset.dataset_id if run.dataset is not None else None
         for division in self.cells(wants):
             fitting: list[tuple[str, Candidate, tuple[float, ...], list[Room]]] = []

@@ -152,10 +152,10 @@ def _devices(spec: TrainRequested, member: Member, index: int, place: Place) -> 
 def share_limits(spec: TrainRequested, devices: int, place: Place) -> dict[str, str]:
     """What keeps ranks that share a device to their part of it; nothing where they have it whole.
 
-    The part of the memory is kept by the trainer, in other programs by torch's allocator (one that does not know the setting
-    refuses to start), and under MPS by its daemon for any program. The part of the
-    multiprocessors takes effect under MPS alone: without, the driver lets the processes take turns. On CPU slots
-    ranks are given one thread, and nothing else is kept to.
+    The part of the memory is kept by the trainer, in other programs by torch's allocator (one too old to know the
+    setting refuses to start), and under MPS by its daemon for any program. The part of the multiprocessors takes
+    effect under MPS alone: without, the driver lets the processes take turns. On CPU slots ranks are given one
+    thread, and nothing else is kept to.
     """
     share = spec.resources.share
     if not 0 < share < 1:

@@ -373,12 +373,11 @@ def test_the_past_played_is_the_past() -> None:
     """Where nothing is preempted, the recorded work on the same nodes by the same policy gives the same waits."""
     history = history_of(lived())
     assert history.policy is not None
-    wanted = submissions(history)
+    wanted = submissions(history, 60.0)
     prices = Prices({"gpu": 2.0})
     was = recorded(history, "fifo", prices)
-    played, _ = play(
-        Scenario("played", history.first_nodes, history.policy, history.nodes_until_last()), wanted, prices
-    )
+    as_it_was = Scenario("played", history.first_nodes, history.policy, history.nodes_until_last())
+    played, _ = play(as_it_was, wanted, prices, resume_cost_s=60.0)
     assert (played.jobs, played.completed, wanted.assumed) == (60, 60, 0)
     for name in ("avg_wait_s", "p50_wait_s", "p99_wait_s", "max_wait_s", "avg_jct_s", "makespan_s", "utilisation"):
         assert getattr(played, name) == pytest.approx(getattr(was, name), rel=1e-6, abs=1e-3), name
@@ -390,10 +389,10 @@ def test_the_past_played_is_the_past() -> None:
 def test_more_nodes_wait_less_and_cost_more_by_the_hour() -> None:
     history = history_of(lived())
     assert history.policy is not None
-    wanted, prices = submissions(history), Prices({"gpu": 2.0})
-    base, _ = play(Scenario("base", history.nodes, history.policy), wanted, prices)
+    wanted, prices = submissions(history, 60.0), Prices({"gpu": 2.0})
+    base, _ = play(Scenario("base", history.nodes, history.policy), wanted, prices, resume_cost_s=60.0)
     more = history.nodes + like(parse_nodes("6x8", "more"), history.nodes)
-    wide, _ = play(Scenario("more", more, history.policy), wanted, prices)
+    wide, _ = play(Scenario("more", more, history.policy), wanted, prices, resume_cost_s=60.0)
     assert base.avg_wait_s > 0
     assert wide.avg_wait_s < base.avg_wait_s / 2
     assert wide.slots == base.slots + 48
@@ -409,7 +408,7 @@ def test_a_stretch_in_the_middle_carries_what_was_going_on() -> None:
     part = history_of(log, middle)
     assert part.carried
     assert len(part.carried) + len(part.submitted) < len(part.runs)
-    wanted = submissions(part)
+    wanted = submissions(part, 60.0)
     assert {job.submit_s for job in wanted.jobs if job.run_id not in wanted.counted} == {0.0}
     # What a carried run has left is what it had from then on.
     everything = {run.run_id: run.work_slot_s for run in whole.runs.values()}
@@ -458,13 +457,38 @@ def test_nodes_that_come_and_go_are_played_as_they_came_and_went() -> None:
     assert (sum(slot_s.values()), most) == (2 * 400 + 2 * 250, 4)
     policy = history.policy
     assert policy is not None
-    played, recorder = play(
-        Scenario("played", (), policy, history.nodes_until_last()), submissions(history), Prices({})
-    )
+    as_it_was = Scenario("played", (), policy, history.nodes_until_last())
+    played, recorder = play(as_it_was, submissions(history, 60.0), Prices({}), resume_cost_s=60.0)
     assert [span.start_s for span in recorder.stories["a"].spans] == [0.0]
     assert played.never == 0
     part = history_of(log_of(world), START + timedelta(seconds=150))
     assert [node.node_id for node in part.first_nodes] == ["n1", "n2"]
+
+
+def test_what_starting_again_has_cost_is_no_work() -> None:
+    """Recorded with a cost of 60 s, played with as much: the same policy on the same nodes comes to nearly the same."""
+    history = history_of(lived(policy=policies.load("least-attained")))
+    restarted = [run for run in history.submitted if run.restart_slots]
+    assert len(restarted) >= 3
+    wanted = {job.run_id: job for job in submissions(history, 60.0).jobs}
+    true_s = {job.run_id: job.duration_s for job in generate.jobs(60, 16, 7, per_node=8).jobs}
+    for run in restarted:
+        assert wanted[run.run_id].duration_s == pytest.approx(true_s[run.run_id], abs=1.0)
+    assert history.resume_cost_s() == 60.0
+
+
+def test_how_long_starting_again_takes_is_measured() -> None:
+    world = adopting()
+    world.join("n1", 1)
+    world.accept("r", spec(1))
+    for _ in range(6):
+        world.settle()
+        world.wait(7)
+        world.start("r")
+        world.wait(100)
+        world.commit("r", len(world.log))
+        world.join("n1", 1, str(len(world.log)))
+    assert history_of(log_of(world)).resume_cost_s() == 7.0
 
 
 def test_runs_that_go_on_are_taken_to_need_what_others_needed() -> None:
@@ -472,7 +496,7 @@ def test_runs_that_go_on_are_taken_to_need_what_others_needed() -> None:
     cut = log[: len(log) * 2 // 3]
     history = history_of(cut)
     going_on = [run for run in history.submitted if not run.outcome]
-    wanted = submissions(history)
+    wanted = submissions(history, 60.0)
     assert going_on
     assert wanted.assumed == len(going_on)
     assert all(job.duration_s > 0.001 for job in wanted.jobs)

@@ -77,8 +77,9 @@ def what_if(
         list[str] | None, typer.Option("--price", help="ACCELERATOR=PRICE or POOL=PRICE of a slot-hour; repeatable.")
     ] = None,
     resume_cost_s: Annotated[
-        float, typer.Option("--resume-cost-s", min=0, help="Seconds that a preempted run takes to go on.")
-    ] = 60.0,
+        float | None,
+        typer.Option("--resume-cost-s", min=0, help="Seconds that a preempted run takes to go on; default: as it was."),
+    ] = None,
     log: Log = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Folder for a chart (PNG).")] = None,
     data_dir: DataDir = None,

@@ -64,7 +64,8 @@ class Wish:
     start: str | None = None
     end: str | None = None
     prices: tuple[str, ...] = ()
-    resume_cost_s: float = 60.0
+    #: None: as long as it took in the past.
+    resume_cost_s: float | None = None
 
 
 async def what_if(
@@ -87,7 +88,8 @@ async def what_if(
 
 
 def _compare(history: History, wish: Wish, plot: Path | None, *, as_json: bool) -> int:
-    given = submissions(history)
+    resume_cost_s = history.resume_cost_s() if wish.resume_cost_s is None else wish.resume_cost_s
+    given = submissions(history, resume_cost_s)
     if not given.counted:
         raise CliError(
             f"nothing was submitted from {history.start.isoformat()} to {history.end.isoformat()}: "
@@ -99,15 +101,17 @@ def _compare(history: History, wish: Wish, plot: Path | None, *, as_json: bool) 
     figures = [recorded(history, wished[0].policy.name, prices)]
     recorders: list[tuple[str, Recorder]] = []
     for scenario in wished:
-        found, recorder = _played(scenario, given, prices, wish.resume_cost_s)
+        found, recorder = _played(scenario, given, prices, resume_cost_s)
         figures.append(found)
         recorders.append((scenario.name, recorder))
     if as_json:
-        print(render.as_json(_plain(history, given, figures)))
+        print(render.as_json(_plain(history, given, figures) | {"resume_cost_s": resume_cost_s}))
     else:
         render.console().print(_table(history, figures))
+        print(f"starting again is taken to cost {_span(resume_cost_s)} (--resume-cost-s)")
         if given.assumed:
-            print(f"{given.assumed} runs had not ended: they are taken to need what runs of their size usually need")
+            runs = "run" if given.assumed == 1 else "runs"
+            print(f"{given.assumed} {runs} had not ended: taken to need what those of the same size usually need")
     if plot is not None:
         from services.scheduler.past.plots import draw
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from statistics import median
 from typing import NamedTuple
 
 from contracts.events.capacity import PolicyAdopted
 from contracts.events.node import NodeDraining, NodeFact, NodeJoined, NodeLeft, NodeLost
-from contracts.events.run import RunAccepted, RunFact, RunPlaced, RunPreempting
+from contracts.events.run import RunAccepted, RunFact, RunPlaced, RunPreempting, RunStarted
 from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy
 from services.scheduler.core.cluster import TERMINAL, Cluster
@@ -17,6 +18,10 @@ from services.scheduler.past.log import Entry, fold_entry
 
 #: Label of a node that names the pool it comes from.
 POOL = "pool"
+#: From so many restarts on it is known how long they take.
+ENOUGH_RESTARTS = 5
+LEAST_RESTART_S = 0.001
+USUAL_RESUME_COST_S = 60.0
 #: Long enough that a node is never taken for lost where nobody renews leases.
 LEASE_TTL_S = 1e9
 _NEVER, _FOR_EVER = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
@@ -55,6 +60,8 @@ class Lived:
     first_placed_at: datetime | None = None
     ended_at: datetime | None = None
     preemptions: int = 0
+    #: Slots of each placement after the first, added up: each of them took a while to go on.
+    restart_slots: int = 0
     #: Its last word: completed, failed, cancelled; '' while it goes on.
     outcome: str = ""
 
@@ -163,6 +170,9 @@ class History:
         self.node_events: list[tuple[float, NodeFact]] = []
         self._nodes = Nodes()
         self._joined: dict[str, NodeJoined] = {}
+        #: Run -> the placement after its first that has not started yet, and since when; how long the others took.
+        self._restarting: dict[str, tuple[int, datetime]] = {}
+        self._restarts_s: list[float] = []
         #: Run -> its slots, and since when it has so many.
         self._held: dict[str, tuple[int, datetime]] = {}
         self._last: datetime | None = None
@@ -195,6 +205,12 @@ class History:
             self._most_slots(self._last)
             for run_id, (slots, since) in self._held.items():
                 self._count(self.runs[run_id], slots, since, self._last)
+
+    def resume_cost_s(self) -> float:
+        """How long runs took from being placed again to running again; what is usual where too few did."""
+        measured_s = median(self._restarts_s) if len(self._restarts_s) >= ENOUGH_RESTARTS else 0.0
+        # A simulation's runs start at once.
+        return measured_s if measured_s > LEAST_RESTART_S else USUAL_RESUME_COST_S
 
     def nodes_until_last(self) -> tuple[tuple[float, NodeFact], ...]:
         """What became of nodes up to the last submission. Later they stay as they are, so that all can be played."""
@@ -236,6 +252,14 @@ class History:
             return
         if isinstance(fact, RunPlaced):
             run.first_placed_at = run.first_placed_at or time
+            if fact.generation > 1 and time > self.start:
+                run.restart_slots += fact.world_size
+                self._restarting[run.run_id] = (fact.generation, time)
+        elif isinstance(fact, RunStarted):
+            generation, since = self._restarting.get(run.run_id, (0, time))
+            if generation == fact.generation:
+                del self._restarting[run.run_id]
+                self._restarts_s.append((time - since).total_seconds())
         elif isinstance(fact, RunPreempting) and fact.queue_reason == "preempted" and fact.then == "queue":
             run.preemptions += 1
         if self.start <= time < self.end and getattr(fact, "decided", None) is not None:

@@ -126,14 +126,17 @@ def like(nodes: tuple[NodeJoined, ...], template: Sequence[NodeJoined]) -> tuple
     return tuple(n.model_copy(update={"accelerator": kind}) if n.accelerator == "gpu" else n for n in nodes)
 
 
-def submissions(history: History) -> Submissions:
-    """The runs of the stretch with their work, and those that were there when it began with what they had left."""
+def submissions(history: History, resume_cost_s: float) -> Submissions:
+    """The runs of the stretch with their work, and those that were there when it began with what they had left.
+
+    What starting again has cost them is no work: the simulation adds it where it starts them again.
+    """
     counted, carried = history.submitted, history.carried
     usual = _usual([run for run in history.runs.values() if run.outcome])
     jobs: list[Job] = []
     assumed = 0
     for run in [*carried, *counted]:
-        work_slot_s = run.work_slot_s
+        work_slot_s = run.work_slot_s - resume_cost_s * run.restart_slots
         if not run.outcome:
             assumed += 1
             work_slot_s = max(work_slot_s, usual(run))
@@ -170,7 +173,7 @@ def play(
     given: Submissions,
     prices: Prices,
     *,
-    resume_cost_s: float = 60.0,
+    resume_cost_s: float,
     progress: Callable[[int], None] = lambda submitted: None,
 ) -> tuple[Figures, Recorder]:
     """Play the submissions in a scenario."""

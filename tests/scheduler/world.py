@@ -31,6 +31,7 @@ from contracts.scheduling import Policy
 from services.scheduler.core.cluster import TERMINAL, Cluster, Run
 from services.scheduler.core.decide import decide
 from services.scheduler.core.decisions import Decision, decided, fact_of
+from services.scheduler.core.demand import WHOLE
 from services.scheduler.core.fold import apply, fold
 from services.scheduler.core.index import Index
 
@@ -212,20 +213,24 @@ class World:
         return [fact for fact in found if run_id is None or fact.aggregate_id == run_id]
 
     def check(self) -> None:
-        """No slot is used twice; gangs are whole; generations count up."""
+        """No slot is used twice, nor shared by more than it has; gangs are whole; generations count up."""
         cluster = self.cluster
-        holders: dict[tuple[str, int], str] = {}
+        given: dict[tuple[str, int], int] = {}
         for run in cluster.runs.values():
             for part in run.live:
-                for slot in part.slots:
-                    place = (part.node_id, slot)
-                    assert place not in holders, f"{place} is held by {holders[place]} and {run.run_id}"
-                    holders[place] = run.run_id
-                    assert cluster.nodes[part.node_id].used.get(slot) == (run.run_id, run.generation)
+                node = cluster.nodes[part.node_id]
+                assert node.holders[(run.run_id, run.generation)].slots == part.slots
+                for slot in part.slots if run.demand.milli else ():
+                    given[node.node_id, slot] = given.get((node.node_id, slot), 0) + run.demand.milli
+                    assert given[node.node_id, slot] <= WHOLE, f"slot {slot} of {node.node_id} is given twice"
             assert run.generation >= self.checked[run.run_id]
             self.checked[run.run_id] = run.generation
+        for node in cluster.nodes.values():
+            assert node.left == [WHOLE - given.get((node.node_id, slot), 0) for slot in range(node.slots)]
+            assert not node.cpu_milli or node.cpu_left_milli >= 0
+            assert not node.memory_bytes or node.memory_left_bytes >= 0
         used = sum(len(node.used) for node in cluster.nodes.values())
-        assert used == len(holders), "a slot is taken by nobody"
+        assert used == len(given), "a slot is taken by nobody"
         last = self.log[-1][0]
         if isinstance(last, RunPlaced):
             slots = last.spec.slots

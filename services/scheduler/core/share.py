@@ -35,17 +35,23 @@ class Shares:
         self._slot_s = half_life_s / math.log(2) * (1.0 - self._left)
         self._levels: dict[str, tuple[str, ...]] = {}
         self._uses: dict[str, float] = {}
+        self._keys: dict[str, tuple[float, ...]] = {}
 
     def key(self, team: str | None) -> tuple[float, ...]:
         """Use over weight, level by level; the smaller, the further below its share."""
-        key = [self._use(name) / self._weights.get(name, 1.0) for name in self._path(team)]
-        while key and key[-1] == 0.0:
-            # Who has used nothing stands equal, however deep it is.
-            key.pop()
-        return tuple(key)
+        team = team or EVERYBODY
+        known = self._keys.get(team)
+        if known is None:
+            key = [self._use(name) / self._weights.get(name, 1.0) for name in self._path(team)]
+            while key and key[-1] == 0.0:
+                # Who has used nothing stands equal, however deep it is.
+                key.pop()
+            known = self._keys[team] = tuple(key)
+        return known
 
     def give(self, team: str | None, slots: float) -> None:
         """These slots go to the team (below 0: are taken from it): it stands behind by as much from now on."""
+        self._keys.clear()
         for name in self._path(team):
             self._uses[name] = self._use(name) + slots * self._slot_s
 

@@ -28,6 +28,7 @@ from services.scheduler import policies
 from services.scheduler.core import admit
 from services.scheduler.core.cluster import Run
 from services.scheduler.core.decisions import AcceptRun, RejectRun, answer_fact
+from services.scheduler.forecast import Forecast
 from services.scheduler.leader import Leader
 from services.scheduler.memory import Memory
 from services.scheduler.pace import Pace
@@ -107,7 +108,9 @@ def assemble(
     service.background(leader.lead)
     service.background(leader.watch_nodes)
     service.background(Wanting(service.bus, memory, leader).run)
-    service.resource(answering(service.bus, memory, leader, policy))
+    forecast = Forecast(service.bus, memory, policy)
+    service.background(forecast.run)
+    service.resource(answering(service.bus, memory, leader, policy, forecast))
     service.ready_when("folded", lambda: memory.caught_up.is_set())
     return Scheduler(service, memory, leader)
 

@@ -14,6 +14,7 @@ from contracts.scheduling import Policy
 from services.kit.bus import Bus
 from services.scheduler.core import explain
 from services.scheduler.core.why import answer
+from services.scheduler.forecast import Forecast
 from services.scheduler.leader import Leader
 from services.scheduler.memory import Memory
 
@@ -22,7 +23,9 @@ GROUP = "scheduler"
 
 
 @asynccontextmanager
-async def answering(bus: Bus, memory: Memory, leader: Leader, policy: Policy) -> AsyncIterator[None]:
+async def answering(
+    bus: Bus, memory: Memory, leader: Leader, policy: Policy, forecast: Forecast
+) -> AsyncIterator[None]:
     """Answer ``why`` and ``state`` inside the block."""
 
     async def why(message: Msg) -> None:
@@ -33,11 +36,13 @@ async def answering(bus: Bus, memory: Memory, leader: Leader, policy: Policy) ->
             run_id = json.loads(body)["run_id"]
         except (ValueError, KeyError, TypeError):
             return {"state": "unknown", "code": "bad question", "message": 'ask with a body like {"run_id": "r..."}'}
-        return answer(memory.cluster, str(run_id), bus.clock.now(), policy)
+        return answer(memory.cluster, str(run_id), bus.clock.now(), policy) | forecast.of(str(run_id))
 
     async def state(message: Msg) -> None:
         leads = {"instance": bus.settings.instance, "leads": leader.leads}
-        await message.respond(_json({**leads, **explain.summary(memory.cluster)}))
+        said = explain.summary(memory.cluster)
+        said["queue"] = [each | forecast.of(each["run_id"]) for each in said["queue"]]
+        await message.respond(_json({**leads, "policy": policy.name, **said}))
 
     asked = [
         await bus.nc.subscribe(subjects.service("scheduler", "why"), queue=GROUP, cb=why),

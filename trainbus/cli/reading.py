@@ -77,6 +77,10 @@ async def show(address: Address, name: str, *, as_json: bool) -> None:
         console.print("\n".join(view.log_tail), markup=False, soft_wrap=True)
 
 
+#: What the scheduler says about a run that waits besides the sentence.
+WHY_MORE = ("code", "changes", "holders", "start_p10", "start_p50", "start_p90")
+
+
 async def why(address: Address, name: str, *, as_json: bool) -> None:
     """Print why a run is where it is: in the scheduler's words, or as the log has it if that does not answer."""
     async with connect(address) as link:
@@ -87,13 +91,16 @@ async def why(address: Address, name: str, *, as_json: bool) -> None:
     answer = str(asked["message"]) if asked is not None and known else recorded_why(view)
     if as_json:
         by = "scheduler" if known else "log"
-        print(render.as_json({"run_id": run_id, "state": view.state, "why": answer, "answered_by": by}))
+        more = {name: asked[name] for name in WHY_MORE if name in asked} if asked is not None and known else {}
+        print(render.as_json({"run_id": run_id, "state": view.state, "why": answer, "answered_by": by, **more}))
         return
     verb = "" if view.ended else "is "
     name = render.escape(view.name)
     render.console().print(
         f"{run_id} ({name}) {verb}{render.state(view.state)}: {render.escape(answer)}", soft_wrap=True
     )
+    if asked is not None and known:
+        render.why_it_waits(asked)
     if asked is None and not view.ended:
         print("(as the log has it: the scheduler does not answer; `trainbus doctor` looks closer)", file=sys.stderr)
 

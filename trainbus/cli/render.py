@@ -295,3 +295,18 @@ def models(views: Iterable[ModelView], now: datetime) -> Table:
 
 def utc_now() -> datetime:
     return datetime.now(UTC)
+
+
+def why_it_waits(answer: dict[str, Any]) -> None:
+    """Print who holds what a run waits for, and when it is expected to start, if the scheduler said so."""
+    if holders := answer.get("holders"):
+        table = Table(box=None, padding=(0, 2, 0, 0), title="who holds what it needs", title_justify="left")
+        for column in ("run", "name", "slots", "priority", "until"):
+            table.add_column(column, justify="right" if column in ("slots", "priority") else "left")
+        for each in holders:
+            until = f"{each['until']}{' at the latest' if each['until_is'] == 'limit' else ', as is expected'}"
+            table.add_row(each["run_id"], escape(each["name"]), str(each["slots"]), str(each["priority"]), until)
+        console().print(table)
+    if "start_p50" in answer:
+        p10, p50, p90 = (answer[name] for name in ("start_p10", "start_p50", "start_p90"))
+        console().print(f"expected to start about {p50}, between {p10} and {p90} in four of five cases", soft_wrap=True)

@@ -76,7 +76,8 @@ class Attempt:
         """The cluster as it would be with this request; it shares all else, and what is found out about it."""
         clone = copy.copy(self.cluster)
         run = replace(self.run, spec=spec, demand=demand_of(spec), wants=None, least=spec.slots.min, kind=kind_of(spec))
-        clone.runs = {**self.cluster.runs, run.run_id: run}
+        clone.runs = copy.copy(self.cluster.runs)
+        clone.runs[run.run_id] = run
         index, line = self.cluster.index, self.cluster.index.line
         clone.index = Index(
             digest=index.digest,

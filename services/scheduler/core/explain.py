@@ -173,7 +173,8 @@ def _not_waiting(run: Run) -> tuple[str, str]:
 
 def summary(cluster: Cluster, limit: int = 100) -> dict[str, Any]:
     """The queue, the nodes and the counts."""
-    queue = sorted((cluster.runs[run_id] for run_id in cluster.queued), key=lambda r: (-r.spec.priority, r.submitted))
+    line = [run_id for entries in cluster.index.line.groups.values() for _, run_id in entries]
+    queue = [cluster.runs[run_id] for run_id in dict.fromkeys([*line, *cluster.queued]) if run_id in cluster.queued]
     return {
         "sequence": cluster.sequence,
         "runs": {str(phase): count for phase, count in sorted(cluster.phases.items()) if count},

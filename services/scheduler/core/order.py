@@ -20,6 +20,8 @@ from services.scheduler.core.place import wants_of
 
 #: Keys that change while a run has its slots.
 BY_SERVICE: frozenset[OrderKey] = frozenset({"least-attained", "even-wait"})
+#: Seconds after a change at which it has come for sure, whatever was rounded.
+AFTER_S = 1e-3
 #: Runs that have no slots any more, of which something may be remembered.
 FORGOTTEN = 1000
 #: A run, the clock -> what it is ordered by.
@@ -92,7 +94,8 @@ def standing(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> tuple
     index, now_s = cluster.index, now.timestamp()
     state = (policy.digest, run.generation, limit_s(cluster, policy))
     known = index.standing.get(run.run_id)
-    if known is None or known[0] != state or known[2] <= now_s:
+    # It changes a little before it has changed for sure.
+    if known is None or known[0] != state or known[2] - 2 * AFTER_S <= now_s:
         if len(index.standing) > 2 * len(cluster.active) + FORGOTTEN:
             index.standing = {run_id: each for run_id, each in index.standing.items() if run_id in cluster.active}
         known = (state, key_of(cluster, run, now, policy), attains_at(cluster, run, now, policy))
@@ -137,7 +140,7 @@ def attains_at(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> flo
         above = next((level for level in policy.order.attained.levels_slot_s if level > attained), math.inf)
     if "even-wait" in policy.order.by:
         above = min(above, even_wait.attained_for_more(cluster, run, now, policy))
-    return now.timestamp() + max(above - attained, 0.0) / max(run.slot_count, 1) + 1e-3
+    return now.timestamp() + max(above - attained, 0.0) / max(run.slot_count, 1) + AFTER_S
 
 
 def may_take(waiter: Key, holder: Key, policy: Policy) -> bool:

@@ -1,0 +1,185 @@
+"""Short runs first, and the long ones share the wait: what a run counts, when that changes, and that nobody is left."""
+
+from __future__ import annotations
+
+import math
+import random
+from datetime import timedelta
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from contracts.scheduling import Elastic, EvenWait, Faults, Order, Policy, Reclaim
+from services.scheduler.core import even_wait, order
+from services.scheduler.core.decide import plan
+from services.scheduler.core.fold import fold
+from services.scheduler.policies import load
+from tests.scheduler.world import Chaos, World, spec
+
+HOUR = 3_600.0
+CONFIG = EvenWait(foresee=False, margin_s=10_000)
+POLICY = Policy(
+    order=Order(by=("priority", "even-wait"), skip=True, even_wait=CONFIG),
+    reclaim=Reclaim(by=("priority", "even-wait"), quantum_s=300),
+)
+
+
+def world_of(slots: int, policy: Policy = POLICY) -> World:
+    world = World(policy)
+    world.join("n1", slots)
+    return world
+
+
+def submit(world: World, run_id: str, slots: int = 1, priority: int = 0) -> None:
+    world.accept(run_id, spec(slots, priority))
+    go_on(world)
+
+
+def go_on(world: World) -> None:
+    """Decide; what was placed begins to run."""
+    world.settle()
+    for run in list(world.cluster.runs.values()):
+        if run.live and str(run.phase) == "placed":
+            world.start(run.run_id)
+
+
+def give_way(world: World, run_id: str) -> None:
+    """The run lets go of its slots, and what follows is decided."""
+    world.release(run_id)
+    go_on(world)
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "left"),
+    [(0, 1.0), (50, 1.0), (60, 0.8), (75, 0.5), (100, 0.0), (1_000, 0.0)],
+)
+def test_length_counts_less_from_a_part_of_the_longest_wait_on(waited_s: float, left: float) -> None:
+    assert even_wait.part_left(waited_s, 100, EvenWait(from_part=0.5)) == pytest.approx(left)
+
+
+def test_a_short_run_takes_slots_of_a_long_one_but_not_of_one_that_is_hardly_longer() -> None:
+    world = world_of(1)
+    submit(world, "long")
+    world.wait(4 * HOUR)
+    submit(world, "short")
+    # Four short units are not more than four times as much.
+    assert world.run("long").preempting is None
+    world.wait(4 * HOUR)
+    world.settle()
+    assert world.run("long").preempting is not None
+    give_way(world, "long")
+    assert world.run("short").live
+
+
+def test_a_wide_run_counts_for_all_its_slots() -> None:
+    world = world_of(8)
+    submit(world, "wide", 8)
+    world.wait(HOUR + 1)
+    submit(world, "short")
+    assert world.run("wide").preempting is not None
+
+
+def test_nobody_is_stopped_before_it_has_had_its_quantum() -> None:
+    world = world_of(128)
+    submit(world, "wide", 128)
+    world.wait(299)
+    submit(world, "short")
+    assert world.run("wide").preempting is None
+    wake = plan(world.cluster, world.now, POLICY).wake_at
+    assert wake is not None
+    assert wake <= world.now + timedelta(seconds=1)
+    world.wait(1)
+    world.settle()
+    assert world.run("wide").preempting is not None
+
+
+def test_of_two_long_runs_the_one_that_has_waited_takes_its_turn() -> None:
+    """Both count the same by length; the wait brings the other one in, and then it goes on."""
+    world = world_of(1)
+    submit(world, "first")
+    world.wait(20 * HOUR)
+    submit(world, "second")
+    give_way(world, "first")
+    world.wait(20 * HOUR)
+    world.settle()
+    # The first has waited for longer than anybody who has slots had to, and the margin.
+    assert world.run("second").preempting is not None
+    give_way(world, "second")
+    assert world.run("first").live
+
+
+def test_a_run_is_looked_at_just_when_its_wait_lifts_it() -> None:
+    world = world_of(1)
+    submit(world, "first")
+    world.wait(20 * HOUR)
+    submit(world, "second")
+    give_way(world, "first")
+    run = world.run("first")
+    before = order.key_of(world.cluster, run, world.now, POLICY)
+    at_s = order.changes_at(world.cluster, run, world.now, POLICY)
+    left_s = at_s - world.now.timestamp()
+    assert 0 < left_s < math.inf
+    world.wait(left_s - 0.1)
+    assert order.key_of(world.cluster, run, world.now, POLICY) == before
+    world.wait(0.11)
+    assert order.key_of(world.cluster, run, world.now, POLICY) < before
+
+
+def test_the_longest_wait_is_that_of_those_that_have_slots() -> None:
+    world = world_of(1)
+    submit(world, "first")
+    assert even_wait.limit_s(world.cluster, CONFIG) == CONFIG.margin_s
+    submit(world, "second")
+    world.wait(5_000)
+    assert even_wait.limit_s(world.cluster, CONFIG) == CONFIG.margin_s
+    world.exit("first")
+    go_on(world)
+    # Rounded up to a quarter of the margin.
+    assert even_wait.limit_s(world.cluster, CONFIG) == 5_000 + CONFIG.margin_s
+
+
+def test_priority_goes_before_all_of_it() -> None:
+    world = world_of(1)
+    submit(world, "urgent", priority=5)
+    world.wait(100 * HOUR)
+    submit(world, "short")
+    assert world.run("urgent").preempting is None
+
+
+def test_what_a_run_is_expected_to_take_counts_where_it_is_foreseen() -> None:
+    world = world_of(1, load("even-wait"))
+    submit(world, "any")
+    # Nothing is known yet: the prior.
+    run = world.run("any")
+    run.predicted_s = 50 * HOUR
+    key = order.key_of(world.cluster, run, world.now, world.policy)
+    assert key[1] == math.floor(math.log2(50))
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32), acts=st.integers(10, 120), foresee=st.booleans())
+def test_any_history_keeps_the_invariants(seed: int, acts: int, foresee: bool) -> None:
+    """``World.step`` compares what is remembered from pass to pass with what is made anew."""
+    policy = POLICY.model_copy(
+        update={
+            # Everything is short in this world: a second counts.
+            "order": Order(
+                by=("priority", "even-wait"),
+                skip=True,
+                even_wait=EvenWait(short_slot_s=1, margin_s=20, foresee=foresee, advantage=2),
+            ),
+            "reclaim": Reclaim(by=("priority", "even-wait"), quantum_s=1),
+            "elastic": Elastic(resize_interval_s=0.5, grow_anyway_s=5),
+            "faults": Faults(start_deadline_s=30),
+        }
+    )
+    chaos = Chaos(World(policy), random.Random(seed))
+    for _ in range(3):
+        chaos.submit()
+    for _ in range(acts):
+        chaos.act()
+    chaos.calm()
+    refolded = fold(chaos.world.log)
+    assert refolded == chaos.world.cluster
+    assert refolded.slots_used == 0

@@ -18,6 +18,7 @@ from contracts.events.capacity import CapacityWanted, PolicyAdopted
 from contracts.events.run import RunAccepted, RunPlaced, RunPreempting, RunQueued, RunRejected, RunWaiting
 from contracts.scheduling import Order, Policy, Pool, Pools, Reclaim
 from services.scheduler import policies
+from services.scheduler.core import state
 from services.scheduler.core.capacity import want, wanted_fact
 from services.scheduler.core.decisions import decided
 from services.scheduler.core.why import answer
@@ -72,6 +73,19 @@ def test_a_lively_history_is_decided_again_without_a_difference(seed: int) -> No
     assert counts.decisions == counts.same
     assert counts.unchecked <= counts.facts
     assert counts.passes > 0
+
+
+@pytest.mark.parametrize("name", ["priority-first-come", "fair-share", "least-attained", "conservative-backfill"])
+def test_schedulers_that_began_with_a_snapshot_decide_as_those_that_folded_everything(name: str) -> None:
+    for seed in (1, 2, 3):
+        world, rng = adopting(policies.load(name)), random.Random(seed)
+        chaos = Chaos(world, rng)
+        for _ in range(100):
+            chaos.act()
+            if rng.random() < 0.1:
+                world.cluster = state.restore(state.save(world.cluster))
+        chaos.calm()
+        assert remake(log_of(world))[1] == []
 
 
 @pytest.mark.parametrize("name", policies.names())

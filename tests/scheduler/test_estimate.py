@@ -12,7 +12,7 @@ import pytest
 from contracts.scheduling import Policy
 from services.scheduler import policies
 from services.scheduler.core.cluster import Cluster
-from services.scheduler.core.estimate import Claim, Errors, Estimate, Estimator, Holder, play, quantile
+from services.scheduler.core.estimate import Claim, Errors, Estimate, Estimator, Holder, play, quantile, taken_from
 from services.scheduler.core.predict import kind_of
 from services.scheduler.simulate import generate
 from services.scheduler.simulate.agents import Agents
@@ -96,6 +96,14 @@ def test_a_higher_priority_starts_before() -> None:
     submit(made, "urgent", priority=5)
     found = waits_s(made)
     assert found["urgent"] < found["first"]
+
+
+def test_slots_are_taken_for_a_higher_priority() -> None:
+    holders = [one(0, 2, 900.0), Holder(0, 2, (900.0,), -1, 30.0), Holder(0, 2, (900.0,), -2, 40.0)]
+    waiting = [Claim("urgent", (0,), 3, (5.0,), priority=1), claim("next", 2, 5.0)]
+    after = taken_from([0], holders, waiting)
+    assert [each.left_s for each in after] == [(900.0,), (30.0,), (40.0,)]
+    assert play([0], after, waiting, random.Random(1)) == [40, 45]
 
 
 def test_what_can_never_run_is_left_out() -> None:

@@ -19,7 +19,7 @@ import random
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
@@ -82,6 +82,9 @@ class Holder:
     milli: int
     #: For how long it may still have them, ascending.
     left_s: Sequence[float]
+    priority: int = 0
+    #: When it has let go if its slots are wanted for a higher priority; inf: they are not taken.
+    yields_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,7 @@ class Claim:
     takes_s: Sequence[float]
     #: Those of a group end alike.
     group: str = ""
+    priority: int = 0
 
 
 def play(free: Sequence[int], holders: Sequence[Holder], claims: Sequence[Claim], rng: random.Random) -> list[float]:
@@ -141,6 +145,30 @@ def played(
     return found
 
 
+def taken_from(free: Sequence[int], holders: Sequence[Holder], claims: Sequence[Claim]) -> list[Holder]:
+    """The holders, those ending sooner whose slots are taken for claims of a higher priority."""
+    left, after = list(free), list(holders)
+    lowest_first = sorted(range(len(after)), key=lambda each: after[each].priority)
+    for claim in claims:
+        pool = claim.pools[0]
+        victims, room = [], left[pool]
+        for each in lowest_first:
+            holder = after[each]
+            if room >= claim.milli or holder.priority >= claim.priority:
+                break
+            if holder.pool == pool and holder.yields_s < math.inf:
+                victims.append(each)
+                room += holder.milli
+        if room < claim.milli:
+            # Nobody behind gets what this one waits for, unless it may take it.
+            continue
+        for each in victims:
+            # It has ended for all others.
+            after[each] = replace(after[each], left_s=(after[each].yields_s,), yields_s=math.inf)
+        left[pool] = room - claim.milli
+    return after
+
+
 def quantile(ascending: Sequence[float], q: float) -> float:
     """Of a few values, in between."""
     at = min(max(q, 0.0), 1.0) * (len(ascending) - 1)
@@ -182,6 +210,8 @@ class Situation:
             self._running.add(run.kind, run.ran_s(now))
         self.holders = [holder for run in active for holder in self._held(run)]
         self.claims = [claim for run in _in_line(cluster, policy, now) if (claim := self._claim(run)) is not None]
+        if "priority" in policy.reclaim.by:
+            self.holders = taken_from(self.free, self.holders, self.claims)
 
     def _held(self, run: Run) -> Iterable[Holder]:
         by_pool: dict[int, int] = {}
@@ -192,9 +222,12 @@ class Situation:
                 by_pool[pool] = by_pool.get(pool, 0) + len(part.slots) * run.demand.milli
         if not by_pool:
             return
-        left_s = self._left_s(run)
+        left_s, yields_s = self._left_s(run), math.inf
+        if run.spec.scheduling.preemptible and run.preempting is None:
+            since_s = (self._now - run.placed_at).total_seconds()
+            yields_s = max(self._policy.reclaim.min_run_s - since_s, 0.0) + run.spec.grace_s
         for pool, milli in by_pool.items():
-            yield Holder(pool, milli, left_s)
+            yield Holder(pool, milli, left_s, run.spec.priority, yields_s)
 
     def _left_s(self, run: Run) -> list[float]:
         """How long a run that has slots may still have them."""
@@ -216,7 +249,7 @@ class Situation:
         pools = tuple(pool for pool in pools if self._whole[pool] >= milli)
         if not pools or run.cancel_reason is not None:
             return None
-        return Claim(run.run_id, pools, milli, self._takes_s(run), run.spec.user or "")
+        return Claim(run.run_id, pools, milli, self._takes_s(run), run.spec.user or "", run.spec.priority)
 
     def _takes_s(self, run: Run) -> list[float]:
         """How long a run in line may have slots once it gets them; those of a kind that had none yet share it."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import structlog
 
 from services.kit.bus import Bus, Transient
 from services.scheduler import metrics
-from services.scheduler.core.capacity import want, wanted_fact
+from services.scheduler.core.capacity import wake_at, want, wanted_fact
 from services.scheduler.core.decisions import decided
 from services.scheduler.leader import Leader
 from services.scheduler.memory import Memory
@@ -17,6 +18,8 @@ log = structlog.get_logger(__name__)
 
 #: Nodes take a minute to come: what is wanted need not be known sooner than this.
 INTERVAL_S = 1.0
+#: Nor may finding it out, with a long queue, take more than this part of the time from everything else.
+SHARE = 0.05
 
 
 class Wanting:
@@ -28,10 +31,18 @@ class Wanting:
     async def run(self) -> None:
         """Look for as long as the service runs; a policy without pools costs nothing."""
         await self.memory.caught_up.wait()
+        looked_s, seen, wake = 0.0, -1, None
         while True:
-            await asyncio.sleep(INTERVAL_S)
-            if self.leader.leads and self.leader.policy.pools.pools:
-                await self.step()
+            await asyncio.sleep(max(INTERVAL_S, looked_s / SHARE))
+            if not self.leader.leads or not self.leader.policy.pools.pools:
+                continue
+            cluster, now = self.memory.cluster, self.bus.clock.now()
+            if cluster.sequence == seen and (wake is None or now < wake):
+                continue  # nothing has happened, and no time has come
+            seen, started = cluster.sequence, time.perf_counter()
+            said = await self.step()
+            looked_s = 0.0 if said else time.perf_counter() - started
+            wake = wake_at(cluster, now, self.leader.policy)
 
     async def step(self) -> int:
         """Say what has changed; returns how many facts that were."""

@@ -16,7 +16,7 @@ from typing import Literal
 from contracts.events.capacity import CapacityWanted
 from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy, Pool, Pools
-from services.scheduler.core.demand import WHOLE, demand_of
+from services.scheduler.core.demand import WHOLE, Demand, demand_of
 
 Capacity = Literal["on-demand", "spot"]
 
@@ -303,7 +303,7 @@ def _want(pool: Pool, stock: _Stock, present: Sequence[Present], gave_up: bool, 
         )
     )
     run_ids = tuple(stock.wanting.get(pool.name, ()))
-    new = len(stock.new.get(pool.name, ()))
+    new = stock.count.get(pool.name, 0)
     nodes = min(len(own) - len(spare) + new, pool.max_nodes)
     return WantCapacity(
         pool.name, nodes, run_ids[:LISTED], spare, gave_up, _reason(pool, len(own), new, run_ids, gave_up)
@@ -326,13 +326,13 @@ class _Room:
     left: list[int]
     node_id: str = ""
 
-    def take(self, spec: TrainRequested, bundles: int) -> list[int] | None:
+    def take(self, demand: Demand, bundles: int) -> list[int] | None:
         """Take slots for up to so many bundles; the slots taken, or None where there is no room for one."""
-        need, size = _milli(spec), spec.gang.bundle
+        need, size = demand.milli, demand.bundle
         if need == 0:  # no accelerator: any node will do
             return []
         fitting = [slot for slot, left in enumerate(self.left) if left >= need]
-        given = min(len(fitting) // size, 1 if spec.gang.apart else bundles)
+        given = min(len(fitting) // size, 1 if demand.apart else bundles)
         if given == 0:
             return None
         # The fullest slots that have room, so that whole ones stay whole.
@@ -340,10 +340,6 @@ class _Room:
         for slot in taken:
             self.left[slot] -= need
         return taken
-
-
-def _milli(spec: TrainRequested) -> int:
-    return demand_of(spec).milli
 
 
 #: Pool, kind of capacity, cluster and accelerator: nodes that are alike in these are alike to any run.
@@ -356,9 +352,11 @@ class _Stock:
 
     policy: Policy
     there: dict[_Kind, list[_Room]] = field(default_factory=dict)
-    #: Pool -> how many nodes of it may be wanted besides; the room on those that are; the runs that want them.
+    #: Pool -> how many nodes of it may be wanted besides; the room that is left on those that are; how many those
+    #: are; the runs that want them.
     more: dict[str, int] = field(default_factory=dict)
     new: dict[str, list[_Room]] = field(default_factory=dict)
+    count: dict[str, int] = field(default_factory=dict)
     wanting: dict[str, list[str]] = field(default_factory=dict)
     #: Nodes whose room has been given to somebody.
     claimed: set[str] = field(default_factory=set)
@@ -431,15 +429,15 @@ class _Stock:
 
     def _fill(self, run: Waiting, there: Sequence[_Room], pools: Sequence[Pool]) -> bool:
         """Put all of the run into this room and into nodes of these pools, or nothing of it."""
-        spec, need = run.spec, _milli(run.spec)
-        missing = spec.slots.min // spec.gang.bundle
+        demand = demand_of(run.spec)
+        need, missing = demand.milli, run.spec.slots.min // demand.bundle
         given: list[tuple[str, bool, _Room, list[int]]] = []
         for name, fresh, room in self._rooms(there, pools):
-            taken = room.take(spec, missing)
+            taken = room.take(demand, missing)
             if taken is None:
                 continue
             given.append((name, fresh, room, taken))
-            missing -= len(taken) // spec.gang.bundle if need else 1 if spec.gang.apart else missing
+            missing -= len(taken) // demand.bundle if need else 1 if demand.apart else missing
             if missing <= 0:
                 self._give(run, given)
                 return True
@@ -461,9 +459,14 @@ class _Stock:
         for name, fresh, room, _ in given:
             if fresh:
                 self.more[name] -= 1
+                self.count[name] = self.count.get(name, 0) + 1
                 self.new.setdefault(name, []).append(room)
         for name in sorted({name for name, *_ in given if name}):
             self.wanting.setdefault(name, []).append(run.run_id)
+        full = {id(room) for _, _, room, _ in given if not any(room.left)}
+        if full:  # nobody need look there again
+            for rooms in (*self.there.values(), *self.new.values()):
+                rooms[:] = [room for room in rooms if id(room) not in full]
 
 
 def _exact(spec: TrainRequested) -> bool:

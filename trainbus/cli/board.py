@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from contracts import exactness
-from contracts.events import checkpoint, dataset, model, node, run
+from contracts.events import capacity, checkpoint, dataset, model, node, run
 from contracts.events.train import TrainRequested
 
 ENDED = ("completed", "failed", "cancelled", "rejected")
@@ -442,6 +442,7 @@ _TEXT: dict[type[Any], Callable[[Any], str]] = {
     run.RunPrepareFailed: lambda e: f"data cannot be used: {e.reason}",
     run.RunQueued: lambda e: "queued" if e.reason == "new" else f"queued again ({e.reason})",
     run.RunWaiting: lambda e: f"waits: {e.message}",
+    run.RunReserved: lambda e: f"is promised to start by {e.start_by:%Y-%m-%d %H:%M:%S} on {len(e.node_ids)} nodes",
     run.RunPlaced: _placement,
     run.RunStarted: lambda e: (
         f"trains on {e.node_id} from step {e.step}" + (", out of memory" if e.resumed_from == "memory" else "")
@@ -492,4 +493,6 @@ _TEXT: dict[type[Any], Callable[[Any], str]] = {
         + (f": {e.detail}" if e.detail else "")
     ),
     node.NodeUnfit: lambda e: f"unfit: {e.reason}",
+    capacity.CapacityWanted: lambda e: f"{e.nodes} nodes of pool {e.pool} are wanted: {e.reason}",
+    capacity.PolicyAdopted: lambda e: f"policy {e.policy.name} ({e.digest}) decides from now on",
 }

@@ -25,6 +25,8 @@ def describe(event: Event) -> str:
             return f"waits for generation {event.next_generation} ({event.reason})"
         case run.RunWaiting():
             return event.message
+        case run.RunReserved():
+            return f"is promised to start by {event.start_by:%Y-%m-%d %H:%M:%S} UTC on {len(event.node_ids)} nodes"
         case run.RunPlaced():
             where = ", ".join(f"{m.node_id}[{','.join(map(str, m.slots))}]" for m in event.members)
             resume = f", from step {event.resume.step}" if event.resume else ""

@@ -96,7 +96,7 @@ class Run:
     failures: int = 0
     queued_at: datetime = EPOCH
     queue_reason: str = "new"
-    #: Sequence at which it was last queued because others took its slots: in turns it stands behind who waited then.
+    #: Sequence at which others last took its slots: where runs take turns it stands behind those that waited then.
     yielded: int = 0
     #: The parts of the current generation, also those that ended, until what follows is decided.
     parts: dict[str, Part] = field(default_factory=dict)

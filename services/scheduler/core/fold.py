@@ -65,6 +65,7 @@ def apply(cluster: Cluster, fact: Fact, sequence: int, time: datetime, envelope:
         cluster.index.touch(fact.run_id)
         _keep(cluster, known)
     elif on_node := _NODE_FACTS.get(type(fact)):
+        assert isinstance(fact, node.NodeFact)
         before = cluster.nodes.get(fact.node_id)
         holders = [run_id for run_id, _ in before.holders] if before is not None else []
         cluster.index.touch_nodes(holders)
@@ -152,8 +153,6 @@ def _queued(cluster: Cluster, known: Run, fact: run.RunQueued, time: datetime) -
         return
     if fact.reason in ("crashed", "node lost"):
         known.setbacks += 1
-    if fact.reason == "preempted":
-        known.yielded = cluster.sequence
     if fact.reason == "node lost":
         known.blameless += 1
         known.strikes.update(_at_fault(cluster, known))
@@ -253,6 +252,8 @@ def _preempting(cluster: Cluster, known: Run, fact: RunPreempting, time: datetim
     if fact.generation != known.generation or not known.live or known.preempting is not None:
         return
     known.preempting, known.preempting_at = fact, time
+    if fact.waiter is not None:
+        known.yielded = cluster.sequence
     if not known.terminal:
         _enter(cluster, known, Phase.PREEMPTING)
 

@@ -84,7 +84,7 @@ KEYS: dict[OrderKey, KeyOf] = {
 def key_of(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> Key:
     """What the run is ordered by, the submission last; ``fair-share`` stands as 0 in it."""
     found = [KEYS[name](cluster, run, now, policy) if name in KEYS else 0.0 for name in policy.order.by]
-    return (*found, run.submitted if policy.reclaim.time_slice_s is None else _turn(cluster, run))
+    return (*found, run.submitted if policy.reclaim.time_slice_s is None else _turn(run))
 
 
 def standing(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> tuple[Key, float]:
@@ -114,13 +114,9 @@ def known_key(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> Key:
     return place[1] if place is not None else key_of(cluster, run, now, policy)
 
 
-def _turn(cluster: Cluster, run: Run) -> float:
+def _turn(run: Run) -> float:
     """When it began to wait: a run that takes turns stands behind all that waited when it had had its own."""
-    if not run.spec.scheduling.time_slice:
-        return run.submitted
-    if run.preempting is not None and run.preempting.queue_reason == "preempted":
-        return max(run.submitted, cluster.sequence)
-    return max(run.submitted, run.yielded)
+    return max(run.submitted, run.yielded) if run.spec.scheduling.time_slice else run.submitted
 
 
 def changes_at(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> float:

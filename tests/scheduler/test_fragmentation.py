@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,7 +23,7 @@ from tests.scheduler.world import World, spec
 GIB = 2**30
 
 
-def shape(accelerators: int = 1, milli: int = WHOLE, cpus: float = 0, **more: object) -> Shape:
+def shape(accelerators: int = 1, milli: int = WHOLE, cpus: float = 0, **more: Any) -> Shape:
     return Shape(accelerators, milli, int(cpus * 1000), 0)._replace(**more)
 
 

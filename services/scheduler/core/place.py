@@ -15,7 +15,7 @@ from contracts.events.run import Member
 from contracts.scheduling import Policy
 from services.scheduler.core.cluster import Cluster, Node, Run
 from services.scheduler.core.clusters import FETCH_S, Candidate, choose_cluster
-from services.scheduler.core.demand import Demand
+from services.scheduler.core.demand import SIMPLE, Demand
 from services.scheduler.core.fragmentation import Packing
 from services.scheduler.core.maintenance import closed as closed_for
 from services.scheduler.core.pools import Preferences, kinds_of
@@ -229,6 +229,8 @@ class Placer:
 
         ``heed``: whether maintenance is looked at.
         """
+        if not avoid and not closed and (quick := self._packed(space, count, wants)) is not None:
+            return quick
         best = self.roomiest(space, run, count, wants, closed, heed)
         if best is None:
             return None
@@ -240,6 +242,34 @@ class Placer:
                 break
         preferred, _ = self._preferred(candidates, run, demand, count)
         return self.choose(preferred, demand, count, avoid)
+
+    def _packed(self, space: Space, count: int, wants: Wants) -> list[Taken] | None:
+        """What ``find`` comes to where nothing but the number of whole slots counts, without a look at every node;
+        None: that is not so, or there are too few."""
+        cell = self._only_cell(wants)
+        if not cell or count <= 0:
+            return None
+        shelf = space.shelf(cell)
+        if shelf.total < count:
+            return None
+        return [(node_id, space.rooms[node_id].pick(wants.demand, slots)) for node_id, slots in shelf.packed(count)]
+
+    def _only_cell(self, wants: Wants) -> tuple[str, ...]:
+        """The nodes of which any will do, if they only differ in how many whole slots they have; () otherwise."""
+        key: Hashable = ("only cell", wants, self.policy.digest)
+        found: tuple[str, ...] | None = self._memory.get(key)
+        if found is None:
+            found = self._memory[key] = self._alike_nodes(wants)
+        return found
+
+    def _alike_nodes(self, wants: Wants) -> tuple[str, ...]:
+        demand, policy = wants.demand, self.policy
+        plain = demand._replace(accelerators=frozenset()) == SIMPLE and self.choose is pack and not wants.machine
+        chosen = policy.place.scarce or policy.pools.pools or policy.pools.tiers or self.windows
+        cells = self.cells(wants)[0]
+        if not plain or chosen or len(cells) != 1 or any(self.cluster.nodes[each].profiles for each in cells[0]):
+            return ()
+        return cells[0]
 
     def shut(self, run: Run) -> frozenset[str]:
         """The nodes that will be in maintenance before the run, started now, is expected to be done, or are."""

@@ -6,6 +6,7 @@ reservation) is a space as well.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -87,6 +88,43 @@ class Room:
         self.memory_bytes += sign * demand.memory_bytes * len(slots)
 
 
+class Shelf:
+    """Rooms by how many whole slots they have, so that the best one is found without a look at all of them."""
+
+    def __init__(self, rooms: Iterable[Room]) -> None:
+        self._order = sorted((room.whole, room.node.node_id) for room in rooms)
+        self._whole = {node_id: whole for whole, node_id in self._order}
+        #: Whole slots, all in all.
+        self.total = sum(self._whole.values())
+
+    def changed(self, room: Room) -> None:
+        """Something was taken from the room, or given back."""
+        node_id = room.node.node_id
+        before = self._whole.get(node_id)
+        if before is None or before == room.whole:
+            return
+        del self._order[bisect_left(self._order, (before, node_id))]
+        insort(self._order, (room.whole, node_id))
+        self._whole[node_id] = room.whole
+        self.total += room.whole - before
+
+    def packed(self, count: int) -> list[tuple[str, int]]:
+        """(node, slots) that ``count`` go to, filling the fullest that fits, on as few nodes as can be."""
+        found: list[tuple[str, int]] = []
+        order = self._order
+        while count > 0:
+            at = bisect_left(order, (count, ""))
+            if at == len(order):
+                # None holds the rest: the roomiest, and go on.
+                at = bisect_left(order, (order[-1][0], ""))
+            whole, node_id = order[at]
+            found.append((node_id, min(whole, count)))
+            count -= found[-1][1]
+            if count > 0:
+                order = order[:at] + order[at + 1 :]
+        return found
+
+
 class Space:
     """The rooms of all open nodes."""
 
@@ -94,6 +132,16 @@ class Space:
         self.rooms = rooms
         #: Thousandths of accelerators that are left, all in all.
         self.milli = sum(sum(room.left) for room in rooms.values())
+        #: The shelves of cells of nodes that were asked for.
+        self._shelves: dict[tuple[str, ...], Shelf] = {}
+
+    def shelf(self, cell: tuple[str, ...]) -> Shelf:
+        """The rooms of these nodes in order, kept so as they are taken from."""
+        found = self._shelves.get(cell)
+        if found is None:
+            rooms = [self.rooms[node_id] for node_id in cell if node_id in self.rooms]
+            found = self._shelves[cell] = Shelf(rooms)
+        return found
 
     @classmethod
     def free(cls, cluster: Cluster) -> Space:
@@ -116,12 +164,18 @@ class Space:
         for node_id, slots in taken:
             self.rooms[node_id].take(demand, slots)
             self.milli -= demand.milli * len(slots)
+            self._changed(node_id)
 
     def give(self, demand: Demand, taken: Iterable[Taken]) -> None:
         for node_id, slots in taken:
             if node_id in self.rooms:
                 self.rooms[node_id].give(demand, slots)
                 self.milli += demand.milli * len(slots)
+                self._changed(node_id)
+
+    def _changed(self, node_id: str) -> None:
+        for shelf in self._shelves.values():
+            shelf.changed(self.rooms[node_id])
 
     def release(self, run: Run) -> None:
         """The run lets go of all that it still has."""

@@ -106,7 +106,8 @@ class Checker:
         self.nodes: dict[str, Node] = {}
         self.policy: Json = {}
         self.problems: list[str] = []
-        self.sequence, self.now_s, self.zero = 0, -math.inf, None
+        self.sequence, self.now_s = 0, -math.inf
+        self.zero: datetime | None = None
         self.decisions = 0
         #: (accelerators asked for so far, accelerators given) after each arrival.
         self.packed: list[list[float]] = []

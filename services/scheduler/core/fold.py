@@ -79,6 +79,8 @@ def apply(cluster: Cluster, fact: Fact, sequence: int, time: datetime, envelope:
         cluster.policy, cluster.policy_sequence = fact.policy, sequence
         for run_id in cluster.queued:
             _predict(cluster, cluster.runs[run_id])
+            # Its place in line follows from that.
+            cluster.index.touch(run_id)
         cluster.ledger.adopt(fact.policy.fair_share.half_life_s, periods_h(fact.policy), time.timestamp())
 
 

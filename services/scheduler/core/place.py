@@ -238,7 +238,7 @@ class Placer:
         good = [room for room in rooms if room.node.node_id not in avoid] if avoid else rooms
         plain = self._plain(good, wants)
         for candidates in (plain, good, rooms):
-            if sum(room.fits(demand) for room in candidates) >= count:
+            if candidates is rooms or _enough(candidates, demand, count):
                 break
         preferred, _ = self._preferred(candidates, run, demand, count)
         return self.choose(preferred, demand, count, avoid)
@@ -277,13 +277,19 @@ class Placer:
             return frozenset()
         found = self._shut.get(run.run_id)
         if found is None:
-            end = self.now + timedelta(seconds=self._left_s(run, self.policy.reserve.quantile) + run.spec.grace_s)
-            found = self._shut[run.run_id] = frozenset(
-                node.node_id
-                for node in self.cluster.nodes.values()
-                if any(closed_for(node.node_id, node.labels, window, self.now, end) for window in self.windows)
-            )
+            found = self._shut[run.run_id] = self.shut_from(run, self.now)
         return found
+
+    def shut_from(self, run: Run, start: datetime) -> frozenset[str]:
+        """The same for the run, started at that time."""
+        if not self.windows:
+            return frozenset()
+        end = start + timedelta(seconds=self._left_s(run, self.policy.reserve.quantile) + run.spec.grace_s)
+        return frozenset(
+            node.node_id
+            for node in self.cluster.nodes.values()
+            if any(closed_for(node.node_id, node.labels, window, start, end) for window in self.windows)
+        )
 
     def _left_s(self, run: Run, quantile: float) -> float:
         """How long the run still needs slots: by its limit, else as long as those like it took."""
@@ -491,6 +497,15 @@ def _packing(cluster: Cluster) -> Packing:
     if index.packing.typical is not typical:
         index.packing = Packing(typical)
     return index.packing
+
+
+def _enough(rooms: list[Room], demand: Demand, count: int) -> bool:
+    """Whether they have so many slots."""
+    for room in rooms:
+        if count <= 0:
+            break
+        count -= room.fits(demand)
+    return count <= 0
 
 
 def members_of(taken: list[Taken]) -> tuple[Member, ...]:

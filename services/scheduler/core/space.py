@@ -44,6 +44,10 @@ class Room:
             count = self.whole
         elif demand.milli == 0:
             count = self.node.slots if not demand.cpu_milli else 1_000_000
+        elif not self.node.profiles:
+            milli = demand.milli
+            # (In one go: this is asked of every node for each share that is placed.)
+            count = 0 if demand.profile else len([each for each in self.left if each >= milli])
         else:
             count = sum(1 for _ in self._usable(demand))
         if count and demand.cpu_milli and self.node.cpu_milli:

@@ -19,6 +19,7 @@ from services.scheduler.core import order
 from services.scheduler.core.claims import Claims, refusal_text
 from services.scheduler.core.cluster import EPOCH, Cluster, Run
 from services.scheduler.core.decisions import (
+    PLACED_LIMIT,
     CancelRun,
     Decision,
     ExplainRun,
@@ -269,9 +270,11 @@ class Pass:
         # Where whatever fits may go ahead, and no rule but room counts, most of a long line is passed over at once.
         counted = policy.order.skip and reserve is None and self.claims.quotas is None and not self.placer.windows
         for _, run in self.in_order():
+            if len(self._placed) >= PLACED_LIMIT:
+                break  # no more can be said in this pass
             if passed >= LOOKED_AT and passed % LOOKED_AT == 0 and self._hopeless(closed, counted):
                 break
-            if counted and self._too_much.get(run.wants, NEVER) <= run.least and not run.setbacks:
+            if counted and not run.setbacks and self._is_too_much(run):
                 passed += 1
                 self._blocked.append(run)
                 waits[run.run_id] = FOR_SLOTS
@@ -315,6 +318,14 @@ class Pass:
             if not policy.order.skip:
                 for node_id in wanted:
                     closed.setdefault(node_id, run.run_id)
+
+    def _is_too_much(self, run: Run) -> bool:
+        """Whether no more than it needs has not fitted in this pass, of what there is: it need not be tried."""
+        wants = run.wants
+        # What there can never be is another reason to wait.
+        if not isinstance(wants, Wants):
+            return False
+        return self._too_much.get(wants, NEVER) <= run.least <= self.placer.largest(wants)
 
     def _hopeless(self, closed: Collection[str], counted: bool) -> bool:
         """Whether nobody further down the line can be placed, and nobody is asked about."""
@@ -391,7 +402,7 @@ class Pass:
         """Give what is left to those that were placed, the first in order first, and make it so."""
         for run, wants, taken in self._placed:
             most = run.spec.slots.max
-            if most > run.spec.slots.min:
+            if most > run.spec.slots.min and len(self._placed) < PLACED_LIMIT:
                 self.space.give(wants.demand, taken)
                 self.claims.take(run, taken)
                 taken = self._widest(run, wants, most) or taken

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from contracts.events.run import RunFailed, RunPlaced, RunPreempting, RunReserved
-from contracts.scheduling import Order, Policy, Reclaim, Reserve
+from contracts.scheduling import Maintenance, Order, Policy, Reclaim, Reserve
 from services.scheduler.core.why import answer
 from tests.scheduler.world import START, World, spec
 
@@ -142,3 +142,13 @@ def test_whoever_went_ahead_lets_go_when_the_one_it_went_ahead_of_fits_with_its_
     world.release("small")
     world.settle()
     assert (world.phase("large"), world.phase("small")) == ("placed", "queued")
+
+
+def test_nothing_is_promised_into_a_maintenance_window() -> None:
+    window = Maintenance(start=START + timedelta(seconds=150), end=START + timedelta(seconds=1000), node_ids=("n1",))
+    world = World(Policy(reserve=Reserve(backfill="easy", promise_slots=4), maintenance=(window,)))
+    world.join("n1", 4)
+    submit(world, "a", 3, 100)
+    submit(world, "large", 4, 100)
+    (promise,) = world.facts(RunReserved)
+    assert promise.start_by == window.end

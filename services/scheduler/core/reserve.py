@@ -81,8 +81,9 @@ class Reserve:
         future, firm, ends = space.copy(), True, iter(self._ends)
         at_s, holder, is_firm = next(ends, (math.inf, None, True))
         # Slots come back as those that have them end, and those for which they are kept.
-        times = sorted({each[0] for each in self._ends} | {each.end_s for each in self.made})
-        for start_s in times:
+        times = {each[0] for each in self._ends} | {each.end_s for each in self.made}
+        times |= {window.end.timestamp() for window in self.placer.windows}
+        for start_s in sorted(times):
             while holder is not None and at_s <= start_s:
                 future.release(holder)
                 firm = firm and is_firm
@@ -91,7 +92,8 @@ class Reserve:
                 continue
             between = [each for each in self.made if each.start_s < start_s + length_s and start_s < each.end_s]
             there = _without(future, between) if between else future
-            if (taken := self.placer.find(there, run, count, wants)) is not None:
+            out = self.placer.shut_from(run, as_time(start_s))
+            if (taken := self.placer.find(there, run, count, wants, closed=out, heed=False)) is not None:
                 firm = firm and all(each.firm for each in self.made)
                 self.made.append(Reservation(run, start_s, start_s + length_s, taken, firm))
                 return self.made[-1]

@@ -331,8 +331,10 @@ class Errors:
     def _range(errors: Sequence[Error], expected_s: float) -> tuple[float, float]:
         near = [each for each in errors if _times(each.expected_s, expected_s) < ALIKE_WAITS]
         errors = near if len(near) >= ENOUGH else errors
-        # Before anything is known: three times as long, or as short.
-        scores = sorted([each.score for each in errors] + [math.log(3) * step / 5 for step in range(-5, 6)])
+        scores = sorted(each.score for each in errors)
+        if len(errors) < ENOUGH:
+            # Before enough is known: three times as long, or as short.
+            scores = sorted([*scores, *(math.log(3) * step / 5 for step in range(-5, 6))])
         level = min((1 - LEFT_OUT) * (1 + 1 / _independent(errors)), 1.0)
         return min(quantile(scores, 1 - level), 0.0), max(quantile(scores, level), 0.0)
 

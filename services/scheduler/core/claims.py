@@ -7,8 +7,9 @@ and fair share in the policy nothing here costs anything.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from datetime import UTC, datetime
+from itertools import islice
 
 from contracts.scheduling import Policy
 from services.scheduler.core.cluster import Cluster, Run
@@ -19,11 +20,13 @@ from services.scheduler.core.ledger import lineage
 from services.scheduler.core.place import Placer, Wants, wants_of
 from services.scheduler.core.quota import Quotas, Refusal, SpentOut
 from services.scheduler.core.share import Shares
-from services.scheduler.core.space import Taken
+from services.scheduler.core.space import Space, Taken
 
 NONE: frozenset[str] = frozenset()
 #: How many runs a text names.
 NAMED = 5
+#: For how many runs idle slots are kept from those that would borrow them.
+OWNERS = 16
 #: A quota that is used up within so long is: the clock of facts is no finer.
 AT_ONCE_S = 1e-3
 
@@ -41,7 +44,9 @@ class Claims:
         self._by_hours = any(quota.slot_hours is not None for quota in admit.quotas)
         if self.quotas is not None and self._by_hours:
             self.quotas.count(self._holders())
-        self._lent = any(quota.slots is not None for quota in admit.quotas)
+        self.lent = any(quota.slots is not None for quota in admit.quotas)
+        #: Whether all that have a right to what they wait for have been looked at.
+        self.borrowing = False
         #: What was found out for runs that are alike, since slots were last given or taken.
         self._shut: dict[tuple[object, ...], tuple[frozenset[str], Refusal | None]] = {}
         self._within: dict[tuple[object, ...], bool] = {}
@@ -139,7 +144,7 @@ class Claims:
 
     def in_order(self, line: Callable[[], Iterator[tuple[Key, Run]]]) -> Iterator[tuple[Key, Run]]:
         """The line, those first that have a right to what they wait for: what they borrowed, others take back."""
-        if not self._lent:
+        if not self.lent:
             yield from line()
             return
         looked_at = set()
@@ -147,13 +152,14 @@ class Claims:
             if self.within(run):
                 looked_at.add(run.run_id)
                 yield key, run
+        self.borrowing = True
         for key, run in line():
             if run.run_id not in looked_at:
                 yield key, run
 
     def within(self, run: Run) -> bool:
         """Whether the run would borrow nothing."""
-        if self.quotas is None or not self._lent or not run.demand.milli:
+        if self.quotas is None or not self.lent or not run.demand.milli:
             return True
         wants, least = wants_of(self.cluster, run), run.spec.slots.min
         alike = (run.spec.team, wants, least)
@@ -181,7 +187,7 @@ class Claims:
 
     def verdict(self, waiter: Run, count: int, holder: Run) -> bool | None:
         """Whether quotas let the waiter have slots of the holder, forbid it, or say nothing about it (None)."""
-        if self.quotas is None or not self._lent:
+        if self.quotas is None or not self.lent:
             return None
         slots, allowed = slots_of(waiter, count), self.kinds(wants_of(self.cluster, waiter))
         verdicts = {
@@ -190,6 +196,33 @@ class Claims:
             if (node := self.cluster.nodes[part.node_id]).accelerator in allowed
         }
         return next((verdict for verdict in (True, None, False) if verdict in verdicts), None)
+
+    def owners(self, blocked: Iterable[Run]) -> list[Run]:
+        """The first of these runs that have a right to slots."""
+        return list(islice((run for run in blocked if run.demand.milli and self.within(run)), OWNERS))
+
+    def gets_back(self, run: Run, wants: Wants, space: Space, leaving: Collection[str]) -> bool:
+        """Whether the run finds room once those have let go that are asked to, or may be asked for it."""
+        trial, gone = space.copy(), []
+        least_s = self.policy.reclaim.min_run_s
+        holders = [each for run_id in self.cluster.active if (each := self.cluster.runs[run_id]).live]
+        asked = {each.run_id for each in holders if each.preempting is not None or each.run_id in leaving}
+        for each in holders:
+            if each.run_id in asked:
+                trial.release(each)
+                self.release(each)
+                gone.append(each)
+        for each in holders:
+            granted = self.now_s - each.placed_at.timestamp() >= least_s
+            may_go = granted and each.spec.scheduling.preemptible and not each.terminal and each.run_id not in asked
+            if may_go and self.verdict(run, run.spec.slots.min, each):
+                trial.release(each)
+                self.release(each)
+                gone.append(each)
+        for each in gone:
+            self.give(each, held(each))
+        shut, refusal = self.shut(run, wants, run.spec.slots.min)
+        return refusal is None and self.placer.find(trial, run, run.spec.slots.min, wants, closed=shut) is not None
 
     def by_share(self, key: Key, run: Run, other_key: Key, other: Run) -> bool:
         """Whether it is the shares of their teams that decide between two runs."""

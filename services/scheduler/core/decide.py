@@ -140,18 +140,24 @@ class Pass:
         self._blocked: list[Run] = []
         #: What is kept for runs that wait, where others may go ahead of them.
         self._kept: Reserve | None = None
+        #: Idle slots that are not lent, since their owner is about to get the rest.
+        self._owed: list[tuple[Wants, list[Taken]]] | None = None if self.claims.lent else []
+        self._leaving: set[str] = set()
 
     def made(self) -> Plan:
         """Go through the steps."""
         # 1. What has happened to each run alone.
-        leaving = self._settle()
+        leaving = self._leaving = self._settle()
         self._stop_spent(leaving)
         for window in self.placer.windows:
             self._wake_at(window.end.timestamp())
         # 2. Order what waits; 3. whole gangs only, since half a gang deadlocks its peers.
         order.keep(self.cluster, self.now, self.policy)
         self._place()
+        self._keep_owed()
         self._widen()
+        for wants, taken in self._owed or ():
+            self.space.give(wants.demand, taken)
         # 4. Take slots for those in vain; 5. put idle ones to use if there are none.
         if self._blocked:
             reclaim = Reclaim(
@@ -272,6 +278,8 @@ class Pass:
         for _, run in self.in_order():
             if len(self._placed) >= PLACED_LIMIT:
                 break  # no more can be said in this pass
+            if self.claims.borrowing:
+                self._keep_owed()
             if passed >= LOOKED_AT and passed % LOOKED_AT == 0 and self._hopeless(closed, counted):
                 break
             if counted and not run.setbacks and self._is_too_much(run):
@@ -326,6 +334,21 @@ class Pass:
         if not isinstance(wants, Wants):
             return False
         return self._too_much.get(wants, NEVER) <= run.least <= self.placer.largest(wants)
+
+    def _keep_owed(self) -> None:
+        """Lend no idle slots to others where an owner who waits for them gets the rest back in a moment."""
+        if self._owed is not None:
+            return
+        self._owed = []
+        for run in self.claims.owners(self._blocked):
+            wants, least = wants_of(self.cluster, run), run.spec.slots.min
+            if not self.claims.gets_back(run, wants, self.space, self._leaving):
+                continue
+            shut, _ = self.claims.shut(run, wants, least)
+            idle = min(self.placer.most(self.space, run, wants, shut), least)
+            if idle and (taken := self.placer.find(self.space, run, idle, wants, closed=shut)) is not None:
+                self.space.take(wants.demand, taken)
+                self._owed.append((wants, taken))
 
     def _hopeless(self, closed: Collection[str], counted: bool) -> bool:
         """Whether nobody further down the line can be placed, and nobody is asked about."""

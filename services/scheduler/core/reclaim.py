@@ -178,9 +178,6 @@ class Reclaim:
         )
 
     def _can_be_taken(self, run: Run) -> bool:
-        # Whose start was promised is not stopped as soon as it has come.
-        if run.reserved is not None:
-            return False
         return not self._goes(run) and run.spec.scheduling.preemptible and not run.terminal
 
     def _taking(self, key: Key, run: Run, each: Holding) -> Taking | None:
@@ -195,6 +192,8 @@ class Reclaim:
         if verdict is not None:
             # Rights go before standing: what the one may take back the other cannot keep by priority.
             return Taking("quota", reclaim.min_run_s) if verdict else None
+        if each.run.reserved is not None:
+            return None  # whose start was promised is not stopped as soon as it has come
         if self.claims.by_share(key, run, each.key, each.run):
             may = "fair-share" in reclaim.by and self.claims.may_take_share(run, least, each.run)
             return Taking("share", reclaim.min_run_s) if may else None

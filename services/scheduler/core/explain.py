@@ -115,10 +115,18 @@ def _for_slots(cluster: Cluster, run: Run, why: Why) -> str:
         text += f"; they are kept for it from {why.start_by.isoformat(timespec='seconds')} on, {by}"
     if why.freeing:
         return f"{text}; {_named(why.freeing)} asked to let go, it starts as soon as they have"
-    holders = [cluster.runs[run_id] for run_id in cluster.active if cluster.runs[run_id].live]
-    names = _named(sorted(holder.run_id for holder in holders))
-    text += f"; {names} hold{'s' if len(holders) == 1 else ''} the rest" if holders else ""
+    holders = _holders(cluster)
+    text += f"; {_named(holders)} hold{'s' if len(holders) == 1 else ''} the rest" if holders else ""
     return f"{text}; it starts when {need - why.idle} more get free" if why.idle < need else text
+
+
+def _holders(cluster: Cluster) -> list[str]:
+    """The runs that hold slots, in order. Many are told of them in one pass."""
+    index = cluster.index
+    if index.holders_at != cluster.sequence:
+        holding = {run_id for node in cluster.nodes.values() for run_id, _ in node.holders}
+        index.holders, index.holders_at = sorted(holding), cluster.sequence
+    return index.holders
 
 
 def _place_in_queue(cluster: Cluster, run: Run, why: Why) -> str:

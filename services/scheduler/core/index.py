@@ -77,6 +77,9 @@ class Index:
     remembered: dict[Any, Any] = field(default_factory=dict)
     #: What placing by fragmentation remembers of nodes and of the workload.
     packing: Packing = field(default_factory=Packing)
+    #: The runs that hold slots, in order, as of this sequence.
+    holders: list[str] = field(default_factory=list)
+    holders_at: int = -1
     #: Some node changed: whatever any queued run was told may no longer be true.
     nodes_changed: bool = True
 

@@ -15,6 +15,8 @@ from services.scheduler.core import even_wait, order
 from services.scheduler.core.decide import plan
 from services.scheduler.core.fold import fold
 from services.scheduler.policies import load
+from services.scheduler.simulate import generate, report
+from services.scheduler.simulate.engine import simulate
 from tests.scheduler.world import Chaos, World, spec
 
 HOUR = 3_600.0
@@ -155,6 +157,20 @@ def test_what_a_run_is_expected_to_take_counts_where_it_is_foreseen() -> None:
     run.predicted_s = 50 * HOUR
     key = order.key_of(world.cluster, run, world.now, world.policy)
     assert key[1] == math.floor(math.log2(50))
+
+
+def test_short_runs_pass_and_no_long_one_is_left_behind() -> None:
+    """The average is close to least attained service, and the longest wait shorter than its."""
+    trace = generate.jobs(250, 32, seed=1, load=1.3)
+    found = {}
+    for name in ("fifo", "least-attained", "even-wait"):
+        recorder = report.Recorder(trace)
+        found[name] = report.figures(recorder, simulate(trace, load(name), listeners=(recorder.hear,)))
+    fifo, attained, even = found.values()
+    assert even["completed"] == 250
+    assert even["avg_wait_s"] < fifo["avg_wait_s"] / 5
+    assert even["max_wait_s"] < min(fifo["max_wait_s"], attained["max_wait_s"])
+    assert even["preemptions"] < attained["preemptions"]
 
 
 @settings(max_examples=40, deadline=None)

@@ -3,25 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from contracts.base import run_id_for
-from services.kit.bus import Bus
+from contracts.base import Fact, run_id_for
+from contracts.events.checkpoint import CheckpointCommitted
+from contracts.events.node import NodeJoined
+from contracts.events.run import (
+    CheckpointRef,
+    Member,
+    RunAccepted,
+    RunCompleted,
+    RunExited,
+    RunPlaced,
+    RunQueued,
+    RunStarted,
+)
+from contracts.events.train import Slots, TrainRequested
+from services.kit.batch import MOST, Batches
+from services.kit.bus import Bus, Outgoing
 from services.kit.follow import follow
 from services.kit.settings import Settings
 from trainbus.cli.embedded.servers import NatsServer
 
 SOURCE = "loadtest"
+CODE = {"uri": "s3://code/" + "ab" * 32 + ".tar.gz", "sha256": "ab" * 32}
+EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 class Watch:
@@ -155,3 +174,92 @@ def resident_mb(pid: int) -> float:
 def cpu_s(pid: int) -> float:
     times = psutil.Process(pid).cpu_times()
     return float(times.user + times.system)
+
+
+class Prefill:
+    """Writes a history into the log as a scheduler would have, without one: many thousand runs in seconds."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus, self._batches = bus, Batches(bus)
+        self._waiting: list[Outgoing] = []
+
+    async def say(self, *facts: Fact) -> None:
+        self._waiting += [self.bus.outgoing(fact) for fact in facts]
+        if len(self._waiting) >= MOST - 10:
+            await self.flush()
+
+    async def flush(self) -> None:
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            await self._batches.publish(waiting)
+
+    async def nodes(self, count: int, slots: int) -> None:
+        for number in range(count):
+            await self.say(
+                NodeJoined(
+                    node_id=f"n{number:04}", incarnation="1", address="127.0.0.1", slots=slots, lease_ttl_s=7 * 86_400
+                )
+            )
+        await self.flush()
+
+    async def queued(self, count: int, slots: Callable[[int], int], prefix: str = "q") -> list[str]:
+        """Runs that wait (commands: they are over as soon as they end); the run ids."""
+        found = []
+        for number in range(count):
+            run_id = f"{prefix}{number:06}"
+            spec = TrainRequested(name=run_id, command=["true"], slots=Slots(min=slots(number), max=slots(number)))
+            accepted = RunAccepted(run_id=run_id, spec=spec, request_id=run_id, request_source=SOURCE)
+            await self.say(accepted, RunQueued(run_id=run_id, next_generation=1))
+            found.append(run_id)
+        await self.flush()
+        return found
+
+    async def placed(self, run_id: str, node_ids: list[str], slots: int) -> int:
+        """A run that holds all slots of these nodes; the sequence of its placement."""
+        members = tuple(
+            Member(node_id=node_id, slots=tuple(range(slots)), ranks=tuple(range(index * slots, (index + 1) * slots)))
+            for index, node_id in enumerate(node_ids)
+        )
+        await self.say(self._accepted(run_id, len(node_ids) * slots), RunQueued(run_id=run_id, next_generation=1))
+        await self.say(*self._lived(run_id, len(node_ids) * slots, members)[:1])
+        await self.flush()
+        return await self.bus.last_sequence(f"run.{run_id}.placed")
+
+    async def past(self, count: int, progress: Callable[[int], None] = lambda done: None) -> None:
+        """Runs that are over, each with a checkpoint, as a training has them."""
+        for number in range(count):
+            run_id = f"past{number:06}"
+            members = (Member(node_id=f"n{number % 250:04}", slots=(number // 250 % 8,), ranks=(0,)),)
+            await self.say(self._accepted(run_id, 1), RunQueued(run_id=run_id, next_generation=1))
+            await self.say(*self._lived(run_id, 1, members))
+            if number % 1000 == 999:
+                progress(number + 1)
+        await self.flush()
+
+    def _accepted(self, run_id: str, slots: int) -> RunAccepted:
+        spec = TrainRequested.model_validate(
+            {
+                "name": f"train-{run_id}",
+                "user": f"user{zlib.crc32(run_id.encode()) % 50}",
+                "team": "research/vision",
+                "slots": slots,
+            }
+            | {"task": "project.train:Task", "code": CODE, "training": {"epochs": 3, "global_batch": 256}}
+        )
+        return RunAccepted(run_id=run_id, spec=spec, request_id=run_id, request_source=SOURCE)
+
+    def _lived(self, run_id: str, slots: int, members: tuple[Member, ...]) -> list[Fact]:
+        spec = self._accepted(run_id, slots).spec
+        uri = f"s3://models/default/{run_id}/checkpoints/epoch_3/step_00000300.g1.json"
+        ref = CheckpointRef(uri=uri, step=300, epoch=3, samples_consumed=76_800)
+        digest = hashlib.sha256(run_id.encode()).hexdigest()
+        common: dict[str, Any] = {"run_id": run_id, "generation": 1}
+        home = {**common, "node_id": members[0].node_id}
+        placed = {"members": members, "world_size": slots, "spec": spec, "decided_at_sequence": 1, "decided_at": EPOCH}
+        return [
+            RunPlaced(**common, **placed),
+            RunStarted(**home, exactness="exact"),
+            CheckpointCommitted(**common, checkpoint=ref, size_bytes=1, final=True, manifest_sha256=digest),
+            RunExited(**home, outcome="succeeded", step=300, metrics={"validation/loss": 0.25}),
+            RunCompleted(**common, checkpoint=ref, metrics={"validation/loss": 0.25}),
+        ]

@@ -58,7 +58,8 @@ LATE_S = 0.025
 SELDOM = 0.02
 #: Requests a second.
 RATE = 12.0
-ROUND_LIMIT_S = 30.0
+#: A round that takes longer than this ends the trial: nobody leads any more.
+ROUND_LIMIT_S = 180.0
 CHUNK = 1 << 16
 
 
@@ -169,7 +170,13 @@ class Trial:
             await self._placed_more(1)
             with Progress(transient=True) as progress:
                 for _ in progress.track(range(rounds), description="leaders killed"):
-                    await self._round()
+                    try:
+                        await self._round()
+                    except TimeoutError:
+                        end_of_log = (self.folder / "schedulers.log").read_text()[-2000:]
+                        problem = f"nobody led within {ROUND_LIMIT_S:.0f} s after {self.outcome.rounds} rounds"
+                        self.outcome.problems.append(f"{problem}: {end_of_log}")
+                        break
             await end(asking)
             await self._all_over()
         finally:

@@ -16,9 +16,8 @@ import json
 import random
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from rich.console import Console
 
 from loadtest.common import percentile, report
 from loadtest.scheduler.bench import (
+    Prefill,
     Watch,
     connected,
     cpu_s,
@@ -43,7 +43,7 @@ from trainbus.cli.embedded.servers import NatsServer, free_ports
 
 NODES, SLOTS = 250, 8
 QUEUED = 10_000
-LIMIT_S = 40.0
+LIMIT_S = 120.0
 #: Slots of the runs, and how many of a hundred ask for so many.
 SIZES = {1: 80, 2: 10, 4: 6, 8: 4}
 Figures = dict[str, float]
@@ -77,8 +77,7 @@ class Trial:
     async def latency(self, count: int, rate: float) -> Figures:
         """Submit to placed while there is room."""
         sent = await self.send([body(f"l{number}") for number in range(count)], rate)
-        await self.all_stored("placed", set(sent), "the placements")
-        await self.all_stored("completed", set(sent), "their end")
+        await self.all_stored("completed", set(sent), "the end of the runs")
         waits_ms = [1e3 * (self.watch.at["placed"][run_id] - at) for run_id, at in sent.items()]
         return {
             "submit_to_placed_p50_ms": percentile(waits_ms, 0.5),
@@ -86,34 +85,33 @@ class Trial:
             "submit_to_placed_max_ms": max(waits_ms),
         }
 
-    async def placements(self, count: int) -> Figures:
-        """A gang over everything ends, with ``count`` runs behind it; 10,000 are still there when we stop counting."""
-        (gate,) = await self.send([body("gate", NODES * SLOTS, 1)])
-        await self.all_stored("placed", {gate}, "the gang that holds everything")
-        rng = random.Random(0)
-        sizes = rng.choices(list(SIZES), list(SIZES.values()), k=count)
-        begun = self.watch.facts
-        sent = set(await self.send([body(f"p{n}", slots) for n, slots in enumerate(sizes)]))
-        await self.all_stored("queued", sent, "the queue")
-        accept_s = max(self.stored("queued", sent)) - min(self.stored("accepted", sent))
-        queued_mb = resident_mb(self.pid)
-        before_cpu, before_facts = cpu_s(self.pid), self.watch.facts
-        with self.players("--mean-s", "1.0", "--start", await self._sequence_of(gate, "placed")):
-            wanted = max(count - QUEUED, count // 2)
-            await self.watch.until(lambda: len(self.stored("placed", sent)) >= wanted, f"{wanted} placements", LIMIT_S)
-            placed = sorted(self.stored("placed", sent))[:wanted]
-            used_cpu = cpu_s(self.pid) - before_cpu
-            facts = self.watch.facts - before_facts
-            took_s = placed[-1] - placed[0]
-            await self.all_stored("completed", sent, "the end of all runs")
-        assert self.watch.facts > begun
+    async def burst(self, count: int) -> Figures:
+        """Requests as fast as they can be sent."""
+        before = cpu_s(self.pid)
+        sent = set(await self.send([body(f"b{number}") for number in range(count)]))
+        await self.all_stored("completed", sent, "the end of the runs")
+        accepted = self.stored("accepted", sent)
         return {
-            "requests_answered_per_s": count / accept_s,
+            "requests_answered_per_s": count / (max(accepted) - min(accepted)),
+            "burst_completed_per_s": count / (max(self.stored("completed", sent)) - min(accepted)),
+            "service_cpu_ms_per_run": 1e3 * (cpu_s(self.pid) - before) / count,
+        }
+
+    async def placements(self, runs: set[str], wanted: int) -> Figures:
+        """``wanted`` of the queued runs get their slots, from those that end meanwhile."""
+        await self.watch.until(lambda: len(self.stored("placed", runs)) > 0, "the first placement", LIMIT_S)
+        before_cpu, before_facts = cpu_s(self.pid), self.watch.facts
+        await self.watch.until(lambda: len(self.stored("placed", runs)) >= wanted, f"{wanted} placements", LIMIT_S)
+        used_cpu, facts = cpu_s(self.pid) - before_cpu, self.watch.facts - before_facts
+        placed = sorted(self.stored("placed", runs))[:wanted]
+        took_s = placed[-1] - placed[0]
+        return {
             "placements_per_s": wanted / took_s,
             "facts_per_s": facts / took_s,
-            "queued_at_the_end": count - wanted,
+            "queued_at_the_end": len(runs) - wanted,
             "service_cpu_share": used_cpu / took_s,
-            "resident_mb_queued": queued_mb,
+            "service_cpu_ms_per_placement": 1e3 * used_cpu / wanted,
+            "resident_mb_placing": resident_mb(self.pid),
         }
 
     def players(self, *arguments: str) -> AbstractContextManager[subprocess.Popen[bytes]]:
@@ -121,21 +119,14 @@ class Trial:
         more = ("--nats", self.server.url, *arguments)
         return process("loadtest.scheduler.players", *more, log=self.server.folder / "players.log")
 
-    async def _sequence_of(self, run_id: str, name: str) -> str:
-        return str(await self.bus.last_sequence(f"run.{run_id}.{name}"))
-
     async def reclaim(self) -> Figures:
         """Everything is held by small runs; a gang of higher priority wants all of it."""
         low = set(await self.send([body(f"low{n}") for n in range(NODES * SLOTS)]))
         await self.all_stored("placed", low, "everything to be held")
         await asyncio.sleep(1.0)
-        ((gang, at),) = (await self.send([body("high", NODES * SLOTS, 100)])).items()
+        ((_, at),) = (await self.send([body("high", NODES * SLOTS, 100)])).items()
         await self.all_stored("preempting", low, "the reclaim")
-        decided_s = max(self.stored("preempting", low)) - at
-        started = time.perf_counter()
-        with self.players("--start", str(await self.bus.last_sequence(f"run.{min(low)}.placed"))):
-            await self.all_stored("placed", {gang}, "the gang")
-        return {"reclaim_decided_s": decided_s, "gang_placed_s": time.perf_counter() - started}
+        return {"reclaim_decided_s": max(self.stored("preempting", low)) - at}
 
     async def infeasible(self) -> Figures:
         """A gang that is larger than the cluster."""
@@ -146,33 +137,55 @@ class Trial:
         return {"infeasible_explained_s": self.watch.at["waiting"][gang] - at}
 
 
-async def measure(given: argparse.Namespace, server: NatsServer) -> Figures:
+@asynccontextmanager
+async def trial(bus: Bus, server: NatsServer) -> AsyncIterator[Trial]:
+    """The service, started on what is in the log, and somebody who watches."""
+    watch = Watch(bus)
+    watching = asyncio.create_task(watch.run(1))
+    try:
+        with service(server) as child:
+            await until_leading(bus)
+            yield Trial(bus, watch, server, child.pid)
+    finally:
+        await end(watching)
+
+
+async def small(given: argparse.Namespace, server: NatsServer) -> Figures:
+    """Figures of a cluster with room."""
     figures: Figures = {}
     async with connected(server) as bus:
         figures["raw_publish_per_s"] = await raw_publish_rate(bus)
-        with service(server) as child:
-            await until_leading(bus)
-            watch = Watch(bus)
-            watching = asyncio.create_task(watch.run(1))
-            trial = Trial(bus, watch, server, child.pid)
-            nodes = ("--nodes", str(NODES), "--slots", str(SLOTS), "--mean-s", "0.5")
-            with trial.players(*nodes) as players:
+        await Prefill(bus).nodes(NODES, SLOTS)
+        async with trial(bus, server) as current:
+            with current.players("--mean-s", "0.5") as players:
                 assert players.stdout is not None
                 await asyncio.to_thread(players.stdout.readline)
-                warm = set(await trial.send([body("warm-up")]))
-                await trial.all_stored("completed", warm, "the first run")
+                await current.latency(10, given.rate)
                 log.print("latency")
-                figures |= await trial.latency(given.requests, given.rate)
-                figures |= await trial.infeasible()
-            if given.only in ("", "placements"):
-                log.print("placements")
-                figures |= await trial.placements(given.runs)
-            if given.only in ("", "reclaim"):
-                log.print("reclaim")
-                figures |= await trial.reclaim()
-            figures["resident_mb"] = resident_mb(child.pid)
-            await end(watching)
+                figures |= await current.latency(given.requests, given.rate)
+                log.print("burst")
+                figures |= await current.burst(given.burst)
+            log.print("infeasible gang, reclaim")
+            figures |= await current.infeasible()
+            figures |= await current.reclaim()
     return figures
+
+
+async def large(given: argparse.Namespace, server: NatsServer) -> Figures:
+    """Placements with a long queue: one gang has everything, and ends."""
+    rng = random.Random(0)
+    sizes = rng.choices(list(SIZES), list(SIZES.values()), k=given.runs)
+    async with connected(server) as bus:
+        prefill = Prefill(bus)
+        await prefill.nodes(NODES, SLOTS)
+        start = await prefill.placed("gate", [f"n{number:04}" for number in range(NODES)], SLOTS)
+        runs = set(await prefill.queued(given.runs, lambda number: sizes[number]))
+        async with trial(bus, server) as current:
+            await asyncio.sleep(2.0)
+            figures = {"resident_mb_queued": resident_mb(current.pid)}
+            log.print("placements")
+            with current.players("--mean-s", str(given.mean_s), "--start", str(start)):
+                return figures | await current.placements(runs, max(given.runs - QUEUED, given.runs // 2))
 
 
 def rows(figures: Figures) -> list[tuple[str, str, str]]:
@@ -186,6 +199,7 @@ def rows(figures: Figures) -> list[tuple[str, str, str]]:
         ("reclaim_decided_s", "2,000-GPU reclaim decided", "{:.2f} s", "<= 2 s", lambda v: v / 2),
         ("infeasible_explained_s", "infeasible gang explained", "{:.3f} s", "<= 1 s", lambda v: v),
         ("resident_mb_queued", "memory with the queue", "{:.0f} MB", "<= 300 MB", lambda v: v / 300),
+        ("service_cpu_ms_per_placement", "service's time a placement", "{:.2f} ms", "", None),
         ("service_cpu_share", "service's share of a core", "{:.2f}", "", None),
     ]
     return [
@@ -195,25 +209,37 @@ def rows(figures: Figures) -> list[tuple[str, str, str]]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=20_000, help="runs behind the gang; 10,000 stay queued")
-    parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--rate", type=float, default=50.0)
-    parser.add_argument("--only", choices=("", "latency", "placements", "reclaim"), default="")
-    parser.add_argument("--name", default="scheduler-speed", help="name of the result file")
-    given = parser.parse_args()
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+Measure = Callable[[argparse.Namespace, NatsServer], Coroutine[Any, Any, Figures]]
+
+
+def on_a_server(measure: Measure, given: argparse.Namespace) -> Figures:
+    """Measure on a server of its own."""
     with tempfile.TemporaryDirectory(prefix="trainbus-speed-") as folder:
         server = NatsServer(Path(folder), free_ports(1)[0])
         server.start()
         try:
-            figures = asyncio.run(measure(given, server))
+            return asyncio.run(measure(given, server))
         except BaseException:
             log.print((Path(folder) / "scheduler.log").read_text()[-3000:])
             raise
         finally:
             server.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=20_000, help="runs in the queue; 10,000 stay there")
+    parser.add_argument("--mean-s", type=float, default=0.8, help="how long a run has its slots")
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--rate", type=float, default=50.0)
+    parser.add_argument("--burst", type=int, default=2000)
+    parser.add_argument("--only", choices=("small", "large"))
+    parser.add_argument("--name", default="scheduler-speed", help="name of the result file")
+    given = parser.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+    figures = on_a_server(small, given) if given.only != "large" else {"raw_publish_per_s": 1.0}
+    if given.only != "small":
+        figures |= on_a_server(large, given)
     report(given.name, rows(figures), figures)
 
 

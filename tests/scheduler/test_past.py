@@ -101,20 +101,25 @@ def test_no_policy_decides_by_anything_that_is_not_in_the_log(name: str) -> None
 def test_a_policy_adopted_again_puts_runs_where_they_then_belong() -> None:
     """What is foreseen of those that wait is foreseen anew; what deciding keeps from before must follow it."""
     world = adopting(policies.load("shortest-predicted"))
-    world.join("n1", 1)
-    for name in ("short", "a", "b"):
-        world.accept(name, spec(1, user="one" if name != "b" else "two"))
+    world.join("n1", 3)
+    world.accept("other", spec(1, user="other"))
+    world.accept("first", spec(1, user="slow"))
+    world.accept("second", spec(1, user="quick"))
+    world.accept("a", spec(3, user="slow"))
+    world.accept("b", spec(3, user="quick"))
+    world.settle()
+    for name, lasts_s in (("second", 5), ("first", 50_000)):
+        world.wait(lasts_s)
+        world.start(name)
+        world.commit(name, 1, final=True)
+        world.exit(name)
         world.settle()
-    world.wait(5)
-    world.start("short")
-    world.exit("short")
-    world.say(PolicyAdopted(digest=world.policy.digest, policy=world.policy))
+    assert world.run("a").predicted_s == world.run("b").predicted_s
+    world.say(PolicyAdopted(digest=world.policy.digest, policy=world.policy, after_sequence=1))
+    assert world.run("a").predicted_s > world.run("b").predicted_s
+    world.exit("other")
     world.settle()
-    world.cluster = state.restore(state.save(world.cluster))
-    world.settle()
-    world.wait(5)
-    world.exit("a" if world.run("a").live else "b")
-    world.settle()
+    assert world.run("b").live
     assert remake(log_of(world))[1] == []
 
 

@@ -123,6 +123,26 @@ def test_a_policy_adopted_again_puts_runs_where_they_then_belong() -> None:
     assert remake(log_of(world))[1] == []
 
 
+def test_what_can_never_be_is_told_where_most_of_the_line_is_passed_over() -> None:
+    world = adopting(policies.load("fifo-skip"))
+    world.join("n1", 2)
+    world.join("n2", 8)
+    world.accept("holder", spec(2))
+    world.settle()
+    world.accept("filler", spec(8))
+    world.settle()
+    world.accept("small", spec(2))
+    world.accept("large", spec(9))
+    world.settle()
+    world.step()  # all that they want is known
+    assert world.run("large").waiting_code == "slots"
+    home = world.run("filler").live[0].node_id
+    world.lose(home)
+    world.settle()
+    assert world.run("large").waiting_code == "infeasible"
+    assert remake(log_of(world))[1] == []
+
+
 def doctored(log: list[Entry], place: int, **changes: Any) -> list[Entry]:
     """The log with some fields of one fact changed."""
     fact: Any = log[place].fact

@@ -114,6 +114,9 @@ class Checker:
         self.asked = self.given = 0.0
         self.by_user: Counter[str] = Counter()
         self.by_team: Counter[tuple[str, str | None]] = Counter()
+        #: The most that each has had at once.
+        self.most_of_user: Counter[str] = Counter()
+        self.most_of_team: Counter[tuple[str, str | None]] = Counter()
 
     def wrong(self, text: str) -> None:
         self.problems.append(f"#{self.sequence} at {self.now_s:g} s: {text}")
@@ -259,8 +262,10 @@ class Checker:
     def count(self, run: Run, slots: int) -> None:
         if run.user:
             self.by_user[run.user] += slots
+            self.most_of_user[run.user] = max(self.most_of_user[run.user], self.by_user[run.user])
         for key in run.counted:
             self.by_team[key] += slots
+            self.most_of_team[key] = max(self.most_of_team[key], self.by_team[key])
 
     def ceilings(self, run: Run) -> None:
         admit = self.policy.get("admit", {})

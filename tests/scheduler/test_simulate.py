@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from contracts.events.node import NodeJoined, NodeLost
 from contracts.events.run import RunAccepted
 from contracts.scheduling import Policy
-from loadtest.scheduler.check import Checker, check, read_log
+from loadtest.scheduler.check import Checker, check, compare, read_log
 from services.kit.settings import Settings
 from services.scheduler import policies
 from services.scheduler.simulate import generate, plots, report, traces
@@ -132,9 +132,9 @@ def test_the_same_trace_and_policy_give_the_same_simulation() -> None:
     assert generate.jobs(150, 32, seed=6).jobs != trace.jobs
 
 
-@pytest.mark.parametrize("name", ["fifo", "fifo-skip", "least-attained", "easy-backfill", "spread", "balanced"])
+@pytest.mark.parametrize("name", policies.names())
 def test_the_checker_finds_the_same_figures_and_nothing_wrong(name: str, tmp_path: Path) -> None:
-    trace = generate.jobs(120, 32, seed=1)
+    trace = generate.jobs(80, 32, seed=1)
     recorder = Recorder(trace)
     policy = policies.load(name)
     with (tmp_path / "events.jsonl").open("w") as file:
@@ -143,8 +143,24 @@ def test_the_checker_finds_the_same_figures_and_nothing_wrong(name: str, tmp_pat
     (tmp_path / "said.json").write_text(json.dumps(said))
     figures, problems = check(tmp_path / "events.jsonl", written(trace, tmp_path / "trace.csv"), tmp_path / "said.json")
     assert problems == []
-    assert figures["completed"] == 120
+    assert figures["completed"] == 80
     assert figures["avg_wait_s"] == pytest.approx(said["avg_wait_s"], abs=1e-5)
+
+
+def test_ceilings_are_kept_by_the_log(tmp_path: Path) -> None:
+    limits = ["admit.max_slots_per_user=8", 'admit.quotas=[{"team": "team0", "ceiling": 12}]']
+    policy = policies.with_settings("fifo-skip", limits)
+    drawn = generate.jobs(80, 32, seed=4)
+    trace = Trace(drawn.nodes, tuple(job for job in drawn.jobs if job.slots <= 8))
+    with (tmp_path / "events.jsonl").open("w") as file:
+        simulate(trace, policy, listeners=(EventLog(file).hear,))
+    checker = Checker()
+    for event in read_log(tmp_path / "events.jsonl"):
+        checker.read(event)
+    checker.nothing_lost()
+    assert checker.problems == []
+    assert max(checker.most_of_user.values()) == 8
+    assert 8 < checker.most_of_team["team0", None] <= 12
 
 
 # -- the checker sees what is wrong ---------------------------------------------------------------------
@@ -217,6 +233,12 @@ def test_the_checker_sees_work_that_was_not_done(events: list[dict[str, Any]]) -
     jobs = {r.run_id: (r.submitted_s, r.least, 0.5, r.user or "") for r in checker.runs.values()}
     checker.against_trace(jobs, 60.0)
     assert f"{run.run_id} is over after" in "\n".join(checker.problems)
+
+
+def test_the_checker_sees_a_report_that_says_other_figures() -> None:
+    assert compare({"avg_wait_s": 10.0, "jobs": 3, "name": "x"}, {"avg_wait_s": 10.0, "jobs": 3}) == []
+    assert compare({"avg_wait_s": 9.9}, {"avg_wait_s": 10.0}) == ["the report says avg_wait_s 9.9, the log 10.0"]
+    assert compare({"jobs": 2}, {"jobs": 3}) == ["the report says jobs 2, the log 3"]
 
 
 # -- over a bus -------------------------------------------------------------------------------------------

@@ -152,7 +152,7 @@ def _over_bus(
 
     # What is printed is the result; the service's log is of interest where it says that something went wrong.
     structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
     with tempfile.TemporaryDirectory(prefix="trainbus-nats-") as folder:

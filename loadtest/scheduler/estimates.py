@@ -10,14 +10,16 @@ wait, and less than that of position divided by rate. Only waits of more than a 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
 import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -225,29 +227,55 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--resume-cost-s", type=float, default=60.0)
     parser.add_argument("--every", type=int, default=20, help="of the runs that come to wait, every so many-th")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
     policy = policies.load(given.policy)
-    waits = Waits(given.every, random.Random(given.seed), estimator=Estimator(seed=given.seed))
-    with Progress(transient=True) as progress:
-        trace = read_pai(given.trace, given.gpus, given.gpus_per_node)
-        durations = played(trace, policy, given.resume_cost_s, waits, progress)
-    rows = rows_of("as queued", quality(waits.first, waits.started_s))
-    rows += rows_of("later", quality(waits.later, waits.started_s))
-    if waits.took_s:
-        took = f"{statistics.median(waits.took_s) * 1e3:.0f} ms, most {max(waits.took_s) * 1e3:.0f} ms"
-        rows.append(("estimates of all that wait, median", took, ""))
-    held = ", ".join(f"{durations.held[q] / durations.count:.1%} below p{q * 100:g}" for q in QUANTILES)
-    rows.append(("durations", held, ""))
-    rows.append(("pinball loss over that of all runs", f"{durations.loss / durations.loss_of_all:.2f}", "below 1"))
-    rows.append(
-        ("error of the median over the user's mean", f"{durations.error / durations.error_of_user:.2f}", "below 1")
-    )
-    cost = f"{statistics.median(durations.took_s) * 1e6:.0f} us, p99 {percentile(durations.took_s, 0.99) * 1e6:.0f} us"
-    rows.append(("one prediction", cost, ""))
+    trace = read_pai(given.trace, given.gpus, given.gpus_per_node)
+    waits, durations = measured(trace, policy, given.resume_cost_s, given.every, given.seed)
+    if given.json:
+        print(json.dumps(figures(waits, durations), indent=2))
+        return
     table = Table("figure", "measured", "target", title=f"{trace.name}, {given.gpus} GPUs, {policy.name}")
-    for row in rows:
+    for row in rows(waits, durations):
         table.add_row(*row)
     Console().print(table)
+
+
+def measured(trace: Trace, policy: Policy, resume_cost_s: float, every: int, seed: int) -> tuple[Waits, Durations]:
+    """Play the trace, with a bar on stderr."""
+    waits = Waits(every, random.Random(seed), estimator=Estimator(seed=seed))
+    with Progress(transient=True, console=Console(stderr=True)) as progress:
+        return waits, played(trace, policy, resume_cost_s, waits, progress)
+
+
+def figures(waits: Waits, durations: Durations) -> dict[str, Any]:
+    """All figures, for programs."""
+    found = {"as_queued": quality(waits.first, waits.started_s), "later": quality(waits.later, waits.started_s)}
+    return {
+        **{name: asdict(each) if each is not None else None for name, each in found.items()},
+        "estimates_ms": statistics.median(waits.took_s) * 1e3 if waits.took_s else None,
+        "durations_below": {str(q): durations.held[q] / durations.count for q in QUANTILES},
+        "pinball_over_all": durations.loss / durations.loss_of_all,
+        "error_over_user_mean": durations.error / durations.error_of_user,
+        "predict_us": statistics.median(durations.took_s) * 1e6,
+    }
+
+
+def rows(waits: Waits, durations: Durations) -> list[tuple[str, str, str]]:
+    """All figures, for people, and what they should be."""
+    found = rows_of("as queued", quality(waits.first, waits.started_s))
+    found += rows_of("later", quality(waits.later, waits.started_s))
+    if waits.took_s:
+        took = f"{statistics.median(waits.took_s) * 1e3:.0f} ms, most {max(waits.took_s) * 1e3:.0f} ms"
+        found.append(("estimates of all that wait, median", took, ""))
+    held = ", ".join(f"{durations.held[q] / durations.count:.1%} below p{q * 100:g}" for q in QUANTILES)
+    found.append(("durations", held, ""))
+    found.append(("pinball loss over that of all runs", f"{durations.loss / durations.loss_of_all:.2f}", "below 1"))
+    error = f"{durations.error / durations.error_of_user:.2f}"
+    found.append(("error of the median over that of the user's mean", error, "below 1"))
+    cost = f"{statistics.median(durations.took_s) * 1e6:.0f} us, p99 {percentile(durations.took_s, 0.99) * 1e6:.0f} us"
+    found.append(("one prediction", cost, ""))
+    return found
 
 
 if __name__ == "__main__":

@@ -87,12 +87,15 @@ def key_of(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> Key:
     return (*found, run.submitted if policy.reclaim.time_slice_s is None else _turn(run))
 
 
-def standing(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> tuple[Key, float]:
-    """The key of a run that has slots, and until when it stays if nothing happens, in seconds since the epoch."""
+def standing(cluster: Cluster, run: Run, now: datetime, policy: Policy, longest_s: float) -> tuple[Key, float]:
+    """The key of a run that has slots, and until when it stays if nothing happens, in seconds since the epoch.
+
+    ``longest_s``: the ``limit_s`` of now.
+    """
     if BY_SERVICE.isdisjoint(policy.order.by) or policy.reclaim.time_slice_s is not None:
         return key_of(cluster, run, now, policy), math.inf
     index, now_s = cluster.index, now.timestamp()
-    state = (policy.digest, run.generation, limit_s(cluster, policy))
+    state = (policy.digest, run.generation, longest_s)
     known = index.standing.get(run.run_id)
     # It changes a little before it has changed for sure.
     if known is None or known[0] != state or known[2] - 2 * AFTER_S <= now_s:

@@ -33,7 +33,7 @@ class Taking(NamedTuple):
     granted_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # one for each holder and pass: frozen ones take three times as long to make
 class Holding:
     """A run that holds slots which could be placed anew (those on draining nodes could not)."""
 
@@ -55,15 +55,18 @@ def holdings(cluster: Cluster, now: datetime, policy: Policy) -> list[Holding]:
     """Every run that holds slots on open nodes."""
     closed = {node.node_id for node in cluster.nodes.values() if not node.open}
     runs = (cluster.runs[run_id] for run_id in cluster.active)
-    return [found for run in runs if (found := _holding(cluster, run, now, policy, closed)) is not None]
+    limit_s = order.limit_s(cluster, policy)
+    return [found for run in runs if (found := _holding(cluster, run, now, policy, closed, limit_s)) is not None]
 
 
-def _holding(cluster: Cluster, run: Run, now: datetime, policy: Policy, closed: set[str]) -> Holding | None:
+def _holding(
+    cluster: Cluster, run: Run, now: datetime, policy: Policy, closed: set[str], limit_s: float
+) -> Holding | None:
     slots = sum(len(part.slots) for part in run.live if part.node_id not in closed) if closed else run.slot_count
     if not slots:
         return None
     safe_s = max((now - max(run.committed_at, run.placed_at)).total_seconds(), 0.0)
-    key, until_s = order.standing(cluster, run, now, policy)
+    key, until_s = order.standing(cluster, run, now, policy, limit_s)
     return Holding(run, key, slots, slots * safe_s, until_s)
 
 

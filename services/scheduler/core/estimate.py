@@ -50,6 +50,9 @@ ENOUGH = 20
 #: Of errors that overlap so much counts as one and the same. (This and the factor above were
 #: chosen on one trace, and tried on others: docs/scheduler.md.)
 SHARED = 0.7
+#: Those that still wait tell how wrong they were once they have waited so many times what is left: before, what is
+#: expected of them now is what was expected of them then.
+TOLD_BY = 0.5
 #: How many errors, and estimates yet to be held against their start, are remembered; and how many are noted at a time.
 ERRORS, MADE, NOTED = 1_000, 1_000, 3
 #: The range shown leaves out so much at either end.
@@ -310,7 +313,7 @@ class Errors:
         """
         errors = list(self.known)
         for key, made in self.made.items():
-            if key in expected:
+            if key in expected and now_s - made[0] >= expected[key] * TOLD_BY:
                 errors.append(self._error(made, now_s - made[0] + expected[key], now_s))
         ranges: dict[int, tuple[float, float]] = {}
 

@@ -106,6 +106,8 @@ class Shadow:
         """Fold what happened before anything is compared."""
         for entry in entries:
             self._learn(entry.fact)
+            if (key := key_of(entry.fact)) is not None and not is_answer(entry.fact):
+                self._hearing_since = key.hearing_since
             self._fold_both(entry)
 
     def hear(self, entries: Iterable[Entry]) -> list[Said]:

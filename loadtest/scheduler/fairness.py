@@ -1,6 +1,6 @@
 """Whether teams get their shares, get back what they lent, and never get more than they may.
 
-    python -m loadtest.scheduler.fairness [--half-life-h 2] [--seeds 3] [--compare]
+    python -m loadtest.scheduler.fairness [--half-life-h 2] [--seeds 3] [--hours 12] [--compare]
 
 Shares: 64 GPUs, teams of teams with runs of a few minutes and of very different sizes, gangs of half the cluster among
 them. One team has had everything for five half-lives; then all of them always have runs that wait. After three
@@ -95,7 +95,7 @@ class Audit:
     preemptions: int = 0
 
     def __call__(self, fact: Fact, sequence: int, now_s: float) -> None:
-        self._pass_time(now_s)
+        self.pass_time(now_s)
         if isinstance(fact, RunAccepted):
             self.specs[fact.run_id] = fact.spec
         elif isinstance(fact, RunPlaced):
@@ -103,14 +103,25 @@ class Audit:
                 self._change(fact.run_id, member.node_id, len(member.slots))
             if fact.run_id in self.owed_since:
                 self.waits_s.append(now_s - self.owed_since.pop(fact.run_id))
+            # A team that has got its slots for another of its runs is owed no more.
+            self.owed_since = {run_id: since for run_id, since in self.owed_since.items() if self._is_owed(run_id)}
         elif isinstance(fact, RunExited | RunReleased):
             self._change(fact.run_id, fact.node_id, 0)
         elif isinstance(fact, RunPreempting):
             self.preemptions += 1
-            if fact.waiter is not None:
+            if fact.waiter is not None and self._is_owed(fact.waiter):
                 self.owed_since.setdefault(fact.waiter, now_s)
 
-    def _pass_time(self, now_s: float) -> None:
+    def _is_owed(self, run_id: str) -> bool:
+        """Whether all teams that the run is part of are owed as many slots as it needs."""
+        spec = self.specs[run_id]
+        return all(
+            self.using[quota.team] + spec.slots.min <= quota.slots
+            for quota in self.quotas
+            if quota.slots is not None and f"{spec.team}/".startswith(f"{quota.team}/")
+        )
+
+    def pass_time(self, now_s: float) -> None:
         dt = now_s - self.last_s
         if dt <= 0:
             return
@@ -199,7 +210,7 @@ def errors(policy: Policy, half_life_s: float, seed: int) -> tuple[dict[str, flo
     audit = Audit(half_life_s, from_s=5 * half_life_s)
     end_s = 8 * half_life_s
     run_until(trace, policy, audit, agents, end_s)
-    audit._pass_time(end_s)
+    audit.pass_time(end_s)
     whole = sum(audit.decayed[team] for team in TEAMS)
     off = {team: audit.decayed[team] / whole - share for team, (share, _) in TEAMS.items()}
     return off, audit.idle_slot_s / (GPUS * 3 * half_life_s), audit.preemptions
@@ -229,7 +240,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--half-life-h", type=float, default=2.0)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--hours", type=float, default=24.0, help="virtual hours of lending and borrowing")
+    parser.add_argument("--hours", type=float, default=12.0, help="virtual hours of lending and borrowing")
     parser.add_argument("--compare", action="store_true", help="also where runs overtake, and with backfill")
     arguments = parser.parse_args()
     half_life_s = arguments.half_life_h * 3600
@@ -258,7 +269,7 @@ def main() -> None:
         run_until(trace, policy, audit, agents, arguments.hours * 3600 * 1.5)
         waits_s += audit.waits_s
         violations += audit.violations
-    rows.append(("lent slots taken back", f"{len(waits_s)} times", ""))
+    rows.append(("lent slots were taken back", f"{len(waits_s)} times", ""))
     if waits_s:
         shown = f"{percentile(waits_s, 0.5):g} / {max(waits_s):g} s"
         rows.append(("  until their owner has them, p50 / longest", shown, f"one grace, {GRACE_S:g} s"))

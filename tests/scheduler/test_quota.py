@@ -266,6 +266,24 @@ def test_idle_slots_are_lent_and_come_back_within_one_grace_time() -> None:
     assert not world.stopping()
 
 
+def test_idle_slots_are_not_lent_while_their_owner_gets_the_rest_back() -> None:
+    world = Teams(LENT)
+    world.submit("c0", "c", 3)
+    world.submit("c1", "c", 3)
+    world.submit("a0", "a", 6)
+    assert len(world.stopping()) == 2
+    # Two slots are idle; who would borrow them could not keep them.
+    world.submit("b0", "b", 3)
+    world.submit("c2", "c", 1)
+    assert "c2" not in world.placed()
+    world.release("c0")
+    world.settle()
+    assert "c2" not in world.placed()
+    world.let_go()
+    # What is left over is lent again.
+    assert world.placed() == {"a0", "c2"}
+
+
 def test_only_as_much_is_taken_as_was_borrowed() -> None:
     world = Teams(LENT)
     for index in range(8):

@@ -237,14 +237,10 @@ class Prefill:
         await self.flush()
 
     def _accepted(self, run_id: str, slots: int) -> RunAccepted:
+        user = f"user{zlib.crc32(run_id.encode()) % 50}"
+        training = {"task": "project.train:Task", "code": CODE, "training": {"epochs": 3, "global_batch": 256}}
         spec = TrainRequested.model_validate(
-            {
-                "name": f"train-{run_id}",
-                "user": f"user{zlib.crc32(run_id.encode()) % 50}",
-                "team": "research/vision",
-                "slots": slots,
-            }
-            | {"task": "project.train:Task", "code": CODE, "training": {"epochs": 3, "global_batch": 256}}
+            {"name": f"train-{run_id}", "user": user, "team": "research/vision", "slots": slots, **training}
         )
         return RunAccepted(run_id=run_id, spec=spec, request_id=run_id, request_source=SOURCE)
 

@@ -33,13 +33,25 @@ def limit_s(cluster: Cluster, config: EvenWait) -> float:
     known = cluster.index.longest_wait
     if known is None or known[0] != cluster.sequence:
         known = cluster.index.longest_wait = (cluster.sequence, _longest_s(cluster))
-    step_s = STEP * config.margin_s
-    return math.ceil(known[1] / step_s) * step_s + config.margin_s
+    rounded_s = _rounded(known[1], config)
+    return rounded_s * (1 + config.margin_part) + config.margin_s
+
+
+def _rounded(longest_s: float, config: EvenWait) -> float:
+    """The next of the steps, each of which is the same part of the margin that there is."""
+    if not config.margin_part:
+        step_s = STEP * config.margin_s
+        return math.ceil(longest_s / step_s) * step_s
+    growth = math.log1p(STEP * config.margin_part)
+    steps = math.ceil(math.log1p(config.margin_part * longest_s / config.margin_s) / growth - 1e-9)
+    return math.expm1(steps * growth) * config.margin_s / config.margin_part
 
 
 def _longest_s(cluster: Cluster) -> float:
     runs = (cluster.runs[run_id] for run_id in cluster.active)
-    return max(((run.placed_at - run.submitted_at).total_seconds() - run.run_s for run in runs), default=0.0)
+    waits = ((run.placed_at - run.submitted_at).total_seconds() - run.run_s for run in runs)
+    # (One that has ended and is not settled yet has its last slots counted among what it had before.)
+    return max(max(waits, default=0.0), 0.0)
 
 
 def key(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> float:

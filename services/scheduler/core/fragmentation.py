@@ -4,8 +4,9 @@ the node loses least of its worth to the runs that may still come.
 What is left of a node is fragmented, for one typical shape of run, as far as that shape cannot use it. The paper counts
 what *one* more run of the shape could use: all accelerators that have enough left, if it fits at all. That overlooks
 that 190 thousandths stay behind on every accelerator that takes 810, and that processors run out after the third run.
-So here half of the measure is what *as many as fit* of the shape would use; on the published traces it places 0.7 to
-0.9 points of all GPUs more than the paper's measure alone. Equal scores go to the node with the least left.
+So here half of the measure is what *as many as fit* of the shape would use. On the published traces that places 0.8
+(default), 0.6 (gpushare40) and -0.2 (multigpu20) points of all accelerators more than the first half alone, with a
+known workload. Equal scores go to the node with the least left.
 
 All of it is whole numbers, and nothing that is remembered changes a result: ``Packing`` may be thrown away at any time.
 """

@@ -13,7 +13,7 @@ from services.scheduler.core.demand import Demand
 #: A gang that may be divided is taken to lie in pieces of at most so many slots.
 LARGEST_PIECE = 8
 #: How many shapes stand for all: more of them place no better (measured on the openb traces), only slower.
-TYPICAL = 30
+TYPICAL = 60
 #: Once so many were counted, all of them count half: what was submitted long ago matters less and less.
 WINDOW = 20_000
 #: What is typical is found anew when so much of the workload has become different.

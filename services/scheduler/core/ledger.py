@@ -19,8 +19,6 @@ EVERYBODY = ""
 USUAL_PERIODS_H = (24.0, 24.0 * 7)
 #: Shares of accelerators add up to whole ones only so exactly.
 DIGITS = 6
-#: A use that has decayed for so many half-lives is nothing any more.
-FORGOTTEN_HALF_LIVES = 60
 
 
 @lru_cache(maxsize=10_000)
@@ -166,13 +164,6 @@ class Ledger:
     def account(self, name: str) -> Account | None:
         """The account of a team by its full name, or of its own runs alone (``own``); None: it never used anything."""
         return self._accounts.get((name, None))
-
-    def forget(self, now: float) -> None:
-        """Leave out whoever has used nothing for so long that it makes no difference. For snapshots."""
-        oldest = now - max(self.half_life_s * FORGOTTEN_HALF_LIVES, 2 * max(self.periods_h) * 3600.0)
-        for (team, kind), account in list(self._accounts.items()):
-            if not account.slots and account.at < oldest:
-                del self._accounts[team, kind]
 
     def to_state(self) -> dict[str, Any]:
         """Everything, as JSON; ``restored`` makes the same ledger of it."""

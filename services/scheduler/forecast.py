@@ -13,7 +13,7 @@ from services.scheduler.memory import Memory
 
 #: How often estimates are made anew while runs wait, and what part of the time that may take at most.
 INTERVAL_S = 20.0
-PART = 0.01
+PART = 0.002
 
 
 class Forecast:

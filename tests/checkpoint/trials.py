@@ -8,6 +8,7 @@ fault, and at the end, ``Trial.check`` reads the log and the store and holds the
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import random
@@ -27,6 +28,7 @@ from contracts.events.checkpoint import (
     CheckpointDeleted,
     CheckpointFile,
     CheckpointPinned,
+    CheckpointRefused,
     CheckpointStaged,
     Chunk,
 )
@@ -290,14 +292,17 @@ class Trial:
         if last:
             await self._check_pins(deleted)
             if not self.corrupted and not commits:
-                self.problems.append("nothing was committed")
+                refused = await self.bus.history(subjects.fact("run", run, CheckpointRefused.fact))
+                why = [f"step {each.event.step}.g{each.event.generation}: {each.event.reason}" for each in refused]
+                self.problems.append(f"{run}: nothing was committed; refused: {why}; struck: {self.faults.struck}")
 
     async def _check_one(self, commit: CheckpointCommitted, there: set[str], *, last: bool) -> None:
         where = f"{self.run_id} step {commit.checkpoint.step}.g{commit.generation}"
         try:
             manifest = await self.objects.get(commit.checkpoint.uri)
         except Missing:
-            self.problems.append(f"{where}: committed, and its manifest is gone")
+            if not await self._deleted_meanwhile(commit):
+                self.problems.append(f"{where}: committed, and its manifest is gone")
             return
         if hashlib.sha256(manifest).hexdigest() != commit.manifest_sha256:
             if commit.checkpoint.uri not in self.corrupted:
@@ -322,6 +327,15 @@ class Trial:
             f"{kind}-{rank}.{end}" for rank in range(4) for kind, end in (("model", "bin"), ("digests", "json"))
         }:
             self.problems.append(f"{where}: committed without every rank's files: {sorted(ranks)}")
+
+    async def _deleted_meanwhile(self, commit: CheckpointCommitted) -> bool:
+        """Whether retention took it while we looked: a service of its own goes on."""
+        subject = subjects.fact("run", self.run_id, CheckpointDeleted.fact)
+        for _ in range(20):
+            if commit.checkpoint.uri in {each.event.uri for each in await self.bus.history(subject)}:
+                return True
+            await asyncio.sleep(0.1)
+        return False
 
     async def _check_pins(self, deleted: set[str]) -> None:
         pins = await self.bus.history(subjects.fact("run", self.run_id, CheckpointPinned.fact))

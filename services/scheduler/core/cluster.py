@@ -315,8 +315,8 @@ class Cluster:
     active: dict[str, None] = field(default_factory=dict)
     #: Queued runs whose start was promised, and for when.
     promised: dict[str, datetime] = field(default_factory=dict)
-    #: Every committed checkpoint that was not deleted, by the uri of its manifest.
-    checkpoints: dict[str, CheckpointRef] = field(default_factory=dict)
+    #: The manifest of every committed checkpoint that was not deleted -> the run that has it.
+    checkpoints: dict[str, str] = field(default_factory=dict)
     #: The machines' digest of those of them that are exact.
     machines: dict[str, str] = field(default_factory=dict)
     phases: Counter[Phase] = field(default_factory=Counter)

@@ -123,7 +123,7 @@ def _accepted(
     accepted.correlation_id = (envelope.correlation_id if envelope else "") or fact.request_id
     accepted.traceparent = envelope.traceparent if envelope else ""
     if fact.spec.resume_from is not None:
-        accepted.initial = cluster.checkpoints.get(fact.spec.resume_from)
+        accepted.initial = _checkpoint(cluster, fact.spec.resume_from)
         accepted.inherited_machine = cluster.machines.get(fact.spec.resume_from, "")
     accepted.kind = kind_of(fact.spec)
     cluster.workload.add(piece_of(accepted.demand, fact.spec.slots.min))
@@ -132,6 +132,13 @@ def _accepted(
     cluster.unqueued[fact.run_id] = None
     accepted.phase = Phase.READY if fact.spec.data is None else Phase.PREPARING
     cluster.phases[accepted.phase] += 1
+
+
+def _checkpoint(cluster: Cluster, uri: str) -> run.CheckpointRef | None:
+    """The committed checkpoint with this manifest, whichever run's it is."""
+    owner = cluster.checkpoints.get(uri)
+    committed = cluster.runs[owner].checkpoints.get(uri) if owner is not None else None
+    return committed.ref if committed is not None else None
 
 
 def _prepared(cluster: Cluster, known: Run, fact: RunPrepared, time: datetime) -> None:
@@ -309,7 +316,7 @@ def _committed(cluster: Cluster, known: Run, fact: checkpoint.CheckpointCommitte
         ref = ref.model_copy(update={"manifest_sha256": fact.manifest_sha256})
     committed = Committed(fact.generation, ref)
     known.checkpoints[ref.uri] = committed
-    cluster.checkpoints[ref.uri] = ref
+    cluster.checkpoints[ref.uri] = known.run_id
     if fact.exactness == "exact" and known.machine:
         cluster.machines[fact.checkpoint.uri] = known.machine
     if known.newest is None or _age(committed) >= _age(known.newest):

@@ -98,7 +98,7 @@ def decode(content: bytes, code: str, stream: str) -> Cluster:
     if hashlib.sha256(body).hexdigest() != header.sha256:
         raise Refused("its checksum is wrong")
     try:
-        whole, at, sections = zstandard.ZstdDecompressor().decompress(body), 0, {}
+        whole, at, sections = memoryview(zstandard.ZstdDecompressor().decompress(body)), 0, {}
         for name, size in header.sections:
             sections[name] = whole[at : at + size]
             at += size

@@ -7,7 +7,7 @@ is more than data has ``to_state`` and ``from_state``.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from functools import cache
 from typing import Any, get_type_hints
@@ -37,28 +37,26 @@ def save(cluster: Cluster) -> dict[str, bytes]:
     return sections
 
 
-def restore(sections: Mapping[str, bytes]) -> Cluster:
+def restore(sections: Mapping[str, bytes | memoryview]) -> Cluster:
     """The cluster that ``save`` was given.
 
     Raises:
         ValueError, KeyError: the sections are not those of such a cluster.
     """
-    cluster = Cluster(**{name: read(sections[name]) for name, (_, read) in _codecs().items()})
-    cluster.runs = Runs(((run.run_id, run) for run in load(sections[RUNS])), _over(sections).items())
-    cluster.nodes = {node.node_id: node for node in map(_restored_node, json.loads(sections[NODES]))}
+    cluster = Cluster(**{name: read(bytes(sections[name])) for name, (_, read) in _codecs().items()})
+    cluster.runs = Runs(((run.run_id, run) for run in load(bytes(sections[RUNS]))), _over(sections))
+    cluster.nodes = {node.node_id: node for node in map(_restored_node, json.loads(bytes(sections[NODES])))}
     # Whatever was remembered of earlier passes is found out again.
     for run_id in (*cluster.unqueued, *cluster.active, *cluster.queued):
         cluster.index.touch(run_id)
     return cluster
 
 
-def _over(sections: Mapping[str, bytes]) -> dict[str, bytes]:
-    ids, content, at = sections[IDS].decode().split("\n") if sections[IDS] else [], sections[PACKED], 0
-    found: dict[str, bytes] = {}
-    for run_id, length in zip(ids, json.loads(sections[LENGTHS]), strict=True):
-        found[run_id] = content[at : at + length]
+def _over(sections: Mapping[str, bytes | memoryview]) -> Iterator[tuple[str, bytes]]:
+    ids, content, at = bytes(sections[IDS]).decode(), sections[PACKED], 0
+    for run_id, length in zip(ids.split("\n") if ids else [], json.loads(bytes(sections[LENGTHS])), strict=True):
+        yield run_id, bytes(content[at : at + length])
         at += length
-    return found
 
 
 #: What is in a node beside its plain fields.

@@ -61,8 +61,7 @@ class Watch:
         async for batch in messages:
             for msg in batch:
                 _, run_id, name = msg.subject.split(".")
-                # The last nine digits of the timestamp are nanoseconds.
-                at = int(msg.reply.split(".")[-3]) / 1e9
+                at = msg.metadata.timestamp.timestamp()
                 self.at.setdefault(name, {}).setdefault(run_id, at)
                 if name in self.bodies:
                     self.bodies[name][run_id] = msg.data

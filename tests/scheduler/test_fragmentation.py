@@ -31,7 +31,7 @@ def room(name: str, left: list[int], cpus: float = 0, *, model: str = "A", memor
     """A node with so much left of its accelerators; ``of`` processors it has all in all (0: as many as are left)."""
     cpu_milli = int((of or cpus) * 1000)
     node = Node(name, "1", len(left), 1.0, accelerator=model, cpu_milli=cpu_milli, memory_bytes=memory)
-    return Room(node, list(left), int(cpus * 1000), memory, left.count(WHOLE))
+    return Room(node, list(left), int(cpus * 1000), memory, left.count(WHOLE), sum(left))
 
 
 # -- the measure --------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def test_nodes_to_avoid_are_taken_when_there_are_no_others() -> None:
 def test_mig_slices_are_counted_by_profile() -> None:
     node = Node("a", "1", 3, 1.0, accelerator="A", profiles=("1g", "2g", "1g"))
     packing = Packing(((shape(profile="1g"), 1),))
-    mig = Room(node, [1000, 1000, 1000], 0, 0, 3)
+    mig = Room(node, [1000, 1000, 1000], 0, 0, 3, 3000)
     assert packing.choose([mig], Demand(profile="2g"), 1) == [("a", (1,))]
     assert packing.choose([mig], Demand(profile="1g"), 2) == [("a", (0, 2))]
 

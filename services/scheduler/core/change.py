@@ -75,7 +75,10 @@ class Attempt:
     def changed(self, spec: TrainRequested) -> Cluster:
         """The cluster as it would be with this request; it shares all else, and what is found out about it."""
         clone = copy.copy(self.cluster)
-        run = replace(self.run, spec=spec, demand=demand_of(spec), wants=None, least=spec.slots.min, kind=kind_of(spec))
+        slots, kind = spec.slots, kind_of(spec)
+        run = replace(
+            self.run, spec=spec, demand=demand_of(spec), least=slots.min, most=slots.max, kind=kind, wants=None
+        )
         clone.runs = copy.copy(self.cluster.runs)
         clone.runs[run.run_id] = run
         index, line = self.cluster.index, self.cluster.index.line

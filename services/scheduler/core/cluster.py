@@ -79,8 +79,9 @@ class Run:
     #: What one slot of it needs; and all that decides where it may lie, kept by place.py.
     demand: Demand = field(default_factory=Demand)
     wants: object = field(default=None, compare=False, repr=False)
-    #: The slots that it cannot do without.
+    #: The slots that it cannot do without, and those that it can use.
     least: int = 1
+    most: int = 1
     #: Those of its kind take about as long.
     kind: Kind = field(default_factory=Kind)
     #: What it was expected to take yet when it was queued, where the policy orders by that.
@@ -232,6 +233,8 @@ class Node:
     memory_left_bytes: int = 0
     #: (run_id, generation) -> what it has.
     holders: dict[tuple[str, int], Held] = field(default_factory=dict)
+    #: Counts what was held and let go.
+    version: int = field(default=0, compare=False)
     past: set[str] = field(default_factory=set)
     #: Since when it has had a free slot; EPOCH: it has none. Since when it has had nothing on it; EPOCH: it has.
     free_since: datetime = EPOCH
@@ -285,6 +288,7 @@ class Node:
             self._count(held, 1)
 
     def _count(self, held: Held, sign: int) -> None:
+        self.version += 1
         for slot in held.slots:
             if slot < self.slots:
                 self.left[slot] += sign * held.demand.milli

@@ -128,7 +128,7 @@ class Pass:
         self.about, self.told = about, told
         self.now_s = now.timestamp()
         self.result = Plan()
-        self.space = Space.free(cluster)
+        self._space: Space | None = None
         self.placer = Placer(cluster, policy, now)
         self.claims = Claims(cluster, policy, self.now_s, self.placer)
         self._wake_s = math.inf
@@ -143,6 +143,13 @@ class Pass:
         #: Idle slots that are not lent, since their owner is about to get the rest.
         self._owed: list[tuple[Wants, list[Taken]]] | None = None if self.claims.lent else []
         self._leaving: set[str] = set()
+
+    @property
+    def space(self) -> Space:
+        """What is free in this pass; looked at only if somebody could use it."""
+        if self._space is None:
+            self._space = Space.free(self.cluster)
+        return self._space
 
     def made(self) -> Plan:
         """Go through the steps."""
@@ -166,7 +173,7 @@ class Pass:
             self.result.decisions += reclaim.for_blocked(self._blocked, self.result.waits)
             self._wake_at(reclaim.wake_s)
         elif not leaving and not self._placed and not self._paused():
-            grown, wake_s = growing(self.cluster, self.space, self.now, self.policy, self.placer, self.claims)
+            grown, wake_s = growing(self.cluster, lambda: self.space, self.now, self.policy, self.placer, self.claims)
             self.result.decisions += grown
             self._wake_at(wake_s)
         self._wake_at(self.claims.wake_s)

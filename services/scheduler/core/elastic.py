@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from datetime import datetime, timedelta
 
 from contracts.scheduling import Policy
@@ -15,24 +16,20 @@ from services.scheduler.core.space import Room, Space
 
 
 def growing(
-    cluster: Cluster, space: Space, now: datetime, policy: Policy, placer: Placer, claims: Claims
+    cluster: Cluster, free: Callable[[], Space], now: datetime, policy: Policy, placer: Placer, claims: Claims
 ) -> tuple[list[PreemptRun], float]:
     """The restarts that put idle slots to use, and when to look again (seconds since the epoch).
 
     Only called when nobody waits for them.
     """
-    if not space.whole():
-        return [], math.inf
     candidates = []
-    wake_s = math.inf
     for run_id in cluster.active:
         run = cluster.runs[run_id]
         if run.preempting is not None:
             return [], math.inf
-        slots = run.spec.slots
-        if slots.min < slots.max and run.slot_count < slots.max and _resumable(run):
+        if run.least < run.most and run.slot_count < run.most and _resumable(run):
             candidates.append(run)
-    if not candidates:
+    if not candidates or not (space := free()).whole():
         return [], math.inf
     idle, wake_s = _at_rest(cluster, space, now, policy)
     chosen: list[PreemptRun] = []
@@ -76,7 +73,7 @@ def _at_rest(cluster: Cluster, space: Space, now: datetime, policy: Policy) -> t
             rooms[node_id] = room
         elif since != EPOCH:
             wake_s = min(wake_s, anyway_at.timestamp())
-    return Space(rooms).copy(), wake_s
+    return Space(rooms), wake_s
 
 
 def _with_own(cluster: Cluster, run: Run, idle: Space) -> Space:
@@ -85,9 +82,7 @@ def _with_own(cluster: Cluster, run: Run, idle: Space) -> Space:
     for part in run.live:
         node = cluster.nodes[part.node_id]
         if part.node_id not in trial.rooms and node.open:
-            room = Room.of(node)
-            room.left = [0] * node.slots
-            room.whole = 0
-            trial.rooms[part.node_id] = room
+            # All of it is taken, but what the run itself has.
+            trial.put(part.node_id, Room(node, [0] * node.slots, node.cpu_left_milli, node.memory_left_bytes, 0, 0))
     trial.release(run)
     return trial

@@ -118,7 +118,8 @@ def _accepted(
 ) -> None:
     if fact.run_id in cluster.runs:
         return
-    accepted = Run(fact.run_id, fact.spec, sequence, time, demand_of(fact.spec), least=fact.spec.slots.min)
+    slots = fact.spec.slots
+    accepted = Run(fact.run_id, fact.spec, sequence, time, demand_of(fact.spec), least=slots.min, most=slots.max)
     accepted.last_sequence, accepted.last_event_id = sequence, fact.event_id
     accepted.correlation_id = (envelope.correlation_id if envelope else "") or fact.request_id
     accepted.traceparent = envelope.traceparent if envelope else ""

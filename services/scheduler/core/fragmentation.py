@@ -123,7 +123,6 @@ class Packing:
         self._scores: dict[Shape, dict[State, Score | None]] = {}
         self._scored = 0
         #: Node (with the profile, where it has any) -> what was last seen to be left of it.
-        self._seen: dict[str, tuple[list[int], int, int, State]] = {}
 
     def worth(self, model: str, profile: str = "") -> Worth:
         """What states of such nodes are worth."""
@@ -179,7 +178,6 @@ class Packing:
         """Make room. States that are equal to later ones must not be met again, so all goes."""
         self._states.clear()
         self._scores.clear()
-        self._seen.clear()
         self._scored = 0
 
     # -- nodes --------------------------------------------------------------------
@@ -206,17 +204,9 @@ class Packing:
         least: tuple[int, int, str] = (0, 0, "")
         scores = self._scores.setdefault(shape, {})
         for room in rooms:
-            seen = self._seen.get(room.node.node_id)
-            if (
-                seen is None
-                or seen[0] != room.left
-                or seen[1] != room.cpu_milli
-                or seen[2] != room.memory_bytes
-                or room.node.profiles
-            ):
-                state = self._look(room, shape.profile)
-            else:
-                state = seen[3]
+            state = room.state
+            if state is None or room.node.profiles:
+                state = room.state = self._look(room, shape.profile)
             try:
                 score = scores[state]
             except KeyError:
@@ -240,9 +230,7 @@ class Packing:
             seen, profile = left, ""
         cpu_milli = room.cpu_milli if node.cpu_milli else UNCOUNTED
         memory_bytes = room.memory_bytes if node.memory_bytes else UNCOUNTED
-        state = self.state(seen, cpu_milli, memory_bytes, node.accelerator, profile)
-        self._seen[node.node_id] = (left, room.cpu_milli, room.memory_bytes, state)
-        return state
+        return self.state(seen, cpu_milli, memory_bytes, node.accelerator, profile)
 
 
 def _outcomes(left: Left, shape: Shape) -> list[tuple[int, Left]]:

@@ -69,6 +69,8 @@ class Index:
     #: How many queued runs want the same, by their least number of slots; and what each of them is counted as.
     sizes: Counter[tuple[Any, int]] = field(default_factory=Counter)
     sized: dict[str, tuple[Any, int]] = field(default_factory=dict)
+    #: What is free on each node, as of the last pass in which it had changed (``space.Room``).
+    rooms: dict[str, Any] = field(default_factory=dict)
     #: One object for all runs that want the same.
     wants: dict[Any, Any] = field(default_factory=dict)
     #: Counts up with every change of the nodes; what is remembered about them holds for one value.

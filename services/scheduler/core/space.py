@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from services.scheduler.core.cluster import Cluster, Node, Run
 from services.scheduler.core.demand import WHOLE, Demand
@@ -26,20 +27,32 @@ class Room:
     left: list[int]
     cpu_milli: int
     memory_bytes: int
-    #: How many slots nobody has anything of.
+    #: How many slots nobody has anything of, and thousandths of all of them together.
     whole: int
+    milli: int
+    #: Of which state of the node it is.
+    version: int = 0
+    #: What was found out about it, as long as nothing is taken or given back.
+    _fits: dict[Demand, int] = field(default_factory=dict)
+    state: Any = None
 
     @classmethod
     def of(cls, node: Node, *, empty: bool = False) -> Room:
         left = [WHOLE] * node.slots if empty else list(node.left)
         cpu, memory = (node.cpu_milli, node.memory_bytes) if empty else (node.cpu_left_milli, node.memory_left_bytes)
-        return cls(node, left, cpu, memory, left.count(WHOLE))
+        return cls(node, left, cpu, memory, left.count(WHOLE), sum(left), node.version)
 
     def copy(self) -> Room:
-        return Room(self.node, list(self.left), self.cpu_milli, self.memory_bytes, self.whole)
+        return Room(self.node, list(self.left), self.cpu_milli, self.memory_bytes, self.whole, self.milli, self.version)
 
     def fits(self, demand: Demand) -> int:
         """How many slots of this demand there is room for, in whole bundles."""
+        found = self._fits.get(demand)
+        if found is None:
+            found = self._fits[demand] = self._fitting(demand)
+        return found
+
+    def _fitting(self, demand: Demand) -> int:
         if demand.milli == WHOLE and not self.node.profiles:
             count = self.whole
         elif demand.milli == 0:
@@ -82,11 +95,14 @@ class Room:
 
     def _count(self, demand: Demand, slots: tuple[int, ...], sign: int) -> None:
         left = self.left
+        self._fits.clear()
+        self.state = None
         if demand.milli:
             for slot in slots:
                 if slot < len(left):
                     before = left[slot]
                     left[slot] = before + sign * demand.milli
+                    self.milli += sign * demand.milli
                     self.whole += (left[slot] == WHOLE) - (before == WHOLE)
         self.cpu_milli += sign * demand.cpu_milli * len(slots)
         self.memory_bytes += sign * demand.memory_bytes * len(slots)
@@ -130,12 +146,17 @@ class Shelf:
 
 
 class Space:
-    """The rooms of all open nodes."""
+    """The rooms of all open nodes.
+
+    Spaces share rooms that nothing was taken from: a copy costs next to nothing, and a room is copied when it changes.
+    """
 
     def __init__(self, rooms: dict[str, Room]) -> None:
         self.rooms = rooms
         #: Thousandths of accelerators that are left, all in all.
-        self.milli = sum(sum(room.left) for room in rooms.values())
+        self.milli = sum(room.milli for room in rooms.values())
+        #: Nodes whose rooms nobody else has.
+        self._own: set[str] = set()
         #: The shelves of cells of nodes that were asked for.
         self._shelves: dict[tuple[str, ...], Shelf] = {}
 
@@ -150,7 +171,14 @@ class Space:
     @classmethod
     def free(cls, cluster: Cluster) -> Space:
         """What is free now."""
-        return cls({node.node_id: Room.of(node) for node in cluster.nodes.values() if node.open})
+        known, rooms = cluster.index.rooms, {}
+        for node_id, node in cluster.nodes.items():
+            if node.open:
+                room = known.get(node_id)
+                if room is None or room.version != node.version or room.node is not node:
+                    room = known[node_id] = Room.of(node)
+                rooms[node_id] = room
+        return cls(rooms)
 
     @classmethod
     def empty(cls, cluster: Cluster) -> Space:
@@ -158,7 +186,25 @@ class Space:
         return cls({node.node_id: Room.of(node, empty=True) for node in cluster.nodes.values() if node.open})
 
     def copy(self) -> Space:
-        return Space({node_id: room.copy() for node_id, room in self.rooms.items()})
+        self._own.clear()
+        copied = Space.__new__(Space)
+        copied.rooms, copied.milli = dict(self.rooms), self.milli
+        copied._own, copied._shelves = set(), {}
+        return copied
+
+    def put(self, node_id: str, room: Room) -> None:
+        """One more room."""
+        self.rooms[node_id] = room
+        self.milli += room.milli
+        self._own.add(node_id)
+
+    def _room(self, node_id: str) -> Room:
+        """The node's room, to be changed."""
+        room = self.rooms[node_id]
+        if node_id not in self._own:
+            room = self.rooms[node_id] = room.copy()
+            self._own.add(node_id)
+        return room
 
     def whole(self) -> int:
         """Slots of which nobody has anything."""
@@ -166,14 +212,14 @@ class Space:
 
     def take(self, demand: Demand, taken: Iterable[Taken]) -> None:
         for node_id, slots in taken:
-            self.rooms[node_id].take(demand, slots)
+            self._room(node_id).take(demand, slots)
             self.milli -= demand.milli * len(slots)
             self._changed(node_id)
 
     def give(self, demand: Demand, taken: Iterable[Taken]) -> None:
         for node_id, slots in taken:
             if node_id in self.rooms:
-                self.rooms[node_id].give(demand, slots)
+                self._room(node_id).give(demand, slots)
                 self.milli += demand.milli * len(slots)
                 self._changed(node_id)
 
@@ -184,14 +230,3 @@ class Space:
     def release(self, run: Run) -> None:
         """The run lets go of all that it still has."""
         self.give(run.demand, ((part.node_id, part.slots) for part in run.live))
-
-    def meet(self, other: Space) -> Space:
-        """What is free in both."""
-        rooms: dict[str, Room] = {}
-        for node_id, room in self.rooms.items():
-            there = other.rooms.get(node_id)
-            if there is not None:
-                left = [min(pair) for pair in zip(room.left, there.left, strict=True)]
-                cpu, memory = min(room.cpu_milli, there.cpu_milli), min(room.memory_bytes, there.memory_bytes)
-                rooms[node_id] = Room(room.node, left, cpu, memory, left.count(WHOLE))
-        return Space(rooms)

@@ -136,8 +136,8 @@ class Trial:
         self.corrupted: set[str] = set()
         self.problems: list[str] = []
         self.pins = 0
-        #: Node -> the pieces of its newest part, to tell differences from.
-        self.bases: dict[str, dict[int, tuple[Chunk, bytes]]] = {}
+        #: (generation, step, node) -> the pieces of that part, by rank.
+        self.parts: dict[tuple[int, int, str], dict[int, tuple[Chunk, bytes]]] = {}
         self.start_service()
 
     def start_service(self) -> None:
@@ -155,10 +155,11 @@ class Trial:
     async def agent(self, node: str, step: int) -> None:
         """Upload a node's files and say so. Idempotent: an agent that was killed does it again."""
         files, pieces = [], {}
+        bases = await self.bases(node)
         for rank in NODES[node]:
             content = random.Random(f"{self.run_id} {rank} {step}").randbytes(300)
             shared = random.Random(f"{self.run_id} {rank} frozen").randbytes(200)
-            chunk = await self.upload(content, self.bases.get(node, {}).get(rank))
+            chunk = await self.upload(content, bases.get(rank))
             pieces[rank] = (chunk, content)
             files.append(_file(f"model-{rank}.bin", content + shared, (chunk, await self.upload(shared, None))))
             digests = json.dumps({f"model/{rank}": sha(content), "state": sha(b"%d" % step)}).encode()
@@ -177,7 +178,13 @@ class Trial:
             exactness="exact",
         )
         await self.publish(part)
-        self.bases[node] = pieces
+        self.parts[self.generation, step, node] = pieces
+
+    async def bases(self, node: str) -> dict[int, tuple[Chunk, bytes]]:
+        """What differences are told from: the newest committed checkpoint, as agents do it."""
+        commits = await self.bus.history(subjects.fact("run", self.run_id, CheckpointCommitted.fact))
+        newest = max(((each.event.generation, each.event.checkpoint.step) for each in commits), default=(0, 0))
+        return self.parts.get((*newest, node), {})
 
     async def upload(self, piece: bytes, base: tuple[Chunk, bytes] | None) -> Chunk:
         if base is not None and chunks.depth(base[0]) < chunks.MAX_CHAIN and self.random.random() < 0.5:

@@ -34,7 +34,7 @@ from services.scheduler.core.explain import Why, message, too_large
 from services.scheduler.core.index import Key
 from services.scheduler.core.place import Placer, Wants, avoided, members_of, useful, wants_of
 from services.scheduler.core.quota import Refusal
-from services.scheduler.core.reclaim import Reclaim
+from services.scheduler.core.reclaim import Reclaim, in_vain
 from services.scheduler.core.reserve import Reserve, as_time
 from services.scheduler.core.settle import next_look, settle_active, settle_unqueued
 from services.scheduler.core.space import Space, Taken
@@ -167,11 +167,7 @@ class Pass:
             self.space.give(wants.demand, taken)
         # 4. Take slots for those in vain; 5. put idle ones to use if there are none.
         if self._blocked:
-            reclaim = Reclaim(
-                self.cluster, self.now, self.policy, self.placer, self.space, self.claims, leaving, self._kept
-            )
-            self.result.decisions += reclaim.for_blocked(self._blocked, self.result.waits)
-            self._wake_at(reclaim.wake_s)
+            self._reclaim(leaving)
         elif not leaving and not self._placed and not self._paused():
             grown, wake_s = growing(self.cluster, lambda: self.space, self.now, self.policy, self.placer, self.claims)
             self.result.decisions += grown
@@ -184,6 +180,16 @@ class Pass:
         if self._wake_s < math.inf:
             self.result.wake_at = datetime.fromtimestamp(self._wake_s, UTC)
         return self.result
+
+    def _reclaim(self, leaving: set[str]) -> None:
+        """Take slots for those that do not fit, from those from whom they may be taken."""
+        if in_vain(self.cluster, self.policy, self.claims, self._blocked, leaving):
+            return
+        reclaim = Reclaim(
+            self.cluster, self.now, self.policy, self.placer, self.space, self.claims, leaving, self._kept
+        )
+        self.result.decisions += reclaim.for_blocked(self._blocked, self.result.waits)
+        self._wake_at(reclaim.wake_s)
 
     # -- 1 --------------------------------------------------------------------
 

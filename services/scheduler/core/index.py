@@ -69,6 +69,10 @@ class Index:
     #: How many queued runs want the same, by their least number of slots; and what each of them is counted as.
     sizes: Counter[tuple[Any, int]] = field(default_factory=Counter)
     sized: dict[str, tuple[Any, int]] = field(default_factory=dict)
+    #: Runs that have slots -> their priority; how many there are of each; and those that are asked to let go.
+    priority: dict[str, int] = field(default_factory=dict)
+    priorities: Counter[int] = field(default_factory=Counter)
+    going: set[str] = field(default_factory=set)
     #: What is free on each node, as of the last pass in which it had changed (``space.Room``).
     rooms: dict[str, Any] = field(default_factory=dict)
     #: One object for all runs that want the same.
@@ -101,6 +105,21 @@ class Index:
         """The run waits, and wants this."""
         self.sized[run_id] = size
         self.sizes[size] += 1
+
+    def holds(self, run_id: str, priority: int | None, *, going: bool) -> None:
+        """The run has slots, with this priority; None: it has none."""
+        known = self.priority.pop(run_id, None)
+        if known is not None:
+            self.priorities[known] -= 1
+            if not self.priorities[known]:
+                del self.priorities[known]
+        if priority is not None:
+            self.priority[run_id] = priority
+            self.priorities[priority] += 1
+        if going:
+            self.going.add(run_id)
+        else:
+            self.going.discard(run_id)
 
     def uncount(self, run_id: str) -> None:
         size = self.sized.pop(run_id, None)

@@ -160,6 +160,8 @@ def keep(cluster: Cluster, now: datetime, policy: Policy) -> Line:
     """Bring the line of queued runs up to date; costs what has changed."""
     index = cluster.index
     longest_s = limit_s(cluster, policy)
+    for run_id in index.touched if index.digest else cluster.active:
+        _note_holder(cluster, run_id)
     if index.digest != policy.digest or index.limit_s != longest_s:
         index.digest, index.limit_s, index.line = policy.digest, longest_s, Line()
         index.sizes.clear()
@@ -172,6 +174,14 @@ def keep(cluster: Cluster, now: datetime, policy: Policy) -> Line:
     for run_id in changed:
         put(cluster, index, run_id, now, policy)
     return index.line
+
+
+def _note_holder(cluster: Cluster, run_id: str) -> None:
+    if run_id not in cluster.active:
+        cluster.index.holds(run_id, None, going=False)
+        return
+    run = cluster.runs[run_id]
+    cluster.index.holds(run_id, run.spec.priority, going=run.preempting is not None)
 
 
 def put(cluster: Cluster, index: Index, run_id: str, now: datetime, policy: Policy) -> None:

@@ -70,6 +70,20 @@ def _holding(
     return Holding(run, key, slots, slots * safe_s, until_s)
 
 
+def in_vain(cluster: Cluster, policy: Policy, claims: Claims, blocked: list[Run], leaving: set[str]) -> bool:
+    """Whether nobody lets go, and all who have slots are of a priority that nobody who waits is above.
+
+    Known without a look at those that have slots, where nothing but the priority decides who may take from whom.
+    """
+    index, reclaim, by = cluster.index, policy.reclaim, policy.order.by
+    other_rules = claims.at_work or reclaim.overtakers or reclaim.time_slice_s is not None
+    if leaving or index.going or other_rules or not set(reclaim.by) & set(by) <= {"priority"}:
+        return False
+    if "priority" in reclaim.by and "priority" in by and index.priorities:
+        return max(run.spec.priority for run in blocked) <= min(index.priorities)
+    return True
+
+
 class Reclaim:
     """Taking slots in one pass."""
 

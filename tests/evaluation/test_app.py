@@ -27,7 +27,7 @@ from contracts.events.run import (
 )
 from contracts.events.train import Evaluation, PromoteRequested, RollbackRequested, TrainRequested
 from services.evaluation.app import Evaluator, build
-from services.kit.bus import Bus, Poison, Received
+from services.kit.bus import Ack, Bus, Outgoing, Poison, Received
 from services.kit.objects import Objects
 from services.kit.settings import Settings
 
@@ -179,28 +179,28 @@ async def test_a_kill_before_and_after_each_publish_and_every_event_twice(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await rig.through("ra", 0.9)
-    publish = rig.bus.publish_event
+    send = rig.bus.send
     kills: list[tuple[str, str]] = []
 
-    async def dying(event: Any, subject: str, envelope: Envelope, **kwargs: Any) -> Any:
-        if (envelope.id, "before") not in kills:
-            kills.append((envelope.id, "before"))
+    async def dying(message: Outgoing) -> Ack:
+        if (message.id, "before") not in kills:
+            kills.append((message.id, "before"))
             raise Killed
-        ack = await publish(event, subject, envelope, **kwargs)
-        if (envelope.id, "after") not in kills:
-            kills.append((envelope.id, "after"))
+        ack = await send(message)
+        if (message.id, "after") not in kills:
+            kills.append((message.id, "after"))
             raise Killed
         return ack
 
     async def deliver(message: Received[Any]) -> None:
-        monkeypatch.setattr(rig.bus, "publish_event", dying)
+        monkeypatch.setattr(rig.bus, "send", dying)
         for _ in range(20):
             try:
                 await rig.restarted().on_run_ended(message)
                 break
             except Killed:
                 continue
-        monkeypatch.setattr(rig.bus, "publish_event", publish)
+        monkeypatch.setattr(rig.bus, "send", send)
         await rig.evaluator.on_run_ended(message)
 
     for run_id, accuracy in (("rb", 0.95), ("rc", 0.91)):
@@ -236,20 +236,20 @@ async def test_two_promotions_at_once_are_decided_one_after_the_other(
 async def test_the_champion_changes_between_decision_and_promotion(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     await rig.evaluator.on_run_ended(await rig.trained("ra"))
     ended = await rig.measured(evaluation_id("ra"), 0.8)
-    publish = rig.bus.publish_event
+    send = rig.bus.send
 
-    async def rival_first(event: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(event, ModelPromoted):
-            monkeypatch.setattr(rig.bus, "publish_event", publish)
+    async def rival_first(message: Outgoing) -> Ack:
+        if message.type == ModelPromoted.type:
+            monkeypatch.setattr(rig.bus, "send", send)
             rival = ModelPromoted(
                 model="m", version=1, run_id="rx", checkpoint_uri=rig.checkpoint("rx").uri, dataset_id=D1,
                 metrics={"accuracy": 0.99},
             )  # fmt: skip
             await rig.bus.publish(rival, Envelope("rival", "test", "x", rig.bus.clock.now()))
             # Its id is that of the version we are about to publish: the server must not take ours for a repetition.
-        return await publish(event, *args, **kwargs)
+        return await send(message)
 
-    monkeypatch.setattr(rig.bus, "publish_event", rival_first)
+    monkeypatch.setattr(rig.bus, "send", rival_first)
     await rig.evaluator.on_run_ended(ended)
     assert await rig.champions() == [(1, "rx")]
     [refused] = await rig.facts("run.ra.not_promoted")

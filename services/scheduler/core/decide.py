@@ -283,9 +283,7 @@ class Pass:
         closed: dict[str, str] = {}
         if policy.reserve.backfill != "none":
             self._kept = Reserve(self.cluster, self.now, policy, self.placer)
-        reserve = self._kept
-        looked = 0
-        passed = 0
+        reserve, passed = self._kept, 0
         # Where whatever fits may go ahead, and no rule but room counts, most of a long line is passed over at once.
         counted = policy.order.skip and reserve is None and self.claims.quotas is None and not self.placer.windows
         for _, run in self.in_order():
@@ -300,45 +298,48 @@ class Pass:
                 self._blocked.append(run)
                 waits[run.run_id] = FOR_SLOTS
                 continue
-            if run.setbacks and (retry_at := self._retry_at(run)) > self.now:
-                waits[run.run_id] = Why("paused", retry_at=retry_at)
-                self._wake_at(retry_at.timestamp())
-                continue
-            wants, least = wants_of(self.cluster, run), run.spec.slots.min
-            if self.placer.largest(wants) < least:
-                # It can wait for nodes, but must not keep anybody else waiting.
-                waits[run.run_id] = too_large(self.cluster, run, self.placer.largest(wants))
-                continue
-            shut, refusal = self.claims.shut(run, wants, least)
-            if refusal is not None:
-                # Slots would not help it: nobody waits behind it, nor is anything taken from anybody.
-                waits[run.run_id] = self._refused(run, refusal)
-                continue
-            taken = self._fit(run, wants, least, closed, shut, reserve)
-            if taken is None and self.placer.windows and (why := self._in_maintenance(run, wants)) is not None:
-                # Nobody waits behind it: who is done before may go first, without holding it up.
-                waits[run.run_id] = why
-                continue
+            wants, least = wants_of(self.cluster, run), run.least
+            why, shut = self._ruled_out(run, wants)
+            taken = self._fit(run, wants, least, closed, shut, reserve) if why is None else None
             if taken is not None:
                 self.space.take(wants.demand, taken)
                 self.claims.give(run, taken)
                 self._placed.append((run, wants, taken))
                 continue
+            if why is None and self.placer.windows:
+                why = self._in_maintenance(run, wants)
+            if why is not None:
+                # Slots would not help it: nobody waits behind it, nor is anything taken from anybody.
+                waits[run.run_id] = why
+                continue
             passed += 1
             self._blocked.append(run)
-            if reserve is not None:
-                looked += 1
-                waits[run.run_id] = self._reserve(reserve, run, wants)
-                if looked >= policy.reserve.depth:
-                    break
+            if reserve is None:
+                waits[run.run_id] = self._in_turn(run, self.placer.waits_for(run, wants) - shut, closed)
                 continue
-            wanted = self.placer.waits_for(run, wants) - shut
-            # Whoever is first in line for any of them is ahead.
-            ahead = next((first for node_id, first in closed.items() if node_id in wanted), None)
-            waits[run.run_id] = Why("priority" if ahead else "slots", ahead=ahead)
-            if not policy.order.skip:
-                for node_id in wanted:
-                    closed.setdefault(node_id, run.run_id)
+            waits[run.run_id] = self._reserve(reserve, run, wants)
+            if passed >= policy.reserve.depth:
+                break
+
+    def _ruled_out(self, run: Run, wants: Wants) -> tuple[Why | None, frozenset[str]]:
+        """Why the run may not have slots now however many are free; and the nodes on which it may not."""
+        if run.setbacks and (retry_at := self._retry_at(run)) > self.now:
+            self._wake_at(retry_at.timestamp())
+            return Why("paused", retry_at=retry_at), frozenset()
+        if (largest := self.placer.largest(wants)) < run.least:
+            # It can wait for nodes, but must not keep anybody else waiting.
+            return too_large(self.cluster, run, largest), frozenset()
+        shut, refusal = self.claims.shut(run, wants, run.least)
+        return (self._refused(run, refusal) if refusal is not None else None), shut
+
+    def _in_turn(self, run: Run, wanted: frozenset[str], closed: dict[str, str]) -> Why:
+        """The reason of a run that does not fit. Unless others may overtake it, it closes the nodes it waits for."""
+        # Whoever is first in line for any of them is ahead.
+        ahead = next((first for node_id, first in closed.items() if node_id in wanted), None)
+        if not self.policy.order.skip:
+            for node_id in wanted:
+                closed.setdefault(node_id, run.run_id)
+        return Why("priority" if ahead else "slots", ahead=ahead)
 
     def _is_too_much(self, run: Run) -> bool:
         """Whether no more than it needs has not fitted in this pass, of what there is: it need not be tried."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from itertools import chain
 
 from contracts.scheduling import Policy
@@ -178,7 +178,7 @@ class Pass:
             run = self.cluster.runs[self.about]
             self.result.waits[self.about] = self._in_numbers(run, self.result.waits[self.about])
         if self._wake_s < math.inf:
-            self.result.wake_at = datetime.fromtimestamp(self._wake_s, UTC)
+            self.result.wake_at = as_time(self._wake_s)
         return self.result
 
     def _reclaim(self, leaving: set[str]) -> None:

@@ -162,7 +162,7 @@ class Placer:
         key: Hashable = ("waits for", wants, least)
         found: frozenset[str] | None = self._memory.get(key)
         if found is None:
-            empty = Space.empty(self.cluster)
+            empty = self._empty()
             found = self._memory[key] = frozenset(
                 node_id
                 for division in self.cells(wants)
@@ -190,8 +190,15 @@ class Placer:
             found = self._memory[key] = self._most(wants, own_kind=wants.bound)
         return found
 
+    def _empty(self) -> Space:
+        """The present nodes as if nobody had anything; nothing is taken out of it."""
+        found: Space | None = self._memory.get("empty")
+        if found is None:
+            found = self._memory["empty"] = Space.empty(self.cluster)
+        return found
+
     def _most(self, wants: Wants, *, own_kind: bool) -> int:
-        empty = Space.empty(self.cluster)
+        empty = self._empty()
         counts = [
             sum(empty.rooms[node_id].fits(wants.demand) for node_id in cell)
             for division in self.cells(wants)
@@ -515,8 +522,3 @@ def members_of(taken: list[Taken]) -> tuple[Member, ...]:
         found.append(Member(node_id=node_id, slots=slots, ranks=tuple(range(rank, rank + len(slots)))))
         rank += len(slots)
     return tuple(found)
-
-
-def free_slots(space: Space, eligible: Collection[str], demand: Demand) -> int:
-    """How many slots of this demand are free on these nodes."""
-    return sum(room.fits(demand) for node_id in eligible if (room := space.rooms.get(node_id)) is not None)

@@ -19,6 +19,9 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 #: A location in the object store, ``s3://bucket/key``.
 ObjectUri = Annotated[str, Field(pattern=r"^s3://[a-z0-9.-]{3,63}/.*$", max_length=2048)]
 
+#: Where data is read from: the object store, or a folder of the machine that the services share (embedded stack).
+DataUri = Annotated[str, Field(pattern=r"^(s3://[a-z0-9.-]{3,63}/.*|file:///.*)$", max_length=2048)]
+
 
 def short_hash(*parts: str, length: int = 12) -> str:
     """Return ``length`` base32 characters (5 bits each) of the SHA-256 of ``parts``.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -15,7 +15,7 @@ from contracts.base import Sha256
 from contracts.events.dataset import ShardFile
 from contracts.events.train import Split
 
-Format = Literal["images", "jsonl", "parquet", "text"]
+Format = Literal["images", "jsonl", "parquet", "text", "tokens", "binary", "webdataset", "mds"]
 #: Every manifest names all three, even those without samples.
 SPLITS = ("train", "validation", "test")
 
@@ -53,6 +53,11 @@ class IndexRecord(TypedDict):
     #: Number of the pack that holds a copy, and where in it; null: read it from ``uri``.
     pack: int | None
     pack_offset: int | None
+    #: Extensions and sizes of its files where it has more than one: they lie one after the other in the pack, and
+    #: ``ext``, ``size`` and ``sha256`` are the first's, and those of all of it. null: one file, ``ext``.
+    fields: NotRequired[list[tuple[str, int]] | None]
+    #: XXH3-128 of a content that lies in a pack, in hex: what sharding compares, a tenth of the price of SHA-256.
+    xxh3: NotRequired[str]
 
 
 def pack_name(number: int) -> str:
@@ -71,14 +76,34 @@ class SplitFiles(_Format):
     shards: tuple[ShardFile, ...] = ()
 
 
+class FieldStatistics(_Format):
+    """One numeric field over the train split, in float64, merged in a fixed order."""
+
+    count: int
+    nulls: int = 0
+    mean: float
+    #: Of the population.
+    std: float
+    min: float
+    max: float
+
+
 class Manifest(_Format):
     """``manifest.json``; the SHA-256 of its bytes is the dataset's id."""
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     format: Format
+    #: Samples of one size in flat files, as integers of so many bytes; null: ustar archives.
+    token_bytes: Literal[1, 2, 4] | None = None
+    #: What it was made of: the ingestion's settings and listing, and where they are.
+    source: str
     fingerprint: Sha256
+    #: Versions of the algorithms that made it.
+    made_by: dict[str, int] = Field(default_factory=dict)
+    split: Split
     split_config_hash: Sha256
     classes: tuple[str, ...] = ()
+    statistics: dict[str, FieldStatistics] = Field(default_factory=dict)
     splits: dict[str, SplitFiles]
 
     def to_bytes(self) -> bytes:
@@ -90,6 +115,16 @@ class Manifest(_Format):
         return sum(shard.size_bytes for split in self.splits.values() for shard in split.shards)
 
 
-def dataset_uri(bucket: str, dataset_id: str, path: str = "manifest.json") -> str:
-    """Where a file of a dataset is; ``path`` as the manifest names it."""
-    return f"s3://{bucket}/datasets/{dataset_id}/{path}"
+def dataset_uri(bucket: str, dataset_id: str) -> str:
+    """Where the manifest of a dataset is."""
+    return f"s3://{bucket}/datasets/{dataset_id}/manifest.json"
+
+
+def shard_uri(bucket: str, sha256: str) -> str:
+    """Where a shard, or its index, is: under its hash, so that datasets share what they have in common."""
+    return f"s3://{bucket}/shards/{sha256[:2]}/{sha256}"
+
+
+def ingestion_uri(bucket: str, fingerprint: str, name: str = "") -> str:
+    """Where what an ingestion found is: ``index.jsonl``, ``quarantine.jsonl``, ``statistics.json``, ``done.json``."""
+    return f"s3://{bucket}/ingestions/{fingerprint}" + (f"/{name}" if name else "")

@@ -8,7 +8,9 @@ Three plain files and a socket in the run's folder; a script in any language can
   is a file so that it outlives both sides: appending never blocks a training step, nothing is lost
   when the agent restarts, and the agent keeps its own place in it.
 - ``agent.sock`` (both ways, one JSON object a line): the agent says ``stop`` and ``checkpoint``;
-  a rank says ``hello`` once, and a bare newline ("doorbell") after it wrote something urgent.
+  a rank says ``hello`` once, and a bare newline ("doorbell") after it wrote something urgent. On connections of
+  their own, without a hello, a rank says its ``plan`` (which shards it will read when) and what it ``want``s now;
+  the agent answers a want with ``shard`` when it lies in the dataset's folder, or cannot be had.
 """
 
 from __future__ import annotations
@@ -98,6 +100,20 @@ class StragglerLine(Line):
     over_steps: int
 
 
+class StarvedLine(Line):
+    """This rank waits for its data."""
+
+    kind: Literal["starved"] = "starved"
+    time: float
+    step: int
+    rank: int
+    wait_share: float
+    over_s: float
+    over_steps: int
+    bound_by: Literal["fetch", "read", "decode", "transfer"]
+    hint: str
+
+
 class CheckpointLine(Line):
     """A checkpoint of this rank is complete on disk: ``folder`` was renamed into place."""
 
@@ -133,7 +149,8 @@ class EndedLine(Line):
 
 
 JournalLine = Annotated[
-    MetricsLine | StartedLine | StragglerLine | CheckpointLine | ResultLine | EndedLine, Field(discriminator="kind")
+    MetricsLine | StartedLine | StragglerLine | StarvedLine | CheckpointLine | ResultLine | EndedLine,
+    Field(discriminator="kind"),
 ]
 JOURNAL_LINE: TypeAdapter[JournalLine] = TypeAdapter(JournalLine)
 
@@ -145,6 +162,40 @@ class HelloLine(Line):
     rank: int
     pid: int
     generation: int
+
+
+class PlanLine(Line):
+    """Rank -> agent: where it is in its reading of a split, and which shards it reads when."""
+
+    kind: Literal["plan"] = "plan"
+    rank: int
+    split: str
+    #: Samples of the run that are taken before what this rank loads now, and how many are taken a second (0: unknown).
+    at: int
+    per_s: float = 0.0
+    #: (number of the shard in the manifest's split, first and last position that needs it); null: as said before.
+    needs: tuple[tuple[int, int, int], ...] | None = None
+
+
+class WantLine(Line):
+    """Rank -> agent: it waits for this shard, named by its path in the dataset's folder."""
+
+    kind: Literal["want"] = "want"
+    rank: int
+    generation: int
+    shard: str
+
+
+class ShardLine(Line):
+    """Agent -> rank: the shard and its index are there, verified; or why they cannot be had."""
+
+    kind: Literal["shard"] = "shard"
+    shard: str
+    problem: str = ""
+
+
+RankLine = Annotated[HelloLine | PlanLine | WantLine, Field(discriminator="kind")]
+RANK_LINE: TypeAdapter[RankLine] = TypeAdapter(RankLine)
 
 
 class StopLine(Line):

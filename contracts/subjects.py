@@ -36,6 +36,11 @@ def progress(run_id: str = ANY) -> str:
     return f"progress.{run_id}"
 
 
+def dataset_progress(ingestion_id: str = ANY) -> str:
+    """How far an ingestion has got."""
+    return f"progress.dataset.{ingestion_id}"
+
+
 def log(run_id: str = ANY, rank: int | str = ANY) -> str:
     """Output lines of one rank of a run."""
     return f"log.{run_id}.{rank}"
@@ -48,7 +53,7 @@ def dead(consumer: str, subject: str) -> str:
 
 #: What the streams hold.
 ALL_FACTS = ("run.*.*", "dataset.*.*", "node.*.*", "model.*.*", "study.*.*", "capacity.*.*", "policy.*.*")
-ALL_PROGRESS = (progress(),)
+ALL_PROGRESS = (progress(), dataset_progress())
 ALL_LOGS = (log(),)
 ALL_DEAD = ("dead.>",)
 ALL_SHADOW = ("shadow.>",)

@@ -29,6 +29,7 @@ from contracts.ranks import (
     MetricsLine,
     ResultLine,
     StartedLine,
+    StarvedLine,
     StopLine,
     StragglerLine,
     json_line,
@@ -115,6 +116,10 @@ class Journal:
             )
         )
 
+    def starved(self, line: StarvedLine) -> None:
+        """Say that this rank waits for its data."""
+        self._urgent(line)
+
     def straggler(self, step: int, rank: int, factor: float, over_steps: int) -> None:
         self._urgent(StragglerLine(time=time.time(), step=step, rank=rank, factor=factor, over_steps=over_steps))
 
@@ -151,7 +156,9 @@ class Journal:
         """Append the last line: what another thread would say after it is left out."""
         self._urgent(line)
 
-    def _urgent(self, line: StartedLine | StragglerLine | CheckpointLine | ResultLine | EndedLine) -> None:
+    def _urgent(
+        self, line: StartedLine | StragglerLine | StarvedLine | CheckpointLine | ResultLine | EndedLine
+    ) -> None:
         self._append(json_line(line), last=isinstance(line, EndedLine))
         self.doorbell()
 

@@ -18,11 +18,15 @@ from typing import Any
 
 from contracts.ranks import EXIT_DONE, EXIT_STOPPED, LAUNCH_VARIABLE, EndedLine, Launch
 from trainbus.agent_link import AgentLink, Control, Journal
+from trainbus.data.arrival import Arrival
 from trainbus.data.dataset import Dataset
+from trainbus.data.order import OrderMismatch
 from trainbus.data.reader import DatasetError
+from trainbus.data.waits import Waits
+from trainbus.data.workers import Workers
 from trainbus.evaluate import evaluate
 from trainbus.exits import hard_exit
-from trainbus.task import TaskError, describe, load_task
+from trainbus.task import Task, TaskError, describe, load_task
 from trainbus.trainer.checkpoint import CheckpointError, History
 from trainbus.trainer.memory import Memory
 from trainbus.trainer.optimizer_state import StateMismatch
@@ -31,7 +35,7 @@ from trainbus.trainer.world import World, limit_memory, limit_threads, seed_all
 
 EXIT_FAILED = 1
 #: Errors whose text says all there is to say; anything else gets its traceback into the log.
-EXPLAINED = (TaskError, DatasetError, CheckpointError, StateMismatch, TrainingDiverged)
+EXPLAINED = (TaskError, DatasetError, CheckpointError, StateMismatch, OrderMismatch, TrainingDiverged)
 #: What gloo, NCCL and the rendezvous say when the other end is gone.
 PEER_LOST_SIGNS = ("Connection closed by peer", "Connection reset by peer", "remote process", "DistNetworkError")
 
@@ -43,6 +47,7 @@ def run(env: Mapping[str, str]) -> int:
         print(f"trainbus.rank is started by a node's agent, which sets {LAUNCH_VARIABLE}", file=sys.stderr)
         return EXIT_FAILED
     launch = Launch.model_validate_json(Path(path).read_bytes())
+    workers = _workers(launch)  # before there are threads, and before CUDA
     world = World.from_env(env)
     journal = Journal(Path(launch.folder) / f"rank_{world.rank}.jsonl")
     control = Control()
@@ -52,7 +57,7 @@ def run(env: Mapping[str, str]) -> int:
     _write_stacks_when_asked(Path(launch.folder) / f"rank_{world.rank}.stacks")
     signal.signal(signal.SIGTERM, lambda *_: control.request_stop("SIGTERM"))
     try:
-        ended = _work(launch, world, journal, control, env)
+        ended = _work(launch, world, journal, control, env, workers)
     except BaseException as error:
         ended = _failed(error, launch)
     try:
@@ -64,16 +69,21 @@ def run(env: Mapping[str, str]) -> int:
     return {"succeeded": EXIT_DONE, "stopped": EXIT_STOPPED}.get(ended.outcome, EXIT_FAILED)
 
 
-def _work(launch: Launch, world: World, journal: Journal, control: Control, env: Mapping[str, str]) -> EndedLine:
+def _work(
+    launch: Launch, world: World, journal: Journal, control: Control, env: Mapping[str, str], workers: Workers
+) -> EndedLine:
     spec = launch.spec
     limit_threads(env)
     limit_memory(env, world.device)
     training = spec.training
-    task = load_task(spec.task or "", spec.params, Path(launch.code_folder) if launch.code_folder else None)
+    task = _task(launch)
     if launch.dataset_folder is None:
         raise DatasetError("a task needs data: give 'data' in the request")
-    dataset = Dataset(Path(launch.dataset_folder), launch.dataset_id)
-    task.classes = dataset.classes
+    waits = Waits()
+    arrival = _arrival(launch, Path(launch.dataset_folder), world, waits)
+    dataset = Dataset(Path(launch.dataset_folder), launch.dataset_id, arrive=arrival.wait)
+    task.classes, task.statistics = dataset.classes, dataset.statistics
+    workers.set_dataset(dataset.classes, dataset.statistics)
     world.join(env, always=training is not None and training.strategy in ("deepspeed", "fsdp2"))
 
     if spec.kind == "evaluate":
@@ -102,6 +112,9 @@ def _work(launch: Launch, world: World, journal: Journal, control: Control, env:
         memory=_memory(launch, world),
         history=History(launch.failures_seen, launch.run_s),
         record_samples=env.get("TRAINBUS_RECORD_SAMPLES") == "1",
+        waits=waits,
+        workers=workers,
+        shards=arrival,
     )
     outcome = trainer.fit()
     if outcome.outcome == "succeeded":
@@ -113,6 +126,30 @@ def _work(launch: Launch, world: World, journal: Journal, control: Control, env:
         samples_consumed=outcome.samples_consumed,
         error=control.reason if outcome.outcome == "stopped" else "",
     )
+
+
+def _arrival(launch: Launch, dataset_folder: Path, world: World, waits: Waits) -> Arrival:
+    return Arrival(
+        Path(launch.socket),
+        dataset_folder,
+        rank=world.rank,
+        generation=launch.generation,
+        waits=waits,
+        # Longer than without an agent the link lets the process live: that says better why it ends.
+        patience_s=2 * launch.orphan_timeout_s,
+    )
+
+
+def _task(launch: Launch) -> Task:
+    code = Path(launch.code_folder) if launch.code_folder else None
+    return load_task(launch.spec.task or "", launch.spec.params, code)
+
+
+def _workers(launch: Launch) -> Workers:
+    """Fork the processes that decode; each imports the task itself."""
+    training = launch.spec.training
+    count = 0 if training is None or launch.spec.kind == "evaluate" else training.loading.workers
+    return Workers(count, lambda: _task(launch))
 
 
 def _memory(launch: Launch, world: World) -> Memory:

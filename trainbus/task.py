@@ -6,15 +6,19 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+from contracts.datasets import FieldStatistics
 
 
 class TaskError(Exception):
@@ -29,12 +33,14 @@ class Task:
 
     Random numbers: in ``model`` and ``loss`` torch, numpy and random are seeded anew for each step and each of its
     slices (a logical rank in exact mode, else a rank), so dropout draws what it would have drawn in an undisturbed run.
-    ``augment`` is handed a generator of its own for each sample. ``decode`` and ``collate`` run ahead in a thread
-    and must be pure functions of their arguments.
+    ``augment`` is handed a generator of its own for each sample. ``decode``, ``decode_batch`` and ``collate`` run ahead
+    in a thread, or in worker processes (``training.loading.workers``), and must be pure functions of their arguments.
     """
 
     #: Set by the trainer before anything is called: the class names of the dataset, in the order of their indices.
     classes: tuple[str, ...] = ()
+    #: Likewise: mean, deviation and range of each numeric field, or channel, over the train split (docs/datasets.md).
+    statistics: Mapping[str, FieldStatistics] = MappingProxyType({})
     #: True lets DDP cope with parameters that some steps do not use, at the cost of a walk through the graph.
     find_unused_parameters: bool = False
 
@@ -54,12 +60,20 @@ class Task:
         """Turn one sample, its fields by extension (``{"png": ..., "cls": ...}``), into what ``collate`` takes."""
         raise TaskError(f"{type(self).__name__} needs a method decode(self, sample) that returns one example")
 
+    def decode_batch(self, fields: dict[str, NDArray[np.uint8]]) -> Any:
+        """Turn n samples, each field as ``uint8[n, size]``, into the batch that ``decode`` and ``collate`` would make.
+
+        Optional, and much faster where nothing has to be decoded (tokens, raw tensors). It is called in their place
+        when every field has one size in all n samples, and never for training samples that ``augment`` varies.
+        """
+        raise TaskError(f"{type(self).__name__} has no decode_batch()")
+
     def augment(self, example: Any, rng: np.random.Generator) -> Any:
         """Return a random variation of a decoded example; called for training samples alone. Default: as it is.
 
         Draw from ``rng`` and nothing else: its numbers are a function of (seed, epoch, sample), so the variation is the
         same for any number of ranks and after any resume. (For torch: ``torch.Generator().manual_seed(
-        int(rng.integers(2**63)))``.) Runs in the loader's thread.
+        int(rng.integers(2**63)))``.) Runs where ``decode`` does.
         """
         return example
 

@@ -7,9 +7,11 @@ after it, the dataset's own: the hash of its manifest.
 from __future__ import annotations
 
 from datetime import datetime
+from typing import Literal
 
 from pydantic import Field
 
+from contracts import subjects
 from contracts.base import Fact, ObjectUri, Sha256, Token
 from contracts.events.run import Value
 from contracts.events.train import DataSource
@@ -50,6 +52,10 @@ class DatasetIngested(IngestionFact, fact="ingested"):
     quarantine_uri: ObjectUri | None = None
     split_counts: dict[str, int]
     classes: tuple[str, ...] = ()
+    #: Sound records that are in no split: within the embargo before a border, or a second copy of an id.
+    left_out: int = 0
+    #: Where the statistics of the train split are, if there are any.
+    statistics_uri: ObjectUri | None = None
 
 
 class DatasetIngestFailed(IngestionFact, fact="ingest_failed"):
@@ -59,10 +65,46 @@ class DatasetIngestFailed(IngestionFact, fact="ingest_failed"):
     reason: str
 
 
+class DatasetShardFailed(IngestionFact, fact="shard_failed"):
+    """The ingested records cannot be made into a dataset, and what to change."""
+
+    run_id: Token | None = None
+    reason: str
+
+
+class DatasetProgress(IngestionFact, fact="progress"):
+    """How far an ingestion or its sharding has got, on ``progress.dataset.<id>``: every few seconds, not kept long."""
+
+    phase: Literal["listing", "joining", "judging", "sharding", "uploading"]
+    #: Place in this attempt's sequence of reports.
+    number: int
+    #: Records, or objects while listing; ``total`` is null while it is not known.
+    done: int
+    total: int | None = None
+    done_bytes: int = 0
+    records_per_s: float = 0.0
+    eta_s: float | None = None
+    time: float
+
+    @classmethod
+    def subject_filter(cls) -> str:
+        return subjects.dataset_progress()
+
+    @property
+    def subject(self) -> str:
+        return subjects.dataset_progress(self.ingestion_id)
+
+    @property
+    def occurrence(self) -> str:
+        return f"{self.phase}/{self.number}/{self.time}"
+
+
 class DatasetSharded(DatasetFact, fact="sharded"):
     """The dataset exists: its shards and manifest are in the store. The training_datasets record."""
 
     dataset_id: Sha256
+    #: The ingestion that it was made of.
+    ingestion_id: Token | None = None
     manifest_uri: ObjectUri
     #: Version of the features the data was joined from; for plain sources, the fingerprint of the listing.
     feature_store_version: str
@@ -80,11 +122,13 @@ class DatasetSharded(DatasetFact, fact="sharded"):
 
 
 class ShardFile(Value):
-    """One shard and its offset index in a manifest."""
+    """One shard and its offset index in a manifest. In the store both lie under their hashes."""
 
+    #: What it is called in a folder, ``train/shard-00000.tar``.
     path: str
     sha256: Sha256
     size_bytes: int
     samples: int = Field(ge=1)
     index_path: str
     index_sha256: Sha256
+    index_bytes: int = Field(0, ge=0)

@@ -230,6 +230,26 @@ class RunStraggler(GenerationFact, fact="straggler"):
         return f"{self.generation}/{self.rank}/{self.step}"
 
 
+class RunStarved(GenerationFact, fact="starved"):
+    """A rank waits for its data: the accelerator stands idle for a part of each step."""
+
+    node_id: Token
+    rank: int
+    step: int
+    #: Share of the time since the last look that was spent waiting for data, and how long that time was.
+    wait_share: float
+    over_s: float
+    over_steps: int
+    #: Where the time goes: shards that are not on the node yet, reading, decoding, or the batch's way to the device.
+    bound_by: Literal["fetch", "read", "decode", "transfer"]
+    #: What would help.
+    hint: str
+
+    @property
+    def occurrence(self) -> str:
+        return f"{self.generation}/{self.rank}/{self.step}"
+
+
 class RunPreempting(GenerationFact, fact="preempting"):
     """The ranks must checkpoint and let go within ``grace_s``; 0 means at once, without a checkpoint."""
 

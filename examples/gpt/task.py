@@ -7,6 +7,7 @@ import math
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -100,6 +101,9 @@ class ByteGPT(Task):
 
     def decode(self, sample: dict[str, bytes]) -> Tensor:
         return torch.from_numpy(np.frombuffer(sample["bin"], dtype=np.uint8)[: self.context + 1].astype(np.int64))
+
+    def decode_batch(self, fields: dict[str, NDArray[np.uint8]]) -> Tensor:
+        return torch.from_numpy(fields["bin"][:, : self.context + 1].astype(np.int64))
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         """Cross entropy in nats a byte; every window has as many bytes, so the mean over bytes is that over windows."""

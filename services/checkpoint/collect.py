@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import uuid
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-import nats.errors
 import structlog
-from nats.js.errors import APIError
 
 from contracts import topology
 from contracts.events.checkpoint import (
@@ -23,10 +19,8 @@ from services.checkpoint import metrics
 from services.checkpoint.core.commit import BLOBS
 from services.checkpoint.core.garbage import Ledger, Stored, blobs_of, garbage, orphan_manifests
 from services.checkpoint.settings import CheckpointSettings
-from services.kit import telemetry
-from services.kit.bus import Bus, Transient
-from services.kit.concurrency import end
-from services.kit.lease import Lease
+from services.kit import alone
+from services.kit.bus import Bus
 from services.kit.objects import Missing, ObjectInfo, Objects
 
 log = structlog.get_logger(__name__)
@@ -122,50 +116,22 @@ def _stored(info: ObjectInfo) -> Stored:
 
 async def collect_rarely(bus: Bus, objects: Objects, settings: CheckpointSettings) -> None:
     """Collect every ``checkpoint_gc_every_s``; of several instances one does it at a time."""
-    while True:
-        await asyncio.sleep(settings.checkpoint_gc_every_s)
-        try:
-            await collect_alone(bus, objects, settings)
-        except (ValueError, Transient, TimeoutError, OSError, nats.errors.Error, APIError) as error:
-            metrics.GC_RUNS.labels("failed").inc()
-            log.error("garbage was not collected", reason=str(error))
+    await alone.collect_every(
+        settings.checkpoint_gc_every_s, metrics.GC_RUNS, lambda: collect_alone(bus, objects, settings)
+    )
 
 
 async def collect_alone(bus: Bus, objects: Objects, settings: CheckpointSettings) -> Collected | None:
     """Collect under the lease; None if another instance is at it."""
-    bucket = await bus.bucket(topology.LEASES)
-    lease = Lease(bucket, LEASE, f"{settings.instance}-{uuid.uuid4().hex[:8]}", settings.lease_ttl_s * 3)
-    if not await lease.try_acquire():
-        return None
-    keeper = asyncio.create_task(lease.keep())
-    work = asyncio.create_task(collect_garbage(bus, objects, settings))
-    try:
-        await asyncio.wait({keeper, work}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise Transient("the lease was lost while garbage was collected")
-        found = await work
-        metrics.GC_RUNS.labels("done").inc()
-        return found
-    finally:
-        await end(keeper, work)
-        await lease.release()
+    return await alone.collect_alone(
+        bus, LEASE, settings, metrics.GC_RUNS, lambda: collect_garbage(bus, objects, settings)
+    )
 
 
 def run_gc(settings: CheckpointSettings) -> None:
     """Collect garbage once, and print what went. For ``python -m services.checkpoint gc``."""
-    telemetry.setup("checkpoint-gc", settings)
+    alone.collect_once(LEASE, settings, collect_alone, _told)
 
-    async def once() -> Collected | None:
-        bus = Bus("checkpoint-gc", settings)
-        await bus.connect()
-        try:
-            async with Objects(settings) as objects:
-                return await collect_alone(bus, objects, settings)
-        finally:
-            await bus.close()
 
-    found = asyncio.run(once())
-    if found is None:
-        print("another instance is collecting: nothing done")
-    else:
-        print(f"{found.blobs} blobs ({found.freed_bytes:,} bytes) and {found.manifests} manifests removed")
+def _told(found: Collected) -> str:
+    return f"{found.blobs} blobs ({found.freed_bytes:,} bytes) and {found.manifests} manifests removed"

@@ -1,4 +1,4 @@
 from services.ingestion.app import build
-from services.kit.settings import Settings
+from services.ingestion.settings import IngestionSettings
 
-build(Settings()).main()
+build(IngestionSettings()).main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,12 @@ from contracts.events.run import RunAccepted, RunPrepareFailed
 from contracts.events.train import DataSource, IngestRequested
 from services.ingestion import metrics
 from services.ingestion.core.verdict import objection
+from services.ingestion.decoders import Decoders
+from services.ingestion.features.source import FeatureSource
 from services.ingestion.ingest import Ingest, Ingested
+from services.ingestion.progress import Progress
+from services.ingestion.settings import IngestionSettings
+from services.ingestion.sources import open_source
 from services.kit.bus import Conflict, Expect, Poison, Received
 from services.kit.jobs import Jobs
 from services.kit.objects import Missing, Objects
@@ -30,9 +36,17 @@ log = structlog.get_logger(__name__)
 class Ingestion:
     """The handlers. Everything in them may happen twice."""
 
-    def __init__(self, service: Service, objects: Objects, reader: Reader, workdir: Workdir) -> None:
-        self._bus, self._settings = service.bus, service.settings
-        self._objects, self._reader, self._workdir = objects, reader, workdir
+    def __init__(
+        self,
+        service: Service,
+        settings: IngestionSettings,
+        objects: Objects,
+        reader: Reader,
+        decoders: Decoders,
+        workdir: Workdir,
+    ) -> None:
+        self._bus, self._settings = service.bus, settings
+        self._objects, self._reader, self._decoders, self._workdir = objects, reader, decoders, workdir
         # Two at a time: a long one does not hold up a short one. Decoding can starve the loop for a moment,
         # hence twice the usual patience.
         ttl_s = 2 * self._settings.lease_ttl_s
@@ -53,21 +67,20 @@ class Ingestion:
             return await self._again(received)
         started = self._bus.clock.monotonic()
         with self._workdir.temporary(f"{ingestion_id}-") as folder:
-            result = await self._ingest(data, Path(folder))
+            result = await self._ingest(ingestion_id, data, Path(folder))
         if (problem := objection(result.outcome, data, result.quarantine_uri)) is not None:
             raise Poison(problem)
         await self._say(ingested_fact(ingestion_id, run_id, data, result), received)
         took_s = self._bus.clock.monotonic() - started
         metrics.JOB_SECONDS.labels("reused" if result.reused else "ingested").observe(took_s)
         outcome = result.outcome
-        if empty := [split for split in ("validation", "test") if outcome.splits[split] == 0]:
-            log.warning("too little data: a split is empty", ingestion_id=ingestion_id, empty=empty)
         log.info(
             "ingested",
             ingestion_id=ingestion_id,
             reused=result.reused,
             accepted=outcome.accepted,
             quarantined=outcome.broken,
+            left_out=outcome.left_out,
             splits=outcome.splits,
             seconds=round(took_s, 2),
         )
@@ -80,10 +93,17 @@ class Ingestion:
         await self._say(DatasetIngestFailed(ingestion_id=ingestion_id, run_id=run_id, reason=reason), received)
         await self._again(received)
 
-    async def _ingest(self, data: DataSource, folder: Path) -> Ingested:
+    async def _ingest(self, ingestion_id: str, data: DataSource, folder: Path) -> Ingested:
         """Run it, with the store's refusals told apart from its being away."""
+        progress = Progress(ingestion_id, self._bus.clock, self._bus.publish)
         try:
-            return await Ingest(self._settings, self._objects, self._reader, folder, data).run()
+            opened = partial(
+                open_source, objects=self._objects, reader=self._reader, folders=self._settings.source_folders
+            )
+            features = FeatureSource(opened, data.features) if data.features is not None else None
+            bucket, source = self._settings.bucket_datasets, opened(data.source)
+            ingest = Ingest(bucket, self._objects, source, self._decoders, folder, data, progress, features=features)
+            return await ingest.run()
         except Changed as error:
             raise Poison(f"{error}: it was overwritten while it was read; send the request again") from error
         except Missing as error:
@@ -139,6 +159,8 @@ def ingested_fact(ingestion_id: str, run_id: str | None, data: DataSource, resul
         quarantine_uri=result.quarantine_uri if outcome.broken else None,
         split_counts=outcome.splits,
         classes=outcome.classes,
+        left_out=outcome.left_out,
+        statistics_uri=result.statistics_uri,
     )
 
 
@@ -146,8 +168,11 @@ def build(settings: Settings) -> Service:
     service = Service("ingestion", settings)
     objects = service.resource(Objects(settings))
     reader = service.resource(Reader(settings))
+    # What is this service's own in the environment, for those who give the settings of all services.
+    own = settings if isinstance(settings, IngestionSettings) else IngestionSettings(**dict(settings))
+    decoders = service.resource(Decoders(own.decoders))
     workdir = service.resource(Workdir(settings.data_dir / "ingestion"))
-    ingestion = Ingestion(service, objects, reader, workdir)
+    ingestion = Ingestion(service, own, objects, reader, decoders, workdir)
     service.bus.on(topology.INGESTION, RunAccepted)(ingestion.on_run_accepted)
     service.bus.on(topology.INGESTION_REQUESTS, IngestRequested)(ingestion.on_ingest_requested)
     service.background(ingestion.jobs.run)

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from services.ingestion.core.splits import Stratum
+from services.ingestion.sources import Listed
 
 
-class Listed(NamedTuple):
-    """One object of the source."""
+class Record(NamedTuple):
+    """A sound record, before it is known whether it stays and in which split."""
 
     key: str
-    etag: str
+    #: What is divided as one.
+    unit: bytes
+    label: str | None
+    sha256: bytes
+    #: Of ``checks.id_field``, if there is one.
+    id: bytes | None
     size: int
+    #: What it adds to the statistics.
+    measures: bytes
+    #: Its line of the index, of no split yet.
+    line: bytes
 
 
 class Catalog:
@@ -25,9 +38,14 @@ class Catalog:
         self._db.executescript(
             """
             PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; PRAGMA temp_store = FILE;
-            CREATE TABLE listing (key TEXT PRIMARY KEY, etag TEXT, size INTEGER) WITHOUT ROWID;
-            CREATE TABLE labels (file TEXT PRIMARY KEY, label TEXT) WITHOUT ROWID;
-            CREATE TABLE records (key TEXT PRIMARY KEY, line BLOB) WITHOUT ROWID;
+            CREATE TABLE listing (path TEXT PRIMARY KEY, etag TEXT, size INTEGER, written_us INTEGER) WITHOUT ROWID;
+            CREATE TABLE labels (file TEXT PRIMARY KEY, label TEXT, value TEXT) WITHOUT ROWID;
+            CREATE TABLE records (key TEXT PRIMARY KEY, unit BLOB, label TEXT, sha256 BLOB, id BLOB, size INTEGER,
+                measures BLOB, line BLOB) WITHOUT ROWID;
+            CREATE TABLE taken (key TEXT PRIMARY KEY) WITHOUT ROWID;
+            CREATE TABLE placed (sha256 BLOB, split TEXT, key TEXT);
+            CREATE TABLE strata (label TEXT, unit BLOB, size INTEGER, PRIMARY KEY (label, unit)) WITHOUT ROWID;
+            CREATE TABLE assigned (unit BLOB PRIMARY KEY, split TEXT) WITHOUT ROWID;
             BEGIN;
             """
         )
@@ -35,46 +53,128 @@ class Catalog:
     def close(self) -> None:
         self._db.close()
 
+    # -- listing --------------------------------------------------------------
+
     def list_objects(self, objects: Iterable[Listed]) -> None:
-        self._db.executemany("INSERT OR REPLACE INTO listing VALUES (?, ?, ?)", objects)
+        self._db.executemany("INSERT OR REPLACE INTO listing VALUES (?, ?, ?, ?)", objects)
 
     def objects(self) -> Iterator[Listed]:
-        """The listing in the order of keys, whatever order it came in."""
-        return (Listed(*row) for row in self._db.execute("SELECT key, etag, size FROM listing ORDER BY key"))
+        """The listing in the order of paths, whatever order it came in."""
+        return (Listed(*row) for row in self._db.execute("SELECT * FROM listing ORDER BY path"))
 
-    def find(self, key: str) -> Listed | None:
-        row = self._db.execute("SELECT key, etag, size FROM listing WHERE key = ?", (key,)).fetchone()
+    def find(self, path: str) -> Listed | None:
+        row = self._db.execute("SELECT * FROM listing WHERE path = ?", (path,)).fetchone()
         return Listed(*row) if row else None
 
-    def add_label(self, file: str, label: str) -> str | None:
-        """Note a file's label; return the one that was noted before, if there was."""
-        known = self.label(file)
+    def size_of_listing(self) -> tuple[int, int]:
+        """Number and bytes of the objects."""
+        count, size = self._db.execute("SELECT count(*), coalesce(sum(size), 0) FROM listing").fetchone()
+        return int(count), int(size)
+
+    # -- labels ---------------------------------------------------------------
+
+    def add_label(self, file: str, label: str, value: dict[str, Any]) -> str | None:
+        """Note what a table says of a file; return the label that was noted before, if there was one."""
+        known = self._db.execute("SELECT label FROM labels WHERE file = ?", (file,)).fetchone()
         if known is None:
-            self._db.execute("INSERT INTO labels VALUES (?, ?)", (file, label))
-        return known
+            self._db.execute("INSERT INTO labels VALUES (?, ?, ?)", (file, label, json.dumps(value)))
+        return str(known[0]) if known else None
 
     def forget_label(self, file: str) -> None:
         """Nobody knows the label of this file: it has two."""
         self._db.execute("UPDATE labels SET label = '' WHERE file = ?", (file,))
 
-    def label(self, file: str) -> str | None:
-        row = self._db.execute("SELECT label FROM labels WHERE file = ?", (file,)).fetchone()
-        return str(row[0]) if row else None
+    def label(self, file: str) -> tuple[str, dict[str, Any]] | None:
+        """The label of a file, and all that the table says of it."""
+        row = self._db.execute("SELECT label, value FROM labels WHERE file = ?", (file,)).fetchone()
+        return (str(row[0]), json.loads(row[1])) if row else None
 
-    def labels_without_object(self, prefix: str) -> Iterator[str]:
+    def labels_without_object(self) -> Iterator[str]:
         """Files that have a label and do not exist, sorted."""
-        query = "SELECT file FROM labels WHERE NOT EXISTS (SELECT 1 FROM listing WHERE key = ? || file) ORDER BY file"
-        return (str(row[0]) for row in self._db.execute(query, (prefix,)))
+        query = "SELECT file FROM labels WHERE NOT EXISTS (SELECT 1 FROM listing WHERE path = file) ORDER BY file"
+        return (str(row[0]) for row in self._db.execute(query))
 
-    def add_record(self, key: str, line: bytes) -> bool:
-        """Keep a record's index line; False if there is one of that key already."""
-        return self._db.execute("INSERT OR IGNORE INTO records VALUES (?, ?)", (key, line)).rowcount == 1
+    # -- records --------------------------------------------------------------
 
-    def has_record(self, key: str) -> bool:
-        return self._db.execute("SELECT 1 FROM records WHERE key = ?", (key,)).fetchone() is not None
+    def add_record(self, record: Record) -> bool:
+        """Keep a record; False if there is one of that key already."""
+        return self._db.execute("INSERT OR IGNORE INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?)", record).rowcount == 1
 
-    def write_index(self, path: Path) -> None:
-        """Write every record's line, in the order of keys."""
-        with path.open("wb") as file:
-            for (line,) in self._db.execute("SELECT line FROM records ORDER BY key"):
-                file.write(line)
+    def forget_records(self, prefix: str) -> None:
+        """Remove the records of the file whose rows' keys begin with ``prefix``."""
+        self._db.execute("DELETE FROM records WHERE key > ? AND key < ?", (f"{prefix}/", f"{prefix}0"))
+
+    def records(self) -> Iterator[Record]:
+        """Those that are left, in the order of keys."""
+        return (Record(*row) for row in self._db.execute("SELECT * FROM records ORDER BY key"))
+
+    def take_conflicting_ids(self) -> Iterator[Record]:
+        """Remove and return all records that share an id with others of another content, in the order of keys."""
+        return self._take(
+            """INSERT INTO taken SELECT key FROM records WHERE id IN
+                (SELECT id FROM records WHERE id IS NOT NULL GROUP BY id HAVING min(sha256) < max(sha256))"""
+        )
+
+    def take_second_copies(self) -> Iterator[Record]:
+        """Remove and return all but the first of the records of one id, in the order of keys."""
+        return self._take(
+            """INSERT INTO taken SELECT key FROM records WHERE id IS NOT NULL
+                AND key NOT IN (SELECT min(key) FROM records WHERE id IS NOT NULL GROUP BY id)"""
+        )
+
+    def take_conflicting_labels(self) -> Iterator[Record]:
+        """Remove and return all records whose content has another label elsewhere, in the order of keys."""
+        return self._take(
+            """INSERT INTO taken SELECT key FROM records WHERE sha256 IN
+                (SELECT sha256 FROM records WHERE label IS NOT NULL GROUP BY sha256 HAVING min(label) < max(label))"""
+        )
+
+    def _take(self, insert: str) -> Iterator[Record]:
+        self._db.execute("DELETE FROM taken")
+        self._db.execute(insert)
+        found = self._db.execute("SELECT * FROM records WHERE key IN (SELECT key FROM taken) ORDER BY key")
+        for row in found:
+            yield Record(*row)
+        self._db.execute("DELETE FROM records WHERE key IN (SELECT key FROM taken)")
+
+    # -- splits ---------------------------------------------------------------
+
+    def unit_sizes(self) -> Iterator[tuple[bytes, str | None, int]]:
+        """Unit, label and number of the records with both, in the order of units."""
+        return self._db.execute("SELECT unit, label, count(*) FROM records GROUP BY unit, label ORDER BY unit, label")
+
+    def add_strata(self, strata: Iterable[Stratum]) -> None:
+        """Note the class and size of each unit."""
+        self._db.executemany("INSERT INTO strata (unit, label, size) VALUES (?, ?, ?)", strata)
+
+    def class_sizes(self) -> list[tuple[str, int]]:
+        """Class and number of its records."""
+        return self._db.execute("SELECT label, sum(size) FROM strata GROUP BY label ORDER BY label").fetchall()
+
+    def units_of(self, label: str) -> Iterator[tuple[bytes, int]]:
+        """Units and sizes of one class, in the order of units."""
+        return self._db.execute("SELECT unit, size FROM strata WHERE label = ? ORDER BY unit", (label,))
+
+    def assign(self, splits: Iterable[tuple[bytes, str]]) -> None:
+        """Note the split of each unit."""
+        self._db.executemany("INSERT INTO assigned VALUES (?, ?)", splits)
+
+    def assigned(self, unit: bytes) -> str:
+        """The split that was noted of a unit."""
+        return str(self._db.execute("SELECT split FROM assigned WHERE unit = ?", (unit,)).fetchone()[0])
+
+    def place(self, sha256: bytes, split: str, key: str) -> None:
+        """Note where a content went."""
+        self._db.execute("INSERT INTO placed VALUES (?, ?, ?)", (sha256, split, key))
+
+    def leak(self) -> tuple[str, str, str, str] | None:
+        """Two records of one content in different splits, if there are: key and split of each."""
+        query = """SELECT key, split, sha256 FROM placed WHERE sha256 IN
+                (SELECT sha256 FROM placed GROUP BY sha256 HAVING min(split) < max(split) ORDER BY sha256 LIMIT 1)
+            ORDER BY key"""
+        found = self._db.execute(query).fetchall()
+        if not found:
+            return None
+        key, split, _ = found[0]
+        other, its, _ = next(row for row in found if row[1] != split)
+        return key, split, other, its

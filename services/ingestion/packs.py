@@ -1,4 +1,8 @@
-"""Small records, copied into few large objects, so that sharding does not read the source again."""
+"""Small records, copied into few large objects, so that sharding does not read the source again.
+
+Records that come near each other in the order of samples lie in one group of packs, so that sharding needs the packs
+of one group at a time.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +10,65 @@ from pathlib import Path
 from typing import BinaryIO
 
 from contracts.datasets import pack_name
+from services.kit import shuffle
 
 PACK_BYTES = 64 * 2**20
+LEAST_PACK_BYTES = 8 * 2**20
+#: On the local disk at a time.
+OPEN_BYTES = 4 * 2**30
+GROUP_BYTES = 2**30
+MAX_GROUPS = 256
 #: Larger records stay where they are.
 KEEP_BELOW_BYTES = 2**20
 
 
-class PackWriter:
-    """Appends records to local files of about ``PACK_BYTES``; ``finished`` ones are to be uploaded."""
+def groups_for(expected_bytes: int) -> int:
+    """Of how many groups the packs of so much data are."""
+    return max(1, min(MAX_GROUPS, round(expected_bytes / GROUP_BYTES)))
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._file: BinaryIO | None = None
-        self._number = -1
-        self._offset = 0
+
+class PackWriter:
+    """Appends records to local files, one open for each group; ``finished`` ones are to be uploaded."""
+
+    def __init__(self, folder: Path, seed: int = 0, groups: int = 1) -> None:
+        self._folder, self._seed, self._groups = folder, seed, groups
+        self._pack_bytes = max(LEAST_PACK_BYTES, min(PACK_BYTES, OPEN_BYTES // groups)) if groups > 1 else PACK_BYTES
+        self._count = 0
+        self._open: dict[int, tuple[int, BinaryIO]] = {}
         self.finished: list[Path] = []
 
-    def add(self, content: bytes) -> tuple[int, int]:
-        """Return the number of the pack that ``content`` is in, and where."""
-        if self._file is None or self._offset >= PACK_BYTES:
-            self.finish()
-            self._number, self._offset = self._number + 1, 0
-            self._file = (self._folder / pack_name(self._number)).open("wb")
-        place = (self._number, self._offset)
-        self._file.write(content)
-        self._offset += len(content)
-        return place
+    def place(self, key: str) -> tuple[int, int]:
+        """The number of the pack that this record would be written to next, and where in it."""
+        number, file = self._file(key)
+        return number, file.tell()
+
+    def write(self, key: str, content: bytes) -> None:
+        """Write a record to its ``place``."""
+        self._file(key)[1].write(content)
+
+    def _file(self, key: str) -> tuple[int, BinaryIO]:
+        group = shuffle.group(self._seed, key, self._groups) if self._groups > 1 else 0
+        found = self._open.get(group)
+        if found is not None and found[1].tell() >= self._pack_bytes:
+            self._close(group)
+            found = None
+        if found is None:
+            found = self._open[group] = self._count, (self._folder / pack_name(self._count)).open("wb")
+            self._count += 1
+        return found
+
+    def _close(self, group: int) -> None:
+        _, file = self._open.pop(group)
+        file.close()
+        self.finished.append(Path(file.name))
 
     def finish(self) -> None:
-        """Close the pack that is open."""
-        if self._file is not None:
-            self._file.close()
-            self.finished.append(Path(self._file.name))
-            self._file = None
+        """Close the packs that are open."""
+        for group in sorted(self._open):
+            self._close(group)
+
+    def abandon(self) -> None:
+        """Close the packs that are open, for good."""
+        for _, file in self._open.values():
+            file.close()
+        self._open.clear()

@@ -382,7 +382,9 @@ class Bus:
         """A key-value bucket of the topology."""
         return cast(KeyValue, await self._patiently(lambda: self.js.key_value(bucket.name)))
 
-    async def entries(self, bucket: topology.Bucket, pattern: str, *, idle_s: float) -> AsyncIterator[list[Entry]]:
+    async def entries(
+        self, bucket: topology.Bucket, pattern: str, *, idle_s: float, until_caught_up: bool = False
+    ) -> AsyncIterator[list[Entry]]:
         """Every key on ``pattern`` as it is, then each change, in order. For buckets that keep no history.
 
         One subscription that stays open, so that waiting costs the server nothing. Empty batches and
@@ -390,7 +392,7 @@ class Bus:
         """
         prefix = f"$KV.{bucket.name}."
         messages = follow(
-            lambda: self.nc, f"KV_{bucket.name}", (prefix + pattern,), 1, idle_s=idle_s, until_caught_up=False
+            lambda: self.nc, f"KV_{bucket.name}", (prefix + pattern,), 1, idle_s=idle_s, until_caught_up=until_caught_up
         )
         try:
             async for batch in messages:

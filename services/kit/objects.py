@@ -274,6 +274,31 @@ class Objects:
         await self._try(lambda: self._client.upload_file(str(path), bucket, key), uri)
         metrics.OBJECT_BYTES.labels("up").inc(path.stat().st_size)
 
+    async def put_file(self, path: Path, uri: str, *, sha256: str, if_absent: bool = False) -> None:
+        """Store a file in one piece; the store takes it in only if its content has that hash.
+
+        Raises:
+            Exists: with ``if_absent``, there is an object of that name.
+        """
+        bucket, key = split_uri(uri)
+        extra = {"ChecksumSHA256": base64.b64encode(bytes.fromhex(sha256)).decode()}
+        if if_absent:
+            extra["IfNoneMatch"] = "*"
+
+        async def send() -> None:
+            with path.open("rb") as body:
+                await self._client.put_object(Bucket=bucket, Key=key, Body=body, **extra)
+
+        await self._try(send, uri)
+        metrics.OBJECT_BYTES.labels("up").inc(path.stat().st_size)
+
+    async def freshen(self, uri: str) -> None:
+        """Have the object written anew by the store itself, so that it is young again; raises ``Missing``."""
+        bucket, key = split_uri(uri)
+        source = {"Bucket": bucket, "Key": key}
+        call = partial(self._client.copy_object, Bucket=bucket, Key=key, CopySource=source, MetadataDirective="REPLACE")
+        await self._try(call, uri)
+
     async def upload_blob(self, path: Path, bucket: str, *, sha256: str | None = None) -> tuple[str, str]:
         """Store a file under its hash unless it is there already and young; return (uri, sha256)."""
         digest = sha256 if sha256 is not None else await asyncio.to_thread(hash_file, path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from yarl import URL
 
 from services.kit import metrics
 from services.kit.bus import Transient
-from services.kit.objects import CHUNK, PATIENCE_S, Missing, aws_session
+from services.kit.objects import CHUNK, PATIENCE_S, Missing, aws_session, split_uri
 from services.kit.settings import Settings
 from services.kit.signing import signed_headers
 
@@ -85,6 +86,38 @@ class Reader:
     async def download(self, info: Pinned, path: Path) -> str:
         """Write the object, as it was listed, to ``path``; return its SHA-256."""
         return await self._fetch(info, None, path)
+
+    async def stream(
+        self, uri: str, start: int, stop: int, *, etag: str = "", stall_s: float = 30.0
+    ) -> AsyncGenerator[tuple[str, bytes]]:
+        """The bytes ``start`` to ``stop`` (exclusive) of an object as they come, each time with the object's ETag.
+
+        Args:
+            etag: of the version that is meant; ''  takes any.
+            stall_s: seconds without a byte after which the connection is given up.
+
+        Raises:
+            Missing, Changed: the object is gone, or is another version.
+            Refused: no permission, or a request the store does not take.
+            aiohttp.ClientError, ConnectionError, TimeoutError: the connection broke, or nothing came; go on with
+                what is left.
+        """
+        assert self._http is not None, "use Reader as an async context manager"
+        bucket, key = split_uri(uri)
+        path = f"/{bucket}/{quote(key, safe='/~')}"
+        headers = {**await self._signed(self._endpoint + path), "Range": f"bytes={start}-{stop - 1}"}
+        if etag:
+            headers["If-Match"] = f'"{etag}"'
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(3.0, stall_s), sock_read=stall_s)
+        async with self._http.get(URL(self._endpoint + path, encoded=True), headers=headers, timeout=timeout) as answer:
+            found = await _ranged(answer, uri, start, etag)
+            left = stop - start
+            async for chunk in answer.content.iter_chunked(CHUNK):
+                metrics.OBJECT_BYTES.labels("down").inc(len(chunk))
+                yield found, chunk[:left]
+                left -= len(chunk)
+            if left > 0:
+                raise aiohttp.ClientPayloadError(f"{uri} ended {left} bytes early")
 
     async def _fetch(self, info: Pinned, chunks: list[bytes] | None, local: Path | None) -> str:
         """Try again while the store is away.
@@ -161,3 +194,22 @@ async def _check(answer: aiohttp.ClientResponse, info: Pinned) -> None:
     else:
         text = (await answer.text())[:300]
         raise Refused(f"{info.uri}: the store answers {answer.status}: {text}")
+
+
+async def _ranged(answer: aiohttp.ClientResponse, uri: str, start: int, etag: str) -> str:
+    """The ETag of an answer to a request for a range."""
+    found = answer.headers.get("ETag", "").strip('"')
+    # 200: a store that gives the whole object, which is as good when its beginning was asked for.
+    if answer.status == 206 or (answer.status == 200 and start == 0):
+        if etag and found != etag:
+            raise Changed(f"{uri} has ETag {found}, not {etag} as before")
+        return found
+    if answer.status == 404:
+        raise Missing(uri)
+    if answer.status == 412:
+        raise Changed(f"{uri} is another version than before")
+    if answer.status in (408, 429) or answer.status >= 500:
+        raise aiohttp.ClientPayloadError(f"status {answer.status}")
+    if answer.status == 416:
+        raise Changed(f"{uri} is shorter than {start} bytes")
+    raise Refused(f"{uri}: the store answers {answer.status}: {(await answer.text())[:300]}")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
+import io
 import json
 import os
 import sys
@@ -178,9 +179,11 @@ class Snapshots:
 
     async def _read(self, store: ObjectStore, name: str, stream: str) -> Cluster | None:
         try:
-            content = (await store.get(name)).data or b""
+            # Into a buffer of ours: the client adds chunk to chunk, and copies everything each time.
+            content = io.BytesIO()
+            await store.get(name, writeinto=content)
             with _no_collections():
-                return decode(content, code_digest(), stream)
+                return decode(content.getvalue(), code_digest(), stream)
         except (Refused, JetStreamError) as error:
             # Perhaps it was being removed, or a disk has failed: there is one before it, or the log.
             log.warning("snapshot refused", name=name, reason=repr(error))
@@ -300,7 +303,8 @@ def main() -> None:
     os.nice(10)
     settings = Settings()
     telemetry.setup("scheduler-snapshot", settings)
-    asyncio.run(take(settings))
+    # The leader that wanted it may be dead, and the bus gone: it must not wait for them for ever.
+    asyncio.run(asyncio.wait_for(take(settings), MAKING_S))
 
 
 if __name__ == "__main__":

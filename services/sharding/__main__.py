@@ -1,4 +1,5 @@
-from services.kit.settings import Settings
-from services.sharding.app import build
+"""Turns an index of records into shards, their offsets and a manifest; ``gc`` removes what nobody needs."""
 
-build(Settings()).main()
+from services.sharding.app import main
+
+main()

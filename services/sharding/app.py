@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from pathlib import Path
 
 import structlog
@@ -9,7 +11,7 @@ import structlog
 from contracts import topology
 from contracts.base import Fact
 from contracts.datasets import SPLITS
-from contracts.events.dataset import DatasetIngested, DatasetSharded
+from contracts.events.dataset import DatasetIngested, DatasetSharded, DatasetShardFailed
 from contracts.events.run import RunAccepted, RunPrepared, RunPrepareFailed
 from contracts.events.train import DatasetRef
 from services.kit.bus import Conflict, Expect, Poison, Received
@@ -20,6 +22,9 @@ from services.kit.service import Service
 from services.kit.settings import Settings
 from services.kit.workdir import Workdir
 from services.sharding import metrics
+from services.sharding.collect import collect_rarely, run_gc
+from services.sharding.progress import Progress
+from services.sharding.settings import ShardingSettings
 from services.sharding.shard import Dataset, Shard, look_up
 
 log = structlog.get_logger(__name__)
@@ -28,8 +33,12 @@ log = structlog.get_logger(__name__)
 class Sharding:
     """The handlers. Everything in them may happen twice."""
 
-    def __init__(self, service: Service, objects: Objects, reader: Reader, workdir: Workdir) -> None:
-        self._bus, self._settings = service.bus, service.settings
+    def __init__(
+        self, service: Service, settings: ShardingSettings, objects: Objects, reader: Reader, workdir: Workdir
+    ) -> None:
+        self._bus, self._settings = service.bus, settings
+        #: Shards that are written at a time, of all jobs together.
+        self._room = asyncio.Semaphore(settings.sharding_workers)
         self._objects, self._reader, self._workdir = objects, reader, workdir
         # Two at a time: a long one does not hold up a short one. Decoding can starve the loop for a moment,
         # hence twice the usual patience.
@@ -59,7 +68,9 @@ class Sharding:
         """Make the dataset, and say so. ``Poison`` is one that can never be made from this index."""
         event, started = received.event, self._bus.clock.monotonic()
         with self._workdir.temporary(f"{event.ingestion_id}-") as folder:
-            dataset = await self._shard(event, Path(folder))
+            progress = Progress()
+            async with progress.said(self._bus, event.ingestion_id, received.envelope):
+                dataset = await self._shard(event, Path(folder), progress)
         await self._say(self._sharded(event, dataset), received)
         if event.run_id is not None:
             await self._say(_prepared(event.run_id, dataset), received)
@@ -77,13 +88,26 @@ class Sharding:
     async def give_up(self, received: Received[DatasetIngested], reason: str) -> None:
         metrics.JOB_SECONDS.labels("failed").observe(0)
         log.warning("sharding failed", ingestion_id=received.event.ingestion_id, reason=reason)
-        if received.event.run_id is not None:
-            await self._say(RunPrepareFailed(run_id=received.event.run_id, reason=reason), received)
+        ingestion_id, run_id = received.event.ingestion_id, received.event.run_id
+        await self._say(DatasetShardFailed(ingestion_id=ingestion_id, run_id=run_id, reason=reason), received)
+        if run_id is not None:
+            await self._say(RunPrepareFailed(run_id=run_id, reason=reason), received)
 
-    async def _shard(self, event: DatasetIngested, folder: Path) -> Dataset:
+    async def _shard(self, event: DatasetIngested, folder: Path, progress: Progress) -> Dataset:
         """Run it, with what can never succeed told apart from what passes."""
+        shard = Shard(
+            self._objects,
+            self._reader,
+            folder,
+            event,
+            self._settings.bucket_datasets,
+            workers=self._settings.sharding_workers,
+            room=self._room,
+            disk_bytes=self._settings.sharding_disk_bytes,
+            progress=progress,
+        )
         try:
-            return await Shard(self._objects, self._reader, folder, event, self._settings.bucket_datasets).run()
+            return await shard.run()
         except (Changed, Missing) as error:
             raise Poison(f"{error}: changed or deleted after it was ingested; send the request again") from error
         except Refused as error:
@@ -93,6 +117,7 @@ class Sharding:
         manifest = dataset.manifest
         return DatasetSharded(
             dataset_id=dataset.dataset_id,
+            ingestion_id=event.ingestion_id,
             manifest_uri=dataset.manifest_uri,
             feature_store_version=event.fingerprint,
             split_config_hash=manifest.split_config_hash,
@@ -125,12 +150,30 @@ def _prepared(run_id: str, dataset: Dataset) -> RunPrepared:
 
 
 def build(settings: Settings) -> Service:
-    service = Service("sharding", settings)
-    objects = service.resource(Objects(settings))
-    reader = service.resource(Reader(settings))
-    workdir = service.resource(Workdir(settings.data_dir / "sharding"))
-    sharding = Sharding(service, objects, reader, workdir)
+    own = ShardingSettings.of(settings)
+    service = Service("sharding", own)
+    objects: Objects = service.resource(Objects(own))
+    reader = service.resource(Reader(own))
+    workdir = service.resource(Workdir(own.data_dir / "sharding"))
+    sharding = Sharding(service, own, objects, reader, workdir)
     service.bus.on(topology.SHARDING, DatasetIngested)(sharding.on_dataset_ingested)
     service.bus.on(topology.SHARDING, RunAccepted)(sharding.on_run_accepted)
+
+    async def collect() -> None:
+        await collect_rarely(service.bus, objects, own)
+
     service.background(sharding.jobs.run)
+    service.background(collect)
     return service
+
+
+def main() -> None:
+    """``python -m services.sharding [gc]``: run the service, or collect garbage once."""
+    settings = ShardingSettings()
+    match sys.argv[1:]:
+        case []:
+            build(settings).main()
+        case ["gc"]:
+            run_gc(settings)
+        case _:
+            sys.exit("usage: python -m services.sharding [gc]")

@@ -1,34 +1,44 @@
-"""One dataset: find it by its link, or make it from the index and upload it, manifest last."""
+"""One dataset: find it by its link, or make it from the index, shard by shard, the manifest last."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
-import time
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import structlog
+from pydantic import TypeAdapter, ValidationError
 
-from contracts.datasets import SPLITS, IndexRecord, Manifest, canonical_json, dataset_uri, pack_name
+from contracts.datasets import SPLITS, FieldStatistics, Manifest, canonical_json, dataset_uri, pack_name, shard_uri
 from contracts.events.dataset import DatasetIngested, ShardFile
-from services.kit.bus import Poison
+from services.kit.bus import Poison, Transient
 from services.kit.concurrency import all_of, in_thread
-from services.kit.objects import Exists, Missing, Objects, split_uri
+from services.kit.objects import Exists, Missing, Objects, is_young, split_uri
 from services.kit.reader import Pinned, Reader
 from services.sharding import metrics
 from services.sharding.core import plan
-from services.sharding.shards import ShardWriter
+from services.sharding.core.rows import Rows
+from services.sharding.journal import Journal
+from services.sharding.ordering import Plan, ShardPlan
+from services.sharding.packs import Packs
+from services.sharding.progress import Progress
+from services.sharding.writer import BATCH_ROWS, Contents, ShardWriter, Wrong, batches
 
 log = structlog.get_logger(__name__)
 
-#: Samples are taken in batches of at most so many, and of about so many bytes.
-BATCH_SAMPLES, BATCH_BYTES = 512, 64 * 2**20
-PARALLEL_TRANSFERS = 4
-LOG_EVERY_S = 2.0
+#: Shards that are fetched for or uploaded while others are written.
+SHARDS_AHEAD = 2
+PARALLEL_READS = 8
+PARALLEL_LOOKS = 16
+STATISTICS = TypeAdapter(dict[str, FieldStatistics])
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +75,28 @@ class Shard:
         folder: Path,
         ingested: DatasetIngested,
         bucket: str,
-        concurrency: int = 8,
+        *,
+        workers: int = 2,
+        room: asyncio.Semaphore | None = None,
+        disk_bytes: int = 8 * 2**30,
+        progress: Progress | None = None,
     ) -> None:
+        """``workers`` shards are written at a time, or as many as ``room`` lets, which other jobs may share."""
         self._objects, self._reader, self._folder = objects, reader, folder
         self._ingested, self._bucket = ingested, bucket
         self._source_uri = ingested.index_uri.rpartition("/")[0]
-        self._concurrency = concurrency
-        self._class_index = {name: number for number, name in enumerate(ingested.classes)}
+        self._writing = room or asyncio.Semaphore(workers)
+        #: Shards that are on the local disk at a time.
+        self._under_way = workers + SHARDS_AHEAD
+        self._packs = Packs(objects, folder / "packs", self._source_uri, disk_bytes)
+        data = ingested.data
+        self._link = f"{self._source_uri}/{plan.link_name(ingested.fingerprint, data.shard_bytes)}"
+        self._journal = Journal(
+            objects, f"{self._source_uri}/{plan.journal_name(ingested.fingerprint, data.shard_bytes)}"
+        )
+        flat = data.format in plan.FLAT
+        self._plan = Plan(folder / "plan", ingested.classes, data.split.seed, data.shard_bytes, flat=flat)
+        self._progress = progress or Progress()
 
     async def run(self) -> Dataset:
         """Return the dataset, found or made.
@@ -79,144 +104,249 @@ class Shard:
         Raises:
             Poison: a record's content is not what was ingested.
         """
-        link = f"{self._source_uri}/{plan.link_name(self._ingested.fingerprint, self._ingested.data.shard_bytes)}"
+        if (found := await self._found()) is not None:
+            return found
+        statistics = await self._statistics()
+        await self._make_plan()
         try:
-            dataset_id = json.loads(await self._objects.get(link))["dataset_id"]
-            return await look_up(self._objects, self._bucket, dataset_id)
-        except Missing:
-            pass
-        except ValueError as error:
-            raise Poison(f"{error}; remove {link} to have the dataset made anew") from error
-        index = self._folder / "index.jsonl"
-        await self._objects.download(self._ingested.index_uri, index)
-        order, packs = await in_thread(self._read_index, index)
-        await self._download_packs(packs)
-        shards = {split: await self._write_split(index, order, split) for split in SPLITS}
-        dataset = await self._upload(shards)
-        await self._objects.put(link, canonical_json({"dataset_id": dataset.dataset_id}))
+            shards = await self._make_shards()
+        finally:
+            await self._packs.close()
+        dataset = await self._publish(shards, statistics)
+        await self._objects.put(self._link, canonical_json({"dataset_id": dataset.dataset_id}))
+        await self._journal.remove()
         return dataset
 
-    # -- reading ------------------------------------------------------------------
+    async def _found(self) -> Dataset | None:
+        """The dataset that this input became before, if all of it is in the store."""
+        try:
+            dataset_id = json.loads(await self._objects.get(self._link))["dataset_id"]
+            dataset = await look_up(self._objects, self._bucket, dataset_id)
+        except Missing:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            raise Poison(f"{error!r}; remove {self._link} to have the dataset made anew") from error
 
-    def _read_index(self, index: Path) -> tuple[plan.Order, list[int]]:
-        """The order of the samples, and the packs that hold them."""
-        order, packs, offset = plan.Order(self._ingested.data.split.seed), set(), 0
-        with index.open("rb") as file:
-            for line in file:
-                record: IndexRecord = json.loads(line)
-                order.add(record["key"], record["split"], offset)
-                offset += len(line)
-                if record["pack"] is not None:
-                    packs.add(record["pack"])
-        return order, sorted(packs)
+        async def is_missing(sha256: str, size_bytes: int) -> bool:
+            try:
+                return (await self._objects.head(shard_uri(self._bucket, sha256))).size_bytes != size_bytes
+            except Missing:
+                return True
 
-    async def _download_packs(self, packs: list[int]) -> None:
-        async def download(number: int) -> None:
-            name = pack_name(number)
-            await self._objects.download(f"{self._source_uri}/{name}", self._folder / name)
+        files = [file for split in dataset.manifest.splits.values() for file in split.shards]
+        parts = [(f.sha256, f.size_bytes) for f in files] + [(f.index_sha256, f.index_bytes) for f in files]
+        missing = sum(await all_of((is_missing(*part) for part in parts), at_a_time=PARALLEL_LOOKS))
+        if missing:
+            log.warning("a dataset is not whole any more, making it anew", dataset_id=dataset_id, missing=missing)
+            return None
+        return dataset
 
-        await all_of((download(number) for number in packs), at_a_time=PARALLEL_TRANSFERS)
+    async def _statistics(self) -> dict[str, FieldStatistics]:
+        uri = self._ingested.statistics_uri
+        if uri is None:
+            return {}
+        try:
+            return STATISTICS.validate_json(await self._objects.get(uri))
+        except ValidationError as error:
+            raise Poison(
+                f"{uri} holds no statistics: remove it and done.json beside it, and send the request again"
+            ) from error
 
-    # -- writing ------------------------------------------------------------------
+    async def _make_plan(self) -> None:
+        index = self._folder / "index.jsonl"
+        await self._objects.download(self._ingested.index_uri, index)
+        await in_thread(self._plan.build, index)
+        index.unlink()
+        self._progress.total = self._plan.samples
 
-    async def _write_split(self, index: Path, order: plan.Order, split: str) -> list[ShardFile]:
-        writer = ShardWriter(self._folder, split, self._ingested.data.shard_bytes)
-        started = logged = time.monotonic()
-        written = 0
-        packs: dict[int, int] = {}
-        with closing(_records(index, order.offsets(split))) as records, _closing_handles(packs):
-            batches = _batches(records)
-            while batch := await in_thread(next, batches, None):
-                fetched = await self._fetch(batch)
-                await in_thread(self._write_batch, writer, batch, fetched, packs)
-                written += len(batch)
-                if time.monotonic() - logged > LOG_EVERY_S:
-                    logged = time.monotonic()
-                    rate = round(written / (logged - started))
-                    log.info("sharding", split=split, samples=written, of=order.count(split), samples_per_s=rate)
-        await in_thread(writer.finish)
-        metrics.SAMPLES.labels(split).inc(written)
-        return writer.shards
+    # -- shards -------------------------------------------------------------------
 
-    async def _fetch(self, batch: list[IndexRecord]) -> dict[str, bytes]:
-        """The contents that are in no pack, by key, read from the source."""
+    async def _make_shards(self) -> dict[str, list[ShardFile]]:
+        finished = await self._journal.read()
+        await self._packs.look()
+        work = (self._shard(shard, finished.get(shard.name)) for shard in self._plan.shards)
+        made = await all_of(work, at_a_time=self._under_way)
+        named = sorted(zip(self._plan.shards, made, strict=True), key=lambda pair: pair[0].number)
+        return {split: [file for shard, file in named if shard.split == split] for split in SPLITS}
 
-        async def fetch(record: IndexRecord) -> bytes:
-            bucket, key = split_uri(record["uri"])
-            return await self._reader.read(Pinned(bucket, key, record["size"], record["etag"]))
+    async def _shard(self, shard: ShardPlan, finished: ShardFile | None) -> ShardFile:
+        """Have one shard in the store: one that an earlier attempt made, or made now."""
+        if finished is not None and finished.samples == shard.samples and await self._is_there(finished):
+            file = finished
+            self._progress.found += shard.samples
+        else:
+            file = await self._make(shard)
+            await self._journal.note(shard.name, file)
+            metrics.SAMPLES.labels(shard.split).inc(shard.samples)
+        self._progress.done += shard.samples
+        self._progress.done_bytes += file.size_bytes
+        return file
 
-        unpacked = [record for record in batch if record["pack"] is None]
-        contents = await all_of(map(fetch, unpacked), at_a_time=self._concurrency)
-        return {record["key"]: content for record, content in zip(unpacked, contents, strict=True)}
+    async def _is_there(self, file: ShardFile) -> bool:
+        """Whether both objects are in the store, made young where they are not."""
+        there = [
+            await self._has(sha256, size_bytes)
+            for sha256, size_bytes in ((file.sha256, file.size_bytes), (file.index_sha256, file.index_bytes))
+        ]
+        return all(there)
 
-    def _write_batch(
-        self, writer: ShardWriter, batch: list[IndexRecord], fetched: dict[str, bytes], packs: dict[int, int]
-    ) -> None:
-        for record in batch:
-            content = fetched.get(record["key"])
-            if content is None:
-                content = self._from_pack(record, packs)
-            if hashlib.sha256(content).hexdigest() != record["sha256"]:
-                raise Poison(f"{record['uri']} changed after it was ingested ({record['key']}): send the request again")
-            writer.add(record["key"], plan.members(record, content, self._class_index))
+    async def _has(self, sha256: str, size_bytes: int) -> bool:
+        uri = shard_uri(self._bucket, sha256)
+        try:
+            there = await self._objects.head(uri)
+            if there.size_bytes == size_bytes and not is_young(there.modified_at):
+                await self._objects.freshen(uri)
+        except Missing:
+            return False
+        return there.size_bytes == size_bytes
 
-    def _from_pack(self, record: IndexRecord, packs: dict[int, int]) -> bytes:
-        number, offset = record["pack"], record["pack_offset"]
-        assert number is not None
-        assert offset is not None
-        if number not in packs:
-            packs[number] = os.open(self._folder / pack_name(number), os.O_RDONLY)
-        return os.pread(packs[number], record["size"], offset)
+    async def _make(self, shard: ShardPlan) -> ShardFile:
+        """Write the shard and upload it.
 
-    # -- uploading ----------------------------------------------------------------
+        Raises:
+            Poison: a record's content is not what was ingested.
+        """
+        try:
+            return await self._write_and_upload(shard)
+        except _Damaged as error:
+            # The copy here may be at fault; if the one in the store is, it shows again.
+            log.warning("a pack is not what was ingested, fetching it again", pack=error.pack, key=error.key)
+            self._packs.spoil(error.pack)
+        try:
+            return await self._write_and_upload(shard)
+        except _Damaged as error:
+            uri = f"{self._source_uri}/{pack_name(error.pack)}"
+            raise Poison(
+                f"{uri} is damaged (record {error.key}): remove {self._source_uri}/done.json and send the request "
+                "again, to have the source read anew"
+            ) from error
 
-    async def _upload(self, shards: dict[str, list[ShardFile]]) -> Dataset:
-        manifest = plan.manifest(self._ingested, shards)
+    async def _write_and_upload(self, shard: ShardPlan) -> ShardFile:
+        path, index_path = (self._folder / f"{shard.name.replace('/', '-')}.{end}" for end in ("shard", "idx"))
+        try:
+            file = await self._write(shard, path, index_path)
+            for local, sha256 in ((path, file.sha256), (index_path, file.index_sha256)):
+                await self._upload(local, sha256)
+        finally:
+            path.unlink(missing_ok=True)
+            index_path.unlink(missing_ok=True)
+        metrics.SHARDS.labels(shard.split).inc()
+        return file
+
+    async def _upload(self, path: Path, sha256: str) -> None:
+        if await self._has(sha256, path.stat().st_size):
+            metrics.SHARD_BYTES.labels("there").inc(path.stat().st_size)
+            return
+        uri = shard_uri(self._bucket, sha256)
+        try:
+            await self._objects.put_file(path, uri, sha256=sha256, if_absent=True)
+            metrics.SHARD_BYTES.labels("sent").inc(path.stat().st_size)
+        except Exists:
+            if (await self._objects.head(uri)).size_bytes == path.stat().st_size:
+                log.info("another instance was faster with the same shard", sha256=sha256)
+            else:
+                log.warning("an object is not what its name says, replacing it", uri=uri)
+                await self._objects.put_file(path, uri, sha256=sha256)
+
+    async def _write(self, shard: ShardPlan, path: Path, index_path: Path) -> ShardFile:
+        encoder, flat = self._plan.encoder, self._plan.flat
+        open_writer = partial(ShardWriter, path, shard.name, encoder.extensions, encoder.class_contents, flat=flat)
+        try:
+            async with self._packs.held(await in_thread(self._packs_of, shard)) as packs:
+                with closing(open_writer()) as writer:
+                    for read in self._plan.rows(shard, BATCH_ROWS):
+                        for batch in batches(read):
+                            await self._add(writer, batch, packs, path)
+                    return await in_thread(writer.finish, index_path)
+        except Missing as error:
+            if "/pack-" not in str(error):
+                raise
+            # Collected after a dataset was made of them. Without done.json the next request reads the source anew.
+            await self._objects.delete(f"{self._source_uri}/done.json")
+            raise Poison(f"{error} is gone, since it was not needed for long; send the request again") from error
+
+    def _packs_of(self, shard: ShardPlan) -> list[int]:
+        found = [np.unique(rows["pack"]) for rows in self._plan.rows(shard, BATCH_ROWS)]
+        return [int(pack) for pack in np.unique(np.concatenate(found)) if pack >= 0]
+
+    async def _add(self, writer: ShardWriter, batch: Rows, packs: Mapping[int, Path], path: Path) -> None:
+        """Append one batch, with what is in no pack read from the source."""
+        extras = self._plan.extras(batch) if (batch["extra"] >= 0).any() else {}
+        unpacked = np.flatnonzero(batch["pack"] < 0).tolist()
+        local = {row: path.with_name(f"{path.name}-{row}.source") for row in unpacked}
+
+        async def fetch(row: int) -> None:
+            extra = extras[int(batch["extra"][row])]
+            bucket, key = split_uri(extra["uri"])
+            await self._reader.download(Pinned(bucket, key, int(batch["size"][row]), extra["etag"]), local[row])
+
+        try:
+            await all_of(map(fetch, unpacked), at_a_time=PARALLEL_READS)
+            async with self._writing:
+                await in_thread(_append, writer, batch, extras, packs, local)
+        except Wrong as error:
+            row = batch[error.row]
+            if row["pack"] >= 0:
+                raise _Damaged(int(row["pack"]), row["key"].decode()) from error
+            uri = extras[int(row["extra"])]["uri"]
+            raise Poison(f"{uri} changed after it was ingested: send the request again") from error
+        except ValueError as error:
+            raise Poison(f"{error}: it cannot be in a shard; rename it, or leave it out") from error
+        finally:
+            for source in local.values():
+                source.unlink(missing_ok=True)
+
+    # -- manifest -----------------------------------------------------------------
+
+    async def _publish(self, shards: dict[str, list[ShardFile]], statistics: dict[str, FieldStatistics]) -> Dataset:
+        """Write the manifest, once all that it names is seen to be there."""
+        self._progress.phase = "uploading"
+        files = [file for split in shards.values() for file in split]
+        there = await all_of(map(self._is_there, files), at_a_time=PARALLEL_LOOKS)
+        if not all(there):
+            await self._journal.remove()
+            raise Transient(f"{there.count(False)} shards were removed from the store meanwhile: making them again")
+        manifest = plan.manifest(self._ingested, shards, statistics)
         content = manifest.to_bytes()
         dataset_id = hashlib.sha256(content).hexdigest()
-
-        async def upload(path: str) -> None:
-            await self._objects.upload(self._folder / path, dataset_uri(self._bucket, dataset_id, path))
-
-        paths = [path for files in shards.values() for shard in files for path in (shard.path, shard.index_path)]
-        await all_of(map(upload, paths), at_a_time=PARALLEL_TRANSFERS)
         uri = dataset_uri(self._bucket, dataset_id)
         try:
             await self._objects.put(uri, content, if_absent=True, content_type="application/json")
         except Exists:
             log.info("another instance was faster with the same dataset", dataset_id=dataset_id)
-        for split, files in shards.items():
-            metrics.SHARDS.labels(split).inc(len(files))
-            metrics.SHARD_BYTES.labels(split).inc(sum(shard.size_bytes for shard in files))
         return Dataset(dataset_id, uri, manifest, reused=False)
 
 
-def _records(index: Path, offsets: Iterable[int]) -> Generator[IndexRecord, None, None]:
-    """Index lines at ``offsets``."""
-    with index.open("rb") as file:
-        for offset in offsets:
-            file.seek(offset)
-            record: IndexRecord = json.loads(file.readline())
-            yield record
+class _Damaged(Exception):
+    """What a pack holds is not what was ingested."""
+
+    def __init__(self, pack: int, key: str) -> None:
+        super().__init__(f"pack {pack}, record {key}")
+        self.pack, self.key = pack, key
+
+
+def _append(
+    writer: ShardWriter,
+    batch: Rows,
+    extras: Mapping[int, Mapping[str, Any]],
+    packs: Mapping[int, Path],
+    local: Mapping[int, Path],
+) -> None:
+    """Write a batch whose contents are on the disk, in packs and in files of their own."""
+    numbers = batch["pack"].tolist()
+    needed = {number: packs[number] for number in set(numbers) if number >= 0}
+    with _opened(needed) as of_packs, _opened(local) as of_rows:
+        handles = [of_packs[number] if number >= 0 else of_rows[row] for row, number in enumerate(numbers)]
+        offsets = [max(offset, 0) for offset in batch["offset"].tolist()]
+        writer.add(batch, extras, Contents(handles, offsets))
 
 
 @contextmanager
-def _closing_handles(handles: dict[int, int]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for handle in handles.values():
-            os.close(handle)
-
-
-def _batches(records: Iterator[IndexRecord]) -> Iterator[list[IndexRecord]]:
-    batch: list[IndexRecord] = []
-    size = 0
-    for record in records:
-        if batch and (len(batch) >= BATCH_SAMPLES or size + record["size"] > BATCH_BYTES):
-            yield batch
-            batch, size = [], 0
-        batch.append(record)
-        size += record["size"]
-    if batch:
-        yield batch
+def _opened(paths: Mapping[int, Path]) -> Iterator[dict[int, int]]:
+    """The files, open for reading while this lasts."""
+    handles: dict[int, int] = {}
+    with ExitStack() as stack:
+        for number, path in paths.items():
+            handles[number] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            stack.callback(os.close, handles[number])
+        yield handles

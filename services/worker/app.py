@@ -8,10 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from services.kit.objects import Objects
+from services.kit.ranged import Ranged
+from services.kit.reader import Reader
 from services.kit.service import Service
 from services.kit.settings import Settings
 from services.worker.agent import Agent
-from services.worker.cache import Cache
+from services.worker.cache import SHARDS_FOLDER, Cache
 from services.worker.context import Context, python_root
 from services.worker.control import socket_path
 from services.worker.core.ranks import INHERITED
@@ -21,6 +23,8 @@ from services.worker.memory import Memory, default_folder
 from services.worker.node import inventory
 from services.worker.notices.heed import heed_notices
 from services.worker.settings import WorkerSettings
+from services.worker.shard_files import ShardFiles
+from services.worker.shards import Shards
 from services.worker.system import Meter
 from services.worker.warm import Warm
 
@@ -31,6 +35,15 @@ def build(settings: Settings, executor: Executor | None = None) -> Service:
         settings = WorkerSettings(**settings.model_dump())
     service = Service("worker", settings)
     objects = service.resource(Objects(settings))
+    reader = service.resource(Reader(settings))
+    cache_folder = (settings.cache_dir or settings.data_dir / "cache").resolve()
+    shard_files = ShardFiles(
+        cache_folder / SHARDS_FOLDER,
+        objects,
+        Ranged(reader, stall_s=settings.cache_stall_s),
+        settings.cache_warm_dir,
+    )
+    shards = service.resource(Shards(shard_files, settings.cache_max_bytes, ahead_s=settings.cache_ahead_s))
     found = inventory(settings)
     agent_folder = settings.data_dir.resolve() / "agent"
     warm = _warm(settings) if settings.warm and executor is None else None
@@ -38,7 +51,7 @@ def build(settings: Settings, executor: Executor | None = None) -> Service:
         settings=settings,
         bus=service.bus,
         objects=objects,
-        cache=Cache(settings.data_dir.resolve() / "cache", objects, settings.cache_max_bytes),
+        cache=Cache(cache_folder, objects, settings.cache_max_bytes, shards),
         executor=executor or ProcessExecutor(warm),
         inventory=found,
         meter=Meter(found.gpus),

@@ -1,7 +1,8 @@
 """What this node has downloaded: verified, shared by all placements, bounded.
 
 A file's name is its content (a hash), so what is there is right. It comes by a rename, so what is
-there is whole. A placement holds what it uses; only what nobody holds is evicted, oldest use first.
+there is whole. A placement holds what it uses; only what nobody holds is evicted, oldest use first. The shards of
+datasets have a part of their own (``shards.py``): what ranks will read is known there.
 """
 
 from __future__ import annotations
@@ -22,19 +23,21 @@ import structlog
 from pydantic import TypeAdapter, ValidationError
 
 from contracts.events.checkpoint import CheckpointFile
-from contracts.events.dataset import ShardFile
 from contracts.events.run import CheckpointRef
 from contracts.events.train import Code
 from services.kit.chunks import Range, restore_file
 from services.kit.objects import Missing, Objects, hash_file
 from services.worker import metrics
 from services.worker.files import link_or_copy, write_atomically
+from services.worker.shard_files import shard_path
+from services.worker.shards import Reading, ShardError, Shards
 from services.worker.together import together
 
 log = structlog.get_logger(__name__)
 
 PARALLEL_DOWNLOADS = 4
-_SHARDS = TypeAdapter(tuple[ShardFile, ...])
+#: Where the shards are, in the cache's folder.
+SHARDS_FOLDER = "shards"
 _FILES = TypeAdapter(tuple[CheckpointFile, ...])
 
 
@@ -52,8 +55,13 @@ class _Wanted:
 class Cache:
     """The node's downloads under one folder."""
 
-    def __init__(self, folder: Path, objects: Objects, max_bytes: int) -> None:
+    def __init__(self, folder: Path, objects: Objects, max_bytes: int, shards: Shards | None = None) -> None:
         self.folder, self._objects, self._max_bytes = folder, objects, max_bytes
+        self._shards = shards
+        if shards is not None:
+            shards.beside = self
+        #: Bytes of everything but shards, as of the last look.
+        self.other_bytes = 0
         self._locks: dict[Path, asyncio.Lock] = {}
         self._held: Counter[Path] = Counter()
         self._downloads = asyncio.Semaphore(PARALLEL_DOWNLOADS)
@@ -70,6 +78,8 @@ class Cache:
         try:
             yield hold
         finally:
+            for reading in hold.readings:
+                reading.close()
             self._held.subtract(hold.paths)
             self._held += Counter()
 
@@ -84,26 +94,51 @@ class Cache:
             raise CacheError(f"code.sha256 does not fit the package: {error}. Upload it anew") from error
         return path
 
-    async def dataset(self, manifest_uri: str, dataset_id: str, splits: Iterable[str], hold: Hold) -> Path:
-        """A folder with the dataset's manifest, and the shards of ``splits`` beside it."""
-        folder = self.folder / "datasets" / dataset_id
-        base = manifest_uri.rsplit("/", 1)[0]
-        manifest = folder / "manifest.json"
+    async def dataset(
+        self,
+        manifest_uri: str,
+        dataset_id: str,
+        folder: Path,
+        hold: Hold,
+        *,
+        whole: Iterable[str] = (),
+        guess: Iterable[str] = (),
+    ) -> Reading:
+        """Begin to read a dataset in ``folder``: its manifest is there at once, shards come as they are needed.
+
+        Args:
+            whole: splits whose shards are all there when this returns.
+            guess: splits that the ranks here will read all of: they may be fetched before they say so.
+        """
+        assert self._shards is not None, "this cache was made without shards"
+        manifest = self.folder / "datasets" / dataset_id / "manifest.json"
+        self._hold([manifest], hold)
         try:
-            await self._ensure([_Wanted(manifest_uri, dataset_id, manifest)], hold)
-            described = json.loads(manifest.read_bytes())["splits"]
-            wanted: list[_Wanted] = []
-            for split in splits:
-                for shard in _SHARDS.validate_python(described.get(split, {}).get("shards", ())):
-                    wanted.append(_Wanted(f"{base}/{shard.path}", shard.sha256, folder / _relative(shard.path)))
-                    index = folder / _relative(shard.index_path)
-                    wanted.append(_Wanted(f"{base}/{shard.index_path}", shard.index_sha256, index))
-            await self._ensure(wanted, hold)
+            content = await self._manifest(manifest_uri, dataset_id, manifest)
+            reading = self._shards.open(content, dataset_id, manifest_uri, folder)
+            hold.readings.append(reading)
+            await reading.all_of(whole)
         except Missing as error:
-            raise CacheError(f"dataset {dataset_id} is not whole in the store ({error}): ingest it") from error
-        except (ValueError, KeyError, ValidationError) as error:
+            raise CacheError(f"dataset {dataset_id} is not in the store ({error}): ingest it") from error
+        except ShardError as error:
+            raise CacheError(str(error)) from error
+        except ValueError as error:
             raise CacheError(f"dataset {dataset_id} is damaged in the store: {error}. Ingest it anew") from error
-        return folder
+        self._shards.guess(reading, guess)
+        return reading
+
+    async def _manifest(self, uri: str, dataset_id: str, path: Path) -> bytes:
+        """The manifest's bytes: those that are here if they are still right."""
+        async with self._locks.setdefault(path, asyncio.Lock()):
+            if path.exists():
+                content = await asyncio.to_thread(path.read_bytes)
+                if hashlib.sha256(content).hexdigest() == dataset_id:
+                    os.utime(path)
+                    return content
+                log.error("a cached manifest is damaged, fetching it anew", dataset_id=dataset_id)
+                path.unlink(missing_ok=True)
+            await self._objects.download(uri, path, sha256=dataset_id)
+            return await asyncio.to_thread(path.read_bytes)
 
     def datasets(self) -> tuple[str, ...]:
         """The datasets of which every shard to train on lies here."""
@@ -259,22 +294,39 @@ class Cache:
 
     def evict(self) -> int:
         """Delete what nobody holds, oldest use first, until the cache fits; return the bytes freed."""
-        index = self.folder / "pieces"
+        shards_bytes = self._shards.size_bytes if self._shards is not None else 0
+        files = self._others()
+        freed = self._evict(files, self.other_bytes + shards_bytes - self._max_bytes)
+        metrics.CACHE_BYTES.set(self.other_bytes + shards_bytes)
+        return freed
+
+    def evict_others(self, over_bytes: int) -> int:
+        """Make room for shards: delete up to ``over_bytes`` of the rest that nobody holds; return the bytes freed."""
+        return self._evict(self._others(), over_bytes)
+
+    def _others(self) -> list[tuple[Path, os.stat_result]]:
+        """Everything but shards, oldest use first."""
+        index, shards = self.folder / "pieces", self.folder / SHARDS_FOLDER
         files = [
             (path, path.stat())
-            for path in self.folder.rglob("*")
-            if path.name[0] != "." and index not in path.parents and path.is_file()
+            for each in self.folder.glob("*")
+            if each not in (index, shards)
+            for path in each.rglob("*")
+            if path.name[0] != "." and path.is_file()
         ]
-        size_bytes = sum(stat.st_size for _, stat in files)
+        self.other_bytes = sum(stat.st_size for _, stat in files)
+        return sorted(files, key=lambda each: each[1].st_mtime)
+
+    def _evict(self, files: list[tuple[Path, os.stat_result]], over_bytes: int) -> int:
         freed = 0
-        for path, stat in sorted(files, key=lambda each: each[1].st_mtime):
-            if size_bytes - freed <= self._max_bytes:
+        for path, stat in files:
+            if freed >= over_bytes:
                 break
             if not self._held.get(path):
                 path.unlink(missing_ok=True)
                 self._forget(path.name)
                 freed += stat.st_size
-        metrics.CACHE_BYTES.set(size_bytes - freed)
+        self.other_bytes -= freed
         return freed
 
     async def verify(self) -> list[Path]:
@@ -294,13 +346,15 @@ class Hold:
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
         self.paths: list[Path] = []
+        self.readings: list[Reading] = []
 
 
 def _whole(manifest: Path) -> bool:
-    """Whether the shards of the training split lie beside a dataset's manifest."""
+    """Whether the shards of the training split are here."""
+    folder = manifest.parents[2] / SHARDS_FOLDER
     try:
         shards = json.loads(manifest.read_bytes())["splits"]["train"]["shards"]
-        return all((manifest.parent / _relative(shard["path"])).exists() for shard in shards)
+        return all(shard_path(folder, str(shard["sha256"])).exists() for shard in shards)
     except (OSError, ValueError, KeyError, TypeError) as error:
         log.warning("a kept dataset cannot be read", path=str(manifest), error=repr(error))
         return False

@@ -13,12 +13,15 @@ from pathlib import Path
 import structlog
 from pydantic import ValidationError
 
-from contracts.ranks import HelloLine, Line, StopLine, json_line
+from contracts.ranks import RANK_LINE, HelloLine, Line, PlanLine, ShardLine, StopLine, WantLine, json_line
+from services.worker.shards import Reading
 
 log = structlog.get_logger(__name__)
 
 #: Bytes that the path of a unix socket may have on every system.
 PATH_MAX_BYTES = 100
+#: Of one line: a plan tells of thousands of shards.
+LINE_MAX_BYTES = 2**22
 
 
 def socket_path(folder: Path, name: str) -> Path:
@@ -33,10 +36,12 @@ def socket_path(folder: Path, name: str) -> Path:
 
 
 class Control:
-    """Listens to the ranks of one generation and tells them to stop."""
+    """Listens to the ranks of one generation, tells them to stop, and when a shard they want is there."""
 
-    def __init__(self, path: Path, generation: int, on_doorbell: Callable[[], None]) -> None:
-        self.path, self._generation, self._ring = path, generation, on_doorbell
+    def __init__(
+        self, path: Path, generation: int, on_doorbell: Callable[[], None], reading: Reading | None = None
+    ) -> None:
+        self.path, self._generation, self._ring, self._reading = path, generation, on_doorbell, reading
         self._ranks: dict[int, asyncio.StreamWriter] = {}
         self._stop: StopLine | None = None
         self._server: asyncio.Server | None = None
@@ -48,7 +53,7 @@ class Control:
 
     async def __aenter__(self) -> Control:
         self.path.unlink(missing_ok=True)
-        self._server = await asyncio.start_unix_server(self._serve, self.path, limit=2**16)
+        self._server = await asyncio.start_unix_server(self._serve, self.path, limit=LINE_MAX_BYTES)
         self.path.chmod(0o600)
         return self
 
@@ -70,19 +75,17 @@ class Control:
         try:
             while raw := await reader.readline():
                 if raw.strip():
-                    hello = HelloLine.model_validate_json(raw)
-                    if hello.generation != self._generation:
-                        self._send(
-                            writer, StopLine(grace_s=0, reason="another generation was placed", checkpoint=False)
-                        )
-                        continue
-                    rank = hello.rank
-                    self._ranks[rank] = writer
-                    if self._stop is not None:
-                        self._send(writer, self._stop)
+                    match RANK_LINE.validate_json(raw):
+                        case HelloLine() as hello:
+                            rank = self._greet(hello, writer)
+                        case PlanLine() as plan if self._reading is not None:
+                            self._reading.plan(plan)
+                        case WantLine() as want:
+                            await self._bring(want, writer)
+                    continue
                 self._ring()
         except (ValidationError, ValueError) as error:
-            log.warning("a rank said what is no hello", error=str(error).splitlines()[0])
+            log.warning("a rank said what nobody understands", error=str(error).splitlines()[0])
         except ConnectionError:
             pass
         finally:
@@ -91,6 +94,27 @@ class Control:
             writer.close()
             with suppress(ConnectionError):
                 await writer.wait_closed()
+
+    def _greet(self, hello: HelloLine, writer: asyncio.StreamWriter) -> int | None:
+        """Take note of a rank; None if it is one of another generation."""
+        if hello.generation != self._generation:
+            self._send(writer, StopLine(grace_s=0, reason="another generation was placed", checkpoint=False))
+            return None
+        self._ranks[hello.rank] = writer
+        if self._stop is not None:
+            self._send(writer, self._stop)
+        self._ring()
+        return hello.rank
+
+    async def _bring(self, want: WantLine, writer: asyncio.StreamWriter) -> None:
+        """Answer a rank when the shard that it waits for is in its folder, or cannot be had."""
+        if want.generation != self._generation:
+            problem = "another generation was placed"
+        elif self._reading is None:
+            problem = "the agent could not take up the run's dataset again: see its log"
+        else:
+            problem = await self._reading.want(want)
+        self._send(writer, ShardLine(shard=want.shard, problem=problem))
 
     def _send(self, writer: asyncio.StreamWriter, line: Line) -> None:
         if not writer.is_closing():

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from contracts.base import Fact
 from contracts.events.run import RunLog, RunStarted
 from contracts.progress import ring_name
-from contracts.ranks import JournalLine, StartedLine, StragglerLine
+from contracts.ranks import JournalLine, StartedLine, StarvedLine, StragglerLine
 from services.kit.bus import Transient
 from services.worker import metrics
 from services.worker.core import journal as core
@@ -209,6 +209,9 @@ class Follower:
                 for _, line in lines:
                     if isinstance(line, StragglerLine):
                         await self._publish(core.straggler(self._placed, self._homes, line))
+                    elif isinstance(line, StarvedLine):
+                        await self._publish(core.starved(self._placed, self._homes, line))
+                        metrics.STARVED.labels(line.bound_by).inc()
                 state.journal_start = state.journal_end
             if state.log_start < state.log_end:
                 await self._publish_log(rank, state)

@@ -32,5 +32,26 @@ CACHE_BYTES = Gauge("trainbus_worker_cache_bytes", "Size of the node's cache.")
 JOINS = Counter("trainbus_worker_joins_total", "Lives of this agent: starts, and returns after it was taken for lost.")
 REATTACHED = Counter("trainbus_worker_reattached_total", "Placements whose ranks a restarted agent took up again.")
 STALLS = Counter("trainbus_worker_stalls_total", "Times that a rank here made no progress for too long.")
+STARVED = Counter(
+    "trainbus_worker_starved_total", "Times that a rank here waited for its data, by cause.", ["bound_by"]
+)
 NOTICES = Counter("trainbus_worker_notices_total", "Notices that the machine will be taken away, or may.", ["source"])
 DEVICE_CHECKS = Counter("trainbus_worker_device_checks_total", "Checks of devices before a run, by result.", ["result"])
+SHARDS_BYTES = Gauge("trainbus_worker_shards_bytes", "Size of the dataset shards on this node.")
+SHARD_BYTES = Counter(
+    "trainbus_worker_shard_bytes_total",
+    "Bytes of shards taken into use, by where they were: hot (here), warm (the shared folder), cold (the store).",
+    ["tier"],
+)
+SHARD_EVICTIONS = Counter("trainbus_worker_shard_evictions_total", "Shards deleted to make room for others.")
+SHARDS_DAMAGED = Counter(
+    "trainbus_worker_shards_damaged_total", "Shards that were not what their hashes say, by where.", ["tier"]
+)
+SHARDS_AHEAD_SECONDS = Gauge(
+    "trainbus_worker_shards_ahead_seconds", "Time until a rank here needs a shard that is not here yet."
+)
+SHARD_WAIT_SECONDS = Histogram(
+    "trainbus_worker_shard_wait_seconds",
+    "Seconds that a rank waited for a shard that was not here.",
+    buckets=(0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300),
+)

@@ -26,7 +26,7 @@ from services.kit import telemetry
 from services.kit.bus import Transient
 from services.kit.concurrency import end
 from services.worker import metrics
-from services.worker.cache import CacheError
+from services.worker.cache import CacheError, Hold
 from services.worker.context import Context
 from services.worker.control import Control, socket_path
 from services.worker.core import journal as core_journal
@@ -38,8 +38,9 @@ from services.worker.group import FAILURE_PATIENCE_S, POLL_S, RankGroup
 from services.worker.journal import Follower
 from services.worker.orders import Dropped, Orders, Record
 from services.worker.package import PackageError
-from services.worker.prepare import Prepared, prepare
+from services.worker.prepare import Prepared, open_dataset, prepare
 from services.worker.reports import Failure, Reached, Report, Reporter
+from services.worker.shards import Reading
 from services.worker.stage import Stager
 from services.worker.watch import Watcher
 
@@ -102,7 +103,7 @@ class Placement:
 
     def tidy(self) -> None:
         """Remove what is uploaded or can be fetched again; journals, logs and reports stay."""
-        for name in ("code", "resume", "checkpoints"):
+        for name in ("code", "resume", "checkpoints", "dataset"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
         for ring in self.folder.glob("*.ring"):
             ring.unlink(missing_ok=True)
@@ -192,9 +193,10 @@ class Placement:
                 if prepared is None:
                     reached = Reached.of(self.placed, follower.state.ranks)
                     return self._reporter.released(reached, clean=True, detail="nothing had been started")
+                reading = prepared.dataset
             else:
-                prepared = None
-            control = Control(self._socket(), self.placed.generation, follower.ring)
+                prepared, reading = None, await self._reading_again(hold)
+            control = Control(self._socket(), self.placed.generation, follower.ring, reading)
             async with control, _running(follower.run()) as following:
                 if prepared is not None:
                     failure = await self._launch(prepared)
@@ -230,6 +232,15 @@ class Placement:
             work.close()  # stopped before its first step, it was never begun
             metrics.PREPARE_SECONDS.observe(time.monotonic() - started)
 
+    async def _reading_again(self, hold: Hold) -> Reading | None:
+        """Go on bringing shards to ranks that an earlier life of the agent started."""
+        try:
+            return await open_dataset(self._context, self.placed, self.member, self.folder, hold)
+        except (CacheError, Transient, OSError) as error:
+            # They may have all that they need; if not, they end when nobody answers them.
+            log.warning("the dataset cannot be taken up again", error=str(error))
+            return None
+
     async def _launch(self, prepared: Prepared) -> Failure | None:
         """Start the ranks; from ``launch.json`` on, a restarted agent looks for them."""
         launch_path = self.folder / "launch.json"
@@ -243,7 +254,7 @@ class Placement:
             folder=str(self.folder),
             socket=str(self._socket()),
             code_folder=str(prepared.code_folder) if prepared.code_folder else None,
-            dataset_folder=str(prepared.dataset_folder) if prepared.dataset_folder else None,
+            dataset_folder=str(prepared.dataset.folder) if prepared.dataset else None,
             dataset_id=self.placed.dataset.dataset_id if self.placed.dataset else None,
             resume_folder=str(prepared.resume_folder) if prepared.resume_folder else None,
             resume=prepared.resume,

@@ -13,6 +13,7 @@ import structlog
 from nats.js.errors import APIError, BadRequestError
 
 from contracts import topology
+from contracts.datasets import SPLITS
 from contracts.events.run import CheckpointRef, Member, RunPlaced
 from services.kit.bus import Transient
 from services.worker.cache import CacheError, Hold
@@ -20,6 +21,7 @@ from services.worker.context import Context
 from services.worker.core.ranks import slot_problem
 from services.worker.gpu_check import Unfit
 from services.worker.package import unpack
+from services.worker.shards import Reading
 from services.worker.together import together
 
 log = structlog.get_logger(__name__)
@@ -33,7 +35,7 @@ class Prepared:
     """All that is needed to start the ranks."""
 
     code_folder: Path | None
-    dataset_folder: Path | None
+    dataset: Reading | None
     resume_folder: Path | None
     resume: CheckpointRef | None
     master: tuple[str, int]
@@ -53,7 +55,7 @@ async def prepare(context: Context, placed: RunPlaced, member: Member, folder: P
     await _check_devices(context, placed, member)
     code, dataset, resume = await together(
         _code(context, placed, folder, hold),
-        _dataset(context, placed, hold),
+        open_dataset(context, placed, member, folder, hold),
         _resume(context, placed, folder, hold),
     )
     master = await _meet(context, placed, member)
@@ -86,18 +88,21 @@ async def _code(context: Context, placed: RunPlaced, folder: Path, hold: Hold) -
     return target
 
 
-async def _dataset(context: Context, placed: RunPlaced, hold: Hold) -> Path | None:
-    dataset = placed.dataset
+async def open_dataset(context: Context, placed: RunPlaced, member: Member, folder: Path, hold: Hold) -> Reading | None:
+    """The dataset's folder: whole for a script, which cannot wait for a shard; for ours as they read it."""
+    dataset, spec = placed.dataset, placed.spec
     if dataset is None:
         return None
-    spec = placed.spec
-    if spec.evaluate is not None:
-        splits: tuple[str, ...] = (spec.evaluate.split,)
-    elif spec.command is not None:
-        splits = ("train", "validation", "test")
-    else:
-        splits = ("train", "validation")
-    return await context.cache.dataset(dataset.manifest_uri, dataset.dataset_id, splits, hold)
+    read = ("train", "validation") if spec.evaluate is None else (spec.evaluate.split,)
+    alone = len(member.ranks) == placed.world_size
+    return await context.cache.dataset(
+        dataset.manifest_uri,
+        dataset.dataset_id,
+        folder / "dataset",
+        hold,
+        whole=SPLITS if spec.command is not None else (),
+        guess=read if spec.command is None and alone else (),
+    )
 
 
 async def _resume(

@@ -64,7 +64,17 @@ class WorkerSettings(Settings):
     #: Seconds of a notice that are left to everything but the run: to say it, and to end.
     notice_margin_s: float = Field(2.0, ge=0)
 
+    #: Where code, checkpoints and shards are kept for the runs of this node: the fastest disk that it has. None:
+    #: ``cache`` in ``data_dir``.
+    cache_dir: Path | None = None
     cache_max_bytes: int = Field(64 * GIB, ge=0)
+    #: A folder shared by nodes in which shards are looked for before the store, and left if it can be written.
+    cache_warm_dir: Path | None = None
+    #: Where the cache cannot hold all that its runs will read: shards come no earlier than so many seconds before they
+    #: are needed. More rides out longer stalls of the store, less fetches less again.
+    cache_ahead_s: float = Field(60.0, gt=0)
+    #: Seconds without a byte of a shard after which another connection is tried.
+    cache_stall_s: float = Field(2.0, gt=0)
     #: Folders of ended runs that are kept for a look at their logs.
     keep_finished: int = Field(5, ge=0)
     package_max_bytes: int = Field(2 * GIB, gt=0)

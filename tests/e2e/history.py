@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import psutil
 
+from contracts.datasets import dataset_uri, shard_uri
 from tests.e2e.support import OVER, Body, Stack, package
 from tests.trainbus.support import exact_dataset
 from trainbus.cli.embedded.launch import read_stack
@@ -136,11 +137,12 @@ class Theatre:
     async def open(cls, stack: Stack, folder: Path) -> Theatre:
         """Put code and data where runs find them."""
         dataset = exact_dataset(folder)
-        base = f"s3://datasets/datasets/{dataset.dataset_id}"
-        files = [path for path in folder.rglob("*") if path.is_file()]
+        for split in dataset.manifest.splits.values():
+            for shard in split.shards:
+                await stack.objects.upload(folder / shard.path, shard_uri("datasets", shard.sha256))
+                await stack.objects.upload(folder / shard.index_path, shard_uri("datasets", shard.index_sha256))
         # The manifest last: with it, the dataset is there.
-        for path in sorted(files, key=lambda path: path.name == "manifest.json"):
-            await stack.objects.upload(path, f"{base}/{path.relative_to(folder).as_posix()}")
+        await stack.objects.upload(folder / "manifest.json", dataset_uri("datasets", dataset.dataset_id))
         code = await stack.upload(package({TASKS.name: TASKS.read_text()}))
         return cls(stack, code, dataset.dataset_id)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,12 @@ import pytest
 import pytest_asyncio
 
 from contracts.events.train import DataSource
+from services.ingestion.decoders import Decoders
+from services.ingestion.features.source import FeatureSource
 from services.ingestion.ingest import Ingest, Ingested
+from services.ingestion.progress import Progress
+from services.ingestion.sources import open_source
+from services.kit.clock import SystemClock
 from services.kit.objects import ObjectInfo, Objects
 from services.kit.reader import Reader
 from services.kit.settings import Settings
@@ -42,17 +48,33 @@ async def reader(s3_settings: Settings) -> AsyncIterator[Reader]:
         yield opened
 
 
+@pytest_asyncio.fixture
+async def decoders() -> AsyncIterator[Decoders]:
+    async with Decoders(1) as opened:
+        yield opened
+
+
 @pytest.fixture
-def ingest(s3_settings: Settings, objects: Objects, reader: Reader, tmp_path: Path) -> Ingesting:
+def ingest(s3_settings: Settings, objects: Objects, reader: Reader, decoders: Decoders, tmp_path: Path) -> Ingesting:
     """Run one ingestion; ``bucket`` takes the result, so that it need not be the earlier one's."""
 
     async def run(
-        data: DataSource, *, concurrency: int = 8, bucket: str | None = None, shuffled: bool = False, **replaced: Any
+        data: DataSource,
+        *,
+        concurrency: int = 8,
+        bucket: str | None = None,
+        shuffled: bool = False,
+        folders: tuple[Path, ...] = (),
+        **replaced: Any,
     ) -> Ingested:
-        settings = s3_settings.model_copy(update={"bucket_datasets": bucket or s3_settings.bucket_datasets})
+        bucket = bucket or s3_settings.bucket_datasets
         store: Any = Shuffled(objects) if shuffled else objects
+        opened = partial(open_source, objects=store, reader=replaced.get("reader", reader), folders=folders)
+        source = opened(data.source)
+        features = FeatureSource(opened, data.features) if data.features is not None else None
+        progress = Progress("test", SystemClock(), None)
         with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
-            work = Ingest(settings, store, replaced.get("reader", reader), Path(folder), data, concurrency)
+            work = Ingest(bucket, store, source, decoders, Path(folder), data, progress, concurrency, features)
             return await work.run()
 
     return run

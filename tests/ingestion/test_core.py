@@ -6,17 +6,17 @@ import math
 import re
 from datetime import UTC, datetime
 from decimal import Decimal
+from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contracts.datasets import SPLITS
-from contracts.events.train import DataSource, Split
+from contracts.events.train import Checks, DataSource, Split
 from services.ingestion.core.keys import (
     MAX_KEY_CHARS,
     SAFE_KEY,
-    Splitter,
     UnsafePath,
     check_path,
     extension,
@@ -25,6 +25,7 @@ from services.ingestion.core.keys import (
     row_key,
     rows_key,
 )
+from services.ingestion.core.reasons import REASONS, Code
 from services.ingestion.core.records import Broken, Sound, json_line, table_row
 from services.ingestion.core.verdict import Fingerprint, Outcome, Tally, objection
 
@@ -74,31 +75,6 @@ def test_litter_is_no_data(path: str, expected: bool) -> None:
     assert is_data(path) is expected
 
 
-@given(st.lists(st.text(max_size=20), max_size=50), st.integers(0, 5))
-def test_a_split_depends_on_the_key_alone(keys: list[str], seed: int) -> None:
-    splitter = Splitter.of(Split(seed=seed))
-    alone = {key: splitter.split_of(key) for key in keys}
-    assert set(alone.values()) <= set(SPLITS)
-    assert alone == {key: Splitter.of(Split(seed=seed)).split_of(key) for key in reversed(keys)}
-
-
-@pytest.mark.parametrize(
-    ("split", "expected"),
-    [
-        (Split(), (0.8, 0.1, 0.1)),
-        (Split(train=0.5, validation=0.0, test=0.5), (0.5, 0.0, 0.5)),
-        (Split(train=0.7, validation=0.3, test=0.0), (0.7, 0.3, 0.0)),
-        (Split(train=1.0, validation=0.0, test=0.0), (1.0, 0.0, 0.0)),
-    ],
-)
-def test_shares_are_met_and_a_share_of_zero_stays_empty(split: Split, expected: tuple[float, ...]) -> None:
-    splitter = Splitter.of(split)
-    found = [splitter.split_of(f"key{i}") for i in range(5000)]
-    for name, share in zip(SPLITS, expected, strict=True):
-        part = found.count(name) / len(found)
-        assert part == 0 if share == 0 else abs(part - share) < 0.03
-
-
 @pytest.mark.parametrize(
     ("line", "code"),
     [
@@ -140,13 +116,24 @@ def test_a_table_row_takes_jsons_types() -> None:
 SOURCE = DataSource(source="s3://lake/digits", format="images")
 
 
-def outcome(accepted: int, broken: int, *, train: int | None = None, files: tuple[int, int] = (1000, 0)) -> Outcome:
-    tally = Tally(objects=files[0])
-    train = accepted if train is None else train
+def outcome(
+    accepted: int,
+    broken: int,
+    *,
+    test: int = 1,
+    files: tuple[int, int] = (1000, 0),
+    code: str = "truncated",
+    of_class_b: tuple[int, int] = (0, 0),
+    leak: tuple[str, str, str, str] | None = None,
+) -> Outcome:
+    """One record in validation, ``test`` in test, the others in train; ``of_class_b`` sound and broken ones of b."""
+    tally = Tally(objects=files[0], leak=leak)
     for i in range(accepted):
-        tally.accept("train" if i < train else "test", 1, "a", False)
+        split = "test" if i < test else "validation" if i == test else "train"
+        tally.accept(split, 1, "b" if i < of_class_b[0] else "a")
     for i in range(broken):
-        tally.set_aside("truncated", f"s3://lake/digits/{i}.png: cut", whole_object=False)
+        label = "b" if i < of_class_b[1] else "a"
+        tally.set_aside(code, f"s3://lake/digits/{i}.png: cut", whole_object=False, label=label)
     tally.broken_objects = files[1]
     return Outcome.of(tally.to_dict())
 
@@ -160,7 +147,12 @@ def outcome(accepted: int, broken: int, *, train: int | None = None, files: tupl
         (outcome(990, 1, files=(10, 1)), "1 of 10 files"),
         (outcome(0, 3), "all 3 records are broken"),
         (outcome(0, 0), "there is no record in it"),
-        (outcome(5, 0, train=0), "train split"),
+        (outcome(5, 0, test=4), "falls into the train split: add data"),
+        (outcome(5, 0, test=0), "falls into the test split: add data"),
+        (outcome(998, 2, of_class_b=(98, 2)), "2 of 100 records of the class 'b' .*2.0%"),
+        (outcome(999, 1, of_class_b=(9, 1)), None),
+        (outcome(900, 30, code="schema_drift", files=(100, 30)), "schema of .* changed: 30 of 100 files"),
+        (outcome(9, 0, leak=("a", "train", "b", "test")), "test split leaks into the train split: a .* and b "),
     ],
 )
 def test_the_verdict_says_what_to_change(found: Outcome, says: str | None) -> None:
@@ -173,12 +165,35 @@ def test_the_verdict_says_what_to_change(found: Outcome, says: str | None) -> No
 
 
 def test_the_fingerprint_covers_what_the_index_depends_on() -> None:
-    def of(data: DataSource, etag: str = "e") -> str:
+    def of(data: DataSource, etag: str = "e", written_us: int = 5) -> str:
         fingerprint = Fingerprint(data)
-        fingerprint.add("digits/a.png", etag, 3)
+        fingerprint.add("digits/a.png", etag, 3, written_us)
         return fingerprint.hexdigest()
 
     same = SOURCE.model_copy(update={"shard_bytes": 2**20, "max_bad_fraction": 0.5})
-    assert of(SOURCE) == of(same)
-    others = [SOURCE.model_copy(update={"split": Split(seed=1)}), SOURCE.model_copy(update={"source": "s3://lake/x"})]
-    assert len({of(SOURCE), of(SOURCE, "f"), *map(of, others)}) == 4
+    assert of(SOURCE) == of(same) == of(SOURCE, written_us=6)
+    others = [
+        SOURCE.model_copy(update={"split": Split(seed=1)}),
+        SOURCE.model_copy(update={"source": "s3://lake/x"}),
+        SOURCE.model_copy(update={"checks": Checks(required=("x",))}),
+        SOURCE.model_copy(update={"statistics": False}),
+    ]
+    assert len({of(SOURCE), of(SOURCE, "f"), *map(of, others)}) == 6
+    timed = SOURCE.model_copy(update={"checks": Checks(time_field="t")})
+    assert of(timed) != of(timed, written_us=6), "a time may not lie after its object was written"
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes"), [(("10", "2", "1"), ("1", "2", "10")), (("10", "2", "b"), ("10", "2", "b")), ((), ())]
+)
+def test_classes_that_are_numbers_are_sorted_as_such(labels: tuple[str, ...], classes: tuple[str, ...]) -> None:
+    tally = Tally()
+    for label in labels:
+        tally.accept("train", 1, label)
+    assert tally.classes() == classes
+
+
+def test_every_reason_is_told() -> None:
+    assert set(REASONS) == set(get_args(Code))
+    documented = Path("docs/datasets.md").read_text()
+    assert [code for code, text in REASONS.items() if f"| `{code}` | {text} |" not in documented] == []

@@ -7,10 +7,14 @@ import zlib
 
 import pytest
 
+from contracts.events.train import DataSource
 from services.ingestion.core.records import Broken, Sound
-from services.ingestion.formats.images import MAX_IMAGE_BYTES, judge, refuse_unread
+from services.ingestion.decoders import with_content
+from services.ingestion.formats.images import ImageJudge, Labelled, refuse_unread
 from tests.support_data import image_bytes
 
+JUDGE = ImageJudge(DataSource(source="s3://lake/x", format="images"))
+MAX_BYTES = 64 * 2**20
 PNG, JPEG = image_bytes(1, size=64), image_bytes(1, "JPEG", size=64)
 
 
@@ -41,7 +45,7 @@ def flipped(content: bytes, at: int) -> bytes:
     ],
 )
 def test_broken_images(path: str, content: bytes, codes: set[str]) -> None:
-    found = judge(path, content, "a", 2**20)
+    found = JUDGE.judge(Labelled(path, "a"), content)
     assert isinstance(found, Broken)
     assert found.code in codes
     assert found.sha256
@@ -50,10 +54,10 @@ def test_broken_images(path: str, content: bytes, codes: set[str]) -> None:
 
 @pytest.mark.parametrize(
     ("path", "size", "code"),
-    [("a/x.txt", 3, "unknown_extension"), ("a/x.png", 0, "empty"), ("a/x.png", MAX_IMAGE_BYTES + 1, "oversized")],
+    [("a/x.txt", 3, "unknown_extension"), ("a/x.png", 0, "empty"), ("a/x.png", MAX_BYTES + 1, "oversized")],
 )
 def test_what_the_listing_tells(path: str, size: int, code: str) -> None:
-    found = refuse_unread(path, size)
+    found = refuse_unread(path, size, MAX_BYTES)
     assert found is not None
     assert found.code == code
 
@@ -61,9 +65,11 @@ def test_what_the_listing_tells(path: str, size: int, code: str) -> None:
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF"])
 def test_sound_images_keep_their_bytes(kind: str) -> None:
     content = image_bytes(2, kind)
-    found = judge(f"b/x.{kind.lower()}", content, "b", 2**20)
+    found = JUDGE.judge(Labelled(f"b/x.{kind.lower()}", "b"), content)
     assert isinstance(found, Sound)
-    assert (found.content, found.ext, found.label, found.key) == (content, kind.lower(), "b", "b/x")
-    large = judge(f"b/x.{kind.lower()}", content, "b", 10)
-    assert isinstance(large, Sound)
-    assert large.content is None
+    assert (found.size, found.ext, found.label, found.key) == (len(content), kind.lower(), "b", "b/x")
+    assert found.measures
+    kept = with_content(found, content, 2**20)
+    assert isinstance(kept, Sound)
+    assert kept.content == content
+    assert with_content(found, content, 10) is found

@@ -12,8 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from contracts.events.train import DataSource, Split
-from services.ingestion import ingest as ingest_module
-from services.ingestion import packs
+from services.ingestion import packs, whole_files
 from services.kit.bus import Poison
 from services.kit.objects import Objects
 from services.kit.reader import Changed, Pinned, Reader
@@ -122,7 +121,7 @@ async def test_timing_never_shows_in_the_result(
     ingest: Ingesting, objects: Objects, lake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Concurrency 1 and 8, an ordered and a shuffled listing: the same bytes."""
-    monkeypatch.setattr(ingest_module, "BATCH_IMAGES", 7)
+    monkeypatch.setattr(whole_files, "BATCH_FILES", 7)
     monkeypatch.setattr(packs, "PACK_BYTES", 2000)
     await fill(objects, f"{lake}/digits", {**digits_lake(50), "0/broken.png": b"no"})
     data = DataSource(source=f"{lake}/digits", format="images")

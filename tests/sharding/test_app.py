@@ -20,17 +20,20 @@ from typing import Any
 import pytest
 from nats.js.errors import NoKeysError
 
-from contracts import topology
+from contracts import shard_index, topology
 from contracts.base import short_hash
-from contracts.datasets import SPLITS, Manifest, dataset_uri
+from contracts.datasets import SPLITS, Manifest, shard_uri
 from contracts.envelope import Envelope
 from contracts.events.dataset import DatasetIngested, DatasetIngestFailed, DatasetSharded
 from contracts.events.run import RunPrepared, RunPrepareFailed
-from contracts.events.train import DatasetRef, DataSource, IngestRequested
+from contracts.events.train import DatasetRef, DataSource, IngestRequested, Split
 from services.ingestion import app as ingestion_app
 from services.ingestion import ingest as ingest_module
 from services.ingestion import packs
+from services.ingestion.decoders import Decoders
 from services.ingestion.ingest import Ingest
+from services.ingestion.progress import Progress as IngestProgress
+from services.ingestion.sources import open_source
 from services.kit.bus import Bus
 from services.kit.clock import SystemClock
 from services.kit.objects import Objects
@@ -61,16 +64,20 @@ async def samples(objects: Objects, settings: Settings, prepared: RunPrepared) -
     found: Samples = {split: {} for split in SPLITS}
     for split in SPLITS:
         for shard in manifest.splits[split].shards:
-            where = dataset_uri(settings.bucket_datasets, prepared.dataset_id, "")
-            archive, index = await objects.get(where + shard.path), await objects.get(where + shard.index_path)
+            archive, index = [
+                await objects.get(shard_uri(settings.bucket_datasets, sha256))
+                for sha256 in (shard.sha256, shard.index_sha256)
+            ]
             assert hashlib.sha256(archive).hexdigest() == shard.sha256
             assert hashlib.sha256(index).hexdigest() == shard.index_sha256
             with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
                 members = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
-            for sample in json.loads(index)["samples"]:
-                files = {e: archive[at : at + size] for e, (at, size) in sample["fields"].items()}
-                assert files == {extension: members[f"{sample['key']}.{extension}"] for extension in files}
-                found[split][sample["key"]] = files
+            samples = shard_index.decode(index)
+            for row in range(samples.samples):
+                key = samples.key(row)
+                files = {e: archive[at : at + size] for e, (at, size) in samples.places(row).items()}
+                assert files == {extension: members[f"{key}.{extension}"] for extension in files}
+                found[split][key] = files
     return found
 
 
@@ -147,7 +154,7 @@ async def test_what_cannot_be_used_fails_within_seconds_and_disturbs_nothing(
     lake = f"s3://{s3_settings.bucket_lake}"
     await fill(objects, f"{lake}/bad", digits_lake(6) | {"0/x.png": b"no", "1/y.png": b"image"})
     await fill(objects, f"{lake}/good", {"rows.jsonl": b"".join(b'{"a":%d}\n' % i for i in range(20))})
-    cases = {
+    cases: dict[str, tuple[DataSource | DatasetRef, str]] = {
         "missing-bucket": (DataSource(source="s3://no-such-bucket-here/x", format="images"), "no bucket"),
         "missing-prefix": (DataSource(source=f"{lake}/nowhere", format="images"), "no object under"),
         "too-many-bad": (DataSource(source=f"{lake}/bad", format="images"), "2 of 8 .* max_bad_fraction|2 of 8"),
@@ -175,12 +182,13 @@ async def test_content_that_changed_after_ingestion_is_refused(
     lake = f"s3://{s3_settings.bucket_lake}/big"
     monkeypatch.setattr(ingest_module, "KEEP_BELOW_BYTES", 100)
     large = {f"a/{i}.bmp": image_bytes(i, "BMP") for i in range(3)}
+    data = DataSource(source=lake, format="images", split=Split(train=1, validation=0, test=0))
     await fill(objects, lake, large)
     async with running(ingestion_app.build(s3_settings)):
-        await bus.publish(accepted("r1", DataSource(source=lake, format="images")))
+        await bus.publish(accepted("r1", data))
         await until("dataset.r1.ingested")
         await objects.put(f"{lake}/a/1.bmp", image_bytes(99, "BMP"))
-        await bus.publish(accepted("r2", DataSource(source=lake, format="images")))
+        await bus.publish(accepted("r2", data))
         await until("dataset.r2.ingested")
     async with running(sharding_app.build(s3_settings)):
         failed, fine = (await until(*verdict("r1"))).event, (await until(*verdict("r2"))).event
@@ -238,16 +246,15 @@ class Crashing:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._objects, name)
-        if name not in ("put", "upload"):
+        if name not in ("put", "upload", "put_file"):
             return method
 
         async def write(*args: Any, **kwargs: Any) -> None:
             self._left -= 1
-            if self._left >= 0:
-                return await method(*args, **kwargs)
-            if self._made:
+            if self._left >= 0 or self._made:
                 await method(*args, **kwargs)
-            raise Crash
+            if self._left < 0:
+                raise Crash
 
         return write
 
@@ -264,12 +271,13 @@ async def test_a_crash_at_any_write_changes_nothing(
 
     async def work(store: Any, bucket: str) -> str:
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
-        settings = s3_settings.model_copy(update={"bucket_datasets": bucket})
-        result = await Ingest(settings, store, reader, folder, data).run()
+        source = open_source(data.source, store, reader)
+        said = IngestProgress("r1", SystemClock(), None)
+        result = await Ingest(bucket, store, source, decoders, folder, data, said).run()
         ingested = ingestion_app.ingested_fact("r1", "r1", data, result)
         return (await Shard(store, reader, folder, ingested, bucket).run()).dataset_id
 
-    async with Reader(s3_settings) as reader:
+    async with Reader(s3_settings) as reader, Decoders(1) as decoders:
         for at_write in itertools.count():
             bucket = f"crash-{s3_settings.bucket_datasets}-{at_write}"
             crashed = False

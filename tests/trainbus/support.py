@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -17,7 +18,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from contracts.events.train import TrainRequested
+from contracts import shard_index
+from contracts.datasets import SPLITS, Format, Manifest, SplitFiles, split_config_hash
+from contracts.events.dataset import ShardFile
+from contracts.events.train import Split, TrainRequested
 from contracts.progress import ring_name
 from contracts.ranks import JOURNAL_LINE, JournalLine, Launch
 from services.worker.ring import RingReader
@@ -71,51 +75,53 @@ def write_dataset(
     folder: Path,
     splits: Mapping[str, Samples],
     *,
-    format: str = "images",
+    format: Format = "images",
     classes: Iterable[str] = (),
     per_shard: int = 50,
 ) -> str:
     """Write shards, indexes and manifest; return the dataset's id."""
-    manifest: dict[str, Any] = {
-        "version": 1,
-        "format": format,
-        "fingerprint": "0" * 64,
-        "split_config_hash": "1" * 64,
-        "classes": list(classes),
-        "splits": {},
-    }
-    for split in ("train", "validation", "test"):
+    files: dict[str, SplitFiles] = {}
+    for split in SPLITS:
         samples = list(splits.get(split, ()))
-        shards = []
-        for number, first in enumerate(range(0, len(samples), per_shard)):
-            shards.append(_write_shard(folder, f"{split}/shard-{number:05d}", samples[first : first + per_shard]))
-        manifest["splits"][split] = {"samples": len(samples), "shards": shards}
-    data = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
+        shards = [
+            ShardFile(**_write_shard(folder, f"{split}/shard-{number:05d}", samples[first : first + per_shard]))
+            for number, first in enumerate(range(0, len(samples), per_shard))
+        ]
+        files[split] = SplitFiles(samples=len(samples), shards=tuple(shards))
+    manifest = Manifest(
+        format=format,
+        source="s3://lake/made",
+        fingerprint="0" * 64,
+        split=Split(),
+        split_config_hash=split_config_hash(Split()),
+        classes=tuple(classes),
+        splits=files,
+    )
+    data = manifest.to_bytes()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "manifest.json").write_bytes(data)
     return hashlib.sha256(data).hexdigest()
 
 
 def _write_shard(folder: Path, name: str, samples: list[tuple[str, dict[str, bytes]]]) -> dict[str, Any]:
-    path, index_path = folder / f"{name}.tar", folder / f"{name}.idx.json"
+    path, index_path = folder / f"{name}.tar", folder / f"{name}.idx"
     path.parent.mkdir(parents=True, exist_ok=True)
-    entries = []
+    fields: dict[str, tuple[list[int], list[int]]] = {name: ([], []) for _, content in samples for name in content}
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
-        for key, fields in samples:
-            places = {}
-            for extension, data in fields.items():
+        for key, content in samples:
+            for extension, data in content.items():
                 info = tarfile.TarInfo(f"{key}.{extension}")
                 info.size = len(data)
-                places[extension] = [tar.offset + tarfile.BLOCKSIZE, len(data)]
+                fields[extension][0].append(tar.offset + tarfile.BLOCKSIZE)
+                fields[extension][1].append(len(data))
                 tar.addfile(info, io.BytesIO(data))
-            entries.append({"key": key, "fields": places})
-    index_path.write_text(json.dumps({"version": 1, "samples": entries}))
+    index_path.write_bytes(shard_index.encode([key for key, _ in samples], fields))
     return {
         "path": f"{name}.tar",
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
         "size_bytes": path.stat().st_size,
         "samples": len(samples),
-        "index_path": f"{name}.idx.json",
+        "index_path": f"{name}.idx",
         "index_sha256": hashlib.sha256(index_path.read_bytes()).hexdigest(),
     }
 
@@ -201,16 +207,17 @@ class FakeAgent:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            self._connections.append(connection)
             threading.Thread(target=self._read, args=(connection,), daemon=True).start()
 
     def _read(self, connection: socket.socket) -> None:
-        with connection.makefile("rb") as lines:
+        with contextlib.suppress(ConnectionError), connection.makefile("rb") as lines:
             for line in lines:
+                said = json.loads(line) if line.strip() else {}
                 with self.changed:
-                    if line.strip():
-                        self.hellos.append(json.loads(line))
-                    else:
+                    if said.get("kind") == "hello":
+                        self._connections.append(connection)
+                        self.hellos.append(said)
+                    elif not said:
                         self.rings += 1
                     self.changed.notify_all()
 

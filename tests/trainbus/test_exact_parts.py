@@ -15,8 +15,9 @@ from tests.trainbus.exact_tasks import CLASSES, MLP, samples
 from tests.trainbus.support import linear_dataset, write_dataset
 from tests.trainbus.test_trainer import Linear, train
 from trainbus.data.dataset import Dataset
-from trainbus.data.loader import sample_generator
-from trainbus.data.sampler import Sampler, ShuffledOrder
+from trainbus.data.loader import Loading, sample_generator
+from trainbus.data.order import LaneOrder
+from trainbus.data.sampler import Sampler
 from trainbus.trainer import environment
 from trainbus.trainer.ema import MovingAverage
 from trainbus.trainer.feed import Feed
@@ -101,10 +102,10 @@ def test_a_variation_of_a_sample_is_a_function_of_seed_epoch_and_sample(tmp_path
     dataset = Dataset(tmp_path, dataset_id)
     split = dataset.split("train")
     training = Training(epochs=3, global_batch=16, seed=5)
-    sampler = Sampler(ShuffledOrder(dataset_id, 40, 5), 16, 120)
+    sampler = Sampler(LaneOrder(dataset_id, dataset.shard_samples("train"), 5), 16, 120)
 
     def images(leaves: int, consumed: int, steps: int) -> torch.Tensor:
-        feed = Feed(MLP(), split, sampler, training, range(leaves), leaves)
+        feed = Feed(Loading(MLP(), split), sampler, training, range(leaves), leaves)
         return torch.cat(
             [
                 m.batch[0]

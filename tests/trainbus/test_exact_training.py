@@ -79,7 +79,7 @@ class Generation:
             (line.step, name): value
             for line in metrics
             for name, value in line.values.items()
-            if name != "train/samples_per_s"
+            if name not in ("train/samples_per_s", "train/data_wait_s")
         }
 
     def checkpoint(self, step: int) -> Path:

@@ -2,6 +2,7 @@
 
 import array
 import contextlib
+import hashlib
 import json
 import os
 import signal
@@ -67,10 +68,28 @@ if params.get("deaf"):
 step = (launch.get("resume") or {}).get("step", 0)
 if launch.get("resume_folder"):
     assert json.loads((Path(launch["resume_folder"]) / "state_0.json").read_text())["step"] == step
+shards, arrival = [], None
+if params.get("read"):
+    from contracts.events.dataset import ShardFile
+    from trainbus.data.arrival import Arrival
+    from trainbus.data.reader import DatasetError
+
+    dataset = Path(launch["dataset_folder"])
+    manifest = json.loads((dataset / "manifest.json").read_bytes())
+    shards = [ShardFile.model_validate(shard) for shard in manifest["splits"]["train"]["shards"]]
+    arrival = Arrival(Path(launch["socket"]), dataset, rank=rank, generation=launch["generation"], patience_s=60)
 print(f"rank {rank} starts at {step}", flush=True)
 say(kind="started", step=step, samples_consumed=step * 8)
 while step < params["steps"]:
     step += 1
+    if arrival is not None:
+        shard = shards[(step - 1) % len(shards)]
+        try:
+            arrival.wait(shard)
+        except DatasetError as error:
+            say(kind="ended", outcome="failed", step=step, error=str(error))
+            sys.exit(1)
+        assert hashlib.sha256((dataset / shard.path).read_bytes()).hexdigest() == shard.sha256
     time.sleep(params.get("step_s", 0.01))
     say(kind="metrics", step=step, values={"loss": 1 / step}, samples_consumed=step * 8, epoch=1)
     print(f"step {step}", flush=True)

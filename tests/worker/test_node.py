@@ -17,6 +17,7 @@ from services.worker import node
 from services.worker.cache import Cache
 from services.worker.node import Gpu, cpu_limit, find_gpus, inventory, memory_limit_bytes, visible_gpus
 from services.worker.settings import WorkerSettings
+from services.worker.shard_files import shard_path
 from services.worker.system import gpu_values
 from tests.worker.conftest import World
 
@@ -168,11 +169,12 @@ def test_datasets_that_are_whole_in_the_cache(tmp_path: Path) -> None:
     for name, shards in (("a", 2), ("b", 1), ("c", 0)):
         folder = tmp_path / "datasets" / name
         folder.mkdir(parents=True)
-        content = {"splits": {"train": {"shards": [{"path": f"train/{number}.tar"} for number in range(2)]}}}
+        content = {"splits": {"train": {"shards": [{"sha256": f"{name}{number}" * 32} for number in range(2)]}}}
         (folder / "manifest.json").write_text(json.dumps(content) if shards else "cut sho")
-        (folder / "train").mkdir()
         for number in range(shards):
-            (folder / "train" / f"{number}.tar").touch()
+            path = shard_path(tmp_path / "shards", f"{name}{number}" * 32)
+            path.parent.mkdir(parents=True)
+            path.touch()
     assert cache.datasets() == ("a",)
 
 

@@ -6,8 +6,10 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from contracts.datasets import dataset_uri, shard_uri
 from contracts.events.checkpoint import CheckpointStaged
 from contracts.events.run import CheckpointRef, RunExited, RunPreempting, RunPrepared, RunReleased
+from services.kit.objects import hash_file
 from services.worker.app import build
 from tests.trainbus.support import LINEAR_TASK, linear_dataset
 from tests.worker.conftest import World, package, ranks_of, until
@@ -15,13 +17,13 @@ from tests.worker.conftest import World, package, ranks_of, until
 
 async def test_training_is_stopped_resumed_on_fewer_slots_and_evaluated(world: World, tmp_path: Path) -> None:
     dataset = linear_dataset(tmp_path / "dataset")
-    base = f"s3://{world.settings.bucket_datasets}/datasets/{dataset.dataset_id}"
+    bucket = world.settings.bucket_datasets
+    manifest_uri = dataset_uri(bucket, dataset.dataset_id)
+    await world.objects.upload(dataset.folder / "manifest.json", manifest_uri)
     for file in dataset.folder.rglob("*"):
         if file.is_file():
-            await world.objects.upload(file, f"{base}/{file.relative_to(dataset.folder).as_posix()}")
-    prepared = RunPrepared(
-        run_id="r1", dataset_id=dataset.dataset_id, manifest_uri=f"{base}/manifest.json", train_samples=100
-    )
+            await world.objects.upload(file, shard_uri(bucket, hash_file(file)))
+    prepared = RunPrepared(run_id="r1", dataset_id=dataset.dataset_id, manifest_uri=manifest_uri, train_samples=100)
     await world.upload_code(package({"task.py": LINEAR_TASK.encode()}))
     service = build(world.settings.model_copy(update={"warm": True, "commit_patience_s": 10.0}))
     running = asyncio.create_task(service.run())

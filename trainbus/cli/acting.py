@@ -132,8 +132,12 @@ def data_field(text: str, data_format: str | None, given: Any = None) -> dict[st
     """
     if re.fullmatch(r"[0-9a-f]{64}", text):
         return {"dataset_id": text}
-    if not text.startswith("s3://"):
-        raise CliError(f"--data {text!r}: give an s3:// location, or the id of a dataset (`trainbus datasets`)", USAGE)
+    if not text.startswith(("s3://", "file:///")):
+        raise CliError(
+            f"--data {text!r}: give an s3:// location, a file:/// one that the stack may read, or the id of a dataset "
+            "in full (`trainbus datasets show NAME` tells it)",
+            USAGE,
+        )
     suffix = text.rsplit("/", 1)[-1].rpartition(".")[2].lower()
     guessed = {"jsonl": "jsonl", "parquet": "parquet", "txt": "text"}.get(suffix, "images")
     kept = given if isinstance(given, dict) and "source" in given else {}

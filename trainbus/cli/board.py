@@ -222,7 +222,7 @@ class Board:
                 {kind.code: kind.count for kind in event.quarantined},
                 dict(event.split_counts),
             )
-        elif isinstance(event, dataset.DatasetIngestFailed):
+        elif isinstance(event, dataset.DatasetIngestFailed | dataset.DatasetShardFailed):
             self.datasets[event.ingestion_id] = DatasetView(event.ingestion_id, failed=event.reason)
         elif isinstance(event, dataset.DatasetSharded):
             for view in self.datasets.values():
@@ -454,6 +454,9 @@ _TEXT: dict[type[Any], Callable[[Any], str]] = {
     run.RunStraggler: lambda e: (
         f"rank {e.rank} on {e.node_id} takes {e.factor:.2f} times the others' time for its steps"
     ),
+    run.RunStarved: lambda e: (
+        f"rank {e.rank} on {e.node_id} waits for data {e.wait_share:.0%} of its time ({e.bound_by}): {e.hint}"
+    ),
     run.RunPreempting: lambda e: f"asked to let go within {e.grace_s:g} s: {e.reason}",
     run.RunReleased: lambda e: f"let go of {e.node_id} at step {e.step}" + ("" if e.clean else " (not all committed)"),
     run.RunExited: _exited,
@@ -480,6 +483,7 @@ _TEXT: dict[type[Any], Callable[[Any], str]] = {
     checkpoint.CheckpointRepaired: lambda e: f"a blob of the checkpoint of step {e.step} repaired by {e.node_id}",
     dataset.DatasetIngested: _ingested,
     dataset.DatasetIngestFailed: lambda e: f"ingestion failed: {e.reason}",
+    dataset.DatasetShardFailed: lambda e: f"sharding failed: {e.reason}",
     dataset.DatasetSharded: lambda e: f"sharded: {e.row_count:,} samples in {e.shard_count} shards",
     model.ModelPromoted: lambda e: f"champion v{e.version} is {e.run_id}" + (" (rolled back)" if e.rollback else ""),
     node.NodeJoined: lambda e: f"joined with {e.slots} {e.accelerator} slots",

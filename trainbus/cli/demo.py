@@ -267,7 +267,7 @@ async def _follow_facts(demo: Demo, link: Link, start: int, changed: asyncio.Eve
 
 async def _follow_progress(demo: Demo, link: Link, changed: asyncio.Event) -> None:
     start = await link.last_sequence(topology.PROGRESS) + 1
-    async for batch in link.follow(topology.PROGRESS, start_sequence=start):
+    async for batch in link.follow(topology.PROGRESS, subjects.progress(), start_sequence=start):
         for stored in batch:
             event: run.RunProgress = stored.event
             view = demo.board.runs.get(event.run_id)

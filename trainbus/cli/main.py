@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from trainbus.cli import checkpoints, scheduler, simulate
+from trainbus.cli import checkpoints, datasets, scheduler, simulate
 from trainbus.cli.errors import FAILED, USAGE, CliError
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(checkpoints.app, name="checkpoints")
+app.add_typer(datasets.app, name="datasets")
 app.add_typer(scheduler.app, name="scheduler")
 
 DataDir = Annotated[
@@ -369,14 +370,6 @@ def drain(
 
 
 @app.command(rich_help_panel="Cluster")
-def datasets(data_dir: DataDir = None, as_json: Json = False) -> None:
-    """List the datasets."""
-    from trainbus.cli import reading
-
-    _run(reading.datasets(_address(data_dir), as_json=as_json))
-
-
-@app.command(rich_help_panel="Cluster")
 def models(data_dir: DataDir = None, as_json: Json = False) -> None:
     """List the registered models and their champions."""
     from trainbus.cli import reading
@@ -400,3 +393,7 @@ def main() -> None:
     except json.JSONDecodeError as error:
         print(f"trainbus: a file of the stack is damaged: {error}", file=sys.stderr)
         sys.exit(FAILED)
+
+
+if __name__ == "__main__":
+    main()

@@ -241,18 +241,6 @@ async def nodes(address: Address, *, as_json: bool) -> None:
         render.console().print(found if views else "no node has joined yet: `trainbus service worker` starts one")
 
 
-async def datasets(address: Address, *, as_json: bool) -> None:
-    """Print what was ingested and sharded."""
-    async with connect(address) as link:
-        # Data that was sharded before is known by what its run was told alone.
-        board = board_of(await link.read(subjects.dataset(), subjects.fact("run", subjects.ANY, "prepared")))
-    if as_json:
-        print(render.as_json(list(board.datasets.values())))
-    else:
-        found = render.datasets(board.datasets.values())
-        render.console().print(found if board.datasets else "no datasets yet: a run with `--data s3://...` makes one")
-
-
 async def models(address: Address, *, as_json: bool) -> None:
     """Print each model's champion."""
     async with connect(address) as link:

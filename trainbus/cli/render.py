@@ -15,7 +15,7 @@ from rich.console import Console, Group
 from rich.markup import escape as escape
 from rich.table import Table
 
-from trainbus.cli.board import Board, DatasetView, ModelView, Moment, NodeView, RunView
+from trainbus.cli.board import Board, ModelView, Moment, NodeView, RunView
 
 STATE_STYLE = {
     "completed": "green",
@@ -38,7 +38,6 @@ STATE_STYLE = {
 }
 #: Columns whose values are of use only in one piece.
 UNBROKEN = ("run", "state", "metric", "verdict", "node", "dataset", "manifest")
-SPLITS = ("train", "validation", "test")
 #: Without a terminal there is no width to fit; long lines are better than broken ones.
 PLAIN_WIDTH = 160
 #: Columns of a terminal from which on tables show what can also be had from `trainbus show`.
@@ -268,22 +267,6 @@ def nodes(views: Iterable[NodeView], board: Board, now: datetime) -> Group:
 
 def _awry(view: NodeView) -> bool:
     return view.state in ("draining", "notice", "unfit")
-
-
-def datasets(views: Iterable[DatasetView]) -> Table:
-    """One line a dataset, however often it was asked for; and one for each attempt that gave none."""
-    made = table("dataset", "source", "format", "records", "quarantined", "splits", "size", right=("records", "size"))
-    for view in {each.dataset_id or each.ingestion_id: each for each in views}.values():
-        bad = ", ".join(f"{count} {code}" for code, count in view.quarantined.items())
-        splits = " ".join(f"{name}={view.split_counts[name]}" for name in SPLITS if name in view.split_counts)
-        if view.failed:
-            made.add_row("[red]failed[/]", escape(view.failed), "", "", "", "", "")
-            continue
-        made.add_row(
-            (view.dataset_id or "")[:16], escape(view.source), view.format, f"{view.accepted:,}", bad, splits,
-            size(view.size_bytes) if view.size_bytes else "",
-        )  # fmt: skip
-    return made
 
 
 def models(views: Iterable[ModelView], now: datetime) -> Table:

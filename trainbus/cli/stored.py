@@ -22,8 +22,9 @@ from services.kit.objects import Missing, Objects, blob_sha256, hash_file, split
 from trainbus.cli import render
 from trainbus.cli.address import Address
 from trainbus.cli.errors import USAGE, CliError
-from trainbus.cli.link import Link, Stored, connect, hush
+from trainbus.cli.link import Link, Stored, connect
 from trainbus.cli.reading import resolve
+from trainbus.cli.store import store as reachable
 
 FACTS = (
     checkpoint.CheckpointCommitted,
@@ -37,7 +38,6 @@ PARALLEL = 4
 #: Differences that a table shows; JSON has them all.
 SHOWN = 40
 ANSWER_S = 10.0
-PATIENCE_S = 5.0
 
 
 @dataclass(slots=True)
@@ -94,12 +94,9 @@ async def read_kept(link: Link, run_id: str = subjects.ANY) -> dict[str, Kept]:
 @asynccontextmanager
 async def store(address: Address) -> AsyncIterator[Objects]:
     """The object store; what goes wrong with it ends the command in words."""
-    hush()
     try:
-        async with Objects(address.settings(), patience_s=PATIENCE_S) as objects:
+        async with reachable(address) as objects:
             yield objects
-    except Transient as error:
-        raise CliError(f"the object store at {address.s3_endpoint} does not answer: {error}") from error
     except Damaged as error:
         raise CliError(f"{error}: `trainbus checkpoints verify --repair` looks for another copy") from error
     except Missing as error:

@@ -1,20 +1,33 @@
-"""Reads, decodes and collates ahead of the training step, in one thread."""
+"""Makes batches of samples ahead of the training step: in a thread, or in worker processes."""
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterable
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
+from trainbus.data.decoding import DecodeFailed, Job, decode, sample_generator
 from trainbus.data.reader import SplitReader
-from trainbus.data.sampler import Ids, Sampler
-from trainbus.task import Task
+from trainbus.data.sampler import Ids, Picked
+from trainbus.data.waits import Waits
+from trainbus.data.workers import Workers
+from trainbus.task import Task, TaskError
+
+__all__ = ["Loading", "MicroBatch", "ahead", "pipelined", "sample_generator", "to_device"]
 
 T = TypeVar("T")
+_NO_IDS: Ids = np.empty(0, dtype=np.int64)
+#: Seconds that a batch which nobody wants any more may take when the process ends.
+LAST_BATCH_S = 10.0
+#: The threads that make batches, and what tells each to end.
+_RUNNING: dict[threading.Thread, threading.Event] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,46 +36,105 @@ class MicroBatch:
 
     samples: int
     batch: Any | None
-    keys: tuple[str, ...] = field(default=())
+    ids: Ids = field(default_factory=lambda: _NO_IDS)
+    reader: SplitReader | None = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The samples' keys, looked up when they are asked for."""
+        return () if self.reader is None else self.reader.keys(self.ids)
 
 
-def load(task: Task, reader: SplitReader, ids: Ids, augment: Callable[[int, Any], Any] | None = None) -> MicroBatch:
-    """Read and decode the samples and make one batch of them.
+class Loading:
+    """Makes batches of one split's samples as a task says, whoever does the work.
 
-    ``augment`` is given the place of an example among ``ids``, and the example.
+    What a batch holds is a function of the task, its samples and, where they are augmented, their epochs and the seed.
     """
-    if len(ids) == 0:
-        return MicroBatch(0, None)
-    samples = [reader[int(i)] for i in ids]
-    examples = [task.decode(sample.fields) for sample in samples]
-    if augment is not None:
-        examples = [augment(place, example) for place, example in enumerate(examples)]
-    return MicroBatch(len(samples), task.collate(examples), tuple(sample.key for sample in samples))
+
+    def __init__(
+        self,
+        task: Task,
+        reader: SplitReader,
+        *,
+        workers: Workers | None = None,
+        waits: Waits | None = None,
+        pin: bool = False,
+    ) -> None:
+        """Load nothing yet.
+
+        Args:
+            workers: processes that decode; None: the thread that asks does.
+            waits: where the time is counted.
+            pin: put batches into pinned memory, from where CUDA copies while it computes.
+        """
+        self._task, self._reader, self._waits, self._pin = task, reader, waits or Waits(), pin
+        self.workers = workers if workers is not None and len(workers) else None
+
+    def start(self, ids: Ids, epochs: Ids | None = None, seed: int = 0) -> Callable[[], MicroBatch]:
+        """Begin to make a batch; what is returned waits for it. With ``epochs`` the samples are augmented.
+
+        Without workers nothing happens before it is waited for.
+        """
+        if not len(ids):
+            return lambda: MicroBatch(0, None)
+        if self.workers is None:
+            return lambda: self._finish(ids, self._decode(self._read(ids, epochs, seed)))
+        ticket, workers = self.workers.submit(self._read(ids, epochs, seed)), len(self.workers)
+
+        def result() -> MicroBatch:
+            try:
+                batch, decode_s = ticket.result()
+            except DecodeFailed as error:
+                raise self._explained(ids, error) from error
+            self._waits.add("decode", decode_s / workers)
+            return self._finish(ids, batch)
+
+        return result
+
+    def start_picked(self, picked: Picked, seed: int) -> Callable[[], MicroBatch]:
+        """Begin to make a batch for training, of samples that were picked out of a global batch."""
+        return self.start(picked.ids, picked.epochs, seed)
+
+    def _read(self, ids: Ids, epochs: Ids | None, seed: int) -> Job:
+        fetched = self._waits.totals()["fetch"]
+        with self._waits.during("read"):
+            fields = self._reader.gather(ids)
+        # Waiting for a shard to arrive is counted by whoever waits, and is no reading.
+        self._waits.add("read", fetched - self._waits.totals()["fetch"])
+        return Job(ids, fields, epochs, seed)
+
+    def _decode(self, job: Job) -> Any:
+        try:
+            with self._waits.during("decode"):
+                return decode(self._task, job)
+        except DecodeFailed as error:
+            raise self._explained(job.ids, error) from error
+
+    def _finish(self, ids: Ids, batch: Any) -> MicroBatch:
+        if self._pin:
+            with self._waits.during("transfer"):
+                batch = to_device(batch, lambda value: value.pin_memory() if isinstance(value, torch.Tensor) else value)
+        return MicroBatch(len(ids), batch, ids, self._reader)
+
+    def _explained(self, ids: Ids, error: DecodeFailed) -> TaskError:
+        if error.place is None:
+            first, last = int(ids[0]), int(ids[-1])
+            where = f"a batch of {len(ids)} samples, {self._reader.key(first)!r} to {self._reader.key(last)!r}"
+        else:
+            sample = int(ids[error.place])
+            where = f"sample {self._reader.key(sample)!r} of {self._reader.shard_path(sample)}"
+        return TaskError(f"{where}: {error.text}")
 
 
-def load_for_training(
-    task: Task, reader: SplitReader, sampler: Sampler, seed: int, start: int, stop: int
-) -> MicroBatch:
-    """Load positions ``start`` to ``stop`` of the run's sequence of samples, augmented where the task does that."""
-    ids = sampler.ids(start, stop)
-    if type(task).augment is Task.augment:
-        return load(task, reader, ids)
-
-    def augment(place: int, example: Any) -> Any:
-        epoch = (start + place) // sampler.order.samples
-        return task.augment(example, sample_generator(seed, epoch, int(ids[place])))
-
-    return load(task, reader, ids, augment)
-
-
-def sample_generator(seed: int, epoch: int, sample: int) -> np.random.Generator:
-    """Return a generator whose numbers are a function of (seed, epoch, sample), however far it is read.
-
-    Philox counts, so there is nothing to save: the low half of its 256-bit counter is the generator's own.
-    See "Parallel Random Numbers: As Easy as 1, 2, 3" (Salmon et al., SC 2011).
-    """
-    key, counter = np.array([seed, 0], dtype=np.uint64), np.array([0, 0, sample, epoch], dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key=key, counter=counter))
+def pipelined(started: Iterable[Callable[[], T]], depth: int) -> Iterator[T]:
+    """Yield what each of ``started`` returns, in order, while the ``depth`` after it have been started."""
+    waiting: deque[Callable[[], T]] = deque()
+    for result in started:
+        waiting.append(result)
+        if len(waiting) > depth:
+            yield waiting.popleft()()
+    while waiting:
+        yield waiting.popleft()()
 
 
 def ahead(items: Iterable[T], depth: int = 2) -> Generator[T]:
@@ -91,8 +163,12 @@ def ahead(items: Iterable[T], depth: int = 2) -> Generator[T]:
             put((done, None))
         except BaseException as error:
             put((done, error))
+        finally:
+            _RUNNING.pop(thread, None)
 
-    threading.Thread(target=work, name="trainbus-loader", daemon=True).start()
+    thread = threading.Thread(target=work, name="trainbus-loader", daemon=True)
+    _RUNNING[thread] = closed
+    thread.start()
     try:
         while True:
             item, error = ready.get()
@@ -103,6 +179,16 @@ def ahead(items: Iterable[T], depth: int = 2) -> Generator[T]:
             yield item
     finally:
         closed.set()
+
+
+@atexit.register
+def _end_running() -> None:
+    """Have no batch in the making when the interpreter goes: a thread that comes back from C++ then aborts it."""
+    running = list(_RUNNING.items())
+    for _, closed in running:
+        closed.set()
+    for thread, _ in running:
+        thread.join(LAST_BATCH_S)
 
 
 def to_device(batch: Any, move: Callable[[Any], Any]) -> Any:

@@ -1,16 +1,34 @@
-"""Reads samples out of shards by offset: one pread a field, no scan through a tar."""
+"""Reads samples out of shards by offset, whole batches at a time, as fast as memory.
+
+Samples that follow each other in a shard are read with ``preadv``; others are copied out of the mapped file. Nothing is
+made for each sample where a field has one size; see docs/adr/0026-reader.md.
+"""
 
 from __future__ import annotations
 
 import bisect
-import json
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from contracts import shard_index
 from contracts.events.dataset import ShardFile
+from trainbus.data import gather
+from trainbus.data.gather import Bytes, Ints, Places
+
+#: Shards that a reader has mapped at once. They cost address space and page tables (2 MB for each GB that was read).
+MAX_OPEN = 512
+#: From so many samples on that follow each other it pays to read them instead of mapping their shard.
+SHORTEST_RUN = 8
+#: How often a shard may be taken away between its arrival and its opening before something else is wrong.
+ARRIVALS = 4
+
+Arrive = Callable[[ShardFile], None]
 
 
 class DatasetError(Exception):
@@ -25,70 +43,343 @@ class Sample:
     fields: dict[str, bytes]
 
 
-class ShardReader:
-    """One shard. The index is read when the first sample is asked for. Safe to share between threads."""
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """A field of n samples whose sizes differ: sample i has ``buffer[offsets[i]:offsets[i + 1]]``."""
+
+    buffer: Bytes
+    #: n + 1 of them.
+    offsets: Ints
+    #: Which samples have the field; None: all of them.
+    present: NDArray[np.bool_] | None = None
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, place: int) -> bytes | None:
+        """Return the field of one sample, None where it has none."""
+        if self.present is not None and not self.present[place]:
+            return None
+        return self.buffer[self.offsets[place] : self.offsets[place + 1]].tobytes()
+
+
+#: Fields of n samples by name: ``uint8[n, size]`` where all have one size, else ``Ragged``.
+Fields = dict[str, "Bytes | Ragged"]
+
+
+def sample_fields(fields: Mapping[str, Bytes | Ragged], place: int) -> dict[str, bytes]:
+    """Return the fields of one of the samples, those that it has."""
+    found: dict[str, bytes] = {}
+    for name, field in fields.items():
+        value = field[place] if isinstance(field, Ragged) else field[place].tobytes()
+        if value is not None:
+            found[name] = value
+    return found
+
+
+class Shard:
+    """One open shard: mapped, with its index. All that the index tells lies within the file: that was checked."""
 
     def __init__(self, folder: Path, shard: ShardFile) -> None:
-        self._folder = folder
-        self._shard = shard
-        self._fd: int | None = None
-        self._index: list[dict[str, Any]] = []
+        """Open it.
+
+        Raises:
+            DatasetError: it is not there, or not what the manifest says.
+        """
+        self.path = folder / shard.path
+        try:
+            self._content = _map(self.path, shard.size_bytes)
+            self._index_content = _map(folder / shard.index_path, shard.index_bytes or None)
+            self.index = shard_index.decode(self._index_content.bytes.data)
+            if self.index.samples != shard.samples:
+                raise ValueError(f"its index has {self.index.samples} samples, not what the manifest says")
+            self.fields = {name: _field(name, self.index, shard.size_bytes) for name in self.index.fields}
+        except (OSError, ValueError) as error:
+            raise DatasetError(f"{shard.path} cannot be read: {error}") from error
+        self.address = self._content.address
+
+    def places(self, name: str, rows: Ints) -> tuple[Ints, Ints]:
+        """Return where in memory a field of some rows lies, and its sizes (``ABSENT`` where it is not there)."""
+        match self.fields.get(name):
+            case None:
+                return np.zeros(len(rows), dtype=np.int64), np.full(len(rows), shard_index.ABSENT, dtype=np.int64)
+            case shard_index.Strided(first, stride, size):
+                return self.address + first + rows * stride, np.full(len(rows), size, dtype=np.int64)
+            case offsets, sizes:
+                return self.address + offsets[rows], sizes[rows]
 
     def read(self, row: int) -> Sample:
-        """Return the sample in ``row`` of this shard."""
-        fd = self._open()
-        entry = self._index[row]
-        fields: dict[str, bytes] = {}
-        for name, (offset, size) in entry["fields"].items():
-            data = os.pread(fd, size, offset)
-            if len(data) != size:
-                raise DatasetError(f"{self._shard.path}: field {name!r} of {entry['key']!r} is cut short")
-            fields[name] = data
-        return Sample(entry["key"], fields)
+        """Return one sample."""
+        content, places = self._content.bytes, self.index.places(row)
+        fields = {name: content[at : at + size].tobytes() for name, (at, size) in places.items()}
+        return Sample(self.index.key(row), fields)
 
-    def key(self, row: int) -> str:
-        self._open()
-        return str(self._index[row]["key"])
-
-    def _open(self) -> int:
-        if self._fd is not None:
-            return self._fd
-        path = self._folder / self._shard.path
-        try:
-            index = json.loads((self._folder / self._shard.index_path).read_bytes())["samples"]
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except (OSError, ValueError, KeyError) as error:
-            raise DatasetError(f"{self._shard.path} cannot be read: {error}") from error
-        if os.fstat(fd).st_size != self._shard.size_bytes or len(index) != self._shard.samples:
-            os.close(fd)
-            raise DatasetError(f"{self._shard.path} is not what the manifest says (size or number of samples)")
-        self._index, self._fd = index, fd
-        return fd
+    def close(self) -> None:
+        """Unmap it. Nothing of it may be used any more."""
+        self.fields, self.address = {}, 0
+        del self.index
+        self._content.close()
+        self._index_content.close()
 
 
 class SplitReader:
-    """All samples of one split, numbered from 0 in the order of the manifest's shards."""
+    """All samples of one split, numbered from 0 in the order of the manifest's shards. Threads may share it."""
 
-    def __init__(self, folder: Path, shards: Sequence[ShardFile]) -> None:
-        self._shards = [ShardReader(folder, shard) for shard in shards]
-        self._starts = [0]
-        for shard in shards:
-            self._starts.append(self._starts[-1] + shard.samples)
+    def __init__(
+        self, folder: Path, shards: Sequence[ShardFile], arrive: Arrive | None = None, max_open: int = MAX_OPEN
+    ) -> None:
+        """Open nothing yet.
+
+        Args:
+            arrive: called with each shard before it is opened; returns when its files are there.
+            max_open: shards that stay open; the one that was used the longest time ago gives way.
+        """
+        self.shards = tuple(shards)
+        self._folder, self._arrive, self._max_open = folder, arrive, max_open
+        self._starts = np.cumsum([0, *(shard.samples for shard in shards)], dtype=np.int64)
+        self._ends: list[int] = self._starts[1:].tolist()
+        self._count = int(self._starts[-1])
+        self._lock = threading.RLock()
+        self._open: dict[int, Shard] = {}
+        #: When each shard was last used, counted in batches.
+        self._used, self._batch = np.zeros(len(shards), dtype=np.int64), 0
+        self._opened_any = False
+        #: By field, every one that was seen so far.
+        self._places: dict[str, Places] = {}
+        #: The shard that runs are being read from, and its file.
+        self._run_shard, self._run_fd = -1, -1
 
     def __len__(self) -> int:
-        return self._starts[-1]
+        return self._count
 
     def __getitem__(self, sample_id: int) -> Sample:
-        shard, row = self._locate(sample_id)
-        return shard.read(row)
+        with self._lock:
+            number, row = self._locate(sample_id)
+            sample = self._shard(number).read(row)
+            self._trim()
+            return sample
 
     def key(self, sample_id: int) -> str:
         """Return the sample's key without reading its fields."""
-        shard, row = self._locate(sample_id)
-        return shard.key(row)
+        with self._lock:
+            number, row = self._locate(sample_id)
+            key = self._shard(number).index.key(row)
+            self._trim()
+            return key
 
-    def _locate(self, sample_id: int) -> tuple[ShardReader, int]:
-        if not 0 <= sample_id < len(self):
-            raise IndexError(f"sample {sample_id} of {len(self)}")
-        position = bisect.bisect_right(self._starts, sample_id) - 1
-        return self._shards[position], sample_id - self._starts[position]
+    def keys(self, ids: Iterable[int]) -> tuple[str, ...]:
+        return tuple(self.key(int(sample_id)) for sample_id in ids)
+
+    def shard_path(self, sample_id: int) -> str:
+        """Return what the sample's shard is called."""
+        return self.shards[self._locate(sample_id)[0]].path
+
+    def gather(self, ids: Ints, fields: Sequence[str] | None = None, out: Mapping[str, Bytes] | None = None) -> Fields:
+        """Read samples, in the order of ``ids``.
+
+        Args:
+            fields: which; None: all that any of the samples has.
+            out: for fields of one size, contiguous ``uint8[n, size]`` to read into; what does not fit is not used.
+
+        Returns:
+            By name ``uint8[n, size]`` where every sample has the field in one size, else ``Ragged``.
+
+        Raises:
+            IndexError: there is no such sample.
+            DatasetError: a shard cannot be read.
+        """
+        ids, out = np.ascontiguousarray(ids, dtype=np.int64), out or {}
+        with self._lock:
+            self._batch += 1
+            found: Fields = {}
+            if fields is not None:
+                found = {name: self._gather(name, ids, out.get(name)) for name in fields}
+            elif len(ids):
+                if not self._places:
+                    self._shard(self._locate(int(ids[0]))[0])
+                # A shard that is opened on the way may have fields that no other had.
+                while missing := [name for name in self._places if name not in found]:
+                    found |= {name: self._gather(name, ids, out.get(name)) for name in missing}
+                found = {name: found[name] for name in sorted(found) if _is_there(found[name])}
+            self._trim()
+            return found
+
+    def close(self) -> None:
+        """Let go of all shards; they are opened again when they are asked for."""
+        with self._lock:
+            for number in list(self._open):
+                self._drop(number)
+            self._end_run()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_run_fd"):
+            self._end_run()
+
+    # --- one field ----------------------------------------------------------------------------
+
+    def _gather(self, name: str, ids: Ints, out: Bytes | None) -> Bytes | Ragged:
+        if not len(ids):
+            return np.empty((0, 0), dtype=np.uint8)
+        first = self._locate(int(ids[0]))[0]
+        field = self._shard(first).fields.get(name)
+        if isinstance(field, shard_index.Strided):
+            shape = len(ids), field.size
+            if out is None or out.shape != shape or out.dtype != np.uint8 or not out.flags.c_contiguous:
+                out = np.empty(shape, dtype=np.uint8)
+            if self._copy(self._places[name], ids, out):
+                return out
+        return self._gather_any(name, ids)
+
+    def _copy(self, places: Places, ids: Ints, out: Bytes) -> bool:
+        """Fill ``out``; False where not all samples have the field in this size, told by a stride."""
+        done, rows = 0, len(ids)
+        run = gather.run_length(ids)
+        if run >= SHORTEST_RUN:
+            done = self._copy_run(places, int(ids[0]), out[:run])
+        while done < rows:
+            done += places.copy(ids[done:], out[done:], self._batch) if done else places.copy(ids, out, self._batch)
+            if done < rows:
+                number = self._locate(int(ids[done]))[0]
+                if number in self._open:
+                    return False
+                self._shard(number)
+        return True
+
+    def _copy_run(self, places: Places, start: int, out: Bytes) -> int:
+        """Read samples that follow each other; return how many of them are there."""
+        rows, size = out.shape
+        done = 0
+        while done < rows:
+            number, row = self._locate(start + done)
+            field_at = self._shard(number).address
+            first, stride = int(places.first[number]) - field_at, int(places.stride[number])
+            here = min(rows - done, self._ends[number] - start - done)
+            if first < 0 or places.sizes[number] != size or stride > 2 * size or (fd := self._run_file(number)) < 0:
+                break
+            got = gather.read_run(fd, first + row * stride, stride, out[done : done + here])
+            done += got
+            if got < here:
+                break
+        return done
+
+    def _gather_any(self, name: str, ids: Ints) -> Bytes | Ragged:
+        """The way that always works: look up the place of each sample, shard by shard."""
+        outside = np.flatnonzero((ids < 0) | (ids >= len(self)))
+        if len(outside):
+            self._locate(int(ids[outside[0]]))
+        addresses, sizes = np.empty(len(ids), dtype=np.int64), np.empty(len(ids), dtype=np.int64)
+        numbers = self._starts.searchsorted(ids, side="right") - 1
+        for number in np.unique(numbers).tolist():
+            here = np.flatnonzero(numbers == number)
+            rows = ids[here] - self._starts[number]
+            addresses[here], sizes[here] = self._shard(number).places(name, rows)
+        present = sizes != shard_index.ABSENT
+        everywhere = bool(present.all())
+        sizes = np.where(present, sizes, 0)
+        offsets = np.concatenate(([0], np.cumsum(sizes)))
+        buffer = np.empty(int(offsets[-1]), dtype=np.uint8)
+        gather.copy_pieces(addresses, sizes, buffer)
+        if everywhere and bool((sizes == sizes[0]).all()):
+            return buffer.reshape(len(ids), int(sizes[0]))
+        return Ragged(buffer, offsets, None if everywhere else present)
+
+    # --- shards -------------------------------------------------------------------------------
+
+    def _locate(self, sample_id: int) -> tuple[int, int]:
+        if not 0 <= sample_id < self._count:
+            raise IndexError(f"sample {sample_id} of {self._count}")
+        number = bisect.bisect_right(self._ends, sample_id)
+        return number, sample_id - (self._ends[number - 1] if number else 0)
+
+    def _shard(self, number: int) -> Shard:
+        self._used[number] = self._batch
+        shard = self._open.get(number)
+        if shard is not None:
+            return shard
+        shard = self._open[number] = self._arrived(self.shards[number])
+        self._opened_any = True
+        for name, field in shard.fields.items():
+            places = self._places.setdefault(name, Places(self._starts, self._used))
+            if isinstance(field, shard_index.Strided):
+                places.first[number] = shard.address + field.first
+                places.stride[number], places.sizes[number] = field.stride, field.size
+        return shard
+
+    def _arrived(self, file: ShardFile) -> Shard:
+        if self._arrive is None:
+            return Shard(self._folder, file)
+        for _ in range(ARRIVALS):
+            self._arrive(file)
+            try:
+                return Shard(self._folder, file)
+            except DatasetError as error:
+                if not isinstance(error.__cause__, FileNotFoundError):
+                    raise
+                gone = error  # the cache took it away after it had come
+        raise gone
+
+    def _trim(self) -> None:
+        """After a batch that opened shards: let go of those the node's cache has taken away, and of the oldest."""
+        if not self._opened_any:
+            return
+        self._opened_any = False
+        for number in [number for number, shard in self._open.items() if not shard.path.exists()]:
+            self._drop(number)
+        oldest = sorted(self._open, key=lambda number: int(self._used[number]))
+        for number in oldest[: max(0, len(oldest) - self._max_open)]:
+            self._drop(number)
+
+    def _drop(self, number: int) -> None:
+        for places in self._places.values():
+            places.first[number] = 0
+        self._open.pop(number).close()
+
+    def _run_file(self, number: int) -> int:
+        """Return the open file of the shard, which stays open while runs are read from it; -1: it is gone."""
+        if self._run_shard != number:
+            self._end_run()
+            try:
+                self._run_fd = os.open(self._open[number].path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:  # the cache has taken it away since it was mapped
+                return -1
+            self._run_shard = number
+        return self._run_fd
+
+    def _end_run(self) -> None:
+        if self._run_fd >= 0:
+            os.close(self._run_fd)
+        self._run_shard, self._run_fd = -1, -1
+
+
+def _map(path: Path, size_bytes: int | None) -> gather.Mapping:
+    """Map a file of so many bytes."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(fd).st_size
+        if size_bytes is not None and size != size_bytes:
+            raise ValueError(f"{path.name} has {size} bytes, not what the manifest says ({size_bytes})")
+        if size == 0:
+            raise ValueError(f"{path.name} is empty")
+        return gather.Mapping(fd, size)
+    finally:
+        os.close(fd)
+
+
+def _field(name: str, index: shard_index.ShardIndex, size_bytes: int) -> shard_index.Strided | tuple[Ints, Ints]:
+    """Return one field's places, made sure to lie within a shard of ``size_bytes``: they become addresses."""
+    field = index.fields[name]
+    if isinstance(field, shard_index.Strided):
+        last = field.first + (index.samples - 1) * field.stride
+        if min(field.first, field.stride, field.size) < 0 or last + field.size > size_bytes:
+            raise ValueError(f"its index puts field {name!r} outside of the file")
+        return field
+    offsets, sizes = np.frombuffer(field.offsets, dtype="<i8"), np.frombuffer(field.sizes, dtype="<i8")
+    there = sizes != shard_index.ABSENT
+    inside = (sizes >= 0) & (sizes <= size_bytes) & (offsets >= 0) & (offsets <= size_bytes - sizes)
+    if not bool((inside | ~there).all()):
+        raise ValueError(f"its index puts field {name!r} outside of the file")
+    return offsets, sizes
+
+
+def _is_there(field: Bytes | Ragged) -> bool:
+    return not isinstance(field, Ragged) or field.present is None or bool(field.present.any())

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from trainbus.data.order import LaneOrder
 from trainbus.trainer import environment
 from trainbus.trainer.checkpoint import Loaded, Progress, load
 from trainbus.trainer.checkpoint.load import put_model
@@ -54,6 +55,22 @@ class Beginning:
         """Metrics of the step of a state in memory, which the ranks that took it may not have lived to report."""
         left = self._parent.get(UNREPORTED) if self.resumed_from == "memory" else None
         return left["values"] if left is not None and left["step"] == self.progress.step else None
+
+    def check_order(self, order: LaneOrder) -> None:
+        """Make sure that training goes on in the order of samples that it was in.
+
+        Raises:
+            OrderMismatch: it would lose or repeat samples; the text says what to set.
+        """
+        before = self._parent.get("order")
+        if before is not None:
+            order.check(before)
+        elif self.progress.samples_consumed:
+            print(
+                "trainbus: the checkpoint is older than the record of its order of samples: "
+                "within the epoch that it is in, samples may be lost or repeated",
+                flush=True,
+            )
 
     def put_weights(self, model: nn.Module) -> None:
         """Give the model its weights, before a strategy cuts or casts them."""

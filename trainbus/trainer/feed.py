@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from contracts.events.train import Training
-from trainbus.data.loader import MicroBatch, load_for_training
-from trainbus.data.reader import SplitReader
+from trainbus.data.loader import Loading, MicroBatch, pipelined
 from trainbus.data.sampler import Sampler, slice_bounds
-from trainbus.task import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,32 +48,47 @@ def last_step(training: Training, sampler: Sampler, step: int, samples_consumed:
 class Feed:
     """Loads the parts of a rank that computes ``leaves`` of ``leaf_count``."""
 
-    task: Task
-    split: SplitReader
+    loading: Loading
     sampler: Sampler
     training: Training
     leaves: range
     leaf_count: int
 
     def steps(self, samples_consumed: int, count: int) -> Iterator[StepData]:
-        """Load the next ``count`` steps, one after the other."""
+        """Load the next ``count`` steps, one after the other; as many at once as keep the workers busy."""
+        workers = self.loading.workers
+        at_once = 0 if workers is None else -(-(len(workers) + 1) // max(1, len(self.leaves) * self._pieces()))
+        return pipelined(self._started(samples_consumed, count), at_once)
+
+    def _started(self, samples_consumed: int, count: int) -> Iterator[Callable[[], StepData]]:
         for _ in range(count):
             batch = self.sampler.batch_size(samples_consumed)
-            leaves = tuple(self._leaf(leaf, samples_consumed, batch) for leaf in self.leaves)
-            yield StepData(samples_consumed, batch, leaves)
+            yield self._start(samples_consumed, batch)
             samples_consumed += batch
 
-    def _leaf(self, leaf: int, samples_consumed: int, batch: int) -> LeafData:
+    def _start(self, samples_consumed: int, batch: int) -> Callable[[], StepData]:
+        leaves = [(leaf, self._start_leaf(leaf, samples_consumed, batch)) for leaf in self.leaves]
+
+        def result() -> StepData:
+            done = tuple(LeafData(leaf, tuple(micro() for micro in micros)) for leaf, micros in leaves)
+            return StepData(samples_consumed, batch, done)
+
+        return result
+
+    def _start_leaf(self, leaf: int, samples_consumed: int, batch: int) -> list[Callable[[], MicroBatch]]:
         start, stop = slice_bounds(batch, self.leaf_count, leaf)
         # As many micro-batches in every leaf, since some strategies communicate in each.
-        largest = slice_bounds(batch, self.leaf_count, 0)[1]
-        pieces = max(1, min(self.training.accumulate, largest))
+        pieces = self._pieces(batch)
         bounds = [slice_bounds(stop - start, pieces, piece) for piece in range(pieces)]
-        first = samples_consumed + start
-        return LeafData(leaf, tuple(self._load(first + a, first + b) for a, b in bounds))
+        return [
+            self.loading.start_picked(self.sampler.pick(samples_consumed, start + a, start + b), self.training.seed)
+            for a, b in bounds
+        ]
 
-    def _load(self, start: int, stop: int) -> MicroBatch:
-        return load_for_training(self.task, self.split, self.sampler, self.training.seed, start, stop)
+    def _pieces(self, batch: int | None = None) -> int:
+        """Return how many micro-batches a leaf's part is cut into."""
+        largest = slice_bounds(self.training.global_batch if batch is None else batch, self.leaf_count, 0)[1]
+        return max(1, min(self.training.accumulate, largest))
 
 
 class Record:

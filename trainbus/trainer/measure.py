@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainbus.data.loader import MicroBatch, ahead, load, to_device
+from trainbus.data.loader import Loading, MicroBatch, ahead, pipelined, to_device
 from trainbus.data.reader import SplitReader
 from trainbus.data.sampler import slice_bounds
+from trainbus.data.workers import Workers
 from trainbus.task import Task, TaskError
 from trainbus.trainer.stop import in_order
 from trainbus.trainer.strategies.base import AUTOCAST
@@ -37,6 +39,7 @@ def measure(
     *,
     batch_size: int | None = None,
     each: Callable[[MicroBatch, Any], None] | None = None,
+    workers: Workers | None = None,
 ) -> dict[str, float]:
     """Return ``task.metrics`` as means over all samples of the split; every rank calls it and gets the same.
 
@@ -47,6 +50,10 @@ def measure(
         return {}
     size = batch_size or chunk_size(len(reader))
     chunks = -(-len(reader) // size)
+    loading = Loading(task, reader, workers=workers, pin=world.device.type == "cuda")
+    loaded = pipelined(
+        _chunks(loading, len(reader), world, size, chunks), 0 if loading.workers is None else len(loading.workers) + 1
+    )
     device, dtype = world.device, AUTOCAST.get(precision)
     sums: dict[str, dict[int, Tensor]] = {}
     was_training = model.training
@@ -54,9 +61,9 @@ def measure(
     try:
         # Not inference mode: what FSDP2 gathers there could not be trained on afterwards.
         with torch.no_grad(), torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-            for chunk, counted, item in ahead(_chunks(task, reader, world, size, chunks)):
+            for chunk, counted, item in ahead(loaded):
                 seed_all("measure", chunk)
-                batch = to_device(item.batch, lambda tensor: tensor.to(device))
+                batch = to_device(item.batch, lambda tensor: tensor.to(device, non_blocking=True))
                 found = task.metrics(model, batch)
                 if not counted:
                     continue
@@ -81,18 +88,22 @@ def measure(
 
 
 def _chunks(
-    task: Task, reader: SplitReader, world: World, size: int, chunks: int
-) -> Iterator[tuple[int, bool, MicroBatch]]:
-    """This rank's chunks: (number, whether it counts, samples). As many on every rank.
+    loading: Loading, samples: int, world: World, size: int, chunks: int
+) -> Iterator[Callable[[], tuple[int, bool, MicroBatch]]]:
+    """This rank's chunks, started: (number, whether it counts, samples). As many on every rank.
 
     Some strategies communicate in each forward, so a rank with fewer chunks than others computes one for nothing.
     """
     start, stop = slice_bounds(chunks, world.size, world.rank)
     most = slice_bounds(chunks, world.size, 0)[1]
     for number in range(start, start + most):
-        chunk = number if number < stop else 0
-        ids = np.arange(chunk * size, min(len(reader), (chunk + 1) * size), dtype=np.int64)
-        yield chunk, number < stop, load(task, reader, ids)
+        chunk, counted = (number, True) if number < stop else (0, False)
+        started = loading.start(np.arange(chunk * size, min(samples, (chunk + 1) * size), dtype=np.int64))
+        yield partial(_numbered, chunk, counted, started)
+
+
+def _numbered(chunk: int, counted: bool, started: Callable[[], MicroBatch]) -> tuple[int, bool, MicroBatch]:
+    return chunk, counted, started()
 
 
 def _sum(task: Task, name: str, value: Tensor, samples: int) -> Tensor:

@@ -18,8 +18,12 @@ from contracts.events.checkpoint import Exactness
 from contracts.events.train import Training, Watch
 from trainbus.agent_link import Control, Journal
 from trainbus.data.dataset import Dataset
-from trainbus.data.loader import ahead, to_device
-from trainbus.data.sampler import Sampler, ShuffledOrder
+from trainbus.data.loader import Loading, ahead, to_device
+from trainbus.data.order import LaneOrder
+from trainbus.data.plan import Follower, Plan
+from trainbus.data.sampler import Sampler
+from trainbus.data.waits import Waits
+from trainbus.data.workers import Workers
 from trainbus.task import Task
 from trainbus.trainer import environment
 from trainbus.trainer.beginning import UNREPORTED, Beginning
@@ -31,6 +35,7 @@ from trainbus.trainer.feed import Feed, LeafData, Record, StepData, last_step
 from trainbus.trainer.measure import measure
 from trainbus.trainer.memory import Memory
 from trainbus.trainer.saver import Saver
+from trainbus.trainer.starved import Starvation
 from trainbus.trainer.stop import Consensus, Said
 from trainbus.trainer.straggler import Slowness
 from trainbus.trainer.strategies import make_strategy
@@ -78,6 +83,9 @@ class Trainer:
         memory: Memory | None = None,
         history: History | None = None,
         record_samples: bool = False,
+        waits: Waits | None = None,
+        workers: Workers | None = None,
+        shards: Follower | None = None,
     ) -> None:
         """Build the model and take up ``resume_folder``.
 
@@ -91,13 +99,16 @@ class Trainer:
             memory: where the generation before may have left a newer state than ``resume_folder``.
             history: what the run has been through: how often to save its state follows from that.
             record_samples: append the keys each step trains on to ``samples_rank_<n>.jsonl``.
+            waits: where whoever makes the batches counts the time it takes.
+            workers: processes that decode; None: as many as ``training.loading.workers`` says are forked here.
+            shards: has those brought here that this rank will need; None: they are all here.
         """
         self.task, self.dataset, self.training, self.folder = task, dataset, training, folder
         self.world = world or World()
         self.control = control or Control()
         self.journal = journal or Journal(folder / f"rank_{self.world.rank}.jsonl")
         self.train_split, self.validation_split = dataset.split("train"), dataset.split("validation")
-        order = ShuffledOrder(dataset.dataset_id, len(self.train_split), training.seed)
+        order = self._order()
         end = None if training.epochs is None else training.epochs * len(self.train_split)
         self.sampler = Sampler(order, training.global_batch, end)
 
@@ -105,6 +116,7 @@ class Trainer:
         begun = Beginning(self.world, memory, resume_folder, resume_step, about.get("run_id"))
         self._unreported = begun.unreported
         self.progress, self.resumed_from = begun.progress, begun.resumed_from
+        begun.check_order(order)
         self.total_steps = last_step(training, self.sampler, self.progress.step, self.progress.samples_consumed)
         if training.logical_ranks is not None:
             be_deterministic()
@@ -120,7 +132,7 @@ class Trainer:
         self.ema = begun.averages(self.strategy, training.ema_decay)
         self._checkpointed_step = begun.committed_step
         self.environment = environment.environment(self.world.device, machine)
-        self.progress.about = begun.about(about, training.logical_ranks, self.environment)
+        self.progress.about = begun.about(about, training.logical_ranks, self.environment) | {"order": order.state()}
         self.exactness: Exactness = self.progress.about["exactness"]
 
         self._best = Best(self.progress, best_metric, best_mode, training.early_stopping)
@@ -137,6 +149,11 @@ class Trainer:
         )
         self._record = Record(folder / f"samples_rank_{self.world.rank}.jsonl") if record_samples else None
         self._slowness = None if watch is None else Slowness(watch, self.strategy.model, self.world, self.journal)
+        self.waits = waits or Waits()
+        self._workers = workers or Workers(training.loading.workers, lambda: task)
+        self._starvation = Starvation(training.loading, self.waits, self.world.rank, self.journal.starved)
+        self._copied_s = 0.0
+        self._shards = shards
         #: (samples consumed, rates) of the steps whose loss is still on its way.
         self._posted: dict[int, tuple[int, dict[str, float]]] = {}
         self._measured: tuple[int, dict[str, float]] = (-1, {})
@@ -159,16 +176,25 @@ class Trainer:
         if self._unreported is not None:
             self._journal_metrics(progress.step, progress.samples_consumed, self._unreported)
         strategy = self.strategy
-        feed = Feed(self.task, self.train_split, self.sampler, self.training, strategy.leaves, strategy.leaf_count)
+        pin = self.world.device.type == "cuda"
+        loading = Loading(self.task, self.train_split, workers=self._workers, waits=self.waits, pin=pin)
+        feed = Feed(loading, self.sampler, self.training, strategy.leaves, strategy.leaf_count)
+        if self._shards is not None:
+            # With an order of its own, since it is asked from another thread than the feed's.
+            plan = Plan(self._order(), self.training.global_batch, feed.leaf_count, feed.leaves, self.sampler.end)
+            self._shards.plan("train", plan.needs)
+            self._shards.position(progress.samples_consumed)
         left = feed.steps(progress.samples_consumed, self.total_steps - progress.step)
         early = self._best.patience_is_over  # a run that stopped early and was then placed again
         prepared = False
         try:
             if progress.unfinished is not None:
                 early = self._after_step(progress.unfinished)
-            with closing(ahead(left)) as steps:
+            watching = self._starvation.watching(progress.step)
+            with closing(ahead(left, self.training.loading.ahead)) as steps, watching:
                 while not (early or self._stop_agreed):
                     asked = time.perf_counter()
+                    self._starvation.waiting()
                     if (data := next(steps, None)) is None:
                         break
                     self._train_step(data, time.perf_counter() - asked)
@@ -182,6 +208,16 @@ class Trainer:
                 self._hear_the_last()
                 self._saver.leave_behind(self._averages)
             raise
+
+    def _order(self) -> LaneOrder:
+        loading = self.training.loading
+        return LaneOrder(
+            self.dataset.dataset_id,
+            self.dataset.shard_samples("train"),
+            self.training.seed,
+            lanes=loading.lanes,
+            window=loading.window,
+        )
 
     def _hear_the_last(self) -> None:
         """Leave what was said at the last whole step with its state: the rank that reports it may be gone."""
@@ -208,7 +244,7 @@ class Trainer:
     def _train_step(self, data: StepData, waited_s: float) -> None:
         """Take one step; ``waited_s`` is how long its samples were waited for."""
         training, progress = self.training, self.progress
-        started = time.perf_counter()
+        started, self._copied_s = time.perf_counter(), 0.0
         if self._slowness is not None:
             self._slowness.begin()
         losses = {leaf.leaf: self._leaf(leaf, data.global_samples) for leaf in data.leaves}
@@ -231,7 +267,12 @@ class Trainer:
         if self._record is not None:
             self._record.append(progress.step, data)
         per_second = data.global_samples / max(time.perf_counter() - started, 1e-9)
-        self._posted[progress.step] = (progress.samples_consumed, {"train/lr": rate, "train/samples_per_s": per_second})
+        values = {"train/lr": rate, "train/samples_per_s": per_second, "train/data_wait_s": waited_s}
+        self._posted[progress.step] = (progress.samples_consumed, values)
+        self.waits.add("transfer", self._copied_s)
+        self._starvation.saw(progress.step, waited_s + self._copied_s)
+        if self._shards is not None:
+            self._shards.position(progress.samples_consumed)
         said = self._consensus.exchange(
             progress.step,
             losses,
@@ -252,7 +293,9 @@ class Trainer:
         seed_all(self.training.seed, self.progress.step, data.leaf)
         losses = []
         for index, micro in enumerate(data.micro_batches):
+            copying = time.perf_counter()
             batch = to_device(micro.batch, lambda tensor: tensor.to(device, non_blocking=True))
+            self._copied_s += time.perf_counter() - copying
             weight, last = micro.samples / global_samples, index == len(data.micro_batches) - 1
             losses.append(self.strategy.backward(batch, weight, leaf=data.leaf, first=index == 0, last=last))
         return torch.stack(losses).sum()
@@ -308,6 +351,7 @@ class Trainer:
                 self.world,
                 self.training.precision,
                 each=lambda *_: self.journal.tick(self.progress.step),
+                workers=self._workers,
             )
         metrics = {f"validation/{name}": value for name, value in found.items()}
         progress = self.progress

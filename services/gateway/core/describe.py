@@ -44,6 +44,11 @@ def describe(event: Event) -> str:
                 f"rank {event.rank} on {event.node_id} took {event.factor:.2f} times the others' time for a step, "
                 f"over {event.over_steps} steps"
             )
+        case run.RunStarved():
+            return (
+                f"rank {event.rank} on {event.node_id} waited for data {event.wait_share:.0%} of {event.over_s:.3g} s, "
+                f"{event.over_steps} steps ({event.bound_by}): {event.hint}"
+            )
         case run.RunPreempting():
             return f"{event.reason} (grace {event.grace_s:g} s, then {event.then})"
         case run.RunReleased():

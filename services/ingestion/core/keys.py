@@ -1,13 +1,10 @@
-"""Names of records, and the split each of them falls into."""
+"""Names of records."""
 
 from __future__ import annotations
 
-import hashlib
 import re
-from dataclasses import dataclass
 
 from contracts.base import short_hash
-from contracts.events.train import Split
 
 #: What a key may look like: a path that is safe in a tar and has no dot, since WebDataset cuts there.
 SAFE_KEY = re.compile(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*")
@@ -16,8 +13,6 @@ MAX_KEY_CHARS = 75
 MAX_PATH_BYTES = 1024
 #: What tools leave beside data. Names that start with a dot are no data either.
 NO_DATA = {"_SUCCESS", "_metadata", "_common_metadata", "Thumbs.db", "desktop.ini"}
-
-_TWO_TO_64 = 2**64
 
 
 class UnsafePath(ValueError):
@@ -73,26 +68,3 @@ def _hashed(path: str) -> str:
     suffix = "-" + short_hash(path, length=12)
     safe = re.sub(r"[^A-Za-z0-9_-]+", "_", path)
     return safe[-(MAX_KEY_CHARS - len(suffix)) :] + suffix
-
-
-@dataclass(frozen=True, slots=True)
-class Splitter:
-    """Assigns keys to splits by hash: a key's split depends on nothing but the key and the settings."""
-
-    seed: int
-    train_below: int
-    validation_below: int
-
-    @classmethod
-    def of(cls, split: Split) -> Splitter:
-        # The last split with a share takes what rounding leaves over, so that a share of 0 stays empty.
-        train = _TWO_TO_64 if split.validation == 0 and split.test == 0 else round(split.train * _TWO_TO_64)
-        validation = _TWO_TO_64 if split.test == 0 else round((split.train + split.validation) * _TWO_TO_64)
-        return cls(split.seed, train, validation)
-
-    def split_of(self, key: str) -> str:
-        digest = hashlib.sha256(f"{self.seed}\0{key}".encode()).digest()
-        place = int.from_bytes(digest[:8], "big")
-        if place < self.train_below:
-            return "train"
-        return "validation" if place < self.validation_below else "test"

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from uuid import UUID
 
 from contracts.datasets import canonical_json
+from services.ingestion.core.reasons import Code
 
 MAX_RECORD_BYTES = 16 * 2**20
 #: A longer label is a text to learn from, not the name of a class.
@@ -34,41 +35,66 @@ class Sound:
     offset: int | None = None
     #: A label that is a measured value, or a text, rather than a class.
     continuous: bool = False
+    #: Extension and size of each of its files, where it has several: their contents lie one after the other.
+    fields: tuple[tuple[str, int], ...] | None = None
+    #: What is known of it by name, for checks: the row, or the line of the table of labels.
+    value: Mapping[str, Any] | None = None
+    #: What its split goes by, and what it adds to the statistics, where that needs more than the above.
+    split_key: str = ""
+    measures: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A record to be set aside, and why. ``code`` comes from a small fixed set."""
+    """A record to be set aside, and why."""
 
-    code: str
+    code: Code
     detail: str
     offset: int | None = None
     sha256: str | None = None
     #: The object as a whole cannot be used, however many records it was meant to hold.
     whole_object: bool = False
+    #: What it was labelled with, if that is known.
+    label: str | None = None
 
 
 class Fault(ValueError):
     """A record is broken."""
 
-    def __init__(self, code: str, detail: str) -> None:
+    def __init__(self, code: Code, detail: str) -> None:
         super().__init__(detail)
-        self.code, self.detail = code, detail[:MAX_DETAIL_CHARS]
+        self.code: Code = code
+        self.detail = detail[:MAX_DETAIL_CHARS]
+
+
+def of_files(
+    key: str,
+    files: Mapping[str, bytes],
+    label: str | None,
+    offset: int | None,
+    value: Mapping[str, Any] | None,
+    continuous: bool = False,
+) -> Sound:
+    """A sample of files, by extension; of one file it is that file."""
+    exts = sorted(files)
+    content = b"".join(files[ext] for ext in exts)
+    fields = tuple((ext, len(files[ext])) for ext in exts) if len(exts) > 1 else None
+    digest = hashlib.sha256(content).hexdigest()
+    return Sound(key, exts[0], content, len(content), digest, label, offset, continuous, fields, value)
 
 
 def json_line(line: bytes, key: str, offset: int, label_field: str | None) -> Sound | Broken:
     """Judge one line of a jsonl file."""
-    digest = hashlib.sha256(line).hexdigest()
     try:
-        return record(_parsed(line), key, offset, label_field)
+        return record(parsed_json(line), key, offset, label_field)
     except Fault as fault:
-        return Broken(fault.code, fault.detail, offset, digest)
+        return Broken(fault.code, fault.detail, offset, hashlib.sha256(line).hexdigest())
 
 
 def table_row(row: Mapping[str, Any], key: str, number: int, label_field: str | None) -> Sound | Broken:
     """Judge one row of a table. Dates become ISO 8601, decimals strings, bytes base64."""
     try:
-        return record(_plain(row), key, number, label_field)
+        return record(plain(row), key, number, label_field)
     except Fault as fault:
         return Broken(fault.code, fault.detail, number)
 
@@ -77,23 +103,30 @@ def record(value: Any, key: str, offset: int, label_field: str | None) -> Sound:
     """The canonical form of a record; raises ``Fault``."""
     if not isinstance(value, dict):
         raise Fault("not_an_object", f"the record is a JSON {type(value).__name__}, not an object")
-    label, continuous = _label(value, label_field)
+    label, continuous = label_of(value, label_field)
+    content = json_bytes(value)
+    digest = hashlib.sha256(content).hexdigest()
+    return Sound(key, "json", content, len(content), digest, label, offset, continuous, value=value)
+
+
+def json_bytes(value: Any) -> bytes:
+    """Canonical JSON; raises ``Fault``."""
     try:
-        content = canonical_json(value)
+        return canonical_json(value)
     except UnicodeEncodeError as error:
         raise Fault("invalid_utf8", f"text that is no Unicode: {error.reason}") from error
+    except RecursionError as error:
+        raise Fault("invalid_json", "nested too deeply") from error
     except ValueError as error:
         raise Fault("nan", "a number is NaN or infinite: leave the field out or use null") from error
-    if len(content) > MAX_RECORD_BYTES:
-        raise Fault("oversized", f"{len(content):,} bytes, more than {MAX_RECORD_BYTES:,}")
-    return Sound(key, "json", content, len(content), hashlib.sha256(content).hexdigest(), label, offset, continuous)
 
 
-def _parsed(line: bytes) -> Any:
+def parsed_json(line: bytes) -> Any:
+    """Read JSON; raises ``Fault``."""
     try:
         text = line.decode()
     except UnicodeDecodeError as error:
-        raise Fault("invalid_utf8", f"byte {error.start} of the line is not UTF-8") from error
+        raise Fault("invalid_utf8", f"byte {error.start} is not UTF-8") from error
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except Fault:
@@ -108,7 +141,8 @@ def _refuse_constant(name: str) -> NoReturn:
     raise Fault("nan", f"{name} is no JSON number: leave the field out or use null")
 
 
-def _label(value: Mapping[str, Any], field: str | None) -> tuple[str | None, bool]:
+def label_of(value: Mapping[str, Any], field: str | None) -> tuple[str | None, bool]:
+    """The class name in ``field``, and whether it is rather a measured value or a text; raises ``Fault``."""
     if field is None:
         return None, False
     label = value.get(field)
@@ -117,19 +151,26 @@ def _label(value: Mapping[str, Any], field: str | None) -> tuple[str | None, boo
     if isinstance(label, float):
         return None, True
     if isinstance(label, bool | int | str):
-        name = str(label)
+        name = _text(label)
         return (name, False) if len(name) <= MAX_LABEL_CHARS else (None, True)
     raise Fault("missing_label", f"field {field!r} is a {type(label).__name__}, not text or a number")
 
 
-def _plain(value: Any) -> Any:
-    """``value`` in JSON's types."""
+def _text(label: bool | int | str) -> str:
+    try:
+        return str(label)
+    except ValueError as error:  # Python prints no number of more than 4300 digits
+        raise Fault("invalid_label", str(error)) from error
+
+
+def plain(value: Any) -> Any:
+    """``value`` in JSON's types; raises ``Fault``."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
-        return {str(name): _plain(member) for name, member in value.items()}
+        return {str(name): plain(member) for name, member in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(member) for member in value]
+        return [plain(member) for member in value]
     if isinstance(value, datetime | date | time):
         return value.isoformat()
     if isinstance(value, timedelta):

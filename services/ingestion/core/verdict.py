@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import hashlib
+import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+from pydantic import BaseModel, ConfigDict
 
 from contracts.datasets import SPLITS, canonical_json
 from contracts.events.dataset import Quarantined
 from contracts.events.train import DataSource
 
 #: Changes whenever the same input would give another index.
-INDEX_VERSION = 1
+INDEX_VERSION = 2
 #: The class names travel in an event, of 1 MiB at most.
 MAX_CLASSES = 10_000
 MAX_CLASSES_BYTES = 500_000
+WHOLE_NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 class Fingerprint:
     """The hash of the settings that matter and of the listing, in the order of keys."""
 
     def __init__(self, data: DataSource) -> None:
-        matters = data.model_dump(mode="json", include={"source", "format", "split", "window_bytes", "label_field"})
+        matters = data.model_dump(mode="json", exclude={"max_bad_fraction", "shard_bytes"})
+        #: Without another bound, the times of records are held against when their objects were written.
+        self._times = data.checks.time_field is not None and data.checks.not_after is None
         self._hash = hashlib.sha256(canonical_json([INDEX_VERSION, matters]) + b"\n")
 
-    def add(self, key: str, etag: str, size: int) -> None:
-        self._hash.update(canonical_json([key, etag, size]) + b"\n")
+    def add(self, path: str, etag: str, size: int, written_us: int) -> None:
+        """Take in one object of the source, or one that is joined to it."""
+        listed = [path, etag, size, written_us] if self._times else [path, etag, size]
+        self._hash.update(canonical_json(listed) + b"\n")
 
     def hexdigest(self) -> str:
         return self._hash.hexdigest()
@@ -37,12 +46,18 @@ class Tally:
     """Counts kept while records go by; ``to_dict`` is what ``done.json`` holds."""
 
     splits: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
+    #: Sound records that are in no split.
+    left_out: int = 0
     size_bytes: int = 0
-    labels: set[str] = field(default_factory=set)
+    labels: Counter[str] = field(default_factory=Counter)
     continuous: bool = False
     faults: dict[str, Quarantined] = field(default_factory=dict)
+    broken_labels: Counter[str] = field(default_factory=Counter)
     objects: int = 0
     broken_objects: int = 0
+    #: Two records of one content in different splits: key and split of each.
+    leak: tuple[str, str, str, str] | None = None
+    statistics: bool = False
 
     @property
     def accepted(self) -> int:
@@ -52,53 +67,87 @@ class Tally:
     def broken(self) -> int:
         return sum(fault.count for fault in self.faults.values())
 
-    def accept(self, split: str, size: int, label: str | None, continuous: bool) -> None:
+    def accept(self, split: str | None, size: int, label: str | None) -> None:
+        """Count a sound record; None: it is in no split."""
+        if split is None:
+            self.left_out += 1
+            return
         self.splits[split] += 1
         self.size_bytes += size
-        self.continuous |= continuous
-        # One more than allowed is kept, to know that there are too many.
-        if label is not None and len(self.labels) <= MAX_CLASSES:
-            self.labels.add(label)
+        if label is not None:
+            _count(self.labels, label)
 
-    def set_aside(self, code: str, example: str, whole_object: bool) -> None:
+    def set_aside(self, code: str, example: str, whole_object: bool, label: str | None = None) -> None:
         known = self.faults.get(code)
         first = known.example if known else example
         self.faults[code] = Quarantined(code=code, count=(known.count if known else 0) + 1, example=first)
         self.broken_objects += whole_object
+        if label is not None:
+            _count(self.broken_labels, label)
 
     @property
     def too_many_classes(self) -> bool:
         return len(self.labels) > MAX_CLASSES or sum(len(label.encode()) for label in self.labels) > MAX_CLASSES_BYTES
 
     def classes(self) -> tuple[str, ...]:
-        """The class names, sorted. None for labels that are measured values, or too many to be classes."""
+        """The class names, sorted: as numbers if all of them are. None if labels are measured values, or too many."""
         if self.continuous or self.too_many_classes:
             return ()
+        if all(WHOLE_NUMBER.fullmatch(label) for label in self.labels):
+            return tuple(sorted(self.labels, key=lambda label: (int(label), label)))
         return tuple(sorted(self.labels))
+
+    def worst_class(self) -> tuple[str, int, int] | None:
+        """Of the classes with more than one broken record, that with the largest share: name, broken, all.
+
+        One record alone says nothing of a class.
+        """
+        if self.continuous or self.too_many_classes:
+            return None
+        found = [
+            (label, broken, broken + self.labels[label]) for label, broken in self.broken_labels.items() if broken > 1
+        ]
+        return max(found, key=lambda one: (one[1] / one[2], one[0]), default=None)
 
     def quarantined(self) -> tuple[Quarantined, ...]:
         """The most frequent first."""
         return tuple(sorted(self.faults.values(), key=lambda fault: (-fault.count, fault.code)))
 
+    def outcome(self) -> Outcome:
+        """What it all amounts to."""
+        return Outcome(
+            accepted=self.accepted,
+            left_out=self.left_out,
+            splits=self.splits,
+            size_bytes=self.size_bytes,
+            classes=self.classes(),
+            too_many_classes=self.too_many_classes,
+            broken=self.broken,
+            objects=self.objects,
+            broken_objects=self.broken_objects,
+            quarantined=self.quarantined(),
+            worst_class=self.worst_class(),
+            leak=self.leak,
+            statistics=self.statistics,
+        )
+
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "accepted": self.accepted,
-            "splits": self.splits,
-            "size_bytes": self.size_bytes,
-            "classes": list(self.classes()),
-            "too_many_classes": self.too_many_classes,
-            "broken": self.broken,
-            "objects": self.objects,
-            "broken_objects": self.broken_objects,
-            "quarantined": [fault.model_dump() for fault in self.quarantined()],
-        }
+        return self.outcome().model_dump(mode="json")
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+def _count(counter: Counter[str], label: str) -> None:
+    # One more than allowed is kept, to know that there are too many.
+    if label in counter or len(counter) <= MAX_CLASSES:
+        counter[label] += 1
+
+
+class Outcome(BaseModel):
     """A finished ingestion, as ``done.json`` tells it."""
 
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
     accepted: int
+    left_out: int
     splits: dict[str, int]
     size_bytes: int
     classes: tuple[str, ...]
@@ -107,48 +156,79 @@ class Outcome:
     objects: int
     broken_objects: int
     quarantined: tuple[Quarantined, ...]
+    worst_class: tuple[str, int, int] | None
+    leak: tuple[str, str, str, str] | None
+    #: Whether ``statistics.json`` is beside the index.
+    statistics: bool
 
     @classmethod
     def of(cls, done: dict[str, Any]) -> Outcome:
-        return cls(
-            **{
-                **{name: done[name] for name in cls.__dataclass_fields__},
-                "classes": tuple(done["classes"]),
-                "quarantined": tuple(Quarantined.model_validate(fault) for fault in done["quarantined"]),
-            }
-        )
+        return cls.model_validate(done)
 
 
 def objection(outcome: Outcome, data: DataSource, quarantine_uri: str) -> str | None:
     """Why this cannot be used and what to change; None if it can."""
-    total = outcome.accepted + outcome.broken
-    share = outcome.broken / total if total else 0.0
-    # One unreadable file may have held most of the rows: files count as well as records.
-    file_share = outcome.broken_objects / outcome.objects if outcome.objects else 0.0
-    reasons = _reasons(outcome.quarantined)
-    if outcome.accepted == 0:
+    total = outcome.accepted + outcome.left_out + outcome.broken
+    if outcome.accepted + outcome.left_out == 0:
+        reasons = _reasons(outcome.quarantined)
         found = f"all {total:,} records are broken: {reasons}" if total else "there is no record in it"
         return f"{data.source} has no usable {data.format} data: {found}. Check data.source and data.format."
-    if max(share, file_share) > data.max_bad_fraction:
-        what, bad, of, worst = (
-            ("records", outcome.broken, total, share)
-            if share >= file_share
-            else ("files", outcome.broken_objects, outcome.objects, file_share)
-        )
-        return (
-            f"{bad:,} of {of:,} {what} in {data.source} are broken ({worst:.1%}), more than data.max_bad_fraction "
-            f"allows ({data.max_bad_fraction:.1%}): {reasons}. Repair or remove them (all are listed in "
-            f"{quarantine_uri}), or raise data.max_bad_fraction."
-        )
+    if (problem := _too_bad(outcome, data, total)) is not None:
+        advice = f"Repair or remove them (all are listed in {quarantine_uri}), or raise data.max_bad_fraction."
+        return f"{problem}: {_reasons(outcome.quarantined)}. {advice}"
     if data.format == "images" and outcome.too_many_classes:
         return (
             f"{data.source} has more than {MAX_CLASSES:,} classes, or {MAX_CLASSES_BYTES:,} bytes of class names: "
             "check that its folders are classes."
         )
-    if outcome.splits["train"] == 0:
+    if outcome.leak is not None:
+        key, split, other, its = outcome.leak
         return (
-            f"none of the {outcome.accepted:,} records falls into the train split: "
-            "add data, raise data.split.train, or change data.split.seed."
+            f"the {its} split leaks into the {split} split: {key} ({split}) and {other} ({its}) have the same content. "
+            "Remove the copies, or set data.split.by to 'content', which keeps copies together."
+        )
+    return _empty_split(outcome, data)
+
+
+def _too_bad(outcome: Outcome, data: DataSource, total: int) -> str | None:
+    """What there is too much of among the broken."""
+    most = f"more than data.max_bad_fraction allows ({data.max_bad_fraction:.1%})"
+    drifted = next((fault.count for fault in outcome.quarantined if fault.code == "schema_drift"), 0)
+    if drifted and drifted / outcome.objects > data.max_bad_fraction:
+        return (
+            f"the schema of {data.source} changed: {drifted:,} of {outcome.objects:,} files have other columns than "
+            f"most, {most}"
+        )
+    # One unreadable file may have held most of the rows: files count as well as records.
+    shares = [
+        ("records", outcome.broken, total),
+        ("files", outcome.broken_objects, outcome.objects),
+    ]
+    what, bad, of = max(shares, key=lambda share: share[1] / share[2] if share[2] else 0.0)
+    if of and bad / of > data.max_bad_fraction:
+        return f"{bad:,} of {of:,} {what} in {data.source} are broken ({bad / of:.1%}), {most}"
+    if outcome.worst_class is not None:
+        label, bad, of = outcome.worst_class
+        if bad / of > data.max_bad_fraction:
+            return (
+                f"{bad:,} of {of:,} records of the class {label!r} in {data.source} are broken ({bad / of:.1%}), {most}"
+            )
+    return None
+
+
+def _empty_split(outcome: Outcome, data: DataSource) -> str | None:
+    split = data.split
+    if split.by == "time":
+        borders = {"train": True, "validation": split.validation_from, "test": split.test_from}
+        wanted = [name for name in SPLITS if borders[name]]
+        change = "move data.split.validation_from and test_from to where there is data, or leave one out"
+    else:
+        wanted = [name for name in SPLITS if getattr(split, name) > 0]
+        change = "add data, set its share in data.split to 0, raise it, or change data.split.seed"
+    if empty := [name for name in wanted if outcome.splits[name] == 0]:
+        return (
+            f"none of the {outcome.accepted:,} records of {data.source} falls into the {' or the '.join(empty)} split: "
+            f"{change}."
         )
     return None
 

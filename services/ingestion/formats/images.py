@@ -5,11 +5,18 @@ from __future__ import annotations
 import hashlib
 import io
 import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageFile, UnidentifiedImageError
 
+from contracts.events.train import DataSource
+from services.ingestion.core import statistics
 from services.ingestion.core.keys import extension, file_key
+from services.ingestion.core.reasons import Code
 from services.ingestion.core.records import Broken, Fault, Sound
+from services.ingestion.core.splits import SplitKeys
 
 #: Extension -> what Pillow calls the format.
 EXTENSIONS = {
@@ -22,58 +29,104 @@ EXTENSIONS = {
     "tif": "TIFF",
     "tiff": "TIFF",
 }
-MAX_IMAGE_BYTES = 64 * 2**20
+FORMATS = sorted(set(EXTENSIONS.values()))
 #: Decoded, 4 bytes a pixel at most: 400 MB.
 MAX_PIXELS = 100_000_000
 
 # The limit above is checked on every header; Pillow's own warning would only repeat it.
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+# What TIFF and EXIF readers warn of in broken files is told by the verdict.
+warnings.filterwarnings("ignore", module=r"PIL\..*")
+ImageFile.LOAD_TRUNCATED_IMAGES = False
 
 
-def refuse_unread(path: str, size: int) -> Broken | None:
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """An image that is to be judged, and what is known of it."""
+
+    path: str
+    label: str
+    #: What a table of labels says of it besides.
+    value: Mapping[str, Any] | None = None
+
+
+def refuse_unread(path: str, size: int, max_bytes: int) -> Broken | None:
     """What can be said about an image from the listing alone."""
     if extension(path) not in EXTENSIONS:
         known = ", ".join(sorted(EXTENSIONS))
         return Broken("unknown_extension", f"extension {extension(path)!r} is none of {known}", whole_object=True)
     if size == 0:
         return Broken("empty", "the file has no bytes", whole_object=True)
-    if size > MAX_IMAGE_BYTES:
-        return Broken("oversized", f"{size:,} bytes, more than {MAX_IMAGE_BYTES:,}", whole_object=True)
+    if size > max_bytes:
+        return Broken("oversized", f"{size:,} bytes, more than {max_bytes:,}", whole_object=True)
     return None
 
 
-def judge(path: str, content: bytes, label: str, keep_below: int) -> Sound | Broken:
-    """Decode one image fully. Its content is kept with the record if it has less than ``keep_below`` bytes."""
-    digest = hashlib.sha256(content).hexdigest()
-    try:
-        _decode(content, extension(path))
-    except Fault as fault:
-        return Broken(fault.code, fault.detail, sha256=digest, whole_object=True)
-    kept = content if len(content) < keep_below else None
-    return Sound(file_key(path), extension(path), kept, len(content), digest, label)
+class ImageJudge:
+    """Decodes images. It is sent to the processes that do so, and knows nothing but the settings."""
+
+    def __init__(self, data: DataSource) -> None:
+        self._split_keys = SplitKeys(data)
+        self._statistics = data.statistics
+
+    def judge(self, image: Labelled, content: bytes) -> Sound | Broken:
+        """Decode one image fully. The verdict comes without the content."""
+        digest = hashlib.sha256(content).hexdigest()
+        try:
+            split_key, measures = self._decode(image, content)
+        except Fault as fault:
+            return Broken(fault.code, fault.detail, sha256=digest, whole_object=True, label=image.label)
+        key, ext = file_key(image.path), extension(image.path)
+        return Sound(
+            key,
+            ext,
+            None,
+            len(content),
+            digest,
+            image.label,
+            value=image.value,
+            split_key=split_key,
+            measures=measures,
+        )
+
+    def _decode(self, labelled: Labelled, content: bytes) -> tuple[str, bytes]:
+        try:
+            with decoded(content, EXTENSIONS[extension(labelled.path)]) as image:
+                split_key = self._split_keys.image(image, labelled.value or {})
+                return split_key, statistics.of_image(image) if self._statistics else b""
+        except Fault:
+            raise
+        except Exception as error:
+            raise _fault(error) from error
 
 
-def _decode(content: bytes, claimed: str) -> None:
-    try:
-        with Image.open(io.BytesIO(content), formats=sorted(set(EXTENSIONS.values()))) as image:
-            found = image.format
-            if found != EXTENSIONS[claimed]:
-                raise Fault("wrong_extension", f"named .{claimed} but the content is {found}: rename it")
-            width, height = image.size
-            if width * height > MAX_PIXELS:
-                raise Fault("too_many_pixels", f"{width} x {height} pixels, more than {MAX_PIXELS:,}")
-            image.load()
-        if found == "PNG":
-            # load() does not look at the checksums of the pixel data, verify() does.
-            with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
-                image.verify()
-    except Fault:
-        raise
-    except Image.DecompressionBombError as error:
-        raise Fault("too_many_pixels", str(error)) from error
-    except UnidentifiedImageError as error:
-        raise Fault("undecodable", "no image of a known format") from error
-    except Exception as error:
-        # Decoders raise whatever comes up in broken bytes: OSError, SyntaxError, struct.error, ValueError...
-        code = "truncated" if "truncated" in str(error).lower() else "undecodable"
-        raise Fault(code, f"{type(error).__name__}: {error}") from error
+def decoded(content: bytes, claimed: str) -> Image.Image:
+    """The image, every pixel of it.
+
+    Raises:
+        Fault: it is none, has too many pixels or is another format than ``claimed``. Whatever else is raised, decoders
+            raise in broken bytes: OSError, SyntaxError, struct.error, ValueError...
+    """
+    image = Image.open(io.BytesIO(content), formats=FORMATS)
+    if image.format != claimed:
+        raise Fault("wrong_extension", f"named as {claimed} but the content is {image.format}: rename it")
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        raise Fault("too_many_pixels", f"{width} x {height} pixels, more than {MAX_PIXELS:,}")
+    if claimed == "PNG":
+        # load() does not look at the checksums of the pixel data, verify() does.
+        with Image.open(io.BytesIO(content), formats=["PNG"]) as unread:
+            unread.verify()
+    image.load()
+    return image
+
+
+def _fault(error: Exception) -> Fault:
+    if isinstance(error, Image.DecompressionBombError):
+        return Fault("too_many_pixels", str(error))
+    if isinstance(error, UnidentifiedImageError):
+        return Fault("undecodable", "no image of a known format")
+    if isinstance(error, MemoryError):
+        return Fault("bomb", "its decoder asks for more memory than an image should need")
+    code: Code = "truncated" if "truncated" in str(error).lower() else "undecodable"
+    return Fault(code, f"{type(error).__name__}: {error}")

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
 BLOCK = 512
 #: Ends an archive.
 END = bytes(2 * BLOCK)
@@ -15,30 +20,45 @@ _AFTER_CHECKSUM = (
     b"0" + bytes(100) + b"ustar\x0000" + bytes(32) + bytes(32) + b"0000000\0" + b"0000000\0" + bytes(155) + bytes(12)
 )
 #: The checksum counts its own field as spaces.
-_FIXED_SUM = sum(_BEFORE_SIZE) + sum(_MTIME) + 8 * ord(" ") + sum(_AFTER_CHECKSUM)
+_SPACES = b" " * 8
+_TEMPLATE = np.frombuffer(
+    bytes(MAX_NAME_BYTES) + _BEFORE_SIZE + bytes(12) + _MTIME + _SPACES + _AFTER_CHECKSUM, dtype=np.uint8
+)
+_SIZE_AT = MAX_NAME_BYTES + len(_BEFORE_SIZE)
+_CHECKSUM_AT = _SIZE_AT + 12 + len(_MTIME)
+
+
+def headers(names: Sequence[bytes], sizes: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """The header blocks, ``[n, 512]``, of regular files: mode 0644, owner 0, time 0.
+
+    Raises:
+        ValueError: a name or a size does not fit the format.
+    """
+    for name in names:
+        if not 0 < len(name) <= MAX_NAME_BYTES:
+            raise ValueError(f"{name.decode()!r} does not fit the {MAX_NAME_BYTES} bytes of a ustar name")
+    if len(sizes) and not 0 <= int(sizes.min()) <= int(sizes.max()) <= MAX_MEMBER_BYTES:
+        raise ValueError(f"a file of {int(sizes.max())} bytes is more than ustar can say")
+    blocks = np.tile(_TEMPLATE, (len(names), 1))
+    named = np.array(names, dtype=f"S{MAX_NAME_BYTES}").view(np.uint8)
+    blocks[:, :MAX_NAME_BYTES] = named.reshape(len(names), MAX_NAME_BYTES)
+    blocks[:, _SIZE_AT : _SIZE_AT + 11] = _octal(sizes, 11)
+    checksums = blocks.sum(axis=1, dtype=np.int64)
+    blocks[:, _CHECKSUM_AT : _CHECKSUM_AT + 6] = _octal(checksums, 6)
+    blocks[:, _CHECKSUM_AT + 6] = 0
+    return blocks
 
 
 def header(name: str, size: int) -> bytes:
-    """The header block of a regular file: mode 0644, owner 0, time 0.
-
-    Raises:
-        ValueError: the name or the size does not fit the format.
-    """
-    encoded = name.encode()
-    if not 0 < len(encoded) <= MAX_NAME_BYTES:
-        raise ValueError(f"{name!r} does not fit the {MAX_NAME_BYTES} bytes of a ustar name")
-    if not 0 <= size <= MAX_MEMBER_BYTES:
-        raise ValueError(f"{name!r} has {size} bytes, more than ustar can say")
-    octal = b"%011o\0" % size
-    checksum = _FIXED_SUM + sum(encoded) + sum(octal)
-    return b"".join((encoded.ljust(100, b"\0"), _BEFORE_SIZE, octal, _MTIME, b"%06o\0 " % checksum, _AFTER_CHECKSUM))
-
-
-def padding(size: int) -> bytes:
-    """What follows a content of ``size`` bytes, up to the next block."""
-    return bytes(-size % BLOCK)
+    """The header block of one regular file."""
+    return headers([name.encode()], np.array([size], dtype=np.int64)).tobytes()
 
 
 def member_bytes(size: int) -> int:
     """What a content of ``size`` bytes takes up in an archive."""
     return BLOCK + size + -size % BLOCK
+
+
+def _octal(values: NDArray[np.int64], digits: int) -> NDArray[np.uint8]:
+    shifts = 3 * np.arange(digits - 1, -1, -1, dtype=np.int64)
+    return (((values[:, None] >> shifts) & 7) + ord("0")).astype(np.uint8)

@@ -15,7 +15,7 @@ from typing import Any
 import re2
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from contracts.events.run import ProgressPoint, RunLog, RunProgress, RunStraggler
+from contracts.events.run import ProgressPoint, RunLog, RunProgress, RunStarved, RunStraggler
 from contracts.ranks import (
     JOURNAL_LINE,
     CheckpointLine,
@@ -24,6 +24,7 @@ from contracts.ranks import (
     MetricsLine,
     ResultLine,
     StartedLine,
+    StarvedLine,
     StragglerLine,
 )
 
@@ -135,6 +136,16 @@ def straggler(placed: Placed, homes: Mapping[int, str], line: StragglerLine) -> 
         step=line.step,
         factor=line.factor,
         over_steps=line.over_steps,
+    )
+
+
+def starved(placed: Placed, homes: Mapping[int, str], line: StarvedLine) -> RunStarved:
+    """What a rank said of its waiting for data."""
+    return RunStarved(
+        run_id=placed.run_id,
+        generation=placed.generation,
+        node_id=homes.get(line.rank, placed.node_id),
+        **line.model_dump(exclude={"kind", "time"}),
     )
 
 

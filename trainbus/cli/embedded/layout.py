@@ -29,8 +29,18 @@ SERVICES = ("gateway", "scheduler", "ingestion", "sharding", "checkpoint", "trac
 WORKER = "worker"
 #: Only where nodes are to come and go.
 AUTOSCALER = "autoscaler"
+#: The folders that the ingestion service may read; the user may say which.
+SOURCE_FOLDERS = "TRAINBUS_SOURCE_FOLDERS"
 #: The user's own TRAINBUS_ settings are for other stacks and must not leak into this one, but for these.
-PASSED_ON = ("TRAINBUS_LOG_LEVEL", "TRAINBUS_OTLP_ENDPOINT", "TRAINBUS_CHAOS_TWICE")
+PASSED_ON = (
+    "TRAINBUS_LOG_LEVEL",
+    "TRAINBUS_OTLP_ENDPOINT",
+    "TRAINBUS_CHAOS_TWICE",
+    # Each node's own: what a starved run's hint says to raise.
+    "TRAINBUS_CACHE_MAX_BYTES",
+    "TRAINBUS_CACHE_WARM_DIR",
+    "TRAINBUS_CACHE_AHEAD_S",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +227,8 @@ def plan(options: StackOptions, inherited: Mapping[str, str], *, running: bool =
         },
         "gateway": {"TRAINBUS_GATEWAY_PORT": str(ports["gateway-http"])},
         "scheduler": told,
+        # What lies where the stack was started may be trained on as it is, as file:///...
+        "ingestion": {SOURCE_FOLDERS: inherited.get(SOURCE_FOLDERS) or json.dumps([str(Path.cwd())])},
     }
     layout = Layout(options, nats, s3, (), gateway_url, mlflow_uri(data), common)
     units = [layout.unit(name, name, ports[name], extra.get(name, {})) for name in (*SERVICES, AUTOSCALER)]

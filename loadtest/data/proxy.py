@@ -1,0 +1,136 @@
+"""A proxy before an object store that is as bad as the network can be: late, narrow, full of errors, frozen.
+
+It speaks as much HTTP/1.1 as S3 clients do. Every answer waits for the latency; a share of the answers is an error
+(503), breaks off in the middle or is cut before its first byte; all bodies together get so many bytes a second; and
+everything stands still while it is frozen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+PORTION = 64 * 1024
+BUSY = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n"
+
+
+class FaultProxy:
+    """Listens on a port of its own; use it as an async context manager."""
+
+    def __init__(
+        self,
+        upstream: int,
+        *,
+        latency_s: float = 0.0,
+        error_share: float = 0.0,
+        bytes_per_s: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._upstream, self._random = upstream, random.Random(seed)
+        self.latency_s, self.error_share, self.bytes_per_s = latency_s, error_share, bytes_per_s
+        #: Bytes of bodies that were given out, answers, and those of them that were faults.
+        self.egress_bytes = self.answers = self.faults = 0
+        self.port = 0
+        self._free_at_s = self._frozen_until_s = 0.0
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def freeze(self, seconds: float) -> None:
+        """Nothing comes through for so long: no answer, and no byte of those that are on their way."""
+        self._frozen_until_s = time.monotonic() + seconds
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._server is not None
+        self._server.close()
+        for task in self._connections:
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+                while await self._answer(reader, writer):
+                    pass
+        finally:
+            self._connections.discard(task)
+            writer.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """Answer one request; whether the connection can be used for another."""
+        head = await reader.readuntil(b"\r\n\r\n")
+        if b"100-continue" in head.lower():
+            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            # The store would say so, too, before its answer.
+            head = b"\r\n".join(line for line in head.split(b"\r\n") if not line.lower().startswith(b"expect:"))
+        body = await reader.readexactly(_length(head) or 0)
+        await asyncio.sleep(self.latency_s)
+        await self._thaw()
+        self.answers += 1
+        fault = self._random.choice(("busy", "cut", "broken")) if self._random.random() < self.error_share else ""
+        self.faults += bool(fault)
+        if fault == "busy":
+            writer.write(BUSY)
+            await writer.drain()
+            return True
+        if fault == "cut":
+            return False
+        from_store, to_store = await asyncio.open_connection("127.0.0.1", self._upstream)
+        try:
+            to_store.write(head + body)
+            answer = await from_store.readuntil(b"\r\n\r\n")
+            writer.write(answer)
+            size = 0 if head.startswith(b"HEAD") or answer[9:12] in (b"204", b"304") else _length(answer)
+            if size is None:
+                return False  # chunked: no S3 store does it for what is measured here
+            left = size // 2 if fault == "broken" else size
+            while left:
+                portion = await from_store.read(min(PORTION, left))
+                if not portion:
+                    return False
+                left -= len(portion)
+                await self._pace(len(portion))
+                self.egress_bytes += len(portion)
+                writer.write(portion)
+                await writer.drain()
+        finally:
+            to_store.close()
+        return fault != "broken"
+
+    async def _pace(self, size_bytes: int) -> None:
+        await self._thaw()
+        if self.bytes_per_s is not None:
+            now_s = time.monotonic()
+            self._free_at_s = max(self._free_at_s, now_s) + size_bytes / self.bytes_per_s
+            await asyncio.sleep(self._free_at_s - now_s)
+            await self._thaw()
+
+    async def _thaw(self) -> None:
+        while (left_s := self._frozen_until_s - time.monotonic()) > 0:  # noqa: ASYNC110 - it may be prolonged meanwhile
+            await asyncio.sleep(left_s)
+
+
+def _length(head: bytes) -> int | None:
+    """What Content-Length says, None if it is not there."""
+    for line in head.split(b"\r\n"):
+        name, _, value = line.partition(b":")
+        if name.lower() == b"content-length":
+            return int(value)
+    return None

@@ -1,0 +1,267 @@
+"""The split that a record falls into: what it shares with others decides, never how many others there are.
+
+A record has a split key: its content, what its near-duplicates have in common, its group, its file, its own key or its
+time. The hash of seed and split key is its *unit*: 16 bytes, of which the first 8 are its place between 0 and 2**64,
+which is cut at the shares. So growth moves nothing, and what has one split key is never divided. With ``stratify`` the
+places are cut class by class, where the counts say so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping
+from fractions import Fraction
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from PIL import Image as pillow
+from PIL.Image import Image
+
+from contracts.datasets import SPLITS, canonical_json
+from contracts.events.train import DataSource, Split
+from services.ingestion.core.checks import member
+from services.ingestion.core.records import Fault
+from services.ingestion.core.times import instant
+
+UNIT_BYTES = 16
+_PLACE_BYTES = 8
+_TWO_TO_64 = 2**64
+#: Times are stored so that their bytes sort as they do.
+_TIME_OFFSET = 2**63
+_MICROSECONDS = 1_000_000
+#: A perceptual hash compares so many columns with their neighbours, in as many rows; a difference below the threshold
+#: (of 255) counts as none. Finer hashes tell more images apart and lose more near-duplicates: see docs/datasets.md.
+_HASH_CELLS, _HASH_THRESHOLD = 5, 4
+_BOX = pillow.Resampling.BOX
+
+
+# -- split keys: what a record shares with those that it must not be divided from -----
+
+
+class SplitKeys:
+    """Reads from a record what only its content tells: its group, its time, what its near-duplicates share.
+
+    The answer is '' where the record's name and hash are enough (``content``, ``file``, ``key``).
+    """
+
+    def __init__(self, data: DataSource) -> None:
+        self._split = data.split
+        checks = data.checks
+        #: Says nothing of how like two records are.
+        self._unlike = {checks.id_field, checks.time_field, data.label_field} - {None}
+
+    def row(self, fields: Mapping[str, Any]) -> str:
+        """The split key of a record of fields.
+
+        Raises:
+            Fault: it has no group or no time.
+        """
+        if self._split.by == "near":
+            return normalised({name: value for name, value in fields.items() if name not in self._unlike})
+        return self._named(fields)
+
+    def image(self, image: Image, fields: Mapping[str, Any] | None = None) -> str:
+        """The split key of a decoded image; ``fields`` are what else is known of it (a row of labels.csv).
+
+        Raises:
+            Fault: it has no group or no time.
+        """
+        return perceptual_hash(image) if self._split.by == "near" else self._named(fields or {})
+
+    def text(self, content: bytes) -> str:
+        """The split key of a text: near-duplicates differ in case and white space alone."""
+        return normalised(content.decode(errors="backslashreplace")) if self._split.by == "near" else self._named({})
+
+    def unknown(self) -> str:
+        """The split key of a content that says nothing of itself.
+
+        Raises:
+            Fault: it should have a group or a time.
+        """
+        return self._named({})
+
+    def _named(self, fields: Mapping[str, Any]) -> str:
+        if self._split.by == "group":
+            name = self._split.group_field or ""
+            value = member(fields, name)
+            if value is None or value == "":
+                raise Fault("null_group", f"no field {name!r} (split.group_field): its group is not known")
+            return group_text(value)
+        if self._split.by == "time":
+            name = self._split.time_field or ""
+            value = member(fields, name)
+            if value is None:
+                raise Fault("null_time", f"no field {name!r} (split.time_field)")
+            try:
+                return str(instant(value))
+            except ValueError as error:
+                raise Fault("invalid_time", f"field {name!r}: {error}") from error
+        return ""
+
+
+def group_text(value: Any) -> str:
+    """The name of a group: 7, 7.0 and "7" are one, since files of one source differ in how they write numbers."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return str(value) if isinstance(value, str | int | float) else canonical_json(value).decode()
+
+
+def normalised(value: Any) -> str:
+    """A hash of ``value`` that sees neither case nor white space nor how Unicode spells a letter."""
+    return hashlib.sha256(json.dumps(_folded(value), sort_keys=True).encode()).hexdigest()
+
+
+def _folded(value: Any) -> Any:
+    if isinstance(value, str):
+        return " ".join(unicodedata.normalize("NFKC", value).casefold().split())
+    if isinstance(value, Mapping):
+        return {name: _folded(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_folded(inner) for inner in value]
+    return value
+
+
+def perceptual_hash(image: Image) -> str:
+    """The difference hash (dHash) of an image: where its brightness rises from left to right.
+
+    Made of integers alone, so it is the same on every machine. Copies in another size or compression mostly share it.
+    """
+    small = grey(image).resize((_HASH_CELLS + 1, _HASH_CELLS), _BOX)
+    cells = small.tobytes()
+    width = _HASH_CELLS + 1
+    bits = 0
+    for row in range(_HASH_CELLS):
+        for column in range(_HASH_CELLS):
+            at = row * width + column
+            bits = bits << 1 | (cells[at + 1] - cells[at] > _HASH_THRESHOLD)
+    return f"{bits:07x}"
+
+
+def grey(image: Image) -> Image:
+    """The image in 8 bits of grey."""
+    if image.mode.startswith("I"):  # 16 bits, which Pillow would cut off at 255
+        return image.convert("I").point(lambda value: value * (1 / 257)).convert("L")
+    return image.convert("L")
+
+
+# -- units and splits -----------------------------------------------------------------
+
+
+class Assigner:
+    """Split keys to units, units to splits. Every answer depends on its argument and the settings alone."""
+
+    def __init__(self, split: Split) -> None:
+        self._split = split
+        self._seed = f"{split.seed}\0"
+        # The last split with a share takes what rounding leaves over, so that a share of 0 stays empty.
+        self._train_below = _TWO_TO_64 if split.validation == 0 and split.test == 0 else round(split.train * _TWO_TO_64)
+        self._validation_below = _TWO_TO_64 if split.test == 0 else round((split.train + split.validation) * _TWO_TO_64)
+        self._borders = tuple(_borders(split))
+
+    def unit(self, split_key: str, *, sha256: str, key: str, path: str) -> bytes:
+        """What is divided as one: records of one unit are in one split.
+
+        Args:
+            split_key: what ``SplitKeys`` gave; '' for a content of which nobody knows what is near it.
+            sha256: of the content.
+            key: the record's own.
+            path: of the object that it was read from, under the source's prefix.
+        """
+        by = self._split.by
+        if by == "time":
+            return (int(split_key) + _TIME_OFFSET).to_bytes(_PLACE_BYTES, "big")
+        text = key if by == "key" else path if by == "file" else split_key or sha256
+        return hashlib.sha256((self._seed + text).encode(errors="surrogateescape")).digest()[:UNIT_BYTES]
+
+    def split_of(self, unit: bytes) -> str | None:
+        """The split of a unit, without ``stratify``; None: it lies in the embargo before a border."""
+        place = int.from_bytes(unit[:_PLACE_BYTES], "big")
+        if self._split.by == "time":
+            return self._split_at(place)
+        if place < self._train_below:
+            return "train"
+        return "validation" if place < self._validation_below else "test"
+
+    def _split_at(self, place: int) -> str | None:
+        found = "train"
+        for split, embargo_from, begins in self._borders:
+            if place < embargo_from:
+                return found
+            if place < begins:
+                return None
+            found = split
+        return found
+
+
+def _borders(split: Split) -> Iterator[tuple[str, int, int]]:
+    """Split, where the embargo before it begins, where it begins itself; in the order of time."""
+    for name, begins in (("validation", split.validation_from), ("test", split.test_from)):
+        if begins is not None:
+            at = instant(begins) + _TIME_OFFSET
+            yield name, at - round(split.embargo_s * _MICROSECONDS), at
+
+
+# -- stratified: counted, class by class ------------------------------------------------
+
+
+class Stratum(NamedTuple):
+    """A unit with the class that most of its records have."""
+
+    unit: bytes
+    label: str
+    size: int
+
+
+def strata(counts: Iterable[tuple[bytes, str | None, int]]) -> Iterator[Stratum]:
+    """Give each unit one class: that of most of its records, of equals the first by name.
+
+    Args:
+        counts: unit, label, number of records; all of one unit side by side.
+    """
+    for unit, group in groupby(counts, key=itemgetter(0)):
+        labels = [(-size, label or "") for _, label, size in group]
+        yield Stratum(unit, min(labels)[1], -sum(size for size, _ in labels))
+
+
+def stratified(split: Split, label: str, units: Iterable[tuple[bytes, int]], total: int) -> Iterator[tuple[bytes, str]]:
+    """Divide the units of one class so that each split has its share of the records, to the nearest whole unit.
+
+    Args:
+        units: with their sizes, in the order of units.
+        total: the sum of their sizes.
+    """
+    targets = apportion(split, label, total)
+    train_until = targets["train"]
+    validation_until = train_until + targets["validation"]
+    done = 0
+    for unit, size in units:
+        # A unit belongs where its middle lies; of units of one record exactly the targets come out.
+        middle = 2 * done + size
+        done += size
+        if middle < 2 * train_until:
+            yield unit, "train"
+        else:
+            yield unit, "validation" if middle < 2 * validation_until else "test"
+
+
+def apportion(split: Split, label: str, total: int) -> dict[str, int]:
+    """Whole numbers with the shares of the splits and the sum ``total``, by the largest remainder.
+
+    Among equal remainders a hash of the class decides, or else many small classes would all leave out one split.
+    """
+    shares = {name: Fraction(str(getattr(split, name))) for name in SPLITS}
+    whole = sum(shares.values())
+    quotas = {name: total * share / whole for name, share in shares.items()}
+    counts = {name: int(quota) for name, quota in quotas.items()}
+
+    def rank(name: str) -> tuple[Fraction, bytes]:
+        tie = hashlib.sha256(f"{split.seed}\0{label}\0{name}".encode(errors="surrogateescape")).digest()
+        return counts[name] - quotas[name], tie
+
+    left = total - sum(counts.values())
+    for name in sorted((name for name in SPLITS if shares[name]), key=rank)[:left]:
+        counts[name] += 1
+    return counts

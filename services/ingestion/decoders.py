@@ -1,0 +1,153 @@
+"""Decoding what strangers made, over all cores: in processes that may die of it without taking the service along."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import resource
+import signal
+import threading
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from multiprocessing import connection
+from types import TracebackType
+from typing import Self
+
+import structlog
+
+from services.ingestion.core.records import Broken, Sound
+from services.ingestion.formats.images import ImageJudge, Labelled
+from services.kit.bus import Transient
+
+log = structlog.get_logger(__name__)
+
+#: What a decoding process may have: Python and its libraries, and an image of the most pixels in two copies.
+MEMORY_BYTES = 3 * 2**30
+#: Seconds of CPU that one image may take; the largest takes a few.
+CPU_S = 120.0
+MAX_PROCESSES = 8
+#: How often an image is tried that its process dies of.
+ATTEMPTS = 2
+
+
+class Decoders:
+    """Processes that judge images; use it as an async context manager. They start with the first image."""
+
+    def __init__(self, processes: int | None = None) -> None:
+        self._processes = processes or min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
+        self._pool: ProcessPoolExecutor | None = None
+        self._alone = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pool, self._pool = self._pool, None
+        _end(pool)
+
+    async def judge(self, judge: ImageJudge, images: list[tuple[Labelled, bytes]]) -> list[Sound | Broken]:
+        """Judge a batch; the same verdicts, however many processes there are and whatever one of them dies of."""
+        pool = self._opened()
+        try:
+            return await asyncio.wrap_future(pool.submit(_judge, judge, images))
+        except BrokenProcessPool:
+            log.warning("a process died of decoding; its images are judged one by one", images=len(images))
+            if self._pool is pool:
+                self._pool = None
+            _end(pool)
+        # Of the batches that were under way one holds the culprit. One image at a time, it can be told.
+        async with self._alone:
+            return await self._one_by_one(judge, images)
+
+    def _opened(self) -> ProcessPoolExecutor:
+        if self._pool is None:
+            self._pool = _pool(self._processes)
+        return self._pool
+
+    async def _one_by_one(self, judge: ImageJudge, images: list[tuple[Labelled, bytes]]) -> list[Sound | Broken]:
+        verdicts: list[Sound | Broken] = []
+        pool = await _working()
+        try:
+            for image, content in images:
+                for attempt in range(ATTEMPTS):
+                    try:
+                        verdicts += await asyncio.wrap_future(pool.submit(_judge, judge, [(image, content)]))
+                        break
+                    except BrokenProcessPool:
+                        _end(pool)
+                        # A machine that is short of memory kills too: no image is blamed unless others could be judged.
+                        pool = await _working()
+                        if attempt == ATTEMPTS - 1:
+                            detail = "its decoder dies, or does not come to an end"
+                            verdicts.append(Broken("undecodable", detail, whole_object=True, label=image.label))
+        finally:
+            _end(pool)
+        return verdicts
+
+
+async def _working() -> ProcessPoolExecutor:
+    """A process that was seen to work.
+
+    Raises:
+        Transient: none can be started.
+    """
+    pool = _pool(1)
+    try:
+        await asyncio.wrap_future(pool.submit(_ready))
+    except (BrokenProcessPool, OSError) as error:
+        _end(pool)
+        raise Transient(f"no process can be started that decodes images: {error!r}") from error
+    return pool
+
+
+def _ready() -> bool:
+    return True
+
+
+def _pool(processes: int) -> ProcessPoolExecutor:
+    # Spawned: the service has threads, which a forked child would find in any state.
+    return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin)
+
+
+def _end(pool: ProcessPoolExecutor | None) -> None:
+    if pool is not None:
+        processes = list((getattr(pool, "_processes", None) or {}).values())
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.kill()
+
+
+def _begin() -> None:
+    """In a new process: limits, and an end when the service ends, even by SIGKILL."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def _judge(judge: ImageJudge, images: list[tuple[Labelled, bytes]]) -> list[Sound | Broken]:
+    verdicts = []
+    for image, content in images:
+        # The signal's default action ends the process: a decoder in C heeds nothing less.
+        signal.setitimer(signal.ITIMER_PROF, CPU_S)
+        verdicts.append(judge.judge(image, content))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    return verdicts
+
+
+def with_content(verdict: Sound | Broken, content: bytes, keep_below: int | None) -> Sound | Broken:
+    """Put the content back that a verdict came without, if it is to be copied."""
+    if isinstance(verdict, Sound) and (keep_below is None or len(content) < keep_below):
+        return replace(verdict, content=content)
+    return verdict

@@ -1,0 +1,1 @@
+"""Features as of the time of each row of an entity table."""

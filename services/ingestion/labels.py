@@ -1,0 +1,162 @@
+"""Tables that name files: ``labels.csv`` or ``.parquet`` of images, ``manifest.csv`` or ``.jsonl`` of binaries."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from services.ingestion.catalog import Catalog
+from services.ingestion.core.records import Broken, Fault, json_bytes, parsed_json, plain
+from services.ingestion.sources import Listed, Source
+from services.ingestion.taking import Intake
+from services.kit.bus import Poison
+from services.kit.concurrency import in_thread
+
+LABELS = ("labels.csv", "labels.parquet")
+MANIFEST = ("manifest.jsonl", "manifest.csv")
+FILE, LABEL = "file", "label"
+MAX_LINE_BYTES = 2**20
+ROWS_A_BATCH = 1000
+
+#: A row and its place in the table, or what is wrong with it.
+Rows = Iterator[tuple[int, Mapping[str, Any] | Fault]]
+
+
+class Named(NamedTuple):
+    """What is said of one file."""
+
+    label: str
+    #: The other columns.
+    value: Mapping[str, Any] | None = None
+
+
+class Naming:
+    """A table that was read, by the files that it names."""
+
+    def __init__(self, name: str, catalog: Catalog) -> None:
+        self.name, self._catalog = name, catalog
+
+    def of(self, path: str) -> Named | None:
+        """What it says of a file; an empty label if nothing that is clear."""
+        found = self._catalog.label(path)
+        return Named(*found) if found else None
+
+
+async def read_naming(
+    names: tuple[str, ...], source: Source, catalog: Catalog, intake: Intake, folder: Path, needs_label: bool
+) -> tuple[Naming, Listed] | None:
+    """Read the table that is beside the files; None if there is none.
+
+    Raises:
+        Poison: there are two, or it cannot be read, or it does not name files.
+    """
+    found = [listed for name in names if (listed := catalog.find(name)) is not None]
+    if not found:
+        return None
+    if len(found) > 1:
+        raise Poison(f"the source has both {' and '.join(listed.path for listed in found)}: leave one of them")
+    listed, local = found[0], folder / f"naming-{found[0].path}"
+    await source.download(listed, local)
+    reader: dict[str, Callable[[str, Path], Rows]] = {"csv": _csv, "jsonl": _jsonl, "parquet": _parquet}
+    rows = reader[listed.path.rpartition(".")[2]](source.uri(listed), local)
+    await in_thread(_note, rows, listed, catalog, intake, needs_label)
+    local.unlink()
+    return Naming(listed.path, catalog), listed
+
+
+def _note(rows: Rows, listed: Listed, catalog: Catalog, intake: Intake, needs_label: bool) -> None:
+    for place, row in rows:
+        try:
+            if isinstance(row, Fault):
+                raise row
+            file, label, value = _named(row, needs_label)
+        except Fault as fault:
+            intake.set_aside(listed, Broken(fault.code, fault.detail, place))
+            continue
+        known = catalog.add_label(file, label, value)
+        if known is not None:
+            if needs_label:
+                intake.set_aside(listed, Broken("duplicate_label", f"{file!r} is labelled twice", place))
+            else:
+                intake.set_aside(listed, Broken("duplicate_file", f"{file!r} is named twice", place))
+            if known != label:
+                catalog.forget_label(file)
+
+
+def _named(row: Mapping[str, Any], needs_label: bool) -> tuple[str, str, dict[str, Any]]:
+    value = dict(row)
+    file = value.pop(FILE, None)
+    if not isinstance(file, str) or not file.strip():
+        raise Fault("missing_file", f"the row names no file (column {FILE!r})")
+    label = value.get(LABEL)
+    text = "" if label is None or isinstance(label, float | dict | list) else str(label).strip()
+    if needs_label:
+        value.pop(LABEL, None)
+    json_bytes([value, file, text])  # it will be written as JSON
+    return file.strip(), text, value
+
+
+def missing(naming: tuple[Naming, Listed], catalog: Catalog, intake: Intake) -> None:
+    """Set aside what the table names and does not exist."""
+    for file in catalog.labels_without_object():
+        intake.set_aside(naming[1], Broken("missing_file", f"names {file!r}, which does not exist"))
+
+
+def _csv(uri: str, local: Path) -> Rows:
+    try:
+        with local.open(encoding="utf-8-sig", newline="") as file:
+            rows = csv.reader(file, strict=True)
+            columns = [name.strip() for name in next(rows, [])]
+            _check_columns(uri, columns)
+            for row in rows:
+                if not row:
+                    continue
+                if len(row) != len(columns):
+                    yield rows.line_num, Fault("ragged", f"{len(row)} cells, the header has {len(columns)}")
+                else:
+                    yield rows.line_num, dict(zip(columns, row, strict=True))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise Poison(f"{uri} cannot be read as CSV in UTF-8: {error}") from error
+
+
+def _jsonl(uri: str, local: Path) -> Rows:
+    offset = 0
+    with local.open("rb") as file:
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            if len(line) > MAX_LINE_BYTES:
+                raise Poison(f"{uri} has a line of more than {MAX_LINE_BYTES:,} bytes: write one file a line")
+            start, offset = offset, offset + len(line)
+            if not line.strip():
+                continue
+            try:
+                parsed = parsed_json(line.removeprefix(b"\xef\xbb\xbf"))
+                if not isinstance(parsed, dict):
+                    raise Fault("not_an_object", f"a JSON {type(parsed).__name__}")
+                yield start, parsed
+            except Fault as fault:
+                yield start, fault
+
+
+def _parquet(uri: str, local: Path) -> Rows:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(local) as table:
+            _check_columns(uri, table.schema_arrow.names)
+            number = 0
+            for batch in table.iter_batches(ROWS_A_BATCH):
+                for row in batch.to_pylist():
+                    yield number, plain(row)
+                    number += 1
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+        raise Poison(f"{uri} cannot be read as Parquet: {error}") from error
+
+
+def _check_columns(uri: str, columns: list[str]) -> None:
+    if FILE not in columns:
+        raise Poison(f"{uri} needs the column {FILE!r}; it has {columns}")
+    if len(set(columns)) < len(columns):
+        raise Poison(f"{uri} has two columns of one name: {columns}")

@@ -1,0 +1,61 @@
+"""How far an ingestion has got: a line in the log and a report on the bus, every few seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Literal
+
+import structlog
+
+from contracts.events.dataset import DatasetProgress
+from services.kit.clock import Clock
+
+log = structlog.get_logger(__name__)
+
+EVERY_S = 2.0
+Phase = Literal["listing", "joining", "judging"]
+Say = Callable[[DatasetProgress], Awaitable[object]]
+
+
+class Progress:
+    """Reports for one ingestion, at most one every ``EVERY_S``."""
+
+    def __init__(self, ingestion_id: str, clock: Clock, say: Say | None) -> None:
+        self._ingestion_id, self._clock, self._say = ingestion_id, clock, say
+        self._number = 0
+        self._said_at = self._began_at = clock.monotonic()
+        self._phase: Phase | None = None
+
+    async def report(
+        self,
+        phase: Phase,
+        done: int,
+        total: int | None = None,
+        *,
+        done_bytes: int = 0,
+        total_bytes: int = 0,
+    ) -> None:
+        """Say how much of a phase is done, if it is time. Bytes tell how long the rest will take, else records do."""
+        now = self._clock.monotonic()
+        if phase != self._phase:
+            self._phase, self._began_at = phase, now
+            return
+        if now - self._said_at < EVERY_S:
+            return
+        self._said_at, self._number = now, self._number + 1
+        took_s = max(now - self._began_at, 1e-9)
+        whole, part = (total_bytes, done_bytes) if total_bytes else (total or 0, done)
+        progress = DatasetProgress(
+            ingestion_id=self._ingestion_id,
+            phase=phase,
+            number=self._number,
+            done=done,
+            total=total,
+            done_bytes=done_bytes,
+            records_per_s=round(done / took_s, 1),
+            eta_s=round(took_s * max(0, whole - part) / part, 1) if whole and part else None,
+            time=self._clock.now().timestamp(),
+        )
+        log.info("ingesting", **progress.model_dump(include={"phase", "done", "total", "records_per_s", "eta_s"}))
+        if self._say is not None:
+            await self._say(progress)

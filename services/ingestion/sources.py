@@ -1,0 +1,235 @@
+"""Where raw data is: a prefix in the object store, or a folder of this machine. Every read is of the version listed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple, Protocol
+from urllib.parse import unquote, urlsplit
+
+from services.kit.bus import Poison
+from services.kit.concurrency import in_thread
+from services.kit.objects import CHUNK, Missing, ObjectInfo, Objects, split_uri
+from services.kit.reader import Changed, Pinned, Reader
+
+LISTED_A_TURN = 1000
+
+
+class Listed(NamedTuple):
+    """One object of the source, at one version."""
+
+    #: Its path under the source.
+    path: str
+    etag: str
+    size: int
+    #: When it was written, in microseconds since 1970.
+    written_us: int
+
+
+class Source(Protocol):
+    """What an ingestion needs of the place that its data is in."""
+
+    #: Whether sharding can read objects from here by their uri; if not, every record is copied.
+    shared: bool
+
+    def listing(self) -> AsyncIterator[list[Listed]]:
+        """Every object, in parts, in any order. A source that is one object's name means that object."""
+        ...
+
+    def uri(self, listed: Listed) -> str: ...
+
+    def objection(self, listed: Listed) -> str | None:
+        """Why this object is not to be read."""
+        ...
+
+    async def read(self, listed: Listed) -> bytes:
+        """The whole object; raises ``Changed`` if it is no longer what was listed."""
+        ...
+
+    async def download(self, listed: Listed, local: Path) -> None:
+        """Write the object to ``local``; raises ``Changed`` if it is no longer what was listed."""
+        ...
+
+
+def open_source(uri: str, objects: Objects, reader: Reader, folders: tuple[Path, ...] = ()) -> Source:
+    """The source that ``uri`` names.
+
+    Raises:
+        Poison: a folder that this service may not read.
+    """
+    if uri.startswith("file:"):
+        return FolderSource.of(uri, folders)
+    return StoreSource(objects, reader, uri)
+
+
+class StoreSource:
+    """A prefix in the object store."""
+
+    shared = True
+
+    def __init__(self, objects: Objects, reader: Reader, uri: str) -> None:
+        self._objects, self._reader, self._uri = objects, reader, uri
+        self._bucket, prefix = split_uri(uri)
+        # With the slash, digits/ does not take in digits2/.
+        self._folder = prefix if not prefix or prefix.endswith("/") else f"{prefix}/"
+        self._prefix = prefix
+
+    async def listing(self) -> AsyncIterator[list[Listed]]:
+        try:
+            found = False
+            async for page in _chunks(self._objects.list(f"s3://{self._bucket}/{self._folder}"), LISTED_A_TURN):
+                found = True
+                yield [self._listed(info) for info in page]
+            if not found and self._folder != self._prefix:
+                async for one in self._one_object():
+                    yield one
+        except Missing as error:
+            raise Poison(f"there is no bucket {self._bucket!r}: check the source {self._uri}") from error
+
+    async def _one_object(self) -> AsyncIterator[list[Listed]]:
+        try:
+            info = await self._objects.head(self._uri)
+        except Missing:
+            return
+        folder = info.key.rpartition("/")[0]
+        self._folder = f"{folder}/" if folder else ""
+        yield [self._listed(info)]
+
+    def _listed(self, info: ObjectInfo) -> Listed:
+        written_us = round(info.modified_at.timestamp() * 1_000_000)
+        return Listed(info.key.removeprefix(self._folder), info.etag, info.size_bytes, written_us)
+
+    def uri(self, listed: Listed) -> str:
+        return f"s3://{self._bucket}/{self._folder}{listed.path}"
+
+    def objection(self, listed: Listed) -> str | None:
+        return None
+
+    async def read(self, listed: Listed) -> bytes:
+        return await self._reader.read(self._pinned(listed))
+
+    async def download(self, listed: Listed, local: Path) -> None:
+        await self._reader.download(self._pinned(listed), local)
+
+    def _pinned(self, listed: Listed) -> Pinned:
+        return Pinned(self._bucket, self._folder + listed.path, listed.size, listed.etag)
+
+
+@dataclass
+class FolderSource:
+    """A folder of this machine, for stacks whose services share it. Nothing outside of it is ever read."""
+
+    root: Path
+    shared = False
+    #: The one file that is meant, if it is one.
+    only: str | None = None
+
+    @classmethod
+    def of(cls, uri: str, folders: tuple[Path, ...]) -> FolderSource:
+        """The folder, if it lies in one of those that may be read.
+
+        Raises:
+            Poison: it does not, or there is none.
+        """
+        parts = urlsplit(uri)
+        wanted = Path(unquote(parts.path))
+        # Where it really is: neither '..' nor a link leads out of what is allowed.
+        path = Path(os.path.realpath(wanted))
+        allowed = [Path(os.path.realpath(folder)) for folder in folders]
+        if not any(path.is_relative_to(folder) for folder in allowed):
+            names = ", ".join(map(str, allowed)) or "none"
+            raise Poison(
+                f"the ingestion service may not read {wanted}; folders that it may read: {names}. Copy the data into "
+                "the lake and give its s3:// address, or start the stack with the folder in TRAINBUS_SOURCE_FOLDERS "
+                f"(a JSON list)"
+            )
+        if path.is_file():
+            return cls(path.parent, path.name)
+        if not path.is_dir():
+            raise Poison(f"there is no folder {path}: check data.source ({uri})")
+        return cls(path)
+
+    async def listing(self) -> AsyncIterator[list[Listed]]:
+        walk = self._walk()
+        while found := await in_thread(lambda: list(islice(walk, LISTED_A_TURN))):
+            yield found
+
+    def _walk(self) -> Iterator[Listed]:
+        if self.only is not None:
+            yield self._listed(self.root / self.only)
+            return
+        for folder, folders, names in os.walk(self.root):
+            # Links to folders are told and not followed, as they might lead round in a circle.
+            names += [name for name in folders if os.path.islink(os.path.join(folder, name))]
+            for name in names:
+                yield self._listed(Path(folder, name))
+
+    def _listed(self, path: Path) -> Listed:
+        found = path.lstat()
+        name = os.fsencode(path.relative_to(self.root)).decode(errors="backslashreplace")
+        if not stat.S_ISREG(found.st_mode):
+            return Listed(name, "", 0, found.st_mtime_ns // 1000)
+        return Listed(name, _version(found), found.st_size, found.st_mtime_ns // 1000)
+
+    def uri(self, listed: Listed) -> str:
+        return (self.root / listed.path).as_uri()
+
+    def objection(self, listed: Listed) -> str | None:
+        return "it is a link or no plain file: only files in the folder itself are read" if not listed.etag else None
+
+    async def read(self, listed: Listed) -> bytes:
+        def read() -> bytes:
+            with open(self._open(listed), "rb") as file:
+                return self._whole(listed, file.read(listed.size + 1))
+
+        return await in_thread(read)
+
+    async def download(self, listed: Listed, local: Path) -> None:
+        def copy() -> None:
+            handle = self._open(listed)
+            with open(handle, "rb") as file, local.open("wb") as target:
+                while chunk := file.read(CHUNK):
+                    target.write(chunk)
+                # Written to in the meantime: what was copied may be half old and half new.
+                if _version(os.fstat(handle)) != listed.etag:
+                    raise Changed(f"{self.uri(listed)} was written to")
+
+        await in_thread(copy)
+
+    def _open(self, listed: Listed) -> int:
+        path = self.root / listed.path
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            raise Changed(f"{path.as_uri()} cannot be opened any more ({error.strerror})") from error
+        if _version(os.fstat(handle)) != listed.etag:
+            os.close(handle)
+            raise Changed(f"{path.as_uri()} is another version than the one listed")
+        return handle
+
+    def _whole(self, listed: Listed, content: bytes) -> bytes:
+        if len(content) != listed.size:
+            raise Changed(f"{self.uri(listed)} has another size than it was listed with")
+        return content
+
+
+def _version(found: os.stat_result) -> str:
+    """Changes whenever the file is written to or replaced, even by a link's new target."""
+    text = f"{found.st_size}/{found.st_mtime_ns}/{found.st_ino}/{found.st_dev}"
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+async def _chunks(items: AsyncIterator[ObjectInfo], size: int) -> AsyncIterator[list[ObjectInfo]]:
+    chunk: list[ObjectInfo] = []
+    async for item in items:
+        chunk.append(item)
+        if len(chunk) >= size:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk

@@ -1,0 +1,145 @@
+"""Takes in judged records, in order: checks them, tells duplicates, keeps the sound ones and sets the others aside."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, BinaryIO
+
+import xxhash
+
+from contracts.datasets import IndexRecord, canonical_json
+from contracts.events.train import DataSource
+from services.ingestion import metrics
+from services.ingestion.catalog import Catalog, Record
+from services.ingestion.core import statistics
+from services.ingestion.core.checks import Checker
+from services.ingestion.core.records import MAX_DETAIL_CHARS, Broken, Fault, Sound
+from services.ingestion.core.splits import Assigner, SplitKeys
+from services.ingestion.core.verdict import Tally
+from services.ingestion.packs import PackWriter
+from services.ingestion.sources import Listed, Source
+
+#: What ``finish`` puts the split's name into. No text in JSON holds this: its quotes would be escaped.
+NO_SPLIT = b'"split":""'
+
+Found = tuple[Listed, Sound | Broken]
+Take = Callable[[list[Found]], Awaitable[None]]
+
+
+class Intake:
+    """One job's records on their way into the catalog, the packs and the quarantine."""
+
+    def __init__(
+        self, data: DataSource, source: Source, catalog: Catalog, packs: PackWriter, tally: Tally, quarantine: BinaryIO
+    ) -> None:
+        self._data, self._source, self._catalog, self._packs = data, source, catalog, packs
+        self._tally, self._quarantine = tally, quarantine
+        self._checker = Checker(data)
+        self._split_keys = SplitKeys(data)
+        self._assigner = Assigner(data.split)
+        self._last: tuple[Listed, str] | None = None
+        #: Records that were looked at.
+        self.seen = 0
+        self._accepted = metrics.RECORDS.labels(data.format, "accepted")
+        self._set_aside = metrics.RECORDS.labels(data.format, "quarantined")
+
+    def take(self, found: list[Found]) -> None:
+        """Take in a batch, in order."""
+        for listed, record in found:
+            self.seen += 1
+            if isinstance(record, Broken):
+                self.set_aside(listed, record)
+                continue
+            try:
+                self._keep(listed, record)
+            except Fault as fault:
+                whole = record.offset is None
+                broken = Broken(fault.code, fault.detail, record.offset, record.sha256, whole, record.label)
+                self.set_aside(listed, broken)
+
+    def _keep(self, listed: Listed, record: Sound) -> None:
+        identity = self._checker.check(record, listed.written_us)
+        unit = self._assigner.unit(self._split_key(record), sha256=record.sha256, key=record.key, path=listed.path)
+        pack = self._packs.place(record.key) if record.content is not None else None
+        kept = Record(
+            record.key,
+            unit,
+            record.label,
+            bytes.fromhex(record.sha256),
+            identity,
+            record.size,
+            self._measures(record),
+            self._line(listed, record, pack),
+        )
+        if not self._catalog.add_record(kept):
+            detail = f"another file has the key {record.key!r}: names must differ in more than the extension"
+            raise Fault("duplicate_key", detail)
+        if record.content is not None:
+            self._packs.write(record.key, record.content)
+        self._tally.continuous |= record.continuous
+        self._accepted.inc()
+
+    def _split_key(self, record: Sound) -> str:
+        """What the split goes by; images have told it when they were decoded."""
+        if record.split_key:
+            return record.split_key
+        if record.value is not None and (record.ext == "json" or self._data.split.by != "near"):
+            return self._split_keys.row(record.value)
+        if self._data.format == "text":
+            return self._split_keys.text(record.content or b"")
+        return self._split_keys.unknown()
+
+    def _measures(self, record: Sound) -> bytes:
+        if record.measures or not self._data.statistics or record.value is None:
+            return record.measures
+        return statistics.of_row(record.value)
+
+    def _uri(self, listed: Listed) -> str:
+        """Records of one object come one after the other."""
+        if self._last is None or self._last[0] is not listed:
+            self._last = listed, self._source.uri(listed)
+        return self._last[1]
+
+    def _line(self, listed: Listed, record: Sound, pack: tuple[int, int] | None) -> bytes:
+        line: IndexRecord = {
+            "key": record.key,
+            "split": "",
+            "uri": self._uri(listed),
+            "etag": listed.etag,
+            "offset": record.offset,
+            "label": record.label,
+            "ext": record.ext,
+            "fields": list(record.fields) if record.fields is not None else None,
+            "size": record.size,
+            "sha256": record.sha256,
+            "pack": pack[0] if pack is not None else None,
+            "pack_offset": pack[1] if pack is not None else None,
+        }
+        if pack is not None and record.content is not None:
+            line["xxh3"] = xxhash.xxh3_128_hexdigest(record.content)
+        return canonical_json(line) + b"\n"
+
+    def set_aside(self, listed: Listed, broken: Broken) -> None:
+        """Note what is wrong with a record or an object."""
+        self.quarantine(self._source.uri(listed), listed.etag, broken)
+
+    def quarantine(self, uri: str, etag: str, broken: Broken) -> None:
+        entry: dict[str, Any] = {
+            "uri": uri,
+            "etag": etag,
+            "offset": broken.offset,
+            "code": broken.code,
+            "detail": _printable(broken.detail)[:MAX_DETAIL_CHARS],
+            "sha256": broken.sha256,
+            "label": broken.label,
+        }
+        self._quarantine.write(canonical_json(entry) + b"\n")
+        place = uri if broken.offset is None else f"{uri} at {broken.offset}"
+        example = f"{place}: {_printable(broken.detail)}"[: 2 * MAX_DETAIL_CHARS]
+        self._tally.set_aside(broken.code, example, broken.whole_object, broken.label)
+        self._set_aside.inc()
+
+
+def _printable(text: str) -> str:
+    """Without what is no Unicode: details quote what was found."""
+    return text.encode(errors="backslashreplace").decode()

@@ -1,0 +1,169 @@
+"""Formats whose objects are one record each: images, and arbitrary files with a manifest."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterator
+from typing import Protocol
+
+from contracts.events.train import DataSource
+from services.ingestion import metrics
+from services.ingestion.core.keys import extension, file_key
+from services.ingestion.core.records import MAX_LABEL_CHARS, Broken, Fault, Sound, json_bytes, label_of, of_files
+from services.ingestion.decoders import Decoders, with_content
+from services.ingestion.formats import images
+from services.ingestion.labels import Named, Naming
+from services.ingestion.sources import Listed, Source
+from services.ingestion.taking import Found, Take
+from services.kit.concurrency import all_of, end
+
+#: Files are read and judged in batches of at most so many, and of about so many bytes.
+BATCH_FILES, BATCH_BYTES = 128, 8 * 2**20
+#: The extension of a file that has none, and of the JSON with what a manifest says of a file.
+NO_EXTENSION, DETAILS = "bin", "json"
+
+
+class Judging(Protocol):
+    """How one format's files are judged."""
+
+    def refuse_unread(self, listed: Listed) -> Broken | None:
+        """What can be said from the listing, and from what names the files, alone."""
+        ...
+
+    async def judge(self, batch: list[tuple[Listed, bytes]]) -> list[Sound | Broken]:
+        """A verdict on each file."""
+        ...
+
+
+class WholeFiles:
+    """Reads and judges files, some batches ahead; hands out verdicts in the order of the listing."""
+
+    def __init__(self, data: DataSource, source: Source, judging: Judging, concurrency: int, ahead: int) -> None:
+        self._data, self._source, self._judging = data, source, judging
+        self._concurrency, self._ahead = concurrency, ahead
+        self._reads = asyncio.Semaphore(concurrency)
+        self._read_bytes = metrics.READ_BYTES.labels(data.format)
+
+    async def run(self, files: Iterator[Listed], take: Take) -> None:
+        """Judge ``files`` and await ``take`` for each batch."""
+        pending: deque[asyncio.Task[list[Found]]] = deque()
+        try:
+            for batch in self._batches(files):
+                pending.append(asyncio.create_task(self._judge(batch)))
+                if len(pending) >= self._ahead:
+                    await take(await pending.popleft())
+            while pending:
+                await take(await pending.popleft())
+        finally:
+            await end(*pending)
+
+    def _batches(self, files: Iterator[Listed]) -> Iterator[list[tuple[Listed, Broken | None]]]:
+        batch: list[tuple[Listed, Broken | None]] = []
+        size = 0
+        for listed in files:
+            broken = self._judging.refuse_unread(listed)
+            wanted = 0 if broken else listed.size
+            if batch and (len(batch) >= BATCH_FILES or size + wanted > BATCH_BYTES):
+                yield batch
+                batch, size = [], 0
+            batch.append((listed, broken))
+            size += wanted
+        if batch:
+            yield batch
+
+    async def _judge(self, batch: list[tuple[Listed, Broken | None]]) -> list[Found]:
+        wanted = [listed for listed, broken in batch if broken is None]
+        contents = await all_of((self._read(listed) for listed in wanted), at_a_time=self._concurrency)
+        verdicts = iter(await self._judging.judge(list(zip(wanted, contents, strict=True))))
+        return [(listed, broken or next(verdicts)) for listed, broken in batch]
+
+    async def _read(self, listed: Listed) -> bytes:
+        async with self._reads:
+            content = await self._source.read(listed)
+        self._read_bytes.inc(len(content))
+        return content
+
+
+class Images:
+    """Images in folders that are classes, or with a table of labels."""
+
+    def __init__(self, data: DataSource, naming: Naming | None, decoders: Decoders, keep_below: int | None) -> None:
+        self._naming, self._decoders, self._keep_below = naming, decoders, keep_below
+        self._max_bytes = data.checks.max_record_bytes
+        self._judge = images.ImageJudge(data)
+
+    def refuse_unread(self, listed: Listed) -> Broken | None:
+        broken = images.refuse_unread(listed.path, listed.size, self._max_bytes)
+        if broken is not None:
+            return broken
+        named = self._named(listed.path)
+        if named is None or not named.label:
+            return Broken("no_label", self._no_label(named), whole_object=True)
+        if len(named.label) > MAX_LABEL_CHARS:
+            return Broken("invalid_label", f"a label of {len(named.label)} characters", whole_object=True)
+        return None
+
+    async def judge(self, batch: list[tuple[Listed, bytes]]) -> list[Sound | Broken]:
+        asked = []
+        for listed, content in batch:
+            named = self._named(listed.path)
+            assert named is not None
+            asked.append((images.Labelled(listed.path, named.label, named.value), content))
+        verdicts = await self._decoders.judge(self._judge, asked)
+        return [
+            with_content(verdict, content, self._keep_below)
+            for verdict, (_, content) in zip(verdicts, batch, strict=True)
+        ]
+
+    def _named(self, path: str) -> Named | None:
+        if self._naming is not None:
+            return self._naming.of(path)
+        folder, slash, _ = path.partition("/")
+        return Named(folder) if slash else None
+
+    def _no_label(self, named: Named | None) -> str:
+        if self._naming is None:
+            return "the image is in no folder: put it into one named after its class, or add a labels.csv"
+        if named is None:
+            return f"{self._naming.name} does not name this file"
+        return f"{self._naming.name} gives this file an empty label, or two that differ"
+
+
+class Binaries:
+    """Arbitrary files that a manifest names, each with what the manifest says of it."""
+
+    def __init__(self, data: DataSource, naming: Naming) -> None:
+        self._naming, self._data = naming, data
+        self._label_field = data.label_field
+
+    def refuse_unread(self, listed: Listed) -> Broken | None:
+        named = self._naming.of(listed.path)
+        if named is None:
+            return Broken("not_in_manifest", f"{self._naming.name} does not name this file", whole_object=True)
+        if listed.size == 0:
+            return Broken("empty", "the file has no bytes", whole_object=True)
+        if listed.size > self._data.checks.max_record_bytes:
+            most = self._data.checks.max_record_bytes
+            return Broken("oversized", f"{listed.size:,} bytes, more than {most:,}", whole_object=True)
+        return None
+
+    async def judge(self, batch: list[tuple[Listed, bytes]]) -> list[Sound | Broken]:
+        return [self._sample(listed, content) for listed, content in batch]
+
+    def _sample(self, listed: Listed, content: bytes) -> Sound | Broken:
+        named = self._naming.of(listed.path)
+        assert named is not None
+        value = dict(named.value or {})
+        try:
+            label: str | None = named.label or None
+            continuous = False
+            if self._label_field is not None:
+                label, continuous = label_of(value, self._label_field)
+            ext = extension(listed.path) or NO_EXTENSION
+            # A file that is JSON itself keeps its name, and the details get another.
+            details = DETAILS if ext != DETAILS else f"details.{DETAILS}"
+            files = {ext: content, details: json_bytes(value)} if value else {ext: content}
+            return of_files(file_key(listed.path), files, label, None, value, continuous)
+        except Fault as fault:
+            return Broken(fault.code, fault.detail, whole_object=True, label=named.label or None)

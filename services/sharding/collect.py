@@ -1,0 +1,166 @@
+"""Garbage collection: reads the store and the open jobs, asks the core, deletes. One at a time, under a lease."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import structlog
+
+from contracts import topology
+from contracts.datasets import Manifest
+from contracts.events.dataset import ShardFile
+from services.kit import alone
+from services.kit.bus import Bus
+from services.kit.concurrency import all_of
+from services.kit.objects import Missing, ObjectInfo, Objects
+from services.sharding import metrics
+from services.sharding.core import garbage
+from services.sharding.core.garbage import INGESTION_KEY, Stored
+from services.sharding.settings import ShardingSettings
+
+log = structlog.get_logger(__name__)
+
+LEASE = "dataset-gc"
+PARALLEL_READS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What one collection found and removed."""
+
+    shards: int
+    ingestion_objects: int
+    freed_bytes: int
+    kept_shards: int
+
+
+async def collect_garbage(bus: Bus, objects: Objects, settings: ShardingSettings) -> Collected:
+    """Remove what nobody needs. Safe beside datasets that are being made: see ``core/garbage.py``.
+
+    Raises:
+        ValueError: a manifest cannot be read, so nobody knows what it needs; nothing was deleted.
+    """
+    root = f"s3://{settings.bucket_datasets}/"
+    grace, keep_packs = (timedelta(seconds=s) for s in (settings.dataset_gc_grace_s, settings.dataset_keep_packs_s))
+    # In this order: what is named after the shards were listed is seen, in a journal or in the manifest that follows.
+    shards = [stored async for stored in _listed(objects, f"{root}shards/")]
+    ingestions: dict[str, list[Stored]] = defaultdict(list)
+    async for stored in _listed(objects, f"{root}ingestions/"):
+        if match := INGESTION_KEY.match(stored.key):
+            ingestions[match["fingerprint"]].append(stored)
+    now = bus.clock.now()
+    young = [s for found in ingestions.values() for s in found if garbage.is_young_journal(s, now, grace)]
+    journals = await all_of((_journal(objects, s) for s in young), at_a_time=PARALLEL_READS)
+    working = await _working(bus)
+    manifests = await _manifests(objects, f"{root}datasets/")
+    named = garbage.named_by(manifests, journals, working)
+    doomed = garbage.garbage_shards(shards, named, now, grace)
+    gone = [await _delete(objects, shard, "shard") for shard in doomed]
+    freed = [size_bytes for size_bytes in gone if size_bytes is not None]
+    removed: list[int] = []
+    for fingerprint, found in ingestions.items():
+        for stored in garbage.garbage_of_ingestion(found, fingerprint, named, now, grace, keep_packs):
+            size_bytes = await _delete(objects, stored, "ingestion")
+            if size_bytes is not None:
+                removed.append(size_bytes)
+            elif stored.key.endswith(garbage.DONE):
+                break  # somebody took the ingestion up again
+    freed_bytes = sum(freed) + sum(removed)
+    collected = Collected(len(freed), len(removed), freed_bytes, len(shards) - len(freed))
+    log.info("garbage collected", shards=len(freed), ingestion_objects=len(removed), freed_bytes=freed_bytes)
+    return collected
+
+
+async def _delete(objects: Objects, stored: Stored, kind: str) -> int | None:
+    """Remove it and return its bytes; None if it is gone, or written anew by somebody who means to name it."""
+    try:
+        if (await objects.head(stored.uri)).modified_at != stored.modified_at:
+            return None
+    except Missing:
+        return None
+    await objects.delete(stored.uri)
+    metrics.GC_DELETED.labels(kind).inc()
+    metrics.GC_FREED_BYTES.inc(stored.size_bytes)
+    return stored.size_bytes
+
+
+async def _listed(objects: Objects, uri: str) -> AsyncIterator[Stored]:
+    try:
+        async for info in objects.list(uri):
+            yield _stored(info)
+    except Missing:
+        return  # there is no bucket yet
+
+
+def _stored(info: ObjectInfo) -> Stored:
+    return Stored(info.uri, info.key, info.size_bytes, info.modified_at)
+
+
+async def _journal(objects: Objects, stored: Stored) -> dict[str, ShardFile]:
+    try:
+        return garbage.shards_of_journal(await objects.get(stored.uri))
+    except Missing:
+        return {}  # the dataset was completed: its manifest is read after this
+    except ValueError as error:
+        raise ValueError(f"{stored.uri}: {error}; remove it, nothing was collected") from error
+
+
+async def _manifests(objects: Objects, uri: str) -> list[Manifest]:
+    listed = [s async for s in _listed(objects, uri) if s.key.endswith("/manifest.json")]
+    found = await all_of((_manifest(objects, s) for s in listed), at_a_time=PARALLEL_READS)
+    return [manifest for manifest in found if manifest is not None]
+
+
+async def _manifest(objects: Objects, stored: Stored) -> Manifest | None:
+    try:
+        return Manifest.model_validate_json(await objects.get(stored.uri))
+    except Missing:
+        return None  # somebody removed it meanwhile
+    except ValueError as error:
+        raise ValueError(f"{stored.uri}: {error}; repair or remove it, nothing was collected") from error
+
+
+async def _working(bus: Bus) -> set[str]:
+    """Fingerprints of the ingestions that wait to be sharded."""
+    found: dict[str, str] = {}
+    # Not the client's own list of keys, which may end early while the server is busy.
+    async for batch in bus.entries(topology.JOBS, "sharding.>", idle_s=1.0, until_caught_up=True):
+        for entry in batch:
+            found.pop(entry.key, None)
+            if entry.value is None:
+                continue
+            try:
+                found[entry.key] = str(json.loads(json.loads(entry.value)["body"])["fingerprint"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"job {entry.key} cannot be read ({error!r}): nothing was collected") from error
+    return set(found.values())
+
+
+async def collect_rarely(bus: Bus, objects: Objects, settings: ShardingSettings) -> None:
+    """Collect every ``dataset_gc_every_s``; of several instances one does it at a time."""
+    await alone.collect_every(
+        settings.dataset_gc_every_s, metrics.GC_RUNS, lambda: collect_alone(bus, objects, settings)
+    )
+
+
+async def collect_alone(bus: Bus, objects: Objects, settings: ShardingSettings) -> Collected | None:
+    """Collect under the lease; None if another instance is at it."""
+    return await alone.collect_alone(
+        bus, LEASE, settings, metrics.GC_RUNS, lambda: collect_garbage(bus, objects, settings)
+    )
+
+
+def run_gc(settings: ShardingSettings) -> None:
+    """Collect garbage once, and print what went. For ``python -m services.sharding gc``."""
+    alone.collect_once(LEASE, settings, collect_alone, _told)
+
+
+def _told(found: Collected) -> str:
+    return (
+        f"{found.shards} shards and {found.ingestion_objects} objects of ingestions removed "
+        f"({found.freed_bytes:,} bytes)"
+    )

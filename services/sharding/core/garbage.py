@@ -1,0 +1,113 @@
+"""Which shards, packs and ingestions nobody needs any more. Mark and sweep; when in doubt, keep.
+
+What makes it safe beside datasets that are being made:
+
+1. A shard is garbage only if no manifest and no young journal names it, and it was last written more than ``grace``
+   ago.
+2. Journals are read after the shards were listed, manifests after the journals: a dataset that is completed meanwhile
+   is seen in one of them.
+3. Whoever relies on a shard that is there already, and is older than ``objects.FRESHEN_S``, writes it anew, and looks
+   at every one again before the manifest is written: what went too early is made again, and no manifest
+   ever names a shard that is gone.
+4. An ingestion is kept while a manifest has its fingerprint, since its index tells what differs between two datasets.
+   Its packs are needed only to make datasets of it, and go ``keep_packs`` after it and its dataset were made,
+   unless a job is about to make another.
+5. An ingestion without a manifest goes when all that it has is older than ``grace``; ``done.json`` first, so that
+   nobody takes what is left for a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from contracts.datasets import Manifest
+from contracts.events.dataset import ShardFile
+
+INGESTION_KEY = re.compile(r"^ingestions/(?P<fingerprint>[0-9a-f]{64})/(?P<name>.+)$")
+SHARD_KEY = re.compile(r"^shards/[0-9a-f]{2}/(?P<sha256>[0-9a-f]{64})$")
+JOURNAL = re.compile(r"^shards-[0-9a-f]{16}\.json$")
+PACK = re.compile(r"^pack-\d+$")
+DONE = "done.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An object in the store."""
+
+    uri: str
+    key: str
+    size_bytes: int
+    modified_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """What manifests, young journals and open jobs need."""
+
+    shards: frozenset[str]
+    #: Ingestions that manifests were made of, and those that open jobs make datasets of.
+    fingerprints: frozenset[str]
+    working: frozenset[str] = frozenset()
+
+
+def named_by(
+    manifests: Iterable[Manifest], journals: Iterable[Mapping[str, ShardFile]], working: Iterable[str]
+) -> Named:
+    """Hashes that are named, and the fingerprints that manifests have; ``working`` are those of open jobs."""
+    shards: set[str] = set()
+    open_jobs = frozenset(working)
+    fingerprints = set(open_jobs)
+    for manifest in manifests:
+        fingerprints.add(manifest.fingerprint)
+        for split in manifest.splits.values():
+            shards |= {sha256 for shard in split.shards for sha256 in (shard.sha256, shard.index_sha256)}
+    for journal in journals:
+        shards |= {sha256 for shard in journal.values() for sha256 in (shard.sha256, shard.index_sha256)}
+    return Named(frozenset(shards), frozenset(fingerprints), open_jobs)
+
+
+def shards_of_journal(content: bytes) -> dict[str, ShardFile]:
+    """The shards that a journal names.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = json.loads(content)
+    if not isinstance(found, dict):
+        raise ValueError("a journal is a JSON object")
+    return {str(name): ShardFile.model_validate(shard) for name, shard in found.items()}
+
+
+def is_young_journal(stored: Stored, now: datetime, grace: timedelta) -> bool:
+    match = INGESTION_KEY.match(stored.key)
+    return match is not None and JOURNAL.match(match["name"]) is not None and now - stored.modified_at <= grace
+
+
+def garbage_shards(shards: Iterable[Stored], named: Named, now: datetime, grace: timedelta) -> list[Stored]:
+    """Shards and indexes that nobody names. What does not lie under its hash is not ours."""
+    return [
+        shard
+        for shard in shards
+        if (match := SHARD_KEY.match(shard.key))
+        and match["sha256"] not in named.shards
+        and now - shard.modified_at > grace
+    ]
+
+
+def garbage_of_ingestion(
+    objects: list[Stored], fingerprint: str, named: Named, now: datetime, grace: timedelta, keep_packs: timedelta
+) -> list[Stored]:
+    """What of one ingestion's objects can go, in the order in which it must."""
+    names = {stored.uri: stored.key.rpartition("/")[2] for stored in objects}
+    youngest = max(stored.modified_at for stored in objects)
+    if fingerprint not in named.fingerprints:
+        # done.json (False) comes before all others (True).
+        return sorted(objects, key=lambda s: (names[s.uri] != DONE, s.key)) if now - youngest > grace else []
+    stale = [stored for stored in objects if JOURNAL.match(names[stored.uri]) and now - stored.modified_at > grace]
+    if now - youngest > keep_packs and fingerprint not in named.working:
+        stale += [stored for stored in objects if PACK.match(names[stored.uri])]
+    return stale

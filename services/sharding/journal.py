@@ -1,0 +1,50 @@
+"""Which shards of a dataset under way are in the store: a later attempt goes on from there, nobody collects them."""
+
+from __future__ import annotations
+
+import time
+
+import structlog
+from pydantic import ValidationError
+
+from contracts.datasets import canonical_json
+from contracts.events.dataset import ShardFile
+from services.kit.objects import Missing, Objects
+from services.sharding.core.garbage import shards_of_journal
+
+log = structlog.get_logger(__name__)
+
+#: Between two writes; a kill costs what was done since the last.
+EVERY_S = 5.0
+
+
+class Journal:
+    """One small object beside the ingestion's index. Two writers at once can only make each other do work again."""
+
+    def __init__(self, objects: Objects, uri: str, every_s: float = EVERY_S) -> None:
+        self._objects, self._uri, self._every_s = objects, uri, every_s
+        self._shards: dict[str, ShardFile] = {}
+        self._written_at = time.monotonic()
+
+    async def read(self) -> dict[str, ShardFile]:
+        """What an earlier attempt finished, by name."""
+        try:
+            self._shards = shards_of_journal(await self._objects.get(self._uri))
+        except Missing:
+            pass
+        except (ValueError, ValidationError) as error:
+            log.warning("a journal that cannot be read: beginning anew", uri=self._uri, error=repr(error))
+        return dict(self._shards)
+
+    async def note(self, name: str, shard: ShardFile) -> None:
+        """This shard and its index are in the store."""
+        self._shards[name] = shard
+        if time.monotonic() - self._written_at >= self._every_s:
+            # At once, so that others that come meanwhile do not write too.
+            self._written_at = time.monotonic()
+            content = {name: made.model_dump(mode="json") for name, made in self._shards.items()}
+            await self._objects.put(self._uri, canonical_json(content))
+
+    async def remove(self) -> None:
+        """The manifest names the shards from here on."""
+        await self._objects.delete(self._uri)

@@ -1,0 +1,115 @@
+"""The packs of an ingestion on the local disk: fetched when needed, once, and bounded in bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import structlog
+
+from contracts.datasets import pack_name
+from services.kit.concurrency import all_of, end
+from services.kit.objects import Missing, Objects
+
+log = structlog.get_logger(__name__)
+
+PARALLEL_TRANSFERS = 4
+
+
+class _Unhashed:
+    """In place of a hash: each record of a pack is compared with its own."""
+
+    def update(self, content: bytes) -> None:
+        return None
+
+    def hexdigest(self) -> str:
+        return ""
+
+
+class Packs:
+    """Shares packs among the shards that are being written. What nobody holds goes first, the oldest first."""
+
+    def __init__(self, objects: Objects, folder: Path, source_uri: str, max_bytes: int) -> None:
+        self._objects, self._folder, self._source_uri, self._max_bytes = objects, folder, source_uri, max_bytes
+        self._sizes: dict[int, int] = {}
+        self._fetching: OrderedDict[int, asyncio.Task[Path]] = OrderedDict()
+        self._holders: dict[int, int] = {}
+        #: How often a copy was spoiled; the next one has another name, since others may be reading this one.
+        self._spoiled: dict[int, int] = {}
+        self._transfers = asyncio.Semaphore(PARALLEL_TRANSFERS)
+        self.held_bytes = 0
+        self.fetched_bytes = 0
+        folder.mkdir(parents=True, exist_ok=True)
+
+    async def look(self) -> None:
+        """Take down which packs there are."""
+        async for info in self._objects.list(f"{self._source_uri}/pack-"):
+            self._sizes[int(info.key.rpartition("-")[2])] = info.size_bytes
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{pack_name(number)}.{self._spoiled.get(number, 0)}"
+
+    @asynccontextmanager
+    async def held(self, numbers: Iterable[int]) -> AsyncIterator[dict[int, Path]]:
+        """Have these packs on the disk; where each lies.
+
+        Raises:
+            Missing: one of them is not in the store.
+        """
+        wanted = sorted(set(numbers))
+        if gone := [number for number in wanted if number not in self._sizes]:
+            raise Missing(f"{self._source_uri}/{pack_name(gone[0])}")
+        for number in wanted:
+            self._holders[number] = self._holders.get(number, 0) + 1
+        try:
+            paths = await all_of(map(self._have, wanted), at_a_time=max(len(wanted), 1))
+            yield dict(zip(wanted, paths, strict=True))
+        finally:
+            for number in wanted:
+                self._holders[number] -= 1
+            self._evict()
+
+    def spoil(self, number: int) -> None:
+        """Have the pack fetched again: this copy of it is not what it should be."""
+        if self._fetching.pop(number, None) is not None:
+            self.held_bytes -= self._sizes[number]
+        self._spoiled[number] = self._spoiled.get(number, 0) + 1
+
+    async def close(self) -> None:
+        """End what is under way."""
+        await end(*self._fetching.values())
+
+    async def _have(self, number: int) -> Path:
+        task = self._fetching.get(number)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            if task is not None:
+                self._drop(number)
+            self.held_bytes += self._sizes[number]
+            self._evict()
+            task = self._fetching[number] = asyncio.create_task(self._fetch(number))
+        self._fetching.move_to_end(number)
+        # Others wait for it too: who gives up does not end it.
+        return await asyncio.shield(task)
+
+    async def _fetch(self, number: int) -> Path:
+        async with self._transfers:
+            path, size = self._path(number), self._sizes[number]
+            path.touch()
+            await self._objects.read_into(f"{self._source_uri}/{pack_name(number)}", path, 0, size, _Unhashed)
+            self.fetched_bytes += size
+            return path
+
+    def _evict(self) -> None:
+        for number, task in list(self._fetching.items()):
+            if self.held_bytes <= self._max_bytes:
+                return
+            if not self._holders.get(number) and task.done():
+                self._drop(number)
+
+    def _drop(self, number: int) -> None:
+        del self._fetching[number]
+        self.held_bytes -= self._sizes[number]
+        self._path(number).unlink(missing_ok=True)

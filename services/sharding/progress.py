@@ -1,0 +1,74 @@
+"""Says now and then how far a dataset has got."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Literal
+
+import structlog
+
+from contracts.envelope import Envelope
+from contracts.events.dataset import DatasetProgress
+from services.kit.bus import Bus, Conflict, Poison, Transient
+from services.kit.concurrency import end
+
+log = structlog.get_logger(__name__)
+EVERY_S = 2.0
+
+
+class Progress:
+    """Counters that the work turns, and a report of them every few seconds."""
+
+    def __init__(self) -> None:
+        self.phase: Literal["sharding", "uploading"] = "sharding"
+        self.total = 0
+        #: Samples that are in shards, of them found there from an earlier attempt; and their bytes.
+        self.done = self.found = 0
+        self.done_bytes = 0
+
+    def rate(self, elapsed_s: float) -> float:
+        """Samples a second of this attempt."""
+        return (self.done - self.found) / elapsed_s if elapsed_s > 0 else 0.0
+
+    def eta_s(self, elapsed_s: float) -> float | None:
+        """Seconds that the rest will take at this rate; null: nobody knows."""
+        rate = self.rate(elapsed_s)
+        return max(self.total - self.done, 0) / rate if rate > 0 and self.total else None
+
+    @asynccontextmanager
+    async def said(self, bus: Bus, ingestion_id: str, cause: Envelope) -> AsyncIterator[None]:
+        """Report while the work goes on. That nobody can be told does not hold it up."""
+        task = asyncio.create_task(self._say(bus, ingestion_id, cause))
+        try:
+            yield
+        finally:
+            await end(task)
+
+    async def _say(self, bus: Bus, ingestion_id: str, cause: Envelope) -> None:
+        began, number = bus.clock.monotonic(), 0
+        while True:
+            await asyncio.sleep(EVERY_S)
+            elapsed_s = bus.clock.monotonic() - began
+            fact = self.fact(ingestion_id, number, elapsed_s, bus.clock.now().timestamp())
+            try:
+                await bus.publish(fact, cause)
+            except (Transient, Conflict, Poison) as error:
+                log.info("progress not said", error=repr(error))
+            log.info("sharding", samples=self.done, of=self.total, samples_per_s=round(fact.records_per_s))
+            number += 1
+
+    def fact(self, ingestion_id: str, number: int, elapsed_s: float, time: float) -> DatasetProgress:
+        """The report as it is published."""
+        return DatasetProgress(
+            ingestion_id=ingestion_id,
+            phase=self.phase,
+            number=number,
+            done=self.done,
+            total=self.total or None,
+            done_bytes=self.done_bytes,
+            records_per_s=round(self.rate(elapsed_s), 1),
+            eta_s=None if (eta_s := self.eta_s(elapsed_s)) is None else round(eta_s, 1),
+            time=time,
+        )

@@ -1,0 +1,29 @@
+"""The sharding service's own settings."""
+
+from __future__ import annotations
+
+import os
+
+from pydantic import Field
+
+from services.kit.objects import FRESHEN_S
+from services.kit.settings import Settings
+
+DAY_S = 86_400.0
+
+
+class ShardingSettings(Settings):
+    #: Shards that are written at the same time, of all datasets together.
+    sharding_workers: int = Field(default_factory=lambda: min(os.cpu_count() or 1, 4), ge=1)
+    #: Local disk for copies of packs, for each of the two datasets that may be under way.
+    sharding_disk_bytes: int = Field(8 * 2**30, ge=2**20)
+    dataset_gc_every_s: float = Field(6 * 3600.0, gt=0)
+    #: What was written more lately than this is never garbage.
+    dataset_gc_grace_s: float = Field(48 * 3600.0, ge=4 * FRESHEN_S)
+    #: Packs of an ingestion whose dataset is made stay so long, for datasets with other shards.
+    dataset_keep_packs_s: float = Field(7 * DAY_S, ge=4 * FRESHEN_S)
+
+    @classmethod
+    def of(cls, settings: Settings) -> ShardingSettings:
+        """These settings, filled up from the environment."""
+        return settings if isinstance(settings, cls) else cls(**settings.model_dump())

@@ -1,0 +1,250 @@
+"""A rank's end of the node's cache: it waits without work, hears why there is nothing, and says what it will read."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contracts.events.dataset import ShardFile
+from trainbus.data.arrival import NEEDS_MAX, Arrival
+from trainbus.data.order import LaneOrder
+from trainbus.data.plan import Need, Plan
+from trainbus.data.reader import DatasetError
+from trainbus.data.waits import Waits
+
+SHARD = ShardFile(
+    path="train/shard-00000.bin",
+    sha256="a" * 64,
+    size_bytes=1,
+    samples=1,
+    index_path="train/shard-00000.bin.idx",
+    index_sha256="b" * 64,
+)
+
+
+class Agent:
+    """An agent of the test's: remembers what is said, and answers a want as it is told to."""
+
+    def __init__(self, path: Path, answer: Callable[[], str | None]) -> None:
+        self.said: list[dict[str, Any]] = []
+        self.heard = threading.Condition()
+        self._answer = answer
+        self._connections: list[socket.socket] = []
+        self._listener = socket.socket(socket.AF_UNIX)
+        path.unlink(missing_ok=True)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                self._connections.append(connection)
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with suppress(OSError), connection.makefile("rb") as lines:
+            for raw in lines:
+                line = json.loads(raw)
+                with self.heard:
+                    self.said.append(line)
+                    self.heard.notify_all()
+                if line["kind"] == "want":
+                    problem = self._answer()
+                    if problem is None:
+                        connection.shutdown(socket.SHUT_RDWR)
+                        return
+                    answer = {"kind": "shard", "shard": line["shard"], "problem": problem}
+                    connection.sendall(json.dumps(answer).encode() + b"\n")
+
+    def wait_for(self, kind: str, count: int = 1) -> list[dict[str, Any]]:
+        def found() -> list[dict[str, Any]]:
+            return [line for line in self.said if line["kind"] == kind]
+
+        with self.heard:
+            assert self.heard.wait_for(lambda: len(found()) >= count, 30), self.said
+            return found()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for connection in self._connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
+    made: list[Agent] = []
+
+    def make(answer: Callable[[], str | None] = lambda: "") -> Agent:
+        made.append(Agent(tmp_path / "s", answer))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def place(folder: Path) -> None:
+    (folder / "train").mkdir(exist_ok=True)
+    (folder / SHARD.index_path).touch()
+    (folder / SHARD.path).touch()
+
+
+def test_what_is_there_is_not_asked_for(tmp_path: Path) -> None:
+    place(tmp_path)
+    Arrival(tmp_path / "nobody", tmp_path).wait(SHARD)
+
+
+def test_a_rank_waits_until_the_shard_is_there(tmp_path: Path, agent: Callable[..., Agent]) -> None:
+    coming = threading.Event()
+
+    def answer() -> str:
+        coming.wait(30)
+        place(tmp_path)
+        return ""
+
+    stub, waits = agent(answer), Waits()
+    arrival = Arrival(tmp_path / "s", tmp_path, rank=3, generation=2, waits=waits)
+    waiting = threading.Thread(target=arrival.wait, args=(SHARD,))
+    waiting.start()
+    (want,) = stub.wait_for("want")
+    assert want == {"kind": "want", "rank": 3, "generation": 2, "shard": SHARD.path}
+    assert waiting.is_alive()
+    coming.set()
+    waiting.join(30)
+    assert not waiting.is_alive()
+    assert waits.totals()["fetch"] > 0
+
+
+def test_waiting_takes_no_processor_time(tmp_path: Path, agent: Callable[..., Agent]) -> None:
+    coming = threading.Event()
+
+    def answer() -> str:
+        coming.wait(30)
+        place(tmp_path)
+        return ""
+
+    agent(answer)
+    spent: list[float] = []
+
+    def wait() -> None:
+        before = time.thread_time()
+        Arrival(tmp_path / "s", tmp_path).wait(SHARD)
+        spent.append(time.thread_time() - before)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    waiting.join(1.0)
+    assert waiting.is_alive()
+    coming.set()
+    waiting.join(30)
+    assert spent[0] < 0.2
+
+
+def test_what_cannot_be_had_is_an_error_that_says_why(tmp_path: Path, agent: Callable[..., Agent]) -> None:
+    agent(lambda: f"shard {SHARD.path} is damaged in the store")
+    with pytest.raises(DatasetError, match=r"shard-00000\.bin is damaged"):
+        Arrival(tmp_path / "s", tmp_path).wait(SHARD)
+
+
+def test_an_agent_that_is_killed_is_asked_again_when_it_is_back(tmp_path: Path, agent: Callable[..., Agent]) -> None:
+    first = agent(lambda: None)  # dies with the question
+    arrival = Arrival(tmp_path / "s", tmp_path)
+    waiting = threading.Thread(target=arrival.wait, args=(SHARD,))
+    waiting.start()
+    first.wait_for("want", 2)
+    first.close()
+
+    def answer() -> str:
+        place(tmp_path)
+        return ""
+
+    agent(answer).wait_for("want")
+    waiting.join(30)
+    assert not waiting.is_alive()
+
+
+def test_a_shard_that_goes_before_it_is_opened_is_asked_for_again(tmp_path: Path, agent: Callable[..., Agent]) -> None:
+    answers = iter(["", "", "come"])
+
+    def answer() -> str:
+        if next(answers) == "come":
+            place(tmp_path)
+        return ""
+
+    stub = agent(answer)
+    Arrival(tmp_path / "s", tmp_path).wait(SHARD)
+    assert len(stub.wait_for("want")) == 3
+
+
+def test_without_an_agent_a_wait_ends(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="no agent has answered"):
+        Arrival(tmp_path / "nobody", tmp_path, patience_s=0.3).wait(SHARD)
+
+
+def test_a_link_that_leads_nowhere_is_no_shard(tmp_path: Path) -> None:
+    place(tmp_path)
+    (tmp_path / SHARD.path).unlink()
+    (tmp_path / SHARD.path).symlink_to(tmp_path / "evicted")
+    with pytest.raises(DatasetError):
+        Arrival(tmp_path / "nobody", tmp_path, patience_s=0.0).wait(SHARD)
+
+
+# -- the plan ----------------------------------------------------------------------------------------
+
+
+def test_the_plan_is_told_and_told_again_to_another_agent(tmp_path: Path, agent: Callable[..., Agent]) -> None:
+    order = LaneOrder("d", [50] * 8, 1, lanes=2, window=2)
+    plan = Plan(order, 10, 1, [0], end=800)
+    stub = agent()
+    arrival = Arrival(tmp_path / "s", tmp_path, rank=1)
+    arrival.plan("train", plan.needs)
+    assert stub.said == []
+    arrival.position(0)
+    (line,) = stub.wait_for("plan")
+    assert (line["rank"], line["split"], line["at"]) == (1, "train", 0)
+    assert line["needs"] == [[need.shard, need.first, need.last] for need in plan.needs(0, 800)]
+    assert {shard for shard, _, _ in line["needs"]} == set(range(8))
+    stub.close()
+    arrival.position(100)
+    (line,) = agent().wait_for("plan")
+    assert line["at"] == 100
+    assert line["needs"] == [[need.shard, need.first, need.last] for need in plan.needs(100, 800)]
+    arrival.close()
+
+
+def test_where_it_is_is_told_and_the_plan_only_when_it_comes_to_its_end(
+    tmp_path: Path, agent: Callable[..., Agent]
+) -> None:
+    needs = [Need(shard, 100 * shard, 100 * shard + 99) for shard in range(2 * NEEDS_MAX)]
+
+    def of(start: int, stop: int) -> list[Need]:
+        return [need for need in needs if need.last >= start and need.first < stop]
+
+    stub = agent()
+    arrival = Arrival(tmp_path / "s", tmp_path)
+    arrival.plan("train", of)
+    arrival.position(0)
+    assert len(stub.wait_for("plan")[0]["needs"]) == NEEDS_MAX
+    arrival.position(1000)
+    second = stub.wait_for("plan", 2)[1]
+    assert (second["at"], second["needs"]) == (1000, None)
+    assert second["per_s"] > 0
+    arrival.position(60 * NEEDS_MAX)
+    third = stub.wait_for("plan", 3)[2]
+    assert third["needs"][0][0] == 60 * NEEDS_MAX // 100
+    assert len(third["needs"]) == NEEDS_MAX
+    arrival.close()

@@ -1,0 +1,91 @@
+"""Processes that decode may die: of the images they were given only the culprit is set aside."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from dataclasses import dataclass
+
+import pytest
+
+from contracts.events.train import DataSource
+from services.ingestion import decoders as decoders_module
+from services.ingestion.core.records import Broken, Sound
+from services.ingestion.decoders import Decoders
+from services.ingestion.formats.images import ImageJudge, Labelled
+from services.kit.bus import Transient
+from tests.support_data import image_bytes
+
+DATA = DataSource(source="s3://lake/x", format="images")
+
+
+class Deadly(ImageJudge):
+    """Decodes, but for three kinds of content that decoders in C might meet."""
+
+    def judge(self, image: Labelled, content: bytes) -> Sound | Broken:
+        if content == b"crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if content == b"hang":
+            signal.setitimer(signal.ITIMER_PROF, 0.05)  # stands for the time that was up
+            while True:
+                pass
+        if content == b"eat":
+            eaten = bytearray(decoders_module.MEMORY_BYTES)
+            return Broken("bomb", f"{len(eaten)} bytes could be had")
+        return super().judge(image, content)
+
+
+@dataclass
+class Batch:
+    images: list[tuple[Labelled, bytes]]
+    sound: int
+
+
+def batch(number: int, *planted: bytes) -> Batch:
+    contents = [image_bytes(number * 10 + i) for i in range(4)]
+    images = [(Labelled(f"a/{number}-{i}.png", "a"), content) for i, content in enumerate([*contents, *planted])]
+    return Batch(images, len(contents))
+
+
+async def test_only_the_culprit_is_set_aside() -> None:
+    batches = [batch(0), batch(1, b"crash", b"hang"), batch(2)]
+    async with Decoders(2) as decoders:
+        verdicts = await asyncio.gather(*(decoders.judge(Deadly(DATA), one.images) for one in batches))
+        for one, found in zip(batches, verdicts, strict=True):
+            assert all(isinstance(verdict, Sound) for verdict in found[: one.sound])
+            assert all(isinstance(verdict, Broken) and verdict.code == "undecodable" for verdict in found[one.sound :])
+            assert len(found) == len(one.images)
+        # And it goes on.
+        again = await decoders.judge(Deadly(DATA), batches[0].images)
+        assert again == verdicts[0]
+
+
+async def test_no_image_is_blamed_when_no_process_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoders_module, "_begin", _refuse)
+    async with Decoders(2) as decoders:
+        with pytest.raises(Transient, match="no process can be started"):
+            await decoders.judge(Deadly(DATA), batch(0).images)
+
+
+def _refuse() -> None:
+    os._exit(1)
+
+
+async def test_memory_is_bounded() -> None:
+    async with Decoders(1) as decoders:
+        with pytest.raises(MemoryError):
+            await decoders.judge(Deadly(DATA), [(Labelled("a/x.png", "a"), b"eat")])
+
+
+async def test_no_process_outlives_the_service() -> None:
+    decoders = Decoders(1)
+    async with decoders:
+        await decoders.judge(Deadly(DATA), batch(0).images)
+        pool = decoders._pool
+        assert pool is not None
+        processes = list(pool._processes.values())
+        assert processes
+    for process in processes:
+        process.join(10)
+        assert process.exitcode is not None

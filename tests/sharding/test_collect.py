@@ -1,0 +1,350 @@
+"""Garbage collection: what goes, what stays, and what happens beside datasets that are being made."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contracts import topology
+from contracts.datasets import SPLITS, Manifest, SplitFiles, canonical_json, ingestion_uri, shard_uri, split_config_hash
+from contracts.envelope import Envelope
+from contracts.events.dataset import DatasetIngested, DatasetProgress, ShardFile
+from contracts.events.train import DataSource, Split
+from loadtest.data.ingested import FolderStore, ingest
+from services.kit.bus import Bus, Transient
+from services.kit.clock import ManualClock
+from services.kit.objects import Exists, Missing, Objects
+from services.kit.reader import Reader
+from services.kit.settings import Settings
+from services.sharding.collect import collect_alone, collect_garbage
+from services.sharding.core import garbage
+from services.sharding.core.garbage import Named, Stored
+from services.sharding.core.plan import journal_name
+from services.sharding.progress import Progress
+from services.sharding.settings import ShardingSettings
+from services.sharding.shard import Dataset, Shard
+from tests.sharding.test_shard import images
+
+NOW = datetime(2026, 6, 1, tzinfo=UTC)
+GRACE, KEEP = timedelta(hours=48), timedelta(days=7)
+A, B = "a" * 64, "b" * 64
+
+
+def stored(key: str, age: timedelta) -> Stored:
+    return Stored(f"s3://d/{key}", key, 10, NOW - age)
+
+
+# -- the core --------------------------------------------------------------------------
+
+
+def file(sha256: str, index_sha256: str) -> ShardFile:
+    return ShardFile(
+        path="train/shard-00000.tar",
+        sha256=sha256,
+        size_bytes=1,
+        samples=1,
+        index_path="train/shard-00000.idx",
+        index_sha256=index_sha256,
+    )
+
+
+def manifest(*files: ShardFile, fingerprint: str = A) -> Manifest:
+    return Manifest(
+        format="images",
+        source="s3://lake/x",
+        fingerprint=fingerprint,
+        split=Split(),
+        split_config_hash=split_config_hash(Split()),
+        splits={split: SplitFiles(samples=len(files), shards=files if split == "test" else ()) for split in SPLITS},
+    )
+
+
+HASHES = st.lists(st.integers(0, 30), unique=True, max_size=8).map(lambda numbers: [f"{n:064x}" for n in numbers])
+
+
+@given(HASHES, HASHES, HASHES, st.lists(st.integers(0, 200), min_size=31, max_size=31))
+def test_a_shard_goes_only_if_it_is_old_and_nothing_names_it(
+    manifests: list[str], journals: list[str], indexes: list[str], ages: list[int]
+) -> None:
+    named = garbage.named_by(
+        [manifest(*(file(sha256, A) for sha256 in manifests)), manifest(*(file(A, sha256) for sha256 in indexes))],
+        [{sha256: file(sha256, A)} for sha256 in journals],
+        [],
+    )
+    there = [stored(f"shards/00/{n:064x}", timedelta(hours=age)) for n, age in enumerate(ages)]
+    gone = {shard.key[-64:] for shard in garbage.garbage_shards(there, named, NOW, GRACE)}
+    assert gone == {
+        f"{n:064x}" for n, age in enumerate(ages) if age > 48 and f"{n:064x}" not in {*manifests, *journals, *indexes}
+    }
+
+
+def test_what_does_not_lie_under_its_hash_is_left_alone() -> None:
+    there = [stored(key, timedelta(days=99)) for key in ("shards/readme.txt", f"shards/{A}", f"other/aa/{A}")]
+    assert garbage.garbage_shards(there, Named(frozenset(), frozenset()), NOW, GRACE) == []
+
+
+INGESTION = ("done.json", "index.jsonl", "pack-00000", "quarantine.jsonl", "statistics.json", f"dataset-{A[:16]}.json")
+
+
+@pytest.mark.parametrize(
+    ("age", "named", "gone"),
+    [
+        (timedelta(hours=47), False, ()),
+        # done.json goes first.
+        (timedelta(hours=49), False, ("done.json", f"dataset-{A[:16]}.json", *INGESTION[1:5])),
+        (timedelta(days=6), True, ()),
+        (timedelta(days=8), True, ("pack-00000",)),
+    ],
+)
+def test_what_goes_of_an_ingestion(age: timedelta, named: bool, gone: tuple[str, ...]) -> None:
+    there = [stored(f"ingestions/{A}/{name}", age) for name in INGESTION]
+    needed = Named(frozenset(), frozenset({A} if named else {B}))
+    found = garbage.garbage_of_ingestion(there, A, needed, NOW, GRACE, KEEP)
+    assert tuple(s.key.rpartition("/")[2] for s in found) == gone
+
+
+def test_the_packs_that_a_job_needs_stay() -> None:
+    there = [stored(f"ingestions/{A}/{name}", timedelta(days=99)) for name in INGESTION]
+    needed = garbage.named_by([manifest()], [], [A])
+    assert garbage.garbage_of_ingestion(there, A, needed, NOW, GRACE, KEEP) == []
+
+
+def test_an_ingestion_that_goes_on_or_is_taken_up_again_stays() -> None:
+    there = [stored(f"ingestions/{A}/{name}", timedelta(days=99)) for name in INGESTION[1:]]
+    young = stored(f"ingestions/{A}/pack-00001", timedelta(hours=1))
+    nothing = Named(frozenset(), frozenset())
+    assert garbage.garbage_of_ingestion([*there, young], A, nothing, NOW, GRACE, KEEP) == []
+    assert len(garbage.garbage_of_ingestion(there, A, nothing, NOW, GRACE, KEEP)) == len(there)
+
+
+def test_an_old_journal_goes_and_a_young_one_names() -> None:
+    key = f"ingestions/{A}/shards-{B[:16]}.json"
+    old, young = stored(key, timedelta(hours=49)), stored(key, timedelta(hours=1))
+    assert not garbage.is_young_journal(old, NOW, GRACE)
+    assert garbage.is_young_journal(young, NOW, GRACE)
+    done = stored(f"ingestions/{A}/done.json", timedelta(hours=49))
+    needed = Named(frozenset(), frozenset({A}))
+    assert garbage.garbage_of_ingestion([done, old], A, needed, NOW, GRACE, KEEP) == [old]
+    assert garbage.garbage_of_ingestion([done, young], A, needed, NOW, GRACE, KEEP) == []
+
+
+# -- the store ---------------------------------------------------------------------------
+
+
+class World:
+    """A real store and bus, with a clock that is put forward: everything in the store is then as old as we like."""
+
+    def __init__(self, bus: Bus, objects: Objects, settings: Settings, folder: Path) -> None:
+        self.clock = ManualClock(datetime.now(UTC))
+        self.bus, self.objects, self.folder = bus, objects, folder
+        self.settings = ShardingSettings.of(settings)
+        self.bucket = settings.bucket_datasets
+        bus.clock = self.clock
+
+    def days(self, count: float) -> None:
+        self.clock.advance(count * 86_400)
+
+    async def ingest(self, count: int, fingerprint: str = A) -> DatasetIngested:
+        """A finished ingestion in the real store."""
+        local = FolderStore(Path(tempfile.mkdtemp(dir=self.folder)))
+        data = DataSource(source="s3://lake/images", format="images", shard_bytes=2**16)
+        made = ingest(local, images(count), data, fingerprint=fingerprint)
+        for path in local.path(ingestion_uri("datasets", fingerprint)).iterdir():
+            await self.objects.put(ingestion_uri(self.bucket, fingerprint, path.name), path.read_bytes())
+        await self.objects.put(ingestion_uri(self.bucket, fingerprint, "done.json"), b"{}")
+        return made.model_copy(update={"index_uri": ingestion_uri(self.bucket, fingerprint, "index.jsonl")})
+
+    async def shard(self, ingested: DatasetIngested, objects: Any = None) -> Dataset:
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        return await Shard(objects or self.objects, Reader(self.settings), folder, ingested, self.bucket).run()
+
+    async def keys(self, prefix: str) -> set[str]:
+        return {info.key async for info in self.objects.list(f"s3://{self.bucket}/{prefix}")}
+
+    async def check(self, dataset: Dataset) -> None:
+        """All that the manifest names is there, and is what it says."""
+        for files in dataset.manifest.splits.values():
+            for shard in files.shards:
+                for sha256 in (shard.sha256, shard.index_sha256):
+                    assert await self.objects.hash(shard_uri(self.bucket, sha256)) == sha256
+
+
+@pytest.fixture
+def world(bus: Bus, objects: Objects, s3_settings: Settings, tmp_path: Path) -> World:
+    return World(bus, objects, s3_settings, tmp_path)
+
+
+async def test_what_no_manifest_names_goes_and_the_rest_stays(world: World) -> None:
+    kept = await world.shard(await world.ingest(300, A))
+    removed = await world.shard(await world.ingest(200, B))
+    only_removed = await world.keys("shards/")
+    await world.objects.delete(removed.manifest_uri)
+    # Young: nothing goes.
+    assert (await collect_garbage(world.bus, world.objects, world.settings)).shards == 0
+    world.days(3)
+    found = await collect_garbage(world.bus, world.objects, world.settings)
+    named = {s for f in kept.manifest.splits.values() for x in f.shards for s in (x.sha256, x.index_sha256)}
+    assert {key[-64:] for key in await world.keys("shards/")} == named
+    assert found.shards == len(only_removed) - len(named) > 0
+    assert await world.keys(f"ingestions/{B}/") == set()
+    assert {key.rpartition("/")[2] for key in await world.keys(f"ingestions/{A}/")} >= {"index.jsonl", "pack-00000"}
+    # In a week the packs go; what tells the difference between two versions stays.
+    world.days(5)
+    await collect_garbage(world.bus, world.objects, world.settings)
+    left = {key.rpartition("/")[2] for key in await world.keys(f"ingestions/{A}/")}
+    assert {"index.jsonl", "done.json"} <= left
+    assert "pack-00000" not in left
+    await world.check(kept)
+
+
+async def test_a_manifest_that_cannot_be_read_stops_the_collection(world: World) -> None:
+    dataset = await world.shard(await world.ingest(50))
+    await world.objects.put(dataset.manifest_uri, b"{")
+    world.days(30)
+    before = await world.keys("")
+    with pytest.raises(ValueError, match="nothing was collected"):
+        await collect_garbage(world.bus, world.objects, world.settings)
+    assert await world.keys("") == before
+
+
+async def test_what_waits_to_be_sharded_stays(world: World) -> None:
+    ingested = await world.ingest(50)
+    bucket = await world.bus.bucket(topology.JOBS)
+    job = {"subject": "x", "headers": {}, "body": ingested.model_dump_json(), "attempt": 0, "holder": ""}
+    await bucket.put("sharding.i1", json.dumps(job).encode())
+    world.days(30)
+    await collect_garbage(world.bus, world.objects, world.settings)
+    assert f"ingestions/{A}/index.jsonl" in await world.keys("ingestions/")
+    await bucket.delete("sharding.i1")
+    await collect_garbage(world.bus, world.objects, world.settings)
+    assert await world.keys("ingestions/") == set()
+
+
+async def test_one_collects_at_a_time(world: World) -> None:
+    both = await asyncio.gather(
+        *(collect_alone(world.bus, world.objects, world.settings) for _ in range(2)), return_exceptions=False
+    )
+    assert sum(found is None for found in both) <= 1
+    assert any(found is not None for found in both)
+
+
+class Watched:
+    """A store, with a collection of garbage just before the n-th call that sharding makes of it."""
+
+    def __init__(self, store: FolderStore, collect: Callable[[], Awaitable[object]], at_call: int) -> None:
+        self._store, self._collect, self.left = store, collect, at_call
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+        if name in ("list", "path", "root"):
+            return method
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            self.left -= 1
+            if self.left == 0:
+                await self._collect()
+            return await method(*args, **kwargs)
+
+        return call
+
+
+@pytest.mark.parametrize("named_by", ["nothing", "journal"])
+async def test_a_collection_at_any_moment_of_the_making_costs_no_dataset(
+    bus: Bus, s3_settings: Settings, tmp_path: Path, named_by: str
+) -> None:
+    """The shards are there, named by nobody (or by the journal of a killed attempt) and old, when work begins."""
+    store = FolderStore(tmp_path / "store")
+    data = DataSource(source="s3://lake/images", format="images", shard_bytes=2**16)
+    ingested = ingest(store, images(100), data)
+    jobs = await bus.bucket(topology.JOBS)
+    job = {"subject": "x", "headers": {}, "body": ingested.model_dump_json(), "attempt": 0, "holder": ""}
+    await jobs.put("sharding.i1", json.dumps(job).encode())
+    settings = ShardingSettings.of(s3_settings.model_copy(update={"bucket_datasets": "datasets"}))
+    journal = store.path(ingestion_uri("datasets", ingested.fingerprint, journal_name(ingested.fingerprint, 2**16)))
+    journal_content = b""
+
+    async def work(objects: Any) -> Dataset:
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        return await Shard(objects, Reader(settings), folder, ingested, "datasets", workers=1).run()
+
+    async def collect() -> object:
+        return await collect_garbage(bus, store, settings)  # type: ignore[arg-type]
+
+    whole = await work(store)
+    shards = [(p, p.read_bytes()) for p in (store.root / "datasets" / "shards").rglob("*") if p.is_file()]
+    if named_by == "journal":
+        made = [(split, shard) for split, files in whole.manifest.splits.items() for shard in files.shards]
+        journal_content = canonical_json({s.path.rpartition(".")[0]: s.model_dump(mode="json") for _, s in made})
+    removed = 0
+    for at_call in range(1, 1000):
+        for path, content in shards:
+            path.write_bytes(content)
+        if journal_content:
+            journal.write_bytes(journal_content)
+        for gone in (store.path(whole.manifest_uri), *journal.parent.glob("dataset-*.json")):
+            gone.unlink(missing_ok=True)
+        for path in (store.root / "datasets").rglob("*"):
+            os.utime(path, (1.7e9, 1.7e9))
+        watched = Watched(store, collect, at_call)
+        try:
+            dataset = await work(watched)
+        except Transient:
+            dataset = await work(store)  # as the queue of jobs does it
+        assert dataset.dataset_id == whole.dataset_id
+        for path, content in shards:
+            assert path.read_bytes() == content
+        removed += watched.left <= 0
+        if watched.left > 0:
+            break
+    assert removed > 20
+
+
+async def test_a_file_is_taken_in_only_as_what_it_is_called(world: World, tmp_path: Path) -> None:
+    """The store compares; what is there is not replaced; what is made young is still the same."""
+    path, content = tmp_path / "shard", b"abc" * 100_000
+    path.write_bytes(content)
+    sha256 = hashlib.sha256(content).hexdigest()
+    uri = shard_uri(world.bucket, sha256)
+    await world.objects.put_file(path, uri, sha256=sha256, if_absent=True)
+    before = (await world.objects.head(uri)).modified_at
+    with pytest.raises(Exists):
+        await world.objects.put_file(path, uri, sha256=sha256, if_absent=True)
+    path.write_bytes(content[:-1] + b"x")
+    async with Objects(world.settings, patience_s=0) as impatient:
+        with pytest.raises((Transient, Exists)):
+            await impatient.put_file(path, shard_uri(world.bucket, A), sha256=A)
+    with pytest.raises(Missing):
+        await world.objects.head(shard_uri(world.bucket, A))
+    while int(before.timestamp()) == int(time.time()):  # noqa: ASYNC110 - the store tells seconds
+        await asyncio.sleep(0.05)
+    await world.objects.freshen(uri)
+    assert (await world.objects.head(uri)).modified_at > before
+    assert await world.objects.get(uri) == content
+    with pytest.raises(Missing):
+        await world.objects.freshen(shard_uri(world.bucket, B))
+
+
+async def test_progress_is_said_while_the_work_goes_on(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.sharding.progress.EVERY_S", 0.01)
+    progress = Progress()
+    progress.total, progress.done, progress.done_bytes = 100, 40, 4000
+    cause = Envelope(id="c", source="test", type="dataset.ingested.v1", time=datetime.now(UTC))
+    async with progress.said(bus, "i1", cause):
+        async with asyncio.timeout(20):
+            while (last := await bus.last("progress.dataset.i1", topology.PROGRESS.name)) is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+    fact = last.event
+    assert isinstance(fact, DatasetProgress)
+    assert (fact.phase, fact.done, fact.total, fact.done_bytes) == ("sharding", 40, 100, 4000)

@@ -1,0 +1,208 @@
+"""The word about a rank that waits for its data: when it comes, what it says, how often."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contracts.events.train import Loading, Training
+from contracts.ranks import MetricsLine, StarvedLine
+from tests.trainbus.support import LINEAR_TASK, journal, linear_dataset
+from trainbus.data.waits import Cause, Waits
+from trainbus.trainer.starved import Starvation, hint
+from trainbus.trainer.trainer import Trainer
+from trainbus.trainer.world import limit_threads
+
+namespace: dict[str, Any] = {}
+exec(LINEAR_TASK, namespace)  # noqa: S102  (the same source that the rank processes import)
+Linear = namespace["Linear"]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Rank:
+    """A rank whose steps take as long as they are told to."""
+
+    def __init__(self, **loading: Any) -> None:
+        self.clock, self.waits, self.said = Clock(), Waits(), list[StarvedLine]()
+        self.starvation = Starvation(Loading(**loading), self.waits, 3, self.said.append, self.clock)
+        self.step = 0
+
+    def steps(self, count: int, busy_s: float, waited_s: float, cause: Cause = "decode") -> None:
+        for _ in range(count):
+            self.step += 1
+            self.clock.now += busy_s + waited_s
+            self.waits.add(cause, waited_s)
+            self.starvation.saw(self.step, waited_s)
+
+
+def test_a_rank_that_waits_too_much_says_so_once_an_episode() -> None:
+    rank = Rank(starved_s=30, starved_share=0.2)
+    rank.steps(299, 0.05, 0.05)
+    assert not rank.said  # 29.9 s: not long enough to tell
+    rank.steps(1000, 0.05, 0.05)
+    (line,) = rank.said
+    assert (line.step, line.rank, line.over_steps, line.bound_by) == (line.over_steps, 3, line.over_steps, "decode")
+    assert line.wait_share == pytest.approx(0.5)
+    assert 30 <= line.over_s < 30.2
+    rank.steps(700, 0.1, 0.0)  # data comes in time for two windows
+    assert len(rank.said) == 1
+    rank.steps(700, 0.05, 0.05, "fetch")
+    assert [line.bound_by for line in rank.said] == ["decode", "fetch"]
+
+
+def test_a_share_below_the_threshold_is_nothing_to_speak_of() -> None:
+    rank = Rank(starved_s=30, starved_share=0.2)
+    rank.steps(2000, 0.09, 0.01)
+    assert not rank.said
+
+
+def test_one_step_that_waits_long_is_told_when_it_ends() -> None:
+    rank = Rank(starved_s=30)
+    rank.steps(10, 0.1, 0.0)
+    rank.steps(1, 0.1, 60.0, "fetch")
+    (line,) = rank.said
+    assert (line.bound_by, line.over_steps) == ("fetch", 11)
+    assert "TRAINBUS_CACHE_MAX_BYTES" in line.hint
+
+
+def test_a_wait_that_does_not_end_is_told_while_it_lasts() -> None:
+    rank = Rank(starved_s=30)
+    rank.steps(10, 0.1, 0.0)
+    rank.starvation.waiting()
+    rank.clock.now += 29
+    rank.starvation.look()
+    assert not rank.said
+    with rank.waits.during("read"), rank.waits.during("fetch"):
+        rank.clock.now += 2
+        rank.starvation.look()
+        rank.clock.now += 600
+        rank.starvation.look()
+    (line,) = rank.said
+    assert (line.step, line.bound_by, line.over_steps) == (10, "fetch", 10)
+    rank.starvation.saw(11, 631.0)  # it ends, in the same episode
+    rank.starvation.look()
+    assert len(rank.said) == 1
+    rank.steps(400, 0.1, 0.0)
+    rank.starvation.waiting()
+    rank.clock.now += 100
+    rank.starvation.look()
+    assert len(rank.said) == 2
+
+
+def test_a_loop_that_computes_for_long_is_not_waiting() -> None:
+    rank = Rank(starved_s=30)
+    rank.starvation.waiting()
+    rank.clock.now += 1
+    rank.starvation.saw(1, 1.0)
+    rank.clock.now += 3600  # a long validation, say
+    rank.starvation.look()
+    assert not rank.said
+
+
+@pytest.mark.parametrize(
+    ("cause", "spent_s", "workers", "cores", "said"),
+    [
+        ("decode", 30.0, 0, 16, "training.loading.workers to 3 (it is 0)"),  # 30 s of decoding beside 15 s of training
+        ("decode", 30.0, 2, 16, "training.loading.workers to 5 (it is 2)"),
+        ("decode", 30.0, 8, 16, "training.loading.workers to 16 (it is 8), all this node's cores, and make"),
+        ("decode", 30.0, 16, 16, "all 16 cores: make Task.decode cheaper"),
+        ("decode", 1.0, 4, 16, "training.loading.workers to 5 (it is 4)"),
+        ("read", 30.0, 0, 16, "faster disk"),
+        ("transfer", 30.0, 0, 16, "uint8"),
+        ("fetch", 30.0, 0, 16, "shared folder"),
+    ],
+)
+def test_the_hint_names_what_to_change(cause: Cause, spent_s: float, workers: int, cores: int, said: str) -> None:
+    spent: dict[Cause, float] = {"fetch": 0.0, "read": 0.0, "decode": 0.0, "transfer": 0.0, cause: spent_s}
+    assert said in hint(cause, spent, 15.0, Loading(workers=workers), cores)
+
+
+def test_a_hint_for_a_rank_that_did_nothing_but_wait() -> None:
+    spent: dict[Cause, float] = {"fetch": 0.0, "read": 0.0, "decode": 9.0, "transfer": 0.0}
+    assert "workers to 2" in hint("decode", spent, 0.0, Loading(), 16)
+
+
+def test_waits_are_counted_from_all_threads() -> None:
+    waits = Waits()
+
+    def add() -> None:
+        for _ in range(1000):
+            waits.add("read", 0.5)
+
+    threads = [threading.Thread(target=add) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    clock = Clock()
+    timed = Waits(clock)
+    with suppress(ValueError), timed.during("fetch"):
+        clock.now += 2
+        raise ValueError("what was waited for nothing was waited all the same")
+    assert waits.totals() == {"fetch": 0.0, "read": 2000.0, "decode": 0.0, "transfer": 0.0}
+    assert timed.totals()["fetch"] == 2.0
+
+
+def test_a_run_whose_data_does_not_come_says_so_before_it_does(tmp_path: Path) -> None:
+    limit_threads({})
+    told = threading.Event()
+
+    class Stuck(Linear):  # type: ignore[misc, valid-type]
+        """Decodes nothing before somebody was told that it does not."""
+
+        def decode(self, fields: dict[str, bytes]) -> Any:
+            assert told.wait(60)
+            return super().decode(fields)
+
+    training = Training.model_validate({"max_steps": 2, "loading": {"starved_s": 0.05}})
+    trainer = Trainer(Stuck(), linear_dataset(tmp_path / "data"), training, folder=tmp_path / "run")
+    say = trainer.journal.starved
+
+    def heard(line: StarvedLine) -> None:
+        say(line)
+        told.set()
+
+    trainer._starvation._say = heard
+    trainer.fit()
+    starved = [line for line in journal(tmp_path / "run") if isinstance(line, StarvedLine)]
+    assert (starved[0].step, starved[0].over_steps, starved[0].bound_by) == (0, 0, "decode")
+
+
+class Slow(Linear):  # type: ignore[misc, valid-type]
+    """Decoding takes longer than training, whatever the machine is busy with."""
+
+    def decode(self, fields: dict[str, bytes]) -> Any:
+        time.sleep(0.004)
+        return super().decode(fields)
+
+
+def test_a_run_whose_decoding_is_slow_says_so_and_each_step_says_how_long_it_waited(tmp_path: Path) -> None:
+    limit_threads({})
+    dataset = linear_dataset(tmp_path / "data")
+    loading = {"starved_s": 0.5, "starved_share": 0.05}
+    training = Training.model_validate({"epochs": 2, "global_batch": 16, "loading": loading})
+    outcome = Trainer(Slow(), dataset, training, folder=tmp_path / "run").fit()
+    lines = journal(tmp_path / "run")
+    starved = [line for line in lines if isinstance(line, StarvedLine)]
+    assert starved
+    assert starved[0].bound_by == "decode"
+    assert "training.loading.workers" in starved[0].hint
+    waited = {
+        line.step: line.values["train/data_wait_s"]
+        for line in lines
+        if isinstance(line, MetricsLine) and "train/data_wait_s" in line.values
+    }
+    assert sorted(waited) == list(range(1, outcome.step + 1))
+    assert sum(waited.values()) > 0.1

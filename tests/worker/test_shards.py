@@ -1,0 +1,388 @@
+"""The node's shard cache against a real store: ahead of need, once, verified, bounded, whatever breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from contracts.datasets import SPLITS, shard_uri
+from contracts.ranks import PlanLine, WantLine
+from loadtest.data.proxy import FaultProxy
+from loadtest.data.stored import Stored, node, store
+from services.kit.bus import Transient
+from services.kit.objects import Missing, Objects
+from services.kit.ranged import Damaged, Ranged
+from services.kit.reader import Reader
+from services.kit.settings import Settings
+from services.worker.cache import Cache, CacheError
+from services.worker.shards import Reading
+from tests.kit.support import until
+from trainbus.cli.embedded.servers import S3Server
+
+
+def want(stored: Stored, number: int, rank: int = 0) -> WantLine:
+    return WantLine(rank=rank, generation=1, shard=stored.shards()[number].path)
+
+
+def sequence(stored: Stored, order: list[int], *, at: int = 0, rank: int = 0, per_s: float = 1.0) -> PlanLine:
+    """A plan that reads these shards one after the other."""
+    samples = stored.shards()[0].samples
+    needs = tuple((number, place * samples, (place + 1) * samples - 1) for place, number in enumerate(order))
+    return PlanLine(rank=rank, split="train", at=at, per_s=per_s, needs=needs)
+
+
+def is_whole(reading: Reading, stored: Stored, number: int) -> bool:
+    """Whether a shard and its index are in the folder; that they are right, too."""
+    shard = stored.shards()[number]
+    path, index = reading.folder / shard.path, reading.folder / shard.index_path
+    if not path.exists():
+        return False
+    assert path.read_bytes() == stored.contents[shard.path]
+    assert index.read_bytes() == stored.contents[shard.index_path]
+    return True
+
+
+def here(reading: Reading, stored: Stored) -> set[int]:
+    return {number for number in range(len(stored.shards())) if is_whole(reading, stored, number)}
+
+
+async def begin(cache: Cache, stored: Stored, folder: Path, hold: Any, **how: Any) -> Reading:
+    return await cache.dataset(stored.manifest_uri, stored.dataset_id, folder, hold, **how)
+
+
+# -- ranges ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size_bytes", [1, 999, 2**16, 5 * 2**16 + 17])
+async def test_an_object_in_ranges_through_a_bad_network(
+    objects: Objects, s3_settings: Settings, s3_server: S3Server, tmp_path: Path, size_bytes: int
+) -> None:
+    content = os.urandom(size_bytes)
+    uri = f"s3://{s3_settings.bucket_datasets}/x"
+    await objects.put(uri, content)
+    sha256 = hashlib.sha256(content).hexdigest()
+    async with FaultProxy(s3_server.port, error_share=0.5, seed=size_bytes) as proxy:
+        through = s3_settings.model_copy(update={"s3_endpoint": proxy.endpoint})
+        async with Reader(through) as reader:
+            ranged = Ranged(reader, range_bytes=2**14, stall_s=0.3)
+            fast = await ranged.download(uri, tmp_path / "x", size_bytes=size_bytes, sha256=sha256)
+    assert (tmp_path / "x").read_bytes() == content
+    assert fast == xxhash.xxh3_128(content).hexdigest()
+    assert proxy.egress_bytes < 1.05 * size_bytes + proxy.answers * 300  # what came is not asked for again
+
+
+async def test_a_connection_on_which_nothing_comes_is_given_up(
+    objects: Objects, s3_settings: Settings, s3_server: S3Server, tmp_path: Path
+) -> None:
+    stored = await store(objects, s3_settings.bucket_datasets, shards=1, sample_bytes=20_000)
+    shard = stored.shards()[0]
+    async with FaultProxy(s3_server.port) as proxy:
+        through = s3_settings.model_copy(update={"s3_endpoint": proxy.endpoint})
+        async with Reader(through) as reader:
+            ranged = Ranged(reader, stall_s=0.1)
+            proxy.freeze(0.5)
+            await ranged.download(
+                shard_uri(stored.bucket, shard.sha256), tmp_path / "x", size_bytes=shard.size_bytes, sha256=shard.sha256
+            )
+            assert proxy.answers >= 2
+            proxy.freeze(60)
+            impatient = Ranged(reader, stall_s=0.1, patience_s=0.3)
+            with pytest.raises(Transient):
+                await impatient.download(
+                    shard_uri(stored.bucket, shard.sha256), tmp_path / "y", size_bytes=1, sha256=shard.sha256
+                )
+
+
+async def test_what_is_not_what_was_promised_is_refused(
+    objects: Objects, s3_settings: Settings, tmp_path: Path
+) -> None:
+    stored = await store(objects, s3_settings.bucket_datasets, shards=1)
+    shard = stored.shards()[0]
+    uri, size_bytes = shard_uri(stored.bucket, shard.sha256), shard.size_bytes
+    async with Reader(s3_settings) as reader:
+        ranged = Ranged(reader, range_bytes=1000)
+        for size, sha256 in ((size_bytes, "0" * 64), (size_bytes - 1, shard.sha256), (size_bytes + 2000, shard.sha256)):
+            with pytest.raises(Damaged):
+                await ranged.download(uri, tmp_path / "x", size_bytes=size, sha256=sha256)
+        with pytest.raises(Missing):
+            await ranged.download(uri + "0", tmp_path / "x", size_bytes=size_bytes, sha256=shard.sha256)
+
+
+# -- ahead of need -----------------------------------------------------------------------------------
+
+
+async def test_shards_come_in_the_order_in_which_they_are_needed_and_a_wait_ends_at_once(
+    objects: Objects, s3_settings: Settings, tmp_path: Path
+) -> None:
+    stored = await store(objects, s3_settings.bucket_datasets, shards=12)
+    async with node(s3_settings, tmp_path / "cache", objects=objects) as (cache, _), cache.holding() as hold:
+        reading = await begin(cache, stored, tmp_path / "view", hold)
+        assert here(reading, stored) == set()
+        reading.plan(sequence(stored, [7, 3, 11]))
+        await until(lambda: here(reading, stored) == {3, 7, 11}, "the planned shards")
+        assert await reading.want(want(stored, 5)) == ""
+        assert is_whole(reading, stored, 5)
+        assert "no shard train/none" in await reading.want(WantLine(rank=0, generation=1, shard="train/none"))
+    assert await reading.want(want(stored, 6)) == "the run is over on this node"
+
+
+async def test_a_rank_without_a_plan_is_read_ahead_for(objects: Objects, s3_settings: Settings, tmp_path: Path) -> None:
+    stored = await store(objects, s3_settings.bucket_datasets, shards=12)
+    async with node(s3_settings, tmp_path / "cache", objects=objects) as (cache, _), cache.holding() as hold:
+        reading = await begin(cache, stored, tmp_path / "view", hold)
+        assert await reading.want(want(stored, 2)) == ""
+        await until(lambda: here(reading, stored) == {2, 3, 4, 5, 6}, "the next four")
+
+
+async def test_a_script_gets_everything_before_it_starts_and_keeps_it(
+    objects: Objects, s3_settings: Settings, tmp_path: Path
+) -> None:
+    stored = await store(objects, s3_settings.bucket_datasets, shards=6, validation=2)
+    other = await store(objects, s3_settings.bucket_datasets, shards=6, seed=1)
+    async with (
+        node(s3_settings, tmp_path / "cache", max_bytes=60_000, objects=objects) as (cache, _),
+        cache.holding() as hold,
+    ):
+        reading = await begin(cache, stored, tmp_path / "view", hold, whole=SPLITS)
+        assert here(reading, stored) == set(range(6))
+        assert all((reading.folder / shard.path).exists() for shard in stored.shards("validation"))
+        second = await begin(cache, other, tmp_path / "other", hold)
+        for number in range(6):
+            assert await second.want(want(other, number)) == ""
+        assert here(reading, stored) == set(range(6))
+        assert cache.datasets()[0] == min(stored.dataset_id, cache.datasets()[0])
+        assert stored.dataset_id in cache.datasets()
+
+
+async def test_two_runs_share_each_download(
+    objects: Objects, s3_settings: Settings, s3_server: S3Server, tmp_path: Path
+) -> None:
+    stored = await store(objects, s3_settings.bucket_datasets, shards=8)
+    async with FaultProxy(s3_server.port, latency_s=0.02) as proxy:
+        through = s3_settings.model_copy(update={"s3_endpoint": proxy.endpoint})
+        async with node(through, tmp_path / "cache") as (cache, _), cache.holding() as hold:
+            first = await begin(cache, stored, tmp_path / "one", hold)
+            second = await begin(cache, stored, tmp_path / "two", hold)
+            first.plan(sequence(stored, list(range(8))))
+            second.plan(sequence(stored, list(range(7, -1, -1))))
+            answers = await asyncio.gather(*(second.want(want(stored, number)) for number in range(8)))
+            assert answers == [""] * 8
+            assert here(first, stored) == here(second, stored) == set(range(8))
+    assert proxy.egress_bytes < 1.05 * stored.size_bytes + 10_000  # and the manifest
+
+
+# -- room --------------------------------------------------------------------------------------------
+
+
+async def test_what_is_needed_last_goes_and_nothing_is_fetched_twice_for_want_of_knowing(
+    objects: Objects, s3_settings: Settings, s3_server: S3Server, tmp_path: Path
+) -> None:
+    """Room for five of eight shards, which are read twice: only what cannot be kept is fetched again."""
+    stored = await store(objects, s3_settings.bucket_datasets, shards=8)
+    each = stored.size_bytes // 8
+    order = [*range(8), *range(8)]
+    async with FaultProxy(s3_server.port) as proxy:
+        through = s3_settings.model_copy(update={"s3_endpoint": proxy.endpoint})
+        async with (
+            node(through, tmp_path / "cache", max_bytes=5 * each) as (cache, shards),
+            cache.holding() as hold,
+        ):
+            reading = await begin(cache, stored, tmp_path / "view", hold)
+            for place, number in enumerate(order):
+                reading.plan(sequence(stored, order, at=8 * place, per_s=0.1))
+                await until(lambda number=number: is_whole(reading, stored, number), "the next shard")  # type: ignore[misc]
+                assert shards.size_bytes <= 5 * each
+    # Belady with room for five keeps at least three of them over the turn; LRU would fetch all sixteen.
+    assert proxy.egress_bytes < 13.5 * each + 10_000
+
+
+async def test_a_run_that_does_not_fit_makes_progress(objects: Objects, s3_settings: Settings, tmp_path: Path) -> None:
+    stored = await store(objects, s3_settings.bucket_datasets, shards=6)
+    async with (
+        node(s3_settings, tmp_path / "cache", max_bytes=1, objects=objects) as (cache, shards),
+        cache.holding() as hold,
+    ):
+        reading = await begin(cache, stored, tmp_path / "view", hold)
+        needs = tuple((number, 0, 1000) for number in range(6))  # all of them all the time
+        reading.plan(PlanLine(rank=0, split="train", at=0, needs=needs))
+        for number in [0, 1, 2, 3, 4, 5, 0, 1]:
+            assert await reading.want(want(stored, number)) == ""
+            with (reading.folder / stored.shards()[number].path).open("rb") as opened:
+                shards.evict(stored.shards()[number].sha256)  # what is open outlives that
+                assert opened.read() == stored.contents[stored.shards()[number].path]
+            assert not is_whole(reading, stored, number)
+
+
+async def test_old_downloads_go_before_what_is_planned(objects: Objects, s3_settings: Settings, tmp_path: Path) -> None:
+    stored = await store(objects, s3_settings.bucket_datasets, shards=4)
+    each = stored.size_bytes // 4
+    async with (
+        node(s3_settings, tmp_path / "cache", max_bytes=5 * each, objects=objects) as (cache, _),
+        cache.holding() as hold,
+    ):
+        old = cache.blob("ab" * 32)
+        old.parent.mkdir(parents=True)
+        old.write_bytes(bytes(4 * each))
+        cache.evict()
+        assert old.exists()
+        reading = await begin(cache, stored, tmp_path / "view", hold)
+        reading.plan(sequence(stored, [0, 1, 2, 3]))
+        assert await reading.want(want(stored, 0)) == ""
+        await until(lambda: here(reading, stored) == {0, 1, 2, 3}, "all of them")
+        assert not old.exists()
+
+
+# -- what is broken ----------------------------------------------------------------------------------
+
+
+def flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8 % len(content)] ^= 1 << bit % 8
+    path.chmod(0o644)
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("suffix", ["", ".idx", ".json"])
+async def test_a_flipped_bit_on_disk_is_found_by_the_next_run(
+    objects: Objects, s3_settings: Settings, tmp_path: Path, suffix: str
+) -> None:
+    stored = await store(objects, s3_settings.bucket_datasets, shards=1)
+    for trial in range(4):
+        async with node(s3_settings, tmp_path / "cache", objects=objects) as (cache, shards), cache.holding() as hold:
+            reading = await begin(cache, stored, tmp_path / f"view{trial}", hold)
+            assert await reading.want(want(stored, 0)) == ""
+            assert is_whole(reading, stored, 0)
+            path = shards.files.path(stored.shards()[0].sha256)
+        flip(path.with_name(path.name + suffix), 7919 * trial)
+
+
+@pytest.mark.parametrize("which", ["shard", "index"])
+async def test_what_is_damaged_or_missing_in_the_store_is_named(
+    objects: Objects, s3_settings: Settings, tmp_path: Path, which: str
+) -> None:
+    stored = await store(objects, s3_settings.bucket_datasets, shards=2)
+    shard = stored.shards()[0]
+    sha256, path = (shard.sha256, shard.path) if which == "shard" else (shard.index_sha256, shard.index_path)
+    uri, right = shard_uri(stored.bucket, sha256), stored.contents[path]
+    async with node(s3_settings, tmp_path / "cache", objects=objects) as (cache, shards), cache.holding() as hold:
+        await objects.put(uri, right[:-1] + bytes([right[-1] ^ 1]))
+        reading = await begin(cache, stored, tmp_path / "view", hold)
+        reading.plan(sequence(stored, [0, 1]))
+        problem = await reading.want(want(stored, 0))
+        assert shard.path in problem
+        assert "damaged in the store" in problem
+        assert here(reading, stored) <= {1}
+        await objects.delete(uri)
+        assert "is not in the store" in await reading.want(want(stored, 0))
+        with pytest.raises(CacheError, match=shard.path):
+            await begin(cache, stored, tmp_path / "whole", hold, whole=("train",))
+        await objects.put(uri, right)
+        assert await reading.want(want(stored, 0)) == ""  # mended meanwhile
+        assert list(shards.files.folder.rglob(".*")) == []
+
+
+async def test_a_damaged_manifest_is_not_read(objects: Objects, s3_settings: Settings, tmp_path: Path) -> None:
+    stored = await store(objects, s3_settings.bucket_datasets, shards=1)
+    kept = tmp_path / "cache" / "datasets" / stored.dataset_id / "manifest.json"
+    async with node(s3_settings, tmp_path / "cache", objects=objects) as (cache, _), cache.holding() as hold:
+        await begin(cache, stored, tmp_path / "one", hold)
+        flip(kept, 1000)
+        reading = await begin(cache, stored, tmp_path / "two", hold)
+        assert (reading.folder / "manifest.json").read_bytes() == stored.manifest.to_bytes()
+        kept.unlink()
+        await objects.put(stored.manifest_uri, stored.manifest.to_bytes().replace(b"made", b"mode"))
+        with pytest.raises(CacheError, match="damaged in the store"):
+            await begin(cache, stored, tmp_path / "three", hold)
+        await objects.delete(stored.manifest_uri)
+        with pytest.raises(CacheError, match="not in the store"):
+            await begin(cache, stored, tmp_path / "four", hold)
+
+
+async def test_the_shared_folder_is_looked_into_first_and_filled(
+    objects: Objects, s3_settings: Settings, s3_server: S3Server, tmp_path: Path
+) -> None:
+    stored = await store(objects, s3_settings.bucket_datasets, shards=3)
+    warm = tmp_path / "warm"
+    async with FaultProxy(s3_server.port) as proxy:
+        through = s3_settings.model_copy(update={"s3_endpoint": proxy.endpoint})
+        for number in range(3):
+            async with node(through, tmp_path / f"cache{number}", warm=warm) as (cache, _), cache.holding() as hold:
+                before = proxy.egress_bytes
+                await begin(cache, stored, tmp_path / f"view{number}", hold, whole=("train",))
+                fetched = proxy.egress_bytes - before - len(stored.manifest.to_bytes())
+                one = stored.size_bytes // 3
+                assert fetched // one == (3, 0, 1)[number], "all; none; the one that was damaged there"
+            if number == 1:
+                sha256 = stored.shards()[1].sha256
+                flip(warm / sha256[:2] / sha256, 12345)
+
+
+# -- lives -------------------------------------------------------------------------------------------
+
+DOWNLOADS = """
+import asyncio, sys
+from pathlib import Path
+from loadtest.data.stored import node
+from services.kit.settings import Settings
+
+async def main():
+    settings = Settings.model_validate_json(sys.argv[1])
+    settings = settings.model_copy(update={"s3_secret_key": Settings(s3_secret_key=sys.argv[2]).s3_secret_key})
+    async with node(settings, Path(sys.argv[3]), range_bytes=4096) as (cache, shards), cache.holding() as hold:
+        await cache.dataset(sys.argv[4], sys.argv[5], Path(sys.argv[6]), hold, whole=("train",))
+
+asyncio.run(main())
+"""
+
+
+def begun(folder: Path) -> bool:
+    """Whether a download is on its way, with some bytes here."""
+    for path in folder.glob("shards/*/.*.part"):
+        with suppress(FileNotFoundError):  # it has just come
+            if path.stat().st_size:
+                return True
+    return False
+
+
+def whole_shards(folder: Path) -> int:
+    return sum(not path.suffix and path.name[0] != "." for path in folder.glob("shards/*/*"))
+
+
+async def test_killed_in_the_middle_of_downloads_it_leaves_no_half_files(
+    objects: Objects, s3_settings: Settings, s3_server: S3Server, tmp_path: Path
+) -> None:
+    stored = await store(objects, s3_settings.bucket_datasets, shards=6, sample_bytes=20_000)
+    folder, view = tmp_path / "cache", tmp_path / "view"
+
+    async def killed_when(condition: Callable[[], bool]) -> None:
+        secret = s3_settings.s3_secret_key.get_secret_value()  # type: ignore[union-attr]
+        arguments = [through.model_dump_json(), secret, str(folder), stored.manifest_uri, stored.dataset_id, str(view)]
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", DOWNLOADS, *arguments)
+        try:
+            await until(condition, "the moment to kill it", timeout_s=60)
+        finally:
+            process.kill()
+            await process.wait()
+
+    async with FaultProxy(s3_server.port, bytes_per_s=1_000_000) as proxy:
+        through = s3_settings.model_copy(update={"s3_endpoint": proxy.endpoint})
+        await killed_when(lambda: begun(folder))
+        await killed_when(lambda: whole_shards(folder) >= 2 and begun(folder))
+        before = proxy.egress_bytes
+        proxy.bytes_per_s = None
+        async with node(through, folder) as (cache, shards), cache.holding() as hold:
+            assert not begun(folder)
+            reading = await begin(cache, stored, view, hold, whole=("train",))
+            assert here(reading, stored) == set(range(6))
+            assert shards.files.size_bytes == stored.size_bytes
+        # What was whole, two shards of six, is not fetched again. (What was on its way to the killed one counts, too.)
+        assert proxy.egress_bytes - before < 5 * stored.size_bytes // 6

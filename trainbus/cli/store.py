@@ -1,0 +1,25 @@
+"""The object store, for commands that read it themselves."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from services.kit.bus import Transient
+from services.kit.objects import Objects
+from trainbus.cli.address import Address
+from trainbus.cli.errors import CliError
+from trainbus.cli.link import hush
+
+PATIENCE_S = 5.0
+
+
+@asynccontextmanager
+async def store(address: Address) -> AsyncIterator[Objects]:
+    """The object store; when it is away the command ends in words."""
+    hush()
+    try:
+        async with Objects(address.settings(), patience_s=PATIENCE_S) as objects:
+            yield objects
+    except Transient as error:
+        raise CliError(f"the object store at {address.s3_endpoint} does not answer: {error}") from error

@@ -1,0 +1,226 @@
+"""Shards come to the node while the rank trains: it says what it will read, and waits for what is not here yet.
+
+The node's agent puts a shard into the dataset's folder when it is verified, so what is there can be read. A rank that
+waits sits in a read from the agent's socket: it takes no CPU, hears at once when the shard is there, and hears why
+when it cannot be had. When there is no agent for long, the rank ends itself (``agent_link``).
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from contracts.events.dataset import ShardFile
+from contracts.ranks import PlanLine, ShardLine, WantLine, json_line
+from trainbus.data.plan import Need
+from trainbus.data.reader import DatasetError
+from trainbus.data.waits import Waits
+
+#: Seconds between two words to the agent on where the rank is.
+SAY_S = 1.0
+#: Needs told at a time; the next ones follow long before they are reached.
+NEEDS_MAX = 4096
+#: Positions looked ahead at first, and at most.
+SPAN_MIN, SPAN_MAX = 2**14, 2**44
+#: Words to the agent over which the rate is taken.
+RATE_WORDS = 30
+RETRY_S = 0.2
+#: Seconds after which a rank that waits looks by itself whether the shard is there.
+LOOK_S = 5.0
+
+Needs = Callable[[int, int], Sequence[Need]]
+
+
+class Arrival:
+    """One rank's end of the node's shard cache. ``wait`` is for any thread, the rest for the training loop."""
+
+    def __init__(
+        self,
+        agent: Path,
+        folder: Path,
+        *,
+        rank: int = 0,
+        generation: int = 1,
+        waits: Waits | None = None,
+        patience_s: float = 60.0,
+    ) -> None:
+        """Make it; nothing is said before the first call.
+
+        Args:
+            agent: the agent's socket.
+            folder: where the dataset's manifest is, and its shards will be.
+            patience_s: seconds without an agent after which a wait is given up.
+        """
+        self._agent, self._folder, self._rank, self._generation = str(agent), folder, rank, generation
+        self._waits, self._patience_s = waits, patience_s
+        self._split = ""
+        self._needs: Needs | None = None
+        self._at: int | None = None
+        self._moved = threading.Event()
+        self._closed = threading.Event()
+        self._told_until = -1
+        self._waited_s = 0.0
+        #: (seconds, not counting those spent waiting for shards; position) when the last words were said.
+        self._words: deque[tuple[float, int]] = deque(maxlen=RATE_WORDS)
+
+    # -- what will be read ----------------------------------------------------
+
+    def plan(self, split: str, needs: Needs) -> None:
+        """Have what this rank will read fetched ahead, from the first ``position`` on.
+
+        Args:
+            needs: the shards of ``split`` that the rank needs from one position to another, by first need; called
+                from a thread of its own.
+        """
+        first = self._needs is None
+        self._split, self._needs, self._told_until = split, needs, -1
+        if first:
+            threading.Thread(target=self._speak, name="trainbus-arrival", daemon=True).start()
+
+    def position(self, samples_consumed: int) -> None:
+        """Note that training has got so far; costs nothing."""
+        first = self._at is None
+        self._at = samples_consumed
+        if first:
+            self._moved.set()
+
+    def close(self) -> None:
+        """Say no more."""
+        self._closed.set()
+        self._moved.set()
+
+    def _speak(self) -> None:
+        """Tell the agent, for as long as the process lives, what is needed and where the rank is."""
+        self._moved.wait()
+        connection: socket.socket | None = None
+        said = -1
+        while not self._closed.is_set():
+            at = self._at
+            assert at is not None
+            if connection is not None and not _is_open(connection):
+                connection.close()
+                connection = None
+            try:
+                if connection is None:
+                    connection = self._connect()
+                    self._told_until = -1  # an agent that knows nothing yet
+                if at != said or at >= self._told_until:
+                    connection.sendall(json_line(self._plan_line(at)))
+                    said = at
+            except OSError:  # without an agent, what is needed is asked for when there is one
+                if connection is not None:
+                    connection.close()
+                connection = None
+            self._closed.wait(SAY_S)
+        if connection is not None:
+            connection.close()
+
+    def _connect(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(LOOK_S)
+        try:
+            connection.connect(self._agent)
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    def _plan_line(self, at: int) -> PlanLine:
+        self._words.append((time.monotonic() - self._waited_s, at))
+        (first_s, first), (last_s, last) = self._words[0], self._words[-1]
+        per_s = (last - first) / (last_s - first_s) if last_s > first_s and last > first else 0.0
+        needs = self._needs_from(at) if at >= self._told_until else None
+        return PlanLine(rank=self._rank, split=self._split, at=at, per_s=per_s, needs=needs)
+
+    def _needs_from(self, at: int) -> tuple[tuple[int, int, int], ...]:
+        """What comes next: until every shard has come up and could come again, or there is no room for more."""
+        assert self._needs is not None
+        span, shards, needs = SPAN_MIN, -1, self._needs(at, at + SPAN_MIN)
+        while len(needs) <= NEEDS_MAX and span < SPAN_MAX:
+            known = len({need.shard for need in needs})
+            if known == shards and known:
+                break
+            shards, span = known, 2 * span
+            needs = self._needs(at, at + span)
+        known_until = needs[NEEDS_MAX].first if len(needs) > NEEDS_MAX else at + span
+        # Told anew when half of it is behind.
+        self._told_until = at + max(1, (known_until - at) // 2)
+        return tuple((need.shard, need.first, need.last) for need in needs[:NEEDS_MAX])
+
+    # -- what is read now -----------------------------------------------------
+
+    def wait(self, shard: ShardFile) -> None:
+        """Return when the shard and its index are in the folder.
+
+        Raises:
+            DatasetError: it cannot be had, or there is no agent.
+        """
+        if self._is_here(shard):
+            return
+        started_s = time.monotonic()
+        try:
+            with nullcontext() if self._waits is None else self._waits.during("fetch"):
+                self._await(shard)
+        finally:
+            self._waited_s += time.monotonic() - started_s
+
+    def _is_here(self, shard: ShardFile) -> bool:
+        # Links into the cache; one that leads nowhere is a shard that had to go, and can come again.
+        return (self._folder / shard.path).exists() and (self._folder / shard.index_path).exists()
+
+    def _await(self, shard: ShardFile) -> None:
+        heard_s = time.monotonic()
+        while not self._is_here(shard):
+            answer, connected = self._ask(shard)
+            if answer is not None and answer.problem:
+                raise DatasetError(answer.problem)
+            if connected:
+                heard_s = time.monotonic()
+            elif time.monotonic() - heard_s > self._patience_s:
+                raise DatasetError(f"{shard.path} is not here, and no agent has answered for {self._patience_s:g} s")
+            if answer is None:
+                time.sleep(RETRY_S)
+
+    def _ask(self, shard: ShardFile) -> tuple[ShardLine | None, bool]:
+        """The agent's answer, None if it went away without one; and whether there was an agent."""
+        connected, received = False, b""
+        want = WantLine(rank=self._rank, generation=self._generation, shard=shard.path)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(LOOK_S)
+            try:
+                connection.connect(self._agent)
+                connection.sendall(json_line(want))
+                connected = True
+                while b"\n" not in received:
+                    try:
+                        data = connection.recv(65536)
+                    except TimeoutError:
+                        if self._is_here(shard):
+                            return None, True
+                        continue
+                    if not data:
+                        return None, True
+                    received += data
+                return ShardLine.model_validate_json(received.split(b"\n")[0]), True
+            except (OSError, ValidationError):
+                return None, connected
+
+
+def _is_open(connection: socket.socket) -> bool:
+    """Whether the other end, which says nothing here, is still there."""
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) != b""
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        connection.settimeout(LOOK_S)

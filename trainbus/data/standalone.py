@@ -1,0 +1,140 @@
+"""The reader for any PyTorch loop: a folder with a dataset in it, and nothing else of trainbus running."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from trainbus.data import loader
+from trainbus.data.dataset import Dataset, SplitName
+from trainbus.data.loader import Loading, MicroBatch, pipelined
+from trainbus.data.order import LaneOrder
+from trainbus.data.sampler import Sampler, slice_bounds
+from trainbus.data.workers import Workers
+from trainbus.task import Task
+
+Decode = Callable[[dict[str, bytes]], Any]
+
+
+def open_dataset(folder: str | os.PathLike[str], dataset_id: str | None = None) -> Dataset:
+    """Open the dataset in a folder (``manifest.json`` and its shards).
+
+    Raises:
+        DatasetError: there is none, or it is not ``dataset_id``.
+    """
+    return Dataset(Path(folder), dataset_id)
+
+
+class Loader:
+    """Iterates over this rank's part of each global batch: nothing lost, repeated or padded, however often resized.
+
+    The whole state is how many samples all ranks together have consumed. A loader made for another ``rank`` of another
+    ``world_size``, even with another ``batch``, goes on from there.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        task: Task | Decode,
+        *,
+        batch: int,
+        split: SplitName = "train",
+        rank: int = 0,
+        world_size: int = 1,
+        epochs: int | None = 1,
+        seed: int = 0,
+        workers: int = 0,
+        ahead: int = 2,
+        lanes: int | None = None,
+        window: int | None = None,
+        pin: bool | None = None,
+    ) -> None:
+        """Fork the workers; make it before CUDA is used.
+
+        Args:
+            task: a ``trainbus.Task`` (of which ``decode``, ``augment``, ``collate`` and ``decode_batch`` are used), or
+                just a function that decodes a sample: its fields by extension.
+            batch: samples a step over all ranks.
+            epochs: after which the iteration ends, counted over all resumptions; None: never.
+            workers: processes that decode; 0: a thread does.
+            ahead: batches that are made ready ahead.
+            lanes, window: of the order of samples (docs/reading.md); None: what suits the dataset.
+            pin: put batches into pinned memory; None: where there is CUDA.
+        """
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} of world_size {world_size}: ranks count from 0 to world_size - 1")
+        if batch < 1:
+            raise ValueError(f"batch is {batch}: give the samples of a step, over all ranks")
+        self._order = LaneOrder(dataset.dataset_id, dataset.shard_samples(split), seed, lanes=lanes, window=window)
+        self._sampler = Sampler(self._order, batch, None if epochs is None else epochs * self._order.samples)
+        self._seed, self._rank, self._world_size, self._ahead = seed, rank, world_size, ahead
+        task = task if isinstance(task, Task) else _Decoding(task)
+        task.classes, task.statistics = dataset.classes, dataset.statistics
+        self._workers = Workers(workers, lambda: task)
+        pinned = torch.cuda.is_available() if pin is None else pin
+        self._loading = Loading(task, dataset.split(split), workers=self._workers, pin=pinned)
+        #: Over all ranks, with the batch that was handed out last.
+        self.samples_consumed = 0
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, counted from 1, that the last consumed sample belongs to; 0 before the first."""
+        return self._sampler.epoch(self.samples_consumed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the iteration is: inside the loop, after the batch in hand. The same on every rank."""
+        return {"samples_consumed": self.samples_consumed, "order": self._order.state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state`` with the next iteration.
+
+        Raises:
+            ValueError: the state is one of another dataset, seed or order; the text says what to change.
+        """
+        self._order.check(state["order"])
+        self.samples_consumed = int(state["samples_consumed"])
+
+    def __iter__(self) -> Generator[MicroBatch]:
+        """Yield this rank's samples of each step, to the end; ``batch`` is None where it has none."""
+        workers = self._loading.workers
+        loaded = pipelined(self._started(self.samples_consumed), 0 if workers is None else len(workers) + 1)
+        with closing(loader.ahead(loaded, self._ahead)) as steps:
+            for samples_consumed, step in steps:
+                self.samples_consumed = samples_consumed
+                yield step
+
+    def close(self) -> None:
+        """End the workers."""
+        self._workers.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _started(self, samples_consumed: int) -> Iterator[Callable[[], tuple[int, MicroBatch]]]:
+        while size := self._sampler.batch_size(samples_consumed):
+            bounds = slice_bounds(size, self._world_size, self._rank)
+            picked = self._sampler.pick(samples_consumed, *bounds)
+            samples_consumed += size
+            yield _with(samples_consumed, self._loading.start_picked(picked, self._seed))
+
+
+class _Decoding(Task):
+    """A task of one function."""
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+
+    def decode(self, sample: dict[str, bytes]) -> Any:
+        return self._decode(sample)
+
+
+def _with(samples_consumed: int, result: Callable[[], MicroBatch]) -> Callable[[], tuple[int, MicroBatch]]:
+    return lambda: (samples_consumed, result())

@@ -1,0 +1,241 @@
+"""Processes that decode. They get bytes and give batches; they open no file, hold no state and know no order."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from contracts.datasets import FieldStatistics
+from trainbus.data.channel import Closed, channel, receive, send
+from trainbus.data.decoding import DecodeFailed, Job, decode
+from trainbus.task import Task, TaskError
+
+_SLOT_BYTES = 8
+#: In a worker's slot while it decodes no particular sample.
+_NOWHERE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What a task is told of its dataset."""
+
+    classes: tuple[str, ...]
+    statistics: Mapping[str, FieldStatistics]
+
+
+class Ticket:
+    """A job that was handed in, and what became of it."""
+
+    def __init__(self, worker: _Worker) -> None:
+        self._worker = worker
+        self.answer: tuple[Any, float] | DecodeFailed | None = None
+
+    def result(self) -> tuple[Any, float]:
+        """Wait for the batch; return it and the seconds that it took to decode.
+
+        Raises:
+            DecodeFailed: the task raised an error, or the worker died.
+        """
+        self._worker.wait_for(self)
+        assert self.answer is not None
+        if isinstance(self.answer, DecodeFailed):
+            raise self.answer
+        return self.answer
+
+
+class Workers:
+    """A number of processes, forked from this one. Threads may share them."""
+
+    def __init__(self, count: int, make: Callable[[], Task]) -> None:
+        """Fork them at once: best before there are threads, and before CUDA is used.
+
+        Args:
+            make: called in each worker; what it raises is raised by the first job.
+        """
+        self._slots = mmap.mmap(-1, max(1, count) * _SLOT_BYTES)
+        self._workers: list[_Worker] = []
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for number in range(count):
+            ours, theirs = channel()
+            pid = os.fork()
+            if pid == 0:
+                # An end that stayed open here would hide its owner's death from the other workers.
+                for end in (ours, *(worker.end for worker in self._workers)):
+                    end.close()
+                _be_worker(theirs, make, _Slot(self._slots, number))
+            theirs.close()
+            self._workers.append(_Worker(number, pid, ours, _Slot(self._slots, number)))
+        self._next, self._lock, self._owner = 0, threading.Lock(), os.getpid()
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    @property
+    def pids(self) -> list[int]:
+        return [worker.pid for worker in self._workers]
+
+    def set_dataset(self, classes: tuple[str, ...], statistics: Mapping[str, FieldStatistics]) -> None:
+        """Set the ``classes`` and ``statistics`` of every worker's task."""
+        for worker in self._workers:
+            worker.hand_in(_Told(classes, dict(statistics)), None)
+
+    def submit(self, job: Job) -> Ticket:
+        """Hand in a job: the workers take them in turn, so what comes back depends on the job alone."""
+        with self._lock:
+            worker = self._workers[self._next % len(self._workers)]
+            self._next += 1
+        ticket = Ticket(worker)
+        worker.hand_in(job, ticket)
+        return ticket
+
+    def close(self) -> None:
+        """End the workers, whatever they are at."""
+        for worker in self._workers:
+            worker.end.close()
+            worker.kill()
+        for worker in self._workers:
+            worker.reap()
+
+    def __del__(self) -> None:
+        if getattr(self, "_owner", None) == os.getpid():  # and not a fork that has inherited this object
+            self.close()
+
+
+class _Slot:
+    """Where a worker says which sample it is at, for the case that it is not there any more to be asked."""
+
+    def __init__(self, slots: mmap.mmap, number: int) -> None:
+        self._view = memoryview(slots).cast("q")
+        self._number = number
+
+    def set(self, place: int) -> None:
+        self._view[self._number] = place
+
+    def get(self) -> int:
+        return self._view[self._number]
+
+
+class _Worker:
+    """The parent's side of one worker."""
+
+    def __init__(self, number: int, pid: int, end: socket.socket, slot: _Slot) -> None:
+        self.number, self.pid, self.end, self._slot = number, pid, end, slot
+        self._sending, self._receiving = threading.Lock(), threading.Lock()
+        self._waiting: deque[Ticket] = deque()
+        self._status: int | None = None
+
+    def hand_in(self, value: Any, ticket: Ticket | None) -> None:
+        with self._sending:
+            if ticket is not None:
+                self._waiting.append(ticket)
+            with contextlib.suppress(Closed):  # whoever waits for the ticket learns it
+                send(self.end, value)
+
+    def wait_for(self, ticket: Ticket) -> None:
+        """Take in answers, which come in the order of the jobs, until this one's is there."""
+        with self._receiving:
+            while ticket.answer is None:
+                try:
+                    answer = receive(self.end)
+                except Closed:
+                    answer = self._death()
+                except OSError as error:
+                    answer = DecodeFailed(f"the batch of loader worker {self.number} cannot be taken: {error}")
+                self._waiting.popleft().answer = answer
+
+    def kill(self) -> None:
+        if self._status is None:  # else its number may be another process's by now
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def reap(self) -> int:
+        """Wait for the process to end and return its status; it must have been ended."""
+        if self._status is None:
+            try:
+                self._status = os.waitpid(self.pid, 0)[1]
+            except ChildProcessError:  # somebody else took it
+                self._status = 0
+        return self._status
+
+    def _death(self) -> DecodeFailed:
+        code, place = os.waitstatus_to_exitcode(self.reap()), self._slot.get()
+        self._slot.set(_NOWHERE)  # jobs behind the one it died of did not begin
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        hint = " (out of memory? fewer training.loading.workers take less)" if code == -signal.SIGKILL else ""
+        return DecodeFailed(f"loader worker {self.number} {how}{hint}", place if place >= 0 else None)
+
+
+def _be_worker(end: socket.socket, make: Callable[[], Task], slot: _Slot) -> NoReturn:
+    """Decode until the parent is gone."""
+    code = 1
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)  # meant for the parent, which then ends this process
+        slot.set(_NOWHERE)
+        threading.Thread(target=_end_with, args=(end,), daemon=True).start()
+        torch.set_num_threads(1)
+        task: Task | None = None
+        told: _Told | None = None
+        while True:
+            value = receive(end)
+            if isinstance(value, _Told):
+                told = value
+                task = None if task is None else _with(task, told)
+                continue
+            started = time.perf_counter()
+            try:
+                task = task or _with(make(), told)
+                answer: Any = decode(task, value, slot.set), time.perf_counter() - started
+            except DecodeFailed as error:
+                answer = error
+            except TaskError as error:
+                answer = DecodeFailed(str(error))
+            slot.set(_NOWHERE)
+            _answer(end, answer)
+    except Closed:
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _answer(end: socket.socket, answer: Any) -> None:
+    try:
+        send(end, answer)
+    except (Closed, OSError):
+        raise
+    except Exception as error:
+        traceback.print_exception(error)
+        send(end, DecodeFailed(f"the batch cannot be passed on between processes: {type(error).__name__}: {error}"))
+
+
+def _with(task: Task, told: _Told | None) -> Task:
+    if told is not None:
+        task.classes, task.statistics = told.classes, told.statistics
+    return task
+
+
+def _end_with(end: socket.socket) -> None:
+    """End this process when the other end is closed, even in the middle of a long decode."""
+    poll = select.poll()
+    poll.register(end, select.POLLRDHUP)
+    poll.poll()
+    os._exit(0)

@@ -1,6 +1,6 @@
 # make run      the demo: stack, data, two runs, preemption, evaluation, promotion
 # make test     every test          make lint   ruff, mypy --strict, import-linter
-# make up       the stack, to play with
+# make up       the stack, to play with     make fuzz   examples that no test saw before, ROUNDS times
 # All of it works in .venv, which is made from requirements.lock with plain pip.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED := .venv/.installed
 DEEPSPEED := .venv/.deepspeed
 
-.PHONY: run test lint install deepspeed lock up clean help
+.PHONY: run test fuzz lint install deepspeed lock up clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +24,12 @@ up: $(INSTALLED)
 
 test: $(INSTALLED) $(DEEPSPEED)
 	$(BIN)/python -m pytest $(ARGS)
+
+# `make test` draws the same examples each time, so that it tells of the change and not of the draw.
+ROUNDS ?= 10
+fuzz: $(INSTALLED)
+	for round in $$(seq $(ROUNDS)); do \
+		$(BIN)/python -m pytest -q -m hypothesis --hypothesis-profile=new $(ARGS) || exit 1; done
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

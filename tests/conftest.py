@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import pytest_asyncio
 
@@ -16,6 +17,11 @@ from services.kit.settings import Settings
 from trainbus.cli.embedded.servers import NatsServer, S3Server, free_ports
 
 ACCESS_KEY, SECRET_KEY = "testkey", "testsecret"
+
+# A change is judged by the same examples each time; `make fuzz` looks for new ones.
+hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("new", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("same")
 
 
 @pytest.fixture

@@ -29,9 +29,15 @@ def of(rows: list[dict[str, Any]]) -> dict[str, FieldStatistics]:
 def test_as_the_standard_library_has_it(values: list[float]) -> None:
     found = of([{"x": value} for value in values])["x"]
     assert (found.count, found.nulls, found.min, found.max) == (len(values), 0, min(values), max(values))
-    scale = max(map(abs, values)) + 1e-300
-    assert found.mean == pytest.approx(reference.fmean(values), rel=1e-12, abs=1e-12 * scale)
-    assert found.std == pytest.approx(reference.pstdev(values), rel=1e-9, abs=1e-12 * scale)
+    scale = max(map(abs, values))
+    assert found.mean == pytest.approx(reference.fmean(values), rel=1e-12, abs=1e-12 * scale + 1e-300)
+    # The square of less than 1e-154 is nothing in float64.
+    assert found.std == pytest.approx(reference.pstdev(values), rel=1e-9, abs=1e-12 * scale + 1e-153)
+
+
+def test_deviations_whose_squares_are_nothing_are_nothing() -> None:
+    found = of([{"x": value} for value in (0.0, 1.748026815157166e-252)])["x"]
+    assert (found.count, found.std) == (2, 0.0)
 
 
 @pytest.mark.parametrize("block", [1, 7, 4096])

@@ -53,6 +53,8 @@ class Launch(Line):
     #: Local copy of the checkpoint to start from (or to evaluate), and what it is.
     resume_folder: str | None = None
     resume: CheckpointRef | None = None
+    #: Local copy of the weights to begin with (``spec.init_from``); None where there is something to resume.
+    init_folder: str | None = None
     #: What the run has been through, as ``placed`` says it.
     failures_seen: int = 0
     run_s: float = 0.0

@@ -150,6 +150,8 @@ class RunPlaced(GenerationFact, fact="placed"):
     members: tuple[Member, ...]
     world_size: int = Field(ge=1)
     resume: CheckpointRef | None = None
+    #: The checkpoint whose weights it begins with (``spec.init_from``), as long as there is nothing to resume.
+    init: CheckpointRef | None = None
     spec: TrainRequested
     dataset: RunPrepared | None = None
     #: Sequence of the last fact, and the time, that the decision was made from: it can be re-made.

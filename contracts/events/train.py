@@ -12,6 +12,7 @@ from contracts.base import DataUri, ObjectUri, Request, Sha256, Token
 
 Metric = Annotated[str, Field(min_length=1, max_length=200)]
 Mode = Literal["min", "max"]
+NamePattern = Annotated[str, Field(min_length=1, max_length=300)]
 
 
 class Part(BaseModel):
@@ -441,8 +442,14 @@ class TrainRequested(Request, verb="train"):
     evaluate: EvaluateTarget | None = None
     #: The registered model that this run's result competes for.
     model: Token | None = None
-    #: A committed checkpoint (its manifest) to start from.
+    #: A committed checkpoint (its manifest) to go on from: its weights, its optimizer, its step, its place in the data.
     resume_from: ObjectUri | None = None
+    #: A committed checkpoint (its manifest) whose weights training begins with, on other data too; optimizer, schedule
+    #: and step begin anew. Its moving average counts where it has one: that is what was evaluated.
+    init_from: ObjectUri | None = None
+    #: Names of tensors that are not taken from ``init_from`` and stay as the task makes them, ``*`` for anything:
+    #: ``head.*``. All others must be in both, in one shape.
+    init_exclude: tuple[NamePattern, ...] = Field((), max_length=1000)
     max_attempts: int = Field(3, ge=1, le=100, description="failures by its own fault before the run fails")
     grace_s: float = Field(30.0, ge=0, le=3600, description="time to complete a checkpoint when preempted")
     tags: dict[str, str] = Field(default_factory=dict, max_length=50)
@@ -476,6 +483,20 @@ class TrainRequested(Request, verb="train"):
                 raise ValueError(f"slots.{name} ({count}) is not a multiple of gang.bundle ({self.gang.bundle})")
         if self.evaluation is not None and self.model is None:
             raise ValueError("'evaluation' needs 'model': the registered model that the result competes for")
+        return self
+
+    @model_validator(mode="after")
+    def _one_beginning(self) -> Self:
+        if self.init_from is None:
+            if self.init_exclude:
+                raise ValueError("'init_exclude' needs 'init_from': the checkpoint whose weights are taken otherwise")
+            return self
+        if self.resume_from is not None:
+            raise ValueError(
+                "'init_from' takes a checkpoint's weights alone, 'resume_from' goes on with all of it: give one of them"
+            )
+        if self.task is None or self.kind != "train":
+            raise ValueError("'init_from' needs a 'task' to train: nothing else has weights of which trainbus knows")
         return self
 
 

@@ -27,6 +27,7 @@ from trainbus.data.workers import Workers
 from trainbus.evaluate import evaluate
 from trainbus.exits import hard_exit
 from trainbus.task import Task, TaskError, describe, load_task
+from trainbus.trainer.beginning import Init
 from trainbus.trainer.checkpoint import CheckpointError, History
 from trainbus.trainer.memory import Memory
 from trainbus.trainer.optimizer_state import StateMismatch
@@ -104,6 +105,7 @@ def _work(
         journal=journal,
         resume_folder=Path(launch.resume_folder) if launch.resume_folder else None,
         resume_step=launch.resume.step if launch.resume else 0,
+        init=Init(Path(launch.init_folder), spec.init_exclude) if launch.init_folder else None,
         best_metric=spec.retention.metric,
         best_mode=spec.retention.mode,
         about=_about(launch),
@@ -170,6 +172,7 @@ def _about(launch: Launch) -> dict[str, Any]:
         "task": launch.spec.task,
         "params": launch.spec.params,
         "dataset_id": launch.dataset_id,
+        "init_from": launch.spec.init_from,
     }
 
 

@@ -273,6 +273,7 @@ def write_launch(
     world_size: int = 1,
     socket_path: Path | None = None,
     resume_folder: Path | None = None,
+    init_folder: Path | None = None,
     orphan_timeout_s: float = 120.0,
     generation: int = 1,
 ) -> Path:
@@ -289,6 +290,7 @@ def write_launch(
         dataset_folder=str(dataset.folder),
         dataset_id=dataset.dataset_id,
         resume_folder=str(resume_folder) if resume_folder else None,
+        init_folder=str(init_folder) if init_folder else None,
         orphan_timeout_s=orphan_timeout_s,
     )
     path = folder / "launch.json"

@@ -1,8 +1,9 @@
-"""Where training begins: with a state that was left in memory, with a checkpoint, or with nothing."""
+"""Where training begins: with a state left in memory, with a checkpoint, with another's weights, or with nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainbus.data.order import LaneOrder
 from trainbus.trainer import environment
-from trainbus.trainer.checkpoint import Loaded, Progress, load
+from trainbus.trainer.checkpoint import Loaded, Progress, init_model, load
 from trainbus.trainer.checkpoint.load import put_model
 from trainbus.trainer.ema import MovingAverage
 from trainbus.trainer.memory import Memory
@@ -22,19 +23,34 @@ from trainbus.trainer.world import World
 UNREPORTED = "unreported"
 
 
+@dataclass(frozen=True, slots=True)
+class Init:
+    """Weights to begin with: a checkpoint's, but for the tensors that ``exclude`` names."""
+
+    folder: Path
+    exclude: tuple[str, ...] = ()
+
+
 class Beginning:
     """The state that training begins with. Its parts are handed out as what they belong to is built."""
 
     def __init__(
-        self, world: World, memory: Memory, resume_folder: Path | None, resume_step: int, run_id: str | None
+        self,
+        world: World,
+        memory: Memory,
+        resume_folder: Path | None,
+        resume_step: int,
+        run_id: str | None,
+        init: Init | None = None,
     ) -> None:
         """Agree with all ranks on the newest state there is.
 
         Args:
             resume_step: the step of ``resume_folder``: what is in memory counts if it is as new.
             run_id: this run's, which need not be that of the checkpoint.
+            init: the weights to begin with if there is no state at all.
         """
-        self._world, self._run_id = world, run_id
+        self._world, self._run_id, self._init = world, run_id, init
         loaded: Loaded | None = memory.take_up(world, resume_step, run_id)
         self.resumed_from: Literal["scratch", "checkpoint", "memory"] = "memory"
         if loaded is None:
@@ -77,6 +93,8 @@ class Beginning:
         if self._state is not None:
             put_model(self._state.model, model)
             self._state.model = {}
+        elif self._init is not None:
+            init_model(self._init.folder, model, self._init.exclude)
 
     def put_rest(self, strategy: Strategy, schedule: LRScheduler | None) -> None:
         """Give the optimizer, the loss scale and the schedule theirs."""

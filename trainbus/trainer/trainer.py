@@ -26,7 +26,7 @@ from trainbus.data.waits import Waits
 from trainbus.data.workers import Workers
 from trainbus.task import Task
 from trainbus.trainer import environment
-from trainbus.trainer.beginning import UNREPORTED, Beginning
+from trainbus.trainer.beginning import UNREPORTED, Beginning, Init
 from trainbus.trainer.best import Best, Mode
 from trainbus.trainer.checkpoint import History
 from trainbus.trainer.checkpoint.when import due
@@ -75,6 +75,7 @@ class Trainer:
         journal: Journal | None = None,
         resume_folder: Path | None = None,
         resume_step: int = 0,
+        init: Init | None = None,
         best_metric: str = "validation/loss",
         best_mode: Mode = "min",
         about: Mapping[str, Any] | None = None,
@@ -87,7 +88,7 @@ class Trainer:
         workers: Workers | None = None,
         shards: Follower | None = None,
     ) -> None:
-        """Build the model and take up ``resume_folder``.
+        """Build the model and take up ``resume_folder``, or begin with the weights of ``init``.
 
         Args:
             folder: where the journal, ``checkpoints/`` and records go.
@@ -113,7 +114,7 @@ class Trainer:
         self.sampler = Sampler(order, training.global_batch, end)
 
         about, memory = about or {}, memory or Memory()
-        begun = Beginning(self.world, memory, resume_folder, resume_step, about.get("run_id"))
+        begun = Beginning(self.world, memory, resume_folder, resume_step, about.get("run_id"), init)
         self._unreported = begun.unreported
         self.progress, self.resumed_from = begun.progress, begun.resumed_from
         begun.check_order(order)

@@ -2,6 +2,7 @@
 
 from trainbus.trainer.checkpoint.digest import compare, tensor_digest
 from trainbus.trainer.checkpoint.files import CheckpointError, Progress, check_safe
+from trainbus.trainer.checkpoint.initial import init_model
 from trainbus.trainer.checkpoint.load import Loaded, load, load_model, load_tensors
 from trainbus.trainer.checkpoint.staging import Staging
 from trainbus.trainer.checkpoint.when import History, When
@@ -19,6 +20,7 @@ __all__ = [
     "Writer",
     "check_safe",
     "compare",
+    "init_model",
     "load",
     "load_model",
     "load_tensors",

@@ -1,0 +1,111 @@
+"""Begins training with a checkpoint's weights: on other data, with another head, under another optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from trainbus.trainer.checkpoint.files import check_safe
+from trainbus.trainer.checkpoint.load import load_tensors
+from trainbus.trainer.optimizer_state import StateMismatch
+
+#: How many tensors that do not fit the error names.
+LISTED = 10
+
+
+def init_model(folder: Path, model: nn.Module, exclude: Sequence[str] = ()) -> None:
+    """Put the checkpoint's weights and buffers into ``model``, the moving average's where it has one.
+
+    What ``exclude`` names (``head.*``) stays as the model has it, wherever it is. All else must be in both, in one
+    shape; floating-point values are converted to the model's type.
+
+    Raises:
+        StateMismatch: the text names each tensor that does not fit, and what to exclude.
+    """
+    check_safe(folder)
+    saved = load_tensors(folder, "model")
+    wanted = model.state_dict()
+    _check_patterns(exclude, [*wanted, *saved])
+    present = _without(wanted, exclude)
+    found = _without(saved, exclude)
+    if problems := _problems(found, present):
+        raise StateMismatch(_explain(problems, [*wanted, *saved], exclude))
+    averages = load_tensors(folder, "ema")
+    with torch.no_grad():
+        model.load_state_dict(wanted | found)
+        # By parameter, since a tied one has more names in the model's state than it has averages.
+        for name, parameter in model.named_parameters():
+            if name in present and name in averages:
+                parameter.copy_(averages[name])
+
+
+def _without(tensors: Mapping[str, Tensor], exclude: Sequence[str]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if not _matches(name, exclude)}
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _check_patterns(exclude: Sequence[str], names: Sequence[str]) -> None:
+    """A pattern that matches nothing is misspelt, patterns that match everything leave nothing to begin with."""
+    beginnings = ", ".join(sorted({f"{name.partition('.')[0]}.*" if "." in name else name for name in names})[:LISTED])
+    for pattern in exclude:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise StateMismatch(
+                f"init_exclude {pattern!r} matches no tensor of the checkpoint or of the model: there are {beginnings}"
+            )
+    if all(_matches(name, exclude) for name in names):
+        raise StateMismatch("init_exclude leaves nothing of the checkpoint: leave init_from out, or exclude less")
+
+
+def _problems(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, str]:
+    """What does not fit, by name."""
+    found = {}
+    for name, present in wanted.items():
+        if name not in saved:
+            found[name] = f"{name!r} {_like(present)} is in the model alone"
+            continue
+        tensor = saved[name]
+        convertible = tensor.is_floating_point() and present.is_floating_point()
+        if tensor.shape != present.shape or (tensor.dtype != present.dtype and not convertible):
+            found[name] = f"{name!r} is {_like(tensor)} in the checkpoint, {_like(present)} in the model"
+    for name, tensor in saved.items():
+        if name not in wanted:
+            found[name] = f"{name!r} {_like(tensor)} is in the checkpoint alone"
+    return found
+
+
+def _like(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _explain(problems: Mapping[str, str], names: Sequence[str], exclude: Sequence[str]) -> str:
+    listed = "; ".join(list(problems.values())[:LISTED])
+    more = f"; and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
+    patterns = [*exclude, *_suggested(problems, names)]
+    say = ", ".join(f'"{pattern}"' for pattern in patterns[:LISTED]) + (", ..." if len(patterns) > LISTED else "")
+    return (
+        f"init_from does not fit the model: {listed}{more}. If these are meant to begin anew, set init_exclude to "
+        f"[{say}]; if not, build the model as it was built for the checkpoint (params)"
+    )
+
+
+def _suggested(problems: Mapping[str, str], names: Sequence[str]) -> list[str]:
+    """Patterns that match what does not fit and nothing else: whole modules where none of their tensors fits."""
+    fitting = {module for name in names if name not in problems for module in _modules(name)}
+    found = {}
+    for problem in problems:
+        whole = next((module for module in _modules(problem) if module not in fitting), None)
+        found[problem if whole is None else f"{whole}.*"] = None
+    return list(found)
+
+
+def _modules(name: str) -> list[str]:
+    """The modules that a tensor is in, from the outermost on."""
+    parts = name.split(".")
+    return [".".join(parts[:depth]) for depth in range(1, len(parts))]

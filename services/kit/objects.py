@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 CHUNK = 2**20
-#: Read at a time where hashing and writing are done in a thread: less would be spent on changing threads.
+#: Read at a time where hashing is done in a thread: less would be spent on changing threads.
 READ_BYTES = 4 * 2**20
 #: Seconds to keep trying while the store is away.
 PATIENCE_S = 60.0
@@ -101,20 +101,6 @@ def write_at(handle: int, content: bytes | memoryview, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
-async def _gathered(body: Any, size_bytes: int) -> AsyncIterator[bytes]:
-    """A body in portions of about ``size_bytes``; the network gives it in small ones."""
-    parts: list[bytes] = []
-    held = 0
-    while part := await body.read(CHUNK):
-        parts.append(part)
-        held += len(part)
-        if held >= size_bytes:
-            yield b"".join(parts)
-            parts, held = [], 0
-    if parts:
-        yield b"".join(parts)
-
-
 def hash_file(path: Path) -> str:
     """Lower-case hex SHA-256 of a file."""
     with path.open("rb") as file:
@@ -154,6 +140,10 @@ class Objects:
     async def __aenter__(self) -> Self:
         from botocore.config import Config
 
+        from services.kit.bulk import Bulk
+
+        self._bulk = Bulk(self._settings)
+        self._stack.push_async_callback(self._bulk.close)
         session = aws_session(self._settings)
         # Listings hold a time an object; boto's general parser would take half of the time they cost.
         session._session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=_parse_time)
@@ -324,23 +314,15 @@ class Objects:
         return digest
 
     async def _fetch(self, uri: str, path: Path, sha256: str | None) -> str:
-        bucket, key = split_uri(uri)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        os.close(handle)
         partial = Path(name)
         try:
-            digest = hashlib.sha256()
-            with os.fdopen(handle, "wb") as file:
-                answer = await self._client.get_object(Bucket=bucket, Key=key)
-                body = answer["Body"]
-                async with body:  # entering it gives the bare response, which cannot read in parts
-                    while chunk := await body.read(CHUNK):
-                        digest.update(chunk)
-                        file.write(chunk)
-                        metrics.OBJECT_BYTES.labels("down").inc(len(chunk))
-            if sha256 is not None and digest.hexdigest() != sha256:
-                raise ValueError(f"{uri} has hash {digest.hexdigest()}, expected {sha256}")
+            digest = await self._bulk.read_into(uri, partial, 0, None)
+            if sha256 is not None and digest != sha256:
+                raise ValueError(f"{uri} has hash {digest}, expected {sha256}")
             partial.replace(path)
-            return digest.hexdigest()
+            return digest
         finally:
             partial.unlink(missing_ok=True)
 
@@ -349,56 +331,15 @@ class Objects:
     ) -> str:
         """Write an object's content into an existing file from ``offset`` on, and return its hash by ``hasher``.
 
-        Hashing and writing are done beside the event loop while the next bytes come in.
-
         Raises:
             ValueError: the object has not ``size_bytes``.
+            Transient: the store is away, or the file cannot be written.
         """
-        bucket, key = split_uri(uri)
-
-        async def read() -> str:
-            digest = hasher()
-            answer = await self._client.get_object(Bucket=bucket, Key=key)
-            if answer["ContentLength"] != size_bytes:
-                raise ValueError(f"{uri} has {answer['ContentLength']} bytes, expected {size_bytes}")
-
-            def take(content: bytes, at: int) -> None:
-                digest.update(content)
-                # Opened here: a thread goes on when its caller is cancelled, and a handle may be another file's then.
-                with path.open("r+b") as file:
-                    write_at(file.fileno(), content, at)
-
-            taking: asyncio.Future[None] | None = None
-            at = offset
-            body = answer["Body"]
-            async with body:
-                async for content in _gathered(body, READ_BYTES):
-                    if taking is not None:
-                        await taking
-                    taking = asyncio.ensure_future(asyncio.to_thread(take, content, at))
-                    at += len(content)
-                    metrics.OBJECT_BYTES.labels("down").inc(len(content))
-            if taking is not None:
-                await taking
-            return str(digest.hexdigest())
-
-        return await self._try(read, uri)
+        return await self._try(lambda: self._bulk.read_into(uri, path, offset, size_bytes, hasher), uri)
 
     async def hash(self, uri: str) -> str:
         """Lower-case hex SHA-256 of an object's content, read as a stream; raises ``Missing``."""
-        bucket, key = split_uri(uri)
-
-        async def read() -> str:
-            digest = hashlib.sha256()
-            answer = await self._client.get_object(Bucket=bucket, Key=key)
-            body = answer["Body"]
-            async with body:
-                while chunk := await body.read(CHUNK):
-                    digest.update(chunk)
-                    metrics.OBJECT_BYTES.labels("down").inc(len(chunk))
-            return digest.hexdigest()
-
-        return await self._try(read, uri)
+        return await self._try(lambda: self._bulk.hash(uri), uri)
 
     # -- errors -------------------------------------------------------------
 

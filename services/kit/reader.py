@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 from urllib.parse import quote
 
 import aiohttp
@@ -28,7 +28,8 @@ from services.kit.signing import signed_headers
 
 log = structlog.get_logger(__name__)
 CONNECTIONS = 32
-TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=3, sock_read=30)
+#: Seconds to connect, and without a byte, after which a connection is given up.
+CONNECT_S, STALL_S = 3.0, 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class Reader:
         self._endpoint = (self._settings.s3_endpoint or f"https://s3.{region}.amazonaws.com").rstrip("/")
         connector = aiohttp.TCPConnector(limit=CONNECTIONS)
         self._http = await self._stack.enter_async_context(
-            aiohttp.ClientSession(connector=connector, timeout=TIMEOUT, auto_decompress=False)
+            aiohttp.ClientSession(connector=connector, auto_decompress=False)
         )
         return self
 
@@ -88,7 +89,7 @@ class Reader:
         return await self._fetch(info, None, path)
 
     async def stream(
-        self, uri: str, start: int, stop: int, *, etag: str = "", stall_s: float = 30.0
+        self, uri: str, start: int, stop: int, *, etag: str = "", stall_s: float = STALL_S
     ) -> AsyncGenerator[tuple[str, bytes]]:
         """The bytes ``start`` to ``stop`` (exclusive) of an object as they come, each time with the object's ETag.
 
@@ -102,14 +103,10 @@ class Reader:
             aiohttp.ClientError, ConnectionError, TimeoutError: the connection broke, or nothing came; go on with
                 what is left.
         """
-        assert self._http is not None, "use Reader as an async context manager"
-        bucket, key = split_uri(uri)
-        path = f"/{bucket}/{quote(key, safe='/~')}"
-        headers = {**await self._signed(self._endpoint + path), "Range": f"bytes={start}-{stop - 1}"}
+        headers = {"Range": f"bytes={start}-{stop - 1}"}
         if etag:
             headers["If-Match"] = f'"{etag}"'
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=min(3.0, stall_s), sock_read=stall_s)
-        async with self._http.get(URL(self._endpoint + path, encoded=True), headers=headers, timeout=timeout) as answer:
+        async with await self._get(*split_uri(uri), headers, stall_s) as answer:
             found = await _ranged(answer, uri, start, etag)
             left = stop - start
             async for chunk in answer.content.iter_chunked(CHUNK):
@@ -118,6 +115,21 @@ class Reader:
                 left -= len(chunk)
             if left > 0:
                 raise aiohttp.ClientPayloadError(f"{uri} ended {left} bytes early")
+
+    async def whole(self, uri: str, size_bytes: int | None = None) -> AsyncGenerator[bytes]:
+        """An object's content as it comes.
+
+        Raises:
+            ValueError: it has not ``size_bytes``.
+            Missing, Refused, aiohttp.ClientError, ConnectionError, TimeoutError: as with ``stream``.
+        """
+        async with await self._get(*split_uri(uri)) as answer:
+            await _check(answer, uri)
+            if size_bytes is not None and answer.content_length != size_bytes:
+                raise ValueError(f"{uri} has {answer.content_length} bytes, expected {size_bytes}")
+            async for chunk in answer.content.iter_chunked(CHUNK):
+                metrics.OBJECT_BYTES.labels("down").inc(len(chunk))
+                yield chunk
 
     async def _fetch(self, info: Pinned, chunks: list[bytes] | None, local: Path | None) -> str:
         """Try again while the store is away.
@@ -140,13 +152,12 @@ class Reader:
             delay_s = min(delay_s * 2, 2.0)
 
     async def _once(self, info: Pinned, chunks: list[bytes] | None, local: Path | None) -> str:
-        assert self._http is not None, "use Reader as an async context manager"
-        path = f"/{info.bucket}/{quote(info.key, safe='/~')}"
-        headers = await self._signed(self._endpoint + path)
         digest, size = hashlib.sha256(), 0
-        # encoded=True: the path must go out exactly as it was signed.
-        async with self._http.get(URL(self._endpoint + path, encoded=True), headers=headers) as answer:
-            await _check(answer, info)
+        async with await self._get(info.bucket, info.key) as answer:
+            await _check(answer, info.uri)
+            etag = answer.headers.get("ETag", "").strip('"')
+            if etag != info.etag:
+                raise Changed(f"{info.uri} has ETag {etag}, listed with {info.etag}")
             with local.open("wb") if local else _Sink(chunks) as sink:
                 async for chunk in answer.content.iter_chunked(CHUNK):
                     digest.update(chunk)
@@ -156,6 +167,16 @@ class Reader:
         if size != info.size_bytes:
             raise Changed(f"{info.uri} has {size} bytes, listed with {info.size_bytes}")
         return digest.hexdigest()
+
+    async def _get(
+        self, bucket: str, key: str, headers: Mapping[str, str] | None = None, stall_s: float = STALL_S
+    ) -> aiohttp.ClientResponse:
+        assert self._http is not None, "use Reader as an async context manager"
+        url = f"{self._endpoint}/{bucket}/{quote(key, safe='/~')}"
+        signed = {**await self._signed(url), **(headers or {})}
+        patience = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_S, stall_s), sock_read=stall_s)
+        # encoded=True: the path must go out exactly as it was signed.
+        return await self._http.get(URL(url, encoded=True), headers=signed, timeout=patience)
 
     async def _signed(self, url: str) -> dict[str, str]:
         if self._credentials is None:
@@ -182,18 +203,9 @@ class _Sink:
         self._chunks.append(chunk)
 
 
-async def _check(answer: aiohttp.ClientResponse, info: Pinned) -> None:
-    if answer.status == 200:
-        etag = answer.headers.get("ETag", "").strip('"')
-        if etag != info.etag:
-            raise Changed(f"{info.uri} has ETag {etag}, listed with {info.etag}")
-    elif answer.status == 404:
-        raise Missing(info.uri)
-    elif answer.status in (408, 429) or answer.status >= 500:
-        raise aiohttp.ClientPayloadError(f"status {answer.status}")
-    else:
-        text = (await answer.text())[:300]
-        raise Refused(f"{info.uri}: the store answers {answer.status}: {text}")
+async def _check(answer: aiohttp.ClientResponse, uri: str) -> None:
+    if answer.status != 200:
+        await _refuse(answer, uri)
 
 
 async def _ranged(answer: aiohttp.ClientResponse, uri: str, start: int, etag: str) -> str:
@@ -204,12 +216,16 @@ async def _ranged(answer: aiohttp.ClientResponse, uri: str, start: int, etag: st
         if etag and found != etag:
             raise Changed(f"{uri} has ETag {found}, not {etag} as before")
         return found
-    if answer.status == 404:
-        raise Missing(uri)
     if answer.status == 412:
         raise Changed(f"{uri} is another version than before")
-    if answer.status in (408, 429) or answer.status >= 500:
-        raise aiohttp.ClientPayloadError(f"status {answer.status}")
     if answer.status == 416:
         raise Changed(f"{uri} is shorter than {start} bytes")
+    await _refuse(answer, uri)
+
+
+async def _refuse(answer: aiohttp.ClientResponse, uri: str) -> NoReturn:
+    if answer.status == 404:
+        raise Missing(uri)
+    if answer.status in (408, 429) or answer.status >= 500:
+        raise aiohttp.ClientPayloadError(f"status {answer.status}")
     raise Refused(f"{uri}: the store answers {answer.status}: {(await answer.text())[:300]}")

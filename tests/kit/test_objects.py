@@ -43,6 +43,60 @@ async def test_a_download_with_another_hash_leaves_nothing(
     assert list(tmp_path.glob("*copy*")) == []
 
 
+async def test_an_object_is_written_into_its_place_in_a_file(
+    objects: Objects, s3_settings: Settings, tmp_path: Path
+) -> None:
+    uri, empty = f"s3://{s3_settings.bucket_models}/part", f"s3://{s3_settings.bucket_models}/empty"
+    content = bytes(range(256)) * 10_000
+    await objects.put(uri, content)
+    await objects.put(empty, b"")
+    path = tmp_path / "file"
+    path.write_bytes(b"." * 3_000_000)
+    assert await objects.read_into(uri, path, 100, len(content)) == hashlib.sha256(content).hexdigest()
+    assert await objects.read_into(empty, path, 50, 0) == hashlib.sha256(b"").hexdigest()
+    rest = b"." * (3_000_000 - 100 - len(content))
+    assert path.read_bytes() == b"." * 100 + content + rest
+    assert await objects.hash(uri) == hashlib.sha256(content).hexdigest()
+    with pytest.raises(ValueError, match=r"has 2560000 bytes, expected 5$"):
+        await objects.read_into(uri, path, 0, 5)
+    with pytest.raises(Missing):
+        await objects.read_into(uri + "-of-nobody", path, 0, 5)
+
+
+async def test_a_full_disk_is_named_and_not_waited_for(objects: Objects, s3_settings: Settings) -> None:
+    uri = f"s3://{s3_settings.bucket_models}/thing"
+    await objects.put(uri, b"something")
+    with pytest.raises(Transient, match="/dev/full cannot be written: No space left on device"):
+        await objects.read_into(uri, Path("/dev/full"), 0, 9)
+
+
+async def test_reading_goes_on_after_a_read_that_was_given_up(
+    objects: Objects, s3_settings: Settings, tmp_path: Path
+) -> None:
+    uri = f"s3://{s3_settings.bucket_models}/large"
+    await objects.put(uri, bytes(32 * 2**20))
+    path = tmp_path / "file"
+    path.touch()
+    began = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    class Noticed:
+        def __init__(self) -> None:
+            self._digest = hashlib.sha256()
+            self.hexdigest = self._digest.hexdigest
+
+        def update(self, content: bytes) -> None:
+            loop.call_soon_threadsafe(began.set)
+            self._digest.update(content)
+
+    reading = asyncio.ensure_future(objects.read_into(uri, path, 0, 32 * 2**20, Noticed))
+    await began.wait()
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert await objects.hash(uri) == hashlib.sha256(bytes(32 * 2**20)).hexdigest()
+
+
 async def test_missing_is_told_apart(objects: Objects, s3_settings: Settings) -> None:
     with pytest.raises(Missing):
         await objects.get(f"s3://{s3_settings.bucket_models}/nothing")

@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
@@ -38,6 +39,8 @@ log = structlog.get_logger(__name__)
 PARALLEL_DOWNLOADS = 4
 #: Where the shards are, in the cache's folder.
 SHARDS_FOLDER = "shards"
+#: Files of a checkpoint with the optimizer's tensors (docs/checkpoints.md).
+OPTIMIZER = re.compile(r"optimizer-\d+\.safetensors")
 _FILES = TypeAdapter(tuple[CheckpointFile, ...])
 
 
@@ -144,12 +147,21 @@ class Cache:
         """The datasets of which every shard to train on lies here."""
         return tuple(sorted(path.parent.name for path in self.folder.glob("datasets/*/manifest.json") if _whole(path)))
 
-    async def checkpoint(self, uri: str, folder: Path, hold: Hold, manifest_sha256: str | None = None) -> CheckpointRef:
+    async def checkpoint(
+        self,
+        uri: str,
+        folder: Path,
+        hold: Hold,
+        manifest_sha256: str | None = None,
+        *,
+        weights_alone: bool = False,
+    ) -> CheckpointRef:
         """Lay a committed checkpoint's files out in ``folder`` and say what it is.
 
         Args:
             manifest_sha256: what the manifest hashed to when it was committed, where that is known. It names every
                 file by its hash, so that with it the whole checkpoint is the committed one.
+            weights_alone: leave out the optimizer's tensors, which are most of the bytes.
 
         Raises:
             CacheError: it is not there, or not what was committed.
@@ -160,10 +172,12 @@ class Cache:
             if manifest_sha256 is not None and manifest_sha256 != found:
                 raise CacheError(
                     f"checkpoint {uri} is not the one that was committed: its manifest has SHA-256 {found}, not "
-                    f"{manifest_sha256}. Run `trainbus checkpoints verify`, and resume from another one"
+                    f"{manifest_sha256}. Run `trainbus checkpoints verify`, and start from another one"
                 )
             manifest: dict[str, Any] = json.loads(content)
             files = _FILES.validate_python(manifest["files"])
+            if weights_alone:
+                files = tuple(file for file in files if not OPTIMIZER.fullmatch(file.path))
             ref = CheckpointRef(
                 uri=uri,
                 step=manifest["step"],

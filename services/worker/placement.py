@@ -103,7 +103,7 @@ class Placement:
 
     def tidy(self) -> None:
         """Remove what is uploaded or can be fetched again; journals, logs and reports stay."""
-        for name in ("code", "resume", "checkpoints", "dataset"):
+        for name in ("code", "resume", "init", "checkpoints", "dataset"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
         for ring in self.folder.glob("*.ring"):
             ring.unlink(missing_ok=True)
@@ -258,6 +258,7 @@ class Placement:
             dataset_id=self.placed.dataset.dataset_id if self.placed.dataset else None,
             resume_folder=str(prepared.resume_folder) if prepared.resume_folder else None,
             resume=prepared.resume,
+            init_folder=str(prepared.init_folder) if prepared.init_folder else None,
             failures_seen=self.placed.failures_seen,
             run_s=self.placed.run_s,
             orphan_timeout_s=self._context.settings.orphan_timeout_s,

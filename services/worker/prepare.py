@@ -38,6 +38,7 @@ class Prepared:
     dataset: Reading | None
     resume_folder: Path | None
     resume: CheckpointRef | None
+    init_folder: Path | None
     master: tuple[str, int]
 
 
@@ -53,13 +54,14 @@ async def prepare(context: Context, placed: RunPlaced, member: Member, folder: P
     if problem is not None:
         raise CacheError(problem)
     await _check_devices(context, placed, member)
-    code, dataset, resume = await together(
+    code, dataset, resume, init = await together(
         _code(context, placed, folder, hold),
         open_dataset(context, placed, member, folder, hold),
         _resume(context, placed, folder, hold),
+        _init(context, placed, folder, hold),
     )
     master = await _meet(context, placed, member)
-    return Prepared(code, dataset, resume[0], resume[1], master)
+    return Prepared(code, dataset, resume[0], resume[1], init, master)
 
 
 async def _check_devices(context: Context, placed: RunPlaced, member: Member) -> None:
@@ -119,6 +121,18 @@ async def _resume(
     target = folder / "resume"
     shutil.rmtree(target, ignore_errors=True)
     return target, await context.cache.checkpoint(uri, target, hold, committed)
+
+
+async def _init(context: Context, placed: RunPlaced, folder: Path, hold: Hold) -> Path | None:
+    """The weights to begin with; not where the run has a checkpoint of its own to go on from."""
+    uri = placed.spec.init_from
+    if uri is None or placed.resume is not None:
+        return None
+    target = folder / "init"
+    shutil.rmtree(target, ignore_errors=True)
+    committed = placed.init.manifest_sha256 if placed.init is not None else None
+    await context.cache.checkpoint(uri, target, hold, committed, weights_alone=True)
+    return target
 
 
 async def _meet(context: Context, placed: RunPlaced, member: Member) -> tuple[str, int]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,7 +79,57 @@ async def test_a_preempted_run_lets_go_when_its_checkpoint_is_committed_and_goes
     refused = await world.wait_for(RunExited, "other")
     assert (refused.outcome, refused.blameless) == ("failed", False)
     assert "is not the one that was committed" in refused.reason
-    assert "resume from another one" in refused.reason
+    assert "start from another one" in refused.reason
+
+
+async def test_a_run_begins_with_the_weights_alone_until_it_has_a_checkpoint_of_its_own(
+    world: World, agent: Any
+) -> None:
+    bodies = {"model-0.safetensors": b"weights", "state.json": b"{}", "optimizer-0.safetensors": b"moments"}
+    files = []
+    for path, body in bodies.items():
+        sha256 = hashlib.sha256(body).hexdigest()
+        uri = f"s3://{world.settings.bucket_models}/blobs/sha256/{sha256[:2]}/{sha256}"
+        size = {"sha256": sha256, "size_bytes": len(body)}
+        files.append({"path": path, **size, "chunks": [{**size, "uri": uri}]})
+        if not path.startswith("optimizer"):  # whoever asks for it finds nothing
+            await world.objects.put(uri, body)
+    manifest = json.dumps({"step": 9, "epoch": 1, "samples_consumed": 72, "files": files}).encode()
+    base = CheckpointRef(
+        uri=f"s3://{world.settings.bucket_models}/default/rbase/checkpoints/epoch_1/step_00000009.g1.json",
+        step=9,
+        epoch=1,
+        samples_consumed=72,
+        manifest_sha256=hashlib.sha256(manifest).hexdigest(),
+    )
+    await world.objects.put(base.uri, manifest)
+
+    await agent()
+    fields: dict[str, Any] = {"init_from": base.uri, "params": {"steps": 100_000}}
+    await world.place(init=base, **fields)
+    await world.wait_steps(3)
+    folder = world.settings.data_dir.resolve() / "runs" / "r1"
+    launch = json.loads((folder / "g1" / "launch.json").read_text())
+    assert (launch["resume"], launch["resume_folder"]) == (None, None)
+    assert {path.name: path.read_bytes() for path in Path(launch["init_folder"]).iterdir()} == {
+        "model-0.safetensors": b"weights",
+        "state.json": b"{}",
+    }
+
+    await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="room", grace_s=10))
+    ref = await world.commit(await world.wait_for(CheckpointStaged))
+    assert (await world.wait_for(RunReleased)).clean
+    await world.objects.delete(base.uri)
+    await world.place(generation=2, resume=ref, **fields)
+    await world.wait_for(RunStarted, count=2)
+    launch = json.loads((folder / "g2" / "launch.json").read_text())
+    assert (launch["init_folder"], launch["resume"]["step"]) == (None, ref.step)
+
+    # Another manifest in its place.
+    await world.objects.put(base.uri, manifest.replace(b'"epoch": 1', b'"epoch": 2'))
+    await world.place("other", init=base, **fields)
+    refused = await world.wait_for(RunExited, "other")
+    assert "is not the one that was committed" in refused.reason
 
 
 async def test_ranks_that_do_not_listen_are_killed_when_the_grace_is_over(world: World, agent: Any) -> None:
@@ -108,6 +160,7 @@ UNUSABLE = [
     ("pattern", {"command": ["true"], "metric_patterns": {"loss": "("}}, "metric_patterns.loss"),
     ("slots", {"slots": (0, 7)}, "which has 2"),
     ("resume", {"resume_from": "s3://nowhere-at-all/x.json"}, "choose another one"),
+    ("init", {"init_from": "s3://nowhere-at-all/x.json"}, "choose another one"),
 ]
 
 

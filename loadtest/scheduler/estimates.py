@@ -30,10 +30,10 @@ from contracts.events.run import RunAccepted, RunCompleted, RunPlaced, RunQueued
 from contracts.scheduling import Policy
 from loadtest.common import percentile
 from services.scheduler import policies
-from services.scheduler.core import order
-from services.scheduler.core.cluster import Cluster
-from services.scheduler.core.estimate import PACE_S, Estimator
-from services.scheduler.core.predict import Distribution, kind_of
+from services.scheduler.core.explain.estimate import PACE_S, Estimator
+from services.scheduler.core.order import line
+from services.scheduler.core.state.cluster import Cluster
+from services.scheduler.core.state.predict import Distribution, kind_of
 from services.scheduler.simulate.agents import Agents
 from services.scheduler.simulate.engine import Core, play
 from services.scheduler.simulate.traces import START, Trace, at, read_pai
@@ -94,8 +94,8 @@ class Waits:
 def by_position_s(cluster: Cluster, policy: Policy, run_id: str, now_s: float) -> float:
     """The simple way: the place in line over the starts a second of the last hours."""
     now, runs = at(now_s), cluster.runs
-    own = order.key_of(cluster, runs[run_id], now, policy)
-    ahead = sum(order.key_of(cluster, runs[other], now, policy) < own for other in cluster.queued)
+    own = line.key_of(cluster, runs[run_id], now, policy)
+    ahead = sum(line.key_of(cluster, runs[other], now, policy) < own for other in cluster.queued)
     rate = cluster.waits.rate_per_s(now, PACE_S)
     return (ahead + 1) / rate if rate > 0 else math.inf
 

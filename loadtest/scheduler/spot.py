@@ -24,7 +24,7 @@ from typing import Any
 from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy
 from loadtest.common import report
-from services.scheduler.core import pools
+from services.scheduler.core.place import pools
 
 #: Before anything was seen, a node is taken to be taken away once in so many hours.
 PRIOR_H = 12.0

@@ -22,12 +22,12 @@ from contracts.base import Fact
 from contracts.events.run import RunAccepted
 from contracts.scheduling import Policy
 from loadtest.common import report
-from services.scheduler.core.change import with_fields
-from services.scheduler.core.cluster import Cluster
 from services.scheduler.core.decide import decide
 from services.scheduler.core.decisions import PlaceRun, PreemptRun
+from services.scheduler.core.explain.change import with_fields
+from services.scheduler.core.explain.why import answer
 from services.scheduler.core.fold import fold
-from services.scheduler.core.why import answer
+from services.scheduler.core.state.cluster import Cluster
 from services.scheduler.policies import with_settings
 from services.scheduler.simulate.agents import Agents
 from services.scheduler.simulate.engine import Core, play

@@ -26,8 +26,8 @@ from services.kit.service import Service
 from services.kit.settings import Settings
 from services.scheduler import policies
 from services.scheduler.core import admit
-from services.scheduler.core.cluster import Run
 from services.scheduler.core.decisions import AcceptRun, RejectRun, answer_fact
+from services.scheduler.core.state.cluster import Run
 from services.scheduler.forecast import Forecast
 from services.scheduler.leader import Leader
 from services.scheduler.memory import Memory

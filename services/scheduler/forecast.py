@@ -8,7 +8,7 @@ from typing import Any
 
 from contracts.scheduling import Policy
 from services.kit.bus import Bus
-from services.scheduler.core.estimate import Estimate, Estimator
+from services.scheduler.core.explain.estimate import Estimate, Estimator
 from services.scheduler.memory import Memory
 
 #: How often estimates are made anew while runs wait, and what part of the time that may take at most.

@@ -13,8 +13,8 @@ from contracts.events.capacity import CapacityWanted, PolicyAdopted
 from contracts.events.run import RunPlaced
 from services.kit.bus import Bus, Received
 from services.scheduler import metrics
-from services.scheduler.core.cluster import Cluster, Phase
 from services.scheduler.core.fold import apply, seen
+from services.scheduler.core.state.cluster import Cluster, Phase
 from services.scheduler.snapshot import Snapshots
 
 log = structlog.get_logger(__name__)

@@ -23,8 +23,8 @@ from contracts.events.run import Decided, RunFact, RunPlaced
 from services.kit.batch import AlreadyThere, Batches, Mismatch, parts
 from services.kit.bus import Ack, Bus, Conflict, Expect, Outgoing, Transient
 from services.scheduler import metrics
-from services.scheduler.core.cluster import Cluster
 from services.scheduler.core.decisions import Decision, ExplainRun, PlaceRun, PreemptRun, fact_of
+from services.scheduler.core.state.cluster import Cluster
 
 log = structlog.get_logger(__name__)
 

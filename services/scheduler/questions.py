@@ -12,8 +12,8 @@ from nats.aio.msg import Msg
 from contracts import subjects
 from contracts.scheduling import Policy
 from services.kit.bus import Bus
-from services.scheduler.core import explain
-from services.scheduler.core.why import answer
+from services.scheduler.core import reasons
+from services.scheduler.core.explain.why import answer
 from services.scheduler.forecast import Forecast
 from services.scheduler.leader import Leader
 from services.scheduler.memory import Memory
@@ -40,7 +40,7 @@ async def answering(
 
     async def state(message: Msg) -> None:
         leads = {"instance": bus.settings.instance, "leads": leader.leads}
-        said = explain.summary(memory.cluster)
+        said = reasons.summary(memory.cluster)
         said["queue"] = [each | forecast.of(each["run_id"]) for each in said["queue"]]
         await message.respond(_json({**leads, "policy": policy.name, **said}))
 

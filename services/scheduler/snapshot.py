@@ -36,8 +36,9 @@ from services.kit import telemetry
 from services.kit.bus import Bus
 from services.kit.concurrency import end
 from services.kit.settings import Settings
-from services.scheduler.core import fold, state
-from services.scheduler.core.cluster import Cluster
+from services.scheduler.core import fold
+from services.scheduler.core.state import codec
+from services.scheduler.core.state.cluster import Cluster
 
 log = structlog.get_logger(__name__)
 
@@ -74,7 +75,7 @@ class Header:
 
 def encode(cluster: Cluster, code: str, stream: str) -> bytes:
     """A snapshot as it is stored."""
-    sections = state.save(cluster)
+    sections = codec.save(cluster)
     body = zstandard.ZstdCompressor(level=3).compress(b"".join(sections.values()))
     sizes = [(name, len(content)) for name, content in sections.items()]
     header = Header(code, stream, cluster.sequence, hashlib.sha256(body).hexdigest(), sizes)
@@ -105,7 +106,7 @@ def decode(content: bytes, code: str, stream: str) -> Cluster:
         for name, size in header.sections:
             sections[name] = whole[at : at + size]
             at += size
-        cluster = state.restore(sections)
+        cluster = codec.restore(sections)
     except (ValueError, KeyError, TypeError, zstandard.ZstdError) as error:
         raise Refused(f"it cannot be read: {error}") from error
     if cluster.sequence != header.sequence:
@@ -117,7 +118,7 @@ def decode(content: bytes, code: str, stream: str) -> Cluster:
 def code_digest() -> str:
     """Names the code that folds: of the fold, and of every module of ours that it is made of."""
     found: dict[str, ModuleType] = {}
-    waiting: list[str] = [fold.__name__, state.__name__]
+    waiting: list[str] = [fold.__name__, codec.__name__]
     while waiting:
         name = waiting.pop()
         module = sys.modules.get(name)

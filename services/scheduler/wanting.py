@@ -9,7 +9,7 @@ import structlog
 
 from services.kit.bus import Bus, Transient
 from services.scheduler import metrics
-from services.scheduler.core.capacity import wake_at, want, wanted_fact
+from services.scheduler.core.capacity.wanted import wake_at, want, wanted_fact
 from services.scheduler.core.decisions import decided
 from services.scheduler.leader import Leader
 from services.scheduler.memory import Memory

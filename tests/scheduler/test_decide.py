@@ -20,14 +20,14 @@ from contracts.events.run import (
     RunWaiting,
 )
 from contracts.scheduling import Elastic, Faults, Policy
-from services.scheduler.core.cluster import Cluster, Node
 from services.scheduler.core.decide import deaf_nodes, decide
 from services.scheduler.core.decisions import fact_of
-from services.scheduler.core.demand import Demand
+from services.scheduler.core.explain.why import answer
 from services.scheduler.core.fold import apply
-from services.scheduler.core.place import pack
-from services.scheduler.core.space import Room
-from services.scheduler.core.why import answer
+from services.scheduler.core.place.choices import pack
+from services.scheduler.core.place.space import Room
+from services.scheduler.core.state.cluster import Cluster, Node
+from services.scheduler.core.state.demand import Demand
 from tests.scheduler.world import START, World, spec
 
 ELASTIC = {"min": 1, "max": 4}

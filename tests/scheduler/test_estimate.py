@@ -11,9 +11,18 @@ import pytest
 
 from contracts.scheduling import Policy
 from services.scheduler import policies
-from services.scheduler.core.cluster import Cluster
-from services.scheduler.core.estimate import Claim, Errors, Estimate, Estimator, Holder, play, quantile, taken_from
-from services.scheduler.core.predict import kind_of
+from services.scheduler.core.explain.estimate import (
+    Claim,
+    Errors,
+    Estimate,
+    Estimator,
+    Holder,
+    play,
+    quantile,
+    taken_from,
+)
+from services.scheduler.core.state.cluster import Cluster
+from services.scheduler.core.state.predict import kind_of
 from services.scheduler.simulate import generate
 from services.scheduler.simulate.agents import Agents
 from services.scheduler.simulate.engine import Core

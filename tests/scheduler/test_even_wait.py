@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.scheduling import Elastic, EvenWait, Faults, Order, Policy, Reclaim
-from services.scheduler.core import even_wait, order
 from services.scheduler.core.decide import plan
 from services.scheduler.core.fold import fold
+from services.scheduler.core.order import even_wait, line
 from services.scheduler.policies import load
 from services.scheduler.simulate import generate, report
 from services.scheduler.simulate.engine import simulate
@@ -118,14 +118,14 @@ def test_a_run_is_looked_at_just_when_its_wait_lifts_it() -> None:
     submit(world, "second")
     give_way(world, "first")
     run = world.run("first")
-    before = order.key_of(world.cluster, run, world.now, POLICY)
-    at_s = order.changes_at(world.cluster, run, world.now, POLICY)
+    before = line.key_of(world.cluster, run, world.now, POLICY)
+    at_s = line.changes_at(world.cluster, run, world.now, POLICY)
     left_s = at_s - world.now.timestamp()
     assert 0 < left_s < math.inf
     world.wait(left_s - 0.1)
-    assert order.key_of(world.cluster, run, world.now, POLICY) == before
+    assert line.key_of(world.cluster, run, world.now, POLICY) == before
     world.wait(0.11)
-    assert order.key_of(world.cluster, run, world.now, POLICY) < before
+    assert line.key_of(world.cluster, run, world.now, POLICY) < before
 
 
 def test_the_longest_wait_is_that_of_those_that_have_slots() -> None:
@@ -169,7 +169,7 @@ def test_what_a_run_is_expected_to_take_counts_where_it_is_foreseen() -> None:
     # Nothing is known yet: the prior.
     run = world.run("any")
     run.predicted_s = 50 * HOUR
-    key = order.key_of(world.cluster, run, world.now, world.policy)
+    key = line.key_of(world.cluster, run, world.now, world.policy)
     assert key[1] == math.floor(math.log2(50))
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from contracts.events.run import RunFailed, RunPlaced, RunPreempting, RunQueued, RunWaiting
 from contracts.scheduling import Faults, Policy
-from services.scheduler.core.explain import summary
-from services.scheduler.core.place import useful
+from services.scheduler.core.place.wants import useful
+from services.scheduler.core.reasons import summary
 from tests.scheduler.world import World, spec
 
 

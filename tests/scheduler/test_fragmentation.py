@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from contracts.events.node import NodeJoined
 from contracts.scheduling import Policy
-from services.scheduler.core.cluster import Node
-from services.scheduler.core.demand import WHOLE, Demand
 from services.scheduler.core.fold import fold
-from services.scheduler.core.fragmentation import UNCOUNTED, Packing, Worth
-from services.scheduler.core.space import Room
-from services.scheduler.core.workload import TYPICAL, Shape, Workload, piece_of, typical_of
+from services.scheduler.core.place.fragmentation import UNCOUNTED, Packing, Worth
+from services.scheduler.core.place.space import Room
+from services.scheduler.core.state.cluster import Node
+from services.scheduler.core.state.demand import WHOLE, Demand
+from services.scheduler.core.state.workload import TYPICAL, Shape, Workload, piece_of, typical_of
 from tests.scheduler.world import World, spec
 
 GIB = 2**30

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.core.ledger import Ledger, lineage
+from services.scheduler.core.state.ledger import Ledger, lineage
 
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S

@@ -18,10 +18,10 @@ from contracts.events.capacity import CapacityWanted, PolicyAdopted
 from contracts.events.run import RunAccepted, RunPlaced, RunPreempting, RunQueued, RunRejected, RunWaiting
 from contracts.scheduling import Order, Policy, Pool, Pools, Reclaim
 from services.scheduler import policies
-from services.scheduler.core import state
-from services.scheduler.core.capacity import want, wanted_fact
+from services.scheduler.core.capacity.wanted import want, wanted_fact
 from services.scheduler.core.decisions import decided
-from services.scheduler.core.why import answer
+from services.scheduler.core.explain.why import answer
+from services.scheduler.core.state import codec
 from services.scheduler.past.answers import Requests
 from services.scheduler.past.asked import Then
 from services.scheduler.past.history import History, Kind, offered
@@ -83,7 +83,7 @@ def test_schedulers_that_began_with_a_snapshot_decide_as_those_that_folded_every
         for _ in range(100):
             chaos.act()
             if rng.random() < 0.1:
-                world.cluster = state.restore(state.save(world.cluster))
+                world.cluster = codec.restore(codec.save(world.cluster))
         chaos.calm()
         assert remake(log_of(world))[1] == []
 

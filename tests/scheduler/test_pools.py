@@ -13,10 +13,14 @@ from hypothesis import strategies as st
 
 from contracts.events.capacity import CapacityWanted
 from contracts.scheduling import Maintenance, Policy, Pool
-from services.scheduler.core import pools
-from services.scheduler.core.clusters import Candidate, choose_cluster
-from services.scheduler.core.maintenance import closed, must_leave
-from services.scheduler.core.pools import Preferences, Present, Said, Waiting, WantCapacity
+from services.scheduler.core.capacity import stock
+from services.scheduler.core.capacity.stock import Present, Waiting, WantCapacity
+from services.scheduler.core.place import pools
+from services.scheduler.core.place.clusters import Candidate, choose_cluster
+from services.scheduler.core.place.maintenance import closed, must_leave
+from services.scheduler.core.place.pools import Preferences
+from services.scheduler.core.state import capacity
+from services.scheduler.core.state.capacity import Said
 from tests.scheduler.world import spec
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -167,7 +171,7 @@ def waiting(*runs: Any) -> list[Waiting]:
 def ask(
     there: list[Present], runs: list[Waiting], said: dict[str, Said] | None = None, *of: Pool, **more: Any
 ) -> dict[str, WantCapacity]:
-    found = pools.wanted(policy(*(of or (pool("a"),)), **more), there, runs, said or {}, NOW)
+    found = stock.wanted(policy(*(of or (pool("a"),)), **more), there, runs, said or {}, NOW)
     return {want.pool: want for want in found}
 
 
@@ -232,10 +236,10 @@ def test_nothing_is_said_twice() -> None:
     there = [node("old", 8, idle_s=700), node("busy", 2)]
     first = ask(there, waiting(12))["a"]
     assert first.nodes == 3
-    said = {"a": pools.heard(None, fact(first), NOW)}
+    said = {"a": capacity.heard(None, fact(first), NOW)}
     assert ask(there, waiting(12), said) == {}
     assert ask([], []) == {}
-    assert pools.wanted(Policy(), there, waiting(12), {}, NOW) == []
+    assert stock.wanted(Policy(), there, waiting(12), {}, NOW) == []
 
 
 def fact(want: WantCapacity) -> CapacityWanted:
@@ -249,9 +253,9 @@ def test_nodes_that_do_not_come_are_looked_for_elsewhere_for_a_while() -> None:
     history = []
     for minutes in (0, 4, 6, 20, 40):
         at = NOW + timedelta(minutes=minutes)
-        found = pools.wanted(policy(*there), [], waiting(8), said, at)
+        found = stock.wanted(policy(*there), [], waiting(8), said, at)
         for want in found:
-            said[want.pool] = pools.heard(said.get(want.pool), fact(want), at)
+            said[want.pool] = capacity.heard(said.get(want.pool), fact(want), at)
         history.append({want.pool: (want.nodes, want.gave_up) for want in found})
     assert history == [
         {"spot": (1, False)},
@@ -266,17 +270,17 @@ def test_nodes_that_do_not_come_are_looked_for_elsewhere_for_a_while() -> None:
 def test_a_node_that_is_lost_is_waited_for_anew() -> None:
     said = {"a": Said(2, NOW - timedelta(hours=1))}
     there = [node("n1", 0)]
-    moved = {"a": pools.moved(said["a"], NOW - timedelta(seconds=10))}
+    moved = {"a": capacity.moved(said["a"], NOW - timedelta(seconds=10))}
     assert ask(there, waiting(8), moved) == {}
     assert ask(there, waiting(8), said)["a"].gave_up
 
 
 def test_when_to_look_again() -> None:
     there, given_policy = [node("n", 8, idle_s=100)], policy(pool("a"))
-    assert pools.wake_at(given_policy, there, {}, NOW) == NOW + timedelta(seconds=500)
+    assert stock.wake_at(given_policy, there, {}, NOW) == NOW + timedelta(seconds=500)
     said = {"a": Said(1, NOW - timedelta(seconds=20))}
-    assert pools.wake_at(given_policy, there, said, NOW) == NOW + timedelta(seconds=280)
-    assert pools.wake_at(Policy(), there, {}, NOW) is None
+    assert stock.wake_at(given_policy, there, said, NOW) == NOW + timedelta(seconds=280)
+    assert stock.wake_at(Policy(), there, {}, NOW) is None
 
 
 @settings(max_examples=150, deadline=None)
@@ -301,7 +305,7 @@ def test_wanted_is_bounded_enough_and_at_rest(data: st.DataObject) -> None:
     assert not {each.node_id for each in there if each.idle_since is None} & set(want.spare)
     room = (want.nodes - len(there) + len(want.spare)) * 4 + sum(sum(each.left) for each in there) // 1000
     assert sum(size for number, size in enumerate(sizes) if f"r{number}" in want.run_ids) <= room
-    assert ask(there, waiting(*sizes), {"a": pools.heard(None, fact(want), NOW)}, of) == {}
+    assert ask(there, waiting(*sizes), {"a": capacity.heard(None, fact(want), NOW)}, of) == {}
 
 
 # -- clusters -------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from contracts.events.train import TrainRequested
 from contracts.scheduling import Predict
-from services.scheduler.core.predict import KEPT, Distribution, History, Kind, Running, Seen, kind_of, sample
+from services.scheduler.core.state.predict import KEPT, Distribution, History, Kind, Running, Seen, kind_of, sample
 
 CONFIG = Predict(window=1000)
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -163,8 +163,8 @@ def test_the_state_is_json_and_predicts_the_same() -> None:
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.scheduler.core.predict.KEPT_IN_ALL", 1000)
-    monkeypatch.setattr("services.scheduler.core.predict.KEPT", 50)
+    monkeypatch.setattr("services.scheduler.core.state.predict.KEPT_IN_ALL", 1000)
+    monkeypatch.setattr("services.scheduler.core.state.predict.KEPT", 50)
     history = History()
     for number in range(5000):
         history.add(Kind(f"user-{number}"), number, NOW)

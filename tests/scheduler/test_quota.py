@@ -14,12 +14,12 @@ from contracts.events.capacity import PolicyAdopted
 from contracts.events.node import NodeJoined
 from contracts.events.run import RunPreempting, RunWaiting
 from contracts.scheduling import Admit, FairShare, Order, Policy, Quota, Reclaim
-from services.scheduler.core.cluster import Run
+from services.scheduler.core.claims.quota import Quotas
 from services.scheduler.core.decide import plan
+from services.scheduler.core.explain.why import answer
 from services.scheduler.core.fold import fold
-from services.scheduler.core.ledger import Ledger, lineage
-from services.scheduler.core.quota import Quotas
-from services.scheduler.core.why import answer
+from services.scheduler.core.state.cluster import Run
+from services.scheduler.core.state.ledger import Ledger, lineage
 from tests.scheduler.world import START, World, spec
 
 HOUR_S = 3600.0

@@ -8,7 +8,7 @@ import pytest
 
 from contracts.events.run import RunFailed, RunPlaced, RunPreempting, RunReserved
 from contracts.scheduling import Maintenance, Order, Policy, Reclaim, Reserve
-from services.scheduler.core.why import answer
+from services.scheduler.core.explain.why import answer
 from tests.scheduler.world import START, World, spec
 
 

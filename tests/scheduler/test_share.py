@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contracts.scheduling import FairShare, Order, Policy
-from services.scheduler.core.ledger import Ledger
-from services.scheduler.core.order import in_line
-from services.scheduler.core.share import Shares, standing
+from services.scheduler.core.order.line import in_line
+from services.scheduler.core.order.share import Shares, standing
+from services.scheduler.core.state.ledger import Ledger
 
 HALF_LIFE_S = 7200.0
 

@@ -6,9 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contracts.scheduling import Policy
-from services.scheduler.core.demand import SIMPLE
-from services.scheduler.core.place import Placer, pack, wants_of
-from services.scheduler.core.space import Space
+from services.scheduler.core.place.choices import pack
+from services.scheduler.core.place.placer import Placer
+from services.scheduler.core.place.space import Space
+from services.scheduler.core.place.wants import wants_of
+from services.scheduler.core.state.demand import SIMPLE
 from tests.scheduler.world import World, spec
 
 

@@ -18,12 +18,12 @@ from contracts.events.run import RunExited
 from services.kit.bus import Bus
 from services.kit.concurrency import end
 from services.kit.settings import Settings
-from services.scheduler.core import state
-from services.scheduler.core.cluster import Cluster, Phase
 from services.scheduler.core.decide import decide
 from services.scheduler.core.decisions import fact_of
 from services.scheduler.core.fold import apply, fold
-from services.scheduler.core.runs import Runs, pack, unpack
+from services.scheduler.core.state import codec
+from services.scheduler.core.state.cluster import Cluster, Phase
+from services.scheduler.core.state.runs import Runs, pack, unpack
 from services.scheduler.memory import Memory
 from services.scheduler.snapshot import KEPT, KEPT_OF_OTHERS, Refused, Snapshots, code_digest, decode, encode, take
 from tests.scheduler.test_shell import COMMAND, join, request, running, until
@@ -100,10 +100,10 @@ def test_the_code_that_folds_is_named_by_all_of_it() -> None:
 
 def test_every_part_of_a_cluster_is_saved() -> None:
     """What a cluster is compared by is in its sections; the index alone follows from the rest."""
-    sections = state.save(Cluster())
+    sections = codec.save(Cluster())
     missing = {name for name in Cluster.__dataclass_fields__ if name not in sections}
     assert missing == {"index"}
-    assert state.restore(sections) == Cluster()
+    assert codec.restore(sections) == Cluster()
 
 
 # -- runs that are over -------------------------------------------------------------------------------

@@ -28,12 +28,12 @@ from contracts.events.run import (
 )
 from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy
-from services.scheduler.core.cluster import TERMINAL, Cluster, Run
 from services.scheduler.core.decide import decide
 from services.scheduler.core.decisions import Decision, decided, fact_of
-from services.scheduler.core.demand import WHOLE
 from services.scheduler.core.fold import apply, fold
-from services.scheduler.core.index import Index
+from services.scheduler.core.state.cluster import TERMINAL, Cluster, Run
+from services.scheduler.core.state.demand import WHOLE
+from services.scheduler.core.state.index import Index
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 CODE = {"uri": "s3://code/p.tar.gz", "sha256": "0" * 64}

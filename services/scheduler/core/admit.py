@@ -7,8 +7,8 @@ from typing import Any
 
 from contracts.events.run import CheckpointRef, Problem
 from contracts.events.train import DataSource, RestoreRequested, TrainRequested
-from services.scheduler.core.cluster import Cluster, Run
 from services.scheduler.core.decisions import AcceptRun, RejectRun
+from services.scheduler.core.state.cluster import Cluster, Run
 
 #: How many of the existing checkpoints a rejection lists.
 LISTED = 20

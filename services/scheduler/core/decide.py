@@ -1,9 +1,9 @@
 """``decide``: what to queue, place, shrink, preempt and end. Same input, same output.
 
 A pass settles what has happened to each run alone, orders what waits, places whole gangs, reserves for those that do
-not fit, reclaims for those that may take from others, and grows when nobody waits. Each step is a module of its own:
-settle, order, place, reserve, reclaim, elastic, explain. What a pass costs is what has changed since the one before
-(``index.py``), and what there is to be placed.
+not fit, reclaims for those that may take from others, and grows when nobody waits. Each step has a place of its own:
+``settle``, ``order``, ``place``, ``claims`` (reserve, reclaim, elastic) and ``reasons``. What a pass costs is what has
+changed since the one before (``state/index.py``), and what there is to be placed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from datetime import datetime, timedelta
 from itertools import chain
 
 from contracts.scheduling import Policy
-from services.scheduler.core import order
-from services.scheduler.core.claims import Claims, refusal_text
-from services.scheduler.core.cluster import EPOCH, Cluster, Run
+from services.scheduler.core.claims.claims import Claims, refusal_text
+from services.scheduler.core.claims.elastic import growing
+from services.scheduler.core.claims.quota import Refusal
+from services.scheduler.core.claims.reclaim import Reclaim, in_vain
+from services.scheduler.core.claims.reserve import Reserve, as_time
 from services.scheduler.core.decisions import (
     PLACED_LIMIT,
     CancelRun,
@@ -29,15 +31,14 @@ from services.scheduler.core.decisions import (
     QueueRun,
     ReserveRun,
 )
-from services.scheduler.core.elastic import growing
-from services.scheduler.core.explain import Why, message, too_large
-from services.scheduler.core.index import Key
-from services.scheduler.core.place import Placer, Wants, avoided, members_of, useful, wants_of
-from services.scheduler.core.quota import Refusal
-from services.scheduler.core.reclaim import Reclaim, in_vain
-from services.scheduler.core.reserve import Reserve, as_time
+from services.scheduler.core.order import line
+from services.scheduler.core.place.placer import Placer, members_of
+from services.scheduler.core.place.space import Space, Taken
+from services.scheduler.core.place.wants import Wants, avoided, useful, wants_of
+from services.scheduler.core.reasons import Why, message, too_large
 from services.scheduler.core.settle import next_look, settle_active, settle_unqueued
-from services.scheduler.core.space import Space, Taken
+from services.scheduler.core.state.cluster import EPOCH, Cluster, Run
+from services.scheduler.core.state.index import Key
 
 #: How many runs are told in one pass why they wait, besides those that can never run. The rest is told in the next.
 TOLD = 200
@@ -159,7 +160,7 @@ class Pass:
         for window in self.placer.windows:
             self._wake_at(window.end.timestamp())
         # 2. Order what waits; 3. whole gangs only, since half a gang deadlocks its peers.
-        order.keep(self.cluster, self.now, self.policy)
+        line.keep(self.cluster, self.now, self.policy)
         self._place()
         self._keep_owed()
         self._widen()
@@ -264,10 +265,10 @@ class Pass:
         if self._fresh:
             fresh: dict[str, list[tuple[Key, str]]] = {}
             for run_id, run in self._fresh.items():
-                entry = (order.key_of(self.cluster, run, self.now, self.policy), run_id)
-                fresh.setdefault(order.group_of(run, self.policy), []).append(entry)
+                entry = (line.key_of(self.cluster, run, self.now, self.policy), run_id)
+                fresh.setdefault(line.group_of(run, self.policy), []).append(entry)
             groups = groups | {group: sorted([*groups.get(group, ()), *new]) for group, new in fresh.items()}
-        for key, run_id in order.in_line(groups, self.claims.share, self.policy):
+        for key, run_id in line.in_line(groups, self.claims.share, self.policy):
             run = runs[run_id]
             if run.cancel_reason is None and run_id not in self.cluster.promised:
                 yield key, run

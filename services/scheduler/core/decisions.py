@@ -29,8 +29,8 @@ from contracts.events.run import (
 )
 from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy
-from services.scheduler.core.cluster import Cluster
-from services.scheduler.core.place import useful
+from services.scheduler.core.place.wants import useful
+from services.scheduler.core.state.cluster import Cluster
 
 #: Which constraint binds, in a word.
 Code = Literal[

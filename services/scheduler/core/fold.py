@@ -16,12 +16,12 @@ from contracts.envelope import Envelope, same_trace
 from contracts.events import checkpoint, node, run
 from contracts.events.capacity import CapacityWanted, PolicyAdopted
 from contracts.events.run import RunExited, RunPreempting, RunPrepared, RunStalled
-from services.scheduler.core.cluster import Cluster, Committed, Ending, Held, Node, Part, Phase, Run
-from services.scheduler.core.demand import WHOLE, demand_of
-from services.scheduler.core.pools import heard, moved
-from services.scheduler.core.predict import kind_of, stay_of
-from services.scheduler.core.quota import periods_h
-from services.scheduler.core.workload import piece_of
+from services.scheduler.core.claims.quota import periods_h
+from services.scheduler.core.state.capacity import heard, moved
+from services.scheduler.core.state.cluster import Cluster, Committed, Ending, Held, Node, Part, Phase, Run
+from services.scheduler.core.state.demand import WHOLE, demand_of
+from services.scheduler.core.state.predict import kind_of, stay_of
+from services.scheduler.core.state.workload import piece_of
 
 #: Strikes of a node that a run is to leave out at once: more than any policy forgives.
 EXCLUDED = 1_000_000

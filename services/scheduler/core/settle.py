@@ -7,9 +7,9 @@ from datetime import datetime, timedelta
 
 from contracts.events.run import QueueReason, RunStalled
 from contracts.scheduling import Policy
-from services.scheduler.core.cluster import Cluster, Node, Part, Phase, Run
 from services.scheduler.core.decisions import CancelRun, CompleteRun, FailRun, PreemptRun, QueueRun
-from services.scheduler.core.maintenance import must_leave
+from services.scheduler.core.place.maintenance import must_leave
+from services.scheduler.core.state.cluster import Cluster, Node, Part, Phase, Run
 
 #: However late a notice is heard, the ranks are given the time for a small checkpoint.
 LEAST_GRACE_S = 1.0

@@ -11,8 +11,8 @@ from contracts.envelope import Envelope, EnvelopeError, InvalidData, RawMessage,
 from contracts.events.run import RunAccepted, RunRejected
 from contracts.events.train import RestoreRequested, TrainRequested
 from services.scheduler.core import admit
-from services.scheduler.core.cluster import Cluster
 from services.scheduler.core.decisions import AcceptRun, RejectRun, answer_fact
+from services.scheduler.core.state.cluster import Cluster
 
 #: The requests that a run comes of.
 ASKING = (subjects.request(TrainRequested.verb), subjects.request(RestoreRequested.verb))

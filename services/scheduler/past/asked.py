@@ -7,8 +7,8 @@ from datetime import datetime
 from typing import Any
 
 from contracts.scheduling import Policy
-from services.scheduler.core.cluster import EPOCH, Cluster
-from services.scheduler.core.why import answer
+from services.scheduler.core.explain.why import answer
+from services.scheduler.core.state.cluster import EPOCH, Cluster
 from services.scheduler.past.answers import is_answer
 from services.scheduler.past.log import Entry, fold_entry
 from services.scheduler.past.passes import key_of

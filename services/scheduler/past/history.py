@@ -13,7 +13,7 @@ from contracts.events.node import NodeDraining, NodeFact, NodeJoined, NodeLeft, 
 from contracts.events.run import RunAccepted, RunFact, RunPlaced, RunPreempting, RunStarted
 from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy
-from services.scheduler.core.cluster import TERMINAL, Cluster
+from services.scheduler.core.state.cluster import TERMINAL, Cluster
 from services.scheduler.past.log import Entry, fold_entry
 
 #: Label of a node that names the pool it comes from.

@@ -19,8 +19,8 @@ from contracts import subjects
 from contracts.base import Fact
 from contracts.envelope import EnvelopeError, RawMessage, decode, type_for_subject
 from contracts.events import BY_TYPE
-from services.scheduler.core.cluster import Cluster
 from services.scheduler.core.fold import apply, seen
+from services.scheduler.core.state.cluster import Cluster
 
 #: What the scheduler folds, and what tells the policies in force and the capacity that was wanted.
 FOLLOWED = tuple(

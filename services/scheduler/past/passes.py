@@ -9,10 +9,10 @@ from contracts.base import Fact
 from contracts.events.capacity import CapacityWanted
 from contracts.events.run import Decided
 from contracts.scheduling import Policy
-from services.scheduler.core.capacity import want, wanted_fact
-from services.scheduler.core.cluster import EPOCH, Cluster
+from services.scheduler.core.capacity.wanted import want, wanted_fact
 from services.scheduler.core.decide import Plan, plan
 from services.scheduler.core.decisions import fact_of
+from services.scheduler.core.state.cluster import EPOCH, Cluster
 
 #: More than can wait.
 UNLIMITED = 10**9

@@ -29,7 +29,7 @@ from contracts.events.run import (
     RunWaiting,
 )
 from contracts.scheduling import Policy
-from services.scheduler.core.cluster import Cluster
+from services.scheduler.core.state.cluster import Cluster
 from services.scheduler.past.answers import Requests, is_answer
 from services.scheduler.past.diff import FieldDiff, differing
 from services.scheduler.past.log import Entry, fold_entry

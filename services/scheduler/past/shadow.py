@@ -17,8 +17,8 @@ from contracts.base import Fact
 from contracts.events.capacity import PolicyAdopted
 from contracts.events.run import RunPlaced, RunPreempting, RunWaiting
 from contracts.scheduling import Policy
-from services.scheduler.core.cluster import Cluster
 from services.scheduler.core.decide import Plan
+from services.scheduler.core.state.cluster import Cluster
 from services.scheduler.past.answers import is_answer
 from services.scheduler.past.log import Entry, fold_entry
 from services.scheduler.past.passes import PassKey, facts_of, key_of, plan_again

@@ -18,10 +18,10 @@ from contracts.base import Fact
 from contracts.events.capacity import PolicyAdopted
 from contracts.events.run import RunCancelling, RunPlaced
 from contracts.scheduling import Policy
-from services.scheduler.core.cluster import Cluster
 from services.scheduler.core.decide import plan
 from services.scheduler.core.decisions import PASS_LIMIT, decided, fact_of, in_order
 from services.scheduler.core.fold import apply
+from services.scheduler.core.state.cluster import Cluster
 from services.scheduler.simulate.agents import Agents
 from services.scheduler.simulate.traces import START, Job, Trace, accepted, at
 

@@ -13,9 +13,10 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from contracts.scheduling import Policy
-from services.scheduler.core.cluster import Cluster, Run
-from services.scheduler.core.place import Placer, Wants
-from services.scheduler.core.space import Space, Taken
+from services.scheduler.core.place.placer import Placer
+from services.scheduler.core.place.space import Space, Taken
+from services.scheduler.core.place.wants import Wants
+from services.scheduler.core.state.cluster import Cluster, Run
 
 
 def resumable(run: Run) -> bool:

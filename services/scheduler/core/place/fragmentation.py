@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from services.scheduler.core.demand import WHOLE, Demand
-from services.scheduler.core.workload import Shape, shape_of
+from services.scheduler.core.state.demand import WHOLE, Demand
+from services.scheduler.core.state.workload import Shape, shape_of
 
 if TYPE_CHECKING:
-    from services.scheduler.core.space import Room, Taken
+    from services.scheduler.core.place.space import Room, Taken
 
 #: What a node has left of something that is not counted there.
 UNCOUNTED = 1 << 62

@@ -7,122 +7,21 @@ are taken in the order of ``policy.place.by``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 from contracts.events.run import Member
 from contracts.scheduling import Policy
-from services.scheduler.core.cluster import Cluster, Node, Run
-from services.scheduler.core.clusters import FETCH_S, Candidate, choose_cluster
-from services.scheduler.core.demand import SIMPLE, Demand
-from services.scheduler.core.fragmentation import Packing
-from services.scheduler.core.maintenance import closed as closed_for
-from services.scheduler.core.pools import Preferences, kinds_of
-from services.scheduler.core.space import Room, Space, Taken
-
-#: Labels of nodes that mean something here.
-CLUSTER, CAPACITY, NODE = "cluster", "capacity", "node"
-
-
-@dataclass(frozen=True, slots=True)
-class Wants:
-    """All of a run that decides where it may lie: runs that are alike in it share what was found out."""
-
-    demand: Demand
-    clusters: tuple[str, ...]
-    capacity: str
-    tier: str
-    #: Exact runs lie on machines of one kind: on this one, '' for any one; None: it does not matter.
-    machine: str | None
-    #: Whether it may go elsewhere when there is none of that kind.
-    bound: bool
-    together: str
-    strict: bool
-    #: Looked up many times in a pass.
-    hashed: int = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        traits = (
-            self.demand,
-            self.clusters,
-            self.capacity,
-            self.tier,
-            self.machine,
-            self.bound,
-            self.together,
-            self.strict,
-        )
-        object.__setattr__(self, "hashed", hash(traits))
-
-    def __hash__(self) -> int:
-        return self.hashed
-
-
-def wants_of(cluster: Cluster, run: Run) -> Wants:
-    """What decides where the run may lie; one object for all runs that are alike."""
-    if run.wants is None:
-        found = _wants(run)
-        run.wants = cluster.index.wants.setdefault(found, found)
-    assert isinstance(run.wants, Wants)
-    return run.wants
-
-
-def _wants(run: Run) -> Wants:
-    spec = run.spec
-    exact = run.exact
-    return Wants(
-        demand=run.demand,
-        clusters=spec.scheduling.clusters,
-        capacity=spec.scheduling.capacity,
-        tier=spec.scheduling.tier or "",
-        machine=(run.machine or run.inherited_machine) if exact else None,
-        bound=run.bound,
-        together=spec.gang.together or "",
-        strict=spec.gang.strict,
-    )
-
-
-def avoided(cluster: Cluster, run: Run, policy: Policy) -> frozenset[str]:
-    """The nodes on which the run kept failing by no fault of its own, or is not to be again."""
-    # It may be queued and placed in one pass: the strike is then not folded yet.
-    left = {run.stalled.node_id} if run.stalled is not None and run.stalled.on_stall == "exclude" else set()
-    if not run.strikes:
-        return frozenset(left)
-    return frozenset(left).union(
-        node.node_id
-        for node in cluster.nodes.values()
-        if run.strikes.get(node.incarnation, 0) >= policy.faults.avoid_node_after
-    )
-
-
-def useful(run: Run, slots: int) -> int:
-    """The slots out of ``slots`` that make the run's step shorter; never below its minimum.
-
-    A step takes as long as the process with the most logical ranks: of four logical ranks one has two, on two
-    processes as on three.
-    """
-    bundle = run.demand.bundle
-    slots = max(slots - slots % bundle, run.spec.slots.min)
-    training = run.spec.training
-    if training is None or training.logical_ranks is None or run.spec.kind != "train":
-        return slots
-    logical = training.logical_ranks
-    most = -(-logical // min(slots, logical))
-    least = -(-logical // most)
-    return max(least + -least % bundle, run.spec.slots.min)
-
-
-def suits(node: Node, wants: Wants) -> bool:
-    """Whether such a run may ever lie on this node, however full it is."""
-    demand = wants.demand
-    if demand.accelerators and node.accelerator not in demand.accelerators:
-        return False
-    if demand.milli and demand.profile and demand.profile not in node.profiles:
-        return False
-    if wants.clusters and node.labels.get(CLUSTER, "") not in wants.clusters:
-        return False
-    return wants.capacity == "any" or node.labels.get(CAPACITY, "on-demand") == wants.capacity
+from services.scheduler.core.place.choices import CHOICES, pack
+from services.scheduler.core.place.clusters import FETCH_S, Candidate, choose_cluster
+from services.scheduler.core.place.fragmentation import Packing
+from services.scheduler.core.place.maintenance import closed as closed_for
+from services.scheduler.core.place.pools import Preferences, kinds_of
+from services.scheduler.core.place.space import Room, Space, Taken
+from services.scheduler.core.place.wants import CAPACITY, CLUSTER, NODE, Wants, suits
+from services.scheduler.core.state.cluster import Cluster, Node, Run
+from services.scheduler.core.state.demand import SIMPLE, Demand
 
 
 class Placer:
@@ -439,71 +338,13 @@ def _trait(node: Node, trait: str) -> str:
     return node.node_id if trait == NODE else node.labels.get(trait, "" if trait == CLUSTER else f"({node.node_id})")
 
 
-# -- the order in which nodes are taken ---------------------------------------------------------------
-
-Choose = Callable[[list[Room], Demand, int, Collection[str]], list[Taken]]
-
-
-def pack(rooms: list[Room], demand: Demand, count: int, avoid: Collection[str] = ()) -> list[Taken]:
-    """On few nodes, filling the fullest that fits.
-
-    Best fit keeps large holes for large gangs; few nodes keep gradients off the network. The nodes to ``avoid`` are
-    taken when there are no others.
-    """
-    free = {room.node.node_id: (room.fits(demand), room) for room in rooms}
-    found: list[Taken] = []
-    while count > 0:
-        good = {node_id: each for node_id, each in free.items() if node_id not in avoid} if avoid else free
-        good = good or free
-        fitting = [(slots, node_id) for node_id, (slots, _) in good.items() if slots >= count]
-        # The tightest node that holds the rest; where there is none, the roomiest, and go on.
-        node_id = min(fitting)[1] if fitting else min((-slots, node_id) for node_id, (slots, _) in good.items())[1]
-        slots, room = free.pop(node_id)
-        found.append((node_id, room.pick(demand, min(slots, count))))
-        count -= min(slots, count)
-    return found
-
-
-def spread(rooms: list[Room], demand: Demand, count: int, avoid: Collection[str] = ()) -> list[Taken]:
-    """One bundle after the other on the emptiest node."""
-    return _by_turns(rooms, demand, count, lambda room, given: (room.node.node_id in avoid, -(room.whole - given)))
-
-
-def balanced(rooms: list[Room], demand: Demand, count: int, avoid: Collection[str] = ()) -> list[Taken]:
-    """Fill a node to half, then the next; once all are half full, fill them up."""
-
-    def standing(room: Room, given: int) -> tuple[float, ...]:
-        used = room.node.slots - room.whole + given
-        return (room.node.node_id in avoid, 2 * used >= room.node.slots, -used)
-
-    return _by_turns(rooms, demand, count, standing)
-
-
-def _by_turns(
-    rooms: list[Room], demand: Demand, count: int, standing: Callable[[Room, int], tuple[float, ...]]
-) -> list[Taken]:
-    """One bundle at a time on the node whose standing is least."""
-    given = dict.fromkeys((room.node.node_id for room in rooms), 0)
-    fits = {room.node.node_id: room.fits(demand) for room in rooms}
-    for _ in range(count // demand.bundle):
-        open_rooms = [room for room in rooms if given[room.node.node_id] + demand.bundle <= fits[room.node.node_id]]
-        best = min(
-            open_rooms, key=lambda room: (*standing(room, given[room.node.node_id]), room.node.node_id)
-        ).node.node_id
-        given[best] += demand.bundle
-    by_id = {room.node.node_id: room for room in rooms}
-    return [(node_id, by_id[node_id].pick(demand, slots)) for node_id, slots in given.items() if slots]
-
-
-CHOICES: dict[str, Choose] = {"pack": pack, "spread": spread, "balanced": balanced}
-
-
 def _packing(cluster: Cluster) -> Packing:
     """Placing by fragmentation, as the workload is by now."""
     index, typical = cluster.index, cluster.workload.typical
-    if index.packing.typical is not typical:
+    if index.packing is None or index.packing.typical is not typical:
         index.packing = Packing(typical)
-    return index.packing
+    packing: Packing = index.packing
+    return packing
 
 
 def _enough(rooms: list[Room], demand: Demand, count: int) -> bool:

@@ -12,9 +12,10 @@ from datetime import datetime
 from contracts.events.capacity import CapacityWanted
 from contracts.events.run import Decided
 from contracts.scheduling import Policy
-from services.scheduler.core import order, pools
-from services.scheduler.core.cluster import EPOCH, Cluster, Run
-from services.scheduler.core.pools import Present, Waiting, WantCapacity
+from services.scheduler.core.capacity import stock
+from services.scheduler.core.capacity.stock import Present, Waiting, WantCapacity
+from services.scheduler.core.order import line
+from services.scheduler.core.state.cluster import EPOCH, Cluster, Run
 
 #: Why a run may wait that more nodes would help. What was not told yet may be placed by the next pass.
 HELPED = frozenset({"slots", "infeasible", "priority", "no nodes", "fragmented", "draining", "reserved"})
@@ -24,12 +25,12 @@ def want(cluster: Cluster, now: datetime, policy: Policy) -> list[WantCapacity]:
     """What is to be said anew of the pools; the same facts and the same time give the same."""
     if not policy.pools.pools:
         return []
-    return pools.wanted(policy, list(_present(cluster)), _waiting(cluster, now, policy), cluster.capacity, now)
+    return stock.wanted(policy, list(_present(cluster)), _waiting(cluster, now, policy), cluster.capacity, now)
 
 
 def wake_at(cluster: Cluster, now: datetime, policy: Policy) -> datetime | None:
     """When the clock alone may change what is wanted; None: not before something happens."""
-    return pools.wake_at(policy, _present(cluster), cluster.capacity, now) if policy.pools.pools else None
+    return stock.wake_at(policy, _present(cluster), cluster.capacity, now) if policy.pools.pools else None
 
 
 def wanted_fact(want: WantCapacity, now: datetime, made: Decided) -> CapacityWanted:
@@ -61,7 +62,7 @@ def _waiting(cluster: Cluster, now: datetime, policy: Policy) -> list[Waiting]:
         run.preempting.waiter for run_id in cluster.active if (run := cluster.runs[run_id]).preempting is not None
     }
     helped = [run for run_id in cluster.queued if run_id not in served and _helped(run := cluster.runs[run_id])]
-    ordered = heapq.nsmallest(pools.DEPTH, helped, key=lambda run: order.key_of(cluster, run, now, policy))
+    ordered = heapq.nsmallest(stock.DEPTH, helped, key=lambda run: line.key_of(cluster, run, now, policy))
     return [Waiting(run.run_id, run.spec, _work_s(run, now)) for run in ordered]
 
 

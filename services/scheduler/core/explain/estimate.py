@@ -25,10 +25,10 @@ from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
 from contracts.scheduling import Policy, Predict
-from services.scheduler.core import order
-from services.scheduler.core.cluster import Cluster, Run
-from services.scheduler.core.demand import WHOLE
-from services.scheduler.core.predict import Distribution, Kind, Running, Stay, stay_of
+from services.scheduler.core.order import line
+from services.scheduler.core.state.cluster import Cluster, Run
+from services.scheduler.core.state.demand import WHOLE
+from services.scheduler.core.state.predict import Distribution, Kind, Running, Stay, stay_of
 
 #: Quantiles of a distribution that a draw is taken from: for runs in line (shared by all of a kind), and for each that
 #: has slots.
@@ -442,7 +442,7 @@ def _reorders(policy: Policy) -> bool:
 def _in_line(cluster: Cluster, policy: Policy, now: datetime) -> list[Run]:
     """Those that wait, in order; as if all teams had had their share."""
     waiting = [cluster.runs[run_id] for run_id in cluster.queued]
-    return sorted(waiting, key=lambda run: order.key_of(cluster, run, now, policy))
+    return sorted(waiting, key=lambda run: line.key_of(cluster, run, now, policy))
 
 
 def _by_others(cluster: Cluster, policy: Policy, now: datetime) -> dict[str, float]:

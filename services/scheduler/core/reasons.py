@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from services.scheduler.core.cluster import Cluster, Node, Phase, Run
 from services.scheduler.core.decisions import Code
-from services.scheduler.core.place import useful
+from services.scheduler.core.place.wants import useful
+from services.scheduler.core.state.cluster import Cluster, Node, Phase, Run
 
 #: How many runs or nodes a message names.
 NAMED = 5

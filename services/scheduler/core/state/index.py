@@ -12,8 +12,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.scheduler.core.fragmentation import Packing
-
 #: The key by which runs are ordered; smaller goes first.
 Key = tuple[float, ...]
 
@@ -73,7 +71,7 @@ class Index:
     priority: dict[str, int] = field(default_factory=dict)
     priorities: Counter[int] = field(default_factory=Counter)
     going: set[str] = field(default_factory=set)
-    #: What is free on each node, as of the last pass in which it had changed (``space.Room``).
+    #: What is free on each node, as of the last pass in which it had changed (``place.space.Room``).
     rooms: dict[str, Any] = field(default_factory=dict)
     #: One object for all runs that want the same.
     wants: dict[Any, Any] = field(default_factory=dict)
@@ -81,8 +79,8 @@ class Index:
     nodes_version: int = 0
     remembered_version: int = -1
     remembered: dict[Any, Any] = field(default_factory=dict)
-    #: What placing by fragmentation remembers of nodes and of the workload.
-    packing: Packing = field(default_factory=Packing)
+    #: What placing by fragmentation remembers of nodes and of the workload (``place.fragmentation.Packing``).
+    packing: Any = None
     #: The runs that hold slots, in order, as of this sequence.
     holders: list[str] = field(default_factory=list)
     holders_at: int = -1

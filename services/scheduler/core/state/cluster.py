@@ -12,13 +12,13 @@ from contracts.events import node
 from contracts.events.run import CheckpointRef, RunExited, RunPreempting, RunPrepared, RunReserved, RunStalled
 from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy
-from services.scheduler.core.demand import WHOLE, Demand
-from services.scheduler.core.index import Index
-from services.scheduler.core.ledger import Ledger
-from services.scheduler.core.pools import Said
-from services.scheduler.core.predict import History, Kind
-from services.scheduler.core.runs import Runs
-from services.scheduler.core.workload import Workload
+from services.scheduler.core.state.capacity import Said
+from services.scheduler.core.state.demand import WHOLE, Demand
+from services.scheduler.core.state.index import Index
+from services.scheduler.core.state.ledger import Ledger
+from services.scheduler.core.state.predict import History, Kind
+from services.scheduler.core.state.runs import Runs
+from services.scheduler.core.state.workload import Workload
 
 Ending = Literal["released", "succeeded", "failed", "lost"]
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -76,7 +76,7 @@ class Run:
     #: Sequence of its acceptance: the submit order.
     submitted: int
     submitted_at: datetime
-    #: What one slot of it needs; and all that decides where it may lie, kept by place.py.
+    #: What one slot of it needs; and all that decides where it may lie, kept by ``place/wants.py``.
     demand: Demand = field(default_factory=Demand)
     wants: object = field(default=None, compare=False, repr=False)
     #: The slots that it cannot do without, and those that it can use.

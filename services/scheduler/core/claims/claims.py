@@ -1,7 +1,7 @@
 """Quotas and shares in one pass: what a run may have of which nodes, who goes first by them, who may take from whom.
 
-``quota.py`` and ``share.py`` count slots of teams; here they meet runs, nodes and kinds of accelerators. Without quotas
-and fair share in the policy nothing here costs anything.
+``quota.py`` and ``order/share.py`` count slots of teams; here they meet runs, nodes and kinds of accelerators. Without
+quotas and fair share in the policy nothing here costs anything.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from datetime import UTC, datetime
 from itertools import islice
 
 from contracts.scheduling import Policy
-from services.scheduler.core.cluster import Cluster, Run
+from services.scheduler.core.claims.quota import Quotas, Refusal, SpentOut
 from services.scheduler.core.decisions import PreemptRun
-from services.scheduler.core.demand import WHOLE
-from services.scheduler.core.index import Key
-from services.scheduler.core.ledger import lineage
-from services.scheduler.core.place import Placer, Wants, wants_of
-from services.scheduler.core.quota import Quotas, Refusal, SpentOut
-from services.scheduler.core.share import Shares
-from services.scheduler.core.space import Space, Taken
+from services.scheduler.core.order.share import Shares
+from services.scheduler.core.place.placer import Placer
+from services.scheduler.core.place.space import Space, Taken
+from services.scheduler.core.place.wants import Wants, wants_of
+from services.scheduler.core.state.cluster import Cluster, Run
+from services.scheduler.core.state.demand import WHOLE
+from services.scheduler.core.state.index import Key
+from services.scheduler.core.state.ledger import lineage
 
 NONE: frozenset[str] = frozenset()
 #: How many runs a text names.

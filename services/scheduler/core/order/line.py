@@ -13,10 +13,10 @@ from datetime import datetime
 from heapq import heappop, heappush, heapreplace
 
 from contracts.scheduling import OrderKey, Policy
-from services.scheduler.core import even_wait
-from services.scheduler.core.cluster import Cluster, Run
-from services.scheduler.core.index import Index, Key, Line
-from services.scheduler.core.place import wants_of
+from services.scheduler.core.order import even_wait
+from services.scheduler.core.place.wants import wants_of
+from services.scheduler.core.state.cluster import Cluster, Run
+from services.scheduler.core.state.index import Index, Key, Line
 
 #: Keys that change while a run has its slots.
 BY_SERVICE: frozenset[OrderKey] = frozenset({"least-attained", "even-wait"})

@@ -14,13 +14,13 @@ from typing import Any, Literal
 
 from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy
-from services.scheduler.core.cluster import Cluster, Run
 from services.scheduler.core.decide import plan
 from services.scheduler.core.decisions import PlaceRun, PreemptRun
-from services.scheduler.core.demand import demand_of
-from services.scheduler.core.explain import Why
-from services.scheduler.core.index import Index, Line
-from services.scheduler.core.predict import kind_of
+from services.scheduler.core.reasons import Why
+from services.scheduler.core.state.cluster import Cluster, Run
+from services.scheduler.core.state.demand import demand_of
+from services.scheduler.core.state.index import Index, Line
+from services.scheduler.core.state.predict import kind_of
 
 #: How many kinds of accelerator, clusters and teams are tried.
 TRIED = 20

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 
 from contracts.scheduling import FairShare
-from services.scheduler.core.ledger import EVERYBODY, Ledger, lineage, own
+from services.scheduler.core.state.ledger import EVERYBODY, Ledger, lineage, own
 
 #: How far ahead use is seen, in half-lives. Not much shorter than runs take, else shares swing; not much longer
 #: either, else what was missed in the past is made up for too late (loadtest/scheduler/fairness.py compares them).

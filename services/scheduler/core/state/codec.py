@@ -14,8 +14,8 @@ from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter
 
-from services.scheduler.core.cluster import Cluster, Held, Node
-from services.scheduler.core.runs import Runs, dump, load
+from services.scheduler.core.state.cluster import Cluster, Held, Node
+from services.scheduler.core.state.runs import Runs, dump, load
 
 #: Sections of the runs that are over: their ids, a line each; the lengths of what they are packed to; all of it.
 IDS, LENGTHS, PACKED = "over/ids", "over/lengths", "over/packed"

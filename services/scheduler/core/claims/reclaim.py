@@ -11,16 +11,17 @@ from typing import Literal, NamedTuple
 
 from contracts.events.run import QueueReason
 from contracts.scheduling import Policy
-from services.scheduler.core import order
-from services.scheduler.core.claims import Claims, held
-from services.scheduler.core.cluster import Cluster, Run
+from services.scheduler.core.claims.claims import Claims, held
+from services.scheduler.core.claims.reserve import Reserve, resumable
 from services.scheduler.core.decisions import PreemptRun
-from services.scheduler.core.explain import Why
-from services.scheduler.core.index import Key
-from services.scheduler.core.place import Placer, Wants, wants_of
-from services.scheduler.core.reserve import Reserve, resumable
-from services.scheduler.core.share import AHEAD_HALF_LIVES
-from services.scheduler.core.space import Space, Taken
+from services.scheduler.core.order import line
+from services.scheduler.core.order.share import AHEAD_HALF_LIVES
+from services.scheduler.core.place.placer import Placer
+from services.scheduler.core.place.space import Space, Taken
+from services.scheduler.core.place.wants import Wants, wants_of
+from services.scheduler.core.reasons import Why
+from services.scheduler.core.state.cluster import Cluster, Run
+from services.scheduler.core.state.index import Key
 
 #: How many of the chosen are looked at again, whether it could be done without them.
 SPARED = 64
@@ -55,7 +56,7 @@ def holdings(cluster: Cluster, now: datetime, policy: Policy) -> list[Holding]:
     """Every run that holds slots on open nodes."""
     closed = {node.node_id for node in cluster.nodes.values() if not node.open}
     runs = (cluster.runs[run_id] for run_id in cluster.active)
-    limit_s = order.limit_s(cluster, policy)
+    limit_s = line.limit_s(cluster, policy)
     return [found for run in runs if (found := _holding(cluster, run, now, policy, closed, limit_s)) is not None]
 
 
@@ -66,7 +67,7 @@ def _holding(
     if not slots:
         return None
     safe_s = max((now - max(run.committed_at, run.placed_at)).total_seconds(), 0.0)
-    key, until_s = order.standing(cluster, run, now, policy, limit_s)
+    key, until_s = line.standing(cluster, run, now, policy, limit_s)
     return Holding(run, key, slots, slots * safe_s, until_s)
 
 
@@ -164,7 +165,7 @@ class Reclaim:
 
     def _turns(self, blocked: list[Run], returning: list[Holding]) -> list[tuple[Key, Run, bool]]:
         """In what order slots are looked for, for those that wait (True) and those that will wait again."""
-        keys = {run.run_id: order.known_key(self.cluster, run, self.now, self.policy) for run in blocked}
+        keys = {run.run_id: line.known_key(self.cluster, run, self.now, self.policy) for run in blocked}
         ranks = {run.run_id: self.claims.rank(run, keys[run.run_id]) for run in blocked}
         # Whoever has a promise goes first, as in the line.
         turns = [((run.reserved is None, ranks[run.run_id]), 0, keys[run.run_id], run) for run in blocked]
@@ -214,9 +215,9 @@ class Reclaim:
         if self.claims.by_share(key, run, each.key, each.run):
             may = "fair-share" in reclaim.by and self.claims.may_take_share(run, least, each.run)
             return Taking("share", reclaim.min_run_s) if may else None
-        if order.may_take(key, each.key, self.policy):
+        if line.may_take(key, each.key, self.policy):
             by = next((name for name, a, b in zip(self.policy.order.by, key, each.key, strict=False) if a != b), None)
-            return Taking("order", reclaim.quantum_s if by in order.BY_SERVICE else reclaim.min_run_s)
+            return Taking("order", reclaim.quantum_s if by in line.BY_SERVICE else reclaim.min_run_s)
         if reclaim.overtakers and each.run.placed_at > run.queued_at and resumable(each.run):
             if run.reserved is not None:
                 return Taking("ahead", 0.0)  # what was promised is kept
@@ -230,7 +231,7 @@ class Reclaim:
     def _next_change(self) -> float:
         """When a holder has had its granted time, or attains the next level."""
         reclaim, now_s, found = self.policy.reclaim, self.now.timestamp(), math.inf
-        by_service = not order.BY_SERVICE.isdisjoint(reclaim.by)
+        by_service = not line.BY_SERVICE.isdisjoint(reclaim.by)
         granted = {reclaim.min_run_s, reclaim.quantum_s if by_service else 0.0, reclaim.time_slice_s or 0.0} - {0.0}
         if "fair-share" in reclaim.by and self._takeable:
             # Standing changes all the time; as often as this is soon enough.

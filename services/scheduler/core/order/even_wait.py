@@ -17,7 +17,7 @@ import math
 from datetime import datetime
 
 from contracts.scheduling import EvenWait, Policy
-from services.scheduler.core.cluster import Cluster, Run
+from services.scheduler.core.state.cluster import Cluster, Run
 
 #: The longest wait is rounded up to this part of the margin: the line is put in order again when it changes.
 STEP = 0.25

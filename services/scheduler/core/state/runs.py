@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 from pydantic import ConfigDict, TypeAdapter
 
 if TYPE_CHECKING:
-    from services.scheduler.core.cluster import Run
+    from services.scheduler.core.state.cluster import Run
 
 #: Zlib starts from this text: what most packed runs have in common, the most frequent last.
 COMMON = (
@@ -115,7 +115,7 @@ _made: list[TypeAdapter[list[Run]]] = []
 def _adapter() -> TypeAdapter[list[Run]]:
     # Made when it is first needed: ``Run`` is defined in the module that needs this one.
     if not _made:
-        from services.scheduler.core.cluster import Run
+        from services.scheduler.core.state.cluster import Run
 
         _made.append(TypeAdapter(list[Run], config=ConfigDict(ser_json_inf_nan="strings")))
     return _made[0]

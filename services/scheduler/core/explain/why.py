@@ -6,12 +6,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 from contracts.scheduling import Policy
-from services.scheduler.core import explain
-from services.scheduler.core.change import smallest_changes
-from services.scheduler.core.cluster import EPOCH, Cluster, Run
+from services.scheduler.core import reasons
+from services.scheduler.core.claims.reserve import ends_s
 from services.scheduler.core.decide import plan
-from services.scheduler.core.place import Placer, wants_of
-from services.scheduler.core.reserve import ends_s
+from services.scheduler.core.explain.change import smallest_changes
+from services.scheduler.core.place.placer import Placer
+from services.scheduler.core.place.wants import wants_of
+from services.scheduler.core.state.cluster import EPOCH, Cluster, Run
 
 #: How many of those that hold what a run needs are listed.
 LISTED = 10
@@ -27,7 +28,7 @@ def answer(
     # Only a run that waits needs a look at all the others.
     waiting = run is not None and not run.parts and not run.terminal
     why = plan(cluster, now, policy, hearing_since, about=run_id).waits.get(run_id) if waiting else None
-    said = explain.state(cluster, run_id, why)
+    said = reasons.state(cluster, run_id, why)
     if run is None or why is None or run_id not in cluster.queued:
         return said
     changes = smallest_changes(cluster, run, now, policy, why) if why.code != "paused" and not why.freeing else []

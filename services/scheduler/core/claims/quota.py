@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 
 from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy, Quota
-from services.scheduler.core.ledger import Ledger, lineage
+from services.scheduler.core.state.ledger import Ledger, lineage
 
 #: What a refusal is about.
 Bound = Literal["run", "user", "team", "hours", "borrowed"]

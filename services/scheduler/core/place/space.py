@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.scheduler.core.cluster import Cluster, Node, Run
-from services.scheduler.core.demand import WHOLE, Demand
+from services.scheduler.core.state.cluster import Cluster, Node, Run
+from services.scheduler.core.state.demand import WHOLE, Demand
 
 #: Slots of a node that a run takes.
 Taken = tuple[str, tuple[int, ...]]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
-from services.scheduler.core.demand import Demand
+from services.scheduler.core.state.demand import Demand
 
 #: A gang that may be divided is taken to lie in pieces of at most so many slots.
 LARGEST_PIECE = 8

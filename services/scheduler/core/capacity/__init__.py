@@ -1,0 +1,1 @@
+"""How many nodes are wanted of each pool."""

@@ -1,0 +1,1 @@
+"""Who may have what, and what is kept for, taken from or added to those that have it."""

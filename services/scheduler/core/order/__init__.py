@@ -1,0 +1,1 @@
+"""Who goes before whom."""

@@ -1,0 +1,112 @@
+"""What decides where a run may lie, and how many slots are of use to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from contracts.scheduling import Policy
+from services.scheduler.core.state.cluster import Cluster, Node, Run
+from services.scheduler.core.state.demand import Demand
+
+#: Labels of nodes that mean something here.
+CLUSTER, CAPACITY, NODE = "cluster", "capacity", "node"
+
+
+@dataclass(frozen=True, slots=True)
+class Wants:
+    """All of a run that decides where it may lie: runs that are alike in it share what was found out."""
+
+    demand: Demand
+    clusters: tuple[str, ...]
+    capacity: str
+    tier: str
+    #: Exact runs lie on machines of one kind: on this one, '' for any one; None: it does not matter.
+    machine: str | None
+    #: Whether it may go elsewhere when there is none of that kind.
+    bound: bool
+    together: str
+    strict: bool
+    #: Looked up many times in a pass.
+    hashed: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        traits = (
+            self.demand,
+            self.clusters,
+            self.capacity,
+            self.tier,
+            self.machine,
+            self.bound,
+            self.together,
+            self.strict,
+        )
+        object.__setattr__(self, "hashed", hash(traits))
+
+    def __hash__(self) -> int:
+        return self.hashed
+
+
+def wants_of(cluster: Cluster, run: Run) -> Wants:
+    """What decides where the run may lie; one object for all runs that are alike."""
+    if run.wants is None:
+        found = _wants(run)
+        run.wants = cluster.index.wants.setdefault(found, found)
+    assert isinstance(run.wants, Wants)
+    return run.wants
+
+
+def _wants(run: Run) -> Wants:
+    spec = run.spec
+    exact = run.exact
+    return Wants(
+        demand=run.demand,
+        clusters=spec.scheduling.clusters,
+        capacity=spec.scheduling.capacity,
+        tier=spec.scheduling.tier or "",
+        machine=(run.machine or run.inherited_machine) if exact else None,
+        bound=run.bound,
+        together=spec.gang.together or "",
+        strict=spec.gang.strict,
+    )
+
+
+def avoided(cluster: Cluster, run: Run, policy: Policy) -> frozenset[str]:
+    """The nodes on which the run kept failing by no fault of its own, or is not to be again."""
+    # It may be queued and placed in one pass: the strike is then not folded yet.
+    left = {run.stalled.node_id} if run.stalled is not None and run.stalled.on_stall == "exclude" else set()
+    if not run.strikes:
+        return frozenset(left)
+    return frozenset(left).union(
+        node.node_id
+        for node in cluster.nodes.values()
+        if run.strikes.get(node.incarnation, 0) >= policy.faults.avoid_node_after
+    )
+
+
+def useful(run: Run, slots: int) -> int:
+    """The slots out of ``slots`` that make the run's step shorter; never below its minimum.
+
+    A step takes as long as the process with the most logical ranks: of four logical ranks one has two, on two
+    processes as on three.
+    """
+    bundle = run.demand.bundle
+    slots = max(slots - slots % bundle, run.spec.slots.min)
+    training = run.spec.training
+    if training is None or training.logical_ranks is None or run.spec.kind != "train":
+        return slots
+    logical = training.logical_ranks
+    most = -(-logical // min(slots, logical))
+    least = -(-logical // most)
+    return max(least + -least % bundle, run.spec.slots.min)
+
+
+def suits(node: Node, wants: Wants) -> bool:
+    """Whether such a run may ever lie on this node, however full it is."""
+    demand = wants.demand
+    if demand.accelerators and node.accelerator not in demand.accelerators:
+        return False
+    if demand.milli and demand.profile and demand.profile not in node.profiles:
+        return False
+    if wants.clusters and node.labels.get(CLUSTER, "") not in wants.clusters:
+        return False
+    return wants.capacity == "any" or node.labels.get(CAPACITY, "on-demand") == wants.capacity

@@ -1,0 +1,32 @@
+"""What was last said of the nodes that are wanted of each pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from contracts.events.capacity import CapacityWanted
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What was last said of a pool."""
+
+    nodes: int
+    #: When it was said, or when a node of the pool last came or went: from then on patience counts.
+    since: datetime
+    spare: tuple[str, ...] = ()
+    gave_up_at: datetime | None = None
+
+
+def heard(known: Said | None, fact: CapacityWanted, time: datetime) -> Said:
+    """Fold ``capacity.<pool>.wanted``."""
+    gave_up_at = time if fact.gave_up else known.gave_up_at if known else None
+    # Patience begins anew when more is wanted, not with every change of what may go.
+    since = known.since if known is not None and fact.nodes <= known.nodes else time
+    return Said(fact.nodes, since, fact.spare, gave_up_at)
+
+
+def moved(known: Said, time: datetime) -> Said:
+    """Fold that a node of the pool has come or gone: from now on patience counts."""
+    return replace(known, since=time)

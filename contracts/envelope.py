@@ -109,7 +109,7 @@ def open_envelope(raw: RawMessage) -> tuple[Envelope, Any]:
     # NATS keeps the case of header names, so senders' spellings differ.
     headers = {name.lower(): value for name, value in raw.headers.items()}
     attributes: dict[str, Any] = {n[3:]: v for n, v in headers.items() if n.startswith("ce-")}
-    data = _json(raw.body)
+    data = read_json(raw.body)
     if headers.get("content-type", "").split(";")[0].strip().lower() == STRUCTURED:
         if not isinstance(data, dict) or "data" not in data:
             raise EnvelopeError("a structured CloudEvent is a JSON object with a 'data' member")
@@ -192,11 +192,20 @@ def _envelope(raw: RawMessage, headers: Mapping[str, str], attributes: Mapping[s
     )
 
 
-def _json(body: bytes) -> Any:
+def read_json(body: bytes) -> Any:
+    """What a body holds.
+
+    Raises:
+        EnvelopeError: it is not JSON in UTF-8, or its text could not be written again.
+    """
     try:
-        return json.loads(body)
+        data = json.loads(body.decode("utf-8-sig"))
+        if b"\\u" in body:
+            # "\ud800" is half a character: whoever passes it on fails.
+            json.dumps(data, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise EnvelopeError(f"the body is not JSON: {error}") from error
+        raise EnvelopeError(f"the body is not JSON in UTF-8: {error}") from error
+    return data
 
 
 def _problem(detail: Any) -> tuple[str, str]:

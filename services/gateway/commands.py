@@ -11,7 +11,7 @@ import nats.errors
 
 from contracts import subjects
 from contracts.base import Request, run_id_for
-from contracts.envelope import Envelope, InvalidData, parse
+from contracts.envelope import Envelope, EnvelopeError, InvalidData, parse, read_json
 from contracts.events.train import TrainRequested
 from services.gateway.core.fold import request_hash
 from services.gateway.core.rows import TERMINAL
@@ -43,9 +43,9 @@ class Commands:
         """
         envelope = self.envelope(TrainRequested, key)
         try:
-            data = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise InvalidData(envelope, [("", f"the body is not JSON: {error}")]) from error
+            data = read_json(body)
+        except EnvelopeError as error:
+            raise InvalidData(envelope, [("", str(error))]) from error
         request = parse(envelope, data)
         if not isinstance(request, TrainRequested):
             raise InvalidData(envelope, [("", "the body must be a train request")])

@@ -10,6 +10,7 @@ import pytest
 
 from trainbus.cli.acting import Submission, build_request, parse_param, parse_slots
 from trainbus.cli.errors import CliError
+from trainbus.cli.location import data_location
 from trainbus.cli.pack import Package
 
 PACKAGE = Package(b"", "ab" * 32, ("task.py",), 1, "c0ffee", True)
@@ -100,7 +101,7 @@ WRONG: dict[str, tuple[Submission, str]] = {
     "slots upside down": (Submission(PROJECT, "t:A", slots="4..1"), "smaller than slots.min"),
     "slots of letters": (Submission(PROJECT, "t:A", slots="many"), "give a number"),
     "param without a value": (Submission(PROJECT, "t:A", params=("lr",)), "name=value"),
-    "data elsewhere": (Submission(PROJECT, "t:A", data="/home/me/data"), "s3:// location"),
+    "data elsewhere": (Submission(PROJECT, "t:A", data="/no/such/data"), "give s3://bucket/prefix"),
     "no such file": (Submission(request_file=Path("/nowhere.json")), "no readable JSON"),
 }
 
@@ -118,3 +119,18 @@ def test_an_unknown_field_in_the_file_is_named(tmp_path: Path) -> None:
     file.write_text(json.dumps({"name": "x", "task": "t:A", "training": {"epoch": 3, "epochs": 1}}))
     with pytest.raises(CliError, match=r"training\.epoch"):
         build_request(Submission(PROJECT, request_file=file), PACKAGE, "code")
+
+
+def test_a_folder_is_named_as_people_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my data").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert data_location("./my data") == (tmp_path / "my data").as_uri()
+    assert data_location("file:///elsewhere") == "file:///elsewhere"
+    assert data_location("s3://lake/mine") == "s3://lake/mine"
+
+
+@pytest.mark.parametrize("text", ["nothing-here", "s3://lake", "https://example.org/data", "file:relative"])
+def test_no_address_of_data(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CliError, match="s3://bucket/prefix"):
+        data_location(text)

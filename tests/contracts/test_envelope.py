@@ -85,6 +85,10 @@ def test_facts_are_read_leniently_all_the_way_down() -> None:
         pytest.param(raw(b"{"), "not JSON", id="no json"),
         pytest.param(raw(b"\xff\xfe"), "not JSON", id="no utf-8"),
         pytest.param(raw(b"[" * 100_000), "not JSON", id="nested too deep"),
+        pytest.param(raw(b'{"params": {"a": "\\ud800"}}'), "not JSON", id="half a character"),
+        pytest.param(raw(b'{"params": {"a": "\xed\xa0\x80"}}'), "not JSON", id="half a character, in bytes"),
+        pytest.param(raw(b'{"name":"a","command":["x\\u0000"]}'), "command: a NUL character", id="NUL in command"),
+        pytest.param(raw(b'{"name":"a","command":["x"],"env":{"A":"\\u0000"}}'), "env: a NUL", id="NUL in env"),
         pytest.param(raw(b" " * (MAX_BODY_BYTES + 1)), "put large content into the object store", id="too large"),
         pytest.param(raw(ce_specversion="0.3"), "specversion", id="other version"),
         pytest.param(raw(ce_time="yesterday"), "RFC 3339", id="no time"),
@@ -97,6 +101,12 @@ def test_facts_are_read_leniently_all_the_way_down() -> None:
 def test_bad_message_says_what_to_change(message: RawMessage, complaint: str) -> None:
     with pytest.raises(EnvelopeError, match=complaint):
         decode(message)
+
+
+def test_a_character_in_two_halves_and_a_byte_order_mark_are_json() -> None:
+    _, event = decode(raw(b'\xef\xbb\xbf{"name":"\\ud83d\\ude00","command":["x"]}'))
+    assert isinstance(event, TrainRequested)
+    assert event.name == "\N{GRINNING FACE}"
 
 
 def test_problems_name_their_fields() -> None:

@@ -95,6 +95,13 @@ async def test_bad_requests_name_the_field(gateway: Running) -> None:
         assert any(p["field"] == field and says in p["message"] for p in answer.json()["problems"]), (case, answer.text)
 
 
+@pytest.mark.parametrize("field", ["params", "env", "tags"])
+async def test_text_that_nobody_could_pass_on_is_refused(gateway: Running, field: str) -> None:
+    body = json.dumps({**BODY, field: {"A": "\ud800"}})
+    answer = await gateway.client.post("/training-runs", content=body, headers={"content-type": "application/json"})
+    assert (answer.status_code, "not JSON" in answer.json()["detail"]) == (422, True)
+
+
 async def test_refused_before_the_bus(gateway: Running) -> None:
     form = await gateway.client.post("/training-runs", content=b"{}", headers={"content-type": "text/plain"})
     assert (form.status_code, "application/json" in form.json()["detail"]) == (415, True)

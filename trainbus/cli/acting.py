@@ -21,6 +21,7 @@ from trainbus.cli.address import Address
 from trainbus.cli.board import ENDED, RunView, describe
 from trainbus.cli.errors import USAGE, CliError
 from trainbus.cli.link import Link, connect, hush, run_id_of
+from trainbus.cli.location import data_location
 from trainbus.cli.pack import Package, pack
 
 TASK = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
@@ -126,22 +127,22 @@ def build_request(submission: Submission, package: Package | None, bucket: str) 
 
 
 def data_field(text: str, data_format: str | None, given: Any = None) -> dict[str, Any]:
-    """``s3://lake/digits`` is a source to ingest; 64 hex digits are a dataset that exists.
+    """``s3://lake/digits`` or a folder is a source to ingest; 64 hex digits are a dataset that exists.
 
     How a source is to be read (format, split, windows) stays as the request file has ``given`` it.
     """
     if re.fullmatch(r"[0-9a-f]{64}", text):
         return {"dataset_id": text}
-    if not text.startswith(("s3://", "file:///")):
+    try:
+        source = data_location(text)
+    except CliError as error:
         raise CliError(
-            f"--data {text!r}: give an s3:// location, a file:/// one that the stack may read, or the id of a dataset "
-            "in full (`trainbus datasets show NAME` tells it)",
-            USAGE,
-        )
+            f"--data: {error}, or the id of a dataset in full (`trainbus datasets show NAME`)", USAGE
+        ) from None
     suffix = text.rsplit("/", 1)[-1].rpartition(".")[2].lower()
     guessed = {"jsonl": "jsonl", "parquet": "parquet", "txt": "text"}.get(suffix, "images")
     kept = given if isinstance(given, dict) and "source" in given else {}
-    return {"format": guessed, **kept, "source": text, **({"format": data_format} if data_format else {})}
+    return {"format": guessed, **kept, "source": source, **({"format": data_format} if data_format else {})}
 
 
 async def submit(
@@ -203,7 +204,7 @@ async def follow_run(link: Link, run_id: str) -> None:
         if view.state in ENDED and (view.state != "completed" or not verdict_expected or view.verdict):
             break
     for line in view.log_tail:
-        console.print(line, markup=False, style="dim")
+        console.print(render.visible(line), markup=False, style="dim")
     if view.state != "completed":
         raise CliError(f"run {run_id} {view.state}: {view.reason}")
 

@@ -406,7 +406,9 @@ _RUN: dict[type[Any], Callable[[RunView, Any], None]] = {
 def describe(event: Any) -> str:
     """What a fact says, in one line for people; '' for one that is not worth a line."""
     text = _TEXT.get(type(event))
-    return text(event) if text is not None else event.type.removeprefix("trainbus.")
+    if text is None:
+        return str(event.type.removeprefix("trainbus."))
+    return " ".join(text(event).splitlines())
 
 
 def _placement(event: run.RunPlaced) -> str:

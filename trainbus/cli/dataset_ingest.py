@@ -25,6 +25,7 @@ from trainbus.cli.address import Address
 from trainbus.cli.dataset_store import find, read_history
 from trainbus.cli.errors import USAGE, CliError
 from trainbus.cli.link import SOURCE, Link, connect
+from trainbus.cli.location import data_location
 from trainbus.cli.store import store
 from trainbus.datasets.history import History
 
@@ -42,9 +43,10 @@ async def ingest(
     as_json: bool,
 ) -> None:
     """Publish the request; with ``follow`` stay until the dataset is there, and fail if none comes of it."""
+    given = {"source": data_location(source) if source is not None else None, **given}
     async with connect(address) as link:
         data = await _settings(link, address, settings, again)
-        data |= {name: value for name, value in {"source": source, **given}.items() if value is not None}
+        data |= {name: value for name, value in given.items() if value is not None}
         ingestion_id = await ask(link, _request(data))
         if not follow:
             print(render.as_json({"ingestion_id": ingestion_id}) if as_json else ingestion_id)

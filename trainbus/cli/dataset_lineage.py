@@ -55,7 +55,7 @@ def _add_run(tree: Tree, use: RunUse) -> None:
     kind = "evaluation" if use.kind == "evaluate" else "run"
     branch = tree.add(f"{kind} {use.run_id} {render.escape(use.name)} {render.state(use.state)}")
     for each in use.champions:
-        metrics = ", ".join(f"{name} {value:.4g}" for name, value in sorted(each.metrics.items())[:3])
+        metrics = ", ".join(f"{render.escape(name)} {value:.4g}" for name, value in sorted(each.metrics.items())[:3])
         since = "champion since" if each.reigns else "was promoted"
         branch.add(
             f"model [bold]{each.model}[/] version {each.version}, {since} {each.at:%Y-%m-%d %H:%M} UTC  {metrics}"

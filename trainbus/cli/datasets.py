@@ -128,7 +128,7 @@ def lineage(name: Name, data_dir: DataDir = None, as_json: Json = False) -> None
 @app.command()
 def ingest(
     source: Annotated[
-        str | None, typer.Argument(help="s3://bucket/prefix of the raw data, or file:///folder (embedded).")
+        str | None, typer.Argument(help="s3://bucket/prefix of the raw data, or a folder (embedded).")
     ] = None,
     data_format: Annotated[
         str | None, typer.Option("--format", help="images, jsonl, parquet, text, tokens, binary, webdataset or mds.")

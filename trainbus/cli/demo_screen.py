@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.markup import escape
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.rule import Rule
@@ -20,6 +19,7 @@ from rich.text import Text
 
 from trainbus.cli import render
 from trainbus.cli.board import Board, RunView, describe
+from trainbus.cli.render import escape
 
 if TYPE_CHECKING:
     from trainbus.cli.link import Stored

@@ -196,7 +196,9 @@ def submit(
         int | None,
         typer.Option(min=1, help="Exact mode: the same bits on any number of processes up to this; 12 divides well."),
     ] = None,
-    data: Annotated[str | None, typer.Option(help="s3://bucket/prefix to ingest, or a dataset id.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="s3://bucket/prefix or (embedded) a folder to ingest, or a dataset id.")
+    ] = None,
     data_format: Annotated[str | None, typer.Option("--format", help="images, jsonl, parquet or text.")] = None,
     priority: Annotated[int | None, typer.Option(min=-1000, max=1000, help="Higher goes first.")] = None,
     model: Annotated[str | None, typer.Option(help="The registered model the result competes for.")] = None,
@@ -382,7 +384,9 @@ def main() -> None:
     try:
         app()
     except CliError as error:
-        print(f"trainbus: {error}", file=sys.stderr)
+        from trainbus.cli.render import visible
+
+        print(f"trainbus: {visible(str(error))}", file=sys.stderr)
         sys.exit(error.code)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -392,6 +396,10 @@ def main() -> None:
         sys.exit(FAILED)
     except json.JSONDecodeError as error:
         print(f"trainbus: a file of the stack is damaged: {error}", file=sys.stderr)
+        sys.exit(FAILED)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        print(f"trainbus: {where}{error.strerror or error}", file=sys.stderr)
         sys.exit(FAILED)
 
 

@@ -74,7 +74,7 @@ async def show(address: Address, name: str, *, as_json: bool) -> None:
     console.print(render.timeline(view.timeline, view.requested_at))
     if view.log_tail:
         console.print("the last lines of its output:", style="dim")
-        console.print("\n".join(view.log_tail), markup=False, soft_wrap=True)
+        console.print(render.visible("\n".join(view.log_tail)), markup=False, soft_wrap=True)
 
 
 #: What the scheduler says about a run that waits besides the sentence.

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel
 from rich import box
 from rich.console import Console, Group
-from rich.markup import escape as escape
+from rich.markup import escape as _escape_markup
 from rich.table import Table
 
 from trainbus.cli.board import Board, ModelView, Moment, NodeView, RunView
@@ -42,12 +42,28 @@ UNBROKEN = ("run", "state", "metric", "verdict", "node", "dataset", "manifest")
 PLAIN_WIDTH = 160
 #: Columns of a terminal from which on tables show what can also be had from `trainbus show`.
 WIDE = 130
+#: Characters that act on a terminal, or turn what stands beside them around, and how they are shown instead.
+_ACTING = {
+    code: chr(code).encode("unicode_escape").decode()
+    for code in (*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+    if chr(code) not in "\n\t"
+}
 
 
 def console(stderr: bool = False) -> Console:
     """A console that writes plain text where there is no terminal."""
     stream = sys.stderr if stderr else sys.stdout
     return Console(stderr=stderr, width=None if stream.isatty() else PLAIN_WIDTH, highlight=False, soft_wrap=False)
+
+
+def visible(text: str) -> str:
+    """Text as somebody else chose it, with every character shown that would act on the terminal."""
+    return text.translate(_ACTING)
+
+
+def escape(text: str) -> str:
+    """Text as somebody else chose it, for a console: nothing in it is markup or acts on the terminal."""
+    return _escape_markup(visible(text))
 
 
 def as_json(value: Any) -> str:

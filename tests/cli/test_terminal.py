@@ -1,0 +1,67 @@
+"""What others chose as names, reasons and output does nothing to the terminal that it is printed on."""
+
+from __future__ import annotations
+
+import io
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from contracts.events.run import RunAccepted, RunCancelled, RunFailed
+from contracts.events.train import TrainRequested
+from trainbus.cli import main, render
+from trainbus.cli.board import describe, fold
+from trainbus.cli.errors import CliError
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+HOSTILE = "\x1b[2Jgone \x1b]0;title\x07 \r\x9b31m \u202etxt [bold red]mark[/nope] \\"
+
+
+def shown(renderable: Any) -> str:
+    out = io.StringIO()
+    Console(file=out, width=400, force_terminal=True, color_system=None).print(renderable)
+    return out.getvalue()
+
+
+def test_every_character_that_acts_is_shown() -> None:
+    assert render.visible("a\x1b[2J\x07\x9b\u202e") == r"a\x1b[2J\x07\x9b\u202e"
+    assert render.visible("päivää\n\t日本") == "päivää\n\t日本"
+
+
+def test_a_run_of_a_hostile_name() -> None:
+    spec = TrainRequested(name=HOSTILE, command=["true"])
+    facts = [
+        RunAccepted(run_id="r1", spec=spec, request_id="q", request_source="s"),
+        RunFailed(run_id="r1", generation=1, reason=HOSTILE),
+    ]
+    board = fold((number, NOW, fact) for number, fact in enumerate(facts, 1))
+    (view,) = board.runs.values()
+    text = shown(render.runs([view], NOW)) + shown(render.details(view, NOW)) + shown(render.timeline(view.timeline))
+    assert not set(text) & set("\x1b\x07\r\x9b\u202e")
+    assert "[bold red]mark[/nope]" in text
+
+
+def test_a_fact_is_one_line() -> None:
+    assert describe(RunCancelled(run_id="r1", reason="one\n12:00 run r2 completed")).count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (CliError("there is no run '\x1b[2J'", 2), 2, r"there is no run '\x1b[2J'"),
+        (FileNotFoundError(2, "No such file or directory", "/nowhere"), 1, "/nowhere: No such file or directory"),
+        (OSError("it broke"), 1, "it broke"),
+    ],
+)
+def test_errors_are_told_in_words(
+    error: Exception, code: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def app() -> None:
+        raise error
+
+    monkeypatch.setattr(main, "app", app)
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert (ended.value.code, capsys.readouterr().err) == (code, f"trainbus: {says}\n")

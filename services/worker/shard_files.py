@@ -38,10 +38,8 @@ class ShardFiles:
         self.folder, self._objects, self._ranged, self._warm = folder, objects, ranged, warm
         self._numbers = itertools.count()
         self.present = self._scan()
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(each.size_bytes for each in self.present.values())
+        #: Bytes of all that is present.
+        self.size_bytes = sum(each.size_bytes for each in self.present.values())
 
     def path(self, sha256: str) -> Path:
         return shard_path(self.folder, sha256)
@@ -98,6 +96,8 @@ class ShardFiles:
         """Delete a shard; whoever has it open keeps what is open. Return the bytes."""
         there = self.present.pop(sha256, None)
         path = self.path(sha256)
+        if there is not None:
+            self.size_bytes -= there.size_bytes
         for each in (path, _beside(path, ".idx"), _beside(path, ".json")):
             each.unlink(missing_ok=True)
         return there.size_bytes if there is not None else 0
@@ -123,7 +123,9 @@ class ShardFiles:
         write_atomically(_beside(path, ".json"), json.dumps({"xxh3": fast}))
         part.chmod(0o444)  # shared by runs, none of which may change it
         part.replace(path)
+        before = self.present.get(shard.sha256)
         self.present[shard.sha256] = Present(shard.size_bytes + shard.index_bytes, time.time())
+        self.size_bytes += shard.size_bytes + shard.index_bytes - (before.size_bytes if before is not None else 0)
 
     def _from_warm(self, shard: ShardFile, part: Path) -> str | None:
         """Copy it from the shared folder; None if it is not there or not what it should be."""

@@ -8,9 +8,11 @@ soonest is fetched first, what is needed last goes first; what a rank waits for 
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Protocol, Self
@@ -27,7 +29,7 @@ from services.kit.objects import Missing, split_uri
 from services.kit.ranged import Damaged
 from services.kit.reader import Refused
 from services.worker import metrics
-from services.worker.core.shards import SOMETIME_S, Plan, earliest, victims
+from services.worker.core.shards import SOMETIME_S, Agenda, Course
 from services.worker.files import write_atomically
 from services.worker.shard_files import ShardFiles
 
@@ -44,8 +46,14 @@ READ_AHEAD = 4
 OPENING_S = 5.0
 AHEAD_S = 60.0
 RETRY_S = 1.0
+#: Seconds in which nobody looks again for room beside the shards, once there was none: each look is at every file.
+BESIDE_S = 5.0
 #: Seconds in which the moves of ranks are seen.
 MOVES_S = 0.5
+#: Stands for no rank where what is needed is none's own.
+NOBODY = -1
+#: What the system says when the disk is full.
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class ShardError(ValueError):
@@ -87,25 +95,39 @@ class Reading:
         self.ready: set[str] = set()
         #: Why a shard could not be had when it was fetched ahead of need.
         self.failed: dict[str, str] = {}
-        #: What is needed in any case, in this order, and stays until the end.
-        self.whole: dict[str, None] = {}
-        #: By split: worth having while no rank has said what it reads of it.
-        self.guesses: dict[str, tuple[str, ...]] = {}
-        self.plans: dict[tuple[str, int], Plan] = {}
-        self._ahead: dict[tuple[str, int], tuple[str, ...]] = {}
+        #: What stays until the end.
+        self.whole: frozenset[str] = frozenset()
+        #: What is needed: by why (``plan``, ``ahead``, ``guess``, ``whole``), split and rank.
+        self._courses: dict[tuple[str, str, int], Course] = {}
         self.wanted: dict[str, list[asyncio.Future[str]]] = {}
         self.closed = False
 
     def plan(self, line: PlanLine) -> None:
         """A rank has said what it reads when, or where it is."""
-        key = line.split, line.rank
-        known = self.plans.get(key)
-        needs = line.needs if line.needs is not None else known.needs if known is not None else ()
-        count = len(self.splits.get(line.split, ()))
-        self.plans[key] = Plan(line.at, line.per_s, tuple(need for need in needs if 0 <= need[0] < count))
-        self.guesses.pop(line.split, None)
+        key = "plan", line.split, line.rank
+        known, files = self._courses.get(key), self.splits.get(line.split, ())
+        if line.needs is not None or known is None:
+            needs = ((files[number].sha256, *span) for number, *span in line.needs or () if 0 <= number < len(files))
+            self._follow(key, Course(needs, at=line.at, per_s=line.per_s))
+        elif line.at >= known.at:
+            self._shards.agenda.move(known, line.at, line.per_s)
+        self._drop(("ahead", line.split, line.rank), ("guess", line.split, NOBODY))
         # Each rank says once a second where it is: there is time to hear them all.
         self._shards.look(within_s=0.0 if line.needs is not None else MOVES_S)
+
+    def guess(self, split: str) -> None:
+        """Have a split fetched when there is nothing else to do, until a rank says what it reads of it."""
+        shards = (shard.sha256 for shard in self.splits.get(split, ()))
+        self._follow(("guess", split, NOBODY), Course.of(shards, after_s=SOMETIME_S))
+
+    def _follow(self, key: tuple[str, str, int], course: Course) -> None:
+        """Have a course followed in place of the one before it."""
+        self._drop(key)
+        self._courses[key] = course
+        self._shards.agenda.open(course, self)
+
+    def _drop(self, *keys: tuple[str, str, int]) -> None:
+        self._shards.agenda.close(*(self._courses.pop(key) for key in keys if key in self._courses))
 
     async def want(self, line: WantLine) -> str:
         """Wait until the shard that a rank waits for is in its folder; return why it cannot be had, else ''."""
@@ -116,7 +138,8 @@ class Reading:
             return "the run is over on this node"
         waiting: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.wanted.setdefault(shard.sha256, []).append(waiting)
-        self.failed.pop(shard.sha256, None)
+        if self.failed.pop(shard.sha256, None) is not None:
+            self._shards.agenda.changed(shard.sha256)
         self._read_ahead(line, shard)
         started = time.monotonic()
         self._shards.look()
@@ -134,26 +157,16 @@ class Reading:
     def _read_ahead(self, line: WantLine, shard: ShardFile) -> None:
         """Who reads a split without a plan most likely reads it from one end to the other."""
         split, at = self._places[shard.path]
-        if (split, line.rank) not in self.plans:
-            following = self.splits[split][at + 1 : at + 1 + READ_AHEAD]
-            self._ahead[split, line.rank] = tuple(each.sha256 for each in following)
+        if ("plan", split, line.rank) not in self._courses:
+            following = (each.sha256 for each in self.splits[split][at + 1 : at + 1 + READ_AHEAD])
+            self._follow(("ahead", split, line.rank), Course.of(following, after_s=1.0))
 
-    def dues(self) -> Iterator[tuple[str, float]]:
-        """Each shard that is needed, and in how many seconds."""
-        for sha256 in self.wanted:
-            yield sha256, -1.0
-        for place, sha256 in enumerate(self.whole):
-            yield sha256, place * 1e-6
-        for (split, _), plan in self.plans.items():
-            files = self.splits.get(split, ())
-            for number, due_s in plan.dues():
-                yield files[number].sha256, due_s
-        for ahead in self._ahead.values():
-            for place, sha256 in enumerate(ahead):
-                yield sha256, 1.0 + place
-        for guess in self.guesses.values():
-            for place, sha256 in enumerate(guess):
-                yield sha256, SOMETIME_S + place
+    def lacks(self, sha256: str) -> bool:
+        """Whether a shard of this dataset has to be brought for this reading."""
+        if sha256 in self.ready:
+            # Asked for although it is there: a link is missing, or it went between the answer and the look.
+            return sha256 in self.wanted
+        return sha256 not in self.failed
 
     def arrived(self, sha256: str) -> None:
         """Put a verified shard into the folder, and tell who waits for it."""
@@ -191,19 +204,25 @@ class Reading:
             Transient, OSError: the store does not answer, or there is no room.
         """
         files = [shard for split in splits for shard in self.splits.get(split, ())]
-        self.whole |= dict.fromkeys(shard.sha256 for shard in files)
+        if files:
+            self.whole |= {shard.sha256 for shard in files}
+            self._follow(("whole", "", NOBODY), Course.of((shard.sha256 for shard in files), every_s=1e-6))
+            for shard in files:
+                self._shards.agenda.pin(shard.sha256)
         for shard in files:
             while shard.sha256 not in self.ready:
-                problem = await self.want(WantLine(rank=-1, generation=0, shard=shard.path))
+                problem = await self.want(WantLine(rank=NOBODY, generation=0, shard=shard.path))
                 if problem:
                     raise ShardError(problem)
 
     def close(self) -> None:
         """Need nothing any more."""
         self.closed = True
-        for sha256 in self.by_sha256:
+        for sha256 in self.wanted:
             self._answer(sha256, "the run is over on this node")
         self._shards.forget(self)
+        self._drop(*self._courses)
+        self._shards.let_go()
 
 
 class Shards:
@@ -221,6 +240,7 @@ class Shards:
         self.files, self._max_bytes, self._ahead_s, self._now = files, max_bytes, ahead_s, now
         self.beside: Beside | None = None
         self._readings: list[Reading] = []
+        self.agenda = Agenda(files.present, lambda sha256: any(sha256 in each.whole for each in self._readings))
         self._fetching: dict[str, asyncio.Task[None]] = {}
         self._checking: dict[str, asyncio.Task[None]] = {}
         self._reserved: dict[str, int] = {}
@@ -229,6 +249,7 @@ class Shards:
         self._calm = asyncio.Event()
         self._looking = False
         self._full_said = False
+        self._beside_at_s = -math.inf
 
     async def __aenter__(self) -> Self:
         return self
@@ -269,16 +290,19 @@ class Shards:
         for split in splits:
             files = reading.splits.get(split, ())
             if 2 * sum(shard.size_bytes for shard in files) <= self._max_bytes:
-                reading.guesses[split] = tuple(shard.sha256 for shard in files)
+                reading.guess(split)
         self.look()
 
     def forget(self, reading: Reading) -> None:
-        """A reading is over: what was on its way for it alone is not needed."""
+        """A reading is over: what it would have kept may go."""
         if reading in self._readings:
             self._readings.remove(reading)
-        needed = self._dues()
+
+    def let_go(self) -> None:
+        """End what is on its way for nobody."""
+        wanted = self._wanted
         for sha256, task in (*self._fetching.items(), *self._checking.items()):
-            if sha256 not in needed:
+            if sha256 not in wanted and self.agenda.due_s(sha256) == math.inf:
                 task.cancel()
         self.look()
 
@@ -294,55 +318,65 @@ class Shards:
             self._looking = True
             asyncio.get_running_loop().call_soon(self._look)
 
-    def _dues(self) -> dict[str, float]:
-        return earliest(due for reading in self._readings for due in reading.dues())
-
     def _look(self) -> None:
         self._looking = False
         if self._again is not None:
             self._again.cancel()
             self._again = None
-        dues = self._dues()
-        ahead_s: float | None = None
-        for sha256, due_s in sorted(dues.items(), key=lambda each: each[1]):
-            readings = [each for each in self._readings if self._lacks(each, sha256)]
-            if not readings:
-                continue
-            ahead_s = due_s if ahead_s is None else ahead_s
-            if sha256 in self._fetching or sha256 in self._checking:
-                continue
-            reading = readings[0]
-            if sha256 in self.files.present:
-                if len(self._checking) < CHECKS + (URGENT_FETCHES if due_s < 0 else 0):
-                    self._start(self._checking, reading, sha256)
-            elif len(self._fetching) >= FETCHES + (URGENT_FETCHES if due_s < 0 else 0) or not self._room_for(
-                reading.by_sha256[sha256][0], due_s, dues
-            ):
-                break  # what is needed later has to wait, too
-            else:
-                self._start(self._fetching, reading, sha256)
-        metrics.SHARDS_AHEAD_SECONDS.set(float("inf") if ahead_s is None else max(ahead_s, 0.0))
+        if self._bring_wanted():
+            self._bring_announced()
+        metrics.SHARDS_AHEAD_SECONDS.set(self._lacking_in_s())
+        metrics.SHARDS_BYTES.set(self.files.size_bytes)
         self._calm.set()
         self._calm = asyncio.Event()
-        metrics.SHARDS_BYTES.set(self.files.size_bytes)
 
-    @staticmethod
-    def _lacks(reading: Reading, sha256: str) -> bool:
-        if sha256 in reading.ready:
-            # Asked for although it is there: a link is missing, or it went between the answer and the look.
-            return sha256 in reading.wanted
-        return sha256 in reading.by_sha256 and sha256 not in reading.failed
+    def _bring_wanted(self) -> bool:
+        """Begin to bring what ranks wait for; False if some of it has to wait, and all that is needed later."""
+        for reading in self._readings:
+            for sha256 in reading.wanted:
+                lacking = reading.lacks(sha256) and sha256 not in self._busy
+                if lacking and not self._bring(reading, sha256, -1.0, URGENT_FETCHES):
+                    return False
+        return True
 
-    def _room_for(self, shard: ShardFile, due_s: float, dues: dict[str, float]) -> bool:
+    def _bring_announced(self) -> None:
+        while following := self.agenda.next(self._busy, check=len(self._checking) < CHECKS):
+            assert isinstance(following.owner, Reading)
+            if not self._bring(following.owner, following.shard, following.due_s):
+                return
+
+    def _bring(self, reading: Reading, sha256: str, due_s: float, more: int = 0) -> bool:
+        """Begin to fetch a shard, or to check it; False if what is needed later has to wait, too."""
+        if sha256 in self.files.present:
+            if len(self._checking) < CHECKS + more:
+                self._start(self._checking, reading, sha256)
+            return True
+        if len(self._fetching) >= FETCHES + more or not self._room_for(reading.by_sha256[sha256][0], due_s):
+            return False
+        self._start(self._fetching, reading, sha256)
+        return True
+
+    def _lacking_in_s(self) -> float:
+        """Seconds until a shard is needed that is not ready."""
+        if any(reading.lacks(sha256) for reading in self._readings for sha256 in reading.wanted):
+            return 0.0
+        following = self.agenda.next(self._busy)
+        return min([following.due_s if following else math.inf, *map(self.agenda.due_s, self._busy)])
+
+    @property
+    def _busy(self) -> set[str]:
+        return self._fetching.keys() | self._checking.keys()
+
+    def _room_for(self, shard: ShardFile, due_s: float) -> bool:
         """Make room; whether there is some. There always is for what a rank waits for."""
         size_bytes = shard.size_bytes + shard.index_bytes
         over_bytes = self.size_bytes + size_bytes + self._other_bytes - self._max_bytes
         if over_bytes <= 0:
             return True
-        going = victims(self.files.present, dues, self._spared(), over_bytes, due_s, self._ahead_s)
+        going = self.agenda.victims(over_bytes, due_s, self._ahead_s, self._spared())
         freeable = sum(self.files.present[sha256].size_bytes for sha256 in going)
-        if freeable < over_bytes and self.beside is not None:
-            freeable += self.beside.evict_others(over_bytes - freeable)
+        if freeable < over_bytes:
+            freeable += self._evict_beside(over_bytes - freeable)
         if freeable < over_bytes:
             if due_s >= 0:
                 return False
@@ -357,28 +391,29 @@ class Shards:
             self.evict(sha256)
         return True
 
+    def _evict_beside(self, over_bytes: int) -> int:
+        """Have others in the cache make room; return the bytes that they freed."""
+        if self.beside is None or self._now() - self._beside_at_s < BESIDE_S:
+            return 0
+        freed = self.beside.evict_others(over_bytes)
+        if freed < over_bytes:
+            self._beside_at_s = self._now()
+        return freed
+
     def _spared(self) -> set[str]:
-        """What must not go: it is being checked, was just waited for, or a script has it all."""
+        """What must not go: it is being checked, waited for, or was just waited for."""
         now = self._now()
         self._waited_for = {sha256: at_s for sha256, at_s in self._waited_for.items() if now - at_s < OPENING_S}
-        whole = {sha256 for reading in self._readings for sha256 in reading.whole}
-        return {*self._checking, *self._waited_for, *whole}
+        return {*self._checking, *self._waited_for, *self._wanted}
 
     def evict(self, sha256: str) -> int:
         """Delete a shard; ranks that have it open keep what is open, others ask for it again."""
         freed = self.files.remove(sha256)
         for reading in self._readings:
             reading.ready.discard(sha256)
+        self.agenda.changed(sha256)
         metrics.SHARD_EVICTIONS.inc()
         return freed
-
-    def evict_unplanned(self, over_bytes: int) -> int:
-        """Free up to ``over_bytes`` of what no run has announced; return the bytes."""
-        dues = self._dues()
-        return sum(
-            self.evict(sha256)
-            for sha256 in victims(self.files.present, dues, self._spared() | dues.keys(), over_bytes, SOMETIME_S)
-        )
 
     @property
     def _other_bytes(self) -> int:
@@ -392,8 +427,7 @@ class Shards:
         if fetching:
             self._reserved[sha256] = shard.size_bytes + shard.index_bytes
         metrics.CACHE_LOOKUPS.labels("miss" if fetching else "hit").inc()
-        work = self._fetch(shard, reading.bucket) if fetching else self._check(shard)
-        tasks[sha256] = task = asyncio.create_task(work)
+        tasks[sha256] = task = asyncio.create_task(self._patiently(shard, reading.bucket if fetching else None))
 
         def over(_: asyncio.Task[None]) -> None:
             tasks.pop(sha256, None)
@@ -401,9 +435,34 @@ class Shards:
             if not task.cancelled() and (error := task.exception()) is not None:
                 log.error("a shard could not be brought here", shard=shard.path, error=repr(error))
                 self._fail(sha256, f"shard {shard.path} could not be brought to this node: {error!r}")
+            self.agenda.changed(sha256)
             self.look()
 
         task.add_done_callback(over)
+
+    async def _patiently(self, shard: ShardFile, bucket: str | None) -> None:
+        """Fetch a shard out of ``bucket``, or check the one that is here; wait a little if that cannot be done now."""
+        try:
+            await (self._check(shard) if bucket is None else self._fetch(shard, bucket))
+        except (Transient, OSError) as error:
+            # The ranks wait, and say that they do; giving up would help nobody.
+            log.warning("a shard cannot be brought now, trying again", shard=shard.path, error=repr(error))
+            if isinstance(error, OSError) and error.errno in FULL:
+                self._shrink()
+            for reading in self._readings:
+                reading.not_now(shard.sha256, error)
+            await asyncio.sleep(RETRY_S)
+
+    def _shrink(self) -> None:
+        """Hold to what the disk has room for, where that is less than the cache may take."""
+        room_bytes = self.files.size_bytes + self._other_bytes
+        if room_bytes < self._max_bytes:
+            self._max_bytes = room_bytes
+            log.warning(
+                "the disk is full: from now on the cache makes room for each shard; lower TRAINBUS_CACHE_MAX_BYTES",
+                folder=str(self.files.folder),
+                max_bytes=room_bytes,
+            )
 
     async def _check(self, shard: ShardFile) -> None:
         """Let readings have what is here, if it is still what it was."""
@@ -429,12 +488,6 @@ class Shards:
             self._fail(sha256, f"shard {shard.path} is not in the store ({error}): shard the dataset anew")
         except Refused as error:
             self._fail(sha256, f"shard {shard.path} cannot be read: {error}. Check the node's S3 credentials")
-        except (Transient, OSError) as error:
-            # The ranks wait, and say that they do; giving up would help nobody.
-            log.warning("a shard cannot be fetched now, trying again", shard=shard.path, error=repr(error))
-            for reading in self._readings:
-                reading.not_now(sha256, error)
-            await asyncio.sleep(RETRY_S)
         else:
             self._arrived(sha256)
 

@@ -199,7 +199,9 @@ def submit(
     data: Annotated[
         str | None, typer.Option(help="s3://bucket/prefix or (embedded) a folder to ingest, or a dataset id.")
     ] = None,
-    data_format: Annotated[str | None, typer.Option("--format", help="images, jsonl, parquet or text.")] = None,
+    data_format: Annotated[
+        str | None, typer.Option("--format", help="images, jsonl, parquet, text, tokens, binary, webdataset or mds.")
+    ] = None,
     priority: Annotated[int | None, typer.Option(min=-1000, max=1000, help="Higher goes first.")] = None,
     model: Annotated[str | None, typer.Option(help="The registered model the result competes for.")] = None,
     experiment: Annotated[str | None, typer.Option()] = None,

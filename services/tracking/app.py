@@ -357,6 +357,8 @@ class Projector:
         for name, hashes in (("manifest_sha256", known.run.manifests), ("state_digest", known.run.digests)):
             if sha256 := hashes.get(event.checkpoint_uri):
                 tags[f"trainbus.{name}"] = sha256
+        if known.run.accepted is not None and (init_from := known.run.accepted.spec.init_from) is not None:
+            tags[describe.INIT_FROM] = init_from
         mlflow_run_id = page.mlflow_run_id if page and not page.deleted else None
         promotion = Promotion(
             event.model,

@@ -221,6 +221,14 @@ def test_holds_follow_champions_for_ever_and_other_runs_until_they_end() -> None
     assert holds.uris == {uri}
     holds.apply(RunCompleted(run_id="rother", generation=1))
     assert holds.uris == set()
+    task = {"task": "t:T", "code": {"uri": "s3://code/c", "sha256": "0" * 64}, "training": {"epochs": 1}}
+    tuned = TrainRequested.model_validate({"name": "tuned", **task, "init_from": uri})
+    holds.apply(RunAccepted(run_id="rtuned", spec=tuned, request_id="1", request_source="s"))
+    holds.apply(placed(run="rtuned"))
+    # Until it has ended: it may be killed before its first checkpoint.
+    assert holds.uris == {uri}
+    holds.apply(RunCompleted(run_id="rtuned", generation=1))
+    assert holds.uris == set()
     for version, step in enumerate((30, 40), start=1):
         checkpoint = committed(step).checkpoint.uri
         holds.apply(ModelPromoted(model="m", version=version, run_id=RUN, checkpoint_uri=checkpoint))

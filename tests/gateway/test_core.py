@@ -309,5 +309,7 @@ def test_every_fact_has_a_line() -> None:
     assert "slots: too many" in lines
     assert isinstance(SPEC, TrainRequested)
     started = RunStarted(run_id=RUN, generation=1, node_id="n1", step=3, samples_consumed=192)
+    init = ref(20)
+    assert describe(placed(1, "n1").model_copy(update={"init": init})).endswith(f", with the weights of {init.uri}")
     assert describe(started) == "n1 trains from step 3, sample 192"
     assert "preempted" in describe(RunQueued(run_id=RUN, next_generation=2, reason="preempted"))

@@ -83,6 +83,20 @@ def test_how_exact_a_run_is_stands_in_its_tags() -> None:
     assert "AVX2 instead of AVX512" in tags["trainbus.exactness_reason"]
 
 
+def test_what_a_run_begins_with_stands_in_its_tags_and_params() -> None:
+    task = {"name": "r", "task": "m:T", "code": {"uri": "s3://code/c.tar.gz", "sha256": "0" * 64}}
+    uri = "s3://models/base.json"
+    given = {"training": {"epochs": 1}, "init_from": uri, "init_exclude": ["head.*"]}
+    spec = TrainRequested.model_validate(task | given)
+    run = Run("r1")
+    fold(run, RunAccepted(run_id="r1", spec=spec, request_id="1", request_source="t"), AT, 1)
+    assert describe.tags(run, 1, 1)["trainbus.init_from"] == uri
+    params = describe.params(spec)
+    assert (params["init_from"], params["init_exclude"]) == (uri, '["head.*"]')
+    plain = TrainRequested.model_validate(task | {"training": {"epochs": 1}})
+    assert not [name for name in describe.params(plain) if name.startswith("init")]
+
+
 @pytest.mark.parametrize(
     ("resumes", "step", "expected"),
     [

@@ -339,12 +339,14 @@ def promoted(version: int, run_id: str, **more: Any) -> ModelPromoted:
 
 
 async def test_the_champion_alias_never_runs_backwards(world: World) -> None:
-    story = world.story()
+    story = world.story(spec=task_spec(init_from="s3://models/base.json"))
     await story.accepted()
     await story.publish(promoted(1, "r1"))
     await story.publish(promoted(2, "r2"))
     await world.settled()
     assert world.client.get_model_version_by_alias("m", "champion").version == 2
+    versions = {each.version: each.tags for each in world.client.search_model_versions("name = 'm'")}
+    assert [versions[number].get("trainbus.init_from") for number in (1, 2)] == ["s3://models/base.json", None]
     await story.again()
     await world.settled()
     assert world.client.get_model_version_by_alias("m", "champion").version == 2

@@ -78,7 +78,7 @@ class Holds:
     """Which checkpoints somebody outside their own run counts on. A fold over facts.
 
     Champions, present and past, are held for ever: a rollback needs them. A run that starts from
-    another's checkpoint, or measures one, holds it until it has ended.
+    another's checkpoint or its weights, or measures one, holds it until it has ended.
     """
 
     champions: set[str] = field(default_factory=set)
@@ -90,7 +90,7 @@ class Holds:
                 self.champions.add(event.checkpoint_uri)
             case RunAccepted():
                 measured = event.spec.evaluate.checkpoint_uri if event.spec.evaluate else None
-                self._hold(event.run_id, {event.spec.resume_from, measured})
+                self._hold(event.run_id, {event.spec.resume_from, event.spec.init_from, measured})
             case RunPlaced(resume=resume) if resume is not None:
                 # Its own checkpoints a run need not hold: the newest are kept anyway.
                 if f"/{event.run_id}/checkpoints/" not in resume.uri:

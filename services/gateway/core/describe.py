@@ -30,6 +30,7 @@ def describe(event: Event) -> str:
         case run.RunPlaced():
             where = ", ".join(f"{m.node_id}[{','.join(map(str, m.slots))}]" for m in event.members)
             resume = f", from step {event.resume.step}" if event.resume else ""
+            resume += f", with the weights of {event.init.uri}" if event.init else ""
             return f"generation {event.generation}: {event.world_size} slots on {where}{resume}"
         case run.RunStarted():
             memory = ", out of memory" if event.resumed_from == "memory" else ""

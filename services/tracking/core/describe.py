@@ -30,6 +30,8 @@ ATTEMPT = "trainbus.attempt"
 LIVE = "trainbus.live"
 CURSOR = "trainbus.cursor"
 FILES = "trainbus.files_logged"
+#: The manifest of the checkpoint whose weights training began with; of runs and of model versions.
+INIT_FROM = "trainbus.init_from"
 RESERVED = ("mlflow.", "trainbus.")
 
 
@@ -69,7 +71,8 @@ def params(spec: TrainRequested) -> dict[str, str]:
     shown = spec.model_dump(
         mode="json",
         include={"kind", "experiment", "priority", "slots", "task", "params", "command", "data", "training"}
-        | {"model", "resume_from", "max_attempts", "evaluation", "evaluate", "retention"},
+        | {"model", "resume_from", "init_from", "max_attempts", "evaluation", "evaluate", "retention"}
+        | ({"init_exclude"} if spec.init_exclude else set()),
         exclude_none=True,
     )
     found: dict[str, str] = {}
@@ -97,6 +100,7 @@ def tags(run: Run, attempt: int, generation: int) -> dict[str, str]:
         "trainbus.team": spec.team,
         "trainbus.parent_run_id": run.accepted.parent_run_id,
         "trainbus.model": spec.model,
+        INIT_FROM: spec.init_from,
     }
     if spec.code is not None:
         found["mlflow.source.git.commit"] = spec.code.git_commit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, GetJsonSchemaHandler, field_validator, model_validator
@@ -461,19 +460,7 @@ class TrainRequested(Request, verb="train"):
         for name in env:
             if not name.isidentifier():
                 raise ValueError(f"env name {name!r} is not an identifier")
-        cls._no_nul(env.values())
         return env
-
-    @field_validator("command")
-    @classmethod
-    def _command(cls, command: list[str] | None) -> list[str] | None:
-        cls._no_nul(command or ())
-        return command
-
-    @staticmethod
-    def _no_nul(texts: Iterable[str]) -> None:
-        if any("\0" in text for text in texts):
-            raise ValueError("a NUL character cannot be given to a program: remove it")
 
     @model_validator(mode="after")
     def _one_way_to_run(self) -> Self:

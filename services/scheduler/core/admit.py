@@ -20,20 +20,20 @@ NAME_LENGTH = 200
 
 def needs_the_log(spec: TrainRequested) -> bool:
     """Whether the answer depends on what has been folded."""
-    return spec.resume_from is not None
+    return spec.resume_from is not None or spec.init_from is not None
 
 
 def answer_train(cluster: Cluster, run_id: str, spec: TrainRequested) -> AcceptRun | RejectRun:
     """Accept the request unless it can never run. Too many slots is no such reason: nodes may join."""
-    problems: list[Problem] = []
-    if spec.resume_from is not None and spec.resume_from not in cluster.checkpoints:
-        problems.append(
-            Problem(
-                field="resume_from",
-                message=f"no committed checkpoint has the manifest {spec.resume_from}: "
-                "take the uri from a checkpoint_committed fact (`trainbus checkpoints ls RUN`)",
-            )
+    problems = [
+        Problem(
+            field=field,
+            message=f"no committed checkpoint has the manifest {uri}, or it was deleted: take the uri of one that is "
+            "there (`trainbus checkpoints ls RUN`); one that is pinned stays",
         )
+        for field, uri in (("resume_from", spec.resume_from), ("init_from", spec.init_from))
+        if uri is not None and uri not in cluster.checkpoints
+    ]
     if spec.kind == "evaluate" and isinstance(spec.data, DataSource):
         problems.append(
             Problem(field="data", message="an evaluation measures an existing dataset: give data.dataset_id")
@@ -61,7 +61,8 @@ def answer_restore(parent: Run, run_id: str, request: RestoreRequested) -> Accep
         field, wanted = ("step", request.step) if request.step is not None else ("epoch", request.epoch)
         message = f"run {parent.run_id} has no committed checkpoint of {field} {wanted}; {_existing(parent)}"
         return RejectRun(run_id, name, "there is no such checkpoint", (Problem(field=field, message=message),))
-    spec = parent.spec.model_copy(update={"name": name, "resume_from": found.uri})
+    begins = {"resume_from": found.uri, "init_from": None, "init_exclude": ()}
+    spec = parent.spec.model_copy(update={"name": name, **begins})
     return AcceptRun(run_id, spec, parent.run_id)
 
 

@@ -185,6 +185,7 @@ def fact_of(decision: Decision, cluster: Cluster, now: datetime, made: Decided |
                 members=decision.members,
                 world_size=sum(len(member.slots) for member in decision.members),
                 resume=decision.resume,
+                init=known.init,
                 spec=known.spec,
                 dataset=known.dataset,
                 decided_at_sequence=cluster.sequence,

@@ -123,8 +123,9 @@ def _accepted(
     accepted.last_sequence, accepted.last_event_id = sequence, fact.event_id
     accepted.correlation_id = (envelope.correlation_id if envelope else "") or fact.request_id
     accepted.traceparent = envelope.traceparent if envelope else ""
+    if (begins_with := fact.spec.resume_from or fact.spec.init_from) is not None:
+        accepted.initial = _checkpoint(cluster, begins_with)
     if fact.spec.resume_from is not None:
-        accepted.initial = _checkpoint(cluster, fact.spec.resume_from)
         accepted.inherited_machine = cluster.machines.get(fact.spec.resume_from, "")
     accepted.kind = kind_of(fact.spec)
     cluster.workload.add(piece_of(accepted.demand, fact.spec.slots.min))

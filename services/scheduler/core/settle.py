@@ -23,8 +23,9 @@ def settle_unqueued(run: Run) -> Settlement | None:
         return CancelRun(run.run_id, run.cancel_reason)
     if run.prepare_problem is not None:
         return FailRun(run.run_id, 0, f"its data could not be prepared: {run.prepare_problem}")
-    if run.spec.resume_from is not None and run.initial is None:
-        return FailRun(run.run_id, 0, f"the checkpoint to start from does not exist (any more): {run.spec.resume_from}")
+    begins_with = run.spec.resume_from or run.spec.init_from
+    if begins_with is not None and run.initial is None:
+        return FailRun(run.run_id, 0, f"the checkpoint to start from does not exist (any more): {begins_with}")
     if run.phase is Phase.READY:
         return QueueRun(run.run_id, run.next_generation, "new", run.failures)
     return None

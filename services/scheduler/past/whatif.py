@@ -165,7 +165,8 @@ def _usual(ended: Iterable[Lived]) -> Callable[[Lived], float]:
 
 def _playable(spec: TrainRequested) -> TrainRequested:
     """The request as it competes for slots. Its data is there, and letting go takes no time."""
-    return spec.model_copy(update={"data": None, "resume_from": None, "grace_s": 0.0})
+    alone = {"data": None, "resume_from": None, "init_from": None, "init_exclude": ()}
+    return spec.model_copy(update={**alone, "grace_s": 0.0})
 
 
 def play(

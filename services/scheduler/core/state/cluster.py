@@ -190,8 +190,15 @@ class Run:
 
     @property
     def resume(self) -> CheckpointRef | None:
-        """Where its next generation starts: the last committed checkpoint."""
-        return self.newest.ref if self.newest else self.initial
+        """Where its next generation goes on: the last committed checkpoint."""
+        if self.newest is not None:
+            return self.newest.ref
+        return self.initial if self.spec.init_from is None else None
+
+    @property
+    def init(self) -> CheckpointRef | None:
+        """Whose weights its next generation begins with, as long as there is nothing to go on from."""
+        return self.initial if self.spec.init_from is not None and self.newest is None else None
 
 
 class Held(NamedTuple):

@@ -14,6 +14,7 @@ import pytest_asyncio
 from contracts.base import Fact, Request
 from contracts.envelope import Envelope
 from contracts.events.checkpoint import CheckpointDeleted, CheckpointRepaired
+from contracts.events.model import ModelPromoted
 from contracts.events.run import RunAccepted
 from contracts.events.train import PinRequested, Retention, ScrubRequested
 from services.checkpoint.app import Committer
@@ -29,6 +30,7 @@ from tests.checkpoint.trials import Trial
 from trainbus.cli import stored
 from trainbus.cli.address import Address
 from trainbus.cli.errors import CliError
+from trainbus.cli.link import connect
 
 
 class Rig:
@@ -153,6 +155,32 @@ async def test_of_a_pin_and_a_deletion_that_cross_the_first_stands(
     for commit in await rig.facts("checkpoint_committed"):
         if commit.checkpoint.step in await rig.kept():
             assert await rig.objects.exists(commit.checkpoint.uri)
+
+
+async def test_a_checkpoint_is_named_by_run_step_model_or_manifest(rig: Rig) -> None:
+    await rig.begin(Retention(last=2, best=0))
+    first, second = await rig.commit(10), await rig.commit(20)
+    await rig.publish(ModelPromoted(model="digits", version=1, run_id=RUN, checkpoint_uri=first))
+    await rig.publish(ModelPromoted(model="digits", version=2, run_id=RUN, checkpoint_uri=second))
+    await rig.publish(ModelPromoted(model="other", version=1, run_id=RUN, checkpoint_uri=first))
+    async with connect(rig.address()) as link:
+        for target, uri in (
+            (RUN, second),
+            (f"{RUN}@10", first),
+            ("models:/digits@champion", second),
+            ("models:/other@champion", first),
+            (first, first),
+        ):
+            assert (await stored.find(link, target)).uri == uri
+        for target, words in (
+            ("models:/digit@champion", "no champion of 'digit'; there are digits, other"),
+            ("models:/digits@staging", "give models:/NAME@champion"),
+            ("models:/digits/2", "give models:/NAME@champion"),
+            (f"{RUN}@11", "it has steps 10, 20"),
+            (f"{first}x", "is no committed checkpoint, or was deleted"),
+        ):
+            with pytest.raises(CliError, match=words):
+                await stored.find(link, target)
 
 
 async def test_the_commit_says_what_the_ranks_digested_and_refuses_ranks_that_drifted_apart(rig: Rig) -> None:

@@ -129,6 +129,20 @@ def test_the_end_of_a_life() -> None:
     assert board(*LIFE).models["digits"].run_id == "r1"
 
 
+def test_what_a_run_began_with_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    uri = "s3://models/digits/r1/checkpoints/epoch_8/step_00000471.g2.json"
+    task = {"task": "t:T", "code": {"uri": "s3://code/c", "sha256": "0" * 64}, "training": {"epochs": 1}}
+    spec = TrainRequested.model_validate({"name": "tuned", **task, "init_from": uri, "init_exclude": ["head.*"]})
+    init = CheckpointRef(uri=uri, step=471, epoch=8, samples_consumed=9)
+    began = placed(1, [("n0", (0,))]).model_copy(update={"init": init, "spec": spec})
+    first = RunAccepted(run_id="r1", spec=spec, request_id="q", request_source="test")
+    view = board(first, began).runs["r1"]
+    Console(width=200).print(details(view, START), timeline(view.timeline))
+    shown = capsys.readouterr().out
+    assert f"weights from  {uri} (without head.*)" in shown
+    assert f"n0×1 with the weights of {uri}" in shown
+
+
 def test_facts_twice_change_nothing() -> None:
     twice = [fact for fact in LIFE for _ in range(2)]
     one, two = board(*LIFE).runs["r1"], board(*twice).runs["r1"]

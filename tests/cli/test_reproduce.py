@@ -111,6 +111,15 @@ def test_the_request_is_the_recorded_one_and_competes_for_nothing() -> None:
     assert later.to_the_end is False
 
 
+def test_a_run_that_began_with_weights_does_so_again_unless_it_starts_from_its_own_checkpoint() -> None:
+    weights = {"init_from": "s3://models/base.json", "init_exclude": ["head.*"]}
+    found = recorded(started("r1"), *COMMITS, END, **weights)
+    whole = plan(found, None, None).request
+    assert (whole.resume_from, whole.init_from, whole.init_exclude) == (None, "s3://models/base.json", ("head.*",))
+    later = plan(found, 10, None).request
+    assert (later.resume_from, later.init_from, later.init_exclude) == (reference("r1", 10).uri, None, ())
+
+
 @pytest.mark.parametrize(
     ("found", "options", "words"),
     [

@@ -52,6 +52,18 @@ def test_a_task_with_options() -> None:
     assert request.data is not None
 
 
+def test_fine_tuning_is_two_options(tmp_path: Path) -> None:
+    submission = Submission(PROJECT, "task:A", init_from="s3://models/m.json", init_exclude=("head.*",))
+    request = build_request(submission, PACKAGE, "code")
+    assert (request.init_from, request.init_exclude) == ("s3://models/m.json", ("head.*",))
+    file = tmp_path / "train.json"
+    file.write_text(json.dumps({"init_from": "s3://models/other.json", "init_exclude": ["a.*"]}))
+    request = build_request(Submission(PROJECT, "task:A", request_file=file), PACKAGE, "code")
+    assert (request.init_from, request.init_exclude) == ("s3://models/other.json", ("a.*",))
+    with pytest.raises(CliError, match="'init_exclude' needs 'init_from'"):
+        build_request(Submission(PROJECT, "task:A", init_exclude=("head.*",)), PACKAGE, "code")
+
+
 def test_exact_mode_is_an_option() -> None:
     request = build_request(Submission(PROJECT, "task:A", slots="1..4", logical_ranks=4), PACKAGE, "code")
     assert request.training is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,9 @@ class Submission:
     priority: int | None = None
     model: str | None = None
     experiment: str | None = None
+    #: A manifest; as a person says it, until it is looked up.
+    init_from: str | None = None
+    init_exclude: tuple[str, ...] = ()
     params: tuple[str, ...] = ()
 
 
@@ -98,6 +101,8 @@ def build_request(submission: Submission, package: Package | None, bucket: str) 
         "priority": submission.priority,
         "model": submission.model,
         "experiment": submission.experiment,
+        "init_from": submission.init_from,
+        "init_exclude": submission.init_exclude or None,
     }
     body.update({field: value for field, value in given.items() if value is not None})
     if "name" not in body:
@@ -150,6 +155,12 @@ async def submit(
 ) -> None:
     """Pack, upload, publish; print the run's id; with ``follow`` stay until it ends."""
     package = pack(submission.project) if submission.project is not None else None
+    if submission.init_from is not None:
+        from trainbus.cli.stored import find
+
+        async with connect(address) as link:
+            found = await find(link, submission.init_from)
+        submission = replace(submission, init_from=found.uri)
     # Checked before anything is sent, so that a typo costs nothing.
     request = build_request(submission, package, address.bucket_code)
     async with connect(address) as link:

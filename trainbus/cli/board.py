@@ -414,6 +414,7 @@ def describe(event: Any) -> str:
 def _placement(event: run.RunPlaced) -> str:
     where = ", ".join(f"{member.node_id}×{len(member.ranks)}" for member in event.members)
     start = f" from step {event.resume.step}" if event.resume else ""
+    start += f" with the weights of {event.init.uri}" if event.init else ""
     return f"placed (generation {event.generation}) on {event.world_size} slots: {where}{start}"
 
 

@@ -116,9 +116,10 @@ def plan(recorded: Recorded, start_step: int | None, slots: int | None) -> Plan:
     wanted = {step: state for step, state in sorted(recorded.states.items()) if step > (start_step or 0)}
     if not wanted:
         raise CannotReproduce(_nothing_to_compare(recorded, start_step))
-    resume = spec.resume_from
+    begins: dict[str, Any] = {}
     if start_step is not None:
-        resume = _start_from(recorded, start_step).commit.checkpoint.uri
+        uri = _start_from(recorded, start_step).commit.checkpoint.uri
+        begins = {"resume_from": uri, "init_from": None, "init_exclude": ()}
     steps = tuple(wanted)[-MAX_STEPS:]
     training = spec.training.model_copy(update={"checkpoint_at_steps": steps})
     request = spec.model_copy(
@@ -127,7 +128,7 @@ def plan(recorded: Recorded, start_step: int | None, slots: int | None) -> Plan:
             "training": training,
             "data": DatasetRef(dataset_id=recorded.dataset_id) if recorded.dataset_id else None,
             "slots": Slots(min=slots, max=slots) if slots is not None else spec.slots,
-            "resume_from": resume,
+            **begins,
             # It competes for nothing: what it is for is the comparison.
             "model": None,
             "evaluation": None,

@@ -21,7 +21,10 @@ DataDir = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Run = Annotated[str, typer.Argument(help="A run's id, the unique start of one, or its name.")]
 Target = Annotated[
-    str, typer.Argument(help="RUN (its newest checkpoint), RUN@STEP, or the s3:// address of a manifest.")
+    str,
+    typer.Argument(
+        help="RUN (its newest checkpoint), RUN@STEP, models:/NAME@champion, or the s3:// address of a manifest."
+    ),
 ]
 
 

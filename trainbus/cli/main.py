@@ -205,6 +205,17 @@ def submit(
     priority: Annotated[int | None, typer.Option(min=-1000, max=1000, help="Higher goes first.")] = None,
     model: Annotated[str | None, typer.Option(help="The registered model the result competes for.")] = None,
     experiment: Annotated[str | None, typer.Option()] = None,
+    init_from: Annotated[
+        str | None,
+        typer.Option(
+            "--init-from",
+            help="Begin with the weights of a checkpoint: RUN, RUN@STEP, models:/NAME@champion, or a manifest's s3://.",
+        ),
+    ] = None,
+    init_exclude: Annotated[
+        list[str] | None,
+        typer.Option("--init-exclude", help="Tensors that begin anew instead, for example 'head.*'; repeatable."),
+    ] = None,
     param: Annotated[list[str] | None, typer.Option("--param", help="key=value for the Task; repeatable.")] = None,
     event_id: Annotated[
         str | None, typer.Option("--id", help="Event id: the same id is the same run, however often sent.")
@@ -245,6 +256,8 @@ def submit(
         priority=priority,
         model=model,
         experiment=experiment,
+        init_from=init_from,
+        init_exclude=tuple(init_exclude or ()),
         params=tuple(param or ()),
     )
     _run(acting.submit(_address(data_dir), submission, event_id=event_id, follow=follow, as_json=as_json))

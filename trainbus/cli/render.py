@@ -206,6 +206,7 @@ def details(view: RunView, now: datetime) -> Table:
         ("model", view.model or ""),
         ("MLflow run", view.mlflow_run_id or ""),
         ("restored from", view.parent_run_id or ""),
+        ("weights from", _init(view)),
         ("evaluates", view.evaluates or ""),
         ("requested", f"{view.requested_at:%Y-%m-%d %H:%M:%S} UTC" if view.requested_at else ""),
         (
@@ -217,6 +218,14 @@ def details(view: RunView, now: datetime) -> Table:
         if value:
             made.add_row(f"[dim]{name}[/]", value)
     return made
+
+
+def _init(view: RunView) -> str:
+    """The checkpoint whose weights the run began with, and what it did not take of it."""
+    if view.spec is None or view.spec.init_from is None:
+        return ""
+    without = f" [dim](without {escape(', '.join(view.spec.init_exclude))})[/]" if view.spec.init_exclude else ""
+    return escape(view.spec.init_from) + without
 
 
 def exactness(view: RunView) -> str:

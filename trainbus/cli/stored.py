@@ -12,6 +12,7 @@ from typing import Any
 
 from contracts import subjects, topology
 from contracts.events import checkpoint
+from contracts.events.model import ModelPromoted
 from contracts.events.train import PinRequested, ScrubRequested
 from services.checkpoint.core import digests
 from services.checkpoint.core.commit import Blob, blobs_of_files, files_of
@@ -38,6 +39,9 @@ PARALLEL = 4
 #: Differences that a table shows; JSON has them all.
 SHOWN = 40
 ANSWER_S = 10.0
+PROMOTED = subjects.fact("model", subjects.ANY, ModelPromoted.fact)
+#: How MLflow names a version of a registered model.
+MODELS = "models:/"
 
 
 @dataclass(slots=True)
@@ -104,11 +108,13 @@ async def store(address: Address) -> AsyncIterator[Objects]:
 
 
 async def find(link: Link, target: str) -> Kept:
-    """The checkpoint that RUN, RUN@STEP or an s3:// address means.
+    """The checkpoint that RUN, RUN@STEP, models:/NAME@champion or an s3:// address means.
 
     Raises:
         CliError: there is none, or it was deleted.
     """
+    if target.startswith(MODELS):
+        target = await _champion(link, target)
     if target.startswith("s3://"):
         match = MANIFEST_KEY.match(split_uri(target)[1]) if "/" in target[5:] else None
         kept = (await read_kept(link, match["run_id"])).get(target) if match else None
@@ -125,6 +131,17 @@ async def find(link: Link, target: str) -> Kept:
         steps = ", ".join(str(each.commit.checkpoint.step) for each in there)
         raise CliError(f"run {run_id} has no such checkpoint; it has steps {steps or '(none)'}", USAGE)
     return chosen[-1]
+
+
+async def _champion(link: Link, target: str) -> str:
+    """The manifest of a registered model's champion, named as MLflow names it."""
+    model, _, alias = target.removeprefix(MODELS).partition("@")
+    if alias != "champion":
+        raise CliError(f"{target!r}: give models:/NAME@champion, the one alias that trainbus sets", USAGE)
+    champions = {each.event.model: each.event.checkpoint_uri for each in await link.read(PROMOTED)}
+    if model not in champions:
+        raise CliError(f"there is no champion of {model!r}; there are {', '.join(sorted(champions)) or 'none'}", USAGE)
+    return str(champions[model])
 
 
 async def load(objects: Objects, kept: Kept) -> Loaded:

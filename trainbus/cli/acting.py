@@ -210,7 +210,8 @@ async def follow_run(link: Link, run_id: str) -> None:
             board.apply(stored.sequence, stored.envelope.time, stored.event)
             if isinstance(stored.event, run.RunAccepted):
                 verdict_expected = stored.event.spec.evaluation is not None
-            if text := describe(stored.event):
+            # What retention deletes goes with every commit.
+            if stored.event.fact != "checkpoint_deleted" and (text := describe(stored.event)):
                 console.print(f"[dim]{stored.envelope.time:%H:%M:%S}[/] {render.escape(text)}", soft_wrap=True)
         if view.state in ENDED and (view.state != "completed" or not verdict_expected or view.verdict):
             break

@@ -38,6 +38,12 @@ def answer_train(cluster: Cluster, run_id: str, spec: TrainRequested) -> AcceptR
         problems.append(
             Problem(field="data", message="an evaluation measures an existing dataset: give data.dataset_id")
         )
+    # No fault of the contract's: what was accepted before must stay readable.
+    problems += [
+        Problem(field=field, message="a NUL character cannot be given to a program: remove it")
+        for field, texts in (("command", spec.command or ()), ("env", spec.env.values()))
+        if any("\0" in text for text in texts)
+    ]
     if problems:
         return RejectRun(run_id, spec.name, "the request cannot run as it is", tuple(problems))
     return AcceptRun(run_id, spec)

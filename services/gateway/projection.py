@@ -24,7 +24,7 @@ from services.gateway import store as tables
 from services.gateway.core.describe import describe
 from services.gateway.core.fold import At, apply, apply_progress, keys
 from services.gateway.core.rows import Point
-from services.gateway.store import EVENTS, Moved, Store
+from services.gateway.store import EVENTS, Moved, Store, is_about_values
 from services.kit.bus import Bus, Received
 
 log = structlog.get_logger(__name__)
@@ -89,7 +89,24 @@ class Projection:
                 self._advanced.notify_all()
 
     async def commit(self, stream: str, position: int, batch: Sequence[Received[Any]]) -> int:
-        """Fold a batch into the store; returns the new position."""
+        """Fold a batch into the store; returns the new position.
+
+        An event that the database cannot hold (a step beyond its integers) is left out, and said; the others count.
+        """
+        try:
+            return await self._commit(stream, position, batch)
+        except Exception as error:
+            if not is_about_values(error):
+                raise
+            if len(batch) == 1:
+                log.error("left an event out of the read model", subject=batch[0].subject, reason=_first_line(error))
+                async with self.store.moving(stream, position, batch[0].sequence):
+                    return batch[0].sequence
+        for item in batch:
+            position = await self.commit(stream, position, [item])
+        return position
+
+    async def _commit(self, stream: str, position: int, batch: Sequence[Received[Any]]) -> int:
         to = batch[-1].sequence
         async with self.store.moving(stream, position, to) as connection:
             if stream == PROGRESS:
@@ -217,6 +234,10 @@ def event_row(item: Received[Any]) -> dict[str, Any]:
         "summary": describe(item.event),
         "data": item.event.model_dump(mode="json", exclude_defaults=True),
     }
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
 
 
 def _measure(stream: str, last: Received[Any]) -> None:

@@ -37,6 +37,25 @@ CHUNK = 500
 R = TypeVar("R")
 
 
+class _Text(sa.TypeDecorator[str]):
+    """Text that PostgreSQL can hold too: it has no NUL."""
+
+    impl = sa.Text
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: sa.Dialect) -> str | None:
+        return value if value is None else value.replace("\0", "\N{SYMBOL FOR NULL}")
+
+
+def is_about_values(error: Exception) -> bool:
+    """Whether a row was refused for what is in it, so that writing it again would not help."""
+    if isinstance(error, sa.exc.DBAPIError):
+        cause = error.orig.__cause__ if error.orig is not None else None
+        # Class 22 of SQL's states is "data exception"; the driver itself raises a ValueError.
+        return isinstance(cause, ValueError) or str(getattr(cause, "sqlstate", None)).startswith("22")
+    return isinstance(error, (OverflowError, UnicodeEncodeError))
+
+
 def _table(name: str, row: type[Any], key: tuple[str, ...], indexes: Sequence[tuple[str, ...]] = ()) -> sa.Table:
     """A table with one column for each field of ``row``."""
     hints = typing.get_type_hints(row)
@@ -49,7 +68,7 @@ def _table(name: str, row: type[Any], key: tuple[str, ...], indexes: Sequence[tu
 def _type(hint: Any) -> tuple[Any, ...]:
     if isinstance(hint, types.UnionType):
         hint = next(a for a in typing.get_args(hint) if a is not type(None))
-    simple = {str: sa.Text(), int: sa.BigInteger(), float: sa.Double(), bool: sa.Boolean()}
+    simple = {str: _Text(), int: sa.BigInteger(), float: sa.Double(), bool: sa.Boolean()}
     # A missing document is SQL's NULL, not the JSON text "null".
     return (simple.get(hint, sa.JSON(none_as_null=True)),)
 
@@ -66,13 +85,13 @@ EVENTS = sa.Table(
     METADATA,
     sa.Column("sequence", sa.BigInteger, primary_key=True, autoincrement=False),
     sa.Column("time", sa.Double, nullable=False),
-    sa.Column("subject", sa.Text, nullable=False),
-    sa.Column("type", sa.Text, nullable=False),
-    sa.Column("event_id", sa.Text, nullable=False),
-    sa.Column("causation_id", sa.Text, nullable=False),
-    sa.Column("correlation_id", sa.Text, nullable=False),
-    sa.Column("run_id", sa.Text),
-    sa.Column("summary", sa.Text, nullable=False),
+    sa.Column("subject", _Text, nullable=False),
+    sa.Column("type", _Text, nullable=False),
+    sa.Column("event_id", _Text, nullable=False),
+    sa.Column("causation_id", _Text, nullable=False),
+    sa.Column("correlation_id", _Text, nullable=False),
+    sa.Column("run_id", _Text),
+    sa.Column("summary", _Text, nullable=False),
     sa.Column("data", sa.JSON, nullable=False),
     sa.Index("ix_events_run_id_sequence", "run_id", "sequence"),
     sa.Index("ix_events_time", "time"),

@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from contracts.events.run import ProgressPoint, RunProgress
 from services.gateway.rebuild import rebuild
 from services.gateway.settings import GatewaySettings
 from services.gateway.store import Store
 from services.kit.bus import Bus
 from tests.deploy.test_grafana import filled_in, statements
-from tests.gateway.conftest import EVALUATED_SPEC, life, running
+from tests.gateway.conftest import EVALUATED_SPEC, SPEC, life, running
 from tests.gateway.test_projection import contents, project, publish
 from trainbus.cli.embedded.servers import free_ports
 
@@ -99,3 +100,26 @@ async def test_two_gateways_share_it(bus: Bus, on_postgres: GatewaySettings) -> 
             page = await gateway.get("/training-runs", params={"limit": 3})
             rest = await gateway.get("/training-runs", params={"limit": 3, "cursor": page["next_cursor"]})
             assert [run["run_id"] for run in page["runs"] + rest["runs"]] == ["r3", "r2", "r1", "r0"]
+
+
+async def test_what_no_database_holds_ends_no_gateway(
+    bus: Bus, gateway_settings: GatewaySettings, on_postgres: GatewaySettings
+) -> None:
+    """Names, metrics and steps come from users: a NUL, which PostgreSQL lacks, NaN, integers of any size."""
+    await publish(bus, *life("r0", SPEC.model_copy(update={"name": "a\0b\u202e\x1b[31m"})))
+    point = ProgressPoint(step=7, time=1000.5, values={"a\0b": 1.0, "none": float("nan")})
+    beyond = ProgressPoint(step=10**30, time=1000.5, values={"loss": 1.0})
+    for offset, points in enumerate([(beyond,), (point,)]):
+        await publish(
+            bus,
+            RunProgress(run_id="r0", generation=2, node_id="n1", rank=0, offset=offset, kind="training", points=points),
+        )
+    for settings in (gateway_settings, on_postgres):
+        async with Store(settings.database_url) as store:
+            await project(bus, store)
+            found = await contents(store)
+            assert [run["state"] for run in found["runs"]] == ["completed"]
+            assert "\0" not in found["runs"][0]["name"]
+            assert 7 in [each["step"] for each in found["points"]]
+            await rebuild(settings)
+            assert await contents(store) == found

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from services.ingestion.core.schema import Shape
 from services.ingestion.core.splits import Stratum
 from services.ingestion.sources import Listed
 
@@ -39,6 +40,8 @@ class Catalog:
             """
             PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; PRAGMA temp_store = FILE;
             CREATE TABLE listing (path TEXT PRIMARY KEY, etag TEXT, size INTEGER, written_us INTEGER) WITHOUT ROWID;
+            CREATE TABLE shapes (number INTEGER PRIMARY KEY, shape TEXT UNIQUE, files INTEGER);
+            CREATE TABLE shaped (shape INTEGER, path TEXT, PRIMARY KEY (shape, path)) WITHOUT ROWID;
             CREATE TABLE labels (file TEXT PRIMARY KEY, label TEXT, value TEXT) WITHOUT ROWID;
             CREATE TABLE records (key TEXT PRIMARY KEY, unit BLOB, label TEXT, sha256 BLOB, id BLOB, size INTEGER,
                 measures BLOB, line BLOB) WITHOUT ROWID;
@@ -70,6 +73,25 @@ class Catalog:
         """Number and bytes of the objects."""
         count, size = self._db.execute("SELECT count(*), coalesce(sum(size), 0) FROM listing").fetchone()
         return int(count), int(size)
+
+    # -- schemas --------------------------------------------------------------
+
+    def note_shape(self, path: str, shape: Shape) -> None:
+        """Note what the records of a file are like. Files come in the order of paths."""
+        text = json.dumps(shape)
+        count = "INSERT INTO shapes (shape, files) VALUES (?, 1) ON CONFLICT DO UPDATE SET files = files + 1"
+        self._db.execute(count, (text,))
+        self._db.execute("INSERT INTO shaped SELECT number, ? FROM shapes WHERE shape = ?", (path, text))
+
+    def shapes(self) -> Iterator[tuple[Shape, int]]:
+        """All that were noted, in the order of the first file of each, with the number of files."""
+        found = self._db.execute("SELECT shape, files FROM shapes ORDER BY number")
+        return ((json.loads(shape), files) for shape, files in found)
+
+    def files_of(self, shape: Shape) -> Iterator[str]:
+        """The files whose records are like this, in the order of paths."""
+        query = "SELECT path FROM shaped WHERE shape = (SELECT number FROM shapes WHERE shape = ?) ORDER BY path"
+        return (str(row[0]) for row in self._db.execute(query, (json.dumps(shape),)))
 
     # -- labels ---------------------------------------------------------------
 

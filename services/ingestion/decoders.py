@@ -5,13 +5,9 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-import resource
-import signal
-import threading
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from multiprocessing import connection
 from types import TracebackType
 from typing import Self
 
@@ -19,17 +15,11 @@ import structlog
 
 from services.ingestion.core.records import Broken, Sound
 from services.ingestion.formats.images import ImageJudge, Labelled
-from services.kit.bus import Transient
+from services.ingestion.processes import ATTEMPTS, CPU_S, bound, limit_cpu
 
 log = structlog.get_logger(__name__)
 
-#: What a decoding process may have: Python and its libraries, and an image of the most pixels in two copies.
-MEMORY_BYTES = 3 * 2**30
-#: Seconds of CPU that one image may take; the largest takes a few.
-CPU_S = 120.0
 MAX_PROCESSES = 8
-#: How often an image is tried that its process dies of.
-ATTEMPTS = 2
 
 
 class Decoders:
@@ -100,6 +90,9 @@ async def _working() -> ProcessPoolExecutor:
         await asyncio.wrap_future(pool.submit(_ready))
     except (BrokenProcessPool, OSError) as error:
         _end(pool)
+        # Imported here: most of what a process would import at its start is the bus, which it has no use for.
+        from services.kit.bus import Transient
+
         raise Transient(f"no process can be started that decodes images: {error!r}") from error
     return pool
 
@@ -110,7 +103,7 @@ def _ready() -> bool:
 
 def _pool(processes: int) -> ProcessPoolExecutor:
     # Spawned: the service has threads, which a forked child would find in any state.
-    return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), _begin)
+    return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), bound)
 
 
 def _end(pool: ProcessPoolExecutor | None) -> None:
@@ -121,28 +114,12 @@ def _end(pool: ProcessPoolExecutor | None) -> None:
             process.kill()
 
 
-def _begin() -> None:
-    """In a new process: limits, and an end when the service ends, even by SIGKILL."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def follow() -> None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
-
-
 def _judge(judge: ImageJudge, images: list[tuple[Labelled, bytes]]) -> list[Sound | Broken]:
     verdicts = []
     for image, content in images:
-        # The signal's default action ends the process: a decoder in C heeds nothing less.
-        signal.setitimer(signal.ITIMER_PROF, CPU_S)
+        limit_cpu(CPU_S)
         verdicts.append(judge.judge(image, content))
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        limit_cpu(0)
     return verdicts
 
 

@@ -191,7 +191,7 @@ class Ingest:
 
     async def _judge_records(self, take: Take) -> None:
         """Each object holds records."""
-        reader = ManyRecords(self._data, self._source, self._decoders, self._folder, self._ahead)
+        reader = ManyRecords(self._data, self._source, self._catalog, self._decoders, self._folder, self._ahead)
         if self._features is not None:
             reader.joined = await self._join(reader, self._features)
         if self._data.format == "mds":

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from services.ingestion.catalog import Catalog
-from services.ingestion.core.records import Broken, Fault, json_bytes, parsed_json, plain
+from services.ingestion.core.records import Broken, Fault, json_bytes, parsed_json
+from services.ingestion.formats.parquet import python_rows
+from services.ingestion.formats.unpacking import Unpacker
 from services.ingestion.sources import Listed, Source
 from services.ingestion.taking import Intake
 from services.kit.bus import Poison
@@ -18,7 +21,6 @@ LABELS = ("labels.csv", "labels.parquet")
 MANIFEST = ("manifest.jsonl", "manifest.csv")
 FILE, LABEL = "file", "label"
 MAX_LINE_BYTES = 2**20
-ROWS_A_BATCH = 1000
 
 #: A row and its place in the table, or what is wrong with it.
 Rows = Iterator[tuple[int, Mapping[str, Any] | Fault]]
@@ -59,8 +61,13 @@ async def read_naming(
         raise Poison(f"the source has both {' and '.join(listed.path for listed in found)}: leave one of them")
     listed, local = found[0], folder / f"naming-{found[0].path}"
     await source.download(listed, local)
-    reader: dict[str, Callable[[str, Path], Rows]] = {"csv": _csv, "jsonl": _jsonl, "parquet": _parquet}
-    rows = reader[listed.path.rpartition(".")[2]](source.uri(listed), local)
+    reader: dict[str, Callable[[str, Path, tuple[str, ...]], Rows]] = {
+        "csv": _csv,
+        "jsonl": _jsonl,
+        "parquet": _parquet,
+    }
+    needed = (FILE, LABEL) if needs_label else (FILE,)
+    rows = reader[listed.path.rpartition(".")[2]](source.uri(listed), local, needed)
     await in_thread(_note, rows, listed, catalog, intake, needs_label)
     local.unlink()
     return Naming(listed.path, catalog), listed
@@ -104,12 +111,12 @@ def missing(naming: tuple[Naming, Listed], catalog: Catalog, intake: Intake) -> 
         intake.set_aside(naming[1], Broken("missing_file", f"names {file!r}, which does not exist"))
 
 
-def _csv(uri: str, local: Path) -> Rows:
+def _csv(uri: str, local: Path, needed: tuple[str, ...]) -> Rows:
     try:
         with local.open(encoding="utf-8-sig", newline="") as file:
             rows = csv.reader(file, strict=True)
             columns = [name.strip() for name in next(rows, [])]
-            _check_columns(uri, columns)
+            _check_columns(uri, columns, needed)
             for row in rows:
                 if not row:
                     continue
@@ -121,7 +128,7 @@ def _csv(uri: str, local: Path) -> Rows:
         raise Poison(f"{uri} cannot be read as CSV in UTF-8: {error}") from error
 
 
-def _jsonl(uri: str, local: Path) -> Rows:
+def _jsonl(uri: str, local: Path, _: tuple[str, ...]) -> Rows:
     offset = 0
     with local.open("rb") as file:
         while line := file.readline(MAX_LINE_BYTES + 1):
@@ -139,24 +146,21 @@ def _jsonl(uri: str, local: Path) -> Rows:
                 yield start, fault
 
 
-def _parquet(uri: str, local: Path) -> Rows:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(local) as table:
-            _check_columns(uri, table.schema_arrow.names)
-            number = 0
-            for batch in table.iter_batches(ROWS_A_BATCH):
-                for row in batch.to_pylist():
-                    yield number, plain(row)
-                    number += 1
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-        raise Poison(f"{uri} cannot be read as Parquet: {error}") from error
+def _parquet(uri: str, local: Path, needed: tuple[str, ...]) -> Rows:
+    number = 0
+    with closing(Unpacker()) as unpacker, closing(unpacker.read(local)) as read:
+        for place, found in enumerate(read):
+            if isinstance(found, Broken):
+                raise Poison(f"{uri} cannot be read as Parquet: {found.detail}")
+            if place == 0:
+                _check_columns(uri, found.table.schema.names, needed)
+            for row in python_rows(found):
+                yield number, row
+                number += 1
 
 
-def _check_columns(uri: str, columns: list[str]) -> None:
-    if FILE not in columns:
-        raise Poison(f"{uri} needs the column {FILE!r}; it has {columns}")
+def _check_columns(uri: str, columns: list[str], needed: tuple[str, ...]) -> None:
+    if absent := [name for name in needed if name not in columns]:
+        raise Poison(f"{uri} needs the column {absent[0]!r}; it has {columns}")
     if len(set(columns)) < len(columns):
         raise Poison(f"{uri} has two columns of one name: {columns}")

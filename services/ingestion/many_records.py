@@ -7,15 +7,19 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from contracts.events.train import DataSource
 from services.ingestion import metrics
+from services.ingestion.catalog import Catalog
 from services.ingestion.core.keys import extension
 from services.ingestion.core.records import Broken, Sound
+from services.ingestion.core.schema import Profile, unlike_columns, unlike_fields
 from services.ingestion.decoders import Decoders
-from services.ingestion.formats import images, mds, rows, tars
+from services.ingestion.formats import images, mds, parquet, rows, tars
+from services.ingestion.formats.unpacking import Unpacker
 from services.ingestion.sources import Listed, Source
 from services.ingestion.taking import Found, Take
 from services.kit.bus import Poison
@@ -38,15 +42,16 @@ class ManyRecords:
         self,
         data: DataSource,
         source: Source,
+        catalog: Catalog,
         decoders: Decoders,
         folder: Path,
         ahead: int,
     ) -> None:
-        self._data, self._source, self._decoders = data, source, decoders
+        self._data, self._source, self._catalog, self._decoders = data, source, catalog, decoders
         self._folder, self._ahead = folder, ahead
         #: By path, local files that are read in place of the source's objects.
         self.joined: Mapping[str, Path | Broken] | None = None
-        self._tables = rows.Tables(data)
+        self._unpacker = Unpacker()
         self._image_judge = images.ImageJudge(data)
         self._shards: dict[str, mds.MdsShard] = {}
         #: Files that say again what others do.
@@ -64,11 +69,17 @@ class ManyRecords:
             while pending:
                 await self._read(*pending.popleft(), take)
         finally:
+            self._unpacker.close()
             await end(*(task for _, task in pending))
 
     def drifted(self) -> Iterator[tuple[str, Broken]]:
         """Once all is read: paths of files that do not go with most of the others, whose records must go again."""
-        return self._tables.drifted()
+        if self._data.format not in ("jsonl", "parquet"):
+            return
+        unlike = unlike_columns if self._data.format == "parquet" else unlike_fields
+        for shape, detail in unlike(self._catalog.shapes):
+            for path in self._catalog.files_of(shape):
+                yield path, Broken("schema_drift", detail, whole_object=True)
 
     def auxiliary(self, listed: Listed) -> bool:
         """Whether the object only tells of others."""
@@ -138,14 +149,20 @@ class ManyRecords:
     def _records(self, path: str, local: Path) -> rows.Records:
         data = self._data
         if data.format == "jsonl":
-            return rows.lines(data, path, local)
+            return self._lines(path, local)
         if data.format == "parquet":
-            return self._tables.records(path, local)
+            return parquet.records(data, path, local, self._unpacker, partial(self._catalog.note_shape, path))
         if data.format == "webdataset":
             return tars.samples(data, path, local)
         if data.format == "mds":
             return mds.samples(data, path, local, self._shards[path])
         return rows.windows(data, path, local)
+
+    def _lines(self, path: str, local: Path) -> rows.Records:
+        profile = Profile()
+        yield from rows.lines(self._data, path, local, profile)
+        if (shape := profile.shape()) is not None:
+            self._catalog.note_shape(path, shape)
 
     async def _decoded(self, found: list[Sound | Broken]) -> list[Sound | Broken]:
         """The records, with the images among their files decoded: what does not decode is set aside."""

@@ -14,6 +14,7 @@ from services.ingestion import decoders as decoders_module
 from services.ingestion.core.records import Broken, Sound
 from services.ingestion.decoders import Decoders
 from services.ingestion.formats.images import ImageJudge, Labelled
+from services.ingestion.processes import MEMORY_BYTES
 from services.kit.bus import Transient
 from tests.support_data import image_bytes
 
@@ -31,7 +32,7 @@ class Deadly(ImageJudge):
             while True:
                 pass
         if content == b"eat":
-            eaten = bytearray(decoders_module.MEMORY_BYTES)
+            eaten = bytearray(MEMORY_BYTES)
             return Broken("bomb", f"{len(eaten)} bytes could be had")
         return super().judge(image, content)
 
@@ -62,7 +63,7 @@ async def test_only_the_culprit_is_set_aside() -> None:
 
 
 async def test_no_image_is_blamed_when_no_process_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoders_module, "_begin", _refuse)
+    monkeypatch.setattr(decoders_module, "bound", _refuse)
     async with Decoders(2) as decoders:
         with pytest.raises(Transient, match="no process can be started"):
             await decoders.judge(Deadly(DATA), batch(0).images)

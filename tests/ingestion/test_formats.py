@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import random
+import re
 import tarfile
 import tempfile
 from collections.abc import Awaitable, Callable
@@ -119,9 +120,10 @@ async def test_images_by_labels_parquet(run: Ingesting) -> None:
     assert splits["2"] == splits["3"]
 
 
-async def test_images_by_a_table_that_is_none(run: Ingesting) -> None:
-    files = {"0.png": image_bytes(0), "labels.csv": b"name,label\n0.png,a\n"}
-    with pytest.raises(Poison, match=r"needs the column 'file'; it has \['name', 'label'\]"):
+@pytest.mark.parametrize(("columns", "lacks"), [(["name", "label"], "file"), (["file", "class"], "label")])
+async def test_images_by_a_table_that_is_none(run: Ingesting, columns: list[str], lacks: str) -> None:
+    files = {"0.png": image_bytes(0), "labels.csv": ",".join(columns).encode() + b"\n0.png,a\n"}
+    with pytest.raises(Poison, match=f"needs the column '{lacks}'; it has {re.escape(str(columns))}"):
         await run("images", files)
     files |= {"labels.parquet": b"PAR1"}
     with pytest.raises(Poison, match=r"both labels.csv and labels.parquet"):
@@ -327,6 +329,34 @@ async def test_columns_are_what_most_files_have(run: Ingesting) -> None:
     assert (found.outcome.accepted, found.codes) == (3, {"schema_drift": 1})
     assert found.quarantine[0]["uri"].endswith("/a.parquet")
     assert "'x' is string here and int64 in most files" in found.quarantine[0]["detail"]
+
+
+@pytest.mark.parametrize(
+    ("odd", "says"),
+    [
+        ([{"x": str(n), "y": 1} for n in range(9)], "field 'x' is text here and a number in most files"),
+        ([{"y": n} for n in range(9)], "field 'x' is missing here and is a number in most files"),
+        # Their label is what they lack: told as a whole, too.
+        ([{"x": n} for n in range(9)], "field 'y' is missing here and is a number in most files"),
+        ([{"x": n, "y": 1, "more": n} for n in range(9)], None),
+        ([{"x": n, "y": 1} for n in range(9)] + [{"x": "odd", "y": 1}], None),
+    ],
+)
+async def test_fields_are_what_most_files_have(run: Ingesting, odd: list[dict[str, Any]], says: str | None) -> None:
+    files = {f"{i}.jsonl": jsonl(*({"x": n, "y": i} for n in range(10))) for i in range(3)} | {"9.jsonl": jsonl(*odd)}
+    found = await run("jsonl", files, split=TRAIN, label_field="y")
+    problem = objection(found.outcome, fuzzed_source("jsonl"), "q")
+    if says is None:
+        assert (found.outcome.accepted, found.codes) == (30 + len(odd), {})
+        return
+    assert problem is not None
+    assert found.outcome.accepted == 30
+    assert "the schema of s3://lake/x changed: 1 of 4 files" in problem
+    told = [entry for entry in found.quarantine if entry["code"] == "schema_drift"]
+    assert [entry["uri"].rpartition("/")[2] for entry in told] == ["9.jsonl"]
+    assert says in told[0]["detail"]
+    assert "9.jsonl" in problem
+    assert says in problem
 
 
 async def test_values_without_a_form_in_json(run: Ingesting) -> None:

@@ -74,7 +74,7 @@ REASONS: dict[Code, str] = {
     "out_of_range": "a number outside of checks.ranges",
     "oversized": "a record of more than checks.max_record_bytes",
     "ragged": "a table's row with more or fewer cells than its header",
-    "schema_drift": "a file whose columns differ from those of most files",
+    "schema_drift": "a file whose columns, or the fields and types of whose records, differ from those of most files",
     "too_many_pixels": "an image of more pixels than a decoder should be given",
     "truncated": "an image that ends early",
     "undecodable": "an image that cannot be decoded to the last pixel",

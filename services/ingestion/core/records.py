@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
@@ -83,10 +83,15 @@ def of_files(
     return Sound(key, exts[0], content, len(content), digest, label, offset, continuous, fields, value)
 
 
-def json_line(line: bytes, key: str, offset: int, label_field: str | None) -> Sound | Broken:
-    """Judge one line of a jsonl file."""
+def json_line(
+    line: bytes, key: str, offset: int, label_field: str | None, look: Callable[[Mapping[str, Any]], None] | None = None
+) -> Sound | Broken:
+    """Judge one line of a jsonl file. ``look`` is called with each object, whatever is wrong with it besides."""
     try:
-        return record(parsed_json(line), key, offset, label_field)
+        value = parsed_json(line)
+        if look is not None and isinstance(value, dict):
+            look(value)
+        return record(value, key, offset, label_field)
     except Fault as fault:
         return Broken(fault.code, fault.detail, offset, hashlib.sha256(line).hexdigest())
 

@@ -16,7 +16,7 @@ from contracts.events.dataset import Quarantined
 from contracts.events.train import DataSource
 
 #: Changes whenever the same input would give another index.
-INDEX_VERSION = 2
+INDEX_VERSION = 3
 #: The class names travel in an event, of 1 MiB at most.
 MAX_CLASSES = 10_000
 MAX_CLASSES_BYTES = 500_000
@@ -196,8 +196,8 @@ def _too_bad(outcome: Outcome, data: DataSource, total: int) -> str | None:
     drifted = next((fault.count for fault in outcome.quarantined if fault.code == "schema_drift"), 0)
     if drifted and drifted / outcome.objects > data.max_bad_fraction:
         return (
-            f"the schema of {data.source} changed: {drifted:,} of {outcome.objects:,} files have other columns than "
-            f"most, {most}"
+            f"the schema of {data.source} changed: {drifted:,} of {outcome.objects:,} files have other columns "
+            f"or fields than most, {most}"
         )
     # One unreadable file may have held most of the rows: files count as well as records.
     shares = [

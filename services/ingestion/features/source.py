@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Callable, Sequence
-from functools import partial
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+import structlog
 
 from contracts.events.train import FeatureJoin, FeatureTable
 from services.ingestion.core.keys import extension, is_data
 from services.ingestion.core.records import Broken
+from services.ingestion.features.apart import MEMORY_BYTES, Progress, join_apart, unreadable
+from services.ingestion.processes import Died
 from services.ingestion.sources import Listed, Source
 from services.kit.bus import Poison
 from services.kit.concurrency import all_of, in_thread
 
+log = structlog.get_logger(__name__)
+
 EXTENSIONS = {"parquet", "pq"}
 #: Files that are copied at a time.
 AT_A_TIME = 4
-
-Progress = Callable[[int, int], None]
-
-
-class Stopped(Exception):
-    """Nobody waits for the join any more."""
 
 
 class Version(NamedTuple):
@@ -71,32 +69,53 @@ class FeatureSource:
             Poison: the tables do not go together, or a feature table cannot be read.
             Missing, Changed, Refused: what was listed is there no more.
         """
-        local = await _download(source, entities, folder / "entities")
+        (first := folder / "join").mkdir()
+        try:
+            return await self._join(source, entities, first, {}, progress)
+        except Died:
+            log.warning("the process that joins features died; its files are looked at one by one")
+        shutil.rmtree(first)
+        (second := folder / "join-again").mkdir()
+        broken = await self._unreadable(source, entities, second)
+        try:
+            return await self._join(source, entities, second, broken, progress)
+        except Died:
+            raise Poison(
+                "the process that joins the feature tables dies, though each of their files can be read: it may have "
+                f"{MEMORY_BYTES / 2**30:.0f} GiB of memory; name the columns to join (features), or join fewer tables"
+            ) from None
+
+    async def _join(
+        self, source: Source, entities: Sequence[Listed], folder: Path, broken: Mapping[str, Broken], progress: Progress
+    ) -> dict[str, Path | Broken]:
+        """Join all but what is known to be broken."""
+        result: dict[str, Path | Broken] = dict(broken)
+        sound = [listed for listed in entities if listed.path not in broken]
+        local = await _download(source, sound, folder / "entities")
         tables = [
             await _download(each, files, folder / f"features-{number}")
             for number, (each, files) in enumerate(zip(self._sources, self._files, strict=True))
         ]
-        joined = await _stoppable(partial(_join, self._spec, local, tables, folder), progress)
-        return {listed.path: found for listed, found in zip(entities, joined, strict=True)}
+        joined = await join_apart(self._spec, local, tables, folder, progress)
+        for files in tables:
+            for _, path in files:
+                path.unlink()
+        return result | {listed.path: found for listed, found in zip(sound, joined, strict=True)}
 
-
-def _join(
-    spec: FeatureJoin,
-    entities: Sequence[tuple[str, Path]],
-    tables: Sequence[Sequence[tuple[str, Path]]],
-    folder: Path,
-    progress: Progress,
-) -> list[Path | Broken]:
-    # Imported here: only those who join pay for the memory and threads of the engine.
-    from services.ingestion.features.enrich import join_files
-    from services.ingestion.features.table_join import load_table
-
-    loaded = [load_table(table, files) for table, files in zip(spec.tables, tables, strict=True)]
-    joined = join_files(entities, loaded, spec, folder, progress)
-    for files in tables:
-        for _, path in files:
-            path.unlink()
-    return joined
+    async def _unreadable(self, source: Source, entities: Sequence[Listed], folder: Path) -> dict[str, Broken]:
+        """The entity files that cannot be read. Raises ``Poison`` if one of a feature table cannot."""
+        for number, (table, each, files) in enumerate(zip(self._spec.tables, self._sources, self._files, strict=True)):
+            copies = await _download(each, files, folder / f"look-{number}")
+            for uri, found in (await in_thread(unreadable, copies)).items():
+                raise Poison(
+                    f"{uri} of feature table {table.name!r} cannot be read as Parquet ({found.detail}): without it "
+                    "features would change silently; write it again, or remove it if it does not belong there"
+                )
+            shutil.rmtree(folder / f"look-{number}")
+        copies = await _download(source, entities, folder / "look")
+        broken = await in_thread(unreadable, copies)
+        shutil.rmtree(folder / "look")
+        return {listed.path: broken[uri] for listed, (uri, _) in zip(entities, copies, strict=True) if uri in broken}
 
 
 async def _list_table(table: FeatureTable, source: Source) -> list[Listed]:
@@ -126,21 +145,3 @@ async def _download(source: Source, files: Sequence[Listed], folder: Path) -> li
     copies = (source.download(listed, path) for listed, path in zip(files, paths, strict=True))
     await all_of(copies, at_a_time=AT_A_TIME)
     return [(source.uri(listed), path) for listed, path in zip(files, paths, strict=True)]
-
-
-async def _stoppable(work: Callable[[Progress], list[Path | Broken]], progress: Progress) -> list[Path | Broken]:
-    """Run it in a thread that ends at its next progress when the caller is cancelled."""
-    stopped = threading.Event()
-
-    def go_on(done: int, total: int) -> None:
-        if stopped.is_set():
-            raise Stopped
-        progress(done, total)
-
-    task = asyncio.create_task(in_thread(work, go_on))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        stopped.set()
-        await asyncio.gather(task, return_exceptions=True)
-        raise

@@ -1,0 +1,117 @@
+"""Which fields the records of a file have, and of what type; and which files are unlike most of the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+#: A field belongs to a file when at least this share of its records has it.
+USUAL = 0.9
+#: A file of fewer records says nothing of the others.
+LEAST_RECORDS = 5
+#: Files of more fields than this are not compared: their fields are rather data than names.
+MAX_FIELDS = 1000
+#: Types of JSON. Null goes with any of them.
+TYPES = {bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
+#: In place of a type: values are null, or no type has most of them; and the field is not in most records, or in none.
+ANY, SOMETIMES, MISSING = "any", "sometimes", "missing"
+
+#: By field (``a.b`` is the field b of the object a) its type, ``ANY`` or ``SOMETIMES``; by column, its type in Arrow.
+Shape = Mapping[str, str]
+#: Goes through all there are, in the order of the first file of each, with the number of files. It is called again
+#: rather than kept: there may be as many as files.
+Shapes = Callable[[], Iterable[tuple[Shape, int]]]
+
+
+class Profile:
+    """Counts the fields of one file's records, at the top and one below; memory is bounded."""
+
+    def __init__(self) -> None:
+        self._records = 0
+        self._fields: dict[str, Counter[type]] = {}
+        self._too_many = False
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        self._records += 1
+        self._count("", record)
+        for name, value in record.items():
+            if type(value) is dict:
+                self._count(f"{name}.", value)
+
+    def _count(self, prefix: str, record: Mapping[str, Any]) -> None:
+        for name, value in record.items():
+            counts = self._fields.get(prefix + name)
+            if counts is None:
+                if len(self._fields) == MAX_FIELDS:
+                    self._too_many = True
+                    continue
+                counts = self._fields[prefix + name] = Counter()
+            counts[type(value)] += 1
+
+    def shape(self) -> Shape | None:
+        """What most of the records are like; None if they tell nothing."""
+        if self._records < LEAST_RECORDS or self._too_many:
+            return None
+        return {name: self._kind(self._fields[name]) for name in sorted(self._fields)}
+
+    def _kind(self, counts: Counter[type]) -> str:
+        if counts.total() < USUAL * self._records:
+            return SOMETIMES
+        kinds: Counter[str] = Counter()
+        for found, count in counts.items():
+            if found in TYPES:
+                kinds[TYPES[found]] += count
+        most = max(kinds, key=lambda kind: kinds[kind], default=ANY)
+        return most if 2 * kinds[most] > kinds.total() else ANY
+
+
+def unlike_fields(shapes: Shapes) -> Iterator[tuple[Shape, str]]:
+    """The shapes of files of records that are unlike most files, and in what.
+
+    A file is unlike the others when it lacks a field that most files have, or has it in another type. What comes on
+    top in some files is no matter. Where as many files have one as have another, the first counts.
+    """
+    names: dict[str, Counter[str]] = {}
+    for shape, _ in shapes():
+        names |= {name: Counter() for name in shape if name not in names and len(names) < MAX_FIELDS}
+    for shape, files in shapes():
+        for name, kinds in names.items():
+            kinds[shape.get(name, MISSING)] += files
+    usual = {name: kinds.most_common(1)[0][0] for name, kinds in sorted(names.items())}
+    for shape, _ in shapes():
+        texts = (_unlike(name, kind, shape) for name, kind in usual.items())
+        if (text := next(filter(None, texts), None)) is not None:
+            yield shape, text
+
+
+def _unlike(name: str, usual: str, shape: Shape) -> str | None:
+    found = shape.get(name, MISSING)
+    if usual in (SOMETIMES, MISSING) or found == SOMETIMES:
+        return None
+    if found == MISSING:
+        if shape.get(name.rpartition(".")[0]) in (ANY, SOMETIMES):  # no object, in which it could be
+            return None
+        there = "is there" if usual == ANY else f"is {usual}"
+        return f"field {name!r} is missing here and {there} in most files: write it in all of them, if need be as null"
+    if ANY in (found, usual) or found == usual:
+        return None
+    return f"field {name!r} is {found} here and {usual} in most files: write all files with one schema"
+
+
+def unlike_columns(shapes: Shapes) -> Iterator[tuple[Shape, str]]:
+    """The shapes of tables that are not, to the last column, like most files (the first, of equally many); and why."""
+    usual = max(shapes(), key=lambda each: each[1], default=({}, 0))[0]
+    for shape, _ in shapes():
+        if list(shape.items()) != list(usual.items()):
+            yield shape, _unlike_column(usual, shape)
+
+
+def _unlike_column(usual: Shape, shape: Shape) -> str:
+    for name in sorted(usual.keys() | shape.keys()):
+        if usual.get(name) != shape.get(name):
+            return (
+                f"column {name!r} is {shape.get(name, MISSING)} here and {usual.get(name, MISSING)} in most files: "
+                "write all files with one schema"
+            )
+    return "the columns' order differs from most files: write all files with one schema"

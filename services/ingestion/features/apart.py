@@ -1,0 +1,65 @@
+"""The join in a process of its own: a library that dies of what users uploaded takes nothing along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from contracts.events.train import FeatureJoin
+from services.ingestion.core.records import Broken
+from services.ingestion.formats.unpacking import Unpacker
+from services.ingestion.processes import apart
+
+#: Address space of the process: a join keeps about 1 GB, and the allocators of two engines reserve more than they use.
+MEMORY_BYTES = 8 * 2**30
+
+Located = tuple[str, Path]
+#: Called with the entity rows done and all there are, in another thread.
+Progress = Callable[[int, int], None]
+
+
+async def join_apart(
+    spec: FeatureJoin,
+    entities: Sequence[Located],
+    tables: Sequence[Sequence[Located]],
+    folder: Path,
+    progress: Progress,
+) -> list[Path | Broken]:
+    """See ``enrich.join_files``.
+
+    Raises:
+        Poison: the tables do not go together, or one of them cannot be read.
+        Died: the process died of it.
+        Transient: no process can be started.
+    """
+    found: list[Path | Broken] = await apart(
+        _join, spec, entities, tables, folder, report=progress, memory_bytes=MEMORY_BYTES
+    )
+    return found
+
+
+def unreadable(files: Iterable[Located]) -> dict[str, Broken]:
+    """Those that cannot be read to their end, by their uri, each tried alone."""
+    broken: dict[str, Broken] = {}
+    with closing(Unpacker()) as unpacker:
+        for uri, path in files:
+            for found in unpacker.read(path):
+                if isinstance(found, Broken):
+                    broken[uri] = found
+    return broken
+
+
+def _join(
+    report: Progress,
+    spec: FeatureJoin,
+    entities: Sequence[Located],
+    tables: Sequence[Sequence[Located]],
+    folder: Path,
+) -> list[Path | Broken]:
+    # Imported here: the service itself never pays for the memory and threads of the engine.
+    from services.ingestion.features.enrich import join_files
+    from services.ingestion.features.table_join import load_table
+
+    loaded = [load_table(table, files) for table, files in zip(spec.tables, tables, strict=True)]
+    return join_files(entities, loaded, spec, folder, report)

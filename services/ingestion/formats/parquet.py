@@ -1,0 +1,95 @@
+"""The rows of Parquet files, in JSON's types."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from contracts.events.train import DataSource
+from services.ingestion.core.keys import row_key, rows_key
+from services.ingestion.core.records import Broken, Fault, Sound, plain, record
+from services.ingestion.core.schema import Shape
+from services.ingestion.formats.unpacking import Unpacked, Unpacker
+
+#: Called with the columns of a file, before its rows come.
+Note = Callable[[Shape], None]
+
+
+def records(data: DataSource, path: str, local: Path, unpacker: Unpacker, note: Note) -> Generator[Sound | Broken]:
+    """The rows of one file. Dates become ISO 8601, decimals strings, bytes base64."""
+    prefix, number = rows_key(path), 0
+    with closing(unpacker.read(local)) as read:
+        for place, found in enumerate(read):
+            if isinstance(found, Broken):
+                yield replace(found, offset=number)
+                return
+            if place == 0:
+                note(_columns(found))
+            for row in python_rows(found):
+                yield _record(row, row_key(prefix, number), number, data.label_field)
+                number += 1
+
+
+def _record(row: Mapping[str, Any] | Fault, key: str, number: int, label_field: str | None) -> Sound | Broken:
+    try:
+        if isinstance(row, Fault):
+            raise row
+        return record(row, key, number, label_field)
+    except Fault as fault:
+        return Broken(fault.code, fault.detail, number)
+
+
+def _columns(found: Unpacked) -> Shape:
+    """Name and type of each."""
+    return {field.name: f"{field.type}{'' if field.nullable else ' not null'}" for field in found.table.schema}
+
+
+def python_rows(found: Unpacked) -> Iterator[Mapping[str, Any] | Fault]:
+    """The rows in JSON's types; where a value has none, what is wrong with it."""
+    rows = _plain_rows(found.table)
+    for number in range(found.table.num_rows + len(found.faults)):
+        yield found.faults[number] if number in found.faults else next(rows)
+
+
+def _plain_rows(table: Any) -> Iterator[Mapping[str, Any] | Fault]:
+    names = [name for name, kind in zip(table.schema.names, table.schema.types, strict=True) if not _native(kind)]
+    try:
+        rows = table.to_pylist()
+    except Exception:  # a date that Python has not: the others are sound
+        rows = [_one(table.slice(i, 1)) for i in range(table.num_rows)]
+    for row in rows:
+        if isinstance(row, Fault) or not names:
+            yield row
+            continue
+        try:
+            for name in names:
+                row[name] = plain(row[name])
+            yield row
+        except Fault as fault:
+            yield fault
+
+
+def _one(row: Any) -> Any:
+    try:
+        return row.to_pylist()[0]
+    except Exception as error:
+        return Fault("unsupported_type", f"{type(error).__name__}: {error}")
+
+
+def _native(kind: Any) -> bool:
+    """Whether Python's value of this type is JSON's."""
+    from pyarrow import types
+
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return _native(kind.value_type)
+    return bool(
+        types.is_integer(kind)
+        or types.is_floating(kind)
+        or types.is_boolean(kind)
+        or types.is_string(kind)
+        or types.is_large_string(kind)
+        or types.is_null(kind)
+    )

@@ -1,0 +1,157 @@
+"""Processes that read what strangers made: they may die of it, and are bounded; the service lives."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import resource
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import connection
+from typing import Any
+
+from services.kit.concurrency import in_thread
+
+#: Address space of such a process: Python and its libraries, and an image of the most pixels in two copies.
+MEMORY_BYTES = 3 * 2**30
+#: Seconds of CPU that one image, or one batch of a table's rows, may take; the largest takes a few.
+CPU_S = 120.0
+#: How often something is tried that its process dies of.
+ATTEMPTS = 2
+READY = "ready"
+
+
+class Died(Exception):
+    """The process is gone, without having said how its work ended."""
+
+
+class Child:
+    """One process and the connection to it. Start it and use it from any one thread at a time."""
+
+    def __init__(self, work: Callable[..., None], *args: Any, memory_bytes: int = MEMORY_BYTES) -> None:
+        """Start ``work(connection, *args)``, and wait until it is ready.
+
+        Raises:
+            Transient: no process can be started, or it has not enough memory to begin.
+        """
+        # Spawned: the service has threads, which a forked child would find in any state.
+        context = multiprocessing.get_context("spawn")
+        self._killed = False
+        self.connection, theirs = context.Pipe()
+        self._process = context.Process(target=_run, args=(theirs, memory_bytes, work, args), daemon=True)
+        try:
+            self._process.start()
+            theirs.close()
+            self.receive()
+        except (OSError, Died) as error:
+            theirs.close()
+            self.connection.close()
+            # Imported here: most of what a process would import at its start is the bus, which it has no use for.
+            from services.kit.bus import Transient
+
+            raise Transient(f"no process can be started that reads the source: {error!r}") from error
+
+    def send(self, message: Any) -> None:
+        """Raises ``Died``."""
+        try:
+            self.connection.send(message)
+        except OSError as error:
+            raise Died from error
+
+    def receive(self) -> Any:
+        """What it says next. Raises ``Died``, also if there is something left that it said before it was killed."""
+        try:
+            content = self.connection.recv()
+        except (EOFError, OSError) as error:
+            raise Died from error
+        if self._killed:
+            raise Died
+        return content
+
+    def receive_bytes(self) -> bytes:
+        """Bytes that it sends next. Raises ``Died``."""
+        try:
+            return self.connection.recv_bytes()
+        except (EOFError, OSError) as error:
+            raise Died from error
+
+    def kill(self) -> None:
+        """End it, at once; who waits for it in another thread gets ``Died``."""
+        self._killed = True
+        self._process.kill()
+
+    def end(self) -> None:
+        """End it, and let go of what it held."""
+        self.kill()
+        self._process.join()
+        self.connection.close()
+
+
+async def apart(
+    work: Callable[..., Any], *args: Any, report: Callable[..., None], memory_bytes: int = MEMORY_BYTES
+) -> Any:
+    """What ``work(report, *args)`` returns in a process of its own; ``report`` is called in a thread of this one.
+
+    Whoever cancels this ends the process.
+
+    Raises:
+        Died: it died, or took more memory than it may have.
+        Exception: what ``work`` raised.
+    """
+    child = await in_thread(Child, _report_and_return, work, args, memory_bytes=memory_bytes)
+    following = asyncio.create_task(in_thread(_follow, child, report))
+    try:
+        return await asyncio.shield(following)
+    finally:
+        child.kill()
+        with suppress(BaseException):
+            await following
+        await in_thread(child.end)
+
+
+def _follow(child: Child, report: Callable[..., None]) -> Any:
+    while True:
+        kind, content = child.receive()
+        if kind == "returned":
+            return content
+        if kind == "raised":
+            raise content
+        report(*content)
+
+
+def limit_cpu(seconds: float) -> None:
+    """End this process when it has used so much from now on; 0: it may use any."""
+    # The signal's default action ends the process: a decoder in C heeds nothing less.
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def bound(memory_bytes: int = MEMORY_BYTES) -> None:
+    """In a new process: limits, and an end when the service ends, even by SIGKILL."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def _run(ours: Any, memory_bytes: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+    bound(memory_bytes)
+    ours.send(READY)
+    work(ours, *args)
+
+
+def _report_and_return(ours: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        answer = "returned", work(lambda *content: ours.send(("reported", content)), *args)
+    except Exception as error:
+        answer = "raised", error
+    ours.send(answer)

@@ -72,17 +72,20 @@ def losses(folder: Path) -> dict[int, float]:
     return {line.step: line.values["train/loss"] for line in lines if "train/loss" in line.values}
 
 
-class StopAfter(Control):
-    """A control that asks for a stop once so many steps have posted their flags."""
+class StopIn(Linear):  # type: ignore[misc,valid-type]
+    """A task in the middle of whose step after ``steps`` a stop is asked for."""
 
-    def __init__(self, steps: int) -> None:
-        super().__init__()
-        self.left = steps
+    def __init__(self, control: Control, steps: int) -> None:
+        super().__init__(dropout=0.2)
+        self.control, self.left = control, steps
 
-    @property
-    def stop_requested(self) -> bool:
-        self.left -= 1
-        return self.left < 0
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        if model.training:
+            self.left -= 1
+            if self.left < 0:
+                self.control.request_stop("the test")
+        found: Tensor = super().loss(model, batch)
+        return found
 
 
 @pytest.mark.parametrize("stop_after", [0, 1, 5, 10])
@@ -91,7 +94,8 @@ def test_a_stopped_and_resumed_run_is_the_uninterrupted_one_bit_for_bit(
 ) -> None:
     """Dropout, AdamW, a schedule and a batch that crosses epoch ends: all of it continues."""
     _, whole = train(tmp_path / "whole", dataset)
-    _, first = train(tmp_path / "g1", dataset, control=StopAfter(stop_after))
+    control = Control()
+    _, first = train(tmp_path / "g1", dataset, StopIn(control, stop_after), control=control)
     assert first.outcome == "stopped"
     assert first.step == stop_after + 1  # a single rank hears itself at once
     last = checkpoints(tmp_path / "g1")[-1]

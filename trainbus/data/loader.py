@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 import torch
@@ -20,14 +19,14 @@ from trainbus.data.waits import Waits
 from trainbus.data.workers import Workers
 from trainbus.task import Task, TaskError
 
-__all__ = ["Loading", "MicroBatch", "ahead", "pipelined", "sample_generator", "to_device"]
+__all__ = ["Ahead", "Loading", "MicroBatch", "ahead", "pipelined", "sample_generator", "to_device"]
 
 T = TypeVar("T")
 _NO_IDS: Ids = np.empty(0, dtype=np.int64)
 #: Seconds that a batch which nobody wants any more may take when the process ends.
 LAST_BATCH_S = 10.0
-#: The threads that make batches, and what tells each to end.
-_RUNNING: dict[threading.Thread, threading.Event] = {}
+#: The threads that make batches, and what each fills.
+_RUNNING: dict[threading.Thread, _Stock[Any]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,56 +136,102 @@ def pipelined(started: Iterable[Callable[[], T]], depth: int) -> Iterator[T]:
         yield waiting.popleft()()
 
 
-def ahead(items: Iterable[T], depth: int = 2) -> Generator[T]:
-    """Yield ``items``, made up to ``depth`` ahead in a thread; an error in making one is raised here.
+class Ahead(Generic[T]):
+    """Items that a thread makes ahead. Iterate over it; ``close`` ends the thread."""
 
-    Closing the iterator ends the thread.
-    """
-    done = object()
-    ready: queue.Queue[Any] = queue.Queue(maxsize=depth)
-    closed = threading.Event()
+    def __init__(self, items: Iterable[T], depth: int) -> None:
+        """Begin to make ``items``, up to ``depth`` ahead."""
+        self._stock: _Stock[T] = _Stock(depth)
+        # The thread knows the stock alone, so that an iterator that is forgotten ends it, too.
+        thread = threading.Thread(target=self._stock.fill, args=(items,), name="trainbus-loader", daemon=True)
+        _RUNNING[thread] = self._stock
+        thread.start()
 
-    def put(item: object) -> bool:
-        while not closed.is_set():
-            try:
-                ready.put(item, timeout=0.2)
-                return True
-            except queue.Full:
-                continue
-        return False
+    def __iter__(self) -> Self:
+        return self
 
-    def work() -> None:
+    def __next__(self) -> T:
+        """Return the next item, waiting for it; an error in making it is raised here."""
+        return self._stock.take()
+
+    def has(self, count: int) -> bool:
+        """Whether the next ``count`` can be had without waiting; true at the end, where none follows."""
+        return self._stock.has(count, 0)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the next can be had, or there is none; False if that takes longer."""
+        return self._stock.has(1, timeout_s)
+
+    def close(self) -> None:
+        """Have no more made."""
+        self._stock.close()
+
+    def __del__(self) -> None:
+        self._stock.close()
+
+
+class _Stock(Generic[T]):
+    """What has been made and not taken yet."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth, self._ready = depth, deque[T]()
+        self._changed = threading.Condition()
+        self._over = self._closed = False
+        self._error: BaseException | None = None
+
+    def fill(self, items: Iterable[T]) -> None:
         try:
             for item in items:
-                if not put((item, None)):
-                    return
-            put((done, None))
+                if not self._put(item):
+                    break
         except BaseException as error:
-            put((done, error))
+            self._error = error
         finally:
-            _RUNNING.pop(thread, None)
+            with self._changed:
+                self._over = True
+                self._changed.notify_all()
+            _RUNNING.pop(threading.current_thread(), None)
 
-    thread = threading.Thread(target=work, name="trainbus-loader", daemon=True)
-    _RUNNING[thread] = closed
-    thread.start()
-    try:
-        while True:
-            item, error = ready.get()
-            if error is not None:
-                raise error
-            if item is done:
-                return
-            yield item
-    finally:
-        closed.set()
+    def _put(self, item: T) -> bool:
+        """Add one when there is room; False if nobody wants it any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
+            if not self._closed:
+                self._ready.append(item)
+                self._changed.notify_all()
+            return not self._closed
+
+    def take(self) -> T:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._over)
+            if self._ready:
+                self._changed.notify_all()
+                return self._ready.popleft()
+        if self._error is not None:
+            raise self._error
+        raise StopIteration
+
+    def has(self, count: int, timeout_s: float) -> bool:
+        with self._changed:
+            return bool(self._changed.wait_for(lambda: self._over or len(self._ready) >= count, timeout_s))
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+def ahead(items: Iterable[T], depth: int = 2) -> Ahead[T]:
+    """Yield ``items``, made up to ``depth`` ahead in a thread; an error in making one is raised where it is due."""
+    return Ahead(items, depth)
 
 
 @atexit.register
 def _end_running() -> None:
     """Have no batch in the making when the interpreter goes: a thread that comes back from C++ then aborts it."""
     running = list(_RUNNING.items())
-    for _, closed in running:
-        closed.set()
+    for _, stock in running:
+        stock.close()
     for thread, _ in running:
         thread.join(LAST_BATCH_S)
 

@@ -55,6 +55,11 @@ class Starvation:
         """Note that the loop begins to wait for its next data."""
         self._waiting_since = self._clock()
 
+    def got(self) -> None:
+        """Note that the data is here, though the step may have to wait for other ranks."""
+        with self._lock:
+            self._waiting_since = None
+
     def saw(self, step: int, waited_s: float) -> None:
         """Take in one step, and how long its data was waited for."""
         with self._lock:

@@ -13,7 +13,7 @@ from torch import Tensor
 from trainbus.trainer.world import World
 
 #: Places of the numbers ahead of the leaves' losses.
-STOP, CHECKPOINT_NOW, GRAD_NORM, SKIPPED, HEAD = range(5)
+STOP, CHECKPOINT_NOW, GRAD_NORM, SKIPPED, SHORT, HEAD = range(6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,8 @@ class Said:
     stop: bool
     checkpoint_now: bool
     skipped: bool
+    #: A rank has not the samples of the next steps yet.
+    short: bool
     #: Each rank's own seconds of work, by rank.
     busy_s: tuple[float, ...]
 
@@ -54,6 +56,7 @@ class Consensus:
         stop: bool,
         checkpoint_now: bool,
         skipped: bool = False,
+        short: bool = False,
         busy_s: float = 0.0,
     ) -> Said | None:
         """Post this step's numbers and return what was said at the last step; None before the first.
@@ -65,7 +68,8 @@ class Consensus:
         """
         said = self.settle()
         known = [0.0] * (HEAD + self._leaf_count + self._world.size)
-        known[STOP], known[CHECKPOINT_NOW], known[SKIPPED] = float(stop), float(checkpoint_now), float(skipped)
+        known[STOP], known[CHECKPOINT_NOW] = float(stop), float(checkpoint_now)
+        known[SKIPPED], known[SHORT] = float(skipped), float(short)
         known[HEAD + self._leaf_count + self._world.rank] = busy_s
         numbers = torch.tensor(known, dtype=torch.float64).to(grad_norm.device, non_blocking=True)
         if losses:
@@ -100,8 +104,16 @@ class Consensus:
             stop=values[STOP] > 0,
             checkpoint_now=values[CHECKPOINT_NOW] > 0,
             skipped=values[SKIPPED] > 0,
+            short=values[SHORT] > 0,
             busy_s=tuple(busy_s),
         )
+
+    def agree(self, lacking: bool, stop: bool) -> tuple[bool, bool]:
+        """Return whether any rank lacks its samples, and whether any is to stop; every rank calls it, and waits."""
+        if self._world.size == 1:
+            return lacking, stop
+        flags = self._world.all_reduce(torch.tensor([float(lacking), float(stop)], device=self._world.device))
+        return flags[0].item() > 0, flags[1].item() > 0
 
 
 def in_order(values: list[float]) -> float:

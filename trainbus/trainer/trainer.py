@@ -18,7 +18,7 @@ from contracts.events.checkpoint import Exactness
 from contracts.events.train import Training, Watch
 from trainbus.agent_link import Control, Journal
 from trainbus.data.dataset import Dataset
-from trainbus.data.loader import Loading, ahead, to_device
+from trainbus.data.loader import Ahead, Loading, ahead, to_device
 from trainbus.data.order import LaneOrder
 from trainbus.data.plan import Follower, Plan
 from trainbus.data.sampler import Sampler
@@ -32,6 +32,7 @@ from trainbus.trainer.checkpoint import History
 from trainbus.trainer.checkpoint.when import due
 from trainbus.trainer.exact.determinism import be_deterministic
 from trainbus.trainer.feed import Feed, LeafData, Record, StepData, last_step
+from trainbus.trainer.gate import STOCK, Gate
 from trainbus.trainer.measure import measure
 from trainbus.trainer.memory import Memory
 from trainbus.trainer.saver import Saver
@@ -138,6 +139,7 @@ class Trainer:
 
         self._best = Best(self.progress, best_metric, best_mode, training.early_stopping)
         self._consensus = Consensus(self.world, self.strategy.leaf_count)
+        self._gate = Gate(self._consensus, self.control)
         self._saver = Saver(
             folder / "checkpoints",
             self.strategy,
@@ -159,7 +161,7 @@ class Trainer:
         self._posted: dict[int, tuple[int, dict[str, float]]] = {}
         self._measured: tuple[int, dict[str, float]] = (-1, {})
         self._train_loss: float | None = None
-        self._stop_agreed = False
+        self._stop_agreed = self._waited_in_vain = False
         self._checkpoint_asked = False
 
     def fit(self) -> Outcome:
@@ -194,11 +196,10 @@ class Trainer:
             watching = self._starvation.watching(progress.step)
             with closing(ahead(left, self.training.loading.ahead)) as steps, watching:
                 while not (early or self._stop_agreed):
-                    asked = time.perf_counter()
-                    self._starvation.waiting()
-                    if (data := next(steps, None)) is None:
+                    data, waited_s = self._next(steps)
+                    if data is None:
                         break
-                    self._train_step(data, time.perf_counter() - asked)
+                    self._train_step(data, waited_s, short=not steps.has(STOCK))
                     if not prepared:
                         self._saver.prepare(self._averages)
                         prepared = True
@@ -235,15 +236,35 @@ class Trainer:
         stopped = self._stop_agreed and not early and progress.step < self.total_steps
         if not stopped and self._measured[0] != progress.step:
             self._validate()
-        self._checkpoint(last=True, final=not stopped)
+        if progress.step or not stopped:  # else there is nothing yet to go on from
+            self._checkpoint(last=True, final=not stopped)
         self._saver.join()
+        if self._waited_in_vain:
+            # The store does not bring samples, and may not take a checkpoint either.
+            self._saver.leave_behind(self._averages)
         outcome: Literal["succeeded", "stopped"] = "stopped" if stopped else "succeeded"
         return Outcome(outcome, progress.step, progress.samples_consumed, self._metrics_here())
 
+    def _next(self, steps: Ahead[StepData]) -> tuple[StepData | None, float]:
+        """Return the next step's samples, and the seconds that this rank waited for them; None: no step follows."""
+        asked = time.perf_counter()
+        self._starvation.waiting()
+        got: list[float] = []
+
+        def ready() -> None:
+            self._starvation.got()
+            got.append(time.perf_counter())
+
+        if not self._gate.opens(self.progress.step + 1, steps, ready):
+            self._stop_agreed = self._waited_in_vain = True
+            return None, 0.0
+        data = next(steps, None)
+        return data, (got[0] if got else time.perf_counter()) - asked
+
     # --- one step ---------------------------------------------------------------------------
 
-    def _train_step(self, data: StepData, waited_s: float) -> None:
-        """Take one step; ``waited_s`` is how long its samples were waited for."""
+    def _train_step(self, data: StepData, waited_s: float, *, short: bool) -> None:
+        """Take one step; ``waited_s`` is how long its samples were waited for, ``short`` whether those to come are."""
         training, progress = self.training, self.progress
         started, self._copied_s = time.perf_counter(), 0.0
         if self._slowness is not None:
@@ -281,6 +302,7 @@ class Trainer:
             stop=self.control.stop_requested,
             checkpoint_now=self.control.take_checkpoint_request() or self._saver.by_clock(),
             skipped=result.skipped,
+            short=short,
             busy_s=0.0 if self._slowness is None else self._slowness.busy_s(data, waited_s),
         )
         self._heed(said)
@@ -320,6 +342,7 @@ class Trainer:
         """Journal what all ranks said at the end of a step, and note what it asks for."""
         if said is None:
             return
+        self._gate.heed(said)
         consumed, values = self._posted.pop(said.step)
         values = {"train/loss": said.loss, "train/grad_norm": said.grad_norm, **values}
         for name in ("train/loss", "train/grad_norm"):

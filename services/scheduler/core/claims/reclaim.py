@@ -6,6 +6,7 @@ import math
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
@@ -34,17 +35,23 @@ class Taking(NamedTuple):
     granted_s: float
 
 
-@dataclass(slots=True, eq=False)  # one for each holder and pass: frozen ones take three times as long to make
+@dataclass(slots=True, eq=False)
 class Holding:
     """A run that holds slots which could be placed anew (those on draining nodes could not)."""
 
     run: Run
     key: Key
     slots: int
-    #: How long ago its work was last safe, times its slots: what a kill would lose.
-    at_stake: float
+    #: When it got them, in seconds since the epoch.
+    placed_s: float
+    #: When its work was last safe.
+    safe_at: datetime
     #: When its key changes, if nothing happens, in seconds since the epoch.
     until_s: float = math.inf
+
+    def at_stake(self, now: datetime) -> float:
+        """How long ago its work was last safe, times its slots: what a kill would lose."""
+        return self.slots * max((now - self.safe_at).total_seconds(), 0.0)
 
     @property
     def spare(self) -> int:
@@ -53,22 +60,33 @@ class Holding:
 
 
 def holdings(cluster: Cluster, now: datetime, policy: Policy) -> list[Holding]:
-    """Every run that holds slots on open nodes."""
+    """Every run that holds slots on open nodes. Those about which nothing was said since the last pass are known."""
+    index = cluster.index
+    # Where it is not known until when a key stays, it holds for this very time.
+    state = (policy.digest, line.limit_s(cluster, policy), index.nodes_version, None if line.stays(policy) else now)
+    if index.holdings_of != state:
+        index.holdings, index.holdings_of = {}, state
+    # A key changes a little before it has changed for sure.
+    soon_s = now.timestamp() + 2 * line.AFTER_S
     closed = {node.node_id for node in cluster.nodes.values() if not node.open}
-    runs = (cluster.runs[run_id] for run_id in cluster.active)
-    limit_s = line.limit_s(cluster, policy)
-    return [found for run in runs if (found := _holding(cluster, run, now, policy, closed, limit_s)) is not None]
+    found = []
+    for run_id in cluster.active:
+        each: Holding | None = index.holdings.get(run_id)
+        if each is None or each.until_s <= soon_s:
+            each = _holding(cluster, cluster.runs[run_id], now, policy, closed)
+            if each is None:
+                continue
+            index.holdings[run_id] = each
+        found.append(each)
+    return found
 
 
-def _holding(
-    cluster: Cluster, run: Run, now: datetime, policy: Policy, closed: set[str], limit_s: float
-) -> Holding | None:
+def _holding(cluster: Cluster, run: Run, now: datetime, policy: Policy, closed: set[str]) -> Holding | None:
     slots = sum(len(part.slots) for part in run.live if part.node_id not in closed) if closed else run.slot_count
     if not slots:
         return None
-    safe_s = max((now - max(run.committed_at, run.placed_at)).total_seconds(), 0.0)
-    key, until_s = line.standing(cluster, run, now, policy, limit_s)
-    return Holding(run, key, slots, slots * safe_s, until_s)
+    key, until_s = line.standing(cluster, run, now, policy)
+    return Holding(run, key, slots, run.placed_at.timestamp(), max(run.committed_at, run.placed_at), until_s)
 
 
 def in_vain(cluster: Cluster, policy: Policy, claims: Claims, blocked: list[Run], leaving: set[str]) -> bool:
@@ -106,11 +124,9 @@ class Reclaim:
         self._depth = max((at + 1 for at, name in enumerate(policy.order.by) if name in policy.reclaim.by), default=0)
         by_order = bool(self._depth) or policy.reclaim.time_slice_s is not None
         self._may_take = by_order or claims.at_work or policy.reclaim.overtakers
-        going = any(self._goes(cluster.runs[run_id]) for run_id in cluster.active)
+        going = bool(self._leaving or cluster.index.going)
         self._holdings = holdings(cluster, now, policy) if self._may_take or going else []
-        #: The cheapest first.
-        self._takeable = [each for each in self._holdings if self._may_take and self._can_be_taken(each.run)]
-        self._takeable.sort(key=self._cheapest)
+        self._preemptible = [each for each in self._holdings if self._may_take and self._can_be_taken(each.run)]
         #: When another look may find more, in seconds since the epoch.
         self.wake_s = self._next_change()
         self._in_vain: dict[tuple[Wants, Key, Hashable], int] = {}
@@ -119,7 +135,7 @@ class Reclaim:
     def for_blocked(self, blocked: list[Run], waits: dict[str, Why]) -> list[PreemptRun]:
         """The stops that make room for the blocked runs, in order, as long as they make them fit."""
         returning = [each for each in self._holdings if self._returns(each.run)]
-        if not self._takeable and not any(self._goes(each.run) for each in self._holdings):
+        if not self._preemptible and not any(self._goes(each.run) for each in self._holdings):
             return []
         coming = self._space.copy()
         for each in self._holdings:
@@ -198,6 +214,11 @@ class Reclaim:
     def _can_be_taken(self, run: Run) -> bool:
         return not self._goes(run) and run.spec.scheduling.preemptible and not run.terminal
 
+    @cached_property
+    def _takeable(self) -> list[Holding]:
+        """Those of whom slots may be taken by somebody, and have not been; the cheapest first."""
+        return sorted(self._preemptible, key=self._cheapest)
+
     def _taking(self, key: Key, run: Run, each: Holding) -> Taking | None:
         """By what rule the run may have the holder's slots now; None: it may not, or not yet."""
         found = self._rule(key, run, each)
@@ -233,16 +254,15 @@ class Reclaim:
         reclaim, now_s, found = self.policy.reclaim, self.now.timestamp(), math.inf
         by_service = not line.BY_SERVICE.isdisjoint(reclaim.by)
         granted = {reclaim.min_run_s, reclaim.quantum_s if by_service else 0.0, reclaim.time_slice_s or 0.0} - {0.0}
-        if "fair-share" in reclaim.by and self._takeable:
+        if "fair-share" in reclaim.by and self._preemptible:
             # Standing changes all the time; as often as this is soon enough.
             found = now_s + self.cluster.ledger.half_life_s * AHEAD_HALF_LIVES / 4
         if not granted and not by_service:
             return found
-        for each in self._takeable:
-            placed_s = each.run.placed_at.timestamp()
+        for each in self._preemptible:
             for granted_s in granted:
-                if placed_s + granted_s > now_s:
-                    found = min(found, placed_s + granted_s)
+                if each.placed_s + granted_s > now_s:
+                    found = min(found, each.placed_s + granted_s)
             if by_service:
                 found = min(found, each.until_s)
         return found
@@ -290,9 +310,11 @@ class Reclaim:
         depth, standing = self._depth, key[: self._depth]
         turns = run.spec.scheduling.time_slice and self.policy.reclaim.time_slice_s is not None
         by_order_alone = not self.claims.at_work and not self.policy.reclaim.overtakers and not turns
+        if by_order_alone and all(each.key[:depth] <= standing for each in self._preemptible):
+            return [], {}  # at most looks: it goes before nobody
         for each in self._takeable:
             if by_order_alone and each.key[:depth] <= standing:
-                continue  # most of them, at each look: it goes before them by nothing
+                continue
             taking = self._taking(key, run, each)
             if taking is not None:
                 found.append(each)
@@ -306,7 +328,7 @@ class Reclaim:
         """Least priority, then whoever counts most where that is how slots are taken, then whoever loses least."""
         by = self.policy.order.by
         counts = each.key[by.index("even-wait")] if "even-wait" in self.policy.reclaim.by and "even-wait" in by else 0.0
-        return each.run.spec.priority, -counts, each.at_stake, each.run.run_id
+        return each.run.spec.priority, -counts, each.at_stake(self.now), each.run.run_id
 
     def _stop(self, taking: Taking, run: Run, waiter: Run, by: int | None) -> PreemptRun:
         """The stop of a run for another; by how many slots it shrinks, None: by all."""

@@ -17,6 +17,7 @@ from services.scheduler.core.place.placer import Placer
 from services.scheduler.core.place.space import Space, Taken
 from services.scheduler.core.place.wants import Wants
 from services.scheduler.core.state.cluster import Cluster, Run
+from services.scheduler.core.state.expected import ends_s, expected_s, left_s
 
 
 def resumable(run: Run) -> bool:
@@ -33,28 +34,6 @@ class Reservation(NamedTuple):
     taken: list[Taken]
     #: Whether only limits were counted on, so that it can be promised.
     firm: bool
-
-
-def expected_s(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> tuple[float, bool]:
-    """How long the run will have slots, all in all, at most; and whether that is a limit."""
-    limit_s = run.spec.scheduling.limit_s
-    if limit_s is not None:
-        return limit_s, True
-    found = cluster.history.predict(run.kind, policy.predict)
-    return found.quantile(policy.reserve.quantile, run.ran_s(now)), False
-
-
-def ends_s(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> tuple[float, bool]:
-    """When a run that holds slots lets go of them, in seconds since the epoch."""
-    expected, firm = expected_s(cluster, run, now, policy)
-    grace_s = run.spec.grace_s if firm else 0.0
-    if run.preempting is not None:
-        return max(run.preempting_at.timestamp() + run.preempting.grace_s, now.timestamp()), True
-    left_s = expected - run.ran_s(now)
-    if left_s <= 0 and not firm:
-        # It has outlived what was expected of it: as long again as it has run.
-        left_s = max(run.ran_s(now), 1.0)
-    return now.timestamp() + max(left_s, 0.0) + grace_s, firm
 
 
 class Reserve:
@@ -77,8 +56,7 @@ class Reserve:
         if len(self.made) >= self._most or run.spec.slots.min < self.policy.reserve.from_slots:
             return None
         count, needs = run.spec.slots.min, run.demand.milli * run.spec.slots.min
-        expected, _ = expected_s(self.cluster, run, self.now, self.policy)
-        length_s = max(expected - run.run_s, 1.0)
+        length_s = max(left_s(self.cluster, run, self.now, self.policy), 1.0)
         future, firm, ends = space.copy(), True, iter(self._ends)
         at_s, holder, is_firm = next(ends, (math.inf, None, True))
         # Slots come back as those that have them end, and those for which they are kept.

@@ -7,12 +7,12 @@ from typing import Any
 
 from contracts.scheduling import Policy
 from services.scheduler.core import reasons
-from services.scheduler.core.claims.reserve import ends_s
 from services.scheduler.core.decide import plan
 from services.scheduler.core.explain.change import smallest_changes
 from services.scheduler.core.place.placer import Placer
 from services.scheduler.core.place.wants import wants_of
 from services.scheduler.core.state.cluster import EPOCH, Cluster, Run
+from services.scheduler.core.state.expected import ends_s
 
 #: How many of those that hold what a run needs are listed.
 LISTED = 10

@@ -22,8 +22,6 @@ from services.scheduler.core.state.index import Index, Key, Line
 BY_SERVICE: frozenset[OrderKey] = frozenset({"least-attained", "even-wait"})
 #: Seconds after a change at which it has come for sure, whatever was rounded.
 AFTER_S = 1e-3
-#: Runs that have no slots any more, of which something may be remembered.
-FORGOTTEN = 1000
 #: A run, the clock -> what it is ordered by.
 KeyOf = Callable[[Cluster, Run, datetime, Policy], float]
 #: Queued runs are looked at in order; those of a group (a team) stay in theirs, whatever its share.
@@ -87,23 +85,17 @@ def key_of(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> Key:
     return (*found, run.submitted if policy.reclaim.time_slice_s is None else _turn(run))
 
 
-def standing(cluster: Cluster, run: Run, now: datetime, policy: Policy, longest_s: float) -> tuple[Key, float]:
-    """The key of a run that has slots, and until when it stays if nothing happens, in seconds since the epoch.
+def stays(policy: Policy) -> bool:
+    """Whether it is known until when the key of a run that has slots stays."""
+    return BY_SERVICE.isdisjoint(policy.order.by) or policy.reclaim.time_slice_s is None
 
-    ``longest_s``: the ``limit_s`` of now.
-    """
-    if BY_SERVICE.isdisjoint(policy.order.by) or policy.reclaim.time_slice_s is not None:
-        return key_of(cluster, run, now, policy), math.inf
-    index, now_s = cluster.index, now.timestamp()
-    state = (policy.digest, run.generation, longest_s)
-    known = index.standing.get(run.run_id)
-    # It changes a little before it has changed for sure.
-    if known is None or known[0] != state or known[2] - 2 * AFTER_S <= now_s:
-        if len(index.standing) > 2 * len(cluster.active) + FORGOTTEN:
-            index.standing = {run_id: each for run_id, each in index.standing.items() if run_id in cluster.active}
-        known = (state, key_of(cluster, run, now, policy), attains_at(cluster, run, now, policy))
-        index.standing[run.run_id] = known
-    return known[1], known[2]
+
+def standing(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> tuple[Key, float]:
+    """The key of a run that has slots, and until when it stays if nothing happens, in seconds since the epoch."""
+    key = key_of(cluster, run, now, policy)
+    if BY_SERVICE.isdisjoint(policy.order.by) or not stays(policy):
+        return key, math.inf
+    return key, attains_at(cluster, run, now, policy)
 
 
 def limit_s(cluster: Cluster, policy: Policy) -> float:

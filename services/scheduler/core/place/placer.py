@@ -22,6 +22,7 @@ from services.scheduler.core.place.space import Room, Space, Taken
 from services.scheduler.core.place.wants import CAPACITY, CLUSTER, NODE, Wants, suits
 from services.scheduler.core.state.cluster import Cluster, Node, Run
 from services.scheduler.core.state.demand import SIMPLE, Demand
+from services.scheduler.core.state.expected import left_s
 
 
 class Placer:
@@ -190,19 +191,12 @@ class Placer:
         """The same for the run, started at that time."""
         if not self.windows:
             return frozenset()
-        end = start + timedelta(seconds=self._left_s(run, self.policy.reserve.quantile) + run.spec.grace_s)
+        end = start + timedelta(seconds=left_s(self.cluster, run, self.now, self.policy) + run.spec.grace_s)
         return frozenset(
             node.node_id
             for node in self.cluster.nodes.values()
             if any(closed_for(node.node_id, node.labels, window, start, end) for window in self.windows)
         )
-
-    def _left_s(self, run: Run, quantile: float) -> float:
-        """How long the run still needs slots: by its limit, else as long as those like it took."""
-        ran_s, limit_s = run.ran_s(self.now), run.spec.scheduling.limit_s
-        if limit_s is None:
-            limit_s = self.cluster.history.predict(run.kind, self.policy.predict).quantile(quantile, ran_s)
-        return max(limit_s - ran_s, 0.0)
 
     def _preferred(self, rooms: list[Room], run: Run, demand: Demand, count: int) -> tuple[list[Room], int]:
         """Of these rooms those of the pools that the run would rather have, as many pools as it takes; and how far
@@ -212,7 +206,7 @@ class Placer:
             return rooms, 0
         preferences = self._preferences.get(run.run_id)
         if preferences is None:
-            preferences = Preferences.of(run.spec, self.policy, self._left_s(run, 0.5))
+            preferences = Preferences.of(run.spec, self.policy, left_s(self.cluster, run, self.now, self.policy, 0.5))
             self._preferences[run.run_id] = preferences
         numbers = [preferences.number(room.node.labels) for room in rooms]
         there = 0
@@ -293,7 +287,7 @@ class Placer:
                 best[each.name] = each
         if len(best) == 1:
             return dict.fromkeys(best, 0)
-        bound, work_s = self._bound_slots(run), self._left_s(run, 0.5)
+        bound, work_s = self._bound_slots(run), left_s(self.cluster, run, self.now, self.policy, 0.5)
         fetch_s = FETCH_S if run.dataset is not None else 0.0
         there = [replace(each, queued=bound.get(each.name, 0)) for each in best.values()]
         ordered = choose_cluster(there, count, work_s, self.policy.predict.prior_s, fetch_s)

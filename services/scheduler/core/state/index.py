@@ -49,8 +49,10 @@ class Index:
     #: The longest wait that it was ordered by; and the longest of the runs that have slots, at a sequence.
     limit_s: float = 0.0
     longest_wait: tuple[int, float] | None = None
-    #: Runs that have slots -> what their keys follow from, the key, and until when it stays.
-    standing: dict[str, tuple[Any, Key, float]] = field(default_factory=dict)
+    #: Runs that have slots -> what could be taken of them (``claims.reclaim.Holding``); and what all of these follow
+    #: from beside what is said about the run itself.
+    holdings: dict[str, Any] = field(default_factory=dict)
+    holdings_of: Any = None
     #: Runs about which something was said since the last pass.
     touched: dict[str, None] = field(default_factory=dict)
     #: Runs for which something may be to be decided, each on its own.
@@ -105,7 +107,8 @@ class Index:
         self.sizes[size] += 1
 
     def holds(self, run_id: str, priority: int | None, *, going: bool) -> None:
-        """The run has slots, with this priority; None: it has none."""
+        """The run has slots, with this priority; None: it has none. Something was said about it."""
+        self.holdings.pop(run_id, None)
         known = self.priority.pop(run_id, None)
         if known is not None:
             self.priorities[known] -= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import runpy
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.data import shards
 from trainbus.data import Dataset, Loader, open_dataset
@@ -23,6 +25,12 @@ COUNT = 137
 
 def decode(sample: dict[str, bytes]) -> torch.Tensor:
     return torch.tensor(list(sample["bin"][:4]))
+
+
+def png(pixels: np.ndarray) -> bytes:
+    content = io.BytesIO()
+    Image.fromarray(pixels).save(content, "PNG")
+    return content.getvalue()
 
 
 @pytest.fixture
@@ -91,8 +99,8 @@ def test_nonsense_is_refused(dataset: Dataset, wrong: dict[str, int]) -> None:
 def test_the_documented_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The block of code in docs/reading.md, as it stands there."""
     rng = np.random.default_rng(0)
-    points = [rng.standard_normal(8).astype(np.float32) for _ in range(200)]
-    samples = [(f"s{i}", {"bin": p.tobytes(), "cls": b"%d" % int(p[0] > 0)}) for i, p in enumerate(points)]
+    images = [rng.integers(0, 255, (8, 8), np.uint8) for _ in range(200)]
+    samples = [(f"s{i}", {"png": png(image), "cls": b"%d" % (image[0, 0] > 127)}) for i, image in enumerate(images)]
     shards.write(tmp_path / "my-dataset", {"train": samples})
     (found,) = re.findall(r"```python\n(from trainbus\.data import .*?)```", DOCS.read_text(), re.DOTALL)
     (tmp_path / "example.py").write_text(found)

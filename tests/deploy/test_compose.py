@@ -77,6 +77,12 @@ def test_a_worker_may_take_as_long_as_a_run_may_ask_for() -> None:
         assert seconds(SERVICES[name]["stop_grace_period"]) >= 2 * usual_s
 
 
+def test_no_process_beside_the_agent_shows_its_keys_to_the_code_of_runs() -> None:
+    for name in ("worker-1", "worker-2"):
+        assert SERVICES[name]["init"] is False
+        assert SERVICES[name]["healthcheck"] == {"disable": True}
+
+
 def test_logs_do_not_fill_the_disk() -> None:
     for name, service in SERVICES.items():
         assert {"max-size", "max-file"} <= set(service["logging"]["options"]), name

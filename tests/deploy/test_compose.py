@@ -1,4 +1,4 @@
-"""The compose file gives each service settings that exist, no rights that it does not need, and time to end in order."""
+"""The compose file names settings that exist, no rights that are not needed, and time to end in order."""
 
 from __future__ import annotations
 

@@ -69,13 +69,22 @@ class Watch:
             async with self._moved:
                 self._moved.notify_all()
 
-    async def until(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
-        try:
-            async with asyncio.timeout(timeout_s), self._moved:
-                await self._moved.wait_for(condition)
-        except TimeoutError:
-            counts = {name: len(runs) for name, runs in self.at.items()}
-            raise RuntimeError(f"waited {timeout_s:.0f} s for {what}; facts so far: {counts}") from None
+    async def until(self, condition: Callable[[], bool], what: str, patience_s: float) -> None:
+        """Wait until it is so, for as long as facts come.
+
+        Raises:
+            RuntimeError: it is not so, and none has come for ``patience_s``.
+        """
+        async with self._moved:
+            while not condition():
+                known = self.facts
+                try:
+                    async with asyncio.timeout(patience_s):
+                        await self._moved.wait_for(lambda known=known: self.facts != known)
+                except TimeoutError:
+                    counts = {name: len(runs) for name, runs in self.at.items()}
+                    text = f"waited for {what}, and no fact came for {patience_s:.0f} s; facts so far: {counts}"
+                    raise RuntimeError(text) from None
 
 
 async def submit(bus: Bus, bodies: list[dict[str, Any]], prefix: str, rate: float = 0) -> dict[str, float]:

@@ -122,7 +122,6 @@ class Packing:
         self._worth: dict[tuple[str, str], Worth] = {}
         self._scores: dict[Shape, dict[State, Score | None]] = {}
         self._scored = 0
-        #: Node (with the profile, where it has any) -> what was last seen to be left of it.
 
     def worth(self, model: str, profile: str = "") -> Worth:
         """What states of such nodes are worth."""

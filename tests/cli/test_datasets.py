@@ -318,7 +318,8 @@ SECOND = [
 
 
 def accepted(run_id: str, name: str) -> RunAccepted:
-    spec = TrainRequested(name=name, command=["true"])
+    task = {"task": "t:T", "code": {"uri": "s3://code/c", "sha256": "0" * 64}, "training": {"epochs": 1}}
+    spec = TrainRequested.model_validate({"name": name, **task, "init_from": "s3://models/base.json"})
     return RunAccepted(run_id=run_id, spec=spec, request_id=run_id, request_source="test")
 
 
@@ -494,6 +495,7 @@ async def _lineage(two: tuple[Made, Made], address: Address, capsys: pytest.Capt
         "2 truncated",
         first.dataset_id[:12],
         "r1 digits",
+        "weights from s3://models/base.json",
         "digits version 3",
     ):
         assert text in printed

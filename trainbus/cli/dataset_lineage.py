@@ -54,6 +54,8 @@ def _alike(ingestions: list[Ingestion]) -> list[tuple[Ingestion, list[Ingestion]
 def _add_run(tree: Tree, use: RunUse) -> None:
     kind = "evaluation" if use.kind == "evaluate" else "run"
     branch = tree.add(f"{kind} {use.run_id} {render.escape(use.name)} {render.state(use.state)}")
+    if use.init_from is not None:
+        branch.add(f"[dim]weights from {render.escape(use.init_from)}[/]")
     for each in use.champions:
         metrics = ", ".join(f"{render.escape(name)} {value:.4g}" for name, value in sorted(each.metrics.items())[:3])
         since = "champion since" if each.reigns else "was promoted"

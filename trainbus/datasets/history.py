@@ -52,6 +52,8 @@ class RunUse:
     name: str = ""
     kind: str = "train"
     state: str = "prepared"
+    #: The checkpoint whose weights it began with: what it learned before came from there.
+    init_from: str | None = None
     champions: list[Champion] = field(default_factory=list)
 
 
@@ -102,7 +104,8 @@ class History:
             case dataset.DatasetSharded():
                 self._on_sharded(fact)
             case run.RunAccepted():
-                self._run(fact.run_id).name, self._run(fact.run_id).kind = fact.spec.name, fact.spec.kind
+                use = self._run(fact.run_id)
+                use.name, use.kind, use.init_from = fact.spec.name, fact.spec.kind, fact.spec.init_from
             case run.RunPrepared():
                 self._on_prepared(fact)
             case run.RunStarted():

@@ -98,7 +98,7 @@ def _explain(problems: Mapping[str, str], names: Sequence[str], exclude: Sequenc
 def _suggested(problems: Mapping[str, str], names: Sequence[str]) -> list[str]:
     """Patterns that match what does not fit and nothing else: whole modules where none of their tensors fits."""
     fitting = {module for name in names if name not in problems for module in _modules(name)}
-    found = {}
+    found: dict[str, None] = {}
     for problem in problems:
         whole = next((module for module in _modules(problem) if module not in fitting), None)
         found[problem if whole is None else f"{whole}.*"] = None

@@ -155,15 +155,21 @@ class ShardWriter:
         names: list[bytes] = []
         sizes: list[int] = []
         columns = (rows[name].tolist() for name in ("key", "label", "size", "extra", "ext"))
+        plain: dict[tuple[int, bool], _Shape] = {}
         for key, label, size, extra, ext in zip(*columns, strict=True):
-            fields = extras[extra]["fields"] if extra >= 0 else None
-            exts = tuple(name for name, _ in fields) if fields else (self._extensions[ext],)
-            shape = self._shape(exts, with_class=label >= 0)
-            own = [part for _, part in fields] if fields else [size]
+            own = [size]
+            if extra >= 0 and (fields := extras[extra]["fields"]):
+                shape = self._shape(tuple(name for name, _ in fields), with_class=label >= 0)
+                own = [part for _, part in fields]
+            elif (found := plain.get((ext, label >= 0))) is not None:
+                shape = found
+            else:
+                shape = plain[ext, label >= 0] = self._shape((self._extensions[ext],), with_class=label >= 0)
             if shape.class_at >= 0:
                 own.insert(shape.class_at, len(self._class_contents[label]))
             shapes.append(shape)
-            names += [key + suffix for suffix in shape.suffixes]
+            for suffix in shape.suffixes:
+                names.append(key + suffix)
             sizes += own
         return shapes, names, sizes
 
@@ -187,13 +193,21 @@ class ShardWriter:
 
     def _note(self, rows: Rows, shapes: list[_Shape], offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
         """Remember where each field of each sample lies."""
+        self._note_fields(shapes, offsets, sizes)
+        self._note_keys(rows["key"].tolist())
+
+    def _note_fields(self, shapes: list[_Shape], offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
+        if len(set(map(id, shapes))) == 1:  # as nearly always
+            numbers, width = self._count + np.arange(len(shapes), dtype=np.int64), len(shapes[0].fields)
+            for place, field in enumerate(shapes[0].fields):
+                self._fields[field].append((numbers, offsets[place::width].copy(), sizes[place::width].copy()))
+            return
         counts = np.fromiter((len(shape.fields) for shape in shapes), dtype=np.int64, count=len(shapes))
         numbers = self._count + np.repeat(np.arange(len(shapes), dtype=np.int64), counts)
         fields = np.fromiter((field for shape in shapes for field in shape.fields), dtype=np.int64, count=len(sizes))
         for field in np.unique(fields).tolist():
             mine = fields == field
             self._fields[field].append((numbers[mine], offsets[mine], sizes[mine]))
-        self._note_keys(rows["key"].tolist())
 
     def _note_keys(self, keys: list[bytes]) -> None:
         self._keys.append(b"".join(keys))

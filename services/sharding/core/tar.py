@@ -26,6 +26,7 @@ _TEMPLATE = np.frombuffer(
 )
 _SIZE_AT = MAX_NAME_BYTES + len(_BEFORE_SIZE)
 _CHECKSUM_AT = _SIZE_AT + 12 + len(_MTIME)
+_TEMPLATE_SUM = int(_TEMPLATE.sum())
 
 
 def headers(names: Sequence[bytes], sizes: NDArray[np.int64]) -> NDArray[np.uint8]:
@@ -34,16 +35,17 @@ def headers(names: Sequence[bytes], sizes: NDArray[np.int64]) -> NDArray[np.uint
     Raises:
         ValueError: a name or a size does not fit the format.
     """
-    for name in names:
-        if not 0 < len(name) <= MAX_NAME_BYTES:
-            raise ValueError(f"{name.decode()!r} does not fit the {MAX_NAME_BYTES} bytes of a ustar name")
+    if unfit := [name for name in names if not 0 < len(name) <= MAX_NAME_BYTES]:
+        raise ValueError(f"{unfit[0].decode()!r} does not fit the {MAX_NAME_BYTES} bytes of a ustar name")
     if len(sizes) and not 0 <= int(sizes.min()) <= int(sizes.max()) <= MAX_MEMBER_BYTES:
         raise ValueError(f"a file of {int(sizes.max())} bytes is more than ustar can say")
     blocks = np.tile(_TEMPLATE, (len(names), 1))
-    named = np.array(names, dtype=f"S{MAX_NAME_BYTES}").view(np.uint8)
-    blocks[:, :MAX_NAME_BYTES] = named.reshape(len(names), MAX_NAME_BYTES)
-    blocks[:, _SIZE_AT : _SIZE_AT + 11] = _octal(sizes, 11)
-    checksums = blocks.sum(axis=1, dtype=np.int64)
+    named = np.array(names, dtype=f"S{MAX_NAME_BYTES}").view(np.uint8).reshape(len(names), MAX_NAME_BYTES)
+    digits = _octal(sizes, 11)
+    blocks[:, :MAX_NAME_BYTES] = named
+    blocks[:, _SIZE_AT : _SIZE_AT + 11] = digits
+    # The sum over a header is that of the template and of what was zero in it.
+    checksums = _TEMPLATE_SUM + named.sum(axis=1, dtype=np.int64) + digits.sum(axis=1, dtype=np.int64)
     blocks[:, _CHECKSUM_AT : _CHECKSUM_AT + 6] = _octal(checksums, 6)
     blocks[:, _CHECKSUM_AT + 6] = 0
     return blocks

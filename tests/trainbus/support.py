@@ -193,6 +193,7 @@ class FakeAgent:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.hellos: list[dict[str, Any]] = []
+        self.wanted: list[dict[str, Any]] = []
         self.rings = 0
         self.changed = threading.Condition()
         self._connections: list[socket.socket] = []
@@ -217,6 +218,8 @@ class FakeAgent:
                     if said.get("kind") == "hello":
                         self._connections.append(connection)
                         self.hellos.append(said)
+                    elif said.get("kind") == "want":
+                        self.wanted.append(said)
                     elif not said:
                         self.rings += 1
                     self.changed.notify_all()

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from contracts.progress import ring_name
 from contracts.ranks import CheckpointLine, EndedLine, MetricsLine, ResultLine, StartedLine
+from services.worker.ring import RingReader
 from tests.trainbus.support import (
     LINEAR_TASK,
     FakeAgent,
@@ -27,6 +31,8 @@ from tests.trainbus.support import (
 )
 from trainbus.cli.embedded.servers import free_ports
 from trainbus.data.dataset import Dataset
+from trainbus.data.order import LaneOrder
+from trainbus.data.sampler import Sampler
 from trainbus.exits import EXIT_ORPHANED
 
 pytestmark = pytest.mark.timeout(120)
@@ -137,6 +143,70 @@ def test_a_stop_told_to_one_rank_stops_both_after_the_same_step(
         assert len(set(seen[epoch * 100 : epoch * 100 + 100])) == 100
     for agent in agents:
         agent.close()
+
+
+@pytest.mark.parametrize("told", [0, 1], ids=["the one that has its samples", "the one that waits"])
+def test_a_stop_ends_a_wait_for_samples_that_do_not_come(warm: Warm, code: Path, tmp_path: Path, told: int) -> None:
+    """One of two ranks waits for a shard, the other has all it needs; what was trained is kept to the last step."""
+    dataset = linear_dataset(tmp_path / "data", train=400)
+    training = {"epochs": 2, "logical_ranks": 2, "loading": {"lanes": 2, "window": 1}, "checkpoint_every_steps": 1000}
+    spec = request(training=training, params={"dropout": 0.2})
+    sizes = dataset.shard_samples("train")
+    sampler = Sampler(LaneOrder(dataset.dataset_id, sizes, 0, lanes=2, window=1), 16, 800)
+    first_step: dict[int, dict[int, int]] = {0: {}, 1: {}}
+    for rank, first in first_step.items():
+        for step in range(25):
+            ids = sampler.slice(step * 16, 2, rank).ids
+            for number in np.unique(np.searchsorted(np.cumsum(sizes), ids, side="right")).tolist():
+                first.setdefault(number, step)
+    number = max(first_step[1].keys() - first_step[0].keys(), key=first_step[1].__getitem__)
+    steps, shard = first_step[1][number], dataset.split("train").shards[number]
+    path = dataset.folder / shard.path
+    path.rename(path.with_suffix(".away"))
+
+    def launch(name: str, generation: int, **more: Any) -> Path:
+        written = write_launch(tmp_path / name, spec, dataset, code, generation=generation, **more)
+        written.write_text(json.dumps(json.loads(written.read_bytes()) | {"memory_folder": str(tmp_path / "memory")}))
+        return written
+
+    agents = [FakeAgent(tmp_path / f"agent{rank}.sock") for rank in range(2)]
+    port, pids, folder = free_ports(1)[0], [], tmp_path / "g1"
+    for rank, agent in enumerate(agents):
+        own = launch("g1", 1, socket_path=agent.path).rename(folder / f"launch_{rank}.json")
+        pids.append(warm.fork(rank_env(own, rank, 2, port), folder, rank))
+    with agents[1].changed:
+        assert agents[1].changed.wait_for(lambda: agents[1].wanted, 60)
+    assert agents[1].wanted[0]["shard"] == shard.path
+    while [steps_done(folder, rank) for rank in range(2)] != [steps, steps]:
+        time.sleep(0.01)
+    agents[told].say({"kind": "stop", "grace_s": 30, "reason": "preempted"})
+    assert [warm.wait(pid) for pid in pids] == [75, 75]
+    for rank in range(2):
+        assert (ended(folder, rank).outcome, ended(folder, rank).step) == ("stopped", steps)
+    assert [line.step for line in journal(folder) if isinstance(line, CheckpointLine)] == [steps]
+    for agent in agents:
+        agent.close()
+
+    path.with_suffix(".away").rename(path)
+    ends = {}
+    for name, generation, resume in (
+        ("scratch", 1, None),
+        ("checkpoint", 9, whole_checkpoint(folder)),  # whose generation finds nothing in memory
+        ("memory", 2, None),  # the store that brought no shard took no checkpoint either
+    ):
+        gang = Gang(warm, tmp_path / name, launch(name, generation, resume_folder=resume), 1)
+        assert gang.wait() == [0], gang.logs()
+        started = next(line for line in journal(tmp_path / name) if isinstance(line, StartedLine))
+        assert (started.resumed_from, started.step) == (name, 0 if name == "scratch" else steps)
+        ends[name] = (whole_checkpoint(tmp_path / name) / "digests-0.json").read_bytes()
+    assert ends["checkpoint"] == ends["memory"] == ends["scratch"]
+
+
+def steps_done(folder: Path, rank: int) -> int:
+    """The step that a rank said last that it has done."""
+    ring = RingReader.open(folder / ring_name(rank))
+    beat = None if ring is None else ring.beat()
+    return 0 if beat is None else beat.step
 
 
 def test_a_rank_without_an_agent_ends_itself(warm: Warm, dataset: Dataset, code: Path, tmp_path: Path) -> None:

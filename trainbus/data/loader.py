@@ -154,13 +154,9 @@ class Ahead(Generic[T]):
         """Return the next item, waiting for it; an error in making it is raised here."""
         return self._stock.take()
 
-    def has(self, count: int) -> bool:
-        """Whether the next ``count`` can be had without waiting; true at the end, where none follows."""
-        return self._stock.has(count, 0)
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until the next can be had, or there is none; False if that takes longer."""
-        return self._stock.has(1, timeout_s)
+    def has(self, count: int, timeout_s: float = 0.0) -> bool:
+        """Whether the next ``count`` are made, or become so in that time; true at the end, where none follows."""
+        return self._stock.has(count, timeout_s)
 
     def close(self) -> None:
         """Have no more made."""
@@ -177,6 +173,8 @@ class _Stock(Generic[T]):
         self._depth, self._ready = depth, deque[T]()
         self._changed = threading.Condition()
         self._over = self._closed = False
+        #: Made, and waiting for room.
+        self._in_hand = 0
         self._error: BaseException | None = None
 
     def fill(self, items: Iterable[T]) -> None:
@@ -195,7 +193,10 @@ class _Stock(Generic[T]):
     def _put(self, item: T) -> bool:
         """Add one when there is room; False if nobody wants it any more."""
         with self._changed:
+            self._in_hand = 1
+            self._changed.notify_all()
             self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
+            self._in_hand = 0
             if not self._closed:
                 self._ready.append(item)
                 self._changed.notify_all()
@@ -213,7 +214,8 @@ class _Stock(Generic[T]):
 
     def has(self, count: int, timeout_s: float) -> bool:
         with self._changed:
-            return bool(self._changed.wait_for(lambda: self._over or len(self._ready) >= count, timeout_s))
+            made = self._changed.wait_for(lambda: self._over or len(self._ready) + self._in_hand >= count, timeout_s)
+            return bool(made)
 
     def close(self) -> None:
         with self._changed:

@@ -59,6 +59,6 @@ class Gate:
     def _wait(self, steps: Ahead[Any]) -> bool:
         """Whether the samples are here, within a round or until a stop is asked for."""
         until = self._clock() + ROUND_S
-        while not (here := steps.wait(LOOK_S)) and not self._control.stop_requested and self._clock() < until:
+        while not (here := steps.has(1, LOOK_S)) and not self._control.stop_requested and self._clock() < until:
             pass
         return here

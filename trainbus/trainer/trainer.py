@@ -199,7 +199,7 @@ class Trainer:
                     data, waited_s = self._next(steps)
                     if data is None:
                         break
-                    self._train_step(data, waited_s, short=not steps.has(STOCK))
+                    self._train_step(data, waited_s, steps)
                     if not prepared:
                         self._saver.prepare(self._averages)
                         prepared = True
@@ -263,8 +263,8 @@ class Trainer:
 
     # --- one step ---------------------------------------------------------------------------
 
-    def _train_step(self, data: StepData, waited_s: float, *, short: bool) -> None:
-        """Take one step; ``waited_s`` is how long its samples were waited for, ``short`` whether those to come are."""
+    def _train_step(self, data: StepData, waited_s: float, following: Ahead[StepData]) -> None:
+        """Take one step; ``waited_s`` is how long its samples were waited for."""
         training, progress = self.training, self.progress
         started, self._copied_s = time.perf_counter(), 0.0
         if self._slowness is not None:
@@ -302,7 +302,7 @@ class Trainer:
             stop=self.control.stop_requested,
             checkpoint_now=self.control.take_checkpoint_request() or self._saver.by_clock(),
             skipped=result.skipped,
-            short=short,
+            short=not following.has(STOCK),
             busy_s=0.0 if self._slowness is None else self._slowness.busy_s(data, waited_s),
         )
         self._heed(said)

@@ -25,7 +25,7 @@ PARTS = {
     "identity": "the same data gives the same bytes",
     "integrity": "one bit flipped anywhere is found",
     "features": "features as of a time",
-    "writing": "shards written against a raw copy",
+    "writing": "shards written against a raw copy; memory of ingestion and sharding",
     "splits": "splits are stable and apart",
     "quarantine": "what is broken is set aside, what is sound is kept",
     "cache": "a store with faults",
@@ -37,17 +37,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller numbers: a look, not a measurement")
     parser.add_argument("--only", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
+    parser.add_argument("--gigabytes", type=float, help="writing: size of the source that memory is measured with")
+    parser.add_argument("--record-bytes", type=int, default=10_240, help="writing: size of each record in it")
     parser.add_argument("--name", default="data", help="name of the result file")
     given = parser.parse_args()
     wanted = [part for part in given.only.split(",") if part]
     if unknown := [part for part in wanted if part not in PARTS]:
         parser.error(f"there is no part {unknown[0]!r}: choose among {', '.join(PARTS)}")
+    options = {"writing": {"gigabytes": given.gigabytes, "record_bytes": given.record_bytes}}
     rows: list[tuple[str, str, str]] = []
     figures: list[dict[str, str | bool]] = []
     for part in wanted:
         console.print(f"[bold]{part}[/]: {PARTS[part]}")
         try:
-            found = importlib.import_module(f"loadtest.data.{part}").measure(given.quick)
+            found = importlib.import_module(f"loadtest.data.{part}").measure(given.quick, **options.get(part, {}))
         except Exception as error:
             # One part that fails must not take the others' hours with it.
             traceback.print_exc()

@@ -35,7 +35,7 @@ class Record(NamedTuple):
 
 
 class FolderStore:
-    """The part of ``Objects`` that sharding uses, on a folder. Transfers are links: they cost nothing."""
+    """The part of ``Objects`` that ingestion and sharding use, on a folder. Transfers are links: they cost nothing."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -68,6 +68,12 @@ class FolderStore:
             os.link(path, target)
         except FileExistsError as error:
             raise Exists(uri) from error
+
+    async def ensure_bucket(self, bucket: str) -> None:
+        (self.root / bucket).mkdir(parents=True, exist_ok=True)
+
+    async def upload(self, path: Path, uri: str) -> None:
+        await self.put_file(path, uri, sha256="")
 
     async def head(self, uri: str) -> ObjectInfo:
         try:

@@ -1,11 +1,11 @@
 """What writing shards costs, against a raw copy of the same bytes with their SHA-256; and how much memory it takes.
 
-    python -m loadtest.data --only writing
+    python -m loadtest.data --only writing [--gigabytes 20] [--record-bytes 1024]
 
 The raw copy reads a file of all records in portions of 1 MiB, hashes it and writes it. Sharding is the whole job: it
 reads the index, sorts it, takes each record from where it lies in the packs, compares its hash, writes and hashes the
 shards, writes their indexes and the manifest; only the transfers to and from the store are left out. Both in seconds of
-the processor, interleaved, the best of several.
+the processor, interleaved, the best of several. Memory, also of ingestion: see ``memory``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from contracts.events.train import DataSource
+from loadtest.data import memory
 from loadtest.data.ingested import BUCKET, FolderStore, Record, ingest
 from services.kit.reader import Reader
 from services.kit.settings import Settings
@@ -31,7 +32,6 @@ from services.sharding.shard import Shard
 RECORD_BYTES = 10_240
 PORTION_BYTES = 2**20
 TARGET = 3.0
-MEMORY_BYTES = 512 * 2**20
 Row = tuple[str, str, str, bool]
 
 
@@ -119,8 +119,9 @@ def peak_bytes(root: Path, disk_bytes: int, workers: int = 2) -> int:
     return 1024 * int(answer.stdout.splitlines()[-1])
 
 
-def measure(quick: bool = False) -> list[Row]:
-    rows: list[Row] = []
+def measure(quick: bool = False, gigabytes: float | None = None, record_bytes: int = RECORD_BYTES) -> list[Row]:
+    """``gigabytes``, ``record_bytes``: the source that memory is measured with."""
+    rows = memory.measure(gigabytes or (0.2 if quick else 4.0), record_bytes)
     with tempfile.TemporaryDirectory(prefix="trainbus-writing-") as folder:
         root = Path(folder)
         count, rounds = (10_000, 2) if quick else (100_000, 5)
@@ -131,21 +132,10 @@ def measure(quick: bool = False) -> list[Row]:
             measured = f"{times:.2f} x ({shard_s:.2f} s; raw copy with sha256 {copy_s:.2f} s)"
             rows.append((name, measured, f"at most {TARGET} x of the CPU", times <= TARGET))
         shutil.rmtree(root / "ratio")
-        sizes = (20_000, 40_000) if quick else (100_000, 200_000, 400_000)
-        peaks = []
-        for count in sizes:
-            source(root / "memory", count, groups=8)
-            peaks.append(peak_bytes(root / "memory", disk_bytes=256 * 2**20))
-            shutil.rmtree(root / "memory")
-        measured = ", ".join(
-            f"{peak / 2**20:.0f} MB for {count * RECORD_BYTES / 2**30:.1f} GB"
-            for peak, count in zip(peaks, sizes, strict=True)
-        )
-        flat = peaks[-1] < MEMORY_BYTES and peaks[-1] - peaks[0] < 64 * 2**20
-        rows.append(("memory of the whole process, 2 workers", measured, "below 512 MB, whatever the input", flat))
         count = 200_000 if quick else 3_000_000
         source(root / "windows", count, size=129, text=True)
         peak = peak_bytes(root / "windows", disk_bytes=256 * 2**20)
         measured = f"{peak / 2**20:.0f} MB for {count:,} windows"
-        rows.append(("the same, text in windows of 129 bytes", measured, "below 512 MB", peak < MEMORY_BYTES))
+        what = "memory of sharding, text in windows of 129 bytes"
+        rows.append((what, measured, "below 512 MB", peak < memory.MEMORY_BYTES))
     return rows

@@ -30,6 +30,11 @@ CONNECTED = Gauge("trainbus_bus_connected", "1 while connected to NATS.")
 RECONNECTS = Counter("trainbus_bus_reconnects_total", "Times the connection to NATS came back.")
 FOLLOW_SEQUENCE = Gauge("trainbus_follow_sequence", "Last stream sequence a follower has read.", ["stream"])
 LEADER = Gauge("trainbus_leader", "1 while this instance holds its service's lease.", ["lease"])
+LOOP_LAG_SECONDS = Histogram(
+    "trainbus_loop_lag_seconds",
+    "How late the event loop came to what was due: it was blocked, or the machine is overloaded.",
+    buckets=LATENCY_BUCKETS,
+)
 JOBS_RUNNING = Gauge("trainbus_jobs_running", "Long jobs running here.", ["queue"])
 JOBS_FINISHED = Counter("trainbus_jobs_finished_total", "Long jobs ended here.", ["queue", "outcome"])
 OBJECT_BYTES = Counter("trainbus_object_bytes_total", "Bytes moved to and from the object store.", ["direction"])

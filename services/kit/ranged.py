@@ -19,6 +19,7 @@ import structlog
 import xxhash
 
 from services.kit.bus import Transient
+from services.kit.concurrency import in_thread
 from services.kit.objects import PATIENCE_S, READ_BYTES, write_at
 from services.kit.reader import Changed, Reader
 
@@ -26,6 +27,8 @@ log = structlog.get_logger(__name__)
 
 #: Bytes asked for at a time: large enough that a request's latency is little beside them.
 RANGE_BYTES = 8 * 2**20
+#: Bytes written at a time, in a thread: a disk that is busy makes whoever writes wait.
+WRITE_BYTES = 2**20
 #: Seconds without a byte after which another connection is tried.
 STALL_S = 2.0
 RETRY_S = 0.05
@@ -156,6 +159,7 @@ class Ranged:
     async def _piece(self, uri: str, handle: int, start: int, stop: int, version: list[str]) -> int:
         """Write from ``start`` on for as long as the connection lasts; return where it ended in good order."""
         etag = version[0] if version else ""
+        portion: list[bytes] = []
         try:
             async with aclosing(self._reader.stream(uri, start, stop, etag=etag, stall_s=self._stall_s)) as chunks:
                 async for found, chunk in chunks:
@@ -163,11 +167,22 @@ class Ranged:
                         version.append(found)
                     elif version and found != version[0]:
                         raise Changed(f"{uri} has ETag {found}, not {version[0]} as before")
-                    write_at(handle, chunk, start)
-                    start += len(chunk)
+                    portion.append(chunk)
+                    if sum(map(len, portion)) >= WRITE_BYTES:
+                        start = await in_thread(_write, handle, portion, start)
+                        portion = []
+            return await in_thread(_write, handle, portion, start)
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-            raise _Broken(start, error) from error
-        return start
+            # What has come is not asked for again.
+            raise _Broken(await in_thread(_write, handle, portion, start), error) from error
+
+
+def _write(handle: int, chunks: Sequence[bytes], start: int) -> int:
+    """Write chunks one after the other; return where they end."""
+    for chunk in chunks:
+        write_at(handle, chunk, start)
+        start += len(chunk)
+    return start
 
 
 class _Broken(Exception):

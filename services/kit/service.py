@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
 from typing import Any
@@ -12,13 +13,17 @@ import structlog
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from services.kit import telemetry
+from services.kit import metrics, telemetry
 from services.kit.bus import Bus
 from services.kit.clock import Clock
 from services.kit.concurrency import end
 from services.kit.settings import Settings
 
 log = structlog.get_logger(__name__)
+
+#: Seconds between two looks at whether the event loop keeps up, and from when on that is worth a line in the log.
+LAG_INTERVAL_S = 0.5
+LAG_WORTH_SAYING_S = 1.0
 
 
 class Service:
@@ -83,6 +88,8 @@ class Service:
     async def run(self) -> None:
         """Run until ``stopping`` is set or a background task fails."""
         async with AsyncExitStack() as stack:
+            lag = asyncio.create_task(measure_lag())
+            stack.push_async_callback(end, lag)
             await self._serve_http(stack)
             starting = asyncio.create_task(self._start(stack))
             await self._unless_stopping(starting)
@@ -168,3 +175,17 @@ class Service:
 
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+async def measure_lag() -> None:
+    """Measure how late the event loop is, until cancelled. While it is late no lease is renewed and nobody answered."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due_s, busy_s = loop.time() + LAG_INTERVAL_S, time.thread_time()
+        await asyncio.sleep(LAG_INTERVAL_S)
+        late_s = loop.time() - due_s
+        metrics.LOOP_LAG_SECONDS.observe(late_s)
+        if late_s > LAG_WORTH_SAYING_S:
+            # Little of it computed: a call waited, for a disk most likely, or others had the processors.
+            computed_s = round(time.thread_time() - busy_s, 3)
+            log.warning("the event loop was held up", late_s=round(late_s, 3), computed_s=computed_s)

@@ -9,9 +9,9 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, ParamSpec
 
 import nats.errors
 import structlog
@@ -23,7 +23,7 @@ from contracts.events.checkpoint import CheckpointCommitted, CheckpointRefused, 
 from contracts.events.node import NodeDraining, NodeJoined, NodeLeft, NodeLost, NodeNotice, NodeUnfit
 from contracts.events.run import RunCancelled, RunCompleted, RunFailed, RunPlaced, RunPreempting
 from services.kit.bus import Received, Transient
-from services.kit.concurrency import end
+from services.kit.concurrency import end, in_thread
 from services.kit.lease import Lease, read
 from services.worker import metrics
 from services.worker.context import Context
@@ -35,6 +35,8 @@ from services.worker.placement import Placement
 from services.worker.repair import Repairer
 
 log = structlog.get_logger(__name__)
+
+P = ParamSpec("P")
 
 FOLLOWED: tuple[type[Event], ...] = (
     RunPlaced,
@@ -75,6 +77,9 @@ class Agent:
         self._previous_incarnation = ""
         self._lease: Lease | None = None
         self._leaving = self._left = self._recovered = self._alone = False
+        self._tidying: set[asyncio.Task[object]] = set()
+        #: Runs have ended since their folders were looked through; at first, those of an earlier life.
+        self._runs_ended = True
         #: What was said of the machine's end, and when; and what is wrong with its devices.
         self._notices: list[tuple[Notice, float]] = []
         self.joined = asyncio.Event()
@@ -231,7 +236,7 @@ class Agent:
         await self._forget_what_is_over()
         # Known on disk before it is known on the bus: a lease of this name is ours after a crash.
         self._state = plan.joining(self._state, incarnation)
-        self._save()
+        await self._save()
         held = asyncio.Event()
         keeper = asyncio.create_task(self._keep_lease(incarnation, held))
         try:
@@ -241,7 +246,7 @@ class Agent:
             async for batch in self._context.bus.follow(
                 topology.FACTS.name, self._filters(), (self._position or 0) + 1, idle_s=1.0
             ):
-                if self._left or self._apply(batch):
+                if self._left or await self._apply(batch):
                     return
                 self._reap()
                 if keeper.done():
@@ -282,12 +287,12 @@ class Agent:
         if self._position is None:
             info = await self._context.bus.js.stream_info(topology.FACTS.name)
             self._position = info.state.last_seq
-            self._save()
+            await self._save()
             return
         async for batch in self._context.bus.follow(
             topology.FACTS.name, self._filters(), self._position + 1, until_caught_up=True
         ):
-            self._apply(batch)
+            await self._apply(batch)
 
     async def _await_lease(self, held: asyncio.Event, keeper: asyncio.Task[None]) -> None:
         """Wait until the node's name is ours. A second agent of the same name waits here for ever."""
@@ -328,7 +333,7 @@ class Agent:
         own = (subjects.fact("node", self._settings.node_id, fact.fact) for fact in (NodeLost, NodeDraining))
         return (*(event.subject_filter() for event in FOLLOWED), *own)
 
-    def _apply(self, batch: list[Received[Any]]) -> bool:
+    async def _apply(self, batch: list[Received[Any]]) -> bool:
         """Act on the facts and remember the place; True when this life is over."""
         rejoin = False
         for received in batch:
@@ -338,7 +343,7 @@ class Agent:
                 rejoin |= self._carry_out(decision, received)
         if batch:
             self._position = batch[-1].sequence
-            self._save()
+            await self._save()
         return rejoin
 
     def _carry_out(self, decision: plan.Decision, received: Received[Any]) -> bool:
@@ -357,7 +362,8 @@ class Agent:
                 self._with(decision, lambda placement: placement.settle(decision.step, decision.committed))
             case plan.CleanUp():
                 write_atomically(self._runs / decision.run_id / "over", "")
-                self._context.memory.forget(decision.run_id)
+                self._beside(self._context.memory.forget, decision.run_id)
+                self._runs_ended = True
             case plan.Leave():
                 self._context.memory.forget(decision.run_id)
             case plan.Rejoin():
@@ -402,7 +408,14 @@ class Agent:
         self._recovered = True
         held: list[plan.Held] = []
         for file in sorted(self._runs.glob("*/g*/placement.json")):
-            record = Record.model_validate_json(file.read_bytes())
+            try:
+                record = Record.model_validate_json(file.read_bytes())
+            except ValueError as error:
+                # Torn by a full disk, or of a version that says what this one does not know. Nobody can go on with it;
+                # it is not among what we say we run, so that the scheduler takes it for lost.
+                log.error("a placement cannot be read and is set aside", path=str(file), error=str(error))
+                file.rename(file.with_name("placement.unreadable.json"))
+                continue
             run_id, generation = record.placed.run_id, record.placed.generation
             over = (file.parent / "done.json").exists()
             if not (file.parents[1] / "over").exists():
@@ -478,9 +491,22 @@ class Agent:
                 del self._tasks[key]
                 placement = self._placements.pop(key)
                 task.result()  # what goes wrong even in giving up must end the agent, not be forgotten
-                placement.tidy()
+                self._beside(placement.tidy)
         self._count()
-        self._remove_old_runs()
+        if self._runs_ended:
+            self._runs_ended = False
+            self._beside(self._remove_old_runs, {run_id for run_id, _ in self._placements})
+
+    def _beside(self, work: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Remove what nobody needs any more, in a thread: it may be gigabytes, and there is a lease to renew."""
+        task = asyncio.create_task(asyncio.to_thread(work, *args, **kwargs))
+        self._tidying.add(task)
+        task.add_done_callback(self._tidied)
+
+    def _tidied(self, task: asyncio.Task[object]) -> None:
+        self._tidying.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("what is not needed any more cannot be removed", error=repr(error))
 
     def _count(self) -> None:
         live = [self._placements[key] for key in self._tasks]
@@ -488,9 +514,8 @@ class Agent:
         metrics.SLOTS_USED.set(sum(shares))
         metrics.RANKS_RUNNING.set(sum(len(placement.pids) for placement in live))
 
-    def _remove_old_runs(self) -> None:
+    def _remove_old_runs(self, active: set[str]) -> None:
         """Keep the folders of the last few runs that are over."""
-        active = {run_id for run_id, _ in self._placements}
         over = sorted(self._runs.glob("*/over"), key=lambda path: path.stat().st_mtime, reverse=True)
         for marker in over[self._settings.keep_finished :]:
             if marker.parent.name not in active:
@@ -498,9 +523,9 @@ class Agent:
 
     # -- disk ---------------------------------------------------------------
 
-    def _save(self) -> None:
+    async def _save(self) -> None:
         state = {"position": self._position, "incarnation": self._state.incarnation or self._previous_incarnation}
-        write_atomically(self._state_file, json.dumps(state))
+        await in_thread(write_atomically, self._state_file, json.dumps(state))
 
     @contextmanager
     def _only_one(self) -> Iterator[None]:

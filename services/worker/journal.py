@@ -19,6 +19,7 @@ from contracts.events.run import RunLog, RunStarted
 from contracts.progress import ring_name
 from contracts.ranks import JournalLine, StartedLine, StarvedLine, StragglerLine
 from services.kit.bus import Transient
+from services.kit.concurrency import in_thread
 from services.worker import metrics
 from services.worker.core import journal as core
 from services.worker.files import write_atomically
@@ -76,6 +77,7 @@ class Follower:
             self.state = GenerationState.model_validate_json(self._path.read_bytes())
         for rank in ranks:
             self.state.ranks.setdefault(rank, core.RankState())
+        self._saving = asyncio.Lock()
         self._doorbell = asyncio.Event()
         #: Set whenever the ranks have said something that is more than metrics.
         self.news = asyncio.Event()
@@ -85,11 +87,15 @@ class Follower:
         """Look now."""
         self._doorbell.set()
 
-    def save(self) -> None:
-        write_atomically(self._path, self.state.model_dump_json())
-        for rank, ring in self._rings.items():
-            # Only now: after a crash, what is being published is read once more.
-            ring.done(self.state.ranks[rank].ring_start)
+    async def save(self) -> None:
+        """Write down what is known. To replace a file can take as long as the disk is busy with checkpoints."""
+        async with self._saving:
+            content = self.state.model_dump_json()
+            said = {rank: state.ring_start for rank, state in self.state.ranks.items()}
+            await in_thread(write_atomically, self._path, content)
+            for rank, ring in self._rings.items():
+                # Only now: after a crash, what is being published is read once more.
+                ring.done(said[rank])
 
     def ring_of(self, rank: int) -> RingReader | None:
         """The rank's ring, None while it has none."""
@@ -120,7 +126,7 @@ class Follower:
         await self._patiently(self._publish_cuts)
         while await self._patiently(lambda: self.poll(at_end=True)):
             pass
-        self.save()
+        await self.save()
 
     async def poll(self, *, at_end: bool = False) -> bool:
         """Read what is new, write down what it comes to, publish it. False if there was nothing."""
@@ -132,7 +138,7 @@ class Follower:
             for rank in self.state.ranks
         ]
         if any(read):
-            self.save()
+            await self.save()
             await self._publish_cuts()
         return any(read)
 

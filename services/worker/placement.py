@@ -349,7 +349,7 @@ class Placement:
             values = await asyncio.to_thread(self._context.meter.measure, self.pids, self.member.slots)
             state.system_count += 1
             step = max((rank.step or 0 for rank in state.ranks.values()), default=0)
-            follower.save()
+            await follower.save()
             point = RunProgress(
                 run_id=self.placed.run_id,
                 generation=self.placed.generation,

@@ -22,6 +22,7 @@ import xxhash
 
 from contracts.datasets import shard_uri
 from contracts.events.dataset import ShardFile
+from services.kit.concurrency import in_thread
 from services.kit.objects import READ_BYTES, Objects
 from services.kit.ranged import Damaged, Ranged
 from services.worker import metrics
@@ -65,7 +66,11 @@ class ShardFiles:
             if fast is None:
                 tier = "cold"
                 fast = await self._from_store(shard, bucket, part, turn)
-            self._place(shard, part, fast)
+            try:
+                await in_thread(self._place, shard, part, fast)
+            finally:  # also when nobody needs it any more: it takes room
+                if self.path(shard.sha256).exists():
+                    self._note(shard)
         finally:
             part.unlink(missing_ok=True)
             _beside(part, ".idx").unlink(missing_ok=True)
@@ -123,6 +128,9 @@ class ShardFiles:
         write_atomically(_beside(path, ".json"), json.dumps({"xxh3": fast}))
         part.chmod(0o444)  # shared by runs, none of which may change it
         part.replace(path)
+
+    def _note(self, shard: ShardFile) -> None:
+        """It is here."""
         before = self.present.get(shard.sha256)
         self.present[shard.sha256] = Present(shard.size_bytes + shard.index_bytes, time.time())
         self.size_bytes += shard.size_bytes + shard.index_bytes - (before.size_bytes if before is not None else 0)

@@ -86,7 +86,7 @@ class Stager:
             files = await uploader.files(named)
         except (UploadError, FileNotFoundError) as error:
             log.error("a checkpoint cannot be staged and is left out", step=step, error=str(error))
-            self._forget(step)
+            await self._forget(step)
             return
         await self._publish(
             CheckpointStaged(
@@ -124,7 +124,7 @@ class Stager:
             await write_pointer(context.objects, context.settings.bucket_models, key, named)
         state.staged_step = max(step, state.staged_step or 0)
         state.staged_folders[step] = [line.folder for line in lines.values()]
-        self._forget(step)
+        await self._forget(step)
         await asyncio.to_thread(self._remove_old)
         await asyncio.to_thread(context.cache.evict)
 
@@ -141,10 +141,10 @@ class Stager:
             return Bases()
         return await asyncio.to_thread(bases_of, ref.step, files, self._context.cache)
 
-    def _forget(self, step: int) -> None:
+    async def _forget(self, step: int) -> None:
         for each in self._follower.state.ranks.values():
             each.checkpoints = [line for line in each.checkpoints if line.step != step]
-        self._follower.save()
+        await self._follower.save()
 
     def _remove_old(self) -> None:
         folders = self._follower.state.staged_folders

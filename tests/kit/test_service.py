@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import httpx
 import pytest
+from prometheus_client import REGISTRY
 
+from services.kit import service as service_module
+from services.kit.concurrency import end
 from services.kit.service import Service
 from services.kit.settings import Settings
 from tests.kit.support import until
@@ -110,3 +114,15 @@ async def test_stop_actions_run_while_the_bus_still_works(settings: Settings) ->
     service.stopping.set()
     await asyncio.wait_for(running, 10)
     assert said == [True]
+
+
+async def test_an_event_loop_that_is_held_up_shows_in_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late_s() -> float:
+        return REGISTRY.get_sample_value("trainbus_loop_lag_seconds_sum") or 0.0
+
+    monkeypatch.setattr(service_module, "LAG_INTERVAL_S", 0.01)
+    before, measuring = late_s(), asyncio.create_task(service_module.measure_lag())
+    await asyncio.sleep(0)
+    time.sleep(0.2)  # noqa: ASYNC251  what no code may do on the loop
+    await until(lambda: late_s() >= before + 0.15, "the delay to show")
+    await end(measuring)

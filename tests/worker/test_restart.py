@@ -171,3 +171,15 @@ async def test_a_second_agent_in_the_folder_ends_itself_and_not_the_firsts_ranks
 def _handles_sigterm(pid: int) -> bool:
     caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt"))
     return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+async def test_a_placement_that_cannot_be_read_is_set_aside(world: World, agent: Any) -> None:
+    """Torn by a full disk, or of a contract to come: it must not keep the node from working."""
+    folder = world.settings.data_dir.resolve() / "runs" / "torn" / "g1"
+    folder.mkdir(parents=True)
+    (folder / "placement.json").write_text('{"placed": {"run_id": "torn"')
+    await agent()
+    assert (await _joined(world, 1)).running == ()
+    assert [path.name for path in folder.iterdir()] == ["placement.unreadable.json"]
+    await world.place(params={"steps": 3})
+    assert (await world.wait_for(RunExited)).outcome == "succeeded"

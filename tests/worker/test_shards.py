@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,6 +25,7 @@ from services.kit.objects import Missing, Objects
 from services.kit.ranged import Damaged, Ranged
 from services.kit.reader import Reader
 from services.kit.settings import Settings
+from services.worker import shards as shards_module
 from services.worker.cache import Cache, CacheError
 from services.worker.shards import Reading
 from tests.kit.support import until
@@ -239,6 +242,91 @@ async def test_old_downloads_go_before_what_is_planned(objects: Objects, s3_sett
         assert await reading.want(want(stored, 0)) == ""
         await until(lambda: here(reading, stored) == {0, 1, 2, 3}, "all of them")
         assert not old.exists()
+
+
+async def test_two_datasets_that_do_not_fit_together_do_not_push_each_other_out(
+    objects: Objects, s3_settings: Settings, s3_server: S3Server, tmp_path: Path
+) -> None:
+    """Nobody has said that they will be read: what has come stays, and nothing is fetched for nothing."""
+    stored = [await store(objects, s3_settings.bucket_datasets, shards=4, seed=seed) for seed in range(2)]
+    each = stored[0].size_bytes // 4
+    async with FaultProxy(s3_server.port) as proxy:
+        through = s3_settings.model_copy(update={"s3_endpoint": proxy.endpoint})
+        async with (
+            node(through, tmp_path / "cache", max_bytes=8 * each) as (cache, shards),
+            cache.holding() as hold,
+        ):
+            checkpoint = cache.blob("ab" * 32)
+            cache._hold([checkpoint], hold)
+            checkpoint.parent.mkdir(parents=True)
+            checkpoint.write_bytes(bytes(2 * each))
+            cache.evict()
+            readings = [
+                await begin(cache, one, tmp_path / f"view{number}", hold, guess=("train",))
+                for number, one in enumerate(stored)
+            ]
+            await until(lambda: shards.files.size_bytes >= 6 * each, "as many as fit")
+            fetched = proxy.egress_bytes
+            for _ in range(20):
+                shards.look()
+                await asyncio.sleep(0.02)
+            assert proxy.egress_bytes == fetched
+            assert len(here(readings[0], stored[0])) + len(here(readings[1], stored[1])) == 6
+
+
+async def test_a_disk_that_is_full_is_a_smaller_cache(
+    objects: Objects, s3_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk has room for three shards, whatever the setting says: ranks get theirs, one after the other."""
+    stored = await store(objects, s3_settings.bucket_datasets, shards=6)
+    each = stored.size_bytes // 6
+    monkeypatch.setattr(shards_module, "OPENING_S", 0.0)
+    monkeypatch.setattr(shards_module, "RETRY_S", 0.01)
+    async with node(s3_settings, tmp_path / "cache", objects=objects) as (cache, shards), cache.holding() as hold:
+        fetch = shards.files.fetch
+
+        async def fetch_if_there_is_room(*given: Any) -> None:
+            if shards.files.size_bytes + each > 3 * each:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            await fetch(*given)
+
+        monkeypatch.setattr(shards.files, "fetch", fetch_if_there_is_room)
+        reading = await begin(cache, stored, tmp_path / "view", hold)
+        for number in (0, 1, 2, 3, 4, 5, 0):
+            assert await asyncio.wait_for(reading.want(want(stored, number)), 30) == ""
+            assert is_whole(reading, stored, number)
+
+
+async def test_a_cache_that_vanishes_is_filled_anew(objects: Objects, s3_settings: Settings, tmp_path: Path) -> None:
+    stored = await store(objects, s3_settings.bucket_datasets, shards=3)
+    async with node(s3_settings, tmp_path / "cache", objects=objects) as (cache, shards), cache.holding() as hold:
+        reading = await begin(cache, stored, tmp_path / "view", hold)
+        reading.plan(sequence(stored, [0, 1]))
+        await until(lambda: here(reading, stored) == {0, 1}, "the planned shards")
+        shutil.rmtree(shards.files.folder)
+        for number in (0, 1, 2):
+            assert await asyncio.wait_for(reading.want(want(stored, number)), 30) == ""
+            assert is_whole(reading, stored, number)
+        assert shards.files.size_bytes == stored.size_bytes
+
+
+async def test_while_the_cache_cannot_be_written_ranks_wait_and_get_theirs_when_it_can(
+    objects: Objects, s3_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = await store(objects, s3_settings.bucket_datasets, shards=2)
+    monkeypatch.setattr(shards_module, "RETRY_S", 0.01)
+    async with node(s3_settings, tmp_path / "cache", objects=objects) as (cache, shards), cache.holding() as hold:
+        reading = await begin(cache, stored, tmp_path / "view", hold)
+        assert await reading.want(want(stored, 0)) == ""
+        folder = shards.files.folder
+        folder.rename(folder.with_name("aside"))
+        folder.write_text("what is in the way of a folder")
+        waiting = [asyncio.create_task(reading.want(want(stored, number))) for number in (0, 1)]
+        done, _ = await asyncio.wait(waiting, timeout=0.2)
+        assert not done
+        folder.unlink()
+        assert await asyncio.wait_for(asyncio.gather(*waiting), 30) == ["", ""]
+        assert here(reading, stored) == {0, 1}
 
 
 # -- what is broken ----------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from contracts.events import run
 from contracts.events.train import CancelRequested, DrainRequested, RestoreRequested, TrainRequested
 from trainbus.cli import reading, render
 from trainbus.cli.address import Address
-from trainbus.cli.board import ENDED, RunView, describe
+from trainbus.cli.board import ENDED, RunView, describe, narrate
 from trainbus.cli.errors import USAGE, CliError
 from trainbus.cli.link import Link, connect, hush, run_id_of
 from trainbus.cli.location import data_location
@@ -210,8 +210,7 @@ async def follow_run(link: Link, run_id: str) -> None:
             board.apply(stored.sequence, stored.envelope.time, stored.event)
             if isinstance(stored.event, run.RunAccepted):
                 verdict_expected = stored.event.spec.evaluation is not None
-            # What retention deletes goes with every commit.
-            if stored.event.fact != "checkpoint_deleted" and (text := describe(stored.event)):
+            if text := narrate(stored.event):
                 console.print(f"[dim]{stored.envelope.time:%H:%M:%S}[/] {render.escape(text)}", soft_wrap=True)
         if view.state in ENDED and (view.state != "completed" or not verdict_expected or view.verdict):
             break

@@ -411,6 +411,11 @@ def describe(event: Any) -> str:
     return " ".join(text(event).splitlines())
 
 
+def narrate(event: Any) -> str:
+    """The line about a fact for who follows a run: '' for what retention deletes, which goes with every commit."""
+    return "" if isinstance(event, checkpoint.CheckpointDeleted) else describe(event)
+
+
 def _placement(event: run.RunPlaced) -> str:
     where = ", ".join(f"{member.node_id}×{len(member.ranks)}" for member in event.members)
     start = f" from step {event.resume.step}" if event.resume else ""

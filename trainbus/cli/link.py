@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import sys
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -36,6 +37,8 @@ with without_aiohttp():
     from services.kit.follow import follow
 
 SOURCE = "trainbus/cli"
+#: Seconds that a server which listens has to answer in.
+CONNECT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +140,19 @@ async def connect(address: Address) -> AsyncIterator[Link]:
     if not any(_listens(server) for server in servers):
         raise CliError(f"NATS does not answer at {address.nats_url}: is the stack up? (`trainbus doctor` looks closer)")
     hush()
+    closing = False
 
     async def quiet(*_: object) -> None:
         return None
 
-    nc = await nats.connect(
+    async def away() -> None:
+        if not closing:
+            print(f"trainbus: NATS at {address.nats_url} is away; waiting for it", file=sys.stderr, flush=True)
+
+    async def back() -> None:
+        print("trainbus: NATS is back", file=sys.stderr, flush=True)
+
+    connecting = nats.connect(
         servers,
         user=address.nats_user,
         password=address.nats_password,
@@ -150,9 +161,14 @@ async def connect(address: Address) -> AsyncIterator[Link]:
         max_reconnect_attempts=-1,
         reconnect_time_wait=0.3,
         error_cb=quiet,
-        disconnected_cb=quiet,
-        reconnected_cb=quiet,
+        disconnected_cb=away,
+        reconnected_cb=back,
     )
+    try:
+        nc = await asyncio.wait_for(connecting, CONNECT_S)
+    except (nats.errors.Error, TimeoutError) as error:
+        why = str(error) or f"no answer in {CONNECT_S:g} s"
+        raise CliError(f"the NATS at {address.nats_url} listens, but does not let us in: {why}") from error
     try:
         link = Link(nc)
         try:
@@ -163,8 +179,12 @@ async def connect(address: Address) -> AsyncIterator[Link]:
                 "has been connected to it yet"
             ) from None
         yield link
+    except nats.errors.Error as error:
+        raise CliError(f"NATS at {address.nats_url} does not answer: {error}") from error
     finally:
-        with suppress(nats.errors.Error, TimeoutError):
+        closing = True
+        # What cannot be closed in order is gone with the process.
+        with suppress(nats.errors.Error, OSError):
             await asyncio.wait_for(nc.close(), 2)
 
 

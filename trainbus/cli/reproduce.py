@@ -16,7 +16,7 @@ from contracts import exactness, subjects, topology
 from contracts.events.train import CancelRequested
 from trainbus.cli import reading, render
 from trainbus.cli.address import Address
-from trainbus.cli.board import ENDED, RunView, describe
+from trainbus.cli.board import ENDED, RunView, narrate
 from trainbus.cli.certificate import CannotReproduce, Compared, Comparison, Plan, Recorded, first_differing, plan
 from trainbus.cli.errors import CliError
 from trainbus.cli.link import Link, connect, run_id_of
@@ -108,7 +108,7 @@ class Watching:
         compared = self.comparison.apply(stored.event)
         if self.live is not None:
             self.live.update(Group(self._table(), self._line()), refresh=True)
-        elif not self._quiet and (text := _line_of(compared) if compared else describe(stored.event)):
+        elif not self._quiet and (text := _line_of(compared) if compared else narrate(stored.event)):
             self._console.print(f"[dim]{stored.envelope.time:%H:%M:%S}[/] {render.escape(text)}", soft_wrap=True)
 
     @property

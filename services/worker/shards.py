@@ -107,7 +107,7 @@ class Reading:
         key = "plan", line.split, line.rank
         known, files = self._courses.get(key), self.splits.get(line.split, ())
         if line.needs is not None or known is None:
-            needs = ((files[number].sha256, *span) for number, *span in line.needs or () if 0 <= number < len(files))
+            needs = ((files[n].sha256, first, last) for n, first, last in line.needs or () if 0 <= n < len(files))
             self._follow(key, Course(needs, at=line.at, per_s=line.per_s))
         elif line.at >= known.at:
             self._shards.agenda.move(known, line.at, line.per_s)

@@ -16,7 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from trainbus.cli.embedded.launch import StackInfo, read_stack
+from trainbus.cli.embedded.launch import StackError, StackInfo, StackProcess, read_stack
+from trainbus.cli.embedded.layout import StackOptions
 
 READY_S = 90.0
 
@@ -254,3 +255,25 @@ def test_a_kill_leaves_nothing_behind(victim: str, tmp_path: Path) -> None:
         assert read_stack(stack.data_dir) is None
     finally:
         stack.end()
+
+
+def test_asked_to_stop_while_it_starts_it_stops(tmp_path: Path) -> None:
+    stack = Up(tmp_path / "data")
+    try:
+        until(lambda: read_stack(stack.data_dir), READY_S, lambda: stack.output.read_text())
+        stack.process.send_signal(signal.SIGINT)
+        assert stack.process.wait(60) == 0, stack.output.read_text()
+        assert "did not start" not in stack.output.read_text()
+    finally:
+        stack.end()
+
+
+def test_a_stack_that_does_not_get_ready_names_the_parts(tmp_path: Path) -> None:
+    stack = StackProcess(StackOptions(tmp_path / "data", 1, 1), output=tmp_path / "out", detach=True)
+    stack.start()
+    try:
+        until(lambda: read_stack(tmp_path / "data"), READY_S)
+        with pytest.raises(StackError, match=r"(?s)Not ready yet:.*\n  gateway: see .*gateway\.log"):
+            stack.wait_ready(timeout_s=0)
+    finally:
+        stack.stop()

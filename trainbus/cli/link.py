@@ -142,8 +142,10 @@ async def connect(address: Address) -> AsyncIterator[Link]:
     hush()
     closing = False
 
-    async def quiet(*_: object) -> None:
-        return None
+    refusals: list[str] = []
+
+    async def refused(error: Exception) -> None:
+        refusals.append(str(error))
 
     async def away() -> None:
         if not closing:
@@ -160,15 +162,14 @@ async def connect(address: Address) -> AsyncIterator[Link]:
         connect_timeout=3,
         max_reconnect_attempts=-1,
         reconnect_time_wait=0.3,
-        error_cb=quiet,
+        error_cb=refused,
         disconnected_cb=away,
         reconnected_cb=back,
     )
     try:
         nc = await asyncio.wait_for(connecting, CONNECT_S)
     except (nats.errors.Error, TimeoutError) as error:
-        why = str(error) or f"no answer in {CONNECT_S:g} s"
-        raise CliError(f"the NATS at {address.nats_url} listens, but does not let us in: {why}") from error
+        raise CliError(_not_let_in(address, refusals[-1] if refusals else str(error))) from error
     try:
         link = Link(nc)
         try:
@@ -186,6 +187,13 @@ async def connect(address: Address) -> AsyncIterator[Link]:
         # What cannot be closed in order is gone with the process.
         with suppress(nats.errors.Error, OSError):
             await asyncio.wait_for(nc.close(), 2)
+
+
+def _not_let_in(address: Address, why: str) -> str:
+    hint = ""
+    if "authorization" in why.lower():
+        hint = "; set TRAINBUS_NATS_USER and TRAINBUS_NATS_PASSWORD to what this server knows"
+    return f"the NATS at {address.nats_url} listens, but does not let us in: {why or 'no answer'}{hint}"
 
 
 def hush() -> None:

@@ -59,6 +59,8 @@ def up(
         info = stack.wait_ready()
     except StackError as error:
         stack.stop()
+        if stopping:
+            return
         raise CliError(str(error)) from error
     render.console().print(_table(info))
     print(f"ready after {time.monotonic() - started_at:.1f} s; {nodes} nodes of {slots} slots; data in {folder}")

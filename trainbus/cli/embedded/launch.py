@@ -68,6 +68,12 @@ def read_stack(data_dir: Path) -> StackInfo | None:
     )
 
 
+def _missing(info: StackInfo | None) -> str:
+    """Which parts of a stack that does not get ready are not, and where to look."""
+    parts = [f"\n  {each['name']}: see {each['log']}" for each in info.processes if not each["ready"]] if info else []
+    return ". Not ready yet:" + "".join(parts) if parts else ""
+
+
 def is_locked(data_dir: Path) -> bool:
     """Whether a supervisor holds the data folder."""
     with contextlib.suppress(OSError), (data_dir / "stack.lock").open("r") as file:
@@ -146,7 +152,7 @@ class StackProcess:
             if info is not None and info.ready and self._supervisor and info.pid == self._supervisor.pid:
                 return info
             if time.monotonic() > deadline:
-                raise StackError(f"the stack is not ready after {timeout_s:.0f} s{self._output_tail()}")
+                raise StackError(f"the stack is not ready after {timeout_s:.0f} s{_missing(info)}{self._output_tail()}")
             time.sleep(0.03)
 
     def stop(self, patience_s: float = 60.0) -> None:

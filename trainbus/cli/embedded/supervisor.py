@@ -242,6 +242,7 @@ class Supervisor:
                         "name": child.name,
                         "service": child.unit.service if child.unit else child.name,
                         "pid": child.pid,
+                        "ready": child.ready,
                         "url": child.unit.url if child.unit else None,
                         "restarts": child.restarts,
                         "log": str(child.log_path),

@@ -115,7 +115,7 @@ def test_every_alert_says_what_to_do() -> None:
 
 
 def test_every_alert_is_tested() -> None:
-    tests = (PROMETHEUS / "alerts_test.yml").read_text()
+    tests = "".join(path.read_text() for path in PROMETHEUS.glob("alerts*_test.yml"))
     assert [rule["alert"] for rule in alert_rules() if rule["alert"] not in tests] == []
 
 
@@ -132,7 +132,11 @@ def test_scraped_are_the_services_of_the_compose_file() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [["check", "config", "prometheus.yml"], ["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]],
+    [
+        ["check", "config", "prometheus.yml"],
+        ["check", "rules", "alerts.yml"],
+        ["test", "rules", "alerts_test.yml", "alerts_of_days_test.yml"],
+    ],
     ids=lambda command: " ".join(command[:2]),
 )
 def test_promtool(command: list[str]) -> None:

@@ -75,6 +75,15 @@ async def digests(stack: Stack, run_id: str) -> dict[int, str]:
     return {commit.checkpoint.step: commit.state_digest for commit in commits}
 
 
+async def deleted(stack: Stack, run_id: str) -> str:
+    """A checkpoint of the run that retention has deleted."""
+    async with asyncio.timeout(DONE_S):
+        async for batch in stack.bus.follow("FACTS", (f"run.{run_id}.checkpoint_deleted",)):
+            for received in batch:
+                return str(received.event.uri)
+    raise AssertionError("unreachable")
+
+
 async def test_a_fine_tuned_run_is_the_same_to_the_bit_whatever_happens_to_it(stack: Stack, tmp_path: Path) -> None:
     images = [(path, png) for path, png in digits(IMAGES) if path[0] in "01234"]
     await asyncio.gather(*(stack.objects.put(f"{HALF}{path}", png) for path, png in images))
@@ -139,14 +148,13 @@ async def test_a_fine_tuned_run_is_the_same_to_the_bit_whatever_happens_to_it(st
 
 
 async def test_what_cannot_be_begun_with_is_said(stack: Stack) -> None:
-    _, checkpoint = await trained(stack, retention={"last": 1, "best": 0})
+    base, checkpoint = await trained(stack, retention={"last": 1, "best": 0})
     misfit = await stack.publish(await headed(stack, params={"heads": 3}, init_from=checkpoint.uri, max_attempts=1))
     failed = await stack.wait_for(misfit, "failed", DONE_S)
     assert "'head.weight' is (10, 144) float32 in the checkpoint, (3, 144) float32 in the model" in failed.reason
     assert 'set init_exclude to ["head.*"]' in failed.reason
 
-    deleted = checkpoint.uri.replace(checkpoint.uri.rpartition("/")[2], "step_00000010.g1.json")
-    for uri in (deleted, "s3://models/none.json"):
+    for uri in (await deleted(stack, base), "s3://models/none.json"):
         run_id = await stack.publish(await headed(stack, init_from=uri))
         rejected = await stack.wait_for(run_id, "rejected")
         [problem] = rejected.problems

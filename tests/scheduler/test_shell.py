@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
+from nats.errors import NoRespondersError
 
 from contracts import subjects, topology
 from contracts.base import run_id_for
@@ -78,9 +79,14 @@ async def join(bus: Bus, node_id: str, slots: int, ttl_s: float = 60.0) -> None:
     await bus.publish(NodeJoined(node_id=node_id, incarnation="1", address="h", slots=slots, lease_ttl_s=ttl_s))
 
 
-async def ask(bus: Bus, what: str, body: Any = None) -> dict[str, Any]:
-    answer = await bus.nc.request(subjects.service("scheduler", what), json.dumps(body or {}).encode(), timeout=5)
-    return dict(json.loads(answer.data))
+async def ask(bus: Bus, what: str, body: Any = None, timeout_s: float = 15.0) -> dict[str, Any]:
+    """The service's answer; nobody answers while it starts."""
+    async with asyncio.timeout(timeout_s):
+        while True:
+            with suppress(NoRespondersError):
+                subject, question = subjects.service("scheduler", what), json.dumps(body or {}).encode()
+                return dict(json.loads((await bus.nc.request(subject, question, timeout=timeout_s)).data))
+            await asyncio.sleep(0.02)
 
 
 async def test_a_run_from_its_request_to_its_end(settings: Settings, bus: Bus) -> None:

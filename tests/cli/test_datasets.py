@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import io
 import json
@@ -41,7 +42,7 @@ from contracts.events.dataset import (
 from contracts.events.model import ModelPromoted
 from contracts.events.run import RunAccepted, RunCompleted, RunPrepared
 from contracts.events.train import DataSource, Split, TrainRequested
-from services.kit.bus import Bus
+from services.kit.bus import Bus, Transient
 from services.kit.objects import Objects
 from services.kit.settings import Settings
 from services.sharding.core import plan
@@ -49,6 +50,7 @@ from trainbus.cli import dataset_diff, dataset_fetch, dataset_ingest, dataset_li
 from trainbus.cli.address import Address
 from trainbus.cli.errors import CliError
 from trainbus.cli.link import connect
+from trainbus.cli.store import store
 from trainbus.data.dataset import Dataset as LocalDataset
 from trainbus.datasets.diff import KINDS, Unsorted, compare
 from trainbus.datasets.history import History, NotOne
@@ -597,6 +599,12 @@ async def test_a_dataset_as_a_folder(
     with pytest.raises(CliError, match=r"cannot be had.*verify --repair"):
         await dataset_fetch.fetch(address, first.dataset_id, tmp_path / "other", ["train"], as_json=False)
     assert not (tmp_path / "other/manifest.json").exists(), "a folder with a manifest is whole"
+
+
+async def test_a_full_disk_is_not_laid_to_the_store(address: Address) -> None:
+    with pytest.raises(CliError, match=r"^/here cannot be written: No space left on device$"):
+        async with store(address):
+            raise Transient("/here cannot be written: No space left on device") from OSError(errno.ENOSPC, "full")
 
 
 async def test_an_index_that_hashes_right_but_tells_other_places(objects: Objects, s3_settings: Settings) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -12,14 +13,18 @@ from trainbus.cli.errors import CliError
 from trainbus.cli.link import hush
 
 PATIENCE_S = 5.0
+#: What a file of this machine fails with, and the store never.
+OURS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 
 
 @asynccontextmanager
 async def store(address: Address) -> AsyncIterator[Objects]:
-    """The object store; when it is away the command ends in words."""
+    """The object store; when it is away, or this machine cannot keep what it sends, the command ends in words."""
     hush()
     try:
         async with Objects(address.settings(), patience_s=PATIENCE_S) as objects:
             yield objects
     except Transient as error:
+        if getattr(error.__cause__, "errno", None) in OURS:
+            raise CliError(str(error)) from error
         raise CliError(f"the object store at {address.s3_endpoint} does not answer: {error}") from error

@@ -32,7 +32,7 @@ EXTENSIONS = {
     "webdataset": (".tar", ".tar.gz", ".tgz"),
 }
 #: Records taken between two looks at the event loop, or fewer if they are large.
-RECORDS_A_TURN, BYTES_A_TURN = 2000, 32 * 2**20
+RECORDS_A_TURN, BYTES_A_TURN = 2000, 8 * 2**20
 
 
 class ManyRecords:

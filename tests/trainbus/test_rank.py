@@ -190,7 +190,7 @@ def test_a_stop_ends_a_wait_for_samples_that_do_not_come(warm: Warm, code: Path,
     path.with_suffix(".away").rename(path)
     ends = {}
     for name, generation, resume in (
-        ("scratch", 1, None),
+        ("scratch", 5, None),  # beside what the generation before left in memory
         ("checkpoint", 9, whole_checkpoint(folder)),  # whose generation finds nothing in memory
         ("memory", 2, None),  # the store that brought no shard took no checkpoint either
     ):
@@ -326,10 +326,11 @@ def test_evaluation_is_exact_over_ranks_and_keeps_the_predictions(
 def test_a_cold_rank_runs_too_and_sigterm_stops_it(dataset: Dataset, code: Path, tmp_path: Path) -> None:
     folder = tmp_path / "g1"
     agent = FakeAgent(tmp_path / "agent.sock")
-    launch = write_launch(folder, request(training={"epochs": 100_000}), dataset, code, socket_path=agent.path)
+    spec = request(training={"epochs": 100_000, "checkpoint_every_steps": 5})
+    launch = write_launch(folder, spec, dataset, code, socket_path=agent.path)
     process = start_rank(rank_env(launch, 0, 1, 0), folder / "rank_0.log")
-    with agent.changed:
-        assert agent.changed.wait_for(lambda: agent.rings >= 1, 60)
+    with agent.changed:  # the doorbell after "started" and after the first checkpoint
+        assert agent.changed.wait_for(lambda: agent.rings >= 2, 60)
     process.terminate()
     assert process.wait(30) == 75
     assert [line.step for line in journal(folder) if isinstance(line, CheckpointLine)][-1] == ended(folder).step

@@ -37,6 +37,8 @@ from services.worker.together import together
 log = structlog.get_logger(__name__)
 
 PARALLEL_DOWNLOADS = 4
+#: Pieces of a checkpoint at a time: many are small, and what they cost is mostly waiting.
+PARALLEL_PIECES = 8
 #: Where the shards are, in the cache's folder.
 SHARDS_FOLDER = "shards"
 #: Files of a checkpoint with the optimizer's tensors (docs/checkpoints.md).
@@ -208,7 +210,7 @@ class Cache:
         """Have the files whole: kept ones as they are, others of the pieces that are here and those that are not."""
         files = list(files)
         self._hold([self.blob(file.sha256) for file in files], hold)
-        gate = asyncio.Semaphore(PARALLEL_DOWNLOADS)
+        gate = asyncio.Semaphore(PARALLEL_PIECES)
         restored = await together(*(self._restore_one(file, gate) for file in files))
         if any(restored):
             await asyncio.to_thread(self.evict)

@@ -11,7 +11,6 @@ from loadtest.data.proxy import FaultProxy
 from loadtest.data.stored import Stored, store
 from tests.kit.support import until
 from tests.worker.conftest import World, ranks_of
-from tests.worker.test_shards import begun
 from trainbus.cli.embedded.servers import S3Server
 
 
@@ -36,7 +35,7 @@ async def test_ranks_get_their_shards_from_the_agent_that_comes_after_a_killed_o
         process = agent_process()
         await until(lambda: joined(world), "the agent to join", 60)
         await world.place(params={"steps": 24, "read": True}, dataset=prepared(stored))
-        await until(lambda: begun(cache.parent), "a download", 60)
+        await until(lambda: any(cache.glob("*/.*.part")), "a download", 60)
         await world.wait_steps(2)
         process.kill()
         process.wait()

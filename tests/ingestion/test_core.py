@@ -26,7 +26,7 @@ from services.ingestion.core.keys import (
     rows_key,
 )
 from services.ingestion.core.reasons import REASONS, Code
-from services.ingestion.core.records import Broken, Sound, json_line, table_row
+from services.ingestion.core.records import Broken, Fault, Sound, json_line, plain, record
 from services.ingestion.core.verdict import Fingerprint, Outcome, Tally, objection
 
 PATHS = st.text(min_size=1, max_size=120).filter(lambda path: not re.search("[\ud800-\udfff]", path))
@@ -105,12 +105,11 @@ def test_a_sound_line_becomes_canonical() -> None:
 
 def test_a_table_row_takes_jsons_types() -> None:
     row = {"t": datetime(2026, 1, 2, tzinfo=UTC), "d": Decimal("1.50"), "b": b"\x00", "n": None, "l": [1, {"x": 2.5}]}
-    found = table_row(row, "k", 3, None)
-    assert isinstance(found, Sound)
+    found = record(plain(row), "k", 3, None)
     assert found.content == b'{"b":"AA==","d":"1.50","l":[1,{"x":2.5}],"n":null,"t":"2026-01-02T00:00:00+00:00"}'
-    broken = table_row({"x": math.nan}, "k", 3, None)
-    assert isinstance(broken, Broken)
-    assert broken.code == "nan"
+    with pytest.raises(Fault) as raised:
+        record(plain({"x": math.nan}), "k", 3, None)
+    assert raised.value.code == "nan"
 
 
 SOURCE = DataSource(source="s3://lake/digits", format="images")

@@ -96,14 +96,6 @@ def json_line(
         return Broken(fault.code, fault.detail, offset, hashlib.sha256(line).hexdigest())
 
 
-def table_row(row: Mapping[str, Any], key: str, number: int, label_field: str | None) -> Sound | Broken:
-    """Judge one row of a table. Dates become ISO 8601, decimals strings, bytes base64."""
-    try:
-        return record(plain(row), key, number, label_field)
-    except Fault as fault:
-        return Broken(fault.code, fault.detail, number)
-
-
 def record(value: Any, key: str, offset: int, label_field: str | None) -> Sound:
     """The canonical form of a record; raises ``Fault``."""
     if not isinstance(value, dict):

@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -103,8 +103,9 @@ class _Running:
 
 async def _hash(reader: Reader, uri: str) -> str:
     digest = hashlib.sha256()
-    async for chunk in reader.whole(uri):
-        digest.update(chunk)
+    async with aclosing(reader.whole(uri)) as chunks:
+        async for chunk in chunks:
+            digest.update(chunk)
     return digest.hexdigest()
 
 
@@ -117,13 +118,15 @@ async def _read_into(
     except OSError as error:
         raise _unwritable(path, error) from error
     try:
-        async for chunk in reader.whole(uri, size_bytes):
-            digest.update(chunk)
-            try:
-                write_at(handle, chunk, offset)
-            except OSError as error:
-                raise _unwritable(path, error) from error
-            offset += len(chunk)
+        # Closed with the block: a disk that is full must not leave the connection open.
+        async with aclosing(reader.whole(uri, size_bytes)) as chunks:
+            async for chunk in chunks:
+                digest.update(chunk)
+                try:
+                    write_at(handle, chunk, offset)
+                except OSError as error:
+                    raise _unwritable(path, error) from error
+                offset += len(chunk)
     finally:
         os.close(handle)
     return str(digest.hexdigest())

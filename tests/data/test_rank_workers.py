@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ def test_workers_change_nothing_in_what_is_learned(tmp_path: Path) -> None:
     assert all(torch.equal(alone[name], together[name]) for name in alone)
 
 
-def test_a_killed_rank_takes_its_workers_along(tmp_path: Path) -> None:
+def rank_with_workers(tmp_path: Path) -> tuple[subprocess.Popen[bytes], FakeAgent, Path]:
+    """A rank with two workers that trains on and on, its agent and its folder; it has begun to report."""
     dataset, code = linear_dataset(tmp_path / "data"), write_task(tmp_path / "code")
     folder, agent = tmp_path / "g1", FakeAgent(tmp_path / "agent.sock")
     spec = request(training={"loading": {"workers": 2}, "epochs": 100_000})
@@ -55,6 +57,11 @@ def test_a_killed_rank_takes_its_workers_along(tmp_path: Path) -> None:
     rank = start_rank(rank_env(launch, 0, 1, 0), folder / "rank_0.log")
     with agent.changed:
         assert agent.changed.wait_for(lambda: agent.rings >= 1, 60)
+    return rank, agent, folder
+
+
+def test_a_killed_rank_takes_its_workers_along(tmp_path: Path) -> None:
+    rank, agent, _ = rank_with_workers(tmp_path)
     workers = psutil.Process(rank.pid).children()
     assert len(workers) == 2
     rank.kill()
@@ -65,13 +72,7 @@ def test_a_killed_rank_takes_its_workers_along(tmp_path: Path) -> None:
 
 
 def test_a_killed_worker_ends_the_run_with_a_reason(tmp_path: Path) -> None:
-    dataset, code = linear_dataset(tmp_path / "data"), write_task(tmp_path / "code")
-    folder, agent = tmp_path / "g1", FakeAgent(tmp_path / "agent.sock")
-    spec = request(training={"loading": {"workers": 2}, "epochs": 100_000})
-    launch = write_launch(folder, spec, dataset, code, socket_path=agent.path)
-    rank = start_rank(rank_env(launch, 0, 1, 0), folder / "rank_0.log")
-    with agent.changed:
-        assert agent.changed.wait_for(lambda: agent.rings >= 1, 60)
+    rank, agent, folder = rank_with_workers(tmp_path)
     psutil.Process(rank.pid).children()[1].kill()
     assert rank.wait(120) == 1
     error = journal(folder)[-1].error  # type: ignore[union-attr]

@@ -19,7 +19,9 @@ import structlog
 from nats.js.errors import APIError, BadRequestError, KeyNotFoundError
 from nats.js.kv import KeyValue
 
+from contracts import topology
 from services.kit import metrics
+from services.kit.bus import Bus
 from services.kit.clock import Clock, SystemClock
 from services.kit.concurrency import end
 
@@ -192,17 +194,19 @@ async def read(bucket: KeyValue, key: str) -> Record | None:
     return _record(key, entry.value, entry.revision or 0)
 
 
-async def read_all(bucket: KeyValue, prefix: str) -> dict[str, Record]:
-    """Every lease whose key starts with ``prefix``, read in one pass."""
+async def read_all(bus: Bus, prefix: str) -> dict[str, Record]:
+    """Every lease whose key starts with ``prefix``, read in one pass.
+
+    By the kit's own reader: nats-py's ``watch`` takes a bucket for empty if the server's word that all
+    has been sent overtakes what it sent.
+    """
     records: dict[str, Record] = {}
-    watcher = await bucket.watch(f"{prefix}>", ignore_deletes=True)
-    try:
-        async for entry in watcher:
-            if entry is None:  # all that existed has been delivered
-                break
-            records[entry.key] = _record(entry.key, entry.value, entry.revision or 0)
-    finally:
-        await watcher.stop()  # type: ignore[no-untyped-call]
+    async for batch in bus.entries(topology.LEASES, f"{prefix}>", idle_s=1.0, until_caught_up=True):
+        for entry in batch:
+            if entry.value is None:
+                records.pop(entry.key, None)
+            else:
+                records[entry.key] = _record(entry.key, entry.value, entry.revision)
     return records
 
 

@@ -10,7 +10,6 @@ from datetime import datetime
 import nats.errors
 import structlog
 from nats.js.errors import APIError
-from nats.js.kv import KeyValue
 
 from contracts import subjects, topology
 from contracts.events.capacity import PolicyAdopted
@@ -150,12 +149,11 @@ class Leader:
 
         Standbys watch as well, so that a new leader need not start counting.
         """
-        bucket = await self.bus.bucket(topology.LEASES)
         watch, last_read = Watch(self.bus.clock), self.bus.clock.monotonic()
         while True:
             await asyncio.sleep(LEASE_POLL_S)
             try:
-                expired = await asyncio.wait_for(self._expired(bucket, watch), 2.0)
+                expired = await asyncio.wait_for(self._expired(watch), 2.0)
             except (nats.errors.Error, APIError, TimeoutError, OSError) as error:
                 log.info("node leases not read", error=repr(error))
                 continue
@@ -167,9 +165,9 @@ class Leader:
                 deaf = deaf_nodes(self.memory.cluster, self.bus.clock.now(), self.policy, self._hearing_since)
                 await self._lose(lost_nodes(self.memory.cluster, expired) + deaf)
 
-    async def _expired(self, bucket: KeyValue, watch: Watch) -> set[str]:
+    async def _expired(self, watch: Watch) -> set[str]:
         alive = [node for node in self.memory.cluster.nodes.values() if node.alive]
-        records = await read_all(bucket, NODE_LEASES) if alive else {}
+        records = await read_all(self.bus, NODE_LEASES) if alive else {}
         expired = set()
         for node in alive:
             key = f"{NODE_LEASES}{node.node_id}"

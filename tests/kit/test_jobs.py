@@ -33,10 +33,10 @@ async def received(bus: Bus, run_id: str) -> Any:
 
 
 async def empty(bus: Bus) -> bool:
-    watcher = await (await bus.bucket(topology.JOBS)).watch(">", ignore_deletes=True)
-    entry = await watcher.updates()
-    await watcher.stop()
-    return entry is None
+    jobs: dict[str, bytes | None] = {}
+    async for batch in bus.entries(topology.JOBS, ">", idle_s=1.0, until_caught_up=True):
+        jobs.update({entry.key: entry.value for entry in batch})
+    return not any(value is not None for value in jobs.values())
 
 
 async def test_a_job_runs_once_however_often_it_is_submitted(bus: Bus) -> None:

@@ -50,7 +50,7 @@ async def test_watch_tells_expired_leases_by_its_own_clock(bus: Bus) -> None:
     lease = Lease(bucket, "node.n1", "n1", 1.0, data={"address": "127.0.0.1"})
     await lease.try_acquire()
     watch = Watch(clock)
-    records = await read_all(bucket, "node.")
+    records = await read_all(bus, "node.")
     assert records["node.n1"].data == {"address": "127.0.0.1"}
     assert not watch.expired("node.n1", records["node.n1"], 1.0)
     clock.advance(1.1)
@@ -72,10 +72,10 @@ async def test_leadership_ends_when_another_takes_over(bus: Bus) -> None:
 
 async def test_nonsense_in_the_bucket_is_a_lease_of_nobody(bus: Bus) -> None:
     bucket = await bus.bucket(topology.LEASES)
-    await Lease(bucket, "node.n1", "n1", 1.0).try_acquire()
+    assert await Lease(bucket, "node.n1", "n1", 1.0).try_acquire()
     for nonsense in (b"", b"no json", b"[]", b'{"holder": "x", "ttl_s": "soon"}'):
         await bucket.put("node.n2", nonsense)
-        records = await read_all(bucket, "node.")
+        records = await read_all(bus, "node.")
         assert records["node.n1"].holder == "n1"
         assert records["node.n2"].ttl_s == 0
     clock = ManualClock()

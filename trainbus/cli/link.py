@@ -28,7 +28,6 @@ from trainbus.cli.errors import CliError
 from trainbus.cli.quick import without_aiohttp
 
 with without_aiohttp():
-    import nats
     import nats.errors
     from nats.aio.client import Client
     from nats.aio.msg import Msg
@@ -140,36 +139,46 @@ async def connect(address: Address) -> AsyncIterator[Link]:
     if not any(_listens(server) for server in servers):
         raise CliError(f"NATS does not answer at {address.nats_url}: is the stack up? (`trainbus doctor` looks closer)")
     hush()
-    closing = False
-
+    connected = closing = False
+    patience = asyncio.timeout(CONNECT_S)
     refusals: list[str] = []
 
     async def refused(error: Exception) -> None:
+        if connected or patience.expired():
+            return
         refusals.append(str(error))
+        if sum(map(_unauthorized, refusals)) >= len(servers):  # asking again would change nothing
+            patience.reschedule(asyncio.get_running_loop().time())
 
     async def away() -> None:
-        if not closing:
+        if connected and not closing:
             print(f"trainbus: NATS at {address.nats_url} is away; waiting for it", file=sys.stderr, flush=True)
 
     async def back() -> None:
-        print("trainbus: NATS is back", file=sys.stderr, flush=True)
+        if connected:
+            print("trainbus: NATS is back", file=sys.stderr, flush=True)
 
-    connecting = nats.connect(
-        servers,
-        user=address.nats_user,
-        password=address.nats_password,
-        name="trainbus-cli",
-        connect_timeout=3,
-        max_reconnect_attempts=-1,
-        reconnect_time_wait=0.3,
-        error_cb=refused,
-        disconnected_cb=away,
-        reconnected_cb=back,
-    )
+    nc = Client()
     try:
-        nc = await asyncio.wait_for(connecting, CONNECT_S)
+        async with patience:
+            await nc.connect(
+                servers,
+                user=address.nats_user,
+                password=address.nats_password,
+                name="trainbus-cli",
+                connect_timeout=3,
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=0.3,
+                error_cb=refused,
+                disconnected_cb=away,
+                reconnected_cb=back,
+            )
+            # To nats-py an end of file is a welcome, too; only an answer tells.
+            await nc.flush()
+        connected = True
     except (nats.errors.Error, TimeoutError) as error:
-        raise CliError(_not_let_in(address, refusals[-1] if refusals else str(error))) from error
+        await _closed(nc)
+        raise CliError(_not_let_in(address, refusals or [str(error)])) from error
     try:
         link = Link(nc)
         try:
@@ -184,16 +193,24 @@ async def connect(address: Address) -> AsyncIterator[Link]:
         raise CliError(f"NATS at {address.nats_url} does not answer: {error}") from error
     finally:
         closing = True
-        # What cannot be closed in order is gone with the process.
-        with suppress(nats.errors.Error, OSError):
-            await asyncio.wait_for(nc.close(), 2)
+        await _closed(nc)
 
 
-def _not_let_in(address: Address, why: str) -> str:
-    hint = ""
-    if "authorization" in why.lower():
-        hint = "; set TRAINBUS_NATS_USER and TRAINBUS_NATS_PASSWORD to what this server knows"
-    return f"the NATS at {address.nats_url} listens, but does not let us in: {why or 'no answer'}{hint}"
+async def _closed(nc: Client) -> None:
+    """Close in order; what cannot be is gone with the process."""
+    with suppress(nats.errors.Error, OSError, TimeoutError):
+        await asyncio.wait_for(nc.close(), 2)
+
+
+def _not_let_in(address: Address, refusals: list[str]) -> str:
+    # A server that refuses a client closes at once, and the reset may overtake its word for it.
+    why = next(filter(_unauthorized, refusals), refusals[-1]) or "no answer"
+    hint = "; set TRAINBUS_NATS_USER and TRAINBUS_NATS_PASSWORD to what this server knows" if _unauthorized(why) else ""
+    return f"the NATS at {address.nats_url} listens, but does not let us in: {why}{hint}"
+
+
+def _unauthorized(refusal: str) -> bool:
+    return "authorization" in refusal.lower()
 
 
 def hush() -> None:

@@ -168,7 +168,7 @@ async def connect(address: Address) -> AsyncIterator[Link]:
                 name="trainbus-cli",
                 connect_timeout=3,
                 max_reconnect_attempts=-1,
-                reconnect_time_wait=0.3,
+                reconnect_time_wait=0.3,  # type: ignore[arg-type]
                 error_cb=refused,
                 disconnected_cb=away,
                 reconnected_cb=back,

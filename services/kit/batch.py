@@ -18,7 +18,8 @@ from nats.js.errors import APIError
 
 from contracts import topology
 from services.kit import metrics
-from services.kit.bus import PUBLISH_TIMEOUT_S, WRONG_LAST_SEQUENCE, Bus, Conflict, Outgoing, Transient
+from services.kit.bus import PUBLISH_TIMEOUT_S, Bus
+from services.kit.messages import WRONG_LAST_SEQUENCE, Conflict, Outgoing, Transient
 
 #: The most messages that the server takes in one batch, with its default limits.
 MOST = 1000

@@ -25,8 +25,9 @@ from contracts import topology
 from contracts.base import Event
 from contracts.envelope import Envelope, EnvelopeError, RawMessage, decode, encode
 from services.kit import metrics, telemetry
-from services.kit.bus import RETRY_DELAYS_S, Bus, Poison, Received, Transient
+from services.kit.bus import Bus, Poison, Received, Transient
 from services.kit.concurrency import end
+from services.kit.handlers import RETRY_DELAYS_S
 from services.kit.lease import RENEW_SHARE, Record, Watch
 
 log = structlog.get_logger(__name__)

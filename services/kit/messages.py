@@ -1,0 +1,156 @@
+"""What goes over the bus: an event as it leaves and as it arrives, and what a handler or publisher may say of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any, Generic, TypeVar
+
+import structlog
+from nats.aio.msg import Msg
+from nats.js.api import RawStreamMsg
+
+from contracts.base import Event
+from contracts.envelope import Envelope, EnvelopeError, RawMessage, decode, encode
+
+log = structlog.get_logger(__name__)
+
+E = TypeVar("E", bound=Event)
+
+#: What the server answers when an expectation does not hold.
+WRONG_LAST_SEQUENCE = (10071, 10164)
+EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
+EXPECTED_LAST_SUBJECT = "Nats-Expected-Last-Subject-Sequence-Subject"
+
+
+class Poison(Exception):
+    """This message can never be handled: it goes to DEAD_LETTERS with this text and is not retried."""
+
+
+class Transient(Exception):
+    """This message cannot be handled now: it is delivered again, later and later."""
+
+
+class Conflict(Exception):
+    """Somebody published first: the expected last sequence was not the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """A condition on publishing: ``sequence`` is the last one stored on ``subject`` (0: none yet).
+
+    ``subject`` may hold wildcards, and may be another than the one published to: a checkpoint is
+    committed only if its generation is still the last one placed. Empty: the event's own subject.
+    """
+
+    sequence: int
+    subject: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """In the place of an event: a message that somebody published and nobody can decode."""
+
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class Received(Generic[E]):
+    """An event as it arrived, with its place in the stream."""
+
+    event: E
+    envelope: Envelope
+    subject: str
+    stream: str = ""
+    sequence: int = 0
+    #: Messages of the stream behind this one that the reader has not been sent yet.
+    pending: int = 0
+    deliveries: int = 1
+    #: When the server stored it: one clock for every publisher's events.
+    stored_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A key of a bucket as it has become: its revision, and its value or None where it was deleted."""
+
+    key: str
+    revision: int
+    value: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """An event as it will stand on the wire."""
+
+    id: str
+    type: str
+    subject: str
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes, about."""
+        return len(self.body) + 64 * len(self.headers)
+
+    def expecting(self, expect: Expect) -> Outgoing:
+        """The same, to be stored only if ``expect`` holds."""
+        return replace(self, headers={**self.headers, **_expected(expect)})
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """The server has it: at this sequence; ``duplicate`` if it had it already."""
+
+    sequence: int
+    duplicate: bool
+
+
+def outgoing(event: Event, subject: str, envelope: Envelope, expect: Expect | None) -> Outgoing:
+    """The message that an event is published as."""
+    headers, body = encode(event, envelope)
+    if expect is not None:
+        headers |= _expected(expect)
+    return Outgoing(envelope.id, envelope.type, subject, headers, body)
+
+
+def _expected(expect: Expect) -> dict[str, str]:
+    found = {EXPECTED_LAST: str(expect.sequence)}
+    return {**found, EXPECTED_LAST_SUBJECT: expect.subject} if expect.subject else found
+
+
+def raw_of(msg: Msg, stream: str) -> RawMessage:
+    """A message of a stream, undecoded, with its place there."""
+    metadata = msg.metadata
+    return RawMessage(msg.subject, msg.data, msg.headers or {}, stream, metadata.sequence.stream, metadata.timestamp)
+
+
+def entry(msg: Msg, prefix: str) -> Entry:
+    """A message of a bucket's stream; ``prefix`` is what its subjects begin with."""
+    deleted = (msg.headers or {}).get("KV-Operation") in ("DEL", "PURGE")
+    return Entry(msg.subject.removeprefix(prefix), msg.metadata.sequence.stream, None if deleted else msg.data)
+
+
+def from_stored(message: RawStreamMsg, stream: str) -> Received[Any]:
+    """A message that was asked for by itself. Raises ``EnvelopeError`` if it cannot be decoded."""
+    raw = RawMessage(
+        message.subject or "", message.data or b"", message.headers or {}, stream, message.seq or 0, message.time
+    )
+    envelope, event = decode(raw)
+    return Received(event, envelope, raw.subject, stream, raw.sequence, stored_at=raw.stored_at)
+
+
+def decoded(msg: Msg, stream: str) -> Received[Any]:
+    """A followed message; its event is an ``Unreadable`` if it cannot be decoded."""
+    raw = raw_of(msg, stream)
+    event: Event | Unreadable
+    try:
+        envelope, event = decode(raw)
+    except EnvelopeError as error:
+        log.warning("skipped what cannot be decoded", subject=raw.subject, sequence=raw.sequence, error=str(error))
+        envelope = Envelope(id="", source="", type="", time=msg.metadata.timestamp)
+        event = Unreadable(str(error))
+    return Received(
+        event, envelope, raw.subject, stream, raw.sequence, msg.metadata.num_pending, stored_at=raw.stored_at
+    )

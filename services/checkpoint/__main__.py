@@ -1,3 +1,8 @@
-from services.checkpoint.app import main
+"""Commits checkpoints; ``gc`` removes the blobs and manifests that nobody needs."""
 
-main()
+from services.checkpoint.app import build
+from services.checkpoint.collect import GARBAGE
+from services.checkpoint.settings import CheckpointSettings
+from services.kit import alone
+
+alone.main("checkpoint", build, CheckpointSettings(), GARBAGE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -14,7 +13,7 @@ from contracts.events.checkpoint import CheckpointRefused, CheckpointRepaired, C
 from contracts.events.run import RunPlaced
 from contracts.events.train import PinRequested, ScrubRequested
 from services.checkpoint import metrics
-from services.checkpoint.collect import collect_rarely, run_gc
+from services.checkpoint.collect import GARBAGE
 from services.checkpoint.core.commit import Assembled, Refusal, Sealed, Waiting, assemble, seal
 from services.checkpoint.keep import Keeper, commits, parts
 from services.checkpoint.scrub import Scrubber
@@ -145,21 +144,9 @@ def build(settings: Settings) -> Service:
         yield
 
     async def collect() -> None:
-        await collect_rarely(service.bus, objects, own)
+        await GARBAGE.rarely(own.checkpoint_gc_every_s, service.bus, objects, own)
 
     service.resource(bucket())
     service.background(collect)
     service.background(scrubber.run)
     return service
-
-
-def main() -> None:
-    """``python -m services.checkpoint [gc]``: run the service, or collect garbage once."""
-    settings = CheckpointSettings()
-    match sys.argv[1:]:
-        case []:
-            build(settings).main()
-        case ["gc"]:
-            run_gc(settings)
-        case _:
-            sys.exit("usage: python -m services.checkpoint [gc]")

@@ -19,7 +19,7 @@ from services.checkpoint import metrics
 from services.checkpoint.core.commit import BLOBS
 from services.checkpoint.core.garbage import Ledger, Stored, blobs_of, garbage, orphan_manifests
 from services.checkpoint.settings import CheckpointSettings
-from services.kit import alone
+from services.kit.alone import Garbage
 from services.kit.bus import Bus
 from services.kit.objects import Missing, ObjectInfo, Objects
 
@@ -35,7 +35,6 @@ LEDGER = (
     CheckpointRefused,
     CheckpointDeleted,
 )
-LEASE = "checkpoint-gc"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,24 +113,8 @@ def _stored(info: ObjectInfo) -> Stored:
     return Stored(info.uri, info.key, info.size_bytes, info.modified_at)
 
 
-async def collect_rarely(bus: Bus, objects: Objects, settings: CheckpointSettings) -> None:
-    """Collect every ``checkpoint_gc_every_s``; of several instances one does it at a time."""
-    await alone.collect_every(
-        settings.checkpoint_gc_every_s, metrics.GC_RUNS, lambda: collect_alone(bus, objects, settings)
-    )
-
-
-async def collect_alone(bus: Bus, objects: Objects, settings: CheckpointSettings) -> Collected | None:
-    """Collect under the lease; None if another instance is at it."""
-    return await alone.collect_alone(
-        bus, LEASE, settings, metrics.GC_RUNS, lambda: collect_garbage(bus, objects, settings)
-    )
-
-
-def run_gc(settings: CheckpointSettings) -> None:
-    """Collect garbage once, and print what went. For ``python -m services.checkpoint gc``."""
-    alone.collect_once(LEASE, settings, collect_alone, _told)
-
-
 def _told(found: Collected) -> str:
     return f"{found.blobs} blobs ({found.freed_bytes:,} bytes) and {found.manifests} manifests removed"
+
+
+GARBAGE = Garbage("checkpoint-gc", metrics.GC_RUNS, collect_garbage, _told)

@@ -1,11 +1,13 @@
-"""Work that one instance does at a time, now and then or once by hand: garbage collections."""
+"""Garbage collections: one instance collects at a time, now and then or once by hand."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import nats.errors
 import structlog
@@ -18,6 +20,7 @@ from services.kit.bus import Bus, Transient
 from services.kit.concurrency import end
 from services.kit.lease import Lease
 from services.kit.objects import Objects
+from services.kit.service import Service
 from services.kit.settings import Settings
 
 log = structlog.get_logger(__name__)
@@ -26,57 +29,69 @@ T = TypeVar("T")
 S = TypeVar("S", bound=Settings)
 
 
-async def collect_alone(
-    bus: Bus, lease_name: str, settings: Settings, runs: Counter, collect: Callable[[], Awaitable[T]]
-) -> T | None:
-    """Collect garbage under the lease; None if another instance is at it. ``runs`` counts it as done.
+@dataclass(frozen=True, slots=True)
+class Garbage(Generic[S, T]):
+    """How a service collects its garbage, and when and by whom that is done."""
 
-    Raises:
-        Transient: the lease was lost meanwhile.
-    """
-    bucket = await bus.bucket(topology.LEASES)
-    lease = Lease(bucket, lease_name, f"{settings.instance}-{uuid.uuid4().hex[:8]}", settings.lease_ttl_s * 3)
-    if not await lease.try_acquire():
-        return None
-    keeper = asyncio.create_task(lease.keep())
-    work = asyncio.ensure_future(collect())
-    try:
-        await asyncio.wait({keeper, work}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise Transient("the lease was lost while garbage was collected")
-        found = await work
-        runs.labels("done").inc()
-        return found
-    finally:
-        await end(keeper, work)
-        await lease.release()
+    lease: str
+    runs: Counter
+    #: Raises ``ValueError`` if nobody can tell what is garbage.
+    collect: Callable[[Bus, Objects, S], Awaitable[T]]
+    told: Callable[[T], str]
 
+    async def alone(self, bus: Bus, objects: Objects, settings: S) -> T | None:
+        """Collect under the lease; None if another instance is at it.
 
-async def collect_every(every_s: float, runs: Counter, collect: Callable[[], Awaitable[object]]) -> None:
-    """Collect garbage every ``every_s``, for ever; what goes wrong is logged, counted by ``runs`` and tried again."""
-    while True:
-        await asyncio.sleep(every_s)
+        Raises:
+            Transient: the lease was lost meanwhile.
+        """
+        bucket = await bus.bucket(topology.LEASES)
+        owner = f"{settings.instance}-{uuid.uuid4().hex[:8]}"
+        lease = Lease(bucket, self.lease, owner, settings.lease_ttl_s * 3)
+        if not await lease.try_acquire():
+            return None
+        keeper = asyncio.create_task(lease.keep())
+        work = asyncio.ensure_future(self.collect(bus, objects, settings))
         try:
-            await collect()
-        except (ValueError, Transient, TimeoutError, OSError, nats.errors.Error, APIError) as error:
-            runs.labels("failed").inc()
-            log.error("garbage was not collected", reason=str(error))
+            await asyncio.wait({keeper, work}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise Transient("the lease was lost while garbage was collected")
+            found = await work
+            self.runs.labels("done").inc()
+            return found
+        finally:
+            await end(keeper, work)
+            await lease.release()
 
+    async def rarely(self, every_s: float, bus: Bus, objects: Objects, settings: S) -> None:
+        """Collect every ``every_s``, for ever; what goes wrong is logged, counted and tried again."""
+        while True:
+            await asyncio.sleep(every_s)
+            try:
+                await self.alone(bus, objects, settings)
+            except (ValueError, Transient, TimeoutError, OSError, nats.errors.Error, APIError) as error:
+                self.runs.labels("failed").inc()
+                log.error("garbage was not collected", reason=str(error))
 
-def collect_once(
-    name: str, settings: S, collect: Callable[[Bus, Objects, S], Awaitable[T | None]], told: Callable[[T], str]
-) -> None:
-    """Collect garbage once, in a process of its own, and print what went."""
-    telemetry.setup(name, settings)
-
-    async def once() -> T | None:
-        bus = Bus(name, settings)
+    async def once(self, settings: S) -> str:
+        """Collect once, over a connection of its own, and say what went."""
+        bus = Bus(self.lease, settings)
         await bus.connect()
         try:
             async with Objects(settings) as objects:
-                return await collect(bus, objects, settings)
+                found = await self.alone(bus, objects, settings)
         finally:
             await bus.close()
+        return "another instance is collecting: nothing done" if found is None else self.told(found)
 
-    found = asyncio.run(once())
-    print("another instance is collecting: nothing done" if found is None else told(found))
+
+def main(name: str, build: Callable[[Settings], Service], settings: S, garbage: Garbage[S, T]) -> None:
+    """``python -m services.NAME [gc]``: run the service, or collect garbage once."""
+    match sys.argv[1:]:
+        case []:
+            build(settings).main()
+        case ["gc"]:
+            telemetry.setup(garbage.lease, settings)
+            print(asyncio.run(garbage.once(settings)))
+        case _:
+            sys.exit(f"usage: python -m services.{name} [gc]")

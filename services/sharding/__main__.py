@@ -1,5 +1,8 @@
 """Turns an index of records into shards, their offsets and a manifest; ``gc`` removes what nobody needs."""
 
-from services.sharding.app import main
+from services.kit import alone
+from services.sharding.app import build
+from services.sharding.collect import GARBAGE
+from services.sharding.settings import ShardingSettings
 
-main()
+alone.main("sharding", build, ShardingSettings(), GARBAGE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from pathlib import Path
 
 import structlog
@@ -22,7 +21,7 @@ from services.kit.service import Service
 from services.kit.settings import Settings
 from services.kit.workdir import Workdir
 from services.sharding import metrics
-from services.sharding.collect import collect_rarely, run_gc
+from services.sharding.collect import GARBAGE
 from services.sharding.progress import Progress
 from services.sharding.settings import ShardingSettings
 from services.sharding.shard import Dataset, Shard, look_up
@@ -160,20 +159,8 @@ def build(settings: Settings) -> Service:
     service.bus.on(topology.SHARDING, RunAccepted)(sharding.on_run_accepted)
 
     async def collect() -> None:
-        await collect_rarely(service.bus, objects, own)
+        await GARBAGE.rarely(own.dataset_gc_every_s, service.bus, objects, own)
 
     service.background(sharding.jobs.run)
     service.background(collect)
     return service
-
-
-def main() -> None:
-    """``python -m services.sharding [gc]``: run the service, or collect garbage once."""
-    settings = ShardingSettings()
-    match sys.argv[1:]:
-        case []:
-            build(settings).main()
-        case ["gc"]:
-            run_gc(settings)
-        case _:
-            sys.exit("usage: python -m services.sharding [gc]")

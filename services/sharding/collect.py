@@ -13,7 +13,7 @@ import structlog
 from contracts import topology
 from contracts.datasets import Manifest
 from contracts.events.dataset import ShardFile
-from services.kit import alone
+from services.kit.alone import Garbage
 from services.kit.bus import Bus
 from services.kit.concurrency import all_of
 from services.kit.objects import Missing, ObjectInfo, Objects
@@ -24,7 +24,6 @@ from services.sharding.settings import ShardingSettings
 
 log = structlog.get_logger(__name__)
 
-LEASE = "dataset-gc"
 PARALLEL_READS = 16
 
 
@@ -140,27 +139,11 @@ async def _working(bus: Bus) -> set[str]:
     return set(found.values())
 
 
-async def collect_rarely(bus: Bus, objects: Objects, settings: ShardingSettings) -> None:
-    """Collect every ``dataset_gc_every_s``; of several instances one does it at a time."""
-    await alone.collect_every(
-        settings.dataset_gc_every_s, metrics.GC_RUNS, lambda: collect_alone(bus, objects, settings)
-    )
-
-
-async def collect_alone(bus: Bus, objects: Objects, settings: ShardingSettings) -> Collected | None:
-    """Collect under the lease; None if another instance is at it."""
-    return await alone.collect_alone(
-        bus, LEASE, settings, metrics.GC_RUNS, lambda: collect_garbage(bus, objects, settings)
-    )
-
-
-def run_gc(settings: ShardingSettings) -> None:
-    """Collect garbage once, and print what went. For ``python -m services.sharding gc``."""
-    alone.collect_once(LEASE, settings, collect_alone, _told)
-
-
 def _told(found: Collected) -> str:
     return (
         f"{found.shards} shards and {found.ingestion_objects} objects of ingestions removed "
         f"({found.freed_bytes:,} bytes)"
     )
+
+
+GARBAGE = Garbage("dataset-gc", metrics.GC_RUNS, collect_garbage, _told)

@@ -28,7 +28,7 @@ from services.kit.clock import ManualClock
 from services.kit.objects import Exists, Missing, Objects
 from services.kit.reader import Reader
 from services.kit.settings import Settings
-from services.sharding.collect import collect_alone, collect_garbage
+from services.sharding.collect import GARBAGE, collect_garbage
 from services.sharding.core import garbage
 from services.sharding.core.garbage import Named, Stored
 from services.sharding.core.plan import journal_name
@@ -234,7 +234,7 @@ async def test_what_waits_to_be_sharded_stays(world: World) -> None:
 
 async def test_one_collects_at_a_time(world: World) -> None:
     both = await asyncio.gather(
-        *(collect_alone(world.bus, world.objects, world.settings) for _ in range(2)), return_exceptions=False
+        *(GARBAGE.alone(world.bus, world.objects, world.settings) for _ in range(2)), return_exceptions=False
     )
     assert sum(found is None for found in both) <= 1
     assert any(found is not None for found in both)

@@ -142,9 +142,9 @@ class Objects:
 
         from services.kit.bulk import Bulk
 
-        self._bulk = Bulk(self._settings)
-        self._stack.push_async_callback(self._bulk.close)
         session = aws_session(self._settings)
+        self._bulk = Bulk(self._settings, session)
+        self._stack.push_async_callback(self._bulk.close)
         # Listings hold a time an object; boto's general parser would take half of the time they cost.
         session._session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=_parse_time)
         config = Config(

@@ -116,21 +116,6 @@ class Reader:
             if left > 0:
                 raise aiohttp.ClientPayloadError(f"{uri} ended {left} bytes early")
 
-    async def whole(self, uri: str, size_bytes: int | None = None) -> AsyncGenerator[bytes]:
-        """An object's content as it comes.
-
-        Raises:
-            ValueError: it has not ``size_bytes``.
-            Missing, Refused, aiohttp.ClientError, ConnectionError, TimeoutError: as with ``stream``.
-        """
-        async with await self._get(*split_uri(uri)) as answer:
-            await _check(answer, uri)
-            if size_bytes is not None and answer.content_length != size_bytes:
-                raise ValueError(f"{uri} has {answer.content_length} bytes, expected {size_bytes}")
-            async for chunk in answer.content.iter_chunked(CHUNK):
-                metrics.OBJECT_BYTES.labels("down").inc(len(chunk))
-                yield chunk
-
     async def _fetch(self, info: Pinned, chunks: list[bytes] | None, local: Path | None) -> str:
         """Try again while the store is away.
 

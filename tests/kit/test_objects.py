@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from services.kit.bus import Transient
+from services.kit.concurrency import end
 from services.kit.objects import Exists, Missing, Objects
+from services.kit.reader import STALL_S
 from services.kit.settings import Settings
 from tests.conftest import ACCESS_KEY, SECRET_KEY
 from trainbus.cli.embedded.servers import S3Server, free_ports
@@ -95,6 +99,76 @@ async def test_reading_goes_on_after_a_read_that_was_given_up(
     with pytest.raises(asyncio.CancelledError):
         await reading
     assert await objects.hash(uri) == hashlib.sha256(bytes(32 * 2**20)).hexdigest()
+
+
+@asynccontextmanager
+async def moody(
+    settings: Settings, answers: list[bytes | None], patience_s: float
+) -> AsyncIterator[tuple[Objects, asyncio.Event]]:
+    """(a client, what is set by each request) of a store that closes every connection behind its answer.
+
+    It gives these, one after the other; None is silence.
+    """
+    asked, serving = asyncio.Event(), set[asyncio.Future[None]]()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        content = answers.pop(0)
+        asked.set()
+        if content is None:
+            await asyncio.Event().wait()
+        else:
+            writer.write(content)
+        writer.close()
+
+    def begin(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving.add(asyncio.ensure_future(answer(reader, writer)))
+
+    server = await asyncio.start_server(begin, "127.0.0.1", 0)
+    endpoint = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        async with Objects(settings.model_copy(update={"s3_endpoint": endpoint}), patience_s=patience_s) as objects:
+            yield objects, asked
+    finally:
+        server.close()
+        await end(*serving)
+
+
+def _answer(content: bytes, announced: int | None = None) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (announced or len(content), content)
+
+
+async def test_connections_that_the_store_has_closed_cost_no_patience(s3_settings: Settings) -> None:
+    """Between two requests it may close them, without a word."""
+    answers: list[bytes | None] = [_answer(b"%d" % n) for n in range(3)]
+    async with moody(s3_settings, answers, patience_s=-1.0) as (objects, _):
+        for n in range(3):
+            assert await objects.hash("s3://models/thing") == hashlib.sha256(b"%d" % n).hexdigest()
+
+
+async def test_an_answer_that_is_cut_short_is_asked_for_again(s3_settings: Settings, tmp_path: Path) -> None:
+    content = bytes(range(256)) * 8192
+    (tmp_path / "file").touch()
+    answers: list[bytes | None] = [_answer(content[:1_500_000], len(content)), _answer(content)]
+    async with moody(s3_settings, answers, patience_s=60.0) as (objects, _):
+        digest = await objects.read_into("s3://models/thing", tmp_path / "file", 0, len(content))
+    assert digest == hashlib.sha256(content).hexdigest()
+    assert (tmp_path / "file").read_bytes() == content
+
+
+async def test_who_gives_up_a_read_does_not_wait_for_the_store(s3_settings: Settings, tmp_path: Path) -> None:
+    """It says nothing for longer than anybody waits; closing what reads from it takes no longer either."""
+    (tmp_path / "file").touch()
+    async with moody(s3_settings, [None, None], patience_s=60.0) as (objects, asked), asyncio.timeout(STALL_S / 2):
+        reading = asyncio.ensure_future(objects.read_into("s3://models/thing", tmp_path / "file", 0, 5))
+        await asked.wait()
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        asked.clear()
+        left = asyncio.ensure_future(objects.hash("s3://models/thing"))
+        await asked.wait()
+        left.cancel()
 
 
 async def test_missing_is_told_apart(objects: Objects, s3_settings: Settings) -> None:

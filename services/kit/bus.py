@@ -108,8 +108,12 @@ class Bus:
         self._handlers.subscribe(self.broker)
         await self.broker.start()
 
+    async def stop(self) -> None:
+        """Take no more messages, and let running handlers finish. What they need must last until then."""
+        await asyncio.gather(*(subscriber.stop() for subscriber in self.broker.subscribers))
+
     async def close(self) -> None:
-        """Stop taking messages, let running handlers finish, flush and disconnect."""
+        """Stop if that is not done yet, flush and disconnect."""
         await self.broker.stop()
         connection, self._connection = self._connection, None
         if connection is not None and not connection.is_closed:

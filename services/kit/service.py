@@ -119,6 +119,7 @@ class Service:
         await self.bus.connect()
         for resource in self._resources:
             await stack.enter_async_context(resource)
+        stack.push_async_callback(self.bus.stop)
         await self.bus.start()
 
     async def _unless_stopping(self, task: asyncio.Task[Any]) -> None:

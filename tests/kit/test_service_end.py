@@ -1,0 +1,47 @@
+"""The end of a service: what its handlers use outlives them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from contracts import topology
+from contracts.events.train import CancelRequested
+from services.kit.bus import Received
+from services.kit.service import Service
+from services.kit.settings import Settings
+from tests.kit.support import until
+
+
+async def test_a_handler_ends_before_what_it_uses(settings: Settings) -> None:
+    service = Service("test", settings)
+    happened: list[str] = []
+    stopped = asyncio.Event()
+
+    @asynccontextmanager
+    async def store() -> AsyncIterator[None]:
+        yield
+        happened.append("store left")
+
+    async def on_cancel_requested(_: Received[CancelRequested]) -> None:
+        happened.append("handler begins")
+        await stopped.wait()
+        # A turn for everything else that the end brings with it.
+        for _turn in range(100):
+            await asyncio.sleep(0)
+        happened.append("handler ends")
+
+    async def notice_the_end() -> None:
+        stopped.set()
+
+    service.resource(store())
+    service.on_stop(notice_the_end)
+    service.bus.on(topology.SCHEDULER_REQUESTS, CancelRequested)(on_cancel_requested)
+    running = asyncio.create_task(service.run())
+    await until(lambda: service.readiness()["started"], "the start")
+    await service.bus.nc.publish("cancel.requested", b'{"run_id": "r1"}')
+    await until(lambda: happened == ["handler begins"], "the handler")
+    service.stopping.set()
+    await asyncio.wait_for(running, 60)
+    assert happened == ["handler begins", "handler ends", "store left"]

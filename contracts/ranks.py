@@ -64,6 +64,9 @@ class Launch(Line):
     machine: dict[str, str] = Field(default_factory=dict)
     #: Folder in memory (tmpfs) where ranks leave state that outlives them, ``g<generation>/step_<n>/``; None: none.
     memory_folder: str | None = None
+    #: Folder on disk where the node keeps what earlier generations wrote and nobody committed,
+    #: ``g<generation>/step_<n>-rank_<r>/``; None: none.
+    left_folder: str | None = None
 
 
 class MetricsLine(Line):

@@ -156,7 +156,8 @@ def _workers(launch: Launch) -> Workers:
 
 def _memory(launch: Launch, world: World) -> Memory:
     folder = Path(launch.memory_folder) if launch.memory_folder else None
-    return Memory(folder, launch.generation, world.rank)
+    disk_folder = Path(launch.left_folder) if launch.left_folder else None
+    return Memory(folder, launch.generation, world.rank, disk_folder)
 
 
 def _write_stacks_when_asked(path: Path) -> None:

@@ -25,7 +25,7 @@ from contracts.events.run import RunCancelled, RunCompleted, RunFailed, RunPlace
 from services.kit.bus import Received, Transient
 from services.kit.concurrency import end, in_thread
 from services.kit.lease import Lease, read
-from services.worker import metrics
+from services.worker import left, metrics
 from services.worker.context import Context
 from services.worker.core import plan
 from services.worker.files import read_json, write_atomically
@@ -363,9 +363,11 @@ class Agent:
             case plan.CleanUp():
                 write_atomically(self._runs / decision.run_id / "over", "")
                 self._beside(self._context.memory.forget, decision.run_id)
+                self._beside(left.drop, self._runs / decision.run_id)
                 self._runs_ended = True
             case plan.Leave():
                 self._context.memory.forget(decision.run_id)
+                self._beside(left.drop, self._runs / decision.run_id)
             case plan.Rejoin():
                 log.warning("this node was declared lost, joining anew", reason=decision.reason)
                 return True

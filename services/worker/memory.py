@@ -1,7 +1,8 @@
 """State that ranks leave behind in memory when they lose their peers: where it lies, and when it goes.
 
-``<memory_dir>/<run_id>/**/g<generation>/step_<n>*``, on a tmpfs. The next generation's ranks take it up if it is
-newer than the last committed checkpoint. Whatever is not needed for that is removed: memory is dearer than disk.
+``<memory_dir>/<run_id>/**/g<generation>/step_<n>*``, on a tmpfs. The next ranks of the run that begin to train take it
+up if it is newer than the last committed checkpoint. Whatever is not needed for that is removed: memory is dearer than
+disk. What they wrote to disk for a checkpoint that was not committed is kept as well, see ``left.py``.
 """
 
 from __future__ import annotations
@@ -49,13 +50,16 @@ class Memory:
     def for_run(self, run_id: str, generation: int) -> Path | None:
         """Where the ranks of a generation that is about to start leave and find state; None: nowhere.
 
-        Only the generation just before can be taken up, so what is older goes.
+        Only the newest is taken up, so what is older than that goes. It need not be of the generation just before:
+        one whose nodes could not prepare it has left nothing.
         """
         if self._folder is None:
             return None
         folder = self._folder / run_id
-        for found, path in _generations(folder):
-            if found < generation - 1:
+        before = [(found, path) for found, path in _generations(folder) if found < generation]
+        whole = max((found for found, path in before if _steps(path)), default=0)
+        for found, path in before:
+            if found < whole:
                 shutil.rmtree(path, ignore_errors=True)
         self.make_room(keep=run_id)
         try:
@@ -109,14 +113,8 @@ class Memory:
         """The newest step whose state a generation has left here, whole; None if there is none."""
         if self._folder is None:
             return None
-        steps = [
-            int(state[1])
-            for found, path in _generations(self._folder / run_id)
-            if found == generation
-            for each in path.iterdir()
-            if (state := _FINISHED.match(each.name))
-        ]
-        return max(steps, default=None)
+        found = [path for number, path in _generations(self._folder / run_id) if number == generation]
+        return max((step for path in found for step in _steps(path)), default=None)
 
     def being_written(self, run_id: str, generation: int, alive: Collection[int]) -> bool:
         """Whether one of the ranks that are alive is leaving state behind at this moment."""
@@ -139,6 +137,11 @@ def size_bytes(folder: Path) -> int:
         except OSError:
             continue  # gone in the meantime
     return total
+
+
+def _steps(folder: Path) -> list[int]:
+    """The steps whose state one generation has left, whole."""
+    return [int(state[1]) for each in folder.iterdir() if (state := _FINISHED.match(each.name))]
 
 
 def _generations(folder: Path) -> Iterator[tuple[int, Path]]:

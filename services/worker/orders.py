@@ -88,6 +88,10 @@ class Orders:
             return True
         return False if (step, False) in self._settled else None
 
+    def may_count(self, step: int) -> bool:
+        """Whether a checkpoint of the step would be newer than what is committed, and has not been refused."""
+        return self.fate(step) is None and all(step > other for other, committed in self._settled if committed)
+
     def stop_time_left_s(self) -> float | None:
         """Seconds of grace that are left; None: nobody wants the slots back."""
         return None if self.stop is None else max(self.stop.deadline - self._now(), 0)

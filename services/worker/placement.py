@@ -24,8 +24,8 @@ from contracts.events.run import Member, ProgressPoint, RunExited, RunPlaced, Ru
 from contracts.ranks import Launch
 from services.kit import telemetry
 from services.kit.bus import Transient
-from services.kit.concurrency import end
-from services.worker import metrics
+from services.kit.concurrency import end, in_thread
+from services.worker import left, metrics
 from services.worker.cache import CacheError, Hold
 from services.worker.context import Context
 from services.worker.control import Control, socket_path
@@ -86,6 +86,7 @@ class Placement:
         """The checkpoint of this step is committed, or never will be."""
         if committed:
             self._context.memory.committed(self.placed.run_id, self.placed.generation)
+            left.drop(self.folder.parent, before=self.placed.generation)
         self._orders.settle(step, committed)
 
     def drop(self, why: str) -> None:
@@ -263,6 +264,7 @@ class Placement:
             run_s=self.placed.run_s,
             orphan_timeout_s=self._context.settings.orphan_timeout_s,
             memory_folder=str(memory) if memory else None,
+            left_folder=str(left.folder_of(self.folder.parent)) if self._trains else None,
             machine=self._context.inventory.machine,
         )
         write_atomically(launch_path, launch.model_dump_json())
@@ -279,10 +281,15 @@ class Placement:
         await self._group.until_over(control, beside, listens=not core.is_command(self.placed.spec))
 
     @property
-    def _outlives(self) -> bool:
-        """Whether the ranks can leave state in memory: those of a command do not, an evaluation has none."""
+    def _trains(self) -> bool:
+        """Whether the next generation can take up what the ranks write: not a command's, and an evaluation has none."""
         spec = self.placed.spec
-        return self._context.memory.there and spec.training is not None and spec.kind == "train"
+        return spec.command is None and spec.training is not None and spec.kind == "train"
+
+    @property
+    def _outlives(self) -> bool:
+        """Whether the ranks can leave state in memory."""
+        return self._context.memory.there and self._trains
 
     def _may_still_save(self, waited_s: float) -> bool:
         """Whether ranks that lost a peer get more time to leave their state behind."""
@@ -398,6 +405,10 @@ class Placement:
             self._mark(kind)
             return
         write_atomically(path, _dump({"kind": kind, "fact": report.model_dump(mode="json")}))
+        done = report.clean if isinstance(report, RunReleased) else report.outcome == "succeeded"
+        if self._trains and not done:
+            # Before anybody can be placed on what the report frees.
+            await in_thread(left.keep, self.folder, self._orders.may_count)
         while True:
             try:
                 await self._publish(report)

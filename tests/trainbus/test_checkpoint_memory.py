@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from contracts.events.train import TrainRequested
 from contracts.ranks import CheckpointLine, Launch, MetricsLine, StartedLine
-from tests.trainbus.support import Gang, Warm, exact_dataset, journal, request, whole_checkpoint, write_launch
+from tests.trainbus.support import (
+    Gang,
+    Warm,
+    exact_dataset,
+    journal,
+    rank_env,
+    request,
+    whole_checkpoint,
+    write_launch,
+)
 from tests.trainbus.test_exact_training import CODE
+from trainbus.cli.embedded.servers import free_ports
 from trainbus.data.dataset import Dataset
 
 pytestmark = pytest.mark.timeout(170)
@@ -23,18 +36,24 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return exact_dataset(tmp_path_factory.mktemp("memory") / "data")
 
 
-def start(warm: Warm, folder: Path, dataset: Dataset, world_size: int, generation: int, memory: Path) -> Gang:
+def spec_of(**changes: Any) -> TrainRequested:
     training = {
         "epochs": 20,
         "global_batch": 24,
         "logical_ranks": 4,
-        "checkpoint_at_steps": [5],
+        "checkpoint_at_steps": [5, 9],
         "checkpoint_every_steps": 10_000,
         "validate_every_steps": 3,
         "seed": 3,
+        **changes,
     }
-    spec = request(task="exact_tasks:CNN", training=training)
-    path = write_launch(folder, spec, dataset, CODE, world_size=world_size, generation=generation)
+    return request(task="exact_tasks:CNN", training=training)
+
+
+def start(
+    warm: Warm, folder: Path, dataset: Dataset, world_size: int, generation: int, memory: Path, **changes: Any
+) -> Gang:
+    path = write_launch(folder, spec_of(**changes), dataset, CODE, world_size=world_size, generation=generation)
     launch = Launch.model_validate_json(path.read_bytes())
     path.write_text(launch.model_copy(update={"memory_folder": str(memory)}).model_dump_json())
     return Gang(warm, folder, path, world_size)
@@ -72,6 +91,37 @@ def test_a_killed_rank_costs_no_bit(warm: Warm, tmp_path: Path, dataset: Dataset
     whole, reported = losses(tmp_path / "whole"), losses(tmp_path / "g1") | losses(tmp_path / "g2")
     assert set(whole) - set(reported) <= {started.step}
     assert reported.items() <= whole.items()
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp2"])
+def test_the_parts_of_a_checkpoint_are_gathered_from_the_nodes_that_have_them(
+    warm: Warm, tmp_path: Path, dataset: Dataset, strategy: str
+) -> None:
+    """Two nodes kept one part each of what was never committed; a damaged newer one is left alone."""
+    undisturbed = start(warm, tmp_path / "whole", dataset, 2, 1, tmp_path / "none", strategy=strategy)
+    assert undisturbed.wait() == [0, 0], undisturbed.logs()
+
+    nodes = [tmp_path / f"node{number}" for number in range(2)]
+    for number, node in enumerate(nodes):
+        for step in (5, 9):
+            part = f"step_{step:08d}-rank_{number}"
+            shutil.copytree(tmp_path / "whole" / "checkpoints" / part, node / "g1" / part)
+    damaged = nodes[1] / "g1" / "step_00000009-rank_1" / "model-1.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+
+    folder = tmp_path / "g3"
+    written = write_launch(folder, spec_of(strategy=strategy), dataset, CODE, world_size=2, generation=3)
+    launch, port, pids = Launch.model_validate_json(written.read_bytes()), free_ports(1)[0], []
+    for rank, node in enumerate(nodes):
+        own = folder / f"launch_{rank}.json"
+        own.write_text(launch.model_copy(update={"left_folder": str(node)}).model_dump_json())
+        pids.append(warm.fork(rank_env(own, rank, 2, port), folder, rank))
+    assert [warm.wait(pid) for pid in pids] == [0, 0]
+    started = next(line for line in journal(folder) if isinstance(line, StartedLine))
+    assert (started.resumed_from, started.step, started.exactness) == ("memory", 5, "exact")
+    assert digests(folder) == digests(tmp_path / "whole")
 
 
 def losses(folder: Path) -> dict[int, float]:

@@ -166,7 +166,7 @@ def test_a_stop_ends_a_wait_for_samples_that_do_not_come(warm: Warm, code: Path,
 
     def launch(name: str, generation: int, **more: Any) -> Path:
         written = write_launch(tmp_path / name, spec, dataset, code, generation=generation, **more)
-        written.write_text(json.dumps(json.loads(written.read_bytes()) | {"memory_folder": str(tmp_path / "memory")}))
+        written.write_text(json.dumps(json.loads(written.read_bytes()) | {"left_folder": str(tmp_path / "left")}))
         return written
 
     agents = [FakeAgent(tmp_path / f"agent{rank}.sock") for rank in range(2)]
@@ -188,12 +188,15 @@ def test_a_stop_ends_a_wait_for_samples_that_do_not_come(warm: Warm, code: Path,
         agent.close()
 
     path.with_suffix(".away").rename(path)
-    ends = {}
+    ends, stopped_at = {}, whole_checkpoint(folder)
     for name, generation, resume in (
-        ("scratch", 5, None),  # beside what the generation before left in memory
-        ("checkpoint", 9, whole_checkpoint(folder)),  # whose generation finds nothing in memory
-        ("memory", 2, None),  # the store that brought no shard took no checkpoint either
+        ("scratch", 1, None),
+        ("checkpoint", 1, stopped_at),
+        ("memory", 3, None),  # the store that brought no shard took no checkpoint either, and generation 2 never began
     ):
+        if generation > 1:
+            (tmp_path / "left").mkdir()
+            (folder / "checkpoints").rename(tmp_path / "left" / "g1")
         gang = Gang(warm, tmp_path / name, launch(name, generation, resume_folder=resume), 1)
         assert gang.wait() == [0], gang.logs()
         started = next(line for line in journal(tmp_path / name) if isinstance(line, StartedLine))

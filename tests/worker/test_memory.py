@@ -26,7 +26,10 @@ def test_state_stays_until_the_next_generation_has_its_own_in_the_store(tmp_path
     memory.committed("r", 2)
     assert not first.exists()
     assert second.exists()
-    assert memory.for_run("r", 4) == folder  # the third had no part here
+    assert memory.for_run("r", 4) == folder  # the third could not be prepared
+    assert second.exists()
+    leave(folder, 4, 12)
+    memory.for_run("r", 5)
     assert not second.exists()
     memory.forget("r")
     assert not folder.exists()

@@ -6,25 +6,32 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from contracts.datasets import dataset_uri, shard_uri
 from contracts.events.checkpoint import CheckpointStaged
-from contracts.events.run import CheckpointRef, RunExited, RunPreempting, RunPrepared, RunReleased
+from contracts.events.run import CheckpointRef, RunExited, RunPreempting, RunPrepared, RunReleased, RunStarted
 from services.kit.objects import hash_file
 from services.worker.app import build
 from tests.trainbus.support import LINEAR_TASK, linear_dataset
 from tests.worker.conftest import World, package, ranks_of, until
 
 
-async def test_training_is_stopped_resumed_on_fewer_slots_and_evaluated(world: World, tmp_path: Path) -> None:
-    dataset = linear_dataset(tmp_path / "dataset")
+async def prepare(world: World, folder: Path) -> RunPrepared:
+    """Have dataset and code in the store."""
+    dataset = linear_dataset(folder)
     bucket = world.settings.bucket_datasets
     manifest_uri = dataset_uri(bucket, dataset.dataset_id)
     await world.objects.upload(dataset.folder / "manifest.json", manifest_uri)
     for file in dataset.folder.rglob("*"):
         if file.is_file():
             await world.objects.upload(file, shard_uri(bucket, hash_file(file)))
-    prepared = RunPrepared(run_id="r1", dataset_id=dataset.dataset_id, manifest_uri=manifest_uri, train_samples=100)
     await world.upload_code(package({"task.py": LINEAR_TASK.encode()}))
+    return RunPrepared(run_id="r1", dataset_id=dataset.dataset_id, manifest_uri=manifest_uri, train_samples=100)
+
+
+async def test_training_is_stopped_resumed_on_fewer_slots_and_evaluated(world: World, tmp_path: Path) -> None:
+    prepared = await prepare(world, tmp_path / "dataset")
     service = build(world.settings.model_copy(update={"warm": True, "commit_patience_s": 10.0}))
     running = asyncio.create_task(service.run())
     committing = asyncio.create_task(world.commit_all())
@@ -55,6 +62,45 @@ async def test_training_is_stopped_resumed_on_fewer_slots_and_evaluated(world: W
         service.stopping.set()
         await asyncio.wait_for(running, 30)
     assert not ranks_of(world.settings.data_dir.resolve())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+async def test_a_stop_whose_checkpoint_nobody_commits_loses_no_step(
+    world: World, tmp_path: Path, strategy: str
+) -> None:
+    """The node keeps what the ranks wrote; a generation that could not be prepared changes nothing about it."""
+    prepared = await prepare(world, tmp_path / "dataset")
+    service = build(world.settings.model_copy(update={"warm": True}))
+    running = asyncio.create_task(service.run())
+    committing = None
+    left = world.settings.data_dir.resolve() / "runs" / "r1" / "left"
+    try:
+        await until(lambda: service.readiness().get("joined", False), 15)
+        training: dict[str, Any] = {"max_steps": 200, "global_batch": 16, "checkpoint_every_steps": 100_000}
+        training |= {"logical_ranks": 2, "strategy": strategy}
+        fields: dict[str, Any] = {"task": "task:Linear", "grace_s": 2, "dataset": prepared, "training": training}
+        await world.place(slots=(0, 1), **fields)
+        await world.wait_steps(10)
+        await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="room", grace_s=2))
+        released: RunReleased = await world.wait_for(RunReleased)
+        assert not released.clean, released
+        nowhere = {"uri": "s3://none/packages/" + "0" * 64 + ".tar.gz", "sha256": "0" * 64}
+        await world.place(generation=2, code=nowhere, **fields)
+        await world.wait_for(RunExited)
+        committing = asyncio.create_task(world.commit_all())
+        await world.place(generation=3, **fields)
+        started: Any = await world.wait_for(RunStarted, count=2)
+        assert (started.generation, started.resumed_from, started.step) == (3, "memory", released.step)
+        assert [path.name for path in left.iterdir()] == ["g1"]
+        exited: Any = await world.wait_for(RunExited, count=2, timeout_s=60)
+        assert (exited.outcome, exited.step) == ("succeeded", 200), exited
+        assert sorted(set(await world.steps())) == [*range(1, 201)]
+        await until(lambda: not any(left.iterdir()), 15)  # the third has a checkpoint in the store
+    finally:
+        if committing is not None:
+            committing.cancel()
+        service.stopping.set()
+        await asyncio.wait_for(running, 30)
 
 
 async def _last_commit(world: World) -> CheckpointRef:

@@ -1,4 +1,4 @@
-"""Where training begins: with a state left in memory, with a checkpoint, with another's weights, or with nothing."""
+"""Where training begins: with a state left on the nodes, with a checkpoint, with another's weights, or with nothing."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from trainbus.trainer import environment
 from trainbus.trainer.checkpoint import Loaded, Progress, init_model, load
 from trainbus.trainer.checkpoint.load import put_model
 from trainbus.trainer.ema import MovingAverage
+from trainbus.trainer.left import take_up
 from trainbus.trainer.memory import Memory
 from trainbus.trainer.strategies.base import Strategy
 from trainbus.trainer.world import World
@@ -46,12 +47,12 @@ class Beginning:
         """Agree with all ranks on the newest state there is.
 
         Args:
-            resume_step: the step of ``resume_folder``: what is in memory counts if it is as new.
+            resume_step: the step of ``resume_folder``: what was left on the nodes counts if it is as new.
             run_id: this run's, which need not be that of the checkpoint.
             init: the weights to begin with if there is no state at all.
         """
         self._world, self._run_id, self._init = world, run_id, init
-        loaded: Loaded | None = memory.take_up(world, resume_step, run_id)
+        loaded: Loaded | None = take_up(world, memory.left(resume_step, run_id))
         self.resumed_from: Literal["scratch", "checkpoint", "memory"] = "memory"
         if loaded is None:
             loaded = load(resume_folder) if resume_folder is not None else None

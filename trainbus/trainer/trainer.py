@@ -93,12 +93,12 @@ class Trainer:
 
         Args:
             folder: where the journal, ``checkpoints/`` and records go.
-            resume_step: the step of ``resume_folder``: what is in memory counts if it is as new.
+            resume_step: the step of ``resume_folder``: what was left on the nodes counts if it is as new.
             best_metric: a checkpoint is taken whenever a validation improves this.
             about: what ``state.json`` says about the run.
             machine: what the agent knows of the node that decides the last bits.
             watch: when a rank is named for holding the others up; None: never.
-            memory: where the generation before may have left a newer state than ``resume_folder``.
+            memory: where generations before may have left a newer state than ``resume_folder``.
             history: what the run has been through: how often to save its state follows from that.
             record_samples: append the keys each step trains on to ``samples_rank_<n>.jsonl``.
             waits: where whoever makes the batches counts the time it takes.
@@ -161,7 +161,7 @@ class Trainer:
         self._posted: dict[int, tuple[int, dict[str, float]]] = {}
         self._measured: tuple[int, dict[str, float]] = (-1, {})
         self._train_loss: float | None = None
-        self._stop_agreed = self._waited_in_vain = False
+        self._stop_agreed = False
         self._checkpoint_asked = False
 
     def fit(self) -> Outcome:
@@ -239,9 +239,6 @@ class Trainer:
         if progress.step or not stopped:  # else there is nothing yet to go on from
             self._checkpoint(last=True, final=not stopped)
         self._saver.join()
-        if self._waited_in_vain:
-            # The store does not bring samples, and may not take a checkpoint either.
-            self._saver.leave_behind(self._averages)
         outcome: Literal["succeeded", "stopped"] = "stopped" if stopped else "succeeded"
         return Outcome(outcome, progress.step, progress.samples_consumed, self._metrics_here())
 
@@ -256,7 +253,7 @@ class Trainer:
             got.append(time.perf_counter())
 
         if not self._gate.opens(self.progress.step + 1, steps, ready):
-            self._stop_agreed = self._waited_in_vain = True
+            self._stop_agreed = True
             return None, 0.0
         data = next(steps, None)
         return data, (got[0] if got else time.perf_counter()) - asked

@@ -43,7 +43,17 @@ def load(folder: Path) -> Loaded:
 
 
 def load_progress(folder: Path) -> tuple[Progress, State]:
-    """Read ``state.json``; the state comes without its tensors."""
+    """Read ``state.json`` of a whole checkpoint; the state comes without its tensors."""
+    progress, state = read_state(folder)
+    for rank in range(progress.about["parts"]):
+        for kind in ("model", "optimizer"):
+            if not (folder / tensors_file(kind, rank)).is_file():
+                raise CheckpointError(f"{tensors_file(kind, rank)!r} of the checkpoint is missing")
+    return progress, state
+
+
+def read_state(folder: Path) -> tuple[Progress, State]:
+    """Read ``state.json`` alone, whatever else of the checkpoint lies elsewhere."""
     path = folder / STATE
     try:
         if path.stat().st_size > MAX_STATE_BYTES:
@@ -59,12 +69,8 @@ def load_progress(folder: Path) -> tuple[Progress, State]:
             best=dict(state["best"]),
             validations_without_improvement=int(state["validations_without_improvement"]),
             unfinished=state["unfinished"],
-            about=dict(state["about"]),
+            about={**state["about"], "parts": int(state["about"].get("parts", 1))},
         )
-        for rank in range(int(state["about"].get("parts", 1))):
-            for kind in ("model", "optimizer"):
-                if not (folder / tensors_file(kind, rank)).is_file():
-                    raise CheckpointError(f"{tensors_file(kind, rank)!r} of the checkpoint is missing")
         optimizer = OptimizerState({}, dict(state["optimizer"]["values"]), list(state["optimizer"]["groups"]))
         return progress, State(optimizer=optimizer, scaler=state["scaler"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

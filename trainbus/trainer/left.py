@@ -1,0 +1,175 @@
+"""What earlier generations left on the nodes, and how all ranks come to the newest whole state of it.
+
+``<folder>/g<generation>/step_<n>-rank_<r>/`` holds a checkpoint's files: a whole state that one rank left in memory,
+or, on the node's disk, one rank's part of a checkpoint that was never committed. A part that exists is whole. The
+parts of one state may lie on several nodes: each rank says what it finds, and gets from others what it lacks.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainbus.trainer.checkpoint import CheckpointError, Loaded, Progress, tensor_digest
+from trainbus.trainer.checkpoint.files import KINDS, digests_file
+from trainbus.trainer.checkpoint.load import load_tensors, read_state
+from trainbus.trainer.strategies.base import State
+from trainbus.trainer.world import World
+
+_GENERATION = re.compile(r"g(\d+)")
+_STEP = re.compile(r"step_(\d+)-rank_\d+")
+_MODEL = re.compile(r"model-(\d+)\.safetensors")
+
+Kinds = dict[str, dict[str, Tensor]]
+
+
+class Key(NamedTuple):
+    """Names a state alike on all nodes. The greater is the newer."""
+
+    step: int
+    generation: int
+    #: Which of the folders it lies in.
+    place: int
+
+
+@dataclass(slots=True)
+class Offer:
+    """What one node has of a state."""
+
+    #: Part -> where its files lie.
+    parts: dict[int, Path] = field(default_factory=dict)
+    #: How many parts there are; known with part 0, 0 without.
+    total: int = 0
+
+
+def offers(folders: Sequence[Path | None], generation: int, at_least: int, run_id: str | None) -> dict[Key, Offer]:
+    """Return what generations before this one left here, of steps that are new enough."""
+    found: dict[Key, Offer] = {}
+    for place, folder in enumerate(folders):
+        for before in () if folder is None or not folder.is_dir() else folder.iterdir():
+            number = _GENERATION.fullmatch(before.name)
+            if number is None or int(number[1]) >= generation:
+                continue
+            for path in before.iterdir():
+                if (step := _STEP.fullmatch(path.name)) and int(step[1]) >= at_least:
+                    offer = found.setdefault(Key(int(step[1]), int(number[1]), place), Offer())
+                    offer.parts |= {
+                        int(part[1]): path for file in path.iterdir() if (part := _MODEL.fullmatch(file.name))
+                    }
+    for key, offer in list(found.items()):
+        if 0 in offer.parts:
+            try:
+                progress, _ = read_state(offer.parts[0])
+            except CheckpointError as error:
+                print(f"trainbus: the state left at step {key.step} is left alone: {error}", flush=True)
+                del found[key]
+                continue
+            if progress.about.get("run_id") == run_id:
+                offer.total = progress.about["parts"]
+            else:
+                del found[key]
+    return found
+
+
+def take_up(world: World, mine: Mapping[Key, Offer]) -> Loaded | None:
+    """Return the newest state that all ranks' nodes have together; None if there is none. Every rank calls it."""
+    everyones: list[dict[Key, tuple[int, set[int]]]] = world.everyones(
+        {key: (offer.total, set(offer.parts)) for key, offer in mine.items()}
+    )
+    for key in sorted({key for each in everyones for key in each}, reverse=True):
+        has = [each.get(key, (0, set())) for each in everyones]
+        wanted = set(range(max(total for total, _ in has)))
+        if not wanted or not wanted <= set().union(*(parts for _, parts in has)):
+            continue
+        all_have_all = all(wanted <= parts for _, parts in has)
+        holders = {part: next(rank for rank, (_, parts) in enumerate(has) if part in parts) for part in sorted(wanted)}
+        own = [part for part in holders if all_have_all or holders[part] == world.rank]
+        loaded = _load(mine[key], own) if own else {}
+        if any(world.everyones(loaded is None)):
+            continue
+        assert loaded is not None
+        return _together(loaded.values()) if all_have_all else _together(_passed_on(world, holders, loaded))
+    return None
+
+
+class _Part(NamedTuple):
+    #: Part 0's alone: all that is no tensor.
+    head: tuple[Progress, State] | None
+    kinds: Kinds
+
+
+def _load(offer: Offer, parts: Iterable[int]) -> dict[int, _Part] | None:
+    """Read these parts; None if one of them cannot be used."""
+    try:
+        return {part: _load_part(offer.parts[part], part) for part in parts}
+    except CheckpointError as error:
+        print(f"trainbus: a state left here is left alone: {error}", flush=True)
+        return None
+
+
+def _load_part(folder: Path, part: int) -> _Part:
+    kinds = {kind: load_tensors(folder, kind) for kind in KINDS}
+    path = folder / digests_file(part)
+    if path.exists():  # not beside what was left in memory, which no disk can have changed
+        try:
+            said = json.loads(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path.name} cannot be read: {error}") from error
+        for kind, tensors in kinds.items():
+            for name, tensor in tensors.items():
+                if said.get(f"{kind}/{name}") != tensor_digest(tensor):
+                    raise CheckpointError(f"{kind}/{name!r} is not what was written")
+    return _Part(read_state(folder) if part == 0 else None, kinds)
+
+
+def _together(parts: Iterable[_Part]) -> Loaded:
+    whole: Kinds = {kind: {} for kind in KINDS}
+    heads = []
+    for part in parts:
+        heads += [part.head] if part.head is not None else []
+        for kind, tensors in part.kinds.items():
+            whole[kind] |= tensors
+    ((progress, state),) = heads
+    state.model, state.optimizer.tensors, state.ema = (whole[kind] for kind in KINDS)
+    return Loaded(progress, state)
+
+
+def _passed_on(world: World, holders: Mapping[int, int], loaded: Mapping[int, _Part]) -> Iterable[_Part]:
+    """Bring every part to every rank: what is no tensor first, then one tensor after the other."""
+    for part, holder in holders.items():
+        mine = loaded.get(part)
+        box: list[Any] = [None]
+        if mine is not None:
+            table = {
+                kind: {name: (tensor.dtype, tensor.shape, tensor_digest(tensor)) for name, tensor in tensors.items()}
+                for kind, tensors in mine.kinds.items()
+            }
+            box = [(mine.head, table)]
+        dist.broadcast_object_list(box, src=holder, device=world.device)
+        head, table = box[0]
+        kinds: Kinds = {}
+        for kind, said in table.items():
+            own = {} if mine is None else mine.kinds[kind]
+            kinds[kind] = {name: _tensor(world, holder, f"{kind}/{name}", own.get(name), *said[name]) for name in said}
+        yield _Part(head, kinds)
+
+
+def _tensor(
+    world: World, holder: int, name: str, mine: Tensor | None, dtype: torch.dtype, shape: torch.Size, digest: str
+) -> Tensor:
+    tensor = torch.empty(shape, dtype=dtype, device=world.device) if mine is None else mine.to(world.device)
+    tensor = tensor.contiguous()
+    # As bytes: gloo knows fewer types than torch.
+    if tensor.numel():
+        dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=holder)
+    if mine is None and tensor_digest(tensor) != digest:
+        raise RuntimeError(f"{name} did not arrive from rank {holder} as it was sent")
+    return tensor.cpu()

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Histogram
 
+from services.kit.metrics import from_zero
+
 COMMITTED = Counter("trainbus_checkpoints_committed_total", "Checkpoints that can be restored from now on.")
-REFUSED = Counter(
-    "trainbus_checkpoints_refused_total",
-    "Checkpoints that will never be committed, by cause: parts (the ranks' parts do not fit), "
-    "files (missing or wrong in the store), digests (the ranks disagree about a tensor), manifest (another is there).",
-    ["cause"],
+REFUSED = from_zero(
+    Counter(
+        "trainbus_checkpoints_refused_total",
+        "Checkpoints that will never be committed, by cause: parts (the ranks' parts do not fit), files (missing or "
+        "wrong in the store), digests (the ranks disagree about a tensor), manifest (another is there).",
+        ["cause"],
+    ),
+    ("parts", "files", "digests", "manifest"),
 )
-IGNORED = Counter(
-    "trainbus_checkpoints_ignored_total",
-    "Staged parts of no consequence, by cause: zombie (an older generation's), known (settled before).",
-    ["cause"],
+IGNORED = from_zero(
+    Counter(
+        "trainbus_checkpoints_ignored_total",
+        "Staged parts of no consequence, by cause: zombie (an older generation's), known (settled before).",
+        ["cause"],
+    ),
+    ("zombie", "known"),
 )
 COMMIT_SECONDS = Histogram(
     "trainbus_checkpoint_commit_seconds",
@@ -23,17 +31,29 @@ COMMIT_SECONDS = Histogram(
 )
 VERIFIED_BYTES = Counter("trainbus_checkpoint_verified_bytes_total", "Bytes read back from the store and hashed.")
 DELETED = Counter("trainbus_checkpoints_deleted_total", "Checkpoints removed by retention.")
-PINNED = Counter("trainbus_checkpoints_pinned_total", "Requests to pin or unpin that were done.", ["as"])
-SCRUBS = Counter("trainbus_checkpoint_scrubs_total", "Scrubs, by outcome: done, failed.", ["outcome"])
+PINNED = from_zero(
+    Counter("trainbus_checkpoints_pinned_total", "Requests to pin or unpin that were done.", ["as"]),
+    ("pinned", "unpinned"),
+)
+SCRUBS = from_zero(
+    Counter("trainbus_checkpoint_scrubs_total", "Scrubs, by outcome: done, failed.", ["outcome"]), ("done", "failed")
+)
 SCRUBBED_BYTES = Counter("trainbus_checkpoint_scrubbed_bytes_total", "Bytes read back from the store by scrubs.")
 ROTTEN = Counter("trainbus_checkpoint_rotten_blobs_total", "Blobs (or manifests) that are missing or no longer fit.")
-REPAIRED = Counter(
-    "trainbus_checkpoint_repaired_blobs_total",
-    "Repairs that were looked at: right, wrong (still rotten).",
-    ["as"],
+REPAIRED = from_zero(
+    Counter(
+        "trainbus_checkpoint_repaired_blobs_total",
+        "Repairs that were looked at: right, wrong (still rotten).",
+        ["as"],
+    ),
+    ("right", "wrong"),
 )
-GC_RUNS = Counter("trainbus_checkpoint_gc_runs_total", "Garbage collections, by outcome: done, failed.", ["outcome"])
-GC_DELETED = Counter(
-    "trainbus_checkpoint_gc_deleted_total", "Objects removed by garbage collection: blob, manifest.", ["kind"]
+GC_RUNS = from_zero(
+    Counter("trainbus_checkpoint_gc_runs_total", "Garbage collections, by outcome: done, failed.", ["outcome"]),
+    ("done", "failed"),
+)
+GC_DELETED = from_zero(
+    Counter("trainbus_checkpoint_gc_deleted_total", "Objects removed by garbage collection: blob, manifest.", ["kind"]),
+    ("blob", "manifest"),
 )
 GC_FREED_BYTES = Counter("trainbus_checkpoint_gc_freed_bytes_total", "Bytes of blobs removed by garbage collection.")

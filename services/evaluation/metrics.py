@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
-REQUESTED = Counter(
-    "trainbus_evaluations_requested_total",
-    "Evaluation runs asked for, by what they measure: candidate, champion (on another dataset).",
-    ["target"],
+from services.kit.metrics import from_zero
+
+REQUESTED = from_zero(
+    Counter(
+        "trainbus_evaluations_requested_total",
+        "Evaluation runs asked for, by what they measure: candidate, champion (on another dataset).",
+        ["target"],
+    ),
+    ("candidate", "champion"),
 )
-DECIDED = Counter(
-    "trainbus_promotions_decided_total",
-    "What became of candidates and operators' requests: promoted, not_promoted, by_request, rolled_back.",
-    ["outcome"],
+DECIDED = from_zero(
+    Counter(
+        "trainbus_promotions_decided_total",
+        "What became of candidates and operators' requests: promoted, not_promoted, by_request, rolled_back.",
+        ["outcome"],
+    ),
+    ("promoted", "not_promoted", "by_request", "rolled_back"),
 )
 CONFLICTS = Counter(
     "trainbus_promotion_conflicts_total", "Decisions made again because the champion had changed meanwhile."

@@ -85,6 +85,7 @@ class Handlers:
 
     def _subscribe(self, broker: NatsBroker, subscription: _Subscription) -> None:
         consumer = subscription.consumer
+        metrics.from_zero(metrics.HANDLED, [consumer.name], subscription.handlers, ("ok", "retried", "dead"))
 
         async def handle(message: NatsMessage) -> None:
             await self._deliver(subscription, message)

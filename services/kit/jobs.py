@@ -63,6 +63,7 @@ class Jobs:
         ttl_s: float = 6.0,
     ) -> None:
         self._bus, self._queue, self._work, self._give_up = bus, queue, work, give_up
+        metrics.from_zero(metrics.JOBS_FINISHED, [queue], ("done", "retried", "failed", "taken over"))
         self._max_attempts, self._ttl_s = max_attempts, ttl_s
         self._concurrency = concurrency
         # Two processes with the same instance name are two holders all the same.

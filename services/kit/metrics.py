@@ -1,11 +1,26 @@
 """The metrics that every service has. A service's own are in its ``metrics.py``, one list each.
 
-Labels are bounded: event types, consumers and outcomes, never a run, a subject or a node.
+Labels are bounded: event types, consumers and outcomes, never a run, a subject or a node. Whose values are known
+stand at 0 from the start (``from_zero``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import product
+from typing import TypeVar
+
 from prometheus_client import Counter, Gauge, Histogram
+
+M = TypeVar("M", Counter, Histogram)
+
+
+def from_zero(metric: M, *values: Iterable[str]) -> M:
+    """The metric with each combination of its labels' values at 0: ``rate`` does not see a series' first increase."""
+    for combination in product(*values):
+        metric.labels(*combination)
+    return metric
+
 
 #: Seconds; from a millisecond to the minutes a slow handler may take.
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -37,4 +52,6 @@ LOOP_LAG_SECONDS = Histogram(
 )
 JOBS_RUNNING = Gauge("trainbus_jobs_running", "Long jobs running here.", ["queue"])
 JOBS_FINISHED = Counter("trainbus_jobs_finished_total", "Long jobs ended here.", ["queue", "outcome"])
-OBJECT_BYTES = Counter("trainbus_object_bytes_total", "Bytes moved to and from the object store.", ["direction"])
+OBJECT_BYTES = from_zero(
+    Counter("trainbus_object_bytes_total", "Bytes moved to and from the object store.", ["direction"]), ("up", "down")
+)

@@ -151,6 +151,8 @@ class EndedLine(Line):
     step: int = 0
     samples_consumed: int = 0
     error: str = ""
+    #: Failed by what is asked for: another attempt would end alike.
+    permanent: bool = False
 
 
 JournalLine = Annotated[

@@ -37,6 +37,8 @@ from trainbus.trainer.world import World, limit_memory, limit_threads, seed_all
 EXIT_FAILED = 1
 #: Errors whose text says all there is to say; anything else gets its traceback into the log.
 EXPLAINED = (TaskError, DatasetError, CheckpointError, StateMismatch, OrderMismatch, TrainingDiverged)
+#: Errors that the same request runs into again, however often it is tried.
+PERMANENT = (StateMismatch, OrderMismatch)
 #: What gloo, NCCL and the rendezvous say when the other end is gone.
 PEER_LOST_SIGNS = ("Connection closed by peer", "Connection reset by peer", "remote process", "DistNetworkError")
 
@@ -187,7 +189,7 @@ def _failed(error: BaseException, launch: Launch) -> EndedLine:
         if any(sign in text for sign in PEER_LOST_SIGNS):
             text = f"lost contact with another rank of this run, which says why: {text}"
     print(f"trainbus: failed: {text}", file=sys.stderr, flush=True)
-    return EndedLine(time=time.time(), outcome="failed", error=text[:4000])
+    return EndedLine(time=time.time(), outcome="failed", error=text[:4000], permanent=isinstance(error, PERMANENT))
 
 
 def main(run: Callable[[Mapping[str, str]], int] = run) -> None:

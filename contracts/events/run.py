@@ -296,6 +296,8 @@ class RunExited(GenerationFact, fact="exited"):
     outcome: Literal["succeeded", "failed"]
     #: Failed through no fault of the run (a node's trouble): it does not count as an attempt.
     blameless: bool = False
+    #: The request itself is at fault (weights that do not fit the model): another attempt would end alike.
+    permanent: bool = False
     reason: str = ""
     rank: int | None = None
     exit_code: int | None = None

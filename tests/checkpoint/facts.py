@@ -6,7 +6,7 @@ import hashlib
 from datetime import UTC, datetime
 
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointFile, CheckpointStaged, Chunk
-from contracts.events.run import CheckpointRef, Member, RunPlaced
+from contracts.events.run import CheckpointRef, Member, RunAccepted, RunPlaced
 from contracts.events.train import Retention, TrainRequested
 from services.kit.objects import blob_key
 
@@ -32,6 +32,13 @@ def placed(generation: int = 1, *, run: str = RUN, retention: Retention | None =
         "decided_at": datetime(2026, 1, 1, tzinfo=UTC),
     }
     return RunPlaced(run_id=run, generation=generation, **{**values, **fields})  # type: ignore[arg-type]
+
+
+def tuned(uri: str) -> RunAccepted:
+    """A run that begins with a checkpoint's weights."""
+    task = {"task": "t:T", "code": {"uri": "s3://code/c", "sha256": "0" * 64}, "training": {"epochs": 1}}
+    spec = TrainRequested.model_validate({"name": "tuned", **task, "init_from": uri})
+    return RunAccepted(run_id="rtuned", spec=spec, request_id="1", request_source="s")
 
 
 def file(bucket: str, path: str, content: bytes, **fields: object) -> CheckpointFile:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from contracts.events.checkpoint import CheckpointDeleted, CheckpointPinned, CheckpointStaged, Chunk
 from contracts.events.model import ModelPromoted
-from contracts.events.run import CheckpointRef, RunAccepted, RunCompleted
+from contracts.events.run import CheckpointRef, RunAccepted, RunCompleted, RunFailed
 from contracts.events.train import EvaluateTarget, Retention, TrainRequested
 from services.checkpoint.core import commit
 from services.checkpoint.core.commit import Assembled, Refusal, Sealed, Waiting, assemble, seal
@@ -21,7 +21,7 @@ from services.checkpoint.core.digests import differences, state_digest
 from services.checkpoint.core.garbage import Ledger, Stored, blobs_of, garbage, orphan_manifests
 from services.checkpoint.core.retention import Holds, pinned, plan
 from services.kit import chunks
-from tests.checkpoint.facts import RUN, blob_uri, committed, file, placed, sha, staged
+from tests.checkpoint.facts import RUN, blob_uri, committed, file, placed, sha, staged, tuned
 
 B = "models"
 NOW = datetime(2026, 1, 10, tzinfo=UTC)
@@ -221,9 +221,7 @@ def test_holds_follow_champions_for_ever_and_other_runs_until_they_end() -> None
     assert holds.uris == {uri}
     holds.apply(RunCompleted(run_id="rother", generation=1))
     assert holds.uris == set()
-    task = {"task": "t:T", "code": {"uri": "s3://code/c", "sha256": "0" * 64}, "training": {"epochs": 1}}
-    tuned = TrainRequested.model_validate({"name": "tuned", **task, "init_from": uri})
-    holds.apply(RunAccepted(run_id="rtuned", spec=tuned, request_id="1", request_source="s"))
+    holds.apply(tuned(uri))
     holds.apply(placed(run="rtuned"))
     # Until it has ended: it may be killed before its first checkpoint.
     assert holds.uris == {uri}
@@ -293,6 +291,16 @@ def test_garbage_is_what_nothing_names(case: str) -> None:
     # Whatever the facts say: a manifest's blobs stay, and young ones stay.
     assert garbage(old, set(uris), ledger, NOW, GRACE) == []
     assert garbage([stored(uri, 1) for uri in uris], set(), ledger, NOW, GRACE) == []
+
+
+def test_a_manifest_that_a_run_begins_with_stays_until_that_run_is_over() -> None:
+    ledger, uri = Ledger(), committed(30).checkpoint.uri
+    for fact in (placed(1), committed(30), tuned(uri), removed(30)):
+        ledger.apply(fact, NOW)
+    manifests = [stored(uri, 9)]
+    assert orphan_manifests(manifests, ledger, NOW, GRACE) == []
+    ledger.apply(RunFailed(run_id="rtuned", reason="it is over"), NOW)
+    assert orphan_manifests(manifests, ledger, NOW, GRACE) == manifests
 
 
 def test_orphan_manifests_are_the_deleted_and_the_superseded_only() -> None:

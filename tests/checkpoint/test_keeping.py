@@ -25,7 +25,7 @@ from services.checkpoint.settings import CheckpointSettings
 from services.kit.bus import Bus, Poison, Received
 from services.kit.objects import Objects, split_uri
 from services.kit.settings import Settings
-from tests.checkpoint.facts import RUN, blob_uri, content, file, placed, sha, staged
+from tests.checkpoint.facts import RUN, blob_uri, content, file, placed, sha, staged, tuned
 from tests.checkpoint.trials import Trial
 from trainbus.cli import stored
 from trainbus.cli.address import Address
@@ -157,6 +157,28 @@ async def test_of_a_pin_and_a_deletion_that_cross_the_first_stands(
             assert await rig.objects.exists(commit.checkpoint.uri)
 
 
+async def test_what_a_run_begins_with_is_there_though_it_was_accepted_while_retention_decided(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.begin(Retention(last=2, best=0))
+    first = await rig.commit(10)
+    await rig.commit(20)
+    publish = rig.bus.publish
+
+    async def crossing(fact: Fact, *args: Any, **options: Any) -> Any:
+        if isinstance(fact, CheckpointDeleted) and fact.step == 10:
+            await publish(tuned(first))
+        return await publish(fact, *args, **options)
+
+    monkeypatch.setattr(rig.bus, "publish", crossing)
+    await rig.commit(30)
+    assert await rig.kept() == [20, 30]
+    assert await rig.objects.exists(first)
+    second = (await rig.facts("checkpoint_committed"))[1].checkpoint.uri
+    await rig.commit(40)
+    assert not await rig.objects.exists(second)  # nobody begins with this one
+
+
 async def test_a_checkpoint_is_named_by_run_step_model_or_manifest(rig: Rig) -> None:
     await rig.begin(Retention(last=2, best=0))
     first, second = await rig.commit(10), await rig.commit(20)
@@ -259,7 +281,7 @@ async def test_the_running_service_pins_scrubs_and_repairs_by_request(
         address = rig.address()
         await stored.pin(address, f"{RUN}@10", pinned=True, reason="why")
         await rig.overwrite(uri, b"{}")
-        await stored.verify(address, None, repair=True, wait_s=30, as_json=False)
+        await stored.verify(address, None, repair=True, wait_s=90, as_json=False)
         await stored.show(address, RUN, as_json=True)
         shown = capsys.readouterr().out
         assert '"pinned": true' in shown

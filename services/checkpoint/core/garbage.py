@@ -29,6 +29,7 @@ from contracts.events.checkpoint import (
 )
 from contracts.events.run import RunCompleted, RunEvaluated, RunExited, RunPlaced
 from services.checkpoint.core.commit import files_of
+from services.checkpoint.core.retention import Holds
 
 MANIFEST_KEY = re.compile(r"^[^/]+/(?P<run_id>[^/]+)/checkpoints/epoch_-?\d+/step_-?\d+\.g(?P<generation>\d+)\.json$")
 
@@ -58,8 +59,11 @@ class Ledger:
     #: Manifest -> when retention removed it, and its blobs; forgotten once ``forget_before`` is later.
     removed: dict[str, tuple[datetime, set[str]]] = field(default_factory=dict)
     forget_before: datetime | None = None
+    #: A run that was accepted while retention decided may have begun with what it then deleted.
+    holds: Holds = field(default_factory=Holds)
 
     def apply(self, event: Event, time: datetime) -> None:
+        self.holds.apply(event)
         match event:
             case RunPlaced():
                 self.generation[event.run_id] = event.generation
@@ -97,10 +101,10 @@ class Ledger:
 
 def orphan_manifests(manifests: Iterable[Stored], ledger: Ledger, now: datetime, grace: timedelta) -> list[Stored]:
     """Manifests that can be restored by nobody: retention deleted them, or their commit can never follow."""
-    orphans = []
+    orphans, held = [], ledger.holds.uris
     for manifest in manifests:
         match = MANIFEST_KEY.match(manifest.key)
-        if match is None or now - manifest.modified_at <= grace:
+        if match is None or now - manifest.modified_at <= grace or manifest.uri in held:
             continue
         superseded = int(match["generation"]) < ledger.generation.get(match["run_id"], 0)
         if manifest.uri in ledger.deleted or (superseded and manifest.uri not in ledger.committed):

@@ -12,6 +12,8 @@ from contracts.events.model import ModelPromoted
 from contracts.events.run import RunAccepted, RunCancelled, RunCompleted, RunFailed, RunPlaced
 from contracts.events.train import Retention
 
+#: What tells which checkpoints somebody counts on, for ``Holds``.
+HOLDING = (RunAccepted, RunPlaced, RunCompleted, RunFailed, RunCancelled, ModelPromoted)
 #: While a run goes on, this many of the newest are kept whatever ``retention.last`` says: the scheduler may be
 #: placing the run from the one before the newest at the moment the newest is committed.
 NEWEST_KEPT = 2

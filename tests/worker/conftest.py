@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import io
 import json
@@ -103,7 +104,7 @@ class World:
     async def facts(self, run_id: str = "r1", stream: str = "FACTS", subject: str = "run.{}.*") -> list[Any]:
         return [each.event for each in await self.bus.history(subject.format(run_id), stream=stream)]
 
-    async def wait_for(self, kind: type[Any], run_id: str = "r1", count: int = 1, timeout_s: float = 30.0) -> Any:
+    async def wait_for(self, kind: type[Any], run_id: str = "r1", count: int = 1, timeout_s: float = 90.0) -> Any:
         """The ``count``-th fact of a kind about the run."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -119,11 +120,10 @@ class World:
         return [point.step for event in events if event.kind == "training" for point in event.points]
 
     async def wait_steps(self, at_least: int, run_id: str = "r1") -> None:
-        for _ in range(1000):
-            if len(await self.steps(run_id)) >= at_least:
-                return
+        deadline = time.monotonic() + 90
+        while len(await self.steps(run_id)) < at_least:
+            assert time.monotonic() < deadline, f"fewer than {at_least} steps"
             await asyncio.sleep(0.03)
-        raise AssertionError(f"fewer than {at_least} steps")
 
     async def commit(self, staged: CheckpointStaged) -> CheckpointRef:
         """Do as the checkpoint service does."""
@@ -152,12 +152,10 @@ def ranks_of(folder: Path) -> list[int]:
     """Processes that belong to runs in ``folder``."""
     found = []
     for process in psutil.process_iter():
-        try:
-            environment = process.environ()
-        except psutil.Error:
-            continue
-        if process.status() != psutil.STATUS_ZOMBIE and environment.get("TRAINBUS_LAUNCH", "").startswith(str(folder)):
-            found.append(process.pid)
+        with contextlib.suppress(psutil.Error):  # any of them may end while it is looked at
+            launch = process.environ().get("TRAINBUS_LAUNCH", "")
+            if launch.startswith(str(folder)) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
     return found
 
 
@@ -174,7 +172,7 @@ def worker_settings(s3_settings: Settings) -> WorkerSettings:
             "system_interval_s": 0.2,
             "kill_after_s": 0.3,
             "commit_patience_s": 3.0,
-            "orphan_timeout_s": 20.0,
+            "orphan_timeout_s": 120.0,
             "memory_dir": str(s3_settings.data_dir.resolve() / "memory"),
         }
     )
@@ -195,18 +193,16 @@ async def agent(world: World) -> AsyncIterator[Callable[..., Any]]:
     async def start(**update: Any) -> Any:
         service = build(world.settings.model_copy(update=update), ProcessExecutor(rank_command=FAKE))
         running.append((service, asyncio.create_task(service.run())))
-        for _ in range(400):
-            if service.readiness().get("joined"):
-                return service
-            if running[-1][1].done():
-                running[-1][1].result()
-            await asyncio.sleep(0.02)
-        raise AssertionError("the agent did not join")
+        task = running[-1][1]
+        await until(lambda: task.done() or service.readiness().get("joined", False), 90)
+        if task.done():
+            task.result()
+        return service
 
     yield start
     for service, task in running:
         service.stopping.set()
-        await asyncio.wait_for(task, 15)
+        await asyncio.wait_for(task, 90)
     assert not ranks_of(world.settings.data_dir.resolve())
 
 
@@ -235,7 +231,7 @@ def agent_process(world: World) -> Any:
     for process in started:
         process.terminate()
         try:
-            process.wait(15)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -96,6 +96,8 @@ while step < params["steps"]:
     if params.get("crash_at") == step and rank == params.get("crash_rank", 0):
         say(kind="ended", outcome="failed", step=step, error="the loss exploded")
         sys.exit(3)
+    while params.get("hold_at") == step and not (folder / "go").exists() and not stopping.is_set():
+        time.sleep(0.02)
     if stopping.is_set():
         checkpoint(step, final=True)
         say(kind="ended", outcome="stopped", step=step, samples_consumed=step * 8)

@@ -36,7 +36,7 @@ class Recorder(threading.Thread):
                 with self._dump.open("wb") as file:
                     file.write(b"half")
                     file.flush()
-                    self._over.wait(0.1)
+                    self._over.wait(0.02)
                     file.write(b" and half")
 
     def close(self) -> None:
@@ -56,7 +56,9 @@ def stem_of(folder: Path, gpus: tuple[str, ...] = ("GPU-a", "GPU-b")) -> str:
 
 
 async def test_dumps_are_asked_for_kept_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flight, "ANSWER_S", 2.0)
+    # The silent rank is waited for as long as that; a recorder may stop for a second in the middle of its file.
+    monkeypatch.setattr(flight, "ANSWER_S", 4.0)
+    monkeypatch.setattr(flight, "QUIET_S", 1.0)
     assert stem_of(tmp_path, gpus=()) == ""
     stem = stem_of(tmp_path)
     Path(f"{stem}2").write_bytes(b"of an earlier stall")

@@ -41,7 +41,7 @@ async def test_ranks_get_their_shards_from_the_agent_that_comes_after_a_killed_o
         process.wait()
         ranks = ranks_of(world.settings.data_dir.resolve())
         agent_process()
-        exited = await world.wait_for(RunExited, timeout_s=60)
+        exited = await world.wait_for(RunExited)
         assert ranks, "the rank waits on while there is no agent"
         folder = world.settings.data_dir / "runs" / "r1" / "g1" / "dataset"
         await until(lambda: not folder.exists(), "the links to be removed")
@@ -76,7 +76,7 @@ async def test_ranks_that_wait_for_a_shard_obey_a_stop(world: World, agent: Any,
             path.unlink()
         steps = len(await world.steps())
         await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="room", grace_s=1))
-        released = await world.wait_for(RunReleased, timeout_s=20)
+        released = await world.wait_for(RunReleased)
         assert not released.clean
         assert released.step >= steps
         proxy.freeze(0)

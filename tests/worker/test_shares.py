@@ -174,7 +174,7 @@ def test_the_trainer_keeps_to_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_two_runs_share_a_slot(world: World, agent: Callable[..., Any]) -> None:
     service = await agent()
     half = {"resources": {"share": 0.5}}
-    first = await world.place("r1", params={"steps": 400}, **half)
+    first = await world.place("r1", params={"steps": 100_000}, **half)
     await world.wait_for(RunStarted)
     await world.place("r2", params={"steps": 3}, **half)
     second = await world.wait_for(RunExited, "r2")

@@ -31,14 +31,14 @@ async def test_ranks_are_forked_and_a_killed_warm_process_comes_back(tmp_path: P
             folder.mkdir()
             # Without a launch the rank says so and ends: that is all that is wanted of it here.
             process = await executor.start(Start(0, None, environment), folder, tmp_path)
-            await until(lambda process=process: not executor.alive(process), 20)
+            await until(lambda process=process: not executor.alive(process), 60)
             found = read_exit(folder, 0)
             assert found is not None
             assert found[0] == 1
             assert "TRAINBUS_LAUNCH" in (folder / "rank_0.log").read_text()
             if life == 0:
                 psutil.Process(pid).kill()
-                await until(lambda: not warm.ready, 10)
+                await until(lambda: not warm.ready, 60)
     finally:
         await end(keeping)
         await executor.close()

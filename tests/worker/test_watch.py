@@ -65,8 +65,8 @@ for step in range(1, 8):
     journal.tick(step)
     time.sleep(0.05)
 def wait_for_the_others():
+    print("up", flush=True)
     time.sleep(600)
-print("up", flush=True)
 wait_for_the_others()
 """
 

@@ -58,7 +58,7 @@ async def follow(
                 if batch:
                     position = batch[-1].metadata.sequence.stream
                 yield batch
-                if until_caught_up and batch and batch[-1].metadata.num_pending == 0:
+                if until_caught_up and (batch[-1].metadata.num_pending == 0 if batch else await reader.drained()):
                     return
         except (TimeoutError, _Broken, nats.errors.Error, APIError, JetStreamError, OSError) as error:
             log.info("following anew", stream=stream, position=position, reason=repr(error))
@@ -103,6 +103,11 @@ class _Reader:
             await self._inbox.unsubscribe()
         with suppress(Exception):
             await self._nc.jetstream(timeout=0.5).delete_consumer(self._stream, self._name)
+
+    async def drained(self) -> bool:
+        """Whether no more will come: what was pending at the start may have been deleted before it was sent."""
+        info = await self._nc.jetstream(timeout=2).consumer_info(self._stream, self._name)
+        return info.num_pending == 0 and info.delivered is not None and info.delivered.consumer_seq == self._consumed
 
     async def batches(self, idle_s: float) -> AsyncIterator[list[Msg]]:
         while True:
@@ -155,7 +160,8 @@ class _Reader:
 
     def _accept(self, msg: Msg, batch: list[Msg]) -> None:
         self._heard = time.monotonic()
-        status = (msg.headers or {}).get("Status")
+        headers = msg.headers or {}
+        status = headers.get("Status")
         if status is None:
             self._requested -= 1
             self._consumed += 1
@@ -166,4 +172,7 @@ class _Reader:
             # The request ended; what of it was not delivered is asked for again.
             self._requested = 0
         elif status != "100":
-            raise _Broken(f"{status} {(msg.headers or {}).get('Description', '')}")
+            raise _Broken(f"{status} {headers.get('Description', '')}")
+        elif int(headers.get(api.Header.LAST_CONSUMER, self._consumed)) != self._consumed:
+            # nats-py drops what does not fit its limits; without a message behind it nothing else would tell.
+            raise _Broken("the last messages are missing")

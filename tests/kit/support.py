@@ -13,11 +13,12 @@ from contracts.events.run import RunCancelled
 from contracts.topology import Consumer, Stream, Topology
 
 STREAM = Stream("TEST", ("run.*.*",), "facts of a test")
-CONSUMER = Consumer("test", "TEST", (RunCancelled,), "a test", max_deliver=3, ack_wait_s=1.0)
+#: Its handlers say every 0.9 s that they are at work: the machine may stand still for two seconds.
+CONSUMER = Consumer("test", "TEST", (RunCancelled,), "a test", max_deliver=3, ack_wait_s=3.0)
 TOPOLOGY = Topology((STREAM, topology.DEAD_LETTERS), (CONSUMER,), (topology.LEASES, topology.JOBS))
 
 
-async def until(condition: Callable[[], bool | Awaitable[bool]], what: str, timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool | Awaitable[bool]], what: str, timeout_s: float = 60.0) -> None:
     """Wait until ``condition`` holds; fail naming ``what`` after ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -30,7 +31,7 @@ async def until(condition: Callable[[], bool | Awaitable[bool]], what: str, time
         await asyncio.sleep(0.01)
 
 
-def wait_for_nats(host: str, port: int, timeout_s: float = 15.0) -> None:
+def wait_for_nats(host: str, port: int, timeout_s: float = 60.0) -> None:
     """Block until a nats-server greets on host:port."""
     deadline = time.monotonic() + timeout_s
     while True:

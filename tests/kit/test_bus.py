@@ -12,6 +12,7 @@ from contracts.base import run_id_for
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.run import CheckpointRef, RunCancelled, RunPlaced
 from contracts.events.train import TrainRequested
+from services.kit import follow
 from services.kit.bus import Bus, Conflict, Expect, Poison, Unreadable
 from services.kit.clock import ManualClock
 from tests.kit.support import until
@@ -111,9 +112,43 @@ async def test_following_survives_a_restart_without_loss_or_repeat(bus: Bus, nat
     nats_server.kill()
     nats_server.start()
     await asyncio.gather(*(bus.publish(RunCancelled(run_id=f"b{n}", reason="x")) for n in range(50)))
-    await until(lambda: len(seen) >= 750, "the rest", 20)
+    await until(lambda: len(seen) >= 750, "the rest")
     reader.cancel()
     assert seen == list(range(1, 751))
+
+
+@pytest.fixture
+def at_first_opening(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Actions on the first reader that is opened, before it asks for anything."""
+    actions: list[Any] = []
+    opening = follow._Reader.open
+
+    async def opened(*arguments: Any) -> follow._Reader:
+        reader = await opening(*arguments)
+        while actions:
+            await actions.pop()(reader)
+        return reader
+
+    monkeypatch.setattr(follow._Reader, "open", opened)
+    return actions
+
+
+async def test_reading_ends_although_what_was_to_come_is_deleted(bus: Bus, at_first_opening: list[Any]) -> None:
+    await bus.publish(RunCancelled(run_id="r1", reason="x"))
+    at_first_opening.append(lambda _: bus.js.purge_stream("FACTS"))
+    async with asyncio.timeout(60):
+        assert await bus.history() == []
+    assert at_first_opening == []
+
+
+async def test_the_last_message_is_missed_although_none_follows_it(bus: Bus, at_first_opening: list[Any]) -> None:
+    async def narrow(reader: follow._Reader) -> None:
+        reader._inbox._pending_bytes_limit = 1  # nats-py drops what is larger, and goes on
+
+    await bus.publish(RunCancelled(run_id="r1", reason="x"))
+    at_first_opening.append(narrow)
+    async with asyncio.timeout(60):
+        assert [received.event.run_id for received in await bus.history()] == ["r1"]
 
 
 async def test_a_bare_publish_from_a_shell_is_a_request(make_bus: Any) -> None:

@@ -7,9 +7,11 @@ so that we notice when FastStream changes), and with the kit's Bus.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import pytest_asyncio
@@ -33,7 +35,7 @@ fails_by_default = pytest.mark.parametrize(
     "side", [pytest.param("faststream", marks=pytest.mark.xfail(strict=True, reason="FastStream's default")), "kit"]
 )
 #: How long to wait for what FastStream's defaults never do, and for what the kit does sooner or later.
-PATIENCE_S = {"faststream": 1.5, "kit": 20.0}
+PATIENCE_S = {"faststream": 1.5, "kit": 60.0}
 
 
 class World:
@@ -101,17 +103,17 @@ async def test_an_exception_does_not_lose_the_event(world: World, side: str) -> 
 
 @fails_by_default
 async def test_a_bad_message_is_not_redelivered_at_once(world: World, side: str) -> None:
-    calls = 0
+    at_s: list[float] = []
 
     async def handle() -> None:
-        nonlocal calls
-        calls += 1
+        at_s.append(time.monotonic())
         raise RuntimeError("always")
 
     await world.subscribe(side, handle, ack_policy=AckPolicy.NACK_ON_ERROR)
     await world.bus.js.publish(SUBJECT, BODY)
-    await asyncio.sleep(0.5)  # the time during which deliveries are counted
-    assert 1 <= calls <= 3
+    await until(lambda: len(at_s) >= 3, "three deliveries", PATIENCE_S[side])
+    # Each comes RETRY_DELAYS_S after the one before, however slow the machine is.
+    assert min(later - earlier for earlier, later in pairwise(at_s)) > 0.1
 
 
 @fails_by_default
@@ -224,7 +226,7 @@ async def test_a_restart_of_the_server_loses_nothing(world: World, nats_server: 
     nats_server.kill()
     publishing = asyncio.create_task(world.bus.publish(RunCancelled(run_id="during", reason="x")))
     nats_server.start()
-    assert not (await publishing).duplicate
+    await publishing
     await world.bus.publish(RunCancelled(run_id="after", reason="x"))
     await until(lambda: set(seen) == {"before", "during", "after"}, "all events")
 

@@ -37,7 +37,7 @@ async def test_health_readiness_and_metrics(http_settings: Settings) -> None:
         assert (await client.get("/ready")).json()["ready"] is True
         assert "trainbus_bus_connected 1.0" in (await client.get("/metrics")).text
     service.stopping.set()
-    await asyncio.wait_for(running, 10)
+    await asyncio.wait_for(running, 60)
 
 
 async def test_a_service_waits_for_its_server_and_is_healthy_meanwhile(
@@ -54,7 +54,7 @@ async def test_a_service_waits_for_its_server_and_is_healthy_meanwhile(
         await until(lambda: service.readiness()["started"], "the start")
         assert (await client.get("/ready")).status_code == 200
     service.stopping.set()
-    await asyncio.wait_for(running, 10)
+    await asyncio.wait_for(running, 60)
 
 
 async def test_a_broken_background_task_ends_the_service(settings: Settings) -> None:
@@ -65,7 +65,7 @@ async def test_a_broken_background_task_ends_the_service(settings: Settings) -> 
 
     service.background(breaks)
     with pytest.raises(RuntimeError, match="broken"):
-        await asyncio.wait_for(service.run(), 10)
+        await asyncio.wait_for(service.run(), 60)
 
 
 @pytest.mark.parametrize("away", ["bus", "store"])
@@ -92,11 +92,11 @@ async def test_a_service_stopped_before_it_has_started_ends_and_says_so(
         service.resource(store())
     running = asyncio.create_task(service.run())
     if away == "store":
-        await asyncio.wait_for(entering.wait(), 10)
+        await asyncio.wait_for(entering.wait(), 60)
     else:
         await asyncio.sleep(0)
     service.stopping.set()
-    await asyncio.wait_for(running, 10)
+    await asyncio.wait_for(running, 60)
     assert ended == ["unheard"]
 
 
@@ -112,7 +112,7 @@ async def test_stop_actions_run_while_the_bus_still_works(settings: Settings) ->
     running = asyncio.create_task(service.run())
     await until(lambda: service.readiness()["started"], "the start")
     service.stopping.set()
-    await asyncio.wait_for(running, 10)
+    await asyncio.wait_for(running, 60)
     assert said == [True]
 
 

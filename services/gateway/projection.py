@@ -35,6 +35,8 @@ STREAMS = (REQUESTS, FACTS, PROGRESS)
 REFOLD_BATCH = 2000
 #: How often a projection that has caught up looks whether somebody else has rewound it.
 LOOK_FOR_REWIND_S = 1.0
+#: How long an answer may wait for the read model to hold what its client has published before.
+CATCH_UP_S = 2.0
 
 
 class Projection:
@@ -155,13 +157,13 @@ class Projection:
 
     # -- waiting ------------------------------------------------------------
 
-    async def catch_up(self, timeout_s: float = 2.0) -> bool:
+    async def catch_up(self) -> bool:
         """Wait until everything that is stored at this moment is in the read model.
 
         What a client has published before it asks is then in the answer.
         """
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(CATCH_UP_S):
                 for stream in (REQUESTS, FACTS):
                     await self._reached(stream, await self._last_readable(stream))
         except TimeoutError:

@@ -31,6 +31,7 @@ from contracts.events.run import (
     RunStarted,
 )
 from contracts.events.train import Evaluation, TrainRequested
+from services.gateway import projection
 from services.gateway.app import Gateway, build
 from services.gateway.settings import GatewaySettings
 from services.kit.settings import Settings
@@ -113,6 +114,12 @@ def stamp(event: Event, sequence: int) -> Envelope:
     return Envelope(id=f"id-{sequence}", source="test", type=event.type, time=when)
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer waits for what was published before, on the slowest machine too."""
+    monkeypatch.setattr(projection, "CATCH_UP_S", 60.0)
+
+
 @pytest.fixture
 def gateway_settings(settings: Settings) -> GatewaySettings:
     return GatewaySettings(**{**settings.model_dump(), "gateway_port": 0})
@@ -130,7 +137,7 @@ class Running:
         return response.json()
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
@@ -145,11 +152,11 @@ async def running(settings: GatewaySettings) -> AsyncIterator[Running]:
         if task.done():
             task.result()
         await until(lambda: service.gateway_port is not None)
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{service.gateway_port}", timeout=15) as client:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{service.gateway_port}", timeout=60) as client:
             yield Running(service, client)
     finally:
         service.stopping.set()
-        await asyncio.wait_for(task, 15)
+        await asyncio.wait_for(task, 60)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from contracts.events.train import CancelRequested, RestoreRequested
 from services.gateway import commands
 from services.kit.bus import Bus
 from tests.gateway.conftest import BODY, EVALUATED_SPEC, RUN, SPEC, Running, life, placed, progress, ref
+from tests.kit.support import until
 from trainbus.cli.embedded.servers import NatsServer
 
 
@@ -31,7 +32,7 @@ async def read_sse(
 ) -> list[dict[str, str]]:
     """The events of a stream up to and including ``end``; ``first`` is set when one has arrived."""
     found: list[dict[str, str]] = []
-    async with asyncio.timeout(10), gateway.client.stream("GET", path, headers=headers or {}) as response:
+    async with asyncio.timeout(60), gateway.client.stream("GET", path, headers=headers or {}) as response:
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
         current: dict[str, str] = {}
@@ -147,7 +148,14 @@ async def test_metrics_stream_history_live_resume_and_end(gateway: Running, bus:
     assert done.status_code == 204
     history = await gateway.get(f"/training-runs/{RUN}/metrics", params={"follow": "false"})
     assert history["batches"] == batches
-    curve = (await gateway.get(f"/training-runs/{RUN}/curves"))["curves"]["train/loss"]
+    curve: list[Any] = []
+
+    async def drawn() -> bool:
+        # Points are projected beside the facts: that the run is completed says nothing about them.
+        curve[:] = (await gateway.get(f"/training-runs/{RUN}/curves"))["curves"].get("train/loss", [])
+        return bool(curve) and curve[-1][0] == 40
+
+    await until(drawn, "the last point")
     assert [step for step, _ in curve] == list(range(1, 41)), "the abandoned tail is not drawn twice"
     assert all((value >= 100) == (step > 20) for step, value in curve)
 
@@ -262,18 +270,18 @@ async def test_nats_is_killed_and_comes_back(
     await publish(bus, *life())
     await gateway.client.get("/training-runs/none")  # waits until all of the above is in
     nats_server.kill()
-    monkeypatch.setattr(commands, "PUBLISH_TIMEOUT_S", 0.3)
     assert (await gateway.get(f"/training-runs/{RUN}"))["state"] == "completed"
-    away = await gateway.client.post("/training-runs", json=BODY, headers={"Idempotency-Key": "k"})
+    with monkeypatch.context() as impatient:
+        impatient.setattr(commands, "PUBLISH_TIMEOUT_S", 0.3)
+        away = await gateway.client.post("/training-runs", json=BODY, headers={"Idempotency-Key": "k"})
     assert (away.status_code, away.headers["retry-after"]) == (503, "2")
     assert (await gateway.client.get("/ready")).status_code == 503
     nats_server.start()
-    monkeypatch.undo()
+    monkeypatch.setattr(commands, "PUBLISH_TIMEOUT_S", 60.0)
     again = await gateway.client.post("/training-runs", json=BODY, headers={"Idempotency-Key": "k"})
     assert again.status_code == 202, again.text
     run_id = again.json()["run_id"]
-    answers = [(await gateway.client.get(f"/training-runs/{run_id}")).status_code for _ in range(3)]
-    assert answers[-1] == 200
+    assert (await gateway.get(f"/training-runs/{run_id}"))["state"] == "requested"
     assert len(await bus.history(subjects.request("train"), stream="REQUESTS")) == 1
 
 

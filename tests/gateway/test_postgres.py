@@ -52,21 +52,21 @@ def postgres_url() -> Iterator[str]:
         cwd=folder,
         check=True,
         capture_output=True,
-        timeout=60,
+        timeout=120,
     )
     options = ["-p", str(port), "-h", "127.0.0.1", "-k", str(folder), "-c", "fsync=off"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen([postgres, "-D", data, *options], user=user, cwd=folder, stdout=log, stderr=log)
     try:
         ready = _binary("pg_isready") or "pg_isready"
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 90
         while subprocess.run([ready, "-q", "-h", "127.0.0.1", "-p", str(port)], check=False).returncode != 0:
             assert time.monotonic() < deadline, (folder / "log").read_text()
             time.sleep(0.05)
         yield f"postgresql://trainbus@127.0.0.1:{port}/postgres"
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(60)
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -172,7 +172,7 @@ async def test_kill_minus_nine_in_mid_projection(bus: Bus, gateway_settings: Gat
     )
     try:
         assert process.stderr is not None
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while b"gateway listens" not in await process.stderr.readline():
                 pass
         for number in range(10):

@@ -24,7 +24,7 @@ from tests.tracking.test_service import SURVIVING, tell_of_a_kill
 from trainbus.cli.embedded.servers import Server, free_ports
 
 #: Generous: under load the server needs a minute for what it does in six seconds alone.
-START_S = 120.0
+START_S = 300.0
 
 
 class MlflowServer(Server):

@@ -39,7 +39,6 @@ def test_a_node_is_started_for_a_run_and_stopped_when_it_is_idle(up: Up, tmp_pat
     # The stack's own node has one slot.
     done = up.cli("submit", str(job), "--command", "python job.py", "--slots", "2", "--name", "wide", "--follow")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "burst-0" in processes(up)
     placed = json.loads(up.cli("show", "wide", "--json").stdout)
     assert "burst-0" in json.dumps(placed)
     # Two would have been allowed; one was enough.
@@ -52,7 +51,7 @@ def test_a_node_is_started_for_a_run_and_stopped_when_it_is_idle(up: Up, tmp_pat
     def gone() -> bool:
         return "burst-0" not in processes(up)
 
-    until(gone, 60.0, lambda: up.output.read_text() + (up.data_dir / "logs" / "autoscaler.log").read_text())
+    until(gone, 120.0, lambda: up.output.read_text() + (up.data_dir / "logs" / "autoscaler.log").read_text())
     node = next(each for each in nodes(up) if each["node_id"] == "burst-0")
     assert node["state"] == "left"
     # It was drained first, and its agent ended in good order.

@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 from trainbus.cli.embedded.launch import StackError, StackInfo, StackProcess, read_stack
-from trainbus.cli.embedded.layout import StackOptions
+from trainbus.cli.embedded.layout import StackOptions, stack_file
+from trainbus.cli.embedded.supervisor import lock
 
 READY_S = 90.0
 
@@ -62,7 +63,7 @@ class Up:
 
     def cli(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "trainbus", *arguments, *self.where]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment())
+        return subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment())
 
     def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -79,7 +80,7 @@ def environment() -> dict[str, str]:
 
 
 def until(
-    condition: Callable[[], Any], timeout_s: float = 30.0, explain: Callable[[], object] = lambda: "timed out"
+    condition: Callable[[], Any], timeout_s: float = 90.0, explain: Callable[[], object] = lambda: "timed out"
 ) -> Any:
     """The first true value of ``condition``."""
     deadline = time.monotonic() + timeout_s
@@ -96,6 +97,17 @@ def living(processes: list[psutil.Process]) -> list[str]:
             if each.is_running() and each.status() != psutil.STATUS_ZOMBIE:
                 found.append(f"{each.pid} {' '.join(each.cmdline())[:120]}")
     return found
+
+
+def test_what_a_killed_stack_said_of_itself_is_not_taken_for_the_next_ones(tmp_path: Path) -> None:
+    urls = dict.fromkeys(("nats_url", "s3_endpoint", "gateway_url", "mlflow_tracking_uri"), "http://127.0.0.1:1")
+    said = {"state": "ready", "pid": 1, "nodes": 1, "slots": 1, "processes": [], **urls}
+    stack_file(tmp_path).write_text(json.dumps(said))
+    assert read_stack(tmp_path) is None
+    held = lock(tmp_path)
+    assert held is not None
+    with held:
+        assert read_stack(tmp_path) is None
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +182,7 @@ def test_commands_and_their_exit_codes(up: Up, arguments: list[str], code: int, 
 
 def test_without_a_stack_a_command_says_how_to_start_one(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "trainbus", "ps", "--data-dir", str(tmp_path / "none")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment())
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment())
     assert done.returncode == 1
     assert f"start one with `trainbus up --data-dir {tmp_path / 'none'}`" in done.stderr
 
@@ -212,7 +224,7 @@ def test_a_left_out_service_takes_its_place(up: Up) -> None:
         assert any('"service started"' in line for line in lines)
     finally:
         service.terminate()
-        assert service.wait(30) == 0
+        assert service.wait(60) == 0
 
 
 @pytest.mark.parametrize("name", ["gateway", "nats", "s3"])
@@ -222,7 +234,7 @@ def test_what_is_killed_comes_back(up: Up, name: str) -> None:
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     until(lambda: up.pid(name) not in (None, pid))
-    doctor = until(lambda: (done := up.cli("doctor", "--json")).returncode == 0 and done, 60.0)
+    doctor = until(lambda: (done := up.cli("doctor", "--json")).returncode == 0 and done)
     assert {each["grade"] for each in json.loads(doctor.stdout)} <= {"ok", "note"}
     after = up.info()
     assert (after.nats_url, after.s3_endpoint) == (before.nats_url, before.s3_endpoint)
@@ -234,7 +246,7 @@ def test_stopping_is_clean_and_the_data_is_there_again(up: Up) -> None:
     up.process.send_signal(signal.SIGINT)
     assert up.process.wait(60) == 0, up.output.read_text()
     assert living(processes) == []
-    assert "was killed" not in up.output.read_text().split("stopping")[-1]
+    assert "is killed" not in up.output.read_text().split("stopping")[-1]
     assert read_stack(up.data_dir) is None
 
 

@@ -19,7 +19,7 @@ from trainbus.cli.embedded.layout import StackOptions, stack_file
 
 #: Exit code of a supervisor that found another one on its data folder.
 EXIT_LOCKED = 3
-READY_TIMEOUT_S = 60.0
+READY_TIMEOUT_S = 180.0
 
 
 class StackError(Exception):

@@ -190,7 +190,9 @@ class S3Server(Server):
         super().__init__(folder, port)
         self.access_key, self.secret_key = access_key, secret_key
         # Taken together with everybody else's where there are others: a port that is chosen is free until it is used.
-        self._inner = list(inner_ports) or free_ports(self.INNER_PORTS)
+        self._inner = (
+            list(inner_ports) or [one for one in free_ports(self.INNER_PORTS + 1) if one != port][: self.INNER_PORTS]
+        )
 
     @property
     def endpoint(self) -> str:

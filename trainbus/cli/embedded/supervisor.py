@@ -37,7 +37,8 @@ START_ATTEMPTS = 4
 TICK_S = 0.05
 #: How often it looks which nodes the autoscaler wants.
 LOOK_S = 0.25
-SERVICE_STOP_S = 6.0
+#: A little more than a service gives its handlers to finish.
+SERVICE_STOP_S = 15.0
 #: Imported before the services are forked. None of their own modules: each shows its own metrics alone.
 SHARED_IMPORTS = (
     "contracts.topology",
@@ -404,6 +405,8 @@ def lock(data_dir: Path, patience_s: float = 0.5) -> IO[str] | None:
     file.truncate(0)
     file.write(f"{os.getpid()}\n")
     file.flush()
+    # A stack that was killed has left word of itself; whoever looks for one now would take it for this one's.
+    stack_file(data_dir).unlink(missing_ok=True)
     return file
 
 

@@ -14,4 +14,4 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
     made = Warm(tmp_path_factory.mktemp("warm"))
     yield made
     made.process.terminate()
-    assert made.process.wait(10) == 0
+    assert made.process.wait(60) == 0

@@ -187,7 +187,7 @@ def gang(case: Case, world_size: int, steps: range, state: State | None = None) 
         for process in processes:
             process.start()
         for process in processes:
-            process.join(120)
+            process.join(600)
         errors = [path.read_text() for path in sorted(Path(folder).glob("error*"))]
         assert not errors, "\n".join(errors)
         saved = [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]

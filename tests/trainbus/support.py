@@ -224,7 +224,7 @@ class FakeAgent:
                         self.rings += 1
                     self.changed.notify_all()
 
-    def wait_for_hellos(self, count: int, timeout_s: float = 60) -> None:
+    def wait_for_hellos(self, count: int, timeout_s: float = 300) -> None:
         with self.changed:
             assert self.changed.wait_for(lambda: len(self.hellos) >= count, timeout_s), self.hellos
 
@@ -310,7 +310,9 @@ def start_rank(env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
 
 def journal(folder: Path, rank: int = 0) -> list[JournalLine]:
     """Everything a rank wrote to its journal, and to the ring beside it."""
-    lines = [JOURNAL_LINE.validate_json(line) for line in (folder / f"rank_{rank}.jsonl").read_bytes().splitlines()]
+    # Up to the last end of a line: the rank may be in the middle of the next one.
+    content = (folder / f"rank_{rank}.jsonl").read_bytes()
+    lines = [JOURNAL_LINE.validate_json(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
     ring = RingReader.open(folder / ring_name(rank))
     records = [record for _, record in ring.read(0, ring.head)] if ring is not None else []
     return sorted([*lines, *records], key=lambda line: line.time)
@@ -348,7 +350,7 @@ class Warm:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "trainbus.warm", "--socket", str(self.path)], env=env, start_new_session=True
         )
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         while True:
             try:
@@ -357,7 +359,7 @@ class Warm:
             except OSError:
                 assert time.monotonic() < deadline, "the warm process does not listen"
                 time.sleep(0.05)
-        self.socket.settimeout(90)
+        self.socket.settimeout(600)
         self.lines = self.socket.makefile("rb")
         self.ended: dict[int, int] = {}
 

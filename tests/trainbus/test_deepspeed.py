@@ -23,7 +23,6 @@ from trainbus.data.dataset import Dataset
 from trainbus.trainer.checkpoint import load_tensors
 
 pytest.importorskip("deepspeed", reason="the extra trainbus[deepspeed] is not installed")
-pytestmark = pytest.mark.timeout(170)
 
 
 def run(warm: Warm, folder: Path, dataset: Dataset, world_size: int, resume: Path | None = None, **rules: Any) -> Path:

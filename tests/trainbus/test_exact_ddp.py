@@ -12,8 +12,6 @@ from trainbus.trainer.strategies import make_strategy
 from trainbus.trainer.strategies.scaler import GROWTH_INTERVAL, SMALLEST, LossScale, ScaleCollapsed
 from trainbus.trainer.world import World
 
-pytestmark = pytest.mark.timeout(170)
-
 CASES = {
     "mlp with an unused parameter, clipped, sharded": (
         Case("mlp", rules={"strategy": "zero1", "clip_norm": 0.1, "logical_ranks": 7}),

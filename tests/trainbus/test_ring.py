@@ -99,12 +99,15 @@ def test_a_killed_rank_has_lost_nothing(tmp_path: Path) -> None:
         "import sys, pathlib\n"
         "from trainbus.agent_link import Journal\n"
         "journal = Journal(pathlib.Path(sys.argv[1]) / 'rank_0.jsonl')\n"
-        "for step in range(1, 10**9):\n"
+        "for step in range(1, 60_000):\n"
         "    journal.metrics(step, {'loss': 1 / step})\n"
         "    journal.tick(step)\n"
         "    if step == 500: print('on its way', flush=True)\n"
+        "sys.stdin.read()\n"  # before the ring is full: nobody takes anything out of it here
     )
-    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(signal.SIGKILL)

@@ -157,12 +157,13 @@ def test_waits_are_counted_from_all_threads() -> None:
 
 def test_a_run_whose_data_does_not_come_says_so_before_it_does(tmp_path: Path) -> None:
     limit_threads({})
-    told = threading.Event()
+    begun, told = threading.Event(), threading.Event()
 
     class Stuck(Linear):  # type: ignore[misc, valid-type]
         """Decodes nothing before somebody was told that it does not."""
 
         def decode(self, fields: dict[str, bytes]) -> Any:
+            begun.set()
             assert told.wait(60)
             return super().decode(fields)
 
@@ -175,6 +176,8 @@ def test_a_run_whose_data_does_not_come_says_so_before_it_does(tmp_path: Path) -
         told.set()
 
     trainer._starvation._say = heard
+    # No time passes before a sample is being decoded.
+    trainer._starvation._clock = lambda: 100.0 if begun.is_set() else 0.0
     trainer.fit()
     starved = [line for line in journal(tmp_path / "run") if isinstance(line, StarvedLine)]
     assert (starved[0].step, starved[0].over_steps, starved[0].bound_by) == (0, 0, "decode")
@@ -184,7 +187,7 @@ class Slow(Linear):  # type: ignore[misc, valid-type]
     """Decoding takes longer than training, whatever the machine is busy with."""
 
     def decode(self, fields: dict[str, bytes]) -> Any:
-        time.sleep(0.004)
+        time.sleep(0.01)
         return super().decode(fields)
 
 

@@ -150,7 +150,7 @@ def test_without_pools_nodes_are_alike_unless_a_run_says_otherwise() -> None:
     assert not pools.allowed({"capacity": "spot"}, spec(scheduling={"capacity": "on-demand"}), Policy())
     assert not pools.allowed({}, spec(scheduling={"capacity": "spot"}), Policy())
     assert not pools.allowed({"cluster": "a"}, spec(scheduling={"clusters": ["b"]}), Policy())
-    assert pools.preference({}, spec(scheduling={"preemptible": False}), Policy()) == 0
+    assert pools.Preferences.of(spec(scheduling={"preemptible": False}), Policy()).number({}) == 0
 
 
 # -- wanted ---------------------------------------------------------------------------------------

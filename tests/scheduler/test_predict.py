@@ -194,9 +194,6 @@ def test_answers_agree_with_each_other(ended: list[float], running: list[float],
     assert predicted.quantile(min(q + 0.005, 0.999), attained) >= at
     assert predicted.survival(attained) > 0
     assert predicted.mean_remaining_s(attained) > 0
-    within = [predicted.mean_within_s(s, attained) for s in (1, 10, 100, 1e4)]
-    assert within == sorted(within)
-    assert all(mean <= s + 1e-6 for mean, s in zip(within, (1, 10, 100, 1e4), strict=True))
 
 
 @pytest.mark.parametrize("attained", [0.0, 15.0, 500.0])

@@ -143,7 +143,6 @@ def test_who_takes_back_from_whom(
 ) -> None:
     quotas = quotas_of(NESTED, {(team, "h100"): used for team, used in uses.items()})
     assert quotas.verdict(run_of(waiter), slots, run_of(holder), "h100") is verdict
-    assert quotas.may_reclaim(run_of(waiter), slots, run_of(holder), "h100") is (verdict is True)
 
 
 def test_what_cannot_be_taken_back_is_not_lent() -> None:

@@ -48,16 +48,6 @@ def fold_entry(cluster: Cluster, entry: Entry) -> None:
     seen(cluster, entry.subject, entry.sequence)
 
 
-def fold_until(entries: Iterable[Entry], until: datetime) -> Cluster:
-    """The cluster as it was at a time: after all that was stored by then."""
-    cluster = Cluster()
-    for entry in entries:
-        if entry.time > until:
-            break
-        fold_entry(cluster, entry)
-    return cluster
-
-
 def entry_of(raw: RawMessage) -> Entry:
     """A message of the stream of facts. Only a fact on its own subject is one."""
     fact: Any = None

@@ -129,11 +129,6 @@ class LossModule(nn.Module):
         return loss.float()
 
 
-def host_copy(model: nn.Module) -> dict[str, Tensor]:
-    """Copy weights and buffers to the host, each tensor on its own (tied ones too, which safetensors wants)."""
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in model.state_dict().items()}
-
-
 def shares(sizes_bytes: Mapping[str, int], parts: int) -> list[list[str]]:
     """Divide names among ``parts`` owners by bytes, alike on every rank: largest first, each to whoever has least."""
     owned: list[list[str]] = [[] for _ in range(parts)]

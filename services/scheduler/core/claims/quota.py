@@ -168,10 +168,6 @@ class Quotas:
         name, limit, of = chain[-1]
         return max(self._using(name, of) - limit, 0.0)
 
-    def may_reclaim(self, waiter: Wanting, slots: float, holder: Wanting, kind: str) -> bool:
-        """Whether the waiter's team has a right to these slots, and the holder's has borrowed some."""
-        return self.verdict(waiter, slots, holder, kind) is True
-
     def verdict(self, waiter: Wanting, slots: float, holder: Wanting, kind: str) -> bool | None:
         """Whether quotas let the waiter have slots of the holder, forbid it, or say nothing about it (None).
 

@@ -155,11 +155,6 @@ class Preferences:
         return None if known == NEVER else known
 
 
-def preference(labels: Mapping[str, str], spec: TrainRequested, policy: Policy, work_s: float | None = None) -> int:
-    """How good a node with these labels is for a run; smaller is better. Of nodes that it may have alone."""
-    return Preferences.of(spec, policy, work_s).number(labels) or 0
-
-
 def allowed(labels: Mapping[str, str], spec: TrainRequested, policy: Policy) -> bool:
     """Whether a run may have a node with these labels, by cluster and kind of capacity."""
     clusters = spec.scheduling.clusters

@@ -253,10 +253,6 @@ class Distribution:
         """The time that it will still take, on average."""
         return self._excess(attained_s) / self.survival(attained_s)
 
-    def mean_within_s(self, s: float, attained_s: float = 0.0) -> float:
-        """The time of the next ``s`` seconds that it will take, on average."""
-        return (self._excess(attained_s) - self._excess(attained_s + s)) / self.survival(attained_s)
-
     def quantile(self, q: float, attained_s: float = 0.0) -> float:
         """How long it takes, all in all, with probability ``q`` at the most."""
         share = (1.0 - q) * self.survival(attained_s)

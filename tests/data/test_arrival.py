@@ -71,7 +71,7 @@ class Agent:
             return [line for line in self.said if line["kind"] == kind]
 
         with self.heard:
-            assert self.heard.wait_for(lambda: len(found()) >= count, 30), self.said
+            assert self.heard.wait_for(lambda: len(found()) >= count, 90), self.said
             return found()
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ def test_a_rank_waits_until_the_shard_is_there(tmp_path: Path, agent: Callable[.
     coming = threading.Event()
 
     def answer() -> str:
-        coming.wait(30)
+        coming.wait(90)
         place(tmp_path)
         return ""
 
@@ -124,7 +124,7 @@ def test_a_rank_waits_until_the_shard_is_there(tmp_path: Path, agent: Callable[.
     assert want == {"kind": "want", "rank": 3, "generation": 2, "shard": SHARD.path}
     assert waiting.is_alive()
     coming.set()
-    waiting.join(30)
+    waiting.join(90)
     assert not waiting.is_alive()
     assert waits.totals()["fetch"] > 0
 
@@ -133,7 +133,7 @@ def test_waiting_takes_no_processor_time(tmp_path: Path, agent: Callable[..., Ag
     coming = threading.Event()
 
     def answer() -> str:
-        coming.wait(30)
+        coming.wait(90)
         place(tmp_path)
         return ""
 
@@ -150,7 +150,7 @@ def test_waiting_takes_no_processor_time(tmp_path: Path, agent: Callable[..., Ag
     waiting.join(1.0)
     assert waiting.is_alive()
     coming.set()
-    waiting.join(30)
+    waiting.join(90)
     assert spent[0] < 0.2
 
 
@@ -173,7 +173,7 @@ def test_an_agent_that_is_killed_is_asked_again_when_it_is_back(tmp_path: Path, 
         return ""
 
     agent(answer).wait_for("want")
-    waiting.join(30)
+    waiting.join(90)
     assert not waiting.is_alive()
 
 

@@ -36,7 +36,7 @@ def train(folder: Path, dataset: Any, code: Path, workers: int) -> dict[str, tor
     spec = request(training={"loading": {"workers": workers}, "epochs": 3}, params={"dropout": 0.2})
     launch = write_launch(folder, spec, dataset, code)
     log = folder / "rank_0.log"
-    assert start_rank(rank_env(launch, 0, 1, 0), log).wait(120) == 0, log.read_text()
+    assert start_rank(rank_env(launch, 0, 1, 0), log).wait(600) == 0, log.read_text()
     return dict(load_tensors(whole_checkpoint(folder), "model"))
 
 
@@ -56,7 +56,7 @@ def rank_with_workers(tmp_path: Path) -> tuple[subprocess.Popen[bytes], FakeAgen
     launch = write_launch(folder, spec, dataset, code, socket_path=agent.path)
     rank = start_rank(rank_env(launch, 0, 1, 0), folder / "rank_0.log")
     with agent.changed:
-        assert agent.changed.wait_for(lambda: agent.rings >= 1, 60)
+        assert agent.changed.wait_for(lambda: agent.rings >= 1, 300)
     return rank, agent, folder
 
 
@@ -74,7 +74,7 @@ def test_a_killed_rank_takes_its_workers_along(tmp_path: Path) -> None:
 def test_a_killed_worker_ends_the_run_with_a_reason(tmp_path: Path) -> None:
     rank, agent, folder = rank_with_workers(tmp_path)
     psutil.Process(rank.pid).children()[1].kill()
-    assert rank.wait(120) == 1
+    assert rank.wait(600) == 1
     error = journal(folder)[-1].error  # type: ignore[union-attr]
     assert "loader worker" in error
     assert "was killed by SIGKILL (out of memory?" in error

@@ -123,7 +123,7 @@ async def test_the_running_service_measures_reports_and_promotes(rig: Rig, s3_se
     task = asyncio.create_task(service.run())
 
     async def until(subject: str) -> Received[Any]:
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(90):
             async for batch in rig.bus.follow("FACTS" if subject != "train.requested" else "REQUESTS", (subject,)):
                 if batch:
                     return batch[0]

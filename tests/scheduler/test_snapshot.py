@@ -178,7 +178,7 @@ async def remembering(bus: Bus) -> AsyncIterator[Memory]:
     memory = Memory(bus)
     task = asyncio.create_task(memory.follow())
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(90):
             await memory.caught_up.wait()
         yield memory
     finally:

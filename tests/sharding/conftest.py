@@ -44,7 +44,7 @@ async def data_services(s3_settings: Settings, objects: Objects) -> AsyncIterato
 async def until(bus: Bus) -> Until:
     """Wait for the first fact on one of the subjects."""
 
-    async def first(*subjects: str, within_s: float = 20.0) -> Received[Fact]:
+    async def first(*subjects: str, within_s: float = 90.0) -> Received[Fact]:
         async with asyncio.timeout(within_s):
             async for batch in bus.follow("FACTS", subjects):
                 if batch:

@@ -342,7 +342,7 @@ async def test_progress_is_said_while_the_work_goes_on(bus: Bus, monkeypatch: py
     progress.total, progress.done, progress.done_bytes = 100, 40, 4000
     cause = Envelope(id="c", source="test", type="dataset.ingested.v1", time=datetime.now(UTC))
     async with progress.said(bus, "i1", cause):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(90):
             while (last := await bus.last("progress.dataset.i1", topology.PROGRESS.name)) is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
     fact = last.event

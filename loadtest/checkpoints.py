@@ -5,8 +5,9 @@
 
 ``upload``: from a checkpoint on disk to ``checkpoint_committed`` (agent's upload, staged, the checkpoint service's
 verification, manifest, commit) against the time in which the same bytes are put into the same store by nothing but
-puts; the same for restoring and plain reads; and what is sent when 5 % of the tensors changed. ``savings`` trains small
-models and measures what deduplication and differences save of their states from one checkpoint to the next.
+puts; the same for restoring, against gets into memory and gets that land in a file; and what is sent when 5 % of the
+tensors changed. Each part begins with nothing left to write to disk. ``savings`` trains small models and measures what
+deduplication and differences save of their states from one checkpoint to the next.
 """
 
 from __future__ import annotations
@@ -34,16 +35,17 @@ from loadtest.common import report
 from services.checkpoint.app import build
 from services.checkpoint.settings import CheckpointSettings
 from services.kit.bus import Bus
-from services.kit.objects import Objects
+from services.kit.objects import Objects, write_at
 from services.kit.settings import Settings
 from services.worker.cache import Cache
+from services.worker.core.chunks import CUT_BYTES
 from services.worker.known import Known
 from services.worker.upload import Uploader
 from trainbus.cli.embedded.servers import NatsServer, S3Server, free_ports
 
 MIB = 2**20
-#: What one plain put sends in the yardstick: the size of a large piece.
-PUT_BYTES = 16 * MIB
+#: What one plain put sends in the yardstick: the size of a large piece, which is what the store is fastest with.
+PUT_BYTES = CUT_BYTES
 PARALLEL = 4
 
 
@@ -179,7 +181,7 @@ def _state(megabytes: int, seed: int) -> dict[str, np.ndarray[Any, Any]]:
     return state
 
 
-async def _puts(objects: Objects, bucket: str, contents: list[bytes], prefix: str) -> float:
+async def puts(objects: Objects, bucket: str, contents: list[bytes], prefix: str) -> float:
     """Seconds of nothing but puts: the store's own rate for these bytes."""
     gate = asyncio.Semaphore(PARALLEL)
 
@@ -192,17 +194,24 @@ async def _puts(objects: Objects, bucket: str, contents: list[bytes], prefix: st
     return time.perf_counter() - begun
 
 
-async def _gets(objects: Objects, bucket: str, count: int, prefix: str) -> float:
-    """Seconds of nothing but gets."""
+async def _gets(objects: Objects, bucket: str, count: int, prefix: str, into: Path | None = None) -> float:
+    """Seconds of nothing but gets; with ``into``, of gets whose bytes are written to a file."""
     gate = asyncio.Semaphore(PARALLEL)
 
     async def get(number: int) -> None:
         async with gate:
-            await objects.get(f"s3://{bucket}/{prefix}/{number}")
+            content = await objects.get(f"s3://{bucket}/{prefix}/{number}")
+            if into is not None:
+                await asyncio.to_thread(_write, into, content, number * PUT_BYTES)
 
     begun = time.perf_counter()
     await asyncio.gather(*(get(number) for number in range(count)))
     return time.perf_counter() - begun
+
+
+def _write(path: Path, content: bytes, offset: int) -> None:
+    with path.open("r+b") as file:
+        write_at(file.fileno(), content, offset)
 
 
 async def upload(megabytes: int, repeats: int) -> None:
@@ -213,7 +222,7 @@ async def upload(megabytes: int, repeats: int) -> None:
             node = _Node(bus, objects, settings, folder)
             await node.place()
             bucket = settings.bucket_models
-            raw_put, commit, raw_get, restore = [], [], [], []
+            raw_put, commit, raw_get, filed, restore = [], [], [], [], []
             state: dict[str, Any] = {}
             for repeat in range(repeats):
                 state = _state(megabytes, repeat)
@@ -222,16 +231,24 @@ async def upload(megabytes: int, repeats: int) -> None:
                 save_file(state, path)
                 content = os.urandom(path.stat().st_size)
                 parts = [content[at : at + PUT_BYTES] for at in range(0, len(content), PUT_BYTES)]
-                raw_put.append(await _puts(objects, bucket, parts, f"raw/{repeat}"))
+                await asyncio.to_thread(os.sync)
+                raw_put.append(await puts(objects, bucket, parts, f"raw/{repeat}"))
+                await asyncio.to_thread(os.sync)
                 seconds, _, committed = await node.commit(repeat + 1, {path.name: path})
                 commit.append(seconds)
+                await asyncio.to_thread(os.sync)
                 raw_get.append(await _gets(objects, bucket, len(parts), f"raw/{repeat}"))
+                into = folder / "gets"
+                into.touch()
+                filed.append(await _gets(objects, bucket, len(parts), f"raw/{repeat}", into))
+                into.unlink()
+                await asyncio.to_thread(os.sync)
                 restore.append(await node.restore(committed.checkpoint.uri))
                 del content, parts
                 gc.collect()
                 print(
                     f"{repeat}: put {raw_put[-1]:.2f} commit {commit[-1]:.2f} get {raw_get[-1]:.2f} "
-                    f"restore {restore[-1]:.2f} s",
+                    f"get into a file {filed[-1]:.2f} restore {restore[-1]:.2f} s",
                     flush=True,
                 )
             total, changed = sum(each.nbytes for each in state.values()), 0
@@ -245,12 +262,18 @@ async def upload(megabytes: int, repeats: int) -> None:
             seconds, sent, _ = await node.commit(repeats + 1, {path.name: path})
             share = sent / path.stat().st_size
             put_ratio, get_ratio = min(commit) / min(raw_put), min(restore) / min(raw_get)
+            filed_ratio = min(restore) / min(filed)
             size = path.stat().st_size / MIB
             rows = [
                 ("plain puts", f"{min(raw_put):.2f} s ({size / min(raw_put):.0f} MiB/s)", ""),
                 ("to checkpoint_committed", f"{min(commit):.2f} s, {put_ratio:.2f} of the puts", "1.3"),
                 ("plain gets", f"{min(raw_get):.2f} s ({size / min(raw_get):.0f} MiB/s)", ""),
-                ("restored", f"{min(restore):.2f} s, {get_ratio:.2f} of the gets", "1.3"),
+                ("plain gets into a file", f"{min(filed):.2f} s ({size / min(filed):.0f} MiB/s)", ""),
+                (
+                    "restored",
+                    f"{min(restore):.2f} s, {get_ratio:.2f} of the gets, {filed_ratio:.2f} into a file",
+                    "1.3",
+                ),
                 (f"sent when {changed / total:.1%} changed", f"{share:.2%} in {seconds:.2f} s", "6 %"),
             ]
             figures = {
@@ -258,9 +281,11 @@ async def upload(megabytes: int, repeats: int) -> None:
                 "put_s": raw_put,
                 "commit_s": commit,
                 "get_s": raw_get,
+                "get_into_file_s": filed,
                 "restore_s": restore,
                 "commit_ratio": put_ratio,
                 "restore_ratio": get_ratio,
+                "restore_file_ratio": filed_ratio,
                 "changed_share_sent": share,
                 "changed_commit_s": seconds,
             }

@@ -89,7 +89,11 @@ def show(
         ("Ray Train", _compared(ray_s, own), "15 times"),
         ("notice to event", _text(notices, "notice to event"), "1 s"),
         (f"notice to durable ({size:.0f} MB)", _text(notices, "notice to durable"), f"{2 * raw:.2f} s (2 raw writes)"),
-        ("  beyond the event", f"{durable - notices.median('notice to event'):.2f} s", ""),
+        *((f"  {name}", _text(notices, name), "") for name in ours.TO_DISK),
+        ("  raw write of as much", _text(notices, "raw write of as much"), ""),
+        ("notice to committed", _text(notices, "notice to committed"), ""),
+        *((f"  {name}", _text(notices, name), "") for name in ours.TO_COMMITTED),
+        ("  plain puts of as much", _text(notices, "plain puts of as much"), ""),
         ("steps lost on notice", str(sum(notices.steps_lost)), "0"),
     ]
     figures = {

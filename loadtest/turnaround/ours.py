@@ -21,12 +21,16 @@ import torch
 
 from contracts.base import run_id_for
 from contracts.envelope import ANONYMOUS_SOURCE
+from loadtest.checkpoints import PUT_BYTES, puts
 from loadtest.turnaround import loop
 from services.kit.bus import Bus, Received
 from tests.e2e.support import LAKE, Stack, package
 
 HERE = Path(__file__).parent
 LIMIT_S = 120.0
+#: The parts of the way from the event to a checkpoint on disk, and from there to one that counts.
+TO_DISK = ("event to the end of the last step", "last step to disk")
+TO_COMMITTED = ("disk to staged", "staged to committed")
 
 
 @dataclass(slots=True)
@@ -94,26 +98,41 @@ class Loop:
         await self._cancel(run_id)
 
     async def notices(self, repeat: int, figures: Figures) -> None:
-        """Preempt a run for one of higher priority; time the event, and the checkpoint on disk and in the store."""
+        """Preempt a run for one of higher priority; time the way to a checkpoint on disk and in the store, by parts."""
         for _ in range(repeat):
             run_id = await self.publish()
             placed = (await self._fact(run_id, "started")).event
             await self._first_point(run_id, placed.generation)
             asked = time.time()
             sleepers = [await self.stack.sleeper(seconds=1.0, priority=10) for _ in range(4)]
-            preempting = await self._fact(run_id, "preempting")
-            figures.seconds["notice to event"].append(_at(preempting) - asked)
+            preempting = _at(await self._fact(run_id, "preempting"))
             released = await self._fact(run_id, "released")
-            line = self._last_checkpoint_line(run_id, placed.generation)
-            figures.seconds["notice to durable"].append(line["time"] - asked)
+            stepped = max(point.time for point in await self._points(run_id, placed.generation))
+            on_disk = self._on_disk(run_id, placed.generation)
+            staged = _at(await self._of_generation(run_id, "checkpoint_staged", placed.generation))
+            commit = await self._of_generation(run_id, "checkpoint_committed", placed.generation)
+            committed, size = _at(commit), commit.event.size_bytes
+            figures.seconds["notice to event"].append(preempting - asked)
+            figures.seconds["notice to durable"].append(on_disk - asked)
+            figures.seconds["notice to committed"].append(committed - asked)
+            figures.seconds["event to the end of the last step"].append(stepped - preempting)
+            figures.seconds["last step to disk"].append(on_disk - stepped)
+            figures.seconds["disk to staged"].append(staged - on_disk)
+            figures.seconds["staged to committed"].append(committed - staged)
             figures.seconds["notice to released"].append(_at(released) - asked)
             figures.steps_lost.append(0 if released.event.clean else 1)
-            size, raw_s = raw_write(Path(line["folder"]).parents[1])
-            figures.seconds["raw write of as much"].append(raw_s)
+            figures.seconds["raw write of as much"].append(raw_write(self.stack.data_dir, size))
+            figures.seconds["plain puts of as much"].append(await self._raw_puts(size))
             figures.seconds["bytes"].append(size)
             await self._cancel(run_id)
             for sleeper in sleepers:
                 await self.stack.wait_for(sleeper, "completed", LIMIT_S)
+
+    async def _raw_puts(self, size: int) -> float:
+        """Seconds of nothing but puts of as many bytes into the stack's store, in pieces like a checkpoint's."""
+        content = os.urandom(size)
+        pieces = [content[start : start + PUT_BYTES] for start in range(0, size, PUT_BYTES)]
+        return await puts(self.stack.objects, "models", pieces, f"raw/{uuid.uuid4().hex}")
 
     # -- what is there ------------------------------------------------------
 
@@ -122,14 +141,13 @@ class Loop:
         found = [(each["rank"], each["pid"]) for note in notes for each in json.loads(note.read_text())]
         return int(max(found)[1])
 
-    def _last_checkpoint_line(self, run_id: str, generation: int) -> dict[str, Any]:
-        """The last of the ranks to have its part on disk."""
+    def _on_disk(self, run_id: str, generation: int) -> float:
+        """When the last of the ranks had its part on disk."""
         found = []
         for path in self.stack.data_dir.glob(f"node-*/runs/{run_id}/g{generation}/rank_*.jsonl"):
             lines = [json.loads(line) for line in path.read_text().splitlines()]
-            line = [each for each in lines if each["kind"] == "checkpoint"][-1]
-            found.append({**line, "folder": str(path.parent / "checkpoints" / "x")})
-        return max(found, key=lambda line: float(line["time"]))
+            found.append(max(float(line["time"]) for line in lines if line["kind"] == "checkpoint"))
+        return max(found)
 
     async def _committed(self, run_id: str, generation: int) -> None:
         await self._of_generation(run_id, "checkpoint_committed", generation)
@@ -176,20 +194,17 @@ async def first(bus: Bus, stream: str, subject: str, condition: Callable[[Any], 
     raise AssertionError("unreachable")
 
 
-def raw_write(generation: Path) -> tuple[int, float]:
-    """(bytes, seconds) of one sequential write with fdatasync of as much as the newest checkpoint's files hold."""
-    folders = sorted((generation / "checkpoints").glob("step_*"))
-    newest = [path for path in folders if path.name.split("-")[0] == folders[-1].name.split("-")[0]]
-    size = sum(file.stat().st_size for folder in newest for file in folder.iterdir())
+def raw_write(folder: Path, size: int) -> float:
+    """Seconds of one sequential write with fdatasync of so many bytes."""
     content = os.urandom(1 << 20) * (size // (1 << 20) + 1)
-    target = generation / "raw_write"
+    target = folder / "raw_write"
     started = time.perf_counter()
     with target.open("wb", buffering=0) as file:
         file.write(memoryview(content)[:size])
         os.fdatasync(file.fileno())
     seconds = time.perf_counter() - started
     target.unlink()
-    return size, seconds
+    return seconds
 
 
 def load_seconds(width: int) -> float:

@@ -26,8 +26,8 @@ from services.worker.known import Known
 
 log = structlog.get_logger(__name__)
 
-#: Pieces read and not yet sent, of all files together: bounds the memory (16 MiB each) and the requests at a time.
-PIECES_AT_A_TIME = 6
+#: Pieces read and not yet sent, of all files together: bounds the memory (8 MiB each) and the requests at a time.
+PIECES_AT_A_TIME = 4
 #: Larger ones are asked for before they are sent; smaller ones cost more to ask for than to send.
 ASKED_FOR_BYTES = 64 * 2**10
 #: From here on two threads take a piece's hash and the file's; below, changing threads costs more than hashing.

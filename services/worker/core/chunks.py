@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-CUT_BYTES = 16 * 2**20
+#: SeaweedFS takes what is larger in parts, and is half as long again over them.
+CUT_BYTES = 8 * 2**20
 #: A tensor of so many bytes is a piece of its own; more pieces would cost more requests than they save bytes.
 LARGE_BYTES = 256 * 2**10
 #: Small tensors that belong together: about so many bytes, and never more than the second figure.

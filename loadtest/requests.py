@@ -24,10 +24,11 @@ from rich.progress import Progress
 
 from contracts.base import run_id_for
 from loadtest.common import percentile, report
+from loadtest.server import nats_server, raw_publish_rate
 from loadtest.simulated_agents import SimulatedAgents
 from services.kit.bus import Bus
 from services.kit.settings import Settings
-from trainbus.cli.embedded.servers import NatsServer, free_ports
+from trainbus.cli.embedded.servers import NatsServer
 
 SOURCE = "loadtest"
 #: The load test stops by itself after so long, whatever happens.
@@ -41,20 +42,6 @@ class Observed:
     requested: dict[str, float] = field(default_factory=dict)
     placed: dict[str, float] = field(default_factory=dict)
     completed: set[str] = field(default_factory=set)
-
-
-async def raw_publish_rate(bus: Bus, count: int = 2000, at_once: int = 64) -> float:
-    """Messages a second that the server acknowledges with nothing else going on."""
-    body = b"x" * 300
-    gate = asyncio.Semaphore(at_once)
-
-    async def one(number: int) -> None:
-        async with gate:
-            await bus.js.publish(f"log.raw.{number % 10}", body)
-
-    started = time.perf_counter()
-    await asyncio.gather(*(one(number) for number in range(count)))
-    return count / (time.perf_counter() - started)
 
 
 async def publish_requests(bus: Bus, count: int, rate: float, observed: Observed) -> float:
@@ -177,13 +164,8 @@ def main() -> None:
     parser.add_argument("--name", default="requests", help="name of the result file")
     arguments = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
-    with tempfile.TemporaryDirectory(prefix="trainbus-loadtest-") as folder:
-        server = NatsServer(Path(folder), free_ports(1)[0])
-        server.start()
-        try:
-            asyncio.run(measure(arguments, server))
-        finally:
-            server.stop()
+    with tempfile.TemporaryDirectory(prefix="trainbus-loadtest-") as folder, nats_server(Path(folder)) as server:
+        asyncio.run(measure(arguments, server))
 
 
 if __name__ == "__main__":

@@ -108,19 +108,6 @@ async def submit(bus: Bus, bodies: list[dict[str, Any]], prefix: str, rate: floa
     return sent
 
 
-async def raw_publish_rate(bus: Bus, count: int = 3000, at_once: int = 64) -> float:
-    """Messages a second that the bare server acknowledges to this client, with nothing else going on."""
-    body, gate = b"x" * 300, asyncio.Semaphore(at_once)
-
-    async def one(number: int) -> None:
-        async with gate:
-            await bus.js.publish(f"log.raw.{number % 10}", body)
-
-    started = time.perf_counter()
-    await asyncio.gather(*(one(number) for number in range(count)))
-    return count / (time.perf_counter() - started)
-
-
 @contextmanager
 def process(module: str, *arguments: str, log: Path, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
     """A Python module in a process of its own; it is ended with the block."""

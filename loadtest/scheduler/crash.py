@@ -42,6 +42,7 @@ from loadtest.common import report
 from loadtest.scheduler.bench import SOURCE, connected
 from loadtest.scheduler.check import Checker
 from loadtest.scheduler.players import Players
+from loadtest.server import nats_server
 from services.kit.bus import Bus
 from services.kit.concurrency import end
 from services.kit.follow import follow
@@ -50,7 +51,7 @@ from services.scheduler.memory import FOLLOWED, Memory
 from services.scheduler.past.log import Entry, entry_of
 from services.scheduler.past.remake import remake
 from services.scheduler.snapshot import take
-from trainbus.cli.embedded.servers import NatsServer, free_ports
+from trainbus.cli.embedded.servers import NatsServer
 
 NODES, SLOTS = 6, 4
 LEASE_TTL_S = 0.8
@@ -336,13 +337,9 @@ async def folded(bus: Bus) -> AsyncIterator[Memory]:
 
 async def trial(rounds: int, folder: Path, seed: int = 0, late_s: float = LATE_S) -> Outcome:
     """Kill ``rounds`` leaders on a server of its own."""
-    server = NatsServer(folder, free_ports(1)[0])
-    server.start()
-    try:
+    with nats_server(folder) as server:
         async with connected(server) as bus:
             return await Trial(bus, server, folder, seed, late_s).run(rounds)
-    finally:
-        server.stop()
 
 
 def main() -> int:

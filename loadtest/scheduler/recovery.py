@@ -21,11 +21,12 @@ from rich.progress import Progress
 
 from loadtest.common import report
 from loadtest.scheduler.bench import Prefill, connected, resident_mb, service, until_leading
+from loadtest.server import nats_server
 from services.kit.bus import Bus
 from services.kit.settings import Settings
 from services.scheduler.memory import Memory
 from services.scheduler.snapshot import Snapshots, environment
-from trainbus.cli.embedded.servers import NatsServer, free_ports
+from trainbus.cli.embedded.servers import NatsServer
 
 NODES, SLOTS = 250, 8
 Figures = dict[str, float]
@@ -98,13 +99,8 @@ def main() -> None:
     parser.add_argument("--name", default="scheduler-recovery", help="name of the result file")
     given = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
-    with tempfile.TemporaryDirectory(prefix="trainbus-recovery-") as folder:
-        server = NatsServer(Path(folder), free_ports(1)[0])
-        server.start()
-        try:
-            figures = asyncio.run(measure(given, server))
-        finally:
-            server.stop()
+    with tempfile.TemporaryDirectory(prefix="trainbus-recovery-") as folder, nats_server(Path(folder)) as server:
+        figures = asyncio.run(measure(given, server))
     recovery_s, resident = figures["recovery_s"], figures["resident_mb"]
     rows = [
         ("facts in the log; runs", f"{figures['facts']:,.0f}; {figures['runs']:,.0f}", ""),

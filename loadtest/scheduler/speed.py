@@ -31,15 +31,15 @@ from loadtest.scheduler.bench import (
     connected,
     cpu_s,
     process,
-    raw_publish_rate,
     resident_mb,
     service,
     submit,
     until_leading,
 )
+from loadtest.server import nats_server, raw_publish_rate
 from services.kit.bus import Bus
 from services.kit.concurrency import end
-from trainbus.cli.embedded.servers import NatsServer, free_ports
+from trainbus.cli.embedded.servers import NatsServer
 
 NODES, SLOTS = 250, 8
 QUEUED = 10_000
@@ -215,16 +215,12 @@ Measure = Callable[[argparse.Namespace, NatsServer], Coroutine[Any, Any, Figures
 
 def on_a_server(measure: Measure, given: argparse.Namespace) -> Figures:
     """Measure on a server of its own."""
-    with tempfile.TemporaryDirectory(prefix="trainbus-speed-") as folder:
-        server = NatsServer(Path(folder), free_ports(1)[0])
-        server.start()
+    with tempfile.TemporaryDirectory(prefix="trainbus-speed-") as folder, nats_server(Path(folder)) as server:
         try:
             return asyncio.run(measure(given, server))
         except BaseException:
             log.print((Path(folder) / "scheduler.log").read_text()[-3000:])
             raise
-        finally:
-            server.stop()
 
 
 def main() -> None:

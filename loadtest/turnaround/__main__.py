@@ -79,7 +79,7 @@ def show(
 ) -> None:
     own = kills.median("SIGKILL to next step")
     size = notices.median("bytes") / 1e6
-    durable, raw = notices.median("notice to durable"), notices.median("raw write of as much")
+    raw = notices.median("raw write of as much")
     rows = [
         ("SIGKILL of a rank to the next step", _text(kills, "SIGKILL to next step"), f"{0.5 + load_s:.2f} s"),
         *((f"  {name}", _text(kills, name), "") for name in kills.seconds if name != "SIGKILL to next step"),

@@ -124,12 +124,12 @@ class Stack:
         """Publish another kind of request; return the id of the run that it makes, if it makes one."""
         return await self.publish(body, subject)
 
-    async def cli(self, *arguments: str, timeout_s: float = 120.0) -> Done:
+    async def cli(self, *arguments: str, timeout_s: float = 300.0) -> Done:
         """Run ``trainbus`` against this stack, as a person in a shell would."""
         command = (sys.executable, "-m", "trainbus", *arguments, "--data-dir", str(self.data_dir))
         return await self.shell(*command, timeout_s=timeout_s)
 
-    async def shell(self, *command: str, timeout_s: float = 120.0) -> Done:
+    async def shell(self, *command: str, timeout_s: float = 300.0) -> Done:
         """Run a command to its end."""
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -154,7 +154,7 @@ class Stack:
         self,
         run_id: str,
         fact: str,
-        timeout_s: float = 60.0,
+        timeout_s: float = 240.0,
         condition: Callable[[Any], bool] = lambda _: True,
         or_else: tuple[str, ...] = (),
     ) -> Any:
@@ -173,7 +173,7 @@ class Stack:
             assert time.monotonic() < deadline, f"no {fact} of {run_id} within {timeout_s:.0f} s; seen: {seen}"
         raise AssertionError("unreachable")
 
-    async def wait_for_step(self, run_id: str, step: int, timeout_s: float = 60.0, generation: int = 1) -> None:
+    async def wait_for_step(self, run_id: str, step: int, timeout_s: float = 240.0, generation: int = 1) -> None:
         """Wait until training has reported ``step`` in this generation or a later one."""
         deadline = time.monotonic() + timeout_s
         async for batch in self.bus.follow("PROGRESS", (f"progress.{run_id}",)):
@@ -182,7 +182,7 @@ class Stack:
                     return
             assert time.monotonic() < deadline, f"{run_id} did not reach step {step} within {timeout_s:.0f} s"
 
-    async def wait_for_node(self, node_id: str, fact: str, *, after: int = 0, timeout_s: float = 30.0) -> None:
+    async def wait_for_node(self, node_id: str, fact: str, *, after: int = 0, timeout_s: float = 120.0) -> None:
         """Wait for a fact of a node behind a place in the log."""
         deadline = time.monotonic() + timeout_s
         async for batch in self.bus.follow("FACTS", (f"node.{node_id}.{fact}",), after + 1):
@@ -190,7 +190,7 @@ class Stack:
                 return
             assert time.monotonic() < deadline, f"no {fact} of {node_id} within {timeout_s:.0f} s"
 
-    async def dead_letter(self, body: bytes, timeout_s: float = 15.0) -> str:
+    async def dead_letter(self, body: bytes, timeout_s: float = 60.0) -> str:
         """Wait for the dead letter that holds ``body``; return its reason."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -242,7 +242,7 @@ class Stack:
         assert repeats == {epochs: len(trained)}, f"samples trained a wrong number of times: {repeats}"
         prepared = next(r.event for r in facts if r.event.fact == "prepared")
         assert len(trained) == prepared.train_samples
-        verdict = await self.wait_for(run_id, "promoted", 60)
+        verdict = await self.wait_for(run_id, "promoted")
         promotions = [r for r in await self.bus.history(f"model.{verdict.model}.promoted") if r.event.run_id == run_id]
         assert len(promotions) == 1
         await self._audit_metrics(run_id, last_step=math.ceil(prepared.train_samples * epochs / 16))
@@ -275,7 +275,7 @@ class Stack:
         info = read_stack(self.data_dir)
         assert info is not None
         client = MlflowClient(info.mlflow_tracking_uri)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while True:
             tracked = [r.event for r in await self.facts(run_id) if r.event.fact == "tracked"]
             if tracked and client.get_run(tracked[-1].mlflow_run_id).info.status in ("FINISHED", "FAILED", "KILLED"):

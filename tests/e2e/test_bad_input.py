@@ -11,7 +11,7 @@ from tests.e2e.support import Stack, package
 pytestmark = [pytest.mark.e2e]
 
 HELLO: dict[str, Any] = {"name": "hello", "command": ["python", "-c", "print('hello')"]}
-SECONDS = 20.0
+SECONDS = 120.0
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ async def test_the_python_example_follows_a_run_to_its_end(stack: Stack) -> None
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", script, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
         )
-        output, _ = await asyncio.wait_for(process.communicate(), 60)
+        output, _ = await asyncio.wait_for(process.communicate(), 240)
         lines = output.decode().splitlines()
         assert process.returncode == 0, lines
         facts = [line.split(" ", 1)[0] for line in lines]

@@ -11,7 +11,7 @@ from services.kit.concurrency import all_of
 from tests.e2e.history import Case, Config, Theatre, draw
 from tests.e2e.support import Stack
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e]
 
 HISTORIES = 20
 #: A few that have everything in them; ``loadtest.histories`` goes through all. Short runs: each is broken off early.

@@ -16,7 +16,7 @@ from trainbus.cli.embedded.layout import StackOptions
 pytestmark = [pytest.mark.e2e]
 
 EPOCHS = 8
-DONE_S = 90.0
+DONE_S = 240.0
 
 
 async def start(stack: Stack, step: int = 25) -> str:

@@ -17,7 +17,7 @@ from trainbus.cli.embedded.launch import read_stack
 
 #: The first five digits alone.
 HALF = "s3://lake/digits-half/"
-DONE_S = 120.0
+DONE_S = 240.0
 #: A body under a head of its own.
 TASK = """
 from slow_task import Slow
@@ -108,7 +108,7 @@ async def test_a_fine_tuned_run_is_the_same_to_the_bit_whatever_happens_to_it(st
     expected = await digests(stack, undisturbed)
 
     # All ranks are killed before the first checkpoint; after it the run gives way to others.
-    disturbed = await stack.publish(await half(stack, checkpoint.uri, step_s=0.1))
+    disturbed = await stack.publish(await half(stack, checkpoint.uri, step_s=0.2))
     await stack.wait_for_step(disturbed, 3, DONE_S)
     for pid in stack.rank_pids(disturbed):
         with suppress(ProcessLookupError):

@@ -16,7 +16,7 @@ from tests.e2e.support import PROJECT, Stack, package
 pytestmark = [pytest.mark.e2e]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-DONE_S = 90.0
+DONE_S = 240.0
 
 
 async def digits_run(stack: Stack, *, epochs: int, step_s: float = 0.0, **training: Any) -> dict[str, Any]:

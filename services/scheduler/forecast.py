@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from datetime import datetime
 from typing import Any
 
 from contracts.scheduling import Policy
@@ -37,10 +38,12 @@ class Forecast:
         self._found = self._estimator.estimates(self.memory.cluster, self.policy, self.bus.clock.now())
         return time.perf_counter() - started
 
-    def of(self, run_id: str) -> dict[str, Any]:
-        """The estimate of a queued run as JSON; empty if there is none (yet)."""
+    def of(self, run_id: str, room_at: datetime | None = None) -> dict[str, Any]:
+        """The estimate of a queued run as JSON, not before there is room for it; empty if there is none (yet)."""
         found = self._found.get(run_id)
         if found is None or run_id not in self.memory.cluster.queued:
             return {}
         names = ("start_p10", "start_p50", "start_p90")
-        return {name: at.isoformat(timespec="seconds") for name, at in zip(names, found, strict=True)}
+        return {
+            name: at.isoformat(timespec="seconds") for name, at in zip(names, found.not_before(room_at), strict=True)
+        }

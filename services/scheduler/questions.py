@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import datetime
 from typing import Any
 
 from nats.aio.msg import Msg
@@ -36,7 +37,9 @@ async def answering(
             run_id = json.loads(body)["run_id"]
         except (ValueError, KeyError, TypeError):
             return {"state": "unknown", "code": "bad question", "message": 'ask with a body like {"run_id": "r..."}'}
-        return answer(memory.cluster, str(run_id), bus.clock.now(), policy) | forecast.of(str(run_id))
+        said = answer(memory.cluster, str(run_id), bus.clock.now(), policy)
+        room_at = datetime.fromisoformat(said["room_at"]) if "room_at" in said else None
+        return said | forecast.of(str(run_id), room_at)
 
     async def state(message: Msg) -> None:
         leads = {"instance": bus.settings.instance, "leads": leader.leads}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
@@ -21,8 +21,9 @@ from services.scheduler.core.explain.estimate import (
     quantile,
     taken_from,
 )
+from services.scheduler.core.explain.why import answer
 from services.scheduler.core.state.cluster import Cluster
-from services.scheduler.core.state.predict import kind_of
+from services.scheduler.core.state.predict import kind_of, stay_of
 from services.scheduler.simulate import generate
 from services.scheduler.simulate.agents import Agents
 from services.scheduler.simulate.engine import Core
@@ -51,6 +52,29 @@ def estimates(made: World, estimator: Estimator | None = None) -> dict[str, Esti
 
 def waits_s(made: World) -> dict[str, float]:
     return {run_id: (each.p50 - made.now).total_seconds() for run_id, each in estimates(made).items()}
+
+
+def test_a_start_is_not_expected_before_those_who_hold_what_it_needs_are_expected_to_let_go() -> None:
+    """The pace of the last hours, when all was short, would have it start at once."""
+    made = world(slots=4)
+    for _ in range(100):
+        made.cluster.waits.add(stay_of(1, 0.0), 1.0, made.now)
+        made.wait(1)
+    submit(made, "a", 2)
+    made.wait(100)
+    submit(made, "b", 2)
+    submit(made, "c", 4)
+    said = answer(made.cluster, "c", made.now, made.policy)
+    untils = [datetime.fromisoformat(holder["until"]) for holder in said["holders"]]
+    assert len(untils) == 2
+    room_at = datetime.fromisoformat(said["room_at"])
+    assert room_at == max(untils)
+    estimate = estimates(made)["c"]
+    assert estimate.p50 < room_at
+    shown = estimate.not_before(room_at)
+    assert shown.p10 <= shown.p50 <= shown.p90
+    assert shown.p50 == room_at
+    assert estimate.not_before(None) == estimate
 
 
 # -- the plan -----------------------------------------------------------------------------------------

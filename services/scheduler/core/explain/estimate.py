@@ -68,6 +68,10 @@ class Estimate(NamedTuple):
     p50: datetime
     p90: datetime
 
+    def not_before(self, at: datetime | None) -> Estimate:
+        """The same, where room is not expected before ``at``: the pace of others can promise too much."""
+        return self if at is None else Estimate(self.p10, max(self.p50, at), max(self.p90, at))
+
 
 class Spread(NamedTuple):
     """The same in seconds from now."""
@@ -192,14 +196,60 @@ def levels(found: Distribution, attained_s: float, count: int) -> list[float]:
     return [found.quantile((step + 0.5) / count, attained_s) - attained_s for step in range(count)]
 
 
-class Situation:
-    """Pools, holders and claims of a cluster. A pool is what nodes of one kind of accelerator have."""
+class Lets:
+    """When those that have slots let them go, as estimates of starts and what is said of holders both take it."""
 
     def __init__(self, cluster: Cluster, policy: Policy, now: datetime) -> None:
         self._cluster, self._policy, self._now = cluster, policy, now
         self._found: dict[Kind, Distribution] = {}
-        self._levels: dict[Kind, list[float]] = {}
         self._running = Running(now)
+        for run_id in cluster.active:
+            run = cluster.runs[run_id]
+            self._running.add(run.kind, run.ran_s(now))
+
+    def left_s(self, run: Run) -> list[float]:
+        """For how long a run that has slots may still have them, ascending."""
+        if (stop := run.preempting) is not None:
+            return [max((run.preempting_at - self._now).total_seconds() + stop.grace_s, 0.0)]
+        attained_s = run.ran_s(self._now)
+        return limited(run, levels(self.predicted(run.kind), attained_s, LEVELS_HELD), attained_s)
+
+    def yields_s(self, run: Run) -> float:
+        """In what time it has let go if its slots are wanted for a higher priority; inf: they are not taken."""
+        if not run.spec.scheduling.preemptible or run.preempting is not None:
+            return math.inf
+        since_s = (self._now - run.placed_at).total_seconds()
+        return max(self._policy.reclaim.min_run_s - since_s, 0.0) + run.spec.grace_s
+
+    def middle_s(self, run: Run, waiting: Run) -> float:
+        """In what time it is expected to have let go, with ``waiting`` in need of its slots."""
+        left_s = quantile(self.left_s(run), 0.5)
+        if "priority" in self._policy.reclaim.by and waiting.spec.priority > run.spec.priority:
+            return min(left_s, self.yields_s(run))
+        return left_s
+
+    def predicted(self, kind: Kind) -> Distribution:
+        if kind not in self._found:
+            history, config = self._cluster.history, self._policy.predict
+            self._found[kind] = history.predict_beside(kind, config, self._running)
+        return self._found[kind]
+
+
+def limited(run: Run, possible_s: list[float], attained_s: float) -> list[float]:
+    """No longer than the run's limit."""
+    limit_s = run.spec.scheduling.limit_s
+    if limit_s is None:
+        return possible_s
+    return [min(each, max(limit_s - attained_s, 0.0)) for each in possible_s]
+
+
+class Situation:
+    """Pools, holders and claims of a cluster. A pool is what nodes of one kind of accelerator have."""
+
+    def __init__(self, cluster: Cluster, policy: Policy, now: datetime) -> None:
+        self._cluster = cluster
+        self._lets = Lets(cluster, policy, now)
+        self._levels: dict[Kind, list[float]] = {}
         self._pools: dict[str, int] = {}
         self.free: list[int] = []
         self._whole: list[int] = []
@@ -212,8 +262,6 @@ class Situation:
                 self.free[pool] += sum(node.left)
                 self._whole[pool] += node.slots * WHOLE
         active = [cluster.runs[run_id] for run_id in cluster.active]
-        for run in active:
-            self._running.add(run.kind, run.ran_s(now))
         self.holders = [holder for run in active for holder in self._held(run)]
         self.claims = [claim for run in _in_line(cluster, policy, now) if (claim := self._claim(run)) is not None]
         if "priority" in policy.reclaim.by:
@@ -228,25 +276,9 @@ class Situation:
                 by_pool[pool] = by_pool.get(pool, 0) + len(part.slots) * run.demand.milli
         if not by_pool:
             return
-        left_s, yields_s = self._left_s(run), math.inf
-        if run.spec.scheduling.preemptible and run.preempting is None:
-            since_s = (self._now - run.placed_at).total_seconds()
-            yields_s = max(self._policy.reclaim.min_run_s - since_s, 0.0) + run.spec.grace_s
+        left_s, yields_s = self._lets.left_s(run), self._lets.yields_s(run)
         for pool, milli in by_pool.items():
             yield Holder(pool, milli, left_s, run.spec.priority, yields_s)
-
-    def _left_s(self, run: Run) -> list[float]:
-        """How long a run that has slots may still have them."""
-        if (stop := run.preempting) is not None:
-            return [max((run.preempting_at - self._now).total_seconds() + stop.grace_s, 0.0)]
-        attained_s = run.ran_s(self._now)
-        return self._limited(run, levels(self._predicted(run.kind), attained_s, LEVELS_HELD), attained_s)
-
-    def _predicted(self, kind: Kind) -> Distribution:
-        if kind not in self._found:
-            history, config = self._cluster.history, self._policy.predict
-            self._found[kind] = history.predict_beside(kind, config, self._running)
-        return self._found[kind]
 
     def _claim(self, run: Run) -> Claim | None:
         kinds = run.demand.accelerators
@@ -260,17 +292,10 @@ class Situation:
     def _takes_s(self, run: Run) -> list[float]:
         """How long a run in line may have slots once it gets them; those of a kind that had none yet share it."""
         if run.run_s > 0:
-            return self._limited(run, levels(self._predicted(run.kind), run.run_s, LEVELS_HELD), run.run_s)
+            return limited(run, levels(self._lets.predicted(run.kind), run.run_s, LEVELS_HELD), run.run_s)
         if run.kind not in self._levels:
-            self._levels[run.kind] = levels(self._predicted(run.kind), 0.0, LEVELS)
-        return self._limited(run, self._levels[run.kind], 0.0)
-
-    @staticmethod
-    def _limited(run: Run, possible_s: list[float], attained_s: float) -> list[float]:
-        limit_s = run.spec.scheduling.limit_s
-        if limit_s is None:
-            return possible_s
-        return [min(each, max(limit_s - attained_s, 0.0)) for each in possible_s]
+            self._levels[run.kind] = levels(self._lets.predicted(run.kind), 0.0, LEVELS)
+        return limited(run, self._levels[run.kind], 0.0)
 
 
 # -- errors -------------------------------------------------------------------------------------------

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from contracts.scheduling import Policy
 from services.scheduler.core import reasons
 from services.scheduler.core.decide import plan
 from services.scheduler.core.explain.change import smallest_changes
+from services.scheduler.core.explain.estimate import Lets
 from services.scheduler.core.place.placer import Placer
 from services.scheduler.core.place.wants import wants_of
 from services.scheduler.core.state.cluster import EPOCH, Cluster, Run
@@ -37,28 +39,52 @@ def answer(
     said["changes"] = [
         {"fields": change.fields, "starts": change.starts, "victims": list(change.victims)} for change in changes
     ]
-    said["holders"] = holders(cluster, run, now, policy)
+    said["holders"], room_at = holders(cluster, run, now, policy)
+    if room_at is not None:
+        said["room_at"] = room_at.isoformat(timespec="seconds")
     return said
 
 
-def holders(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> list[dict[str, Any]]:
-    """Who holds slots of the nodes that would do for the run, whoever is expected to let go first first."""
+def holders(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> tuple[list[dict[str, Any]], datetime | None]:
+    """Who holds slots of the nodes that would do for the run, whoever is expected to let go first first; and when
+    enough of them are expected to have let go, None if that will not do.
+    """
     wanted = Placer(cluster, policy, now).waits_for(run, wants_of(cluster, run))
+    lets = Lets(cluster, policy, now)
     found: list[dict[str, Any]] = []
+    ends: list[tuple[datetime, int]] = []
     for run_id in cluster.active:
         holder = cluster.runs[run_id]
         slots = sum(len(part.slots) for part in holder.live if part.node_id in wanted)
         if slots:
-            ends_at, limit = ends_s(cluster, holder, now, policy)
+            latest_s, limit = ends_s(cluster, holder, now, policy)
+            ends_at = now + timedelta(seconds=lets.middle_s(holder, run))
+            ends.append((ends_at, slots * holder.demand.milli))
             found.append(
                 {
                     "run_id": run_id,
                     "name": holder.spec.name,
                     "slots": slots,
                     "priority": holder.spec.priority,
-                    "until": datetime.fromtimestamp(ends_at, UTC).isoformat(timespec="seconds"),
+                    "until": (datetime.fromtimestamp(latest_s, UTC) if limit else ends_at).isoformat(
+                        timespec="seconds"
+                    ),
                     "until_is": "limit" if limit else "expected",
                 }
             )
     found.sort(key=lambda each: (each["until"], each["run_id"]))
-    return found[:LISTED]
+    return found[:LISTED], _room_at(cluster, run, wanted, ends)
+
+
+def _room_at(
+    cluster: Cluster, run: Run, wanted: Iterable[str], ends: Iterable[tuple[datetime, int]]
+) -> datetime | None:
+    """When so much will have been let go that the run has enough, were it the only one that waits."""
+    missing = run.spec.slots.min * run.demand.milli - sum(sum(cluster.nodes[node_id].left) for node_id in wanted)
+    for ends_at, milli in sorted(ends):
+        if missing <= 0:
+            break
+        missing -= milli
+        if missing <= 0:
+            return ends_at
+    return None

@@ -204,14 +204,16 @@ class Jobs:
         while True:
             await asyncio.sleep(self._ttl_s * RENEW_SHARE)
             try:
-                revision = await bucket.update(job.key, json.dumps(job.value).encode(), last=revision)
-            except BadRequestError:
-                with suppress(KeyNotFoundError):
+                try:
+                    revision = await bucket.update(job.key, json.dumps(job.value).encode(), last=revision)
+                except BadRequestError:
+                    # Taken over; or an earlier renewal of ours arrived whose answer was lost.
                     entry = await bucket.get(job.key)
-                    if json.loads(entry.value or b"{}").get("holder") == self._holder:
-                        revision = entry.revision or revision  # an earlier renewal whose answer was lost
-                        continue
-                return
+                    if json.loads(entry.value or b"{}").get("holder") != self._holder:
+                        return
+                    revision = entry.revision or revision
+            except KeyNotFoundError:
+                return  # whoever took it over has done it
             except (TimeoutError, nats.errors.Error, APIError) as error:
                 log.warning("claim not renewed", job=job.key, error=repr(error))
 

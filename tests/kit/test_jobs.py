@@ -6,6 +6,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import nats.errors
+import pytest
+from nats.js.kv import KeyValue
+
 from contracts import topology
 from contracts.events.run import RunCancelled
 from services.kit.bus import Bus, Poison, Transient
@@ -71,6 +75,53 @@ async def test_a_job_of_a_dead_runner_is_taken_over(bus: Bus) -> None:
     await until(lambda: recorder.worked == ["r1"], "the takeover")
     heir.cancel()
     await asyncio.gather(heir, return_exceptions=True)
+
+
+class Silent:
+    """A bucket whose server stores a renewal and does not say so, nor answers the question what is there."""
+
+    def __init__(self, bucket: KeyValue) -> None:
+        self._bucket, self.renewals, self.questions = bucket, 0, 0
+        self.recovered = asyncio.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bucket, name)
+
+    async def update(self, key: str, value: bytes, last: int) -> int:
+        revision = await self._bucket.update(key, value, last=last)
+        self.renewals += 1
+        if self.renewals == 2:  # the first is the claim
+            raise nats.errors.TimeoutError
+        if self.questions > 1:
+            self.recovered.set()
+        return revision
+
+    async def get(self, key: str) -> KeyValue.Entry:
+        self.questions += 1
+        if self.questions == 1:
+            raise nats.errors.TimeoutError
+        return await self._bucket.get(key)
+
+
+async def test_a_renewal_of_which_nothing_is_heard_costs_no_work(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent, recorder = Silent(await bus.bucket(topology.JOBS)), Recorder()
+    begun: list[str] = []
+
+    async def work(job: Any) -> None:
+        begun.append(job.event.run_id)
+        await silent.recovered.wait()
+        await recorder.work(job)
+
+    async def bucket() -> Any:
+        return silent
+
+    jobs = Jobs(bus, "q", work, recorder.give_up, ttl_s=0.3)
+    monkeypatch.setattr(jobs, "_bucket", bucket)
+    task = asyncio.create_task(jobs.run())
+    await jobs.submit("r1", await received(bus, "r1"))
+    await until(lambda: recorder.worked == ["r1"], "the job")
+    await end(task)
+    assert begun == ["r1"]
 
 
 async def test_passing_trouble_is_retried_and_lasting_trouble_is_told(bus: Bus) -> None:

@@ -5,7 +5,6 @@ https://learn.microsoft.com/azure/virtual-machines/linux/scheduled-events
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
@@ -15,7 +14,7 @@ from typing import Any
 import aiohttp
 import structlog
 
-from services.worker.notices.base import PROBE_TIMEOUT_S, Metadata, Notice, Patience
+from services.worker.notices.base import PROBE_TIMEOUT_S, Metadata, Notice, polled
 
 log = structlog.get_logger(__name__)
 
@@ -41,23 +40,14 @@ class Azure:
         self._machine = body.strip() if status == 200 else ""
         return status == 200
 
-    async def watch(self) -> AsyncIterator[Notice]:
-        patience, seen = Patience(self.name, self._metadata.interval_s), set[str]()
-        while True:
-            found: list[Notice] = []
-            try:
-                status, body, _ = await self._metadata.ask(EVENTS, HEADERS)
-                if status != 200:
-                    raise ValueError(f"scheduled events answer {status}")
-                found = [self._notice(event) for event in json.loads(body)["Events"] if self._ends_us(event)]
-                patience.worked()
-            except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
-                await patience.failed(error)
-            for notice in found:
-                if notice.token not in seen:
-                    seen.add(notice.token)
-                    yield notice
-            await asyncio.sleep(self._metadata.interval_s)
+    def watch(self) -> AsyncIterator[Notice]:
+        return polled(self.name, self._metadata.interval_s, self._look)
+
+    async def _look(self) -> list[Notice]:
+        status, body, _ = await self._metadata.ask(EVENTS, HEADERS)
+        if status != 200:
+            raise ValueError(f"scheduled events answer {status}")
+        return [self._notice(event) for event in json.loads(body)["Events"] if self._ends_us(event)]
 
     async def acknowledge(self, notice: Notice) -> None:
         """Let the event begin: nobody pays for a machine that waits out its notice."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -111,3 +111,22 @@ class Patience:
             log.warning("a source of notices does not answer", source=self._name, error=repr(error))
         self._failures += 1
         await asyncio.sleep(min(self._interval_s * 2**self._failures, RETRY_MAX_S))
+
+
+async def polled(
+    name: str, interval_s: float, look: Callable[[], Awaitable[Iterable[Notice]]]
+) -> AsyncIterator[Notice]:
+    """Every notice that ``look`` ever finds, once; what it cannot ask or read is tried again later."""
+    patience, seen = Patience(name, interval_s), set[str]()
+    while True:
+        found: Iterable[Notice] = ()
+        try:
+            found = await look()
+            patience.worked()
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
+            await patience.failed(error)
+        for notice in found:
+            if notice.token not in seen:
+                seen.add(notice.token)
+                yield notice
+        await asyncio.sleep(interval_s)

@@ -6,7 +6,6 @@ https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-no
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
@@ -14,7 +13,7 @@ from datetime import datetime
 
 import aiohttp
 
-from services.worker.notices.base import PROBE_TIMEOUT_S, Metadata, Notice, Patience
+from services.worker.notices.base import PROBE_TIMEOUT_S, Metadata, Notice, polled
 
 TOKEN_TTL_S = 21_600
 ACTION = "/latest/meta-data/spot/instance-action"
@@ -35,20 +34,11 @@ class Ec2:
             return False
         return bool(self._token)
 
-    async def watch(self) -> AsyncIterator[Notice]:
-        patience, seen = Patience(self.name, self._metadata.interval_s), set[str]()
-        while True:
-            found: list[Notice] = []
-            try:
-                found = [*self._action(await self._get(ACTION)), *self._rebalance(await self._get(REBALANCE))]
-                patience.worked()
-            except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
-                await patience.failed(error)
-            for notice in found:
-                if notice.token not in seen:
-                    seen.add(notice.token)
-                    yield notice
-            await asyncio.sleep(self._metadata.interval_s)
+    def watch(self) -> AsyncIterator[Notice]:
+        return polled(self.name, self._metadata.interval_s, self._look)
+
+    async def _look(self) -> list[Notice]:
+        return [*self._action(await self._get(ACTION)), *self._rebalance(await self._get(REBALANCE))]
 
     async def acknowledge(self, notice: Notice) -> None:
         """EC2 takes no answer."""

@@ -121,12 +121,13 @@ class Loop:
             figures.seconds["staged to committed"].append(committed - staged)
             figures.seconds["notice to released"].append(_at(released) - asked)
             figures.steps_lost.append(0 if released.event.clean else 1)
-            figures.seconds["raw write of as much"].append(raw_write(self.stack.data_dir, size))
-            figures.seconds["plain puts of as much"].append(await self._raw_puts(size))
             figures.seconds["bytes"].append(size)
             await self._cancel(run_id)
             for sleeper in sleepers:
                 await self.stack.wait_for(sleeper, "completed", LIMIT_S)
+            # Once the machine is as quiet as it was.
+            figures.seconds["raw write of as much"].append(raw_write(self.stack.data_dir, size))
+            figures.seconds["plain puts of as much"].append(await self._raw_puts(size))
 
     async def _raw_puts(self, size: int) -> float:
         """Seconds of nothing but puts of as many bytes into the stack's store, in pieces like a checkpoint's."""

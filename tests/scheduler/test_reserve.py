@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from datetime import timedelta
 
 import pytest
 
 from contracts.events.run import RunFailed, RunPlaced, RunPreempting, RunReserved
 from contracts.scheduling import Maintenance, Order, Policy, Reclaim, Reserve
+from services.scheduler.core.claims.reserve import Reserve as Reserving
 from services.scheduler.core.explain.why import answer
 from tests.scheduler.world import START, World, spec
 
@@ -152,3 +154,48 @@ def test_nothing_is_promised_into_a_maintenance_window() -> None:
     submit(world, "large", 4, 100)
     (promise,) = world.facts(RunReserved)
     assert promise.start_by == window.end
+
+
+def lived(seed: int) -> World:
+    """Runs of all sizes and shares come and go, beside maintenance, where some may go ahead of others."""
+    rng = random.Random(seed)
+    window = Maintenance(start=START + timedelta(seconds=300), end=START + timedelta(seconds=500), node_ids=("n1",))
+    reserve = Reserve(backfill=rng.choice(["easy", "conservative", "conservative"]), reservations=rng.choice([2, 32]))
+    world = World(
+        Policy(
+            reserve=reserve,
+            maintenance=(window,) if rng.random() < 0.3 else (),
+            reclaim=Reclaim(overtakers=rng.random() < 0.3),
+        )
+    )
+    for number in range(3):
+        world.join(f"n{number}", 4)
+    for number in range(40):
+        share = rng.choice([1, 1, 1, 0.5, 0.3])
+        slots = rng.randint(1, 2) if share < 1 else rng.randint(1, 9)
+        limit = {"limit_s": rng.choice([20, 90, 400])} if rng.random() < 0.7 else {}
+        gang = {"bundle": 2} if share == 1 and slots % 2 == 0 and rng.random() < 0.3 else {}
+        world.accept(
+            f"r{number}",
+            spec(slots, rng.randint(0, 1), scheduling=limit, resources={"share": share}, gang=gang, grace_s=5),
+        )
+        world.settle()
+        world.wait(rng.choice([1.0, 15.0, 60.0]))
+        for run_id in list(world.cluster.active):
+            if world.run(run_id).preempting is not None:
+                world.release(run_id)
+            elif rng.random() < 0.4:
+                world.exit(run_id)
+        world.settle()
+    return world
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_quick_look_leaves_out_nothing_that_the_thorough_one_finds(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    quick = lived(seed)
+    monkeypatch.setattr(Reserving, "_whole", lambda *_: 1_000_000)
+    monkeypatch.setattr(Reserving, "_may_fit", lambda *_: True)
+    assert lived(seed).log == quick.log
+    assert quick.facts(RunPlaced)

@@ -429,9 +429,10 @@ class Pass:
         plain = not shut and reserve is None and not self.placer.windows
         if plain and self._too_much.get(wants, count + 1) <= count:
             return None
-        space = self.space if reserve is None else reserve.space_for(run, self.space)
         out = {**dict.fromkeys(shut, ""), **closed} if shut else closed
-        taken = self.placer.find(space, run, count, wants, avoid, out)
+        if reserve is not None:
+            return reserve.find(run, count, wants, self.space, avoid, out)
+        taken = self.placer.find(self.space, run, count, wants, avoid, out)
         if taken is None and plain:
             self._too_much[wants] = min(count, self._too_much.get(wants, count))
         return taken

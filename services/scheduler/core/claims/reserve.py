@@ -8,16 +8,17 @@ which ones. Whoever comes later gets slots that are not reserved, or ends before
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from datetime import UTC, datetime
 from typing import NamedTuple
 
 from contracts.scheduling import Policy
 from services.scheduler.core.place.placer import Placer
-from services.scheduler.core.place.space import Space, Taken
+from services.scheduler.core.place.space import Room, Space, Taken
 from services.scheduler.core.place.wants import Wants
 from services.scheduler.core.state.cluster import Cluster, Run
-from services.scheduler.core.state.expected import ends_s, expected_s, left_s
+from services.scheduler.core.state.demand import WHOLE, Demand
+from services.scheduler.core.state.expected import ends_s, expected_s
 
 
 def resumable(run: Run) -> bool:
@@ -36,6 +37,47 @@ class Reservation(NamedTuple):
     firm: bool
 
 
+class _Future(NamedTuple):
+    """What will be free once one more run has let go, nobody being placed any more."""
+
+    at_s: float
+    run: Run | None
+    #: Thousandths in all; whether all that have let go do by their limits; and the whole slots, a bit for each.
+    milli: int
+    firm: bool
+    whole: int
+
+
+class _Bits:
+    """Whole slots of all nodes as the bits of one number: the quick look before the thorough one.
+
+    Whatever is taken of a slot, it is not whole any more. So what is whole beside reservations follows from the bits
+    alone, and who needs more whole slots than that need not be tried.
+    """
+
+    def __init__(self, space: Space) -> None:
+        self._first: dict[str, int] = {}
+        count = 0
+        for node_id, room in space.rooms.items():
+            self._first[node_id] = count
+            count += len(room.left)
+
+    def of_room(self, room: Room) -> int:
+        bits = sum(1 << slot for slot, milli in enumerate(room.left) if milli == WHOLE)
+        return bits << self._first[room.node.node_id]
+
+    def of_node(self, room: Room) -> int:
+        return ((1 << len(room.left)) - 1) << self._first[room.node.node_id]
+
+    def of_space(self, space: Space) -> int:
+        return sum(map(self.of_room, space.rooms.values()))
+
+    def of_taken(self, demand: Demand, taken: Iterable[Taken]) -> int:
+        if not demand.milli:
+            return 0
+        return sum(1 << self._first[node_id] + slot for node_id, slots in taken for slot in slots)
+
+
 class Reserve:
     """Reservations of one pass, in the order of the line."""
 
@@ -50,40 +92,120 @@ class Reserve:
                 at_s, firm = ends_s(cluster, run, now, policy)
                 ends.append((at_s, run, firm))
         self._ends = sorted(ends, key=lambda each: (each[0], each[1].run_id))
+        self._expected_s: dict[str, tuple[float, bool]] = {}
+        self._bits: _Bits | None = None
+        #: The whole slots of each reservation.
+        self._kept: list[int] = []
+        #: What is to come, and of which state of which space it is.
+        self._futures: tuple[Space, int, list[_Future]] | None = None
+        self._spaces: dict[int, Space] = {}
 
     def hold(self, run: Run, wants: Wants, space: Space) -> Reservation | None:
         """Reserve for a run that does not fit now, if its turn has come for a reservation."""
         if len(self.made) >= self._most or run.spec.slots.min < self.policy.reserve.from_slots:
             return None
         count, needs = run.spec.slots.min, run.demand.milli * run.spec.slots.min
-        length_s = max(left_s(self.cluster, run, self.now, self.policy), 1.0)
-        future, firm, ends = space.copy(), True, iter(self._ends)
-        at_s, holder, is_firm = next(ends, (math.inf, None, True))
+        length_s = max(self._expected(run)[0] - run.ran_s(self.now), 1.0)
+        futures, seen = self._to_come(space), 0
         # Slots come back as those that have them end, and those for which they are kept.
         times = {each[0] for each in self._ends} | {each.end_s for each in self.made}
         times |= {window.end.timestamp() for window in self.placer.windows}
         for start_s in sorted(times):
-            while holder is not None and at_s <= start_s:
-                future.release(holder)
-                firm = firm and is_firm
-                at_s, holder, is_firm = next(ends, (math.inf, None, True))
-            if future.milli < needs:
+            while seen + 1 < len(futures) and futures[seen + 1].at_s <= start_s:
+                seen += 1
+            if futures[seen].milli < needs:
                 continue
-            between = [each for each in self.made if each.start_s < start_s + length_s and start_s < each.end_s]
-            there = _without(future, between) if between else future
+            numbers = [
+                number
+                for number, each in enumerate(self.made)
+                if each.start_s < start_s + length_s and start_s < each.end_s
+            ]
+            if wants.demand.milli == WHOLE and self._whole(futures[seen].whole, numbers) < count:
+                continue
+            future = self._space_at(seen)
             out = self.placer.shut_from(run, as_time(start_s))
+            if not self.placer.fits(future, run, count, wants, closed=out, heed=False):
+                continue
+            there = _without(future, [self.made[number] for number in numbers]) if numbers else future
             if (taken := self.placer.find(there, run, count, wants, closed=out, heed=False)) is not None:
-                firm = firm and all(each.firm for each in self.made)
-                self.made.append(Reservation(run, start_s, start_s + length_s, taken, firm))
-                return self.made[-1]
+                firm = futures[seen].firm and all(each.firm for each in self.made)
+                return self._make(Reservation(run, start_s, start_s + length_s, taken, firm))
         return None
+
+    def _make(self, made: Reservation) -> Reservation:
+        assert self._bits is not None
+        self.made.append(made)
+        self._kept.append(self._bits.of_taken(made.run.demand, made.taken))
+        return made
+
+    def _to_come(self, space: Space) -> list[_Future]:
+        """What is free now, and after each of those that hold slots has let go, the first first."""
+        if self._futures is not None and self._futures[0] is space and self._futures[1] == space.changes:
+            return self._futures[2]
+        bits = self._bits = self._bits or _Bits(space)
+        future = space.copy()
+        found = [_Future(-math.inf, None, future.milli, True, bits.of_space(future))]
+        for at_s, holder, firm in self._ends:
+            future.release(holder)
+            whole = found[-1].whole
+            for node_id in {part.node_id for part in holder.live} & future.rooms.keys():
+                room = future.rooms[node_id]
+                whole = whole & ~bits.of_node(room) | bits.of_room(room)
+            found.append(_Future(at_s, holder, future.milli, found[-1].firm and firm, whole))
+        self._futures, self._spaces = (space, space.changes, found), {0: space.copy()}
+        return found
+
+    def _space_at(self, seen: int) -> Space:
+        """All that is free once so many have let go; nothing is taken out of it."""
+        assert self._futures is not None
+        found = self._spaces.get(seen)
+        if found is None:
+            before = max(number for number in self._spaces if number < seen)
+            found = self._spaces[seen] = self._spaces[before].copy()
+            for each in self._futures[2][before + 1 : seen + 1]:
+                assert each.run is not None
+                found.release(each.run)
+        return found
+
+    def _whole(self, whole: int, numbers: Iterable[int]) -> int:
+        """How many of these whole slots are left beside the reservations."""
+        for number in numbers:
+            whole &= ~self._kept[number]
+        return whole.bit_count()
+
+    def find(
+        self, run: Run, count: int, wants: Wants, space: Space, avoid: Collection[str], closed: Collection[str]
+    ) -> list[Taken] | None:
+        """``Placer.find`` in what the run may have of what is free now."""
+        binding = self._binding(run)
+        if binding and not self._may_fit(run, count, wants, space, binding, closed):
+            return None
+        return self.placer.find(self._beside(space, binding), run, count, wants, avoid, closed)
+
+    def _may_fit(
+        self, run: Run, count: int, wants: Wants, space: Space, binding: list[int], closed: Collection[str]
+    ) -> bool:
+        """The quick look: False if it certainly does not fit."""
+        if not self.placer.fits(space, run, count, wants, closed):
+            return False
+        return wants.demand.milli != WHOLE or self._whole(self._to_come(space)[0].whole, binding) >= count
 
     def space_for(self, run: Run, space: Space) -> Space:
         """What the run may have of what is free now."""
-        binding = [each for each in self.made if not self._done_by(run, each)]
-        if not binding:
-            return space
-        return _without(space, binding)
+        return self._beside(space, self._binding(run))
+
+    def _binding(self, run: Run) -> list[int]:
+        return [number for number, each in enumerate(self.made) if not self._done_by(run, each)]
+
+    def _beside(self, space: Space, binding: list[int]) -> Space:
+        return _without(space, [self.made[number] for number in binding]) if binding else space
+
+    def _expected(self, run: Run) -> tuple[float, bool]:
+        """How long it has slots at most, and whether that is a limit; the same all through a pass."""
+        found = self._expected_s.get(run.run_id)
+        if found is None:
+            found = self._expected_s[run.run_id] = expected_s(self.cluster, run, self.now, self.policy)
+        return found
 
     def _done_by(self, run: Run, each: Reservation) -> bool:
         """Whether the run, started now, has let go by the time that the slots are needed."""
@@ -92,7 +214,7 @@ class Reserve:
         if self.policy.reclaim.overtakers and run.spec.scheduling.preemptible and resumable(run):
             # It lets go again when the slots are needed.
             return True
-        expected, firm = expected_s(self.cluster, run, self.now, self.policy)
+        expected, firm = self._expected(run)
         if each.firm and not firm:
             # What relies on limits cannot rely on a guess.
             return False
@@ -100,7 +222,7 @@ class Reserve:
 
     def kept_from(self, run: Run, wants: Wants, space: Space) -> Reservation | None:
         """The reservation for which the run may not have what is free."""
-        if not self.made or self.placer.find(space, run, run.spec.slots.min, wants) is None:
+        if not self.made or not self.placer.fits(space, run, run.spec.slots.min, wants):
             return None
         return next((each for each in self.made if not self._done_by(run, each)), None)
 

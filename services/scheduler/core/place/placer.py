@@ -150,6 +150,14 @@ class Placer:
         preferred, _ = self._preferred(candidates, run, demand, count)
         return self.choose(preferred, demand, count, avoid)
 
+    def fits(
+        self, space: Space, run: Run, count: int, wants: Wants, closed: Collection[str] = (), heed: bool = True
+    ) -> bool:
+        """Whether ``find`` finds anything, which it does not in a part of a space where it does not in all of it."""
+        if not closed and (cell := self._only_cell(wants)) and count > 0 and space.shelf(cell).total >= count:
+            return True
+        return self.roomiest(space, run, count, wants, closed, heed) is not None
+
     def _packed(self, space: Space, count: int, wants: Wants) -> list[Taken] | None:
         """What ``find`` comes to where nothing but the number of whole slots counts, without a look at every node;
         None: that is not so, or there are too few."""

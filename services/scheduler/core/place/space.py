@@ -155,6 +155,8 @@ class Space:
         self.rooms = rooms
         #: Thousandths of accelerators that are left, all in all.
         self.milli = sum(room.milli for room in rooms.values())
+        #: Grows with whatever is taken or given back.
+        self.changes = 0
         #: Nodes whose rooms nobody else has.
         self._own: set[str] = set()
         #: The shelves of cells of nodes that were asked for.
@@ -188,13 +190,14 @@ class Space:
     def copy(self) -> Space:
         self._own.clear()
         copied = Space.__new__(Space)
-        copied.rooms, copied.milli = dict(self.rooms), self.milli
+        copied.rooms, copied.milli, copied.changes = dict(self.rooms), self.milli, 0
         copied._own, copied._shelves = set(), {}
         return copied
 
     def put(self, node_id: str, room: Room) -> None:
         """One more room."""
         self.rooms[node_id] = room
+        self.changes += 1
         self.milli += room.milli
         self._own.add(node_id)
 
@@ -224,6 +227,7 @@ class Space:
                 self._changed(node_id)
 
     def _changed(self, node_id: str) -> None:
+        self.changes += 1
         for shelf in self._shelves.values():
             shelf.changed(self.rooms[node_id])
 

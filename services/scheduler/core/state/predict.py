@@ -235,11 +235,13 @@ class Distribution:
     Every answer is about what is then still possible: of the runs that came so far.
     """
 
-    __slots__ = ("_merged", "_parts")
+    __slots__ = ("_from_the_start", "_merged", "_parts")
 
     def __init__(self, parts: Sequence[tuple[float, Sample]]) -> None:
         self._parts = tuple(part for part in parts if part[0] > 0)
         self._merged: list[float] | None = None
+        #: Quantiles of runs that have had nothing yet: all that wait ask for the same.
+        self._from_the_start: dict[float, float] = {}
 
     def survival(self, s: float) -> float:
         """The probability that such a run takes longer than ``s``."""
@@ -255,6 +257,13 @@ class Distribution:
 
     def quantile(self, q: float, attained_s: float = 0.0) -> float:
         """How long it takes, all in all, with probability ``q`` at the most."""
+        if attained_s == 0:
+            if q not in self._from_the_start:
+                self._from_the_start[q] = self._quantile(q, 0.0)
+            return self._from_the_start[q]
+        return self._quantile(q, attained_s)
+
+    def _quantile(self, q: float, attained_s: float) -> float:
         share = (1.0 - q) * self.survival(attained_s)
         values = self._values()
         low, high = bisect_right(values, attained_s), len(values)

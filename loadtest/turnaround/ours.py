@@ -14,6 +14,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ class Loop:
 
     def __init__(self, stack: Stack, code: dict[str, Any], width: int, every: int) -> None:
         self.stack, self._code, self._width, self._every = stack, code, width, every
+        self._seeds = count()
 
     @classmethod
     async def open(cls, stack: Stack, width: int, every: int) -> Loop:
@@ -67,7 +69,13 @@ class Loop:
             "params": {"width": self._width},
             "slots": {"min": 2, "max": 2},
             "data": {"source": LAKE, "format": "images"},
-            "training": {"max_steps": 1_000_000, "global_batch": 64, "checkpoint_every_steps": self._every},
+            # Each run with weights of its own: the store would have those of the one before.
+            "training": {
+                "max_steps": 1_000_000,
+                "global_batch": 64,
+                "checkpoint_every_steps": self._every,
+                "seed": next(self._seeds),
+            },
             "max_attempts": 100,
             "grace_s": 60,
             **changes,

@@ -28,8 +28,6 @@ from tests.trainbus.test_exact_training import CODE
 from trainbus.cli.embedded.servers import free_ports
 from trainbus.data.dataset import Dataset
 
-pytestmark = pytest.mark.timeout(170)
-
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:

@@ -35,8 +35,6 @@ from trainbus.data.order import LaneOrder
 from trainbus.data.sampler import Sampler
 from trainbus.exits import EXIT_ORPHANED
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> Dataset:
@@ -109,7 +107,7 @@ def test_a_stop_told_to_one_rank_stops_both_after_the_same_step(
     """And the resumed run goes on with exactly the samples that are left, at another world size."""
     folder, second = tmp_path / "g1", tmp_path / "g2"
     # Endless until it is stopped: the test decides when, by what it has seen.
-    spec = request(training={"epochs": 200, "checkpoint_every_steps": 50})
+    spec = request(training={"epochs": 100_000, "checkpoint_every_steps": 50})
     agents = [FakeAgent(tmp_path / f"agent{rank}.sock") for rank in range(2)]
     port = free_ports(1)[0]
     pids = []
@@ -119,7 +117,7 @@ def test_a_stop_told_to_one_rank_stops_both_after_the_same_step(
         pids.append(warm.fork(rank_env(launch, rank, 2, port, TRAINBUS_RECORD_SAMPLES="1"), folder, rank))
     agents[1].wait_for_hellos(1)
     with agents[0].changed:  # the doorbell after "started" and after the first checkpoint
-        assert agents[0].changed.wait_for(lambda: agents[0].rings >= 2, 60)
+        assert agents[0].changed.wait_for(lambda: agents[0].rings >= 2, 300)
     agents[1].say({"kind": "stop", "grace_s": 30, "reason": "preempted"})
     assert [warm.wait(pid) for pid in pids] == [75, 75]
     assert [(folder / f"rank_{rank}.exit").read_text().strip() for rank in range(2)] == ["75", "75"]
@@ -175,7 +173,7 @@ def test_a_stop_ends_a_wait_for_samples_that_do_not_come(warm: Warm, code: Path,
         own = launch("g1", 1, socket_path=agent.path).rename(folder / f"launch_{rank}.json")
         pids.append(warm.fork(rank_env(own, rank, 2, port), folder, rank))
     with agents[1].changed:
-        assert agents[1].changed.wait_for(lambda: agents[1].wanted, 60)
+        assert agents[1].changed.wait_for(lambda: agents[1].wanted, 300)
     assert agents[1].wanted[0]["shard"] == shard.path
     while [steps_done(folder, rank) for rank in range(2)] != [steps, steps]:
         time.sleep(0.01)
@@ -242,7 +240,7 @@ def test_a_killed_rank_leaves_its_code_and_its_peer_fails(
     launch = write_launch(folder, spec, dataset, code, world_size=2, socket_path=agent.path)
     gang = Gang(warm, folder, launch, 2)
     with agent.changed:
-        assert agent.changed.wait_for(lambda: agent.rings >= 4, 60)
+        assert agent.changed.wait_for(lambda: agent.rings >= 4, 300)
     os.kill(gang.pids[1], 9)
     assert gang.wait() == [1, -9]
     assert (folder / "rank_1.exit").read_text().strip() == "-9"
@@ -333,9 +331,9 @@ def test_a_cold_rank_runs_too_and_sigterm_stops_it(dataset: Dataset, code: Path,
     launch = write_launch(folder, spec, dataset, code, socket_path=agent.path)
     process = start_rank(rank_env(launch, 0, 1, 0), folder / "rank_0.log")
     with agent.changed:  # the doorbell after "started" and after the first checkpoint
-        assert agent.changed.wait_for(lambda: agent.rings >= 2, 60)
+        assert agent.changed.wait_for(lambda: agent.rings >= 2, 300)
     process.terminate()
-    assert process.wait(30) == 75
+    assert process.wait(120) == 75
     assert [line.step for line in journal(folder) if isinstance(line, CheckpointLine)][-1] == ended(folder).step
     agent.close()
 

@@ -12,6 +12,7 @@ import pytest
 from contracts import topology
 from services.kit.bus import Bus
 from tests.conftest import NatsServer
+from tests.kit.support import until
 from trainbus.cli import link
 from trainbus.cli.address import Address
 from trainbus.cli.embedded.servers import free_ports, port_is_free
@@ -94,6 +95,7 @@ async def test_who_waits_is_told_that_nats_is_away(
                 await asyncio.sleep(0.01)
                 told += capsys.readouterr().err
         assert await connected.last_sequence(topology.FACTS) == 0
+        await until(lambda: bus.connected, "the bus, which was not asked about, to be back too")
     assert capsys.readouterr().err == ""
 
 

@@ -182,10 +182,12 @@ class Snapshots:
         try:
             # Into a buffer of ours: the client adds chunk to chunk, and copies everything each time.
             content = io.BytesIO()
-            await store.get(name, writeinto=content)
+            # The client waits for ever for chunks that are removed under its hands.
+            async with asyncio.timeout(TRANSFER_S / 3):
+                await store.get(name, writeinto=content)
             with _no_collections():
                 return decode(content.getvalue(), code_digest(), stream)
-        except (Refused, JetStreamError) as error:
+        except (Refused, JetStreamError, TimeoutError) as error:
             # Perhaps it was being removed, or a disk has failed: there is one before it, or the log.
             log.warning("snapshot refused", name=name, reason=repr(error))
             return None

@@ -285,8 +285,7 @@ class Agent:
     async def _catch_up(self) -> None:
         """Read what happened while no agent was here. A node that is new starts at the stream's end."""
         if self._position is None:
-            info = await self._context.bus.js.stream_info(topology.FACTS.name)
-            self._position = info.state.last_seq
+            self._position = await self._context.bus.last_sequence(">")
             await self._save()
             return
         async for batch in self._context.bus.follow(

@@ -14,6 +14,8 @@ TEXT_MAX_CHARS = 16_000
 DUMP_TIMEOUT_S = 10.0
 #: Seconds that a process has to write its stacks down by itself.
 ANSWER_S = 2.0
+#: When nothing was added for so long, it has written all it will.
+QUIET_S = 0.3
 
 
 def stacks(pid: int, own_file: Path) -> str:
@@ -53,13 +55,13 @@ def _own(pid: int, file: Path) -> str:
     try:
         before = file.stat().st_size
         os.kill(pid, signal.SIGUSR2)
-        deadline, size = time.monotonic() + ANSWER_S, before
-        while time.monotonic() < deadline:
+        now = grown_at = time.monotonic()
+        deadline, size = now + ANSWER_S, before
+        while now < deadline and (size == before or now < grown_at + QUIET_S):
             time.sleep(0.05)
-            now = file.stat().st_size
-            if now > before and now == size:
-                break
-            size = now
+            now, was, size = time.monotonic(), size, file.stat().st_size
+            if size != was:
+                grown_at = now
         with file.open("rb") as content:
             content.seek(before)
             return content.read().decode(errors="replace")

@@ -151,6 +151,14 @@ async def test_the_last_message_is_missed_although_none_follows_it(bus: Bus, at_
         assert [received.event.run_id for received in await bus.history()] == ["r1"]
 
 
+async def test_it_is_closed_while_the_server_is_away(bus: Bus, nats_server: NatsServer) -> None:
+    connection = bus.nc
+    nats_server.kill()
+    await until(lambda: not bus.connected, "the loss to be noticed")
+    await bus.close()
+    assert connection.is_closed
+
+
 async def test_a_bare_publish_from_a_shell_is_a_request(make_bus: Any) -> None:
     bus: Bus = await make_bus("scheduler")
     seen: list[Any] = []

@@ -200,7 +200,11 @@ async def test_kubernetes_hook_writes_the_grace(tmp_path: Path) -> None:
     watching = asyncio.create_task(first(Kubernetes({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, marker, 0.01)))
     await asyncio.sleep(0.05)
     assert not watching.done()
-    marker.write_text("120\n")
+    handle = marker.open("w")  # as a shell does: emptied first, then written
+    await asyncio.sleep(0.05)
+    assert not watching.done()
+    handle.write("120\n")
+    handle.close()
     (notice,) = await watching
     assert notice.grace_s is not None
     assert 110 < notice.grace_s <= 120

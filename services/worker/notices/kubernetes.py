@@ -14,6 +14,8 @@ from services.worker.notices.base import Notice
 
 #: Kubernetes' own ``terminationGracePeriodSeconds`` where the pod gives none.
 DEFAULT_GRACE_S = 30.0
+#: A file that is empty for so long was only touched: the hook gives no number.
+WRITING_S = 1.0
 
 
 class Kubernetes:
@@ -40,10 +42,12 @@ class Kubernetes:
     def _written_at(self) -> float | None:
         """When the hook wrote the file; one from before our start meant another life of the container."""
         try:
-            written_at = self._file.stat().st_mtime
+            found = self._file.stat()
         except OSError:
             return None
-        return written_at if written_at >= self._since - 1 else None
+        if found.st_size == 0 and time.time() < found.st_mtime + WRITING_S:
+            return None  # a shell empties the file before it writes
+        return found.st_mtime if found.st_mtime >= self._since - 1 else None
 
     def _grace_s(self) -> float:
         """Seconds that the pod has from the hook on: the file's content, if it is a number."""

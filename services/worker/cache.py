@@ -1,8 +1,9 @@
 """What this node has downloaded: verified, shared by all placements, bounded.
 
-A file's name is its content (a hash), so what is there is right. It comes by a rename, so what is
-there is whole. A placement holds what it uses; only what nobody holds is evicted, oldest use first. The shards of
-datasets have a part of their own (``shards.py``): what ranks will read is known there.
+A file's name is its content (a hash), so what is there is right. It comes by a rename, so what is there is whole; but
+nothing is flushed for it, so that after a start of the machine each is hashed before its first use. A placement holds
+what it uses; only what nobody holds is evicted, oldest use first. The shards of datasets have a part of their own
+(``shards.py``): what ranks will read is known there.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import psutil
 import structlog
 from pydantic import TypeAdapter, ValidationError
 
@@ -218,7 +220,7 @@ class Cache:
     async def _restore_one(self, file: CheckpointFile, gate: asyncio.Semaphore) -> bool:
         path = self.blob(file.sha256)
         async with self._locks.setdefault(path, asyncio.Lock()):
-            if path.exists():
+            if await asyncio.to_thread(_is_whole, path, file.sha256):
                 os.utime(path)
                 metrics.CACHE_LOOKUPS.labels("hit").inc()
                 return False
@@ -240,10 +242,10 @@ class Cache:
             found = self._index().get(sha256)
         if found is None:
             path = self.blob(sha256)
-            return Range(path, 0, path.stat().st_size) if path.exists() else None
+            return Range(path, 0, path.stat().st_size) if _is_trusted(path) else None
         file, offset, size_bytes = found
         path = self.blob(file)
-        return Range(path, offset, size_bytes) if path.exists() else None
+        return Range(path, offset, size_bytes) if _is_trusted(path) else None
 
     def _remember(self, file: CheckpointFile) -> None:
         if len(file.chunks) == 1:
@@ -299,7 +301,7 @@ class Cache:
     async def _ensure_one(self, wanted: _Wanted) -> bool:
         """Whether it had to be fetched."""
         async with self._locks.setdefault(wanted.path, asyncio.Lock()):
-            if wanted.path.exists():
+            if await asyncio.to_thread(_is_whole, wanted.path, wanted.sha256):
                 os.utime(wanted.path)
                 metrics.CACHE_LOOKUPS.labels("hit").inc()
                 return False
@@ -345,16 +347,6 @@ class Cache:
         self.other_bytes -= freed
         return freed
 
-    async def verify(self) -> list[Path]:
-        """Remove blobs whose bytes are no longer what their names say; return them."""
-        wrong = []
-        for path in (self.folder / "blobs").glob("*/*"):
-            if path.name[0] != "." and await asyncio.to_thread(hash_file, path) != path.name:
-                path.unlink(missing_ok=True)
-                self._forget(path.name)
-                wrong.append(path)
-        return wrong
-
 
 class Hold:
     """The files that one placement uses."""
@@ -363,6 +355,30 @@ class Hold:
         self.cache = cache
         self.paths: list[Path] = []
         self.readings: list[Reading] = []
+
+
+def _is_trusted(path: Path) -> bool:
+    """Whether a file is here that was written or hashed since the machine started."""
+    try:
+        return path.stat().st_mtime > float(psutil.boot_time())
+    except OSError:
+        return False
+
+
+def _is_whole(path: Path, sha256: str) -> bool:
+    """Whether a file is here and right. One that a power cut damaged is removed."""
+    if _is_trusted(path):
+        return True
+    try:
+        if hash_file(path) == sha256:
+            return True
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        log.error("a cached file cannot be read", path=str(path), error=repr(error))
+    log.error("a cached file is damaged, fetching it anew", path=str(path))
+    path.unlink(missing_ok=True)
+    return False
 
 
 def _whole(manifest: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,31 @@ async def test_a_resume_takes_from_the_node_what_it_has(
         await empty.checkpoint(uri, tmp_path / "again", hold)
         assert (tmp_path / "again" / "half.safetensors").read_bytes() == half_path.read_bytes()
     assert len(asked) == 1 + len(half.chunks)
+
+
+async def test_what_was_here_before_the_machine_started_is_hashed_first(
+    tmp_path: Path, cache: Cache, objects: Objects, s3_settings: Settings
+) -> None:
+    """Nothing is flushed for the cache: a power cut may leave the right name with the wrong bytes."""
+    path = tmp_path / "model-0.safetensors"
+    save_file(tensors({"a": MIB, "b": MIB}), path)
+    content = path.read_bytes()
+    (file,) = await Uploader(objects, s3_settings.bucket_models, cache, Known()).files({path.name: path})
+    uri = f"s3://{s3_settings.bucket_models}/manifest.json"
+    manifest = {"step": 1, "epoch": 1, "samples_consumed": 8, "files": [file.model_dump(mode="json")]}
+    await objects.put(uri, json.dumps(manifest).encode())
+    kept = cache.blob(file.sha256)
+
+    for damage in (b"", bytes(100)):
+        kept.write_bytes(damage + content[len(damage) :])
+        os.utime(kept, (1, 1))
+        inode = kept.stat().st_ino
+        assert cache.find(file.chunks[1].sha256) is None
+        async with cache.holding() as hold:
+            await cache.checkpoint(uri, tmp_path / f"resume-{len(damage)}", hold)
+        assert (tmp_path / f"resume-{len(damage)}" / path.name).read_bytes() == content
+        assert (kept.stat().st_ino == inode) is (damage == b"")
+        assert cache.find(file.chunks[1].sha256) is not None
 
 
 async def test_damage_in_the_store_leaves_nothing(tmp_path: Path, objects: Objects, s3_settings: Settings) -> None:

@@ -48,7 +48,9 @@ def build_api(service: Service, projection: Projection) -> FastAPI:
     app.add_middleware(Instrument)
     _errors(app)
     app.include_router(_operations(service, projection))
-    app.include_router(_runs(service, projection))
+    commands = Commands(service.bus)
+    app.include_router(_requests(commands, projection))
+    app.include_router(_runs(commands, projection))
     app.include_router(_streams(service, projection))
     app.include_router(_things(projection))
     return app
@@ -66,8 +68,9 @@ async def find(projection: Projection, reference: str) -> Row:
 # -- runs -----------------------------------------------------------------------
 
 
-def _runs(service: Service, projection: Projection) -> APIRouter:
-    router, store, commands = APIRouter(), projection.store, Commands(service.bus)
+def _requests(commands: Commands, projection: Projection) -> APIRouter:
+    """What can be asked for: each answers 202 as soon as the request is on the bus."""
+    router, store = APIRouter(), projection.store
 
     @router.post(
         "/training-runs",
@@ -103,49 +106,6 @@ def _runs(service: Service, projection: Projection) -> APIRouter:
             duplicate=ack.duplicate or known is not None,
             sequence=ack.sequence,
         )
-
-    @router.get("/training-runs", response_model=views.RunPage)
-    async def get_runs(
-        state: Annotated[list[str] | None, Query(description="one or more of " + ", ".join(STATES))] = None,
-        name: Annotated[str | None, Query(max_length=200, description="part of the name")] = None,
-        limit: Limit = 50,
-        cursor: str | None = None,
-    ) -> views.RunPage:
-        """Runs, newest first."""
-        states = [s for given in state or [] for s in given.split(",") if s]
-        if unknown := set(states) - set(STATES):
-            raise HTTPException(422, f"state: {', '.join(sorted(unknown))} is none of {', '.join(STATES)}")
-        return await queries.list_runs(store, states=states, name=name, limit=limit, cursor=cursor)
-
-    @router.get("/training-runs/{run}", response_model=views.RunDetail)
-    async def get_run(run: str) -> views.RunDetail:
-        """Everything about one run."""
-        return await queries.run_detail(store, await find(projection, run))
-
-    @router.get("/training-runs/{run}/curves", response_model=views.Curves)
-    async def get_curves(
-        run: str,
-        name: Annotated[list[str] | None, Query(description="metrics; all if none is named")] = None,
-        max_points: Annotated[int, Query(ge=2, le=10_000)] = 500,
-    ) -> views.Curves:
-        """Metric curves without what was trained twice, thinned for plotting."""
-        row = await find(projection, run)
-        return await queries.curves(store, row["run_id"], name or [], max_points)
-
-    @router.get("/training-runs/{run}/checkpoints", response_model=views.Checkpoints)
-    async def get_checkpoints(run: str) -> views.Checkpoints:
-        """Committed checkpoints, oldest first."""
-        row = await find(projection, run)
-        return views.Checkpoints(checkpoints=await queries.checkpoints(store, row["run_id"]))
-
-    @router.get("/training-runs/{run}/why", response_model=views.Why)
-    async def get_why(run: str) -> dict[str, Any]:
-        """Why the run is where it is, asked of the scheduler."""
-        row = await find(projection, run)
-        if row["state"] not in TERMINAL and (answer := await commands.ask_scheduler(row)) is not None:
-            return answer
-        await projection.catch_up()
-        return recorded_why(await queries.find_run(store, row["run_id"]))
 
     @router.post("/training-runs/{run}/cancel", status_code=202, response_model=views.Accepted)
     async def cancel(
@@ -190,6 +150,56 @@ def _runs(service: Service, projection: Projection) -> APIRouter:
 
     async def restorable(run_id: str) -> set[int]:
         return {c.epoch for c in await queries.checkpoints(store, run_id) if c.deleted_at is None}
+
+    return router
+
+
+def _runs(commands: Commands, projection: Projection) -> APIRouter:
+    """What is known of runs."""
+    router, store = APIRouter(), projection.store
+
+    @router.get("/training-runs", response_model=views.RunPage)
+    async def get_runs(
+        state: Annotated[list[str] | None, Query(description="one or more of " + ", ".join(STATES))] = None,
+        name: Annotated[str | None, Query(max_length=200, description="part of the name")] = None,
+        limit: Limit = 50,
+        cursor: str | None = None,
+    ) -> views.RunPage:
+        """Runs, newest first."""
+        states = [s for given in state or [] for s in given.split(",") if s]
+        if unknown := set(states) - set(STATES):
+            raise HTTPException(422, f"state: {', '.join(sorted(unknown))} is none of {', '.join(STATES)}")
+        return await queries.list_runs(store, states=states, name=name, limit=limit, cursor=cursor)
+
+    @router.get("/training-runs/{run}", response_model=views.RunDetail)
+    async def get_run(run: str) -> views.RunDetail:
+        """Everything about one run."""
+        return await queries.run_detail(store, await find(projection, run))
+
+    @router.get("/training-runs/{run}/curves", response_model=views.Curves)
+    async def get_curves(
+        run: str,
+        name: Annotated[list[str] | None, Query(description="metrics; all if none is named")] = None,
+        max_points: Annotated[int, Query(ge=2, le=10_000)] = 500,
+    ) -> views.Curves:
+        """Metric curves without what was trained twice, thinned for plotting."""
+        row = await find(projection, run)
+        return await queries.curves(store, row["run_id"], name or [], max_points)
+
+    @router.get("/training-runs/{run}/checkpoints", response_model=views.Checkpoints)
+    async def get_checkpoints(run: str) -> views.Checkpoints:
+        """Committed checkpoints, oldest first."""
+        row = await find(projection, run)
+        return views.Checkpoints(checkpoints=await queries.checkpoints(store, row["run_id"]))
+
+    @router.get("/training-runs/{run}/why", response_model=views.Why)
+    async def get_why(run: str) -> dict[str, Any]:
+        """Why the run is where it is, asked of the scheduler."""
+        row = await find(projection, run)
+        if row["state"] not in TERMINAL and (answer := await commands.ask_scheduler(row)) is not None:
+            return answer
+        await projection.catch_up()
+        return recorded_why(await queries.find_run(store, row["run_id"]))
 
     return router
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from contextlib import suppress
@@ -176,8 +177,9 @@ def test_a_run_whose_data_does_not_come_says_so_before_it_does(tmp_path: Path) -
         told.set()
 
     trainer._starvation._say = heard
-    # No time passes before a sample is being decoded.
-    trainer._starvation._clock = lambda: 100.0 if begun.is_set() else 0.0
+    # No time passes before a sample is being decoded; then a second does, whenever somebody looks.
+    seconds = itertools.count(1)
+    trainer._starvation._clock = lambda: float(next(seconds)) if begun.is_set() else 0.0
     trainer.fit()
     starved = [line for line in journal(tmp_path / "run") if isinstance(line, StarvedLine)]
     assert (starved[0].step, starved[0].over_steps, starved[0].bound_by) == (0, 0, "decode")

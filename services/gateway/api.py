@@ -47,8 +47,8 @@ def build_api(service: Service, projection: Projection) -> FastAPI:
     app.add_middleware(SameSite)
     app.add_middleware(Instrument)
     _errors(app)
-    app.include_router(_operations(service, projection))
     commands = Commands(service.bus)
+    app.include_router(_operations(service, projection))
     app.include_router(_requests(commands, projection))
     app.include_router(_runs(commands, projection))
     app.include_router(_streams(service, projection))
@@ -154,6 +154,20 @@ def _requests(commands: Commands, projection: Projection) -> APIRouter:
     return router
 
 
+async def _json_body(request: Request) -> bytes:
+    # A form or plain text is what a web page may send across sites without asking.
+    if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
+        raise HTTPException(415, "send the request with Content-Type: application/json")
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise HTTPException(
+                413, f"the body has more than {MAX_BODY_BYTES:,} bytes: put large content into the object store"
+            )
+    return bytes(body)
+
+
 def _runs(commands: Commands, projection: Projection) -> APIRouter:
     """What is known of runs."""
     router, store = APIRouter(), projection.store
@@ -202,20 +216,6 @@ def _runs(commands: Commands, projection: Projection) -> APIRouter:
         return recorded_why(await queries.find_run(store, row["run_id"]))
 
     return router
-
-
-async def _json_body(request: Request) -> bytes:
-    # A form or plain text is what a web page may send across sites without asking.
-    if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
-        raise HTTPException(415, "send the request with Content-Type: application/json")
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise HTTPException(
-                413, f"the body has more than {MAX_BODY_BYTES:,} bytes: put large content into the object store"
-            )
-    return bytes(body)
 
 
 # -- streams --------------------------------------------------------------------

@@ -35,8 +35,8 @@ from loadtest.common import report
 from services.checkpoint.app import build
 from services.checkpoint.settings import CheckpointSettings
 from services.kit.bus import Bus
-from services.kit.objects import Objects, write_at
 from services.kit.settings import Settings
+from services.kit.store.objects import ObjectStore, write_at
 from services.worker.cache import Cache
 from services.worker.core.chunks import CUT_BYTES
 from services.worker.known import Known
@@ -66,7 +66,7 @@ def _servers(folder: Path) -> Iterator[tuple[NatsServer, S3Server]]:
 
 
 @asynccontextmanager
-async def _stack(folder: Path) -> AsyncIterator[tuple[Bus, Objects, Settings]]:
+async def _stack(folder: Path) -> AsyncIterator[tuple[Bus, ObjectStore, Settings]]:
     """Servers and the checkpoint service, in this process."""
     with _servers(folder) as (nats, s3):
         settings = CheckpointSettings(
@@ -83,7 +83,7 @@ async def _stack(folder: Path) -> AsyncIterator[tuple[Bus, Objects, Settings]]:
         bus = Bus("loadtest", settings)
         await bus.connect()
         try:
-            async with Objects(settings) as objects:
+            async with ObjectStore(settings) as objects:
                 await objects.ensure_bucket(settings.bucket_models)
                 while not all(service.readiness().values()):  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
@@ -97,7 +97,7 @@ async def _stack(folder: Path) -> AsyncIterator[tuple[Bus, Objects, Settings]]:
 class _Node:
     """What an agent does with a checkpoint, and when its commit is heard of."""
 
-    def __init__(self, bus: Bus, objects: Objects, settings: Settings, folder: Path) -> None:
+    def __init__(self, bus: Bus, objects: ObjectStore, settings: Settings, folder: Path) -> None:
         self.bus, self.objects, self.settings, self.folder = bus, objects, settings, folder
         self.cache, self.known = Cache(folder / "cache", objects, 2**40), Known()
         self.run_id = f"r{os.getpid()}"
@@ -181,7 +181,7 @@ def _state(megabytes: int, seed: int) -> dict[str, np.ndarray[Any, Any]]:
     return state
 
 
-async def puts(objects: Objects, bucket: str, contents: list[bytes], prefix: str) -> float:
+async def puts(objects: ObjectStore, bucket: str, contents: list[bytes], prefix: str) -> float:
     """Seconds of nothing but puts: the store's own rate for these bytes."""
     gate = asyncio.Semaphore(PARALLEL)
 
@@ -194,7 +194,7 @@ async def puts(objects: Objects, bucket: str, contents: list[bytes], prefix: str
     return time.perf_counter() - begun
 
 
-async def _gets(objects: Objects, bucket: str, count: int, prefix: str, into: Path | None = None) -> float:
+async def _gets(objects: ObjectStore, bucket: str, count: int, prefix: str, into: Path | None = None) -> float:
     """Seconds of nothing but gets; with ``into``, of gets whose bytes are written to a file."""
     gate = asyncio.Semaphore(PARALLEL)
 

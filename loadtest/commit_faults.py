@@ -33,7 +33,7 @@ from contracts.events.checkpoint import CheckpointCommitted, CheckpointRefused
 from loadtest.common import report
 from services.checkpoint.settings import CheckpointSettings
 from services.kit.bus import Bus
-from services.kit.objects import Objects
+from services.kit.store.objects import ObjectStore
 from tests.checkpoint.facts import NODES
 from tests.checkpoint.trials import LINES, Trial
 from trainbus.cli.embedded.servers import NatsServer, S3Server, free_ports
@@ -97,7 +97,7 @@ async def emulated(stack: Stack, count: int, first_seed: int) -> tuple[list[str]
     try:
         for seed in track(range(first_seed, first_seed + count), description="lines of the protocol"):
             settings = stack.settings(f"models-{seed}")
-            async with Objects(settings) as objects:
+            async with ObjectStore(settings) as objects:
                 await objects.ensure_bucket(settings.bucket_models)
                 trial = Trial(bus, objects, settings, seed)
                 try:
@@ -120,7 +120,7 @@ async def real(stack: Stack, seed: int) -> tuple[list[str], Counter[str]]:
     bus = Bus("faults", settings)
     await bus.connect()
     try:
-        async with Objects(settings) as objects:
+        async with ObjectStore(settings) as objects:
             await objects.ensure_bucket(settings.bucket_models)
             trial = Trial(bus, objects, settings, seed)
             trial.faults.off = True

@@ -12,8 +12,8 @@ import pytest
 import pytest_asyncio
 
 from services.kit.bus import Bus
-from services.kit.objects import Objects
 from services.kit.settings import Settings
+from services.kit.store.objects import ObjectStore
 from trainbus.cli.embedded.servers import NatsServer, S3Server, free_ports
 
 ACCESS_KEY, SECRET_KEY = "testkey", "testsecret"
@@ -64,9 +64,9 @@ def s3_settings(settings: Settings, s3_server: S3Server) -> Settings:
 
 
 @pytest_asyncio.fixture
-async def objects(s3_settings: Settings) -> AsyncIterator[Objects]:
+async def objects(s3_settings: Settings) -> AsyncIterator[ObjectStore]:
     """The object store, with this test's buckets made."""
-    async with Objects(s3_settings) as store:
+    async with ObjectStore(s3_settings) as store:
         for name in ("lake", "datasets", "models", "code"):
             await store.ensure_bucket(getattr(s3_settings, f"bucket_{name}"))
         yield store

@@ -10,7 +10,7 @@ from PIL import Image
 
 from contracts.events.run import RunAccepted
 from contracts.events.train import DatasetRef, DataSource, TrainRequested
-from services.kit.objects import Objects
+from services.kit.store.objects import ObjectStore
 
 
 def image_bytes(seed: int, kind: str = "PNG", size: int = 8) -> bytes:
@@ -26,7 +26,7 @@ def digits_lake(count: int = 60, classes: int = 3) -> dict[str, bytes]:
     return {f"{i % classes}/scan_{i:04d}.png": image_bytes(i) for i in range(count)}
 
 
-async def fill(objects: Objects, prefix_uri: str, files: dict[str, bytes]) -> None:
+async def fill(objects: ObjectStore, prefix_uri: str, files: dict[str, bytes]) -> None:
     """Write files under a prefix."""
     gate = asyncio.Semaphore(8)
 

@@ -7,7 +7,7 @@ import asyncio
 import sysconfig
 from pathlib import Path
 
-from services.kit.objects import Objects
+from services.kit.store.objects import ObjectStore
 from trainbus.cli.address import find
 
 LAKE = "s3://lake/python-stdlib/"
@@ -19,7 +19,7 @@ async def fill(data_dir: Path | None, most: int | None) -> int:
     library = Path(sysconfig.get_path("stdlib"))
     modules = sorted(library.glob("*.py"), key=lambda path: (-path.stat().st_size, path.name))[:most]
     gate = asyncio.Semaphore(PARALLEL)
-    async with Objects(find(data_dir).settings()) as objects:
+    async with ObjectStore(find(data_dir).settings()) as objects:
 
         async def store(path: Path) -> None:
             async with gate:

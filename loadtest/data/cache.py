@@ -22,8 +22,8 @@ from pathlib import Path
 
 from loadtest.data.proxy import FaultProxy
 from loadtest.data.stored import be_quiet, node, store
-from services.kit.objects import Objects
 from services.kit.settings import Settings
+from services.kit.store.objects import ObjectStore
 from services.worker.control import Control
 from trainbus.cli.embedded.servers import S3Server, free_ports
 from trainbus.data.arrival import Arrival
@@ -96,7 +96,7 @@ async def _run(scene: Scene, folder: Path) -> tuple[list[float], float, FaultPro
         {"s3_endpoint": server.endpoint, "s3_access_key": "key", "s3_secret_key": "secret"}
     )
     try:
-        async with Objects(settings) as objects:
+        async with ObjectStore(settings) as objects:
             await objects.ensure_bucket(settings.bucket_datasets)
             stored = await store(
                 objects, settings.bucket_datasets, shards=scene.shards, samples=SAMPLES, sample_bytes=SAMPLE_BYTES

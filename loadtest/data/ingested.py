@@ -16,8 +16,9 @@ import xxhash
 from contracts.datasets import SPLITS, canonical_json, ingestion_uri, pack_name
 from contracts.events.dataset import DatasetIngested
 from contracts.events.train import DataSource
-from services.kit.objects import Exists, Missing, ObjectInfo, hash_file, split_uri
 from services.kit.shuffle import group
+from services.kit.store.errors import ObjectExists, ObjectNotFound
+from services.kit.store.objects import ObjectInfo, hash_file, split_uri
 
 BUCKET = "datasets"
 
@@ -35,7 +36,7 @@ class Record(NamedTuple):
 
 
 class FolderStore:
-    """The part of ``Objects`` that ingestion and sharding use, on a folder. Transfers are links: they cost nothing."""
+    """The part of ``ObjectStore`` that ingestion and sharding use, on a folder. Transfers are links, hence free."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -48,12 +49,12 @@ class FolderStore:
         try:
             return self.path(uri).read_bytes()
         except FileNotFoundError as error:
-            raise Missing(uri) from error
+            raise ObjectNotFound(uri) from error
 
     async def put(self, uri: str, body: bytes, *, if_absent: bool = False, content_type: str = "") -> None:
         path = self.path(uri)
         if if_absent and path.exists():
-            raise Exists(uri)
+            raise ObjectExists(uri)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.{os.getpid()}.{random.getrandbits(32)}")
         partial.write_bytes(body)
@@ -67,7 +68,7 @@ class FolderStore:
         try:
             os.link(path, target)
         except FileExistsError as error:
-            raise Exists(uri) from error
+            raise ObjectExists(uri) from error
 
     async def ensure_bucket(self, bucket: str) -> None:
         (self.root / bucket).mkdir(parents=True, exist_ok=True)
@@ -79,14 +80,14 @@ class FolderStore:
         try:
             found = self.path(uri).stat()
         except FileNotFoundError as error:
-            raise Missing(uri) from error
+            raise ObjectNotFound(uri) from error
         return ObjectInfo(*split_uri(uri), found.st_size, "", datetime.fromtimestamp(found.st_mtime, UTC))
 
     async def freshen(self, uri: str) -> None:
         try:
             os.utime(self.path(uri))
         except FileNotFoundError as error:
-            raise Missing(uri) from error
+            raise ObjectNotFound(uri) from error
 
     async def list(self, uri: str) -> AsyncIterator[ObjectInfo]:
         bucket, prefix = split_uri(uri)
@@ -99,7 +100,7 @@ class FolderStore:
         try:
             shutil.copyfile(self.path(uri), path)
         except FileNotFoundError as error:
-            raise Missing(uri) from error
+            raise ObjectNotFound(uri) from error
         return ""
 
     async def read_into(self, uri: str, path: Path, offset: int, size_bytes: int, hasher: Callable[[], Any]) -> str:

@@ -23,8 +23,8 @@ from pathlib import Path
 from contracts.datasets import shard_uri
 from contracts.ranks import WantLine
 from loadtest.data.stored import Stored, be_quiet, node, store
-from services.kit.objects import Objects
 from services.kit.settings import Settings
+from services.kit.store.objects import ObjectStore
 from services.worker.cache import CacheError
 from trainbus.cli.embedded.servers import S3Server, free_ports
 from trainbus.data.dataset import Dataset
@@ -55,7 +55,7 @@ class Outcome:
 class Trials:
     """Flips bits of one dataset, trial after trial."""
 
-    def __init__(self, objects: Objects, settings: Settings, folder: Path, seed: int = 0) -> None:
+    def __init__(self, objects: ObjectStore, settings: Settings, folder: Path, seed: int = 0) -> None:
         self._objects, self._settings, self._folder = objects, settings, folder
         self._random = random.Random(seed)
         self.outcome = Outcome()
@@ -166,7 +166,7 @@ async def _measure(count: int) -> Outcome:
                 s3_access_key="key",
                 s3_secret_key=Settings.model_validate({"s3_secret_key": "secret"}).s3_secret_key,
             )
-            async with Objects(settings) as objects:
+            async with ObjectStore(settings) as objects:
                 await objects.ensure_bucket(settings.bucket_datasets)
                 return await Trials(objects, settings, folder).run(count)
         finally:

@@ -30,13 +30,13 @@ from services.ingestion.progress import Progress
 from services.ingestion.sources import FolderSource
 from services.kit.bus import Poison
 from services.kit.clock import SystemClock
-from services.kit.objects import Exists, Missing
+from services.kit.store.errors import ObjectExists, ObjectNotFound
 
 INPUTS, QUICK_INPUTS = 10_000, 300
 
 
 class MemoryStore:
-    """The part of ``Objects`` that ingestion writes to."""
+    """The part of ``ObjectStore`` that ingestion writes to."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
@@ -46,12 +46,12 @@ class MemoryStore:
 
     async def get(self, uri: str) -> bytes:
         if uri not in self.objects:
-            raise Missing(uri)
+            raise ObjectNotFound(uri)
         return self.objects[uri]
 
     async def put(self, uri: str, body: bytes, *, if_absent: bool = False) -> None:
         if if_absent and uri in self.objects:
-            raise Exists(uri)
+            raise ObjectExists(uri)
         self.objects[uri] = body
 
     async def upload(self, path: Path, uri: str) -> None:

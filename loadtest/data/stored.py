@@ -17,10 +17,10 @@ from contracts import shard_index
 from contracts.datasets import Manifest, SplitFiles, dataset_uri, shard_uri
 from contracts.events.dataset import ShardFile
 from contracts.events.train import Split
-from services.kit.objects import Objects
-from services.kit.ranged import Ranged
-from services.kit.reader import Reader
 from services.kit.settings import Settings
+from services.kit.store.objects import ObjectStore
+from services.kit.store.ranged import Ranged
+from services.kit.store.reader import ObjectReader
 from services.worker.cache import SHARDS_FOLDER, Cache
 from services.worker.shard_files import ShardFiles
 from services.worker.shards import Shards
@@ -54,7 +54,7 @@ class Stored:
 
 
 async def store(
-    objects: Objects,
+    objects: ObjectStore,
     bucket: str,
     *,
     shards: int = 4,
@@ -121,11 +121,11 @@ async def node(
     stall_s: float = 2.0,
     patience_s: float = 60.0,
     warm: Path | None = None,
-    objects: Objects | None = None,
+    objects: ObjectStore | None = None,
 ) -> AsyncIterator[tuple[Cache, Shards]]:
     """One life of a node's cache in a folder."""
-    made = nullcontext(objects) if objects is not None else Objects(settings)
-    async with made as objects, Reader(settings) as reader:
+    made = nullcontext(objects) if objects is not None else ObjectStore(settings)
+    async with made as objects, ObjectReader(settings) as reader:
         ranged = Ranged(reader, range_bytes=range_bytes, stall_s=stall_s, patience_s=patience_s)
         files = await asyncio.to_thread(ShardFiles, folder / SHARDS_FOLDER, objects, ranged, warm)
         async with Shards(files, max_bytes) as shards:

@@ -20,9 +20,10 @@ from services.checkpoint.scrub import Scrubber
 from services.checkpoint.settings import CheckpointSettings
 from services.checkpoint.verify import Verifier
 from services.kit.bus import Bus, Conflict, Expect, Received, Transient
-from services.kit.objects import Exists, Objects
 from services.kit.service import Service
 from services.kit.settings import Settings
+from services.kit.store.errors import ObjectExists
+from services.kit.store.objects import ObjectStore
 
 log = structlog.get_logger(__name__)
 
@@ -30,7 +31,7 @@ log = structlog.get_logger(__name__)
 class Committer:
     """Commits what is complete, refuses what is broken, and applies retention. Every step can be repeated."""
 
-    def __init__(self, bus: Bus, objects: Objects, settings: CheckpointSettings) -> None:
+    def __init__(self, bus: Bus, objects: ObjectStore, settings: CheckpointSettings) -> None:
         self._bus, self._objects = bus, objects
         self._bucket = settings.bucket_models
         self._verifier = Verifier(objects, settings)
@@ -119,7 +120,7 @@ class Committer:
         uri = sealed.commit.checkpoint.uri
         try:
             await self._objects.put(uri, sealed.manifest, if_absent=True, content_type="application/json")
-        except Exists:
+        except ObjectExists:
             # Ours, from before a kill or from another instance, is the same to the byte.
             return await self._objects.get(uri) == sealed.manifest
         return True
@@ -129,7 +130,7 @@ def build(settings: Settings) -> Service:
     """The service, ready to be run."""
     own = CheckpointSettings.of(settings)
     service = Service("checkpoint", own)
-    objects: Objects = service.resource(Objects(own))
+    objects: ObjectStore = service.resource(ObjectStore(own))
     committer = Committer(service.bus, objects, own)
     keeper = Keeper(service.bus, objects)
     scrubber = Scrubber(service.bus, objects, own)

@@ -22,7 +22,8 @@ from services.checkpoint.core.retention import HOLDING
 from services.checkpoint.settings import CheckpointSettings
 from services.kit.alone import Garbage
 from services.kit.bus import Bus
-from services.kit.objects import Missing, ObjectInfo, Objects
+from services.kit.store.errors import ObjectNotFound
+from services.kit.store.objects import ObjectInfo, ObjectStore
 
 log = structlog.get_logger(__name__)
 
@@ -47,7 +48,7 @@ class Collected:
     kept_blobs: int
 
 
-async def collect_garbage(bus: Bus, objects: Objects, settings: CheckpointSettings) -> Collected:
+async def collect_garbage(bus: Bus, objects: ObjectStore, settings: CheckpointSettings) -> Collected:
     """Remove what nobody needs. Safe beside commits and uploads: see ``core/garbage.py``.
 
     Raises:
@@ -76,7 +77,7 @@ async def collect_garbage(bus: Bus, objects: Objects, settings: CheckpointSettin
         try:
             if (await objects.head(blob.uri)).modified_at != blob.modified_at:
                 continue
-        except Missing:
+        except ObjectNotFound:
             continue
         await objects.delete(blob.uri)
         deleted, freed = deleted + 1, freed + blob.size_bytes
@@ -96,10 +97,10 @@ async def _ledger(bus: Bus, forget_before: datetime) -> Ledger:
     return ledger
 
 
-async def _named(objects: Objects, manifest: Stored) -> set[str]:
+async def _named(objects: ObjectStore, manifest: Stored) -> set[str]:
     try:
         return blobs_of(await objects.get(manifest.uri))
-    except Missing:
+    except ObjectNotFound:
         return set()  # retention removed it meanwhile
     except ValueError as error:
         raise ValueError(f"{manifest.uri}: {error}; repair or remove it, nothing was collected") from error

@@ -12,7 +12,7 @@ from contracts.events.train import PinRequested
 from services.checkpoint import metrics
 from services.checkpoint.core.retention import HOLDING, Holds, pinned, plan
 from services.kit.bus import Bus, Conflict, Expect, Poison, Received
-from services.kit.objects import Objects
+from services.kit.store.objects import ObjectStore
 
 log = structlog.get_logger(__name__)
 
@@ -47,7 +47,7 @@ class Keeper:
     run that began with it is left.
     """
 
-    def __init__(self, bus: Bus, objects: Objects) -> None:
+    def __init__(self, bus: Bus, objects: ObjectStore) -> None:
         self._bus, self._objects = bus, objects
         self._holds = Holds()
         self._held_up_to = 0

@@ -36,7 +36,8 @@ from services.checkpoint.settings import CheckpointSettings
 from services.checkpoint.verify import Verifier
 from services.kit.bus import Bus, Poison, Received, Transient
 from services.kit.jobs import Jobs
-from services.kit.objects import Missing, Objects, blob_sha256
+from services.kit.store.errors import ObjectNotFound
+from services.kit.store.objects import ObjectStore, blob_sha256
 
 log = structlog.get_logger(__name__)
 
@@ -67,7 +68,7 @@ class Pace:
 class Scrubber:
     """Reads back what is committed. One scrub at a time."""
 
-    def __init__(self, bus: Bus, objects: Objects, settings: CheckpointSettings) -> None:
+    def __init__(self, bus: Bus, objects: ObjectStore, settings: CheckpointSettings) -> None:
         self._bus, self._objects, self._settings = bus, objects, settings
         self._verifier = Verifier(objects, settings)
         self._jobs = Jobs(bus, QUEUE, self.scrub, self._give_up)
@@ -164,7 +165,7 @@ class Scrubber:
         try:
             manifest = await self._objects.get(commit.checkpoint.uri)
             files_of(manifest)
-        except (Missing, ValueError):
+        except (ObjectNotFound, ValueError):
             return None
         expected = commit.manifest_sha256
         return manifest if expected in (None, hashlib.sha256(manifest).hexdigest()) else None
@@ -172,7 +173,7 @@ class Scrubber:
     async def _is_right(self, uri: str) -> bool:
         try:
             return await self._objects.hash(uri) == blob_sha256(uri)
-        except Missing:
+        except ObjectNotFound:
             return False
         except Transient:
             # A store that keeps sums of its own gives no rotten bytes out: it fails, at this one object for ever.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from services.kit.objects import FRESHEN_S
 from services.kit.settings import Settings
+from services.kit.store.objects import FRESHEN_S
 
 
 class CheckpointSettings(Settings):

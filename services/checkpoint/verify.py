@@ -10,7 +10,8 @@ from contracts.events.checkpoint import CheckpointFile
 from services.checkpoint import metrics
 from services.checkpoint.core.commit import Blob
 from services.checkpoint.settings import CheckpointSettings
-from services.kit.objects import Missing, Objects
+from services.kit.store.errors import ObjectNotFound
+from services.kit.store.objects import ObjectStore
 
 #: (uri, etag) of blobs that were read back are remembered up to this many.
 MAX_REMEMBERED = 100_000
@@ -24,7 +25,7 @@ class Verifier:
     such hash, or somebody wrote the object without one, it is read back and hashed, once for each ETag.
     """
 
-    def __init__(self, objects: Objects, settings: CheckpointSettings) -> None:
+    def __init__(self, objects: ObjectStore, settings: CheckpointSettings) -> None:
         self._objects, self._settings = objects, settings
         self._slots = asyncio.Semaphore(settings.checkpoint_verify_parallel)
         self._verified: set[tuple[str, str]] = set()
@@ -47,7 +48,7 @@ class Verifier:
                         return ""
                     digest = await self._objects.hash(blob.uri)
                     metrics.VERIFIED_BYTES.inc(info.size_bytes)
-            except Missing:
+            except ObjectNotFound:
                 return f"{path!r} is not in the store: {blob.uri} is missing"
             if digest != blob.sha256:
                 return f"{path!r} is corrupt in the store: its hash is {digest}, {blob.sha256} was announced"
@@ -62,7 +63,7 @@ class Verifier:
         for file in files:
             try:
                 content = b"".join([await self._objects.get(chunk.uri) for chunk in file.chunks])
-            except Missing as error:
+            except ObjectNotFound as error:
                 return f"{file.path!r} is not in the store: {error} is missing"
             if hashlib.sha256(content).hexdigest() != file.sha256:
                 return f"{file.path!r} is corrupt in the store: its hash is not {file.sha256}"

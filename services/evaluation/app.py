@@ -38,9 +38,10 @@ from services.evaluation.core.decide import (
 )
 from services.evaluation.core.state import FOLDED, Candidate, State, Version
 from services.kit.bus import Bus, Conflict, Expect, Poison, Received
-from services.kit.objects import Missing, Objects
 from services.kit.service import Service
 from services.kit.settings import Settings
+from services.kit.store.errors import ObjectNotFound
+from services.kit.store.objects import ObjectStore
 
 log = structlog.get_logger(__name__)
 
@@ -59,7 +60,7 @@ SETTLED: dict[type, str] = {ModelPromoted: "promoted", RunNotPromoted: "not_prom
 class Evaluator:
     """Brings every candidate to its end, one step at a time, each derived from the facts as they are."""
 
-    def __init__(self, bus: Bus, objects: Objects, settings: Settings) -> None:
+    def __init__(self, bus: Bus, objects: ObjectStore, settings: Settings) -> None:
         self._bus, self._objects, self._bucket = bus, objects, settings.bucket_models
         self._state = State()
         self._folded_up_to = 0
@@ -233,7 +234,7 @@ class Evaluator:
         found = next((each for each in artifacts if each.name.rsplit("/", 1)[-1] == PREDICTIONS), None)
         if found is None:
             return None
-        with suppress(Missing):
+        with suppress(ObjectNotFound):
             if (await self._objects.head(found.uri)).size_bytes <= MAX_PREDICTIONS_BYTES:
                 return await asyncio.to_thread(reporting.parse_predictions, await self._objects.get(found.uri))
         log.info("predictions left out of the report: missing, or too large", uri=found.uri)
@@ -330,7 +331,7 @@ class Evaluator:
 def build(settings: Settings) -> Service:
     """The service, ready to be run."""
     service = Service("evaluation", settings)
-    objects: Objects = service.resource(Objects(settings))
+    objects: ObjectStore = service.resource(ObjectStore(settings))
     evaluator = Evaluator(service.bus, objects, settings)
     for event in topology.EVALUATION.events:
         service.bus.on(topology.EVALUATION, event)(evaluator.on_run_ended)

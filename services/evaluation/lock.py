@@ -7,17 +7,18 @@ import hashlib
 from contracts import subjects
 from contracts.events.checkpoint import CheckpointCommitted
 from services.kit.bus import Bus
-from services.kit.objects import Missing, Objects
+from services.kit.store.errors import ObjectNotFound
+from services.kit.store.objects import ObjectStore
 
 
-async def problem(bus: Bus, objects: Objects, run_id: str, uri: str) -> str:
+async def problem(bus: Bus, objects: ObjectStore, run_id: str, uri: str) -> str:
     """Why a run's checkpoint must not be promoted, in words; '' if its manifest is as it was committed.
 
     The manifest names every byte of the checkpoint by its hash, and the fact that committed it names the manifest.
     """
     try:
         manifest = await objects.get(uri)
-    except Missing:
+    except ObjectNotFound:
         return f"the checkpoint of run {run_id} is no longer in the store ({uri}): promote another run"
     commits = await bus.history(subjects.fact("run", run_id, CheckpointCommitted.fact))
     there = [each.event.manifest_sha256 for each in commits if each.event.checkpoint.uri == uri]

@@ -24,10 +24,11 @@ from services.ingestion.settings import IngestionSettings
 from services.ingestion.sources import open_source
 from services.kit.bus import Conflict, Expect, Poison, Received
 from services.kit.jobs import Jobs
-from services.kit.objects import Missing, Objects
-from services.kit.reader import Changed, Reader, Refused
 from services.kit.service import Service
 from services.kit.settings import Settings
+from services.kit.store.errors import ObjectChanged, ObjectNotFound, StoreRefused
+from services.kit.store.objects import ObjectStore
+from services.kit.store.reader import ObjectReader
 from services.kit.workdir import Workdir
 
 log = structlog.get_logger(__name__)
@@ -40,8 +41,8 @@ class Ingestion:
         self,
         service: Service,
         settings: IngestionSettings,
-        objects: Objects,
-        reader: Reader,
+        objects: ObjectStore,
+        reader: ObjectReader,
         decoders: Decoders,
         workdir: Workdir,
     ) -> None:
@@ -104,11 +105,11 @@ class Ingestion:
             bucket, source = self._settings.bucket_datasets, opened(data.source)
             ingest = Ingest(bucket, self._objects, source, self._decoders, folder, data, progress, features=features)
             return await ingest.run()
-        except Changed as error:
+        except ObjectChanged as error:
             raise Poison(f"{error}: it was overwritten while it was read; send the request again") from error
-        except Missing as error:
+        except ObjectNotFound as error:
             raise Poison(f"{error} was deleted while it was read; send the request again") from error
-        except Refused as error:
+        except StoreRefused as error:
             raise Poison(f"{error}; give the ingestion service read access, or check data.source") from error
         except ClientError as error:
             if error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 500) >= 500:
@@ -166,8 +167,8 @@ def ingested_fact(ingestion_id: str, run_id: str | None, data: DataSource, resul
 
 def build(settings: Settings) -> Service:
     service = Service("ingestion", settings)
-    objects = service.resource(Objects(settings))
-    reader = service.resource(Reader(settings))
+    objects = service.resource(ObjectStore(settings))
+    reader = service.resource(ObjectReader(settings))
     # What is this service's own in the environment, for those who give the settings of all services.
     own = settings if isinstance(settings, IngestionSettings) else IngestionSettings(**dict(settings))
     decoders = service.resource(Decoders(own.decoders))

@@ -31,7 +31,8 @@ from services.ingestion.taking import Found, Intake, Take
 from services.ingestion.whole_files import Binaries, Images, WholeFiles
 from services.kit.bus import Poison
 from services.kit.concurrency import in_thread
-from services.kit.objects import Exists, Missing, Objects
+from services.kit.store.errors import ObjectExists, ObjectNotFound
+from services.kit.store.objects import ObjectStore
 
 log = structlog.get_logger(__name__)
 
@@ -68,7 +69,7 @@ class Ingest:
     def __init__(
         self,
         bucket: str,
-        objects: Objects,
+        objects: ObjectStore,
         source: Source,
         decoders: Decoders,
         folder: Path,
@@ -93,7 +94,7 @@ class Ingest:
 
         Raises:
             Poison: the source is missing or empty, or the request makes no sense.
-            Changed, Missing: an object is no longer what was listed.
+            ObjectChanged, ObjectNotFound: an object is no longer what was listed.
         """
         if (problem := impossible(self._data)) is not None:
             raise Poison(problem)
@@ -104,7 +105,7 @@ class Ingest:
             try:
                 content = await self._objects.get(f"{folder_uri}/{DONE}")
                 outcome = Outcome.of(json.loads(content))
-            except Missing:
+            except ObjectNotFound:
                 pass
             else:
                 # Young again: what is old and in no dataset is collected.
@@ -252,5 +253,5 @@ class Ingest:
             await self._objects.upload(self._folder / name, f"{folder_uri}/{name}")
         try:
             await self._objects.put(f"{folder_uri}/{DONE}", canonical_json(done), if_absent=True)
-        except Exists:
+        except ObjectExists:
             log.info("another instance was faster with the same result", folder=folder_uri)

@@ -14,8 +14,9 @@ from urllib.parse import unquote, urlsplit
 
 from services.kit.bus import Poison
 from services.kit.concurrency import in_thread
-from services.kit.objects import CHUNK, Missing, ObjectInfo, Objects, split_uri
-from services.kit.reader import Changed, Pinned, Reader
+from services.kit.store.errors import ObjectChanged, ObjectNotFound
+from services.kit.store.objects import CHUNK, ObjectInfo, ObjectStore, split_uri
+from services.kit.store.reader import ObjectReader, ObjectVersion
 
 LISTED_A_TURN = 1000
 
@@ -48,15 +49,15 @@ class Source(Protocol):
         ...
 
     async def read(self, listed: Listed) -> bytes:
-        """The whole object; raises ``Changed`` if it is no longer what was listed."""
+        """The whole object; raises ``ObjectChanged`` if it is no longer what was listed."""
         ...
 
     async def download(self, listed: Listed, local: Path) -> None:
-        """Write the object to ``local``; raises ``Changed`` if it is no longer what was listed."""
+        """Write the object to ``local``; raises ``ObjectChanged`` if it is no longer what was listed."""
         ...
 
 
-def open_source(uri: str, objects: Objects, reader: Reader, folders: tuple[Path, ...] = ()) -> Source:
+def open_source(uri: str, objects: ObjectStore, reader: ObjectReader, folders: tuple[Path, ...] = ()) -> Source:
     """The source that ``uri`` names.
 
     Raises:
@@ -72,7 +73,7 @@ class StoreSource:
 
     shared = True
 
-    def __init__(self, objects: Objects, reader: Reader, uri: str) -> None:
+    def __init__(self, objects: ObjectStore, reader: ObjectReader, uri: str) -> None:
         self._objects, self._reader, self._uri = objects, reader, uri
         self._bucket, prefix = split_uri(uri)
         # With the slash, digits/ does not take in digits2/.
@@ -88,13 +89,13 @@ class StoreSource:
             if not found and self._folder != self._prefix:
                 async for one in self._one_object():
                     yield one
-        except Missing as error:
+        except ObjectNotFound as error:
             raise Poison(f"there is no bucket {self._bucket!r}: check the source {self._uri}") from error
 
     async def _one_object(self) -> AsyncIterator[list[Listed]]:
         try:
             info = await self._objects.head(self._uri)
-        except Missing:
+        except ObjectNotFound:
             return
         folder = info.key.rpartition("/")[0]
         self._folder = f"{folder}/" if folder else ""
@@ -116,8 +117,8 @@ class StoreSource:
     async def download(self, listed: Listed, local: Path) -> None:
         await self._reader.download(self._pinned(listed), local)
 
-    def _pinned(self, listed: Listed) -> Pinned:
-        return Pinned(self._bucket, self._folder + listed.path, listed.size, listed.etag)
+    def _pinned(self, listed: Listed) -> ObjectVersion:
+        return ObjectVersion(self._bucket, self._folder + listed.path, listed.size, listed.etag)
 
 
 @dataclass
@@ -197,7 +198,7 @@ class FolderSource:
                     target.write(chunk)
                 # Written to in the meantime: what was copied may be half old and half new.
                 if _version(os.fstat(handle)) != listed.etag:
-                    raise Changed(f"{self.uri(listed)} was written to")
+                    raise ObjectChanged(f"{self.uri(listed)} was written to")
 
         await in_thread(copy)
 
@@ -206,15 +207,15 @@ class FolderSource:
         try:
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
-            raise Changed(f"{path.as_uri()} cannot be opened any more ({error.strerror})") from error
+            raise ObjectChanged(f"{path.as_uri()} cannot be opened any more ({error.strerror})") from error
         if _version(os.fstat(handle)) != listed.etag:
             os.close(handle)
-            raise Changed(f"{path.as_uri()} is another version than the one listed")
+            raise ObjectChanged(f"{path.as_uri()} is another version than the one listed")
         return handle
 
     def _whole(self, listed: Listed, content: bytes) -> bytes:
         if len(content) != listed.size:
-            raise Changed(f"{self.uri(listed)} has another size than it was listed with")
+            raise ObjectChanged(f"{self.uri(listed)} has another size than it was listed with")
         return content
 
 

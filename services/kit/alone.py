@@ -19,9 +19,9 @@ from services.kit import telemetry
 from services.kit.bus import Bus, Transient
 from services.kit.concurrency import end
 from services.kit.lease import Lease
-from services.kit.objects import Objects
 from services.kit.service import Service
 from services.kit.settings import Settings
+from services.kit.store.objects import ObjectStore
 
 log = structlog.get_logger(__name__)
 
@@ -36,10 +36,10 @@ class Garbage(Generic[S, T]):
     lease: str
     runs: Counter
     #: Raises ``ValueError`` if nobody can tell what is garbage.
-    collect: Callable[[Bus, Objects, S], Awaitable[T]]
+    collect: Callable[[Bus, ObjectStore, S], Awaitable[T]]
     told: Callable[[T], str]
 
-    async def alone(self, bus: Bus, objects: Objects, settings: S) -> T | None:
+    async def alone(self, bus: Bus, objects: ObjectStore, settings: S) -> T | None:
         """Collect under the lease; None if another instance is at it.
 
         Raises:
@@ -63,7 +63,7 @@ class Garbage(Generic[S, T]):
             await end(keeper, work)
             await lease.release()
 
-    async def rarely(self, every_s: float, bus: Bus, objects: Objects, settings: S) -> None:
+    async def rarely(self, every_s: float, bus: Bus, objects: ObjectStore, settings: S) -> None:
         """Collect every ``every_s``, for ever; what goes wrong is logged, counted and tried again."""
         while True:
             await asyncio.sleep(every_s)
@@ -78,7 +78,7 @@ class Garbage(Generic[S, T]):
         bus = Bus(self.lease, settings)
         await bus.connect()
         try:
-            async with Objects(settings) as objects:
+            async with ObjectStore(settings) as objects:
                 found = await self.alone(bus, objects, settings)
         finally:
             await bus.close()

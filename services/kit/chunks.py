@@ -22,7 +22,8 @@ from typing import Any, Protocol
 from blake3 import blake3
 
 from contracts.events.checkpoint import CheckpointFile, Chunk
-from services.kit.objects import Objects, write_at
+from services.kit.store.errors import ObjectCorrupted
+from services.kit.store.objects import ObjectStore, write_at
 
 MAGIC = b"TBXZ\x01"
 #: Differences one upon the other, at most; the next one is stored whole.
@@ -34,10 +35,6 @@ WIDTHS = (1, 2, 4, 8)
 LEVEL = 1
 PARALLEL_FETCHES = 4
 COPY_BYTES = 8 * 2**20
-
-
-class Damaged(ValueError):
-    """What is stored is not what was committed; the text says which piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,33 +84,33 @@ def decode(blob: bytes, base: bytes) -> bytes:
     """The piece that ``blob`` tells from ``base``.
 
     Raises:
-        Damaged: the blob is no difference to a piece of this size.
+        ObjectCorrupted: the blob is no difference to a piece of this size.
     """
     import numpy as np
     import zstandard
 
     width = blob[len(MAGIC)] if len(blob) > len(MAGIC) else 0
     if not blob.startswith(MAGIC) or width not in WIDTHS:
-        raise Damaged("a difference does not begin as one")
+        raise ObjectCorrupted("a difference does not begin as one")
     try:
         frame = blob[len(MAGIC) + 1 :]
         # Asked before it is unpacked: a blob must not be able to fill the memory.
         if zstandard.get_frame_parameters(frame).content_size != len(base):
-            raise Damaged(f"a difference is not one to a piece of {len(base)} bytes")
+            raise ObjectCorrupted(f"a difference is not one to a piece of {len(base)} bytes")
         planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(frame), np.uint8)
     except zstandard.ZstdError as error:
-        raise Damaged(f"a difference cannot be unpacked: {error}") from error
+        raise ObjectCorrupted(f"a difference cannot be unpacked: {error}") from error
     whole = len(base) // width * width
     different = np.concatenate((planes[:whole].reshape(width, -1).T.reshape(-1), planes[whole:]))
     return np.bitwise_xor(different, np.frombuffer(base, np.uint8)).tobytes()
 
 
-async def piece_of(objects: Objects, chunk: Chunk, local: Local | None = None) -> bytes:
+async def piece_of(objects: ObjectStore, chunk: Chunk, local: Local | None = None) -> bytes:
     """The piece's bytes, verified, through as many differences as there are.
 
     Raises:
-        Missing: a blob is not in the store.
-        Damaged: a blob or what it decodes to has another hash.
+        ObjectNotFound: a blob is not in the store.
+        ObjectCorrupted: a blob or what it decodes to has another hash.
     """
     if local is not None:
         content = await asyncio.to_thread(read_verified, local.find(chunk.sha256), chunk.sha256)
@@ -124,19 +121,19 @@ async def piece_of(objects: Objects, chunk: Chunk, local: Local | None = None) -
         piece = stored
     else:
         if chunk.base is None or depth(chunk) > MAX_CHAIN or chunk.size_bytes > MAX_DIFFERENCE_BYTES:
-            raise Damaged(f"{chunk.uri} is a difference that nobody may have made")
+            raise ObjectCorrupted(f"{chunk.uri} is a difference that nobody may have made")
         if chunk.base.size_bytes != chunk.size_bytes:
-            raise Damaged(f"{chunk.uri} is a difference to a piece of another size")
+            raise ObjectCorrupted(f"{chunk.uri} is a difference to a piece of another size")
         base = await piece_of(objects, chunk.base, local)
         piece = await asyncio.to_thread(decode, stored, base)
     digest = await asyncio.to_thread(_sha256 if chunk.blake3 is None else blake3_hex, piece)
     if digest != (chunk.blake3 or chunk.sha256):
-        raise Damaged(f"{chunk.uri} gives a piece of hash {digest}, expected {chunk.blake3 or chunk.sha256}")
+        raise ObjectCorrupted(f"{chunk.uri} gives a piece of hash {digest}, expected {chunk.blake3 or chunk.sha256}")
     return piece
 
 
 async def restore_file(
-    objects: Objects,
+    objects: ObjectStore,
     file: CheckpointFile,
     target: Path,
     *,
@@ -150,12 +147,12 @@ async def restore_file(
     ``on_bytes`` hears of every piece that is there.
 
     Raises:
-        Missing, Damaged: see ``piece_of``; nothing is left at ``target``.
+        ObjectNotFound, ObjectCorrupted: see ``piece_of``; nothing is left at ``target``.
     """
     gate = gate or asyncio.Semaphore(PARALLEL_FETCHES)
     offsets = list(accumulate((chunk.size_bytes for chunk in file.chunks), initial=0))
     if offsets[-1] != file.size_bytes:
-        raise Damaged(f"the chunks of {file.path!r} do not add up to its {file.size_bytes} bytes")
+        raise ObjectCorrupted(f"the chunks of {file.path!r} do not add up to its {file.size_bytes} bytes")
     with _growing(target, file.size_bytes) as partial:
 
         async def fill(chunk: Chunk, offset: int) -> None:
@@ -175,15 +172,15 @@ async def restore_file(
             await asyncio.gather(*work, return_exceptions=True)
 
 
-async def _fetch(objects: Objects, chunk: Chunk, path: Path, offset: int, local: Local | None) -> None:
+async def _fetch(objects: ObjectStore, chunk: Chunk, path: Path, offset: int, local: Local | None) -> None:
     if chunk.encoding == "plain":
         try:
             hasher = hashlib.sha256 if chunk.blake3 is None else blake3
             digest = await objects.read_into(chunk.uri, path, offset, chunk.size_bytes, hasher)
         except ValueError as error:
-            raise Damaged(str(error)) from error
+            raise ObjectCorrupted(str(error)) from error
         if digest != (chunk.blake3 or chunk.sha256):
-            raise Damaged(f"{chunk.uri} has hash {digest}, expected {chunk.blake3 or chunk.sha256}")
+            raise ObjectCorrupted(f"{chunk.uri} has hash {digest}, expected {chunk.blake3 or chunk.sha256}")
         return
     piece = await piece_of(objects, chunk, local)
     await asyncio.to_thread(_write, path, piece, offset)

@@ -15,10 +15,11 @@ from contracts.events.run import RunAccepted, RunPrepared, RunPrepareFailed
 from contracts.events.train import DatasetRef
 from services.kit.bus import Conflict, Expect, Poison, Received
 from services.kit.jobs import Jobs
-from services.kit.objects import Missing, Objects
-from services.kit.reader import Changed, Reader, Refused
 from services.kit.service import Service
 from services.kit.settings import Settings
+from services.kit.store.errors import ObjectChanged, ObjectNotFound, StoreRefused
+from services.kit.store.objects import ObjectStore
+from services.kit.store.reader import ObjectReader
 from services.kit.workdir import Workdir
 from services.sharding import metrics
 from services.sharding.collect import GARBAGE
@@ -33,7 +34,7 @@ class Sharding:
     """The handlers. Everything in them may happen twice."""
 
     def __init__(
-        self, service: Service, settings: ShardingSettings, objects: Objects, reader: Reader, workdir: Workdir
+        self, service: Service, settings: ShardingSettings, objects: ObjectStore, reader: ObjectReader, workdir: Workdir
     ) -> None:
         self._bus, self._settings = service.bus, settings
         #: Shards that are written at a time, of all jobs together.
@@ -55,7 +56,7 @@ class Sharding:
         bucket = self._settings.bucket_datasets
         try:
             dataset = await look_up(self._objects, bucket, data.dataset_id)
-        except Missing:
+        except ObjectNotFound:
             reason = f"there is no dataset {data.dataset_id}: check data.dataset_id, or give the source to ingest"
             await self._say(RunPrepareFailed(run_id=run_id, reason=reason), received)
         except ValueError as error:
@@ -107,9 +108,9 @@ class Sharding:
         )
         try:
             return await shard.run()
-        except (Changed, Missing) as error:
+        except (ObjectChanged, ObjectNotFound) as error:
             raise Poison(f"{error}: changed or deleted after it was ingested; send the request again") from error
-        except Refused as error:
+        except StoreRefused as error:
             raise Poison(f"{error}; give the sharding service read access") from error
 
     def _sharded(self, event: DatasetIngested, dataset: Dataset) -> DatasetSharded:
@@ -151,8 +152,8 @@ def _prepared(run_id: str, dataset: Dataset) -> RunPrepared:
 def build(settings: Settings) -> Service:
     own = ShardingSettings.of(settings)
     service = Service("sharding", own)
-    objects: Objects = service.resource(Objects(own))
-    reader = service.resource(Reader(own))
+    objects: ObjectStore = service.resource(ObjectStore(own))
+    reader = service.resource(ObjectReader(own))
     workdir = service.resource(Workdir(own.data_dir / "sharding"))
     sharding = Sharding(service, own, objects, reader, workdir)
     service.bus.on(topology.SHARDING, DatasetIngested)(sharding.on_dataset_ingested)

@@ -16,7 +16,8 @@ from contracts.events.dataset import ShardFile
 from services.kit.alone import Garbage
 from services.kit.bus import Bus
 from services.kit.concurrency import all_of
-from services.kit.objects import Missing, ObjectInfo, Objects
+from services.kit.store.errors import ObjectNotFound
+from services.kit.store.objects import ObjectInfo, ObjectStore
 from services.sharding import metrics
 from services.sharding.core import garbage
 from services.sharding.core.garbage import INGESTION_KEY, Stored
@@ -37,7 +38,7 @@ class Collected:
     kept_shards: int
 
 
-async def collect_garbage(bus: Bus, objects: Objects, settings: ShardingSettings) -> Collected:
+async def collect_garbage(bus: Bus, objects: ObjectStore, settings: ShardingSettings) -> Collected:
     """Remove what nobody needs. Safe beside datasets that are being made: see ``core/garbage.py``.
 
     Raises:
@@ -74,12 +75,12 @@ async def collect_garbage(bus: Bus, objects: Objects, settings: ShardingSettings
     return collected
 
 
-async def _delete(objects: Objects, stored: Stored, kind: str) -> int | None:
+async def _delete(objects: ObjectStore, stored: Stored, kind: str) -> int | None:
     """Remove it and return its bytes; None if it is gone, or written anew by somebody who means to name it."""
     try:
         if (await objects.head(stored.uri)).modified_at != stored.modified_at:
             return None
-    except Missing:
+    except ObjectNotFound:
         return None
     await objects.delete(stored.uri)
     metrics.GC_DELETED.labels(kind).inc()
@@ -87,11 +88,11 @@ async def _delete(objects: Objects, stored: Stored, kind: str) -> int | None:
     return stored.size_bytes
 
 
-async def _listed(objects: Objects, uri: str) -> AsyncIterator[Stored]:
+async def _listed(objects: ObjectStore, uri: str) -> AsyncIterator[Stored]:
     try:
         async for info in objects.list(uri):
             yield _stored(info)
-    except Missing:
+    except ObjectNotFound:
         return  # there is no bucket yet
 
 
@@ -99,25 +100,25 @@ def _stored(info: ObjectInfo) -> Stored:
     return Stored(info.uri, info.key, info.size_bytes, info.modified_at)
 
 
-async def _journal(objects: Objects, stored: Stored) -> dict[str, ShardFile]:
+async def _journal(objects: ObjectStore, stored: Stored) -> dict[str, ShardFile]:
     try:
         return garbage.shards_of_journal(await objects.get(stored.uri))
-    except Missing:
+    except ObjectNotFound:
         return {}  # the dataset was completed: its manifest is read after this
     except ValueError as error:
         raise ValueError(f"{stored.uri}: {error}; remove it, nothing was collected") from error
 
 
-async def _manifests(objects: Objects, uri: str) -> list[Manifest]:
+async def _manifests(objects: ObjectStore, uri: str) -> list[Manifest]:
     listed = [s async for s in _listed(objects, uri) if s.key.endswith("/manifest.json")]
     found = await all_of((_manifest(objects, s) for s in listed), at_a_time=PARALLEL_READS)
     return [manifest for manifest in found if manifest is not None]
 
 
-async def _manifest(objects: Objects, stored: Stored) -> Manifest | None:
+async def _manifest(objects: ObjectStore, stored: Stored) -> Manifest | None:
     try:
         return Manifest.model_validate_json(await objects.get(stored.uri))
-    except Missing:
+    except ObjectNotFound:
         return None  # somebody removed it meanwhile
     except ValueError as error:
         raise ValueError(f"{stored.uri}: {error}; repair or remove it, nothing was collected") from error

@@ -9,7 +9,8 @@ from pydantic import ValidationError
 
 from contracts.datasets import canonical_json
 from contracts.events.dataset import ShardFile
-from services.kit.objects import Missing, Objects
+from services.kit.store.errors import ObjectNotFound
+from services.kit.store.objects import ObjectStore
 from services.sharding.core.garbage import shards_of_journal
 
 log = structlog.get_logger(__name__)
@@ -21,7 +22,7 @@ EVERY_S = 5.0
 class Journal:
     """One small object beside the ingestion's index. Two writers at once can only make each other do work again."""
 
-    def __init__(self, objects: Objects, uri: str, every_s: float = EVERY_S) -> None:
+    def __init__(self, objects: ObjectStore, uri: str, every_s: float = EVERY_S) -> None:
         self._objects, self._uri, self._every_s = objects, uri, every_s
         self._shards: dict[str, ShardFile] = {}
         self._written_at = time.monotonic()
@@ -30,7 +31,7 @@ class Journal:
         """What an earlier attempt finished, by name."""
         try:
             self._shards = shards_of_journal(await self._objects.get(self._uri))
-        except Missing:
+        except ObjectNotFound:
             pass
         except (ValueError, ValidationError) as error:
             log.warning("a journal that cannot be read: beginning anew", uri=self._uri, error=repr(error))

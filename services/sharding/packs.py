@@ -12,7 +12,8 @@ import structlog
 
 from contracts.datasets import pack_name
 from services.kit.concurrency import all_of, end
-from services.kit.objects import Missing, Objects
+from services.kit.store.errors import ObjectNotFound
+from services.kit.store.objects import ObjectStore
 
 log = structlog.get_logger(__name__)
 
@@ -32,7 +33,7 @@ class _Unhashed:
 class Packs:
     """Shares packs among the shards that are being written. What nobody holds goes first, the oldest first."""
 
-    def __init__(self, objects: Objects, folder: Path, source_uri: str, max_bytes: int) -> None:
+    def __init__(self, objects: ObjectStore, folder: Path, source_uri: str, max_bytes: int) -> None:
         self._objects, self._folder, self._source_uri, self._max_bytes = objects, folder, source_uri, max_bytes
         self._sizes: dict[int, int] = {}
         self._fetching: OrderedDict[int, asyncio.Task[Path]] = OrderedDict()
@@ -57,11 +58,11 @@ class Packs:
         """Have these packs on the disk; where each lies.
 
         Raises:
-            Missing: one of them is not in the store.
+            ObjectNotFound: one of them is not in the store.
         """
         wanted = sorted(set(numbers))
         if gone := [number for number in wanted if number not in self._sizes]:
-            raise Missing(f"{self._source_uri}/{pack_name(gone[0])}")
+            raise ObjectNotFound(f"{self._source_uri}/{pack_name(gone[0])}")
         for number in wanted:
             self._holders[number] = self._holders.get(number, 0) + 1
         try:

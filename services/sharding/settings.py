@@ -6,8 +6,8 @@ import os
 
 from pydantic import Field
 
-from services.kit.objects import FRESHEN_S
 from services.kit.settings import Settings
+from services.kit.store.objects import FRESHEN_S
 
 DAY_S = 86_400.0
 

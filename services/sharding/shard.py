@@ -21,8 +21,9 @@ from contracts.datasets import SPLITS, FieldStatistics, Manifest, canonical_json
 from contracts.events.dataset import DatasetIngested, ShardFile
 from services.kit.bus import Poison, Transient
 from services.kit.concurrency import all_of, in_thread
-from services.kit.objects import Exists, Missing, Objects, is_young, split_uri
-from services.kit.reader import Pinned, Reader
+from services.kit.store.errors import ObjectExists, ObjectNotFound
+from services.kit.store.objects import ObjectStore, is_young, split_uri
+from services.kit.store.reader import ObjectReader, ObjectVersion
 from services.sharding import metrics
 from services.sharding.core import plan
 from services.sharding.core.rows import Rows
@@ -51,11 +52,11 @@ class Dataset:
     reused: bool
 
 
-async def look_up(objects: Objects, bucket: str, dataset_id: str) -> Dataset:
+async def look_up(objects: ObjectStore, bucket: str, dataset_id: str) -> Dataset:
     """The dataset of that id, checked against it.
 
     Raises:
-        Missing: there is none.
+        ObjectNotFound: there is none.
         ValueError: there is a manifest of another content.
     """
     uri = dataset_uri(bucket, dataset_id)
@@ -70,8 +71,8 @@ class Shard:
 
     def __init__(
         self,
-        objects: Objects,
-        reader: Reader,
+        objects: ObjectStore,
+        reader: ObjectReader,
         folder: Path,
         ingested: DatasetIngested,
         bucket: str,
@@ -122,7 +123,7 @@ class Shard:
         try:
             dataset_id = json.loads(await self._objects.get(self._link))["dataset_id"]
             dataset = await look_up(self._objects, self._bucket, dataset_id)
-        except Missing:
+        except ObjectNotFound:
             return None
         except (ValueError, KeyError, TypeError) as error:
             raise Poison(f"{error!r}; remove {self._link} to have the dataset made anew") from error
@@ -130,7 +131,7 @@ class Shard:
         async def is_missing(sha256: str, size_bytes: int) -> bool:
             try:
                 return (await self._objects.head(shard_uri(self._bucket, sha256))).size_bytes != size_bytes
-            except Missing:
+            except ObjectNotFound:
                 return True
 
         files = [file for split in dataset.manifest.splits.values() for file in split.shards]
@@ -196,7 +197,7 @@ class Shard:
             there = await self._objects.head(uri)
             if there.size_bytes == size_bytes and not is_young(there.modified_at):
                 await self._objects.freshen(uri)
-        except Missing:
+        except ObjectNotFound:
             return False
         return there.size_bytes == size_bytes
 
@@ -241,7 +242,7 @@ class Shard:
         try:
             await self._objects.put_file(path, uri, sha256=sha256, if_absent=True)
             metrics.SHARD_BYTES.labels("sent").inc(path.stat().st_size)
-        except Exists:
+        except ObjectExists:
             if (await self._objects.head(uri)).size_bytes == path.stat().st_size:
                 log.info("another instance was faster with the same shard", sha256=sha256)
             else:
@@ -258,7 +259,7 @@ class Shard:
                         for batch in batches(read):
                             await self._add(writer, batch, packs, path)
                     return await in_thread(writer.finish, index_path)
-        except Missing as error:
+        except ObjectNotFound as error:
             if "/pack-" not in str(error):
                 raise
             # Collected after a dataset was made of them. Without done.json the next request reads the source anew.
@@ -278,7 +279,7 @@ class Shard:
         async def fetch(row: int) -> None:
             extra = extras[int(batch["extra"][row])]
             bucket, key = split_uri(extra["uri"])
-            await self._reader.download(Pinned(bucket, key, int(batch["size"][row]), extra["etag"]), local[row])
+            await self._reader.download(ObjectVersion(bucket, key, int(batch["size"][row]), extra["etag"]), local[row])
 
         try:
             await all_of(map(fetch, unpacked), at_a_time=PARALLEL_READS)
@@ -312,7 +313,7 @@ class Shard:
         uri = dataset_uri(self._bucket, dataset_id)
         try:
             await self._objects.put(uri, content, if_absent=True, content_type="application/json")
-        except Exists:
+        except ObjectExists:
             log.info("another instance was faster with the same dataset", dataset_id=dataset_id)
         return Dataset(dataset_id, uri, manifest, reused=False)
 

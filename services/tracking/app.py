@@ -30,9 +30,10 @@ from contracts.envelope import Envelope
 from contracts.events.model import ModelPromoted
 from contracts.events.run import Artifact, RunFact, RunTracked
 from services.kit.bus import Bus, Poison, Received, Transient
-from services.kit.objects import Missing, Objects
 from services.kit.service import Service
 from services.kit.settings import Settings
+from services.kit.store.errors import ObjectNotFound
+from services.kit.store.objects import ObjectStore
 from services.tracking import metrics
 from services.tracking.core import describe, points
 from services.tracking.core.fold import FIRST_ATTEMPT, Run, filters, fold
@@ -315,13 +316,13 @@ class Projector:
         small = [each for each in artifacts if each.size_bytes <= self._settings.artifact_max_bytes]
         if small:
             with tempfile.TemporaryDirectory(prefix="tracking-") as scratch:
-                async with Objects(self._settings) as objects:
+                async with ObjectStore(self._settings) as objects:
                     for artifact in small:
                         inner, name = describe.file_path(artifact.name, folder)
                         path = Path(scratch) / name
                         try:
                             await objects.download(artifact.uri, path, sha256=artifact.sha256)
-                        except (Missing, ValueError) as error:
+                        except (ObjectNotFound, ValueError) as error:
                             log.warning("artifact cannot be copied to MLflow", uri=artifact.uri, error=str(error))
                             continue
                         await self._call(self._store.log_file, attempt.page.mlflow_run_id, path, inner)

@@ -7,11 +7,11 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from services.kit.objects import Objects
-from services.kit.ranged import Ranged
-from services.kit.reader import Reader
 from services.kit.service import Service
 from services.kit.settings import Settings
+from services.kit.store.objects import ObjectStore
+from services.kit.store.ranged import Ranged
+from services.kit.store.reader import ObjectReader
 from services.worker.agent import Agent
 from services.worker.cache import SHARDS_FOLDER, Cache
 from services.worker.context import Context, python_root
@@ -34,8 +34,8 @@ def build(settings: Settings, executor: Executor | None = None) -> Service:
     if not isinstance(settings, WorkerSettings):
         settings = WorkerSettings(**settings.model_dump())
     service = Service("worker", settings)
-    objects = service.resource(Objects(settings))
-    reader = service.resource(Reader(settings))
+    objects = service.resource(ObjectStore(settings))
+    reader = service.resource(ObjectReader(settings))
     cache_folder = (settings.cache_dir or settings.data_dir / "cache").resolve()
     shard_files = ShardFiles(
         cache_folder / SHARDS_FOLDER,

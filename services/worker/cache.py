@@ -29,7 +29,8 @@ from contracts.events.checkpoint import CheckpointFile
 from contracts.events.run import CheckpointRef
 from contracts.events.train import Code
 from services.kit.chunks import Range, restore_file
-from services.kit.objects import Missing, Objects, hash_file
+from services.kit.store.errors import ObjectNotFound
+from services.kit.store.objects import ObjectStore, hash_file
 from services.worker import metrics
 from services.worker.files import link_or_copy, write_atomically
 from services.worker.shard_files import shard_path
@@ -62,7 +63,7 @@ class _Wanted:
 class Cache:
     """The node's downloads under one folder."""
 
-    def __init__(self, folder: Path, objects: Objects, max_bytes: int, shards: Shards | None = None) -> None:
+    def __init__(self, folder: Path, objects: ObjectStore, max_bytes: int, shards: Shards | None = None) -> None:
         self.folder, self._objects, self._max_bytes = folder, objects, max_bytes
         self._shards = shards
         if shards is not None:
@@ -95,7 +96,7 @@ class Cache:
         path = self.blob(code.sha256)
         try:
             await self._ensure([_Wanted(code.uri, code.sha256, path)], hold)
-        except Missing as error:
+        except ObjectNotFound as error:
             raise CacheError(f"there is no code package at {code.uri}: upload it with `trainbus submit`") from error
         except ValueError as error:
             raise CacheError(f"code.sha256 does not fit the package: {error}. Upload it anew") from error
@@ -125,7 +126,7 @@ class Cache:
             reading = self._shards.open(content, dataset_id, manifest_uri, folder)
             hold.readings.append(reading)
             await reading.all_of(whole)
-        except Missing as error:
+        except ObjectNotFound as error:
             raise CacheError(f"dataset {dataset_id} is not in the store ({error}): ingest it") from error
         except ShardError as error:
             raise CacheError(str(error)) from error
@@ -193,7 +194,7 @@ class Cache:
             await self._restore({file.sha256: file for file in files}.values(), hold)
         except CacheError:
             raise
-        except Missing as error:
+        except ObjectNotFound as error:
             raise CacheError(f"checkpoint {uri} is not in the store, {error} is missing: choose another one") from error
         except (ValueError, KeyError, TypeError, ValidationError) as error:
             raise CacheError(f"checkpoint {uri} is damaged: {error}. Choose another one") from error
@@ -205,7 +206,7 @@ class Cache:
         """What a manifest lists."""
         try:
             return _FILES.validate_python(json.loads(await self._objects.get(uri))["files"])
-        except (Missing, ValueError, KeyError, TypeError, ValidationError) as error:
+        except (ObjectNotFound, ValueError, KeyError, TypeError, ValidationError) as error:
             raise CacheError(f"the manifest {uri} cannot be used: {error!r}") from error
 
     async def _restore(self, files: Iterable[CheckpointFile], hold: Hold) -> None:

@@ -13,7 +13,7 @@ import contracts
 from contracts.base import Fact
 from contracts.events.run import RunPlaced
 from services.kit.bus import Bus
-from services.kit.objects import Objects
+from services.kit.store.objects import ObjectStore
 from services.worker.cache import Cache
 from services.worker.core.ranks import Place
 from services.worker.executor import Executor
@@ -41,7 +41,7 @@ class Meeting(Protocol):
 class Context:
     settings: WorkerSettings
     bus: Bus
-    objects: Objects
+    objects: ObjectStore
     cache: Cache
     executor: Executor
     inventory: Inventory

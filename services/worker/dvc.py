@@ -14,12 +14,13 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from services.kit.objects import Missing, Objects
+from services.kit.store.errors import ObjectNotFound
+from services.kit.store.objects import ObjectStore
 
 REMOTE = "dvc"
 
 
-async def write_pointer(objects: Objects, bucket: str, pointer_key: str, files: Mapping[str, Path]) -> str:
+async def write_pointer(objects: ObjectStore, bucket: str, pointer_key: str, files: Mapping[str, Path]) -> str:
     """Store the files for DVC, the pointer last; return the pointer's address."""
     outs = []
     for name, path in sorted(files.items()):
@@ -47,10 +48,10 @@ def pointer_key(experiment: str, run_id: str, epoch: int, step: int, generation:
     return f"{experiment}/{run_id}/checkpoints/epoch_{epoch}/step_{step:08d}.g{generation}.{node_id}.dvc"
 
 
-async def _is_there(objects: Objects, uri: str, size_bytes: int) -> bool:
+async def _is_there(objects: ObjectStore, uri: str, size_bytes: int) -> bool:
     try:
         return (await objects.head(uri)).size_bytes == size_bytes
-    except Missing:
+    except ObjectNotFound:
         return False
 
 

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from datetime import datetime
 
-from services.kit.objects import is_young
+from services.kit.store.objects import is_young
 
 #: Blobs remembered, about 100 bytes each; of a run that holds more, the oldest are asked for again.
 MOST = 200_000

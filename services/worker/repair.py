@@ -12,7 +12,7 @@ from contracts.events.checkpoint import CheckpointRefused, CheckpointRepaired, C
 from services.kit import chunks as kit
 from services.kit.bus import Transient
 from services.kit.concurrency import end
-from services.kit.objects import blob_sha256
+from services.kit.store.objects import blob_sha256
 from services.worker.cache import CacheError
 from services.worker.context import Context
 

@@ -23,8 +23,9 @@ import xxhash
 from contracts.datasets import shard_uri
 from contracts.events.dataset import ShardFile
 from services.kit.concurrency import in_thread
-from services.kit.objects import READ_BYTES, Objects
-from services.kit.ranged import Damaged, Ranged
+from services.kit.store.errors import ObjectCorrupted
+from services.kit.store.objects import READ_BYTES, ObjectStore
+from services.kit.store.ranged import Ranged
 from services.worker import metrics
 from services.worker.core.shards import Present
 from services.worker.files import write_atomically
@@ -35,7 +36,7 @@ log = structlog.get_logger(__name__)
 class ShardFiles:
     """The shards in one folder. ``warm``: a folder shared by nodes that is looked into before the store."""
 
-    def __init__(self, folder: Path, objects: Objects, ranged: Ranged, warm: Path | None = None) -> None:
+    def __init__(self, folder: Path, objects: ObjectStore, ranged: Ranged, warm: Path | None = None) -> None:
         self.folder, self._objects, self._ranged, self._warm = folder, objects, ranged, warm
         self._numbers = itertools.count()
         self.present = self._scan()
@@ -52,7 +53,7 @@ class ShardFiles:
         """Bring a shard and its index here.
 
         Raises:
-            Missing, Damaged, Refused: it cannot be had.
+            ObjectNotFound, ObjectCorrupted, StoreRefused: it cannot be had.
             Transient: the store does not answer.
             OSError: there is no room.
         """
@@ -117,7 +118,7 @@ class ShardFiles:
             try:
                 await self._objects.download(uri, index, sha256=shard.index_sha256)
             except ValueError as error:
-                raise Damaged(str(error)) from error
+                raise ObjectCorrupted(str(error)) from error
         return await self._ranged.download(
             shard_uri(bucket, shard.sha256), part, size_bytes=shard.size_bytes, sha256=shard.sha256, turn=turn
         )
@@ -145,9 +146,9 @@ class ShardFiles:
             return _copy_verified(source, part, shard.sha256)
         except FileNotFoundError:
             return None
-        except (OSError, Damaged) as error:
+        except (OSError, ObjectCorrupted) as error:
             log.warning("the shared folder's copy cannot be used", shard=shard.path, error=str(error))
-            if isinstance(error, Damaged):
+            if isinstance(error, ObjectCorrupted):
                 metrics.SHARDS_DAMAGED.labels("warm").inc()
                 with suppress(OSError):
                     source.unlink()
@@ -246,7 +247,7 @@ def _copy_verified(source: Path, target: Path, sha256: str) -> str:
     finally:
         os.close(handle)
     if digest != sha256:
-        raise Damaged(f"{source} has hash {digest}, expected {sha256}")
+        raise ObjectCorrupted(f"{source} has hash {digest}, expected {sha256}")
     return fast
 
 

@@ -25,9 +25,8 @@ from contracts.events.dataset import ShardFile
 from contracts.ranks import PlanLine, WantLine
 from services.kit.bus import Transient
 from services.kit.concurrency import end
-from services.kit.objects import Missing, split_uri
-from services.kit.ranged import Damaged
-from services.kit.reader import Refused
+from services.kit.store.errors import ObjectCorrupted, ObjectNotFound, StoreRefused
+from services.kit.store.objects import split_uri
 from services.worker import metrics
 from services.worker.core.shards import SOMETIME_S, Agenda, Course
 from services.worker.files import write_atomically
@@ -477,16 +476,16 @@ class Shards:
         try:
             try:
                 await self.files.fetch(shard, bucket, lambda: self._turn(sha256))
-            except Damaged as error:
+            except ObjectCorrupted as error:
                 log.warning("a shard came damaged, fetching it once more", shard=shard.path, error=str(error))
                 metrics.SHARDS_DAMAGED.labels("cold").inc()
                 await self.files.fetch(shard, bucket, lambda: self._turn(sha256))
-        except Damaged as error:
+        except ObjectCorrupted as error:
             metrics.SHARDS_DAMAGED.labels("cold").inc()
             self._fail(sha256, f"shard {shard.path} is damaged in the store: {error}. Shard the dataset anew")
-        except Missing as error:
+        except ObjectNotFound as error:
             self._fail(sha256, f"shard {shard.path} is not in the store ({error}): shard the dataset anew")
-        except Refused as error:
+        except StoreRefused as error:
             self._fail(sha256, f"shard {shard.path} cannot be read: {error}. Check the node's S3 credentials")
         else:
             self._arrived(sha256)

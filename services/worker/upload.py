@@ -16,7 +16,8 @@ from contracts.events.checkpoint import CheckpointFile, Chunk
 from contracts.events.run import Artifact
 from contracts.ranks import CheckpointLine
 from services.kit import chunks as kit
-from services.kit.objects import Missing, Objects, blob_key, blob_sha256, hash_file, is_young
+from services.kit.store.errors import ObjectNotFound
+from services.kit.store.objects import ObjectStore, blob_key, blob_sha256, hash_file, is_young
 from services.worker import metrics
 from services.worker.cache import Cache
 from services.worker.core import chunks as core
@@ -43,7 +44,9 @@ class UploadError(ValueError):
 class Uploader:
     """Stores one checkpoint's files as pieces under their hashes. What the store has is not sent again."""
 
-    def __init__(self, objects: Objects, bucket: str, cache: Cache, known: Known, bases: Bases | None = None) -> None:
+    def __init__(
+        self, objects: ObjectStore, bucket: str, cache: Cache, known: Known, bases: Bases | None = None
+    ) -> None:
         self._objects, self._bucket, self._cache, self._known = objects, bucket, cache, known
         self._bases = bases or Bases()
         self._room = asyncio.Semaphore(PIECES_AT_A_TIME)
@@ -130,7 +133,7 @@ class Uploader:
         """When the store last wrote the blob, if it may be relied upon."""
         try:
             there = await self._objects.head(self._uri(digest))
-        except Missing:
+        except ObjectNotFound:
             return None
         right = size_bytes is None or there.size_bytes == size_bytes
         return there.modified_at if right and is_young(there.modified_at) else None
@@ -251,7 +254,9 @@ def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-async def upload_artifacts(names: Sequence[str], folder: Path, objects: Objects, base_uri: str) -> tuple[Artifact, ...]:
+async def upload_artifacts(
+    names: Sequence[str], folder: Path, objects: ObjectStore, base_uri: str
+) -> tuple[Artifact, ...]:
     """Upload the files that a result names. What is not there, or not the run's own, is left out."""
     artifacts = []
     for name in dict.fromkeys(names):

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointFile, CheckpointStaged, Chunk
 from contracts.events.run import CheckpointRef, Member, RunAccepted, RunPlaced
 from contracts.events.train import Retention, TrainRequested
-from services.kit.objects import blob_key
+from services.kit.store.objects import blob_key
 
 RUN = "rtest"
 NODES = {"a": (0, 1), "b": (2, 3)}

@@ -21,8 +21,8 @@ from services.checkpoint.core.commit import manifest_uri
 from services.checkpoint.settings import CheckpointSettings
 from services.kit.bus import Bus, Received, Transient
 from services.kit.clock import ManualClock
-from services.kit.objects import Objects, split_uri
 from services.kit.settings import Settings
+from services.kit.store.objects import ObjectStore, split_uri
 from tests.checkpoint.facts import RUN, blob_uri, content, file, placed, staged
 
 
@@ -33,7 +33,7 @@ class Killed(BaseException):
 class Rig:
     """A committer on real servers, and the facts that agents and scheduler would publish."""
 
-    def __init__(self, bus: Bus, objects: Objects, settings: Settings) -> None:
+    def __init__(self, bus: Bus, objects: ObjectStore, settings: Settings) -> None:
         self.bus, self.objects = bus, objects
         self.settings = CheckpointSettings.of(settings)
         self.bucket = settings.bucket_models
@@ -98,7 +98,7 @@ class Rig:
 
 
 @pytest_asyncio.fixture
-async def rig(make_bus: Callable[..., Any], objects: Objects, s3_settings: Settings) -> Rig:
+async def rig(make_bus: Callable[..., Any], objects: ObjectStore, s3_settings: Settings) -> Rig:
     return Rig(await make_bus("checkpoint"), objects, s3_settings)
 
 
@@ -259,7 +259,7 @@ async def test_retention_removes_manifests_once_even_when_killed(rig: Rig, monke
 
 
 async def test_garbage_collection_takes_what_nothing_names_and_nothing_else(
-    make_bus: Callable[..., Any], objects: Objects, s3_settings: Settings
+    make_bus: Callable[..., Any], objects: ObjectStore, s3_settings: Settings
 ) -> None:
     clock = ManualClock()
     later = ManualClock(start=clock.now().replace(year=2100))
@@ -297,7 +297,7 @@ async def test_garbage_collection_takes_what_nothing_names_and_nothing_else(
 
 
 async def test_garbage_collection_stops_at_a_manifest_it_cannot_read(
-    make_bus: Callable[..., Any], objects: Objects, s3_settings: Settings
+    make_bus: Callable[..., Any], objects: ObjectStore, s3_settings: Settings
 ) -> None:
     later = ManualClock(start=ManualClock().now() + timedelta(days=36500))
     rig = Rig(await make_bus("gc", clock=later), objects, s3_settings)

@@ -23,8 +23,8 @@ from services.checkpoint.keep import Keeper
 from services.checkpoint.scrub import Scrubber
 from services.checkpoint.settings import CheckpointSettings
 from services.kit.bus import Bus, Poison, Received
-from services.kit.objects import Objects, split_uri
 from services.kit.settings import Settings
+from services.kit.store.objects import ObjectStore, split_uri
 from tests.checkpoint.facts import RUN, blob_uri, content, file, placed, sha, staged, tuned
 from tests.checkpoint.trials import Trial
 from trainbus.cli import stored
@@ -36,7 +36,7 @@ from trainbus.cli.link import connect
 class Rig:
     """The service's parts on real servers, and what agents and operators send."""
 
-    def __init__(self, bus: Bus, objects: Objects, settings: Settings) -> None:
+    def __init__(self, bus: Bus, objects: ObjectStore, settings: Settings) -> None:
         self.bus, self.objects, self.settings = bus, objects, CheckpointSettings.of(settings)
         self.bucket = settings.bucket_models
         self.committer = Committer(bus, objects, self.settings)
@@ -97,7 +97,7 @@ class Rig:
 
 
 @pytest_asyncio.fixture
-async def rig(make_bus: Callable[..., Any], objects: Objects, s3_settings: Settings) -> Rig:
+async def rig(make_bus: Callable[..., Any], objects: ObjectStore, s3_settings: Settings) -> Rig:
     return Rig(await make_bus("checkpoint"), objects, s3_settings)
 
 

@@ -41,7 +41,8 @@ from services.checkpoint.settings import CheckpointSettings
 from services.kit import chunks
 from services.kit.bus import Bus, Conflict, Poison, Received, Transient
 from services.kit.clock import ManualClock
-from services.kit.objects import Exists, Missing, Objects, blob_sha256, split_uri
+from services.kit.store.errors import ObjectExists, ObjectNotFound
+from services.kit.store.objects import ObjectStore, blob_sha256, split_uri
 from tests.checkpoint.facts import NODES, blob_uri, placed, sha
 
 #: What a part may call; each call is a line of the protocol at which it can be hit.
@@ -123,7 +124,7 @@ class _Proxy:
 class Trial:
     """One random life of one run's checkpoints."""
 
-    def __init__(self, bus: Bus, objects: Objects, settings: CheckpointSettings, seed: int) -> None:
+    def __init__(self, bus: Bus, objects: ObjectStore, settings: CheckpointSettings, seed: int) -> None:
         self.random = random.Random(seed)
         self.run_id = f"rtrial{seed}"
         self.bus, self.objects, self.settings = bus, objects, settings
@@ -240,7 +241,7 @@ class Trial:
                 return
             except Killed:
                 self.start_service()
-            except (Transient, Conflict, Exists, Missing):
+            except (Transient, Conflict, ObjectExists, ObjectNotFound):
                 pass
             await self.check()
         self.problems.append("not done after 30 tries")
@@ -307,7 +308,7 @@ class Trial:
         where = f"{self.run_id} step {commit.checkpoint.step}.g{commit.generation}"
         try:
             manifest = await self.objects.get(commit.checkpoint.uri)
-        except Missing:
+        except ObjectNotFound:
             if not await self._deleted_meanwhile(commit):
                 self.problems.append(f"{where}: committed, and its manifest is gone")
             return
@@ -324,7 +325,7 @@ class Trial:
                 continue
             try:
                 content = b"".join([await chunks.piece_of(self.objects, chunk) for chunk in file.chunks])
-            except chunks.Damaged as error:
+            except chunks.ObjectCorrupted as error:
                 if not self.corrupted.intersection(file.uris):
                     self.problems.append(f"{where}: {file.path}: {error}")
                 continue  # a byte was changed, and reading says so

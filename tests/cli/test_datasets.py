@@ -43,8 +43,8 @@ from contracts.events.model import ModelPromoted
 from contracts.events.run import RunAccepted, RunCompleted, RunPrepared
 from contracts.events.train import DataSource, Split, TrainRequested
 from services.kit.bus import Bus, Transient
-from services.kit.objects import Objects
 from services.kit.settings import Settings
+from services.kit.store.objects import ObjectStore
 from services.sharding.core import plan
 from trainbus.cli import dataset_diff, dataset_fetch, dataset_ingest, dataset_lineage, dataset_looks, dataset_verify
 from trainbus.cli.address import Address
@@ -263,7 +263,7 @@ class Made:
             )  # fmt: skip
         return SplitFiles(samples=len(records), shards=tuple(shards))
 
-    async def store(self, objects: Objects) -> None:
+    async def store(self, objects: ObjectStore) -> None:
         for sha256, content in self.files.items():
             await objects.put(shard_uri(self.bucket, sha256), content)
         await objects.put(ingestion_uri(self.bucket, self.fingerprint, "index.jsonl"), self.index)
@@ -406,7 +406,7 @@ def address(s3_settings: Settings) -> Address:
 
 
 @pytest.fixture
-async def two(bus: Bus, objects: Objects, s3_settings: Settings) -> tuple[Made, Made]:
+async def two(bus: Bus, objects: ObjectStore, s3_settings: Settings) -> tuple[Made, Made]:
     """Two versions of one source, the first of which a run has used."""
     first, second = (Made(s3_settings.bucket_datasets, each) for each in (FIRST, SECOND))
     for made in (first, second):
@@ -448,7 +448,7 @@ async def _show(two: tuple[Made, Made], address: Address, capsys: pytest.Capture
 
 
 async def _urls_are_of_objects(
-    two: tuple[Made, Made], address: Address, objects: Objects, capsys: pytest.CaptureFixture[str]
+    two: tuple[Made, Made], address: Address, objects: ObjectStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, _ = two
     await dataset_looks.urls(address, first.dataset_id, "train", as_json=False)
@@ -480,7 +480,7 @@ async def _diff(two: tuple[Made, Made], address: Address, capsys: pytest.Capture
     assert found["removed"]["by_class"] == [{"split": "test", "class": "a", "records": 1}]
 
 
-async def _diff_without_the_index(two: tuple[Made, Made], address: Address, objects: Objects) -> None:
+async def _diff_without_the_index(two: tuple[Made, Made], address: Address, objects: ObjectStore) -> None:
     first, second = two
     await objects.delete(ingestion_uri(first.bucket, first.fingerprint, "index.jsonl"))
     with pytest.raises(CliError, match="ingest s3://lake/digits again"):
@@ -521,7 +521,7 @@ async def _names_that_mean_no_dataset(two: tuple[Made, Made], address: Address) 
 
 
 async def test_a_log_without_datasets(
-    bus: Bus, objects: Objects, s3_settings: Settings, address: Address, capsys: pytest.CaptureFixture[str]
+    bus: Bus, objects: ObjectStore, s3_settings: Settings, address: Address, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await dataset_looks.ls(address, as_json=False)
     assert "no datasets yet" in capsys.readouterr().out
@@ -532,7 +532,7 @@ async def test_a_log_without_datasets(
 
 
 async def test_looking(
-    two: tuple[Made, Made], address: Address, objects: Objects, capsys: pytest.CaptureFixture[str]
+    two: tuple[Made, Made], address: Address, objects: ObjectStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All on one bus: none of them writes anything."""
     await _ls(two, address, capsys)
@@ -548,7 +548,7 @@ async def test_looking(
 
 
 async def test_every_damage_is_found(
-    two: tuple[Made, Made], address: Address, objects: Objects, capsys: pytest.CaptureFixture[str]
+    two: tuple[Made, Made], address: Address, objects: ObjectStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, _ = two
     shard = first.manifest.splits["test"].shards[0]
@@ -577,7 +577,7 @@ async def test_every_damage_is_found(
 
 
 async def test_a_dataset_as_a_folder(
-    two: tuple[Made, Made], address: Address, objects: Objects, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    two: tuple[Made, Made], address: Address, objects: ObjectStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = two
     folder = tmp_path / "mine"
@@ -607,7 +607,7 @@ async def test_a_full_disk_is_not_laid_to_the_store(address: Address) -> None:
             raise Transient("/here cannot be written: No space left on device") from OSError(errno.ENOSPC, "full")
 
 
-async def test_an_index_that_hashes_right_but_tells_other_places(objects: Objects, s3_settings: Settings) -> None:
+async def test_an_index_that_hashes_right_but_tells_other_places(objects: ObjectStore, s3_settings: Settings) -> None:
     made = Made(s3_settings.bucket_datasets, FIRST)
     shard = made.manifest.splits["test"].shards[0]
     _, wrong = archive({"0/d": {"png": b"0/d"}})
@@ -624,7 +624,7 @@ async def test_an_index_that_hashes_right_but_tells_other_places(objects: Object
 # -- ingest and repair --------------------------------------------------------------------
 
 
-async def serve(address: Address, bus: Bus, objects: Objects, made: Made, requests: int) -> list[DataSource]:
+async def serve(address: Address, bus: Bus, objects: ObjectStore, made: Made, requests: int) -> list[DataSource]:
     """Ingestion and sharding, for so many requests: what they leave behind when the input is known."""
     asked: list[DataSource] = []
     async with connect(address) as link:
@@ -642,7 +642,7 @@ async def serve(address: Address, bus: Bus, objects: Objects, made: Made, reques
 
 
 async def test_what_is_wrong_is_made_anew(
-    two: tuple[Made, Made], address: Address, bus: Bus, objects: Objects, capsys: pytest.CaptureFixture[str]
+    two: tuple[Made, Made], address: Address, bus: Bus, objects: ObjectStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = two
     shard = first.manifest.splits["test"].shards[0]

@@ -26,8 +26,8 @@ from contracts.events.run import (
 from contracts.events.train import TrainRequested
 from services.checkpoint.core.digests import state_digest
 from services.kit.bus import Bus
-from services.kit.objects import Objects
 from services.kit.settings import Settings
+from services.kit.store.objects import ObjectStore
 from trainbus.cli.address import Address
 from trainbus.cli.certificate import CannotReproduce, Recorded, first_differing, plan
 from trainbus.cli.errors import CliError
@@ -162,7 +162,7 @@ class Platform:
     """Plays the platform: answers the request of a reproduction with the facts of a training."""
 
     bus: Bus
-    objects: Objects
+    objects: ObjectStore
     #: Step -> what the second training has there, by tensor.
     states: dict[int, dict[str, str]]
     end: Any = None
@@ -215,7 +215,7 @@ def tensors(step: int, **changes: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("case", ["same", "differs", "deleted", "fails"])
 async def test_the_states_of_two_trainings_are_compared(
-    bus: Bus, objects: Objects, s3_settings: Settings, capsys: pytest.CaptureFixture[str], case: str
+    bus: Bus, objects: ObjectStore, s3_settings: Settings, capsys: pytest.CaptureFixture[str], case: str
 ) -> None:
     await objects.ensure_bucket("models")
     ours = {5: tensors(5), 10: tensors(10), 20: tensors(20)}

@@ -22,7 +22,7 @@ from typing import Any
 from contracts.base import run_id_for
 from contracts.events.run import RunFact, RunPlaced, RunStarted
 from services.kit.bus import Bus, Received
-from services.kit.objects import Objects
+from services.kit.store.objects import ObjectStore
 from trainbus.cli.address import find
 from trainbus.cli.embedded.launch import read_stack
 
@@ -72,7 +72,7 @@ class Stack:
 
     data_dir: Path
     bus: Bus
-    objects: Objects
+    objects: ObjectStore
 
     # -- input --------------------------------------------------------------
 
@@ -290,7 +290,7 @@ class Stack:
         return found
 
 
-def connected(data_dir: Path) -> tuple[Bus, Objects]:
+def connected(data_dir: Path) -> tuple[Bus, ObjectStore]:
     """A bus and an object store for the stack on a data folder; neither is connected yet."""
     settings = find(data_dir).settings()
-    return Bus("e2e", settings), Objects(settings)
+    return Bus("e2e", settings), ObjectStore(settings)

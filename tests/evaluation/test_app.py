@@ -28,8 +28,8 @@ from contracts.events.run import (
 from contracts.events.train import Evaluation, PromoteRequested, RollbackRequested, TrainRequested
 from services.evaluation.app import Evaluator, build
 from services.kit.bus import Ack, Bus, Outgoing, Poison, Received
-from services.kit.objects import Objects
 from services.kit.settings import Settings
+from services.kit.store.objects import ObjectStore
 
 SOURCE = "trainbus/evaluation"
 D1, D2 = "1" * 64, "2" * 64
@@ -46,7 +46,7 @@ def evaluation_id(run_id: str) -> str:
 class Rig:
     """An evaluator on real servers, and what scheduler, sharding and workers would publish."""
 
-    def __init__(self, bus: Bus, objects: Objects, settings: Settings) -> None:
+    def __init__(self, bus: Bus, objects: ObjectStore, settings: Settings) -> None:
         self.bus, self.objects, self.settings = bus, objects, settings
         self.evaluator = self.restarted()
 
@@ -114,7 +114,7 @@ class Rig:
 
 
 @pytest_asyncio.fixture
-async def rig(make_bus: Callable[..., Any], objects: Objects, s3_settings: Settings) -> Rig:
+async def rig(make_bus: Callable[..., Any], objects: ObjectStore, s3_settings: Settings) -> Rig:
     return Rig(await make_bus("evaluation"), objects, s3_settings)
 
 
@@ -217,7 +217,7 @@ async def test_a_kill_before_and_after_each_publish_and_every_event_twice(
 
 
 async def test_two_promotions_at_once_are_decided_one_after_the_other(
-    rig: Rig, make_bus: Callable[..., Any], objects: Objects
+    rig: Rig, make_bus: Callable[..., Any], objects: ObjectStore
 ) -> None:
     other = Rig(await make_bus("evaluation"), objects, rig.settings)
     for run_id in ("ra", "rb"):

@@ -19,9 +19,9 @@ from services.ingestion.ingest import Ingest, Ingested
 from services.ingestion.progress import Progress
 from services.ingestion.sources import open_source
 from services.kit.clock import SystemClock
-from services.kit.objects import ObjectInfo, Objects
-from services.kit.reader import Reader
 from services.kit.settings import Settings
+from services.kit.store.objects import ObjectInfo, ObjectStore
+from services.kit.store.reader import ObjectReader
 
 Ingesting = Callable[..., Awaitable[Ingested]]
 
@@ -29,7 +29,7 @@ Ingesting = Callable[..., Awaitable[Ingested]]
 class Shuffled:
     """The store, with listings in any order."""
 
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
 
     def __getattr__(self, name: str) -> Any:
@@ -43,8 +43,8 @@ class Shuffled:
 
 
 @pytest_asyncio.fixture
-async def reader(s3_settings: Settings) -> AsyncIterator[Reader]:
-    async with Reader(s3_settings) as opened:
+async def reader(s3_settings: Settings) -> AsyncIterator[ObjectReader]:
+    async with ObjectReader(s3_settings) as opened:
         yield opened
 
 
@@ -55,7 +55,9 @@ async def decoders() -> AsyncIterator[Decoders]:
 
 
 @pytest.fixture
-def ingest(s3_settings: Settings, objects: Objects, reader: Reader, decoders: Decoders, tmp_path: Path) -> Ingesting:
+def ingest(
+    s3_settings: Settings, objects: ObjectStore, reader: ObjectReader, decoders: Decoders, tmp_path: Path
+) -> Ingesting:
     """Run one ingestion; ``bucket`` takes the result, so that it need not be the earlier one's."""
 
     async def run(

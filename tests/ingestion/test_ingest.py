@@ -14,9 +14,10 @@ import pytest
 from contracts.events.train import DataSource, Split
 from services.ingestion import packs, whole_files
 from services.kit.bus import Poison
-from services.kit.objects import Objects
-from services.kit.reader import Changed, Pinned, Reader
 from services.kit.settings import Settings
+from services.kit.store.errors import ObjectChanged
+from services.kit.store.objects import ObjectStore
+from services.kit.store.reader import ObjectReader, ObjectVersion
 from tests.ingestion.conftest import Ingesting
 from tests.support_data import digits_lake, fill, image_bytes
 
@@ -26,11 +27,11 @@ def lake(s3_settings: Settings) -> str:
     return f"s3://{s3_settings.bucket_lake}"
 
 
-async def lines(objects: Objects, uri: str) -> list[dict[str, Any]]:
+async def lines(objects: ObjectStore, uri: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (await objects.get(uri)).splitlines()]
 
 
-async def test_images_by_folder(ingest: Ingesting, objects: Objects, lake: str) -> None:
+async def test_images_by_folder(ingest: Ingesting, objects: ObjectStore, lake: str) -> None:
     files = digits_lake(40)
     faults = {
         "0/cut.png": image_bytes(1, size=64)[:90],
@@ -62,7 +63,7 @@ async def test_images_by_folder(ingest: Ingesting, objects: Objects, lake: str) 
         assert content == await objects.get(record["uri"])
 
 
-async def test_images_by_labels_csv(ingest: Ingesting, objects: Objects, lake: str) -> None:
+async def test_images_by_labels_csv(ingest: Ingesting, objects: ObjectStore, lake: str) -> None:
     rows = ["file,label", *(f"{i}.png,{'even' if i % 2 == 0 else 'odd'}" for i in range(8))]
     rows += ["gone.png,odd", "0.png,even", "1.png,even"]
     files = {f"{i}.png": image_bytes(i) for i in range(9)}
@@ -75,7 +76,7 @@ async def test_images_by_labels_csv(ingest: Ingesting, objects: Objects, lake: s
     assert codes == {"missing_file": 1, "duplicate_label": 2, "no_label": 2}
 
 
-async def test_jsonl(ingest: Ingesting, objects: Objects, lake: str) -> None:
+async def test_jsonl(ingest: Ingesting, objects: ObjectStore, lake: str) -> None:
     rows = [json.dumps({"n": i, "y": "ab"[i % 2]}).encode() for i in range(50)]
     rows[7:7] = [b"{broken", b"", b'{"n": NaN, "y": "a"}']
     await fill(objects, f"{lake}/rows", {"one.jsonl": b"\n".join(rows), "two.ndjson": b'{"n":-1,"y":"c"}\r\n'})
@@ -93,7 +94,7 @@ def parquet(columns: dict[str, list[Any]]) -> bytes:
     return sink.getvalue()
 
 
-async def test_parquet(ingest: Ingesting, objects: Objects, lake: str) -> None:
+async def test_parquet(ingest: Ingesting, objects: ObjectStore, lake: str) -> None:
     sound = parquet({"x": [float(i) for i in range(30)], "y": list(range(30))})
     files = {
         "a.parquet": sound,
@@ -109,7 +110,7 @@ async def test_parquet(ingest: Ingesting, objects: Objects, lake: str) -> None:
     assert codes == {"nan": 1, "missing_label": 1, "broken_parquet": 1, "schema_drift": 1}
 
 
-async def test_text_is_cut_into_whole_windows(ingest: Ingesting, objects: Objects, lake: str) -> None:
+async def test_text_is_cut_into_whole_windows(ingest: Ingesting, objects: ObjectStore, lake: str) -> None:
     await fill(objects, f"{lake}/text", {"a.py": bytes(range(256)) * 2, "a.txt": b"short", "empty.py": b""})
     found = await ingest(DataSource(source=f"{lake}/text", format="text", window_bytes=100))
     assert (found.outcome.accepted, found.outcome.size_bytes, found.outcome.broken) == (5, 500, 0)
@@ -118,7 +119,7 @@ async def test_text_is_cut_into_whole_windows(ingest: Ingesting, objects: Object
 
 
 async def test_timing_never_shows_in_the_result(
-    ingest: Ingesting, objects: Objects, lake: str, monkeypatch: pytest.MonkeyPatch
+    ingest: Ingesting, objects: ObjectStore, lake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Concurrency 1 and 8, an ordered and a shuffled listing: the same bytes."""
     monkeypatch.setattr(whole_files, "BATCH_FILES", 7)
@@ -134,9 +135,9 @@ async def test_timing_never_shows_in_the_result(
     assert results[0] == results[1]
 
 
-async def test_the_same_input_is_not_read_again(ingest: Ingesting, objects: Objects, lake: str) -> None:
+async def test_the_same_input_is_not_read_again(ingest: Ingesting, objects: ObjectStore, lake: str) -> None:
     class NoReads:
-        async def read(self, _: Pinned) -> bytes:
+        async def read(self, _: ObjectVersion) -> bytes:
             raise AssertionError("an object was read again")
 
     await fill(objects, f"{lake}/digits", digits_lake(12))
@@ -149,7 +150,7 @@ async def test_the_same_input_is_not_read_again(ingest: Ingesting, objects: Obje
     assert not other.reused
 
 
-async def test_growing_data_keeps_every_split(ingest: Ingesting, objects: Objects, lake: str) -> None:
+async def test_growing_data_keeps_every_split(ingest: Ingesting, objects: ObjectStore, lake: str) -> None:
     files = digits_lake(40)
     data = DataSource(source=f"{lake}/digits", format="images")
     await fill(objects, f"{lake}/digits", dict(list(files.items())[:25]))
@@ -167,27 +168,27 @@ async def test_growing_data_keeps_every_split(ingest: Ingesting, objects: Object
         ("{lake}/nothing/here", "no object under"),
     ],
 )
-async def test_a_source_that_is_not_there(ingest: Ingesting, objects: Objects, lake: str, path: str, says: str) -> None:
+async def test_a_missing_source(ingest: Ingesting, objects: ObjectStore, lake: str, path: str, says: str) -> None:
     with pytest.raises(Poison, match=says):
         await ingest(DataSource(source=path.format(lake=lake), format="images"))
 
 
-async def test_one_file_can_be_the_source(ingest: Ingesting, objects: Objects, lake: str) -> None:
+async def test_one_file_can_be_the_source(ingest: Ingesting, objects: ObjectStore, lake: str) -> None:
     await fill(objects, lake, {"deep/rows.jsonl": b'{"a":1}\n{"a":2}\n'})
     found = await ingest(DataSource(source=f"{lake}/deep/rows.jsonl", format="jsonl"))
     assert found.outcome.accepted == 2
 
 
 async def test_an_object_that_changes_while_it_is_read(
-    ingest: Ingesting, objects: Objects, reader: Reader, lake: str
+    ingest: Ingesting, objects: ObjectStore, reader: ObjectReader, lake: str
 ) -> None:
     class Meddling:
         """Overwrites each object just before it is read."""
 
-        async def read(self, info: Pinned) -> bytes:
+        async def read(self, info: ObjectVersion) -> bytes:
             await objects.put(info.uri, image_bytes(99))
             return await reader.read(info)
 
     await fill(objects, f"{lake}/digits", digits_lake(5))
-    with pytest.raises(Changed, match="listed with"):
+    with pytest.raises(ObjectChanged, match="listed with"):
         await ingest(DataSource(source=f"{lake}/digits", format="images"), reader=Meddling())

@@ -9,7 +9,7 @@ import pytest
 
 from services.ingestion.sources import FolderSource, Listed
 from services.kit.bus import Poison
-from services.kit.reader import Changed
+from services.kit.store.errors import ObjectChanged
 
 
 async def listed(source: FolderSource) -> dict[str, Listed]:
@@ -93,7 +93,7 @@ async def test_what_is_read_is_what_was_listed(folder: Path, tmp_path: Path, how
         path.symlink_to(tmp_path / "secret" / "password")
     elif how == "pipe":
         os.mkfifo(path)
-    with pytest.raises(Changed):
+    with pytest.raises(ObjectChanged):
         await source.read(one)
-    with pytest.raises(Changed):
+    with pytest.raises(ObjectChanged):
         await source.download(one, tmp_path / "copy")

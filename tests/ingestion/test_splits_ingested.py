@@ -13,8 +13,8 @@ import pytest
 from contracts.datasets import FieldStatistics
 from contracts.events.train import DataSource
 from services.ingestion.ingest import Ingested
-from services.kit.objects import Objects
 from services.kit.settings import Settings
+from services.kit.store.objects import ObjectStore
 from tests.ingestion.conftest import Ingesting
 from tests.support_data import fill, image_bytes
 
@@ -28,11 +28,11 @@ def jsonl(rows: list[dict[str, Any]]) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
-async def index_of(objects: Objects, found: Ingested) -> list[dict[str, Any]]:
+async def index_of(objects: ObjectStore, found: Ingested) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (await objects.get(found.index_uri)).splitlines()]
 
 
-async def statistics_of(objects: Objects, found: Ingested) -> dict[str, FieldStatistics]:
+async def statistics_of(objects: ObjectStore, found: Ingested) -> dict[str, FieldStatistics]:
     assert found.statistics_uri is not None
     told = json.loads(await objects.get(found.statistics_uri))
     return {name: FieldStatistics.model_validate(field) for name, field in told.items()}
@@ -48,7 +48,9 @@ def rows(seed: int, groups: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("stratify", [False, True])
-async def test_groups_stay_together_over_files(ingest: Ingesting, objects: Objects, lake: str, stratify: bool) -> None:
+async def test_groups_stay_together_over_files(
+    ingest: Ingesting, objects: ObjectStore, lake: str, stratify: bool
+) -> None:
     records = rows(0, 300)
     random.Random(1).shuffle(records)
     await fill(objects, f"{lake}/p", {f"{part}.jsonl": jsonl(records[part::3]) for part in range(3)})
@@ -72,7 +74,7 @@ async def test_groups_stay_together_over_files(ingest: Ingesting, objects: Objec
 
 
 async def test_each_class_is_divided_alike_and_only_the_train_split_is_measured(
-    ingest: Ingesting, objects: Objects, lake: str
+    ingest: Ingesting, objects: ObjectStore, lake: str
 ) -> None:
     records = rows(3, 400)
     await fill(objects, f"{lake}/r", {f"{part}.jsonl": jsonl(records[part::4]) for part in range(4)})
@@ -105,7 +107,7 @@ async def test_each_class_is_divided_alike_and_only_the_train_split_is_measured(
     assert without.statistics_uri is None
 
 
-async def test_the_embargo_is_left_out_and_counted(ingest: Ingesting, objects: Objects, lake: str) -> None:
+async def test_the_embargo_is_left_out_and_counted(ingest: Ingesting, objects: ObjectStore, lake: str) -> None:
     records = [{"at": f"2026-01-{day:02d}T06:00:00Z", "n": day} for day in range(1, 31)]
     records += [{"at": None}, {"at": "soon"}]
     await fill(objects, f"{lake}/t", {"all.jsonl": jsonl(records)})
@@ -121,7 +123,7 @@ async def test_the_embargo_is_left_out_and_counted(ingest: Ingesting, objects: O
 
 
 async def test_images_have_channels_and_near_duplicates_stay_together(
-    ingest: Ingesting, objects: Objects, lake: str
+    ingest: Ingesting, objects: ObjectStore, lake: str
 ) -> None:
     files = {f"a/{number}.png": image_bytes(number, size=16) for number in range(60)}
     files |= {f"a/{number}_copy.bmp": image_bytes(number, "BMP", size=16) for number in range(60)}

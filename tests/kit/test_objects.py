@@ -12,23 +12,24 @@ import pytest
 
 from services.kit.bus import Transient
 from services.kit.concurrency import end
-from services.kit.objects import Exists, Missing, Objects
-from services.kit.reader import STALL_S
 from services.kit.settings import Settings
+from services.kit.store.errors import ObjectExists, ObjectNotFound
+from services.kit.store.objects import ObjectStore
+from services.kit.store.reader import STALL_S
 from tests.conftest import ACCESS_KEY, SECRET_KEY
 from trainbus.cli.embedded.servers import S3Server, free_ports
 
 
-async def test_a_conditional_put_never_replaces(objects: Objects, s3_settings: Settings) -> None:
+async def test_a_conditional_put_never_replaces(objects: ObjectStore, s3_settings: Settings) -> None:
     uri = f"s3://{s3_settings.bucket_models}/manifest.json"
     outcomes = await asyncio.gather(
         *(objects.put(uri, str(n).encode(), if_absent=True) for n in range(8)), return_exceptions=True
     )
-    assert sum(isinstance(outcome, Exists) for outcome in outcomes) == 7
+    assert sum(isinstance(outcome, ObjectExists) for outcome in outcomes) == 7
     assert int(await objects.get(uri)) == outcomes.index(None)
 
 
-async def test_blobs_are_named_by_their_content(objects: Objects, s3_settings: Settings, tmp_path: Path) -> None:
+async def test_blobs_are_named_by_their_content(objects: ObjectStore, s3_settings: Settings, tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x" * 100_000)
     uri, digest = await objects.upload_blob(tmp_path / "a", s3_settings.bucket_models)
     assert digest == hashlib.sha256(b"x" * 100_000).hexdigest()
@@ -38,7 +39,7 @@ async def test_blobs_are_named_by_their_content(objects: Objects, s3_settings: S
 
 
 async def test_a_download_with_another_hash_leaves_nothing(
-    objects: Objects, s3_settings: Settings, tmp_path: Path
+    objects: ObjectStore, s3_settings: Settings, tmp_path: Path
 ) -> None:
     uri = f"s3://{s3_settings.bucket_models}/thing"
     await objects.put(uri, b"not what was asked for")
@@ -48,7 +49,7 @@ async def test_a_download_with_another_hash_leaves_nothing(
 
 
 async def test_an_object_is_written_into_its_place_in_a_file(
-    objects: Objects, s3_settings: Settings, tmp_path: Path
+    objects: ObjectStore, s3_settings: Settings, tmp_path: Path
 ) -> None:
     uri, empty = f"s3://{s3_settings.bucket_models}/part", f"s3://{s3_settings.bucket_models}/empty"
     content = bytes(range(256)) * 10_000
@@ -63,11 +64,11 @@ async def test_an_object_is_written_into_its_place_in_a_file(
     assert await objects.hash(uri) == hashlib.sha256(content).hexdigest()
     with pytest.raises(ValueError, match=r"has 2560000 bytes, expected 5$"):
         await objects.read_into(uri, path, 0, 5)
-    with pytest.raises(Missing):
+    with pytest.raises(ObjectNotFound):
         await objects.read_into(uri + "-of-nobody", path, 0, 5)
 
 
-async def test_a_full_disk_is_named_and_not_waited_for(objects: Objects, s3_settings: Settings) -> None:
+async def test_a_full_disk_is_named_and_not_waited_for(objects: ObjectStore, s3_settings: Settings) -> None:
     uri = f"s3://{s3_settings.bucket_models}/thing"
     await objects.put(uri, b"something")
     with pytest.raises(Transient, match="/dev/full cannot be written: No space left on device"):
@@ -75,7 +76,7 @@ async def test_a_full_disk_is_named_and_not_waited_for(objects: Objects, s3_sett
 
 
 async def test_reading_goes_on_after_a_read_that_was_given_up(
-    objects: Objects, s3_settings: Settings, tmp_path: Path
+    objects: ObjectStore, s3_settings: Settings, tmp_path: Path
 ) -> None:
     uri = f"s3://{s3_settings.bucket_models}/large"
     await objects.put(uri, bytes(32 * 2**20))
@@ -104,7 +105,7 @@ async def test_reading_goes_on_after_a_read_that_was_given_up(
 @asynccontextmanager
 async def moody(
     settings: Settings, answers: list[bytes | None], patience_s: float
-) -> AsyncIterator[tuple[Objects, asyncio.Event]]:
+) -> AsyncIterator[tuple[ObjectStore, asyncio.Event]]:
     """(a client, what is set by each request) of a store that closes every connection behind its answer.
 
     It gives these, one after the other; None is silence.
@@ -127,7 +128,7 @@ async def moody(
     server = await asyncio.start_server(begin, "127.0.0.1", 0)
     endpoint = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
-        async with Objects(settings.model_copy(update={"s3_endpoint": endpoint}), patience_s=patience_s) as objects:
+        async with ObjectStore(settings.model_copy(update={"s3_endpoint": endpoint}), patience_s=patience_s) as objects:
             yield objects, asked
     finally:
         server.close()
@@ -171,15 +172,15 @@ async def test_who_gives_up_a_read_does_not_wait_for_the_store(s3_settings: Sett
         left.cancel()
 
 
-async def test_missing_is_told_apart(objects: Objects, s3_settings: Settings) -> None:
-    with pytest.raises(Missing):
+async def test_missing_is_told_apart(objects: ObjectStore, s3_settings: Settings) -> None:
+    with pytest.raises(ObjectNotFound):
         await objects.get(f"s3://{s3_settings.bucket_models}/nothing")
-    with pytest.raises(Missing):
+    with pytest.raises(ObjectNotFound):
         await objects.head("s3://no-such-bucket/nothing")
     assert [info async for info in objects.list(f"s3://{s3_settings.bucket_models}/")] == []
 
 
-async def test_listing_pages_through_everything_in_order(objects: Objects, s3_settings: Settings) -> None:
+async def test_listing_pages_through_everything_in_order(objects: ObjectStore, s3_settings: Settings) -> None:
     bucket = s3_settings.bucket_lake
     await asyncio.gather(*(objects.put(f"s3://{bucket}/k/{n:04}", b"") for n in range(1100)))
     keys = [info.key async for info in objects.list(f"s3://{bucket}/k/")]
@@ -191,7 +192,7 @@ async def test_an_outage_is_waited_out(tmp_path: Path, s3_settings: Settings) ->
     server.start()
     settings = s3_settings.model_copy(update={"s3_endpoint": server.endpoint})
     try:
-        async with Objects(settings) as store:
+        async with ObjectStore(settings) as store:
             await store.ensure_bucket("models")
             await store.put("s3://models/a", b"1")
             server.kill()
@@ -200,7 +201,7 @@ async def test_an_outage_is_waited_out(tmp_path: Path, s3_settings: Settings) ->
             await putting
             assert (await store.get("s3://models/a"), await store.get("s3://models/b")) == (b"1", b"2")
             server.kill()
-        async with Objects(settings, patience_s=0.5) as store:
+        async with ObjectStore(settings, patience_s=0.5) as store:
             with pytest.raises(Transient, match="object store"):
                 await store.get("s3://models/a")
     finally:

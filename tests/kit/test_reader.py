@@ -6,42 +6,43 @@ from pathlib import Path
 
 import pytest
 
-from services.kit.objects import Missing, Objects
-from services.kit.reader import Changed, Pinned, Reader, Refused
 from services.kit.settings import Settings
+from services.kit.store.errors import ObjectChanged, ObjectNotFound, StoreRefused
+from services.kit.store.objects import ObjectStore
+from services.kit.store.reader import ObjectReader, ObjectVersion
 from services.kit.workdir import Workdir
 
 NAMES = ["plain.png", "with space & ümläut.png", "a+b=c?d#e%41.png", "deep/er/~x(1)!*'.png", "a//b.png"]
 
 
-async def test_any_key_is_read_as_it_was_listed(objects: Objects, s3_settings: Settings) -> None:
+async def test_any_key_is_read_as_it_was_listed(objects: ObjectStore, s3_settings: Settings) -> None:
     prefix = f"s3://{s3_settings.bucket_lake}/x/"
     for name in NAMES:
         await objects.put(prefix + name, name.encode())
-    async with Reader(s3_settings) as reader:
+    async with ObjectReader(s3_settings) as reader:
         read = [
-            await reader.read(Pinned(info.bucket, info.key, info.size_bytes, info.etag))
+            await reader.read(ObjectVersion(info.bucket, info.key, info.size_bytes, info.etag))
             async for info in objects.list(prefix)
         ]
     assert sorted(read) == sorted(name.encode() for name in NAMES)
 
 
-async def test_another_version_is_not_read(objects: Objects, s3_settings: Settings, tmp_path: Path) -> None:
+async def test_another_version_is_not_read(objects: ObjectStore, s3_settings: Settings, tmp_path: Path) -> None:
     uri = f"s3://{s3_settings.bucket_lake}/x"
     await objects.put(uri, b"one")
     info = await objects.head(uri)
-    pinned = Pinned(info.bucket, info.key, info.size_bytes, info.etag)
-    async with Reader(s3_settings) as reader:
+    pinned = ObjectVersion(info.bucket, info.key, info.size_bytes, info.etag)
+    async with ObjectReader(s3_settings) as reader:
         await reader.download(pinned, tmp_path / "x")
         assert (tmp_path / "x").read_bytes() == b"one"
         await objects.put(uri, b"two")
-        with pytest.raises(Changed):
+        with pytest.raises(ObjectChanged):
             await reader.read(pinned)
         await objects.delete(uri)
-        with pytest.raises(Missing):
+        with pytest.raises(ObjectNotFound):
             await reader.read(pinned)
-    async with Reader(s3_settings.model_copy(update={"s3_access_key": "wrong"})) as stranger:
-        with pytest.raises(Refused):
+    async with ObjectReader(s3_settings.model_copy(update={"s3_access_key": "wrong"})) as stranger:
+        with pytest.raises(StoreRefused):
             await stranger.read(pinned)
 
 

@@ -11,9 +11,9 @@ import pytest_asyncio
 from contracts.base import Fact
 from services.ingestion import app as ingestion_app
 from services.kit.bus import Bus, Received
-from services.kit.objects import Objects
 from services.kit.service import Service
 from services.kit.settings import Settings
+from services.kit.store.objects import ObjectStore
 from services.sharding import app as sharding_app
 
 Until = Callable[..., Awaitable[Received[Fact]]]
@@ -33,7 +33,7 @@ async def running(service: Service) -> AsyncIterator[Service]:
 
 
 @pytest_asyncio.fixture
-async def data_services(s3_settings: Settings, objects: Objects) -> AsyncIterator[None]:
+async def data_services(s3_settings: Settings, objects: ObjectStore) -> AsyncIterator[None]:
     async with AsyncExitStack() as stack:
         for build in (ingestion_app.build, sharding_app.build):
             await stack.enter_async_context(running(build(s3_settings)))

@@ -34,9 +34,9 @@ from services.ingestion.progress import Progress as IngestProgress
 from services.ingestion.sources import open_source
 from services.kit.bus import Bus
 from services.kit.clock import SystemClock
-from services.kit.objects import Objects
-from services.kit.reader import Reader
 from services.kit.settings import Settings
+from services.kit.store.objects import ObjectStore
+from services.kit.store.reader import ObjectReader
 from services.sharding import app as sharding_app
 from services.sharding.shard import Shard
 from tests.kit.support import until as eventually
@@ -55,7 +55,7 @@ def verdict(run_id: str) -> tuple[str, ...]:
 Samples = dict[str, dict[str, dict[str, bytes]]]
 
 
-async def samples(objects: Objects, settings: Settings, prepared: RunPrepared) -> Samples:
+async def samples(objects: ObjectStore, settings: Settings, prepared: RunPrepared) -> Samples:
     """What a dataset holds, read with tarfile; every hash and offset is checked."""
     content = await objects.get(prepared.manifest_uri)
     assert hashlib.sha256(content).hexdigest() == prepared.dataset_id
@@ -82,7 +82,7 @@ async def samples(objects: Objects, settings: Settings, prepared: RunPrepared) -
 
 
 async def test_a_run_s_images_become_its_dataset(
-    data_services: None, bus: Bus, objects: Objects, s3_settings: Settings, until: Until
+    data_services: None, bus: Bus, objects: ObjectStore, s3_settings: Settings, until: Until
 ) -> None:
     files = digits_lake(60)
     await fill(objects, f"s3://{s3_settings.bucket_lake}/digits", files | {"2/cut.png": image_bytes(1, size=64)[:99]})
@@ -137,7 +137,7 @@ async def no_open_jobs(bus: Bus) -> None:
 
 
 async def test_an_ingestion_without_a_run(
-    data_services: None, bus: Bus, objects: Objects, s3_settings: Settings, until: Until
+    data_services: None, bus: Bus, objects: ObjectStore, s3_settings: Settings, until: Until
 ) -> None:
     text = {"a.py": b"import os\n" * 300, "b.py": b"def f():\n    return 1\n" * 200}
     await fill(objects, f"s3://{s3_settings.bucket_lake}/text", text)
@@ -153,7 +153,7 @@ async def test_an_ingestion_without_a_run(
 
 
 async def test_what_cannot_be_used_fails_within_seconds_and_disturbs_nothing(
-    data_services: None, bus: Bus, objects: Objects, s3_settings: Settings, until: Until
+    data_services: None, bus: Bus, objects: ObjectStore, s3_settings: Settings, until: Until
 ) -> None:
     lake = f"s3://{s3_settings.bucket_lake}"
     await fill(objects, f"{lake}/bad", digits_lake(6) | {"0/x.png": b"no", "1/y.png": b"image"})
@@ -180,7 +180,7 @@ async def test_what_cannot_be_used_fails_within_seconds_and_disturbs_nothing(
 
 
 async def test_content_that_changed_after_ingestion_is_refused(
-    bus: Bus, objects: Objects, s3_settings: Settings, until: Until, monkeypatch: pytest.MonkeyPatch
+    bus: Bus, objects: ObjectStore, s3_settings: Settings, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Records too large for a pack are read from the source again, and must be what they were."""
     lake = f"s3://{s3_settings.bucket_lake}/big"
@@ -204,7 +204,7 @@ async def test_content_that_changed_after_ingestion_is_refused(
 
 
 async def test_another_instance_finishes_what_a_killed_one_began(
-    bus: Bus, objects: Objects, s3_settings: Settings, s3_server: S3Server, until: Until
+    bus: Bus, objects: ObjectStore, s3_settings: Settings, s3_server: S3Server, until: Until
 ) -> None:
     """SIGKILL while the job is claimed; nothing is left of the first but its claim."""
     lake = f"s3://{s3_settings.bucket_lake}/digits"
@@ -244,7 +244,7 @@ class Crash(BaseException):
 class Crashing:
     """The store, until the n-th write: that one is not made, or made and not answered."""
 
-    def __init__(self, objects: Objects, at_write: int, *, made: bool) -> None:
+    def __init__(self, objects: ObjectStore, at_write: int, *, made: bool) -> None:
         self._objects, self._left, self._made = objects, at_write, made
 
     def __getattr__(self, name: str) -> Any:
@@ -263,7 +263,7 @@ class Crashing:
 
 
 async def test_a_crash_at_any_write_changes_nothing(
-    objects: Objects, s3_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    objects: ObjectStore, s3_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever write an instance dies at, the next one finishes, with the dataset that would have been."""
     monkeypatch.setattr(packs, "PACK_BYTES", 4096)
@@ -280,7 +280,7 @@ async def test_a_crash_at_any_write_changes_nothing(
         ingested = ingestion_app.ingested_fact("r1", "r1", data, result)
         return (await Shard(store, reader, folder, ingested, bucket).run()).dataset_id
 
-    async with Reader(s3_settings) as reader, Decoders(1) as decoders:
+    async with ObjectReader(s3_settings) as reader, Decoders(1) as decoders:
         for at_write in itertools.count():
             bucket = f"crash-{s3_settings.bucket_datasets}-{at_write}"
             crashed = False

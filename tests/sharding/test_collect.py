@@ -25,9 +25,10 @@ from contracts.events.train import DataSource, Split
 from loadtest.data.ingested import FolderStore, ingest
 from services.kit.bus import Bus, Transient
 from services.kit.clock import ManualClock
-from services.kit.objects import Exists, Missing, Objects
-from services.kit.reader import Reader
 from services.kit.settings import Settings
+from services.kit.store.errors import ObjectExists, ObjectNotFound
+from services.kit.store.objects import ObjectStore
+from services.kit.store.reader import ObjectReader
 from services.sharding.collect import GARBAGE, collect_garbage
 from services.sharding.core import garbage
 from services.sharding.core.garbage import Named, Stored
@@ -146,7 +147,7 @@ def test_an_old_journal_goes_and_a_young_one_names() -> None:
 class World:
     """A real store and bus, with a clock that is put forward: everything in the store is then as old as we like."""
 
-    def __init__(self, bus: Bus, objects: Objects, settings: Settings, folder: Path) -> None:
+    def __init__(self, bus: Bus, objects: ObjectStore, settings: Settings, folder: Path) -> None:
         self.clock = ManualClock(datetime.now(UTC))
         self.bus, self.objects, self.folder = bus, objects, folder
         self.settings = ShardingSettings.of(settings)
@@ -168,7 +169,7 @@ class World:
 
     async def shard(self, ingested: DatasetIngested, objects: Any = None) -> Dataset:
         folder = Path(tempfile.mkdtemp(dir=self.folder))
-        return await Shard(objects or self.objects, Reader(self.settings), folder, ingested, self.bucket).run()
+        return await Shard(objects or self.objects, ObjectReader(self.settings), folder, ingested, self.bucket).run()
 
     async def keys(self, prefix: str) -> set[str]:
         return {info.key async for info in self.objects.list(f"s3://{self.bucket}/{prefix}")}
@@ -182,7 +183,7 @@ class World:
 
 
 @pytest.fixture
-def world(bus: Bus, objects: Objects, s3_settings: Settings, tmp_path: Path) -> World:
+def world(bus: Bus, objects: ObjectStore, s3_settings: Settings, tmp_path: Path) -> World:
     return World(bus, objects, s3_settings, tmp_path)
 
 
@@ -277,7 +278,7 @@ async def test_a_collection_at_any_moment_of_the_making_costs_no_dataset(
 
     async def work(objects: Any) -> Dataset:
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
-        return await Shard(objects, Reader(settings), folder, ingested, "datasets", workers=1).run()
+        return await Shard(objects, ObjectReader(settings), folder, ingested, "datasets", workers=1).run()
 
     async def collect() -> object:
         return await collect_garbage(bus, store, settings)  # type: ignore[arg-type]
@@ -319,20 +320,20 @@ async def test_a_file_is_taken_in_only_as_what_it_is_called(world: World, tmp_pa
     uri = shard_uri(world.bucket, sha256)
     await world.objects.put_file(path, uri, sha256=sha256, if_absent=True)
     before = (await world.objects.head(uri)).modified_at
-    with pytest.raises(Exists):
+    with pytest.raises(ObjectExists):
         await world.objects.put_file(path, uri, sha256=sha256, if_absent=True)
     path.write_bytes(content[:-1] + b"x")
-    async with Objects(world.settings, patience_s=0) as impatient:
-        with pytest.raises((Transient, Exists)):
+    async with ObjectStore(world.settings, patience_s=0) as impatient:
+        with pytest.raises((Transient, ObjectExists)):
             await impatient.put_file(path, shard_uri(world.bucket, A), sha256=A)
-    with pytest.raises(Missing):
+    with pytest.raises(ObjectNotFound):
         await world.objects.head(shard_uri(world.bucket, A))
     while int(before.timestamp()) == int(time.time()):  # noqa: ASYNC110 - the store tells seconds
         await asyncio.sleep(0.05)
     await world.objects.freshen(uri)
     assert (await world.objects.head(uri)).modified_at > before
     assert await world.objects.get(uri) == content
-    with pytest.raises(Missing):
+    with pytest.raises(ObjectNotFound):
         await world.objects.freshen(shard_uri(world.bucket, B))
 
 

@@ -21,9 +21,9 @@ from contracts.events.train import DataSource
 from loadtest.data.identity import kill_and_go_on
 from loadtest.data.ingested import BUCKET, FolderStore, Record, digest, ingest
 from services.kit.bus import Poison, Transient
-from services.kit.objects import Missing
-from services.kit.reader import Reader
 from services.kit.settings import Settings
+from services.kit.store.errors import ObjectNotFound
+from services.kit.store.reader import ObjectReader
 from services.sharding import journal as journal_module
 from services.sharding import packs
 from services.sharding.core.plan import journal_name, link_name
@@ -55,7 +55,7 @@ def made(
 
 def work(store: Any, ingested: DatasetIngested, *, workers: int = 2, **given: Any) -> Dataset:
     with tempfile.TemporaryDirectory() as folder:
-        job = Shard(store, Reader(Settings()), Path(folder), ingested, BUCKET, workers=workers, **given)
+        job = Shard(store, ObjectReader(Settings()), Path(folder), ingested, BUCKET, workers=workers, **given)
         return asyncio.run(job.run())
 
 
@@ -357,6 +357,6 @@ def test_disk_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 async def test_a_missing_pack_is_missing(tmp_path: Path) -> None:
     there = packs.Packs(FolderStore(tmp_path), tmp_path / "packs", ingestion_uri(BUCKET, "0" * 64), 10)  # type: ignore[arg-type]
     await there.look()
-    with pytest.raises(Missing, match="pack-00003"):
+    with pytest.raises(ObjectNotFound, match="pack-00003"):
         async with there.held([3]):
             pass

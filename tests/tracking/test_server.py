@@ -15,8 +15,8 @@ import pytest
 
 from contracts.events.run import Artifact, RunEvaluated
 from services.kit.bus import Bus
-from services.kit.objects import Objects
 from services.kit.settings import Settings
+from services.kit.store.objects import ObjectStore
 from services.tracking.settings import TrackingSettings
 from services.tracking.store import Store
 from tests.tracking.conftest import World, eventually, task_spec
@@ -110,7 +110,7 @@ async def test_a_server_that_is_killed_loses_and_doubles_nothing(
 async def test_small_files_are_copied_and_large_ones_linked(
     bus: Bus,
     s3_settings: Settings,
-    objects: Objects,
+    objects: ObjectStore,
     template: Path,
     running: Callable[..., Awaitable[Any]],
 ) -> None:

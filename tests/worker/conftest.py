@@ -26,8 +26,8 @@ from contracts.events.checkpoint import CheckpointCommitted, CheckpointStaged
 from contracts.events.run import CheckpointRef, Member, RunExited, RunPlaced, RunPrepared, RunReleased
 from contracts.events.train import TrainRequested
 from services.kit.bus import Bus
-from services.kit.objects import Objects
 from services.kit.settings import Settings
+from services.kit.store.objects import ObjectStore
 from services.worker.app import build
 from services.worker.executor import ProcessExecutor
 from services.worker.settings import WorkerSettings
@@ -58,7 +58,7 @@ async def until(condition: Callable[[], bool], timeout_s: float) -> None:
 class World:
     """What stands around the agent: publishes placements, commits checkpoints, sees what is said."""
 
-    def __init__(self, bus: Bus, objects: Objects, settings: WorkerSettings) -> None:
+    def __init__(self, bus: Bus, objects: ObjectStore, settings: WorkerSettings) -> None:
         self.bus, self.objects, self.settings = bus, objects, settings
         self.code: dict[str, str] = {}
 
@@ -179,7 +179,7 @@ def worker_settings(s3_settings: Settings) -> WorkerSettings:
 
 
 @pytest_asyncio.fixture
-async def world(bus: Bus, objects: Objects, worker_settings: WorkerSettings) -> World:
+async def world(bus: Bus, objects: ObjectStore, worker_settings: WorkerSettings) -> World:
     world = World(bus, objects, worker_settings)
     await world.upload_code(package({"task.py": b"class Fake: ..."}))
     return world

@@ -20,9 +20,10 @@ from safetensors.numpy import load_file, save_file
 from contracts.events.checkpoint import CheckpointFile, CheckpointRotten, CheckpointStaged
 from contracts.events.run import RunExited
 from services.kit.bus import Bus
-from services.kit.chunks import Damaged, restore_file
-from services.kit.objects import Objects, blob_sha256
+from services.kit.chunks import restore_file
 from services.kit.settings import Settings
+from services.kit.store.errors import ObjectCorrupted
+from services.kit.store.objects import ObjectStore, blob_sha256
 from services.worker.cache import Cache
 from services.worker.core import chunks as core
 from services.worker.core.delta import Bases
@@ -50,7 +51,7 @@ def pieces_of(path: Path) -> list[tuple[str, str, int]]:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, objects: Objects) -> Cache:
+def cache(tmp_path: Path, objects: ObjectStore) -> Cache:
     return Cache(tmp_path / "cache", objects, 2**30)
 
 
@@ -129,7 +130,7 @@ def test_a_header_that_describes_nonsense_is_not_followed(described: Any) -> Non
 
 
 async def test_only_what_is_new_is_sent_and_everything_comes_back(
-    tmp_path: Path, cache: Cache, objects: Objects, s3_settings: Settings
+    tmp_path: Path, cache: Cache, objects: ObjectStore, s3_settings: Settings
 ) -> None:
     bucket = s3_settings.bucket_models
     names = {f"block.{n:02d}.weight": 1_500_000 for n in range(20)} | {"head": 20 * MIB, "tail.bias": 400}
@@ -173,7 +174,7 @@ async def test_only_what_is_new_is_sent_and_everything_comes_back(
 
 
 async def test_a_resume_takes_from_the_node_what_it_has(
-    tmp_path: Path, cache: Cache, objects: Objects, s3_settings: Settings, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cache: Cache, objects: ObjectStore, s3_settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pieces survive the agent, are found in whole files, and are fetched where the file is gone."""
     state = tensors({"a": MIB, "b": MIB, "c": MIB})
@@ -209,7 +210,7 @@ async def test_a_resume_takes_from_the_node_what_it_has(
 
 
 async def test_what_was_here_before_the_machine_started_is_hashed_first(
-    tmp_path: Path, cache: Cache, objects: Objects, s3_settings: Settings
+    tmp_path: Path, cache: Cache, objects: ObjectStore, s3_settings: Settings
 ) -> None:
     """Nothing is flushed for the cache: a power cut may leave the right name with the wrong bytes."""
     path = tmp_path / "model-0.safetensors"
@@ -233,7 +234,7 @@ async def test_what_was_here_before_the_machine_started_is_hashed_first(
         assert cache.find(file.chunks[1].sha256) is not None
 
 
-async def test_damage_in_the_store_leaves_nothing(tmp_path: Path, objects: Objects, s3_settings: Settings) -> None:
+async def test_damage_in_the_store_leaves_nothing(tmp_path: Path, objects: ObjectStore, s3_settings: Settings) -> None:
     bucket = s3_settings.bucket_models
     path = tmp_path / "file"
     path.write_bytes(random.Random(1).randbytes(20 * MIB))
@@ -243,7 +244,7 @@ async def test_damage_in_the_store_leaves_nothing(tmp_path: Path, objects: Objec
     for harm in (b"x" * (4 * MIB), b"short"):
         # As a disk does it: under the blob's name, past the store's check.
         await objects._client.put_object(Bucket=bucket, Key=file.chunks[2].uri.split("/", 3)[3], Body=harm)
-        with pytest.raises(Damaged, match=r"expected"):
+        with pytest.raises(ObjectCorrupted, match=r"expected"):
             await restore_file(objects, file, tmp_path / "out" / "file")
         assert list((tmp_path / "out").iterdir()) == []
 
@@ -252,7 +253,7 @@ async def test_damage_in_the_store_leaves_nothing(tmp_path: Path, objects: Objec
 
 
 async def test_differences_restore_to_the_bit_and_their_chains_end(
-    tmp_path: Path, cache: Cache, objects: Objects, s3_settings: Settings
+    tmp_path: Path, cache: Cache, objects: ObjectStore, s3_settings: Settings
 ) -> None:
     bucket, known = s3_settings.bucket_models, Known()
     generator = np.random.default_rng(3)
@@ -288,14 +289,14 @@ async def test_differences_restore_to_the_bit_and_their_chains_end(
     assert base is not None
     wrong = base.model_copy(update={"uri": versions[6][0].chunks[1].uri})
     broken = file.chunks[1].model_copy(update={"base": wrong})
-    with pytest.raises(Damaged):
+    with pytest.raises(ObjectCorrupted):
         await restore_file(
             objects, file.model_copy(update={"chunks": (file.chunks[0], broken, file.chunks[2])}), tmp_path / "no"
         )
 
 
 async def test_rotten_blobs_are_written_anew_from_a_node(
-    tmp_path: Path, cache: Cache, objects: Objects, s3_settings: Settings, bus: Bus
+    tmp_path: Path, cache: Cache, objects: ObjectStore, s3_settings: Settings, bus: Bus
 ) -> None:
     """Parts of files and differences alike; what this node has not, or has damaged, is left to others."""
     bucket, known = s3_settings.bucket_models, Known()
@@ -338,7 +339,7 @@ async def test_rotten_blobs_are_written_anew_from_a_node(
 
 
 async def test_what_is_not_trusted_is_sent_anew(
-    tmp_path: Path, cache: Cache, objects: Objects, s3_settings: Settings
+    tmp_path: Path, cache: Cache, objects: ObjectStore, s3_settings: Settings
 ) -> None:
     bucket, known = s3_settings.bucket_models, Known()
     path = tmp_path / "file"
@@ -362,7 +363,7 @@ async def test_what_is_not_trusted_is_sent_anew(
 
 
 async def test_an_upload_that_is_given_up_ends_all_of_its_requests(
-    tmp_path: Path, cache: Cache, objects: Objects, s3_settings: Settings
+    tmp_path: Path, cache: Cache, objects: ObjectStore, s3_settings: Settings
 ) -> None:
     path = tmp_path / "file"
     path.write_bytes(random.Random(2).randbytes(33 * MIB))
@@ -388,7 +389,7 @@ async def test_an_upload_that_is_given_up_ends_all_of_its_requests(
 # -- DVC -----------------------------------------------------------------------
 
 
-async def test_dvc_finds_the_files_where_it_looks(tmp_path: Path, objects: Objects, s3_settings: Settings) -> None:
+async def test_dvc_finds_the_files_where_it_looks(tmp_path: Path, objects: ObjectStore, s3_settings: Settings) -> None:
     """The layout of DVC 3: the pointer's hashes are the files' names under the remote's ``files/md5``."""
     bucket = s3_settings.bucket_models
     named = {"model-0.safetensors": tmp_path / "a", "notes/it's.json": tmp_path / "b"}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from loadtest.data.integrity import PLACES, Trials
-from services.kit.objects import Objects
 from services.kit.settings import Settings
+from services.kit.store.objects import ObjectStore
 
 
-async def test_a_flipped_bit_is_found_wherever_it_is(objects: Objects, s3_settings: Settings, tmp_path: Path) -> None:
+async def test_a_flipped_bit_is_found_anywhere(objects: ObjectStore, s3_settings: Settings, tmp_path: Path) -> None:
     outcome = await Trials(objects, s3_settings, tmp_path, seed=1).run(6 * len(PLACES))
     assert not outcome.unseen
     assert outcome.trials == 6 * len(PLACES)

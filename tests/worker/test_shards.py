@@ -21,10 +21,11 @@ from contracts.ranks import PlanLine, WantLine
 from loadtest.data.proxy import FaultProxy
 from loadtest.data.stored import Stored, node, store
 from services.kit.bus import Transient
-from services.kit.objects import Missing, Objects
-from services.kit.ranged import Damaged, Ranged
-from services.kit.reader import Reader
 from services.kit.settings import Settings
+from services.kit.store.errors import ObjectCorrupted, ObjectNotFound
+from services.kit.store.objects import ObjectStore
+from services.kit.store.ranged import Ranged
+from services.kit.store.reader import ObjectReader
 from services.worker import shards as shards_module
 from services.worker.cache import Cache, CacheError
 from services.worker.shards import Reading
@@ -67,7 +68,7 @@ async def begin(cache: Cache, stored: Stored, folder: Path, hold: Any, **how: An
 
 @pytest.mark.parametrize("size_bytes", [1, 999, 2**16, 5 * 2**16 + 17])
 async def test_an_object_in_ranges_through_a_bad_network(
-    objects: Objects, s3_settings: Settings, s3_server: S3Server, tmp_path: Path, size_bytes: int
+    objects: ObjectStore, s3_settings: Settings, s3_server: S3Server, tmp_path: Path, size_bytes: int
 ) -> None:
     content = os.urandom(size_bytes)
     uri = f"s3://{s3_settings.bucket_datasets}/x"
@@ -75,7 +76,7 @@ async def test_an_object_in_ranges_through_a_bad_network(
     sha256 = hashlib.sha256(content).hexdigest()
     async with FaultProxy(s3_server.port, error_share=0.5, seed=size_bytes) as proxy:
         through = s3_settings.model_copy(update={"s3_endpoint": proxy.endpoint})
-        async with Reader(through) as reader:
+        async with ObjectReader(through) as reader:
             ranged = Ranged(reader, range_bytes=2**14, stall_s=5.0)
             fast = await ranged.download(uri, tmp_path / "x", size_bytes=size_bytes, sha256=sha256)
     assert (tmp_path / "x").read_bytes() == content
@@ -84,13 +85,13 @@ async def test_an_object_in_ranges_through_a_bad_network(
 
 
 async def test_a_connection_on_which_nothing_comes_is_given_up(
-    objects: Objects, s3_settings: Settings, s3_server: S3Server, tmp_path: Path
+    objects: ObjectStore, s3_settings: Settings, s3_server: S3Server, tmp_path: Path
 ) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=1, sample_bytes=20_000)
     shard = stored.shards()[0]
     async with FaultProxy(s3_server.port) as proxy:
         through = s3_settings.model_copy(update={"s3_endpoint": proxy.endpoint})
-        async with Reader(through) as reader:
+        async with ObjectReader(through) as reader:
             ranged = Ranged(reader, stall_s=0.5)
             proxy.freeze(1.5)
             await ranged.download(
@@ -106,17 +107,17 @@ async def test_a_connection_on_which_nothing_comes_is_given_up(
 
 
 async def test_what_is_not_what_was_promised_is_refused(
-    objects: Objects, s3_settings: Settings, tmp_path: Path
+    objects: ObjectStore, s3_settings: Settings, tmp_path: Path
 ) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=1)
     shard = stored.shards()[0]
     uri, size_bytes = shard_uri(stored.bucket, shard.sha256), shard.size_bytes
-    async with Reader(s3_settings) as reader:
+    async with ObjectReader(s3_settings) as reader:
         ranged = Ranged(reader, range_bytes=1000)
         for size, sha256 in ((size_bytes, "0" * 64), (size_bytes - 1, shard.sha256), (size_bytes + 2000, shard.sha256)):
-            with pytest.raises(Damaged):
+            with pytest.raises(ObjectCorrupted):
                 await ranged.download(uri, tmp_path / "x", size_bytes=size, sha256=sha256)
-        with pytest.raises(Missing):
+        with pytest.raises(ObjectNotFound):
             await ranged.download(uri + "0", tmp_path / "x", size_bytes=size_bytes, sha256=shard.sha256)
 
 
@@ -124,7 +125,7 @@ async def test_what_is_not_what_was_promised_is_refused(
 
 
 async def test_shards_come_in_the_order_in_which_they_are_needed_and_a_wait_ends_at_once(
-    objects: Objects, s3_settings: Settings, tmp_path: Path
+    objects: ObjectStore, s3_settings: Settings, tmp_path: Path
 ) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=12)
     async with node(s3_settings, tmp_path / "cache", objects=objects) as (cache, _), cache.holding() as hold:
@@ -138,7 +139,9 @@ async def test_shards_come_in_the_order_in_which_they_are_needed_and_a_wait_ends
     assert await reading.want(want(stored, 6)) == "the run is over on this node"
 
 
-async def test_a_rank_without_a_plan_is_read_ahead_for(objects: Objects, s3_settings: Settings, tmp_path: Path) -> None:
+async def test_a_rank_without_a_plan_is_read_ahead_for(
+    objects: ObjectStore, s3_settings: Settings, tmp_path: Path
+) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=12)
     async with node(s3_settings, tmp_path / "cache", objects=objects) as (cache, _), cache.holding() as hold:
         reading = await begin(cache, stored, tmp_path / "view", hold)
@@ -147,7 +150,7 @@ async def test_a_rank_without_a_plan_is_read_ahead_for(objects: Objects, s3_sett
 
 
 async def test_a_script_gets_everything_before_it_starts_and_keeps_it(
-    objects: Objects, s3_settings: Settings, tmp_path: Path
+    objects: ObjectStore, s3_settings: Settings, tmp_path: Path
 ) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=6, validation=2)
     other = await store(objects, s3_settings.bucket_datasets, shards=6, seed=1)
@@ -167,7 +170,7 @@ async def test_a_script_gets_everything_before_it_starts_and_keeps_it(
 
 
 async def test_two_runs_share_each_download(
-    objects: Objects, s3_settings: Settings, s3_server: S3Server, tmp_path: Path
+    objects: ObjectStore, s3_settings: Settings, s3_server: S3Server, tmp_path: Path
 ) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=8)
     async with FaultProxy(s3_server.port, latency_s=0.02) as proxy:
@@ -187,7 +190,7 @@ async def test_two_runs_share_each_download(
 
 
 async def test_what_is_needed_last_goes_and_nothing_is_fetched_twice_for_want_of_knowing(
-    objects: Objects, s3_settings: Settings, s3_server: S3Server, tmp_path: Path
+    objects: ObjectStore, s3_settings: Settings, s3_server: S3Server, tmp_path: Path
 ) -> None:
     """Room for five of eight shards, which are read twice: only what cannot be kept is fetched again."""
     stored = await store(objects, s3_settings.bucket_datasets, shards=8)
@@ -208,7 +211,9 @@ async def test_what_is_needed_last_goes_and_nothing_is_fetched_twice_for_want_of
     assert proxy.egress_bytes < 13.5 * each + 10_000
 
 
-async def test_a_run_that_does_not_fit_makes_progress(objects: Objects, s3_settings: Settings, tmp_path: Path) -> None:
+async def test_a_run_that_does_not_fit_makes_progress(
+    objects: ObjectStore, s3_settings: Settings, tmp_path: Path
+) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=6)
     async with (
         node(s3_settings, tmp_path / "cache", max_bytes=1, objects=objects) as (cache, shards),
@@ -225,7 +230,9 @@ async def test_a_run_that_does_not_fit_makes_progress(objects: Objects, s3_setti
             assert not is_whole(reading, stored, number)
 
 
-async def test_old_downloads_go_before_what_is_planned(objects: Objects, s3_settings: Settings, tmp_path: Path) -> None:
+async def test_old_downloads_go_before_what_is_planned(
+    objects: ObjectStore, s3_settings: Settings, tmp_path: Path
+) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=4)
     each = stored.size_bytes // 4
     async with (
@@ -245,7 +252,7 @@ async def test_old_downloads_go_before_what_is_planned(objects: Objects, s3_sett
 
 
 async def test_two_datasets_that_do_not_fit_together_do_not_push_each_other_out(
-    objects: Objects, s3_settings: Settings, s3_server: S3Server, tmp_path: Path
+    objects: ObjectStore, s3_settings: Settings, s3_server: S3Server, tmp_path: Path
 ) -> None:
     """Nobody has said that they will be read: what has come stays, and nothing is fetched for nothing."""
     stored = [await store(objects, s3_settings.bucket_datasets, shards=4, seed=seed) for seed in range(2)]
@@ -275,7 +282,7 @@ async def test_two_datasets_that_do_not_fit_together_do_not_push_each_other_out(
 
 
 async def test_a_disk_that_is_full_is_a_smaller_cache(
-    objects: Objects, s3_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    objects: ObjectStore, s3_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk has room for three shards, whatever the setting says: ranks get theirs, one after the other."""
     stored = await store(objects, s3_settings.bucket_datasets, shards=6)
@@ -297,7 +304,9 @@ async def test_a_disk_that_is_full_is_a_smaller_cache(
             assert is_whole(reading, stored, number)
 
 
-async def test_a_cache_that_vanishes_is_filled_anew(objects: Objects, s3_settings: Settings, tmp_path: Path) -> None:
+async def test_a_cache_that_vanishes_is_filled_anew(
+    objects: ObjectStore, s3_settings: Settings, tmp_path: Path
+) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=3)
     async with node(s3_settings, tmp_path / "cache", objects=objects) as (cache, shards), cache.holding() as hold:
         reading = await begin(cache, stored, tmp_path / "view", hold)
@@ -311,7 +320,7 @@ async def test_a_cache_that_vanishes_is_filled_anew(objects: Objects, s3_setting
 
 
 async def test_while_the_cache_cannot_be_written_ranks_wait_and_get_theirs_when_it_can(
-    objects: Objects, s3_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    objects: ObjectStore, s3_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=2)
     monkeypatch.setattr(shards_module, "RETRY_S", 0.01)
@@ -341,7 +350,7 @@ def flip(path: Path, bit: int) -> None:
 
 @pytest.mark.parametrize("suffix", ["", ".idx", ".json"])
 async def test_a_flipped_bit_on_disk_is_found_by_the_next_run(
-    objects: Objects, s3_settings: Settings, tmp_path: Path, suffix: str
+    objects: ObjectStore, s3_settings: Settings, tmp_path: Path, suffix: str
 ) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=1)
     for trial in range(4):
@@ -355,7 +364,7 @@ async def test_a_flipped_bit_on_disk_is_found_by_the_next_run(
 
 @pytest.mark.parametrize("which", ["shard", "index"])
 async def test_what_is_damaged_or_missing_in_the_store_is_named(
-    objects: Objects, s3_settings: Settings, tmp_path: Path, which: str
+    objects: ObjectStore, s3_settings: Settings, tmp_path: Path, which: str
 ) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=2)
     shard = stored.shards()[0]
@@ -378,7 +387,7 @@ async def test_what_is_damaged_or_missing_in_the_store_is_named(
         assert list(shards.files.folder.rglob(".*")) == []
 
 
-async def test_a_damaged_manifest_is_not_read(objects: Objects, s3_settings: Settings, tmp_path: Path) -> None:
+async def test_a_damaged_manifest_is_not_read(objects: ObjectStore, s3_settings: Settings, tmp_path: Path) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=1)
     kept = tmp_path / "cache" / "datasets" / stored.dataset_id / "manifest.json"
     async with node(s3_settings, tmp_path / "cache", objects=objects) as (cache, _), cache.holding() as hold:
@@ -396,7 +405,7 @@ async def test_a_damaged_manifest_is_not_read(objects: Objects, s3_settings: Set
 
 
 async def test_the_shared_folder_is_looked_into_first_and_filled(
-    objects: Objects, s3_settings: Settings, s3_server: S3Server, tmp_path: Path
+    objects: ObjectStore, s3_settings: Settings, s3_server: S3Server, tmp_path: Path
 ) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=3)
     warm = tmp_path / "warm"
@@ -446,7 +455,7 @@ def whole_shards(folder: Path) -> int:
 
 
 async def test_killed_in_the_middle_of_downloads_it_leaves_no_half_files(
-    objects: Objects, s3_settings: Settings, s3_server: S3Server, tmp_path: Path
+    objects: ObjectStore, s3_settings: Settings, s3_server: S3Server, tmp_path: Path
 ) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=6, sample_bytes=20_000)
     folder, view = tmp_path / "cache", tmp_path / "view"

@@ -184,14 +184,15 @@ async def submit(
 async def upload_package(address: Address, package: Package, uri: str) -> None:
     """Store a package under its hash, unless it is there."""
     from services.kit.bus import Transient
-    from services.kit.objects import Missing, Objects
+    from services.kit.store.errors import ObjectNotFound
+    from services.kit.store.objects import ObjectStore
 
     try:
-        async with Objects(address.settings(), patience_s=5.0) as objects:
+        async with ObjectStore(address.settings(), patience_s=5.0) as objects:
             try:
                 if (await objects.head(uri)).size_bytes == len(package.body):
                     return
-            except Missing:
+            except ObjectNotFound:
                 pass
             await objects.put(uri, package.body, content_type="application/gzip")
     except Transient as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from contracts.datasets import Manifest
-from services.kit.objects import Objects
+from services.kit.store.objects import ObjectStore
 from trainbus.cli import render
 from trainbus.cli.address import Address
 from trainbus.cli.dataset_looks import SHOWN, say_more, split_line
@@ -42,7 +42,7 @@ async def diff(address: Address, one: str, other: str, *, examples: int, as_json
         raise CliError(f"they differ: {_totals(found) or 'in their settings alone'}")
 
 
-async def _compare(objects: Objects, old: Loaded, new: Loaded, examples: int) -> Difference:
+async def _compare(objects: ObjectStore, old: Loaded, new: Loaded, examples: int) -> Difference:
     with tempfile.TemporaryDirectory(prefix="trainbus-") as folder:
         paths = Path(folder) / "before.jsonl", Path(folder) / "after.jsonl"
         for loaded, path in zip((old, new), paths, strict=True):

@@ -9,7 +9,8 @@ from pathlib import Path, PurePosixPath
 from contracts.datasets import shard_uri
 from contracts.events.dataset import ShardFile
 from services.kit.concurrency import all_of
-from services.kit.objects import Missing, Objects, hash_file
+from services.kit.store.errors import ObjectNotFound
+from services.kit.store.objects import ObjectStore, hash_file
 from trainbus.cli import render
 from trainbus.cli.address import Address
 from trainbus.cli.dataset_store import Loaded, find, load, read_history
@@ -56,7 +57,7 @@ def _files(shard: ShardFile) -> list[tuple[str, str, int]]:
 
 
 async def _fetch_all(
-    objects: Objects, loaded: Loaded, folder: Path, wanted: list[tuple[str, str, int]], *, quiet: bool
+    objects: ObjectStore, loaded: Loaded, folder: Path, wanted: list[tuple[str, str, int]], *, quiet: bool
 ) -> int:
     """Have every file in ``folder``; return how many were not there."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -72,7 +73,7 @@ async def _fetch_all(
             if not (path.exists() and await asyncio.to_thread(hash_file, path) == sha256):
                 try:
                     await objects.download(shard_uri(loaded.bucket, sha256), path, sha256=sha256)
-                except (Missing, ValueError) as error:
+                except (ObjectNotFound, ValueError) as error:
                     raise CliError(
                         f"{name} cannot be had, {error}: `trainbus datasets verify --repair` makes it anew"
                     ) from error

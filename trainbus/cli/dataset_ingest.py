@@ -19,7 +19,7 @@ from contracts.base import short_hash
 from contracts.datasets import dataset_uri
 from contracts.events.dataset import DatasetIngested, DatasetIngestFailed, DatasetProgress, DatasetShardFailed
 from contracts.events.train import IngestRequested
-from services.kit.objects import Objects, split_uri
+from services.kit.store.objects import ObjectStore, split_uri
 from trainbus.cli import render
 from trainbus.cli.address import Address
 from trainbus.cli.dataset_store import find, read_history
@@ -137,7 +137,7 @@ async def until(
             await asyncio.sleep(POLL_S)
 
 
-async def _there(link: Link, objects: Objects, event: DatasetIngested) -> str | None:
+async def _there(link: Link, objects: ObjectStore, event: DatasetIngested) -> str | None:
     """The dataset, once its manifest is in the store: the same input again says nothing on the bus."""
     facts = await link.read(*(subjects.fact("dataset", subjects.ANY, name) for name in ("ingested", "sharded")))
     made = History((each.envelope.time, each.event) for each in facts).ingestions[event.ingestion_id]

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from contracts import subjects
 from contracts.datasets import IndexRecord, Manifest, dataset_uri, ingestion_uri
-from services.kit.objects import Missing, Objects, split_uri
+from services.kit.store.errors import ObjectNotFound
+from services.kit.store.objects import ObjectStore, split_uri
 from trainbus.cli.address import Address
 from trainbus.cli.errors import USAGE, CliError
 from trainbus.cli.link import Link
@@ -74,7 +75,7 @@ def _is_id(name: str) -> bool:
     return len(name) == SHA256_CHARS and set(name) <= set("0123456789abcdef")
 
 
-async def load(objects: Objects, known: Known) -> Loaded:
+async def load(objects: ObjectStore, known: Known) -> Loaded:
     """The dataset's manifest.
 
     Raises:
@@ -83,7 +84,7 @@ async def load(objects: Objects, known: Known) -> Loaded:
     uri = known.manifest_uri
     try:
         content = await objects.get(uri)
-    except Missing:
+    except ObjectNotFound:
         raise CliError(f"{uri} is not in the store: `trainbus datasets verify --repair` makes it anew") from None
     if hashlib.sha256(content).hexdigest() != known.dataset_id:
         raise CliError(f"{uri} is damaged, its hash is not the dataset's id: `trainbus datasets verify --repair`")
@@ -93,12 +94,12 @@ async def load(objects: Objects, known: Known) -> Loaded:
         raise CliError(f"{uri} is not one this version reads: {error.errors()[0]['msg']}") from error
 
 
-async def fetch_index(objects: Objects, loaded: Loaded, path: Path) -> None:
+async def fetch_index(objects: ObjectStore, loaded: Loaded, path: Path) -> None:
     """The list of a dataset's records, sorted by key, as a local file."""
     uri = ingestion_uri(loaded.bucket, loaded.manifest.fingerprint, "index.jsonl")
     try:
         await objects.download(uri, path)
-    except Missing:
+    except ObjectNotFound:
         raise CliError(
             f"{uri} is not in the store any more, so the records of dataset {loaded.known.dataset_id[:12]} cannot be "
             f"told one from another: ingest {loaded.manifest.source} again"

@@ -13,7 +13,8 @@ from contracts.datasets import shard_uri
 from contracts.events.dataset import DatasetIngested, ShardFile
 from contracts.events.train import IngestRequested
 from services.kit.bus import Transient
-from services.kit.objects import Missing, Objects
+from services.kit.store.errors import ObjectNotFound
+from services.kit.store.objects import ObjectStore
 from services.sharding.core import plan
 from trainbus.cli import dataset_ingest, render
 from trainbus.cli.address import Address
@@ -89,7 +90,7 @@ def _datasets(count: int) -> str:
     return "1 dataset is" if count == 1 else f"{count} datasets are"
 
 
-async def _repair(link: Link, objects: Objects, known: Known, wrong: list[Wrong], *, quiet: bool) -> None:
+async def _repair(link: Link, objects: ObjectStore, known: Known, wrong: list[Wrong], *, quiet: bool) -> None:
     """Remove what is wrong and have sharding write it anew.
 
     Raises:
@@ -115,7 +116,7 @@ async def _repair(link: Link, objects: Objects, known: Known, wrong: list[Wrong]
     await dataset_ingest.until(link, ingestion_id, there, quiet=quiet)
 
 
-async def look(objects: Objects, datasets: Iterable[Known], *, quiet: bool) -> Verified:
+async def look(objects: ObjectStore, datasets: Iterable[Known], *, quiet: bool) -> Verified:
     """Compare every manifest, shard and index with its hash, and each index with its shard.
 
     What several datasets share is read once.
@@ -171,7 +172,7 @@ def _shards(loaded: Loaded, found: Verified) -> Iterable[tuple[str, str, ShardFi
             yield shard.path, loaded.bucket, shard
 
 
-async def _look_at(objects: Objects, bucket: str, shard: ShardFile) -> tuple[str, str] | None:
+async def _look_at(objects: ObjectStore, bucket: str, shard: ShardFile) -> tuple[str, str] | None:
     """Address of what is wrong with a shard or its index, and what; None: nothing."""
     with tempfile.TemporaryDirectory(prefix="trainbus-verify-") as folder:
         index, archive = Path(folder) / "index", Path(folder) / "shard"
@@ -182,7 +183,7 @@ async def _look_at(objects: Objects, bucket: str, shard: ShardFile) -> tuple[str
             uri = shard_uri(bucket, sha256)
             try:
                 hashed = await objects.download(uri, path)
-            except Missing:
+            except ObjectNotFound:
                 return uri, "is missing"
             except Transient:
                 # A store with sums of its own gives no rotten bytes out. If it is away altogether, this says so.

@@ -61,10 +61,10 @@ async def fill(settings: Settings, bucket: str, files: dict[str, bytes], on_stor
     import aiohttp
     from botocore.credentials import Credentials
 
-    from services.kit.objects import Objects
     from services.kit.signing import signed_headers
+    from services.kit.store.objects import ObjectStore
 
-    async with Objects(settings) as objects:
+    async with ObjectStore(settings) as objects:
         there = {info.key: info.size_bytes async for info in objects.list(f"s3://{bucket}/{PREFIX}")}
     missing = [(name, body) for name, body in files.items() if there.get(PREFIX + name) != len(body)]
     done = len(files) - len(missing)

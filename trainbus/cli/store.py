@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from services.kit.bus import Transient
-from services.kit.objects import Objects
+from services.kit.store.objects import ObjectStore
 from trainbus.cli.address import Address
 from trainbus.cli.errors import CliError
 from trainbus.cli.link import hush
@@ -18,11 +18,11 @@ OURS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 
 
 @asynccontextmanager
-async def store(address: Address) -> AsyncIterator[Objects]:
+async def store(address: Address) -> AsyncIterator[ObjectStore]:
     """The object store; when it is away, or this machine cannot keep what it sends, the command ends in words."""
     hush()
     try:
-        async with Objects(address.settings(), patience_s=PATIENCE_S) as objects:
+        async with ObjectStore(address.settings(), patience_s=PATIENCE_S) as objects:
             yield objects
     except Transient as error:
         if getattr(error.__cause__, "errno", None) in OURS:

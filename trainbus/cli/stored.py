@@ -18,8 +18,9 @@ from services.checkpoint.core import digests
 from services.checkpoint.core.commit import Blob, blobs_of_files, files_of
 from services.checkpoint.core.garbage import MANIFEST_KEY
 from services.kit.bus import Transient
-from services.kit.chunks import Damaged, piece_of, restore_file
-from services.kit.objects import Missing, Objects, blob_sha256, hash_file, split_uri
+from services.kit.chunks import piece_of, restore_file
+from services.kit.store.errors import ObjectCorrupted, ObjectNotFound
+from services.kit.store.objects import ObjectStore, blob_sha256, hash_file, split_uri
 from trainbus.cli import render
 from trainbus.cli.address import Address
 from trainbus.cli.errors import USAGE, CliError
@@ -96,14 +97,14 @@ async def read_kept(link: Link, run_id: str = subjects.ANY) -> dict[str, Kept]:
 
 
 @asynccontextmanager
-async def store(address: Address) -> AsyncIterator[Objects]:
+async def store(address: Address) -> AsyncIterator[ObjectStore]:
     """The object store; what goes wrong with it ends the command in words."""
     try:
         async with reachable(address) as objects:
             yield objects
-    except Damaged as error:
+    except ObjectCorrupted as error:
         raise CliError(f"{error}: `trainbus checkpoints verify --repair` looks for another copy") from error
-    except Missing as error:
+    except ObjectNotFound as error:
         raise CliError(f"{error} is not in the store: `trainbus checkpoints verify` says what else is") from error
 
 
@@ -144,7 +145,7 @@ async def _champion(link: Link, target: str) -> str:
     return str(champions[model])
 
 
-async def load(objects: Objects, kept: Kept) -> Loaded:
+async def load(objects: ObjectStore, kept: Kept) -> Loaded:
     """The checkpoint's manifest, if it is the one that was committed.
 
     Raises:
@@ -164,7 +165,7 @@ async def load(objects: Objects, kept: Kept) -> Loaded:
         raise CliError(f"{kept.uri} is {error}") from error
 
 
-async def tensor_digests(objects: Objects, loaded: Loaded) -> dict[str, str]:
+async def tensor_digests(objects: ObjectStore, loaded: Loaded) -> dict[str, str]:
     """Tensor -> hash, as the ranks wrote it.
 
     Raises:
@@ -288,7 +289,7 @@ async def verify(address: Address, name: str | None, *, repair: bool, wait_s: fl
     print("repaired: every rotten blob was written anew from a node's copy, and read back")
 
 
-async def _rotten(objects: Objects, found: dict[str, Kept], *, quiet: bool) -> dict[str, set[str]]:
+async def _rotten(objects: ObjectStore, found: dict[str, Kept], *, quiet: bool) -> dict[str, set[str]]:
     """Manifest -> what of it is missing or wrong. Each blob is read once, however many checkpoints share it."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
@@ -297,7 +298,7 @@ async def _rotten(objects: Objects, found: dict[str, Kept], *, quiet: bool) -> d
     for uri, kept in found.items():
         try:
             loaded = await load(objects, kept)
-        except (CliError, Missing):
+        except (CliError, ObjectNotFound):
             rotten[uri] = {uri}
             continue
         for blob in blobs_of_files(loaded.files):
@@ -311,7 +312,7 @@ async def _rotten(objects: Objects, found: dict[str, Kept], *, quiet: bool) -> d
             async with gate:
                 try:
                     right = await objects.hash(blob.uri) == blob_sha256(blob.uri)
-                except Missing:
+                except ObjectNotFound:
                     right = False
                 except Transient:
                     # A store with sums of its own gives no rotten bytes out. If it is away altogether, this says so.

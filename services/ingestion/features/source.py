@@ -36,7 +36,7 @@ class Version(NamedTuple):
 
 
 class FeatureSource:
-    """The tables of one join. What is joined is what was listed, or ``Changed`` is raised."""
+    """The tables of one join. What is joined is what was listed, or ``ObjectChanged`` is raised."""
 
     def __init__(self, open_source: Callable[[str], Source], spec: FeatureJoin) -> None:
         self._spec = spec
@@ -67,7 +67,7 @@ class FeatureSource:
 
         Raises:
             Poison: the tables do not go together, or a feature table cannot be read.
-            Missing, Changed, Refused: what was listed is there no more.
+            ObjectNotFound, ObjectChanged, StoreRefused: what was listed is there no more.
         """
         (first := folder / "join").mkdir()
         try:

@@ -17,9 +17,9 @@ from contracts.events.dataset import DatasetSharded
 from contracts.events.run import RunPrepared, RunPrepareFailed
 from contracts.events.train import DataSource, FeatureJoin, FeatureTable, Split
 from services.kit.bus import Bus, Poison
-from services.kit.objects import Objects
-from services.kit.reader import Changed
 from services.kit.settings import Settings
+from services.kit.store.errors import ObjectChanged
+from services.kit.store.objects import ObjectStore
 from tests.ingestion.conftest import Ingesting
 from tests.sharding.conftest import Until, data_services, until
 from tests.support_data import accepted, fill
@@ -92,7 +92,7 @@ EXPECTED = {
 }
 
 
-async def tables(objects: Objects, lake: str) -> DataSource:
+async def tables(objects: ObjectStore, lake: str) -> DataSource:
     for name, files in (("sales", SALES), ("spending", SPENDING), ("visits", VISITS)):
         await fill(objects, f"{lake}/{name}", {path: file(**columns) for path, columns in files.items()})
     spending = FeatureTable(name="spending", source=f"{lake}/spending", keys=("user_id",), entity_keys=("user",))
@@ -119,7 +119,7 @@ def lake(s3_settings: Settings) -> str:
     return f"s3://{s3_settings.bucket_lake}"
 
 
-async def samples(objects: Objects, settings: Settings, prepared: RunPrepared) -> list[dict[str, Any]]:
+async def samples(objects: ObjectStore, settings: Settings, prepared: RunPrepared) -> list[dict[str, Any]]:
     manifest = Manifest.model_validate_json(await objects.get(prepared.manifest_uri))
     found = []
     for shard in (shard for split in SPLITS for shard in manifest.splits[split].shards):
@@ -131,7 +131,7 @@ async def samples(objects: Objects, settings: Settings, prepared: RunPrepared) -
 
 
 async def test_samples_hold_the_features_of_their_time(
-    data_services: None, bus: Bus, objects: Objects, s3_settings: Settings, until: Until, lake: str
+    data_services: None, bus: Bus, objects: ObjectStore, s3_settings: Settings, until: Until, lake: str
 ) -> None:
     data = await tables(objects, lake)
     await bus.publish(accepted("r1", data))
@@ -171,7 +171,7 @@ async def test_samples_hold_the_features_of_their_time(
 
 
 async def test_a_table_that_cannot_be_joined_fails_the_run(
-    data_services: None, bus: Bus, objects: Objects, until: Until, lake: str
+    data_services: None, bus: Bus, objects: ObjectStore, until: Until, lake: str
 ) -> None:
     data = await tables(objects, lake)
     whole = file(**SPENDING["part-1.parquet"])
@@ -183,7 +183,7 @@ async def test_a_table_that_cannot_be_joined_fails_the_run(
 
 
 async def test_the_order_of_listings_and_files_at_a_time_do_not_show(
-    ingest: Ingesting, objects: Objects, lake: str
+    ingest: Ingesting, objects: ObjectStore, lake: str
 ) -> None:
     data = await tables(objects, lake)
     results = []
@@ -195,7 +195,7 @@ async def test_the_order_of_listings_and_files_at_a_time_do_not_show(
     assert (await ingest(data, bucket="out-features-0")).reused
 
 
-async def test_rows_without_features_can_be_set_aside(ingest: Ingesting, objects: Objects, lake: str) -> None:
+async def test_rows_without_features_can_be_set_aside(ingest: Ingesting, objects: ObjectStore, lake: str) -> None:
     data = await tables(objects, lake)
     required = {"required": ["user", "event_timestamp", "spending__euros"]}
     checked = data.model_validate({**data.model_dump(), "checks": required, "max_bad_fraction": 0.9})
@@ -203,7 +203,7 @@ async def test_rows_without_features_can_be_set_aside(ingest: Ingesting, objects
     assert (found.outcome.accepted, found.outcome.broken) == (4, 3)
 
 
-async def test_a_damaged_entity_file_is_quarantined_whole(ingest: Ingesting, objects: Objects, lake: str) -> None:
+async def test_a_damaged_entity_file_is_quarantined_whole(ingest: Ingesting, objects: ObjectStore, lake: str) -> None:
     data = (await tables(objects, lake)).model_copy(update={"max_bad_fraction": 0.9})
     await fill(objects, f"{lake}/sales", {"2026-02.parquet": file(**SALES["2026-04.parquet"])[:-9], "notes.txt": b"?"})
     found = await ingest(data)
@@ -222,7 +222,7 @@ async def test_a_damaged_entity_file_is_quarantined_whole(ingest: Ingesting, obj
     ],
 )
 async def test_what_does_not_belong_in_a_feature_table(
-    ingest: Ingesting, objects: Objects, lake: str, name: str, content: bytes, reason: str
+    ingest: Ingesting, objects: ObjectStore, lake: str, name: str, content: bytes, reason: str
 ) -> None:
     data = await tables(objects, lake)
     await fill(objects, f"{lake}/spending", {name: content, "_SUCCESS": b"", ".hidden": b"?"})
@@ -230,7 +230,7 @@ async def test_what_does_not_belong_in_a_feature_table(
         await ingest(data)
 
 
-async def test_no_such_table(ingest: Ingesting, objects: Objects, lake: str) -> None:
+async def test_no_such_table(ingest: Ingesting, objects: ObjectStore, lake: str) -> None:
     data = await tables(objects, lake)
     assert data.features is not None
     gone = data.features.tables[0].model_copy(update={"source": f"{lake}/nowhere"})
@@ -239,7 +239,7 @@ async def test_no_such_table(ingest: Ingesting, objects: Objects, lake: str) -> 
 
 
 async def test_a_feature_table_that_changes_under_way(
-    ingest: Ingesting, objects: Objects, lake: str, monkeypatch: pytest.MonkeyPatch
+    ingest: Ingesting, objects: ObjectStore, lake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is overwritten after it was listed."""
     from services.ingestion.features.source import FeatureSource
@@ -254,5 +254,5 @@ async def test_a_feature_table_that_changes_under_way(
         return found
 
     monkeypatch.setattr(FeatureSource, "list", list_then_overwrite)
-    with pytest.raises(Changed):
+    with pytest.raises(ObjectChanged):
         await ingest(data)

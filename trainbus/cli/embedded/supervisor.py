@@ -43,7 +43,7 @@ SERVICE_STOP_S = 15.0
 SHARED_IMPORTS = (
     "contracts.topology",
     "services.kit.service",
-    "services.kit.objects",
+    "services.kit.store.objects",
     "services.kit.jobs",
     "services.kit.lease",
     "aioboto3",
@@ -372,14 +372,14 @@ def _make_buckets() -> int:
     import asyncio
 
     from services.kit import telemetry
-    from services.kit.objects import Objects
     from services.kit.settings import Settings
+    from services.kit.store.objects import ObjectStore
 
     settings = Settings()
     telemetry.setup("init", settings)
 
     async def make() -> None:
-        async with Objects(settings) as objects:
+        async with ObjectStore(settings) as objects:
             for name in BUCKETS:
                 await objects.ensure_bucket(getattr(settings, f"bucket_{name}"))
 

@@ -20,8 +20,9 @@ import xxhash
 
 from services.kit.bus import Transient
 from services.kit.concurrency import in_thread
-from services.kit.objects import PATIENCE_S, READ_BYTES, write_at
-from services.kit.reader import Changed, Reader
+from services.kit.store.errors import ObjectChanged, ObjectCorrupted
+from services.kit.store.objects import PATIENCE_S, READ_BYTES, write_at
+from services.kit.store.reader import ObjectReader
 
 log = structlog.get_logger(__name__)
 
@@ -35,10 +36,6 @@ RETRY_S = 0.05
 RETRY_MAX_S = 1.0
 
 
-class Damaged(ValueError):
-    """What came is not what its hash says."""
-
-
 async def _at_once() -> None:
     """Nobody has to be let by."""
 
@@ -48,7 +45,7 @@ class Ranged:
 
     def __init__(
         self,
-        reader: Reader,
+        reader: ObjectReader,
         *,
         connections: int = 4,
         range_bytes: int = RANGE_BYTES,
@@ -74,9 +71,9 @@ class Ranged:
             turn: awaited before each range, so that what is more urgent can be let by.
 
         Raises:
-            Missing: there is no such object.
-            Damaged: it is not of this size, or its hash is another.
-            Refused: the store will not answer.
+            ObjectNotFound: there is no such object.
+            ObjectCorrupted: it is not of this size, or its hash is another.
+            StoreRefused: the store will not answer.
             Transient: the store gave no byte for ``patience_s``.
         """
         borders = [*range(0, size_bytes, self._range_bytes), size_bytes]
@@ -92,15 +89,15 @@ class Ranged:
         ranges = [asyncio.ensure_future(range_of(start, stop)) for start, stop in pairwise(borders)]
         try:
             digest, fast = await self._hashed(handle, ranges, borders)
-        except Changed as error:
-            raise Damaged(f"{uri} has not {size_bytes} bytes, or changed while it was read: {error}") from error
+        except ObjectChanged as error:
+            raise ObjectCorrupted(f"{uri} has not {size_bytes} bytes, or changed while it was read: {error}") from error
         finally:
             for each in ranges:
                 each.cancel()
             await asyncio.gather(*ranges, return_exceptions=True)
             os.close(handle)
         if digest != sha256:
-            raise Damaged(f"{uri} has hash {digest}, expected {sha256}")
+            raise ObjectCorrupted(f"{uri} has hash {digest}, expected {sha256}")
         return fast
 
     async def _hashed(
@@ -166,7 +163,7 @@ class Ranged:
                     if not version and found:
                         version.append(found)
                     elif version and found != version[0]:
-                        raise Changed(f"{uri} has ETag {found}, not {version[0]} as before")
+                        raise ObjectChanged(f"{uri} has ETag {found}, not {version[0]} as before")
                     portion.append(chunk)
                     if sum(map(len, portion)) >= WRITE_BYTES:
                         start = await in_thread(_write, handle, portion, start)

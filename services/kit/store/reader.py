@@ -22,9 +22,10 @@ from yarl import URL
 
 from services.kit import metrics
 from services.kit.bus import Transient
-from services.kit.objects import CHUNK, PATIENCE_S, Missing, aws_session, split_uri
 from services.kit.settings import Settings
 from services.kit.signing import signed_headers
+from services.kit.store.errors import ObjectChanged, ObjectNotFound, StoreRefused
+from services.kit.store.objects import CHUNK, PATIENCE_S, aws_session, split_uri
 
 log = structlog.get_logger(__name__)
 CONNECTIONS = 32
@@ -33,7 +34,7 @@ CONNECT_S, STALL_S = 3.0, 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Pinned:
+class ObjectVersion:
     """One version of an object, as a listing named it."""
 
     bucket: str
@@ -46,15 +47,7 @@ class Pinned:
         return f"s3://{self.bucket}/{self.key}"
 
 
-class Changed(Exception):
-    """The object is no longer the version that was listed."""
-
-
-class Refused(Exception):
-    """The store refuses to answer this request, and will refuse it again."""
-
-
-class Reader:
+class ObjectReader:
     """Reads objects of one store; use it as an async context manager."""
 
     def __init__(self, settings: Settings, *, patience_s: float = PATIENCE_S) -> None:
@@ -78,13 +71,13 @@ class Reader:
     ) -> None:
         await self._stack.aclose()
 
-    async def read(self, info: Pinned) -> bytes:
+    async def read(self, info: ObjectVersion) -> bytes:
         """The whole object, as it was listed. For what is known to be small."""
         chunks: list[bytes] = []
         await self._fetch(info, chunks, None)
         return b"".join(chunks)
 
-    async def download(self, info: Pinned, path: Path) -> str:
+    async def download(self, info: ObjectVersion, path: Path) -> str:
         """Write the object, as it was listed, to ``path``; return its SHA-256."""
         return await self._fetch(info, None, path)
 
@@ -98,8 +91,8 @@ class Reader:
             stall_s: seconds without a byte after which the connection is given up.
 
         Raises:
-            Missing, Changed: the object is gone, or is another version.
-            Refused: no permission, or a request the store does not take.
+            ObjectNotFound, ObjectChanged: the object is gone, or is another version.
+            StoreRefused: no permission, or a request the store does not take.
             aiohttp.ClientError, ConnectionError, TimeoutError: the connection broke, or nothing came; go on with
                 what is left.
         """
@@ -116,12 +109,12 @@ class Reader:
             if left > 0:
                 raise aiohttp.ClientPayloadError(f"{uri} ended {left} bytes early")
 
-    async def _fetch(self, info: Pinned, chunks: list[bytes] | None, local: Path | None) -> str:
+    async def _fetch(self, info: ObjectVersion, chunks: list[bytes] | None, local: Path | None) -> str:
         """Try again while the store is away.
 
         Raises:
-            Missing, Changed: the object is gone, or is another than the one listed.
-            Refused: no permission, or a request the store does not take.
+            ObjectNotFound, ObjectChanged: the object is gone, or is another than the one listed.
+            StoreRefused: no permission, or a request the store does not take.
             Transient: the store does not answer.
         """
         loop = asyncio.get_running_loop()
@@ -136,13 +129,13 @@ class Reader:
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, 2.0)
 
-    async def _once(self, info: Pinned, chunks: list[bytes] | None, local: Path | None) -> str:
+    async def _once(self, info: ObjectVersion, chunks: list[bytes] | None, local: Path | None) -> str:
         digest, size = hashlib.sha256(), 0
         async with await self._get(info.bucket, info.key) as answer:
             await _check(answer, info.uri)
             etag = answer.headers.get("ETag", "").strip('"')
             if etag != info.etag:
-                raise Changed(f"{info.uri} has ETag {etag}, listed with {info.etag}")
+                raise ObjectChanged(f"{info.uri} has ETag {etag}, listed with {info.etag}")
             with local.open("wb") if local else _Sink(chunks) as sink:
                 async for chunk in answer.content.iter_chunked(CHUNK):
                     digest.update(chunk)
@@ -150,13 +143,13 @@ class Reader:
                     sink.write(chunk)
         metrics.OBJECT_BYTES.labels("down").inc(size)
         if size != info.size_bytes:
-            raise Changed(f"{info.uri} has {size} bytes, listed with {info.size_bytes}")
+            raise ObjectChanged(f"{info.uri} has {size} bytes, listed with {info.size_bytes}")
         return digest.hexdigest()
 
     async def _get(
         self, bucket: str, key: str, headers: Mapping[str, str] | None = None, stall_s: float = STALL_S
     ) -> aiohttp.ClientResponse:
-        assert self._http is not None, "use Reader as an async context manager"
+        assert self._http is not None, "use ObjectReader as an async context manager"
         url = f"{self._endpoint}/{bucket}/{quote(key, safe='/~')}"
         signed = {**await self._signed(url), **(headers or {})}
         patience = aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_S, stall_s), sock_read=stall_s)
@@ -199,18 +192,18 @@ async def _ranged(answer: aiohttp.ClientResponse, uri: str, start: int, etag: st
     # 200: a store that gives the whole object, which is as good when its beginning was asked for.
     if answer.status == 206 or (answer.status == 200 and start == 0):
         if etag and found != etag:
-            raise Changed(f"{uri} has ETag {found}, not {etag} as before")
+            raise ObjectChanged(f"{uri} has ETag {found}, not {etag} as before")
         return found
     if answer.status == 412:
-        raise Changed(f"{uri} is another version than before")
+        raise ObjectChanged(f"{uri} is another version than before")
     if answer.status == 416:
-        raise Changed(f"{uri} is shorter than {start} bytes")
+        raise ObjectChanged(f"{uri} is shorter than {start} bytes")
     await _refuse(answer, uri)
 
 
 async def _refuse(answer: aiohttp.ClientResponse, uri: str) -> NoReturn:
     if answer.status == 404:
-        raise Missing(uri)
+        raise ObjectNotFound(uri)
     if answer.status in (408, 429) or answer.status >= 500:
         raise aiohttp.ClientPayloadError(f"status {answer.status}")
-    raise Refused(f"{uri}: the store answers {answer.status}: {(await answer.text())[:300]}")
+    raise StoreRefused(f"{uri}: the store answers {answer.status}: {(await answer.text())[:300]}")

@@ -24,13 +24,14 @@ from urllib.parse import quote, urlsplit
 
 from services.kit import metrics
 from services.kit.bus import Transient
-from services.kit.objects import CHUNK, Missing, split_uri, write_at
-from services.kit.reader import CONNECT_S, STALL_S, Refused
 from services.kit.settings import Settings
 from services.kit.signing import signed_headers
+from services.kit.store.errors import ObjectNotFound, StoreRefused
+from services.kit.store.objects import CHUNK, split_uri, write_at
+from services.kit.store.reader import CONNECT_S, STALL_S
 
 T = TypeVar("T")
-#: Objects that are read at a time; each takes a connection, and ``CHUNK`` of memory.
+#: ObjectStore that are read at a time; each takes a connection, and ``CHUNK`` of memory.
 THREADS = 16
 
 
@@ -74,7 +75,7 @@ class Bulk:
         Raises:
             ValueError: the object has not ``size_bytes``; None takes any.
             Transient: the file cannot be written.
-            Missing, Refused: there is no such object, or the store will not answer.
+            ObjectNotFound, StoreRefused: there is no such object, or the store will not answer.
             OSError: the connection broke, or nothing came; to be tried again.
         """
         return await self._run(_read_into, uri, path, offset, size_bytes, hasher)
@@ -246,10 +247,10 @@ class _Read:
     def _refuse(self, answer: http.client.HTTPResponse) -> NoReturn:
         text = answer.read().decode(errors="replace")
         if answer.status == 404:
-            raise Missing(self.uri)
+            raise ObjectNotFound(self.uri)
         if answer.status in (408, 429) or answer.status >= 500:
             raise ConnectionError(f"{self.uri}: status {answer.status}")
-        raise Refused(f"{self.uri}: the store answers {answer.status}: {text[:300]}")
+        raise StoreRefused(f"{self.uri}: the store answers {answer.status}: {text[:300]}")
 
 
 def _hash(read: _Read) -> str:

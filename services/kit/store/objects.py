@@ -1,7 +1,7 @@
 """The object store (S3), once: retries, conditional puts, content-addressed blobs, streaming.
 
 Errors that pass (connection refused, 5xx, time-outs) become ``Transient``; a missing object becomes
-``Missing``. aioboto3 is imported on first use, so a service without objects does not pay for it.
+``ObjectNotFound``. aioboto3 is imported on first use, so a service without objects does not pay for it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import structlog
 from services.kit import metrics
 from services.kit.bus import Transient
 from services.kit.settings import Settings
+from services.kit.store.errors import ObjectExists, ObjectNotFound
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -44,14 +45,6 @@ EXISTS = {"PreconditionFailed", "412", "ConditionalRequestConflict"}
 #: The store received other bytes than were announced to it.
 DAMAGED = {"BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"}
 BLOB_KEY = re.compile(r"^blobs/sha256/[0-9a-f]{2}/([0-9a-f]{64})$")
-
-
-class Missing(Exception):
-    """There is no such object (or bucket)."""
-
-
-class Exists(Exception):
-    """A conditional put found the object already there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +122,7 @@ def _parse_time(text: str) -> datetime:
         return parsed
 
 
-class Objects:
+class ObjectStore:
     """An S3 client for one service; use it as an async context manager."""
 
     def __init__(self, settings: Settings, *, patience_s: float = PATIENCE_S) -> None:
@@ -140,7 +133,7 @@ class Objects:
     async def __aenter__(self) -> Self:
         from botocore.config import Config
 
-        from services.kit.bulk import Bulk
+        from services.kit.store.bulk import Bulk
 
         session = aws_session(self._settings)
         self._bulk = Bulk(self._settings, session)
@@ -179,7 +172,7 @@ class Objects:
     # -- whole objects ------------------------------------------------------
 
     async def put(self, uri: str, body: bytes, *, if_absent: bool = False, content_type: str = "") -> None:
-        """Store ``body``. With ``if_absent``, raise ``Exists`` instead of replacing anything.
+        """Store ``body``. With ``if_absent``, raise ``ObjectExists`` instead of replacing anything.
 
         A blob is checked against its name by the store, which takes in nothing else and says so in ``head``.
         """
@@ -210,7 +203,7 @@ class Objects:
         return content
 
     async def head(self, uri: str) -> ObjectInfo:
-        """Size, ETag and, where the store keeps it, hash; raises ``Missing``."""
+        """Size, ETag and, where the store keeps it, hash; raises ``ObjectNotFound``."""
         bucket, key = split_uri(uri)
         call = partial(self._client.head_object, Bucket=bucket, Key=key, ChecksumMode="ENABLED")
         answer = await self._try(call, uri)
@@ -223,7 +216,7 @@ class Objects:
     async def exists(self, uri: str) -> bool:
         try:
             await self.head(uri)
-        except Missing:
+        except ObjectNotFound:
             return False
         return True
 
@@ -250,10 +243,10 @@ class Objects:
         """Create the bucket if there is none."""
         try:
             await self._try(lambda: self._client.head_bucket(Bucket=bucket), bucket)
-        except Missing:
+        except ObjectNotFound:
             try:
                 await self._try(lambda: self._client.create_bucket(Bucket=bucket), bucket)
-            except Exists:
+            except ObjectExists:
                 return
 
     # -- files --------------------------------------------------------------
@@ -268,7 +261,7 @@ class Objects:
         """Store a file in one piece; the store takes it in only if its content has that hash.
 
         Raises:
-            Exists: with ``if_absent``, there is an object of that name.
+            ObjectExists: with ``if_absent``, there is an object of that name.
         """
         bucket, key = split_uri(uri)
         extra = {"ChecksumSHA256": base64.b64encode(bytes.fromhex(sha256)).decode()}
@@ -283,7 +276,7 @@ class Objects:
         metrics.OBJECT_BYTES.labels("up").inc(path.stat().st_size)
 
     async def freshen(self, uri: str) -> None:
-        """Have the object written anew by the store itself, so that it is young again; raises ``Missing``."""
+        """Have the object written anew by the store itself, so that it is young again; raises ``ObjectNotFound``."""
         bucket, key = split_uri(uri)
         source = {"Bucket": bucket, "Key": key}
         call = partial(self._client.copy_object, Bucket=bucket, Key=key, CopySource=source, MetadataDirective="REPLACE")
@@ -297,7 +290,7 @@ class Objects:
             there = await self.head(uri)
             if there.size_bytes == path.stat().st_size and is_young(there.modified_at):
                 return uri, digest
-        except Missing:
+        except ObjectNotFound:
             pass
         await self.upload(path, uri)
         return uri, digest
@@ -306,7 +299,7 @@ class Objects:
         """Fetch an object into ``path``, atomically, and return its hash.
 
         Raises:
-            Missing: there is no such object.
+            ObjectNotFound: there is no such object.
             ValueError: the content's hash is not ``sha256``; nothing is left at ``path``.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -338,7 +331,7 @@ class Objects:
         return await self._try(lambda: self._bulk.read_into(uri, path, offset, size_bytes, hasher), uri)
 
     async def hash(self, uri: str) -> str:
-        """Lower-case hex SHA-256 of an object's content, read as a stream; raises ``Missing``."""
+        """Lower-case hex SHA-256 of an object's content, read as a stream; raises ``ObjectNotFound``."""
         return await self._try(lambda: self._bulk.hash(uri), uri)
 
     # -- errors -------------------------------------------------------------
@@ -357,9 +350,9 @@ class Objects:
                 code = str(error.response.get("Error", {}).get("Code", ""))
                 status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
                 if code in MISSING or status == 404:
-                    raise Missing(what) from error
+                    raise ObjectNotFound(what) from error
                 if code in EXISTS or status in (409, 412):
-                    raise Exists(what) from error
+                    raise ObjectExists(what) from error
                 if code in DAMAGED:
                     raise Transient(f"object store: {what} arrived as other bytes than its name says") from error
                 if status < 500 and code not in ("SlowDown", "RequestTimeout"):

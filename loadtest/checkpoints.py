@@ -41,7 +41,7 @@ from services.worker.cache import Cache
 from services.worker.core.chunks import CUT_BYTES
 from services.worker.known import Known
 from services.worker.upload import Uploader
-from trainbus.cli.embedded.servers import NatsServer, S3Server, free_ports
+from trainbus.embedded.servers import NatsServer, S3Server, free_ports
 
 MIB = 2**20
 #: What one plain put sends in the yardstick: the size of a large piece, which is what the store is fastest with.

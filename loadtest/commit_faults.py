@@ -36,7 +36,7 @@ from services.kit.bus import Bus
 from services.kit.store.objects import ObjectStore
 from tests.checkpoint.facts import NODES
 from tests.checkpoint.trials import LINES, Trial
-from trainbus.cli.embedded.servers import NatsServer, S3Server, free_ports
+from trainbus.embedded.servers import NatsServer, S3Server, free_ports
 
 SETTLE_S = 90.0
 

@@ -31,8 +31,8 @@ from rich.progress import Progress
 from loadtest.common import report
 from loadtest.turnaround.ours import Loop
 from tests.e2e.support import Stack, connected
-from trainbus.cli.embedded.launch import StackProcess
-from trainbus.cli.embedded.layout import StackOptions
+from trainbus.embedded.launch import StackProcess
+from trainbus.embedded.layout import StackOptions
 
 Kind = Literal["preempt", "node", "rank"]
 #: Seconds for which a run of higher priority has the slots.

@@ -30,8 +30,8 @@ from loadtest.common import report
 from services.kit.concurrency import all_of
 from tests.e2e.history import Case, Config, Result, Theatre, any_config, draw
 from tests.e2e.support import Stack, connected
-from trainbus.cli.embedded.launch import StackProcess
-from trainbus.cli.embedded.layout import StackOptions
+from trainbus.embedded.launch import StackProcess
+from trainbus.embedded.layout import StackOptions
 
 NODES, SLOTS = 3, 4
 Outcome = dict[str, Any]

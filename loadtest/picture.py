@@ -28,8 +28,8 @@ from matplotlib.axes import Axes
 from contracts import subjects, topology
 from tests.e2e.history import Config, Deed, Result, Theatre
 from tests.e2e.support import Body, Stack, connected
-from trainbus.cli.embedded.launch import StackProcess
-from trainbus.cli.embedded.layout import StackOptions
+from trainbus.embedded.launch import StackProcess
+from trainbus.embedded.layout import StackOptions
 
 PICTURES = Path(__file__).parent.parent / "docs" / "pictures"
 NODES, SLOTS = 3, 2

@@ -28,7 +28,7 @@ from loadtest.server import nats_server, raw_publish_rate
 from loadtest.simulated_agents import SimulatedAgents
 from services.kit.bus import Bus
 from services.kit.settings import Settings
-from trainbus.cli.embedded.servers import NatsServer
+from trainbus.embedded.servers import NatsServer
 
 SOURCE = "loadtest"
 #: The load test stops by itself after so long, whatever happens.

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from services.kit.bus import Bus
-from trainbus.cli.embedded.servers import NatsServer, free_ports
+from trainbus.embedded.servers import NatsServer, free_ports
 
 
 @contextmanager

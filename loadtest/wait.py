@@ -31,10 +31,11 @@ from contracts.base import run_id_for
 from contracts.envelope import ANONYMOUS_SOURCE
 from loadtest.common import report
 from services.kit.bus import Bus
-from trainbus.cli import demo, demo_lake
-from trainbus.cli.address import find
-from trainbus.cli.embedded.launch import StackProcess
-from trainbus.cli.embedded.layout import StackOptions
+from trainbus.client.address import find
+from trainbus.commands.demo import lake as demo_lake
+from trainbus.commands.demo import main as demo
+from trainbus.embedded.launch import StackProcess
+from trainbus.embedded.layout import StackOptions
 
 #: Seconds, measured with Ray 2.60.0 on two cores.
 RAY_S = {"stack ready": 7.0, "submitted to first line": 1.4, "placed to first step": 14.0, "SIGKILL to next step": 12.5}

@@ -14,7 +14,7 @@ import pytest_asyncio
 from services.kit.bus import Bus
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
-from trainbus.cli.embedded.servers import NatsServer, S3Server, free_ports
+from trainbus.embedded.servers import NatsServer, S3Server, free_ports
 
 ACCESS_KEY, SECRET_KEY = "testkey", "testsecret"
 

@@ -11,7 +11,7 @@ import pytest
 import typer.main
 
 from contracts.base import run_id_for
-from trainbus.cli.main import app
+from trainbus.commands.main import app
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -1,3 +1,3 @@
-from trainbus.cli.main import main
+from trainbus.commands.main import main
 
 main()

@@ -8,7 +8,7 @@ import sysconfig
 from pathlib import Path
 
 from services.kit.store.objects import ObjectStore
-from trainbus.cli.address import find
+from trainbus.client.address import find
 
 LAKE = "s3://lake/python-stdlib/"
 PARALLEL = 8

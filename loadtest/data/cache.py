@@ -25,13 +25,13 @@ from loadtest.data.stored import be_quiet, node, store
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 from services.worker.control import Control
-from trainbus.cli.embedded.servers import S3Server, free_ports
 from trainbus.data.arrival import Arrival
 from trainbus.data.dataset import Dataset
 from trainbus.data.loader import ahead
 from trainbus.data.order import LaneOrder
 from trainbus.data.plan import Plan
 from trainbus.data.sampler import Sampler
+from trainbus.embedded.servers import S3Server, free_ports
 
 LATENCY_S, ERROR_SHARE = 0.05, 0.01
 #: Of the link's bandwidth that training needs.

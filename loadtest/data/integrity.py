@@ -26,9 +26,9 @@ from loadtest.data.stored import Stored, be_quiet, node, store
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 from services.worker.cache import CacheError
-from trainbus.cli.embedded.servers import S3Server, free_ports
 from trainbus.data.dataset import Dataset
 from trainbus.data.reader import DatasetError
+from trainbus.embedded.servers import S3Server, free_ports
 
 TRIALS, QUICK_TRIALS = 1000, 60
 IN_STORE = ("store shard", "store index", "store manifest")

@@ -99,7 +99,7 @@ class Bench:
 
     def simulated(self, *arguments: str) -> dict[str, Any]:
         """The figures of one simulation."""
-        return self.printed("trainbus.cli.main", "simulate", "--json", *arguments)
+        return self.printed("trainbus.commands.main", "simulate", "--json", *arguments)
 
     def kept(self, name: str, *arguments: str) -> dict[str, Any]:
         """The figures that a command keeps in results/<name>.json.

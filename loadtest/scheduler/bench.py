@@ -36,7 +36,7 @@ from services.kit.batch import MOST, Batches
 from services.kit.bus import Bus, Outgoing
 from services.kit.follow import follow
 from services.kit.settings import Settings
-from trainbus.cli.embedded.servers import NatsServer
+from trainbus.embedded.servers import NatsServer
 
 SOURCE = "loadtest"
 CODE = {"uri": "s3://code/" + "ab" * 32 + ".tar.gz", "sha256": "ab" * 32}

@@ -51,7 +51,7 @@ from services.scheduler.memory import FOLLOWED, Memory
 from services.scheduler.past.log import Entry, entry_of
 from services.scheduler.past.remake import remake
 from services.scheduler.snapshot import take
-from trainbus.cli.embedded.servers import NatsServer
+from trainbus.embedded.servers import NatsServer
 
 NODES, SLOTS = 6, 4
 LEASE_TTL_S = 0.8

@@ -26,7 +26,7 @@ from services.kit.bus import Bus
 from services.kit.settings import Settings
 from services.scheduler.memory import Memory
 from services.scheduler.snapshot import Snapshots, environment
-from trainbus.cli.embedded.servers import NatsServer
+from trainbus.embedded.servers import NatsServer
 
 NODES, SLOTS = 250, 8
 Figures = dict[str, float]

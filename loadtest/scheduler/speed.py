@@ -39,7 +39,7 @@ from loadtest.scheduler.bench import (
 from loadtest.server import nats_server, raw_publish_rate
 from services.kit.bus import Bus
 from services.kit.concurrency import end
-from trainbus.cli.embedded.servers import NatsServer
+from trainbus.embedded.servers import NatsServer
 
 NODES, SLOTS = 250, 8
 QUEUED = 10_000

@@ -22,8 +22,8 @@ from rich.console import Console
 from loadtest.common import report
 from loadtest.turnaround import ours, peers
 from tests.e2e.support import Stack, connected
-from trainbus.cli.embedded.launch import StackProcess
-from trainbus.cli.embedded.layout import StackOptions
+from trainbus.embedded.launch import StackProcess
+from trainbus.embedded.layout import StackOptions
 
 
 async def measure(data_dir: Path, width: int, every: int, repeat: int) -> tuple[ours.Figures, ours.Figures]:

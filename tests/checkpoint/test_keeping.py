@@ -27,10 +27,10 @@ from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore, split_uri
 from tests.checkpoint.facts import RUN, blob_uri, content, file, placed, sha, staged, tuned
 from tests.checkpoint.trials import Trial
-from trainbus.cli import stored
-from trainbus.cli.address import Address
-from trainbus.cli.errors import CliError
-from trainbus.cli.link import connect
+from trainbus.client import checkpoints as stored
+from trainbus.client.address import Address
+from trainbus.client.connection import connect
+from trainbus.client.errors import CliError
 
 
 class Rig:

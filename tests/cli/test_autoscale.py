@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cli.test_stack import Up, until
-from trainbus.cli.embedded.layout import BadOptions, StackOptions, plan, policy_file
+from trainbus.embedded.layout import BadOptions, StackOptions, plan, policy_file
 
 
 @pytest.fixture

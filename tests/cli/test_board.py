@@ -33,8 +33,8 @@ from contracts.events.run import (
     RunWaiting,
 )
 from contracts.events.train import TrainRequested
-from trainbus.cli.board import _TEXT, Board, fold
-from trainbus.cli.render import details, nodes, timeline
+from trainbus.client.state import _TEXT, Board, fold
+from trainbus.commands.render import details, nodes, timeline
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 SPEC = TrainRequested(name="digits", command=["true"], slots={"min": 1, "max": 4})

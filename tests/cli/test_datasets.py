@@ -46,11 +46,11 @@ from services.kit.bus import Bus, Transient
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 from services.sharding.core import plan
-from trainbus.cli import dataset_diff, dataset_fetch, dataset_ingest, dataset_lineage, dataset_looks, dataset_verify
-from trainbus.cli.address import Address
-from trainbus.cli.errors import CliError
-from trainbus.cli.link import connect
-from trainbus.cli.store import store
+from trainbus.client.address import Address
+from trainbus.client.connection import connect
+from trainbus.client.errors import CliError
+from trainbus.client.object_store import store
+from trainbus.commands.datasets import diff, fetch, ingest, lineage, tables, verify
 from trainbus.data.dataset import Dataset as LocalDataset
 from trainbus.datasets.diff import KINDS, Unsorted, compare
 from trainbus.datasets.history import History, NotOne
@@ -421,14 +421,14 @@ async def two(bus: Bus, objects: ObjectStore, s3_settings: Settings) -> tuple[Ma
 
 
 async def _ls(two: tuple[Made, Made], address: Address, capsys: pytest.CaptureFixture[str]) -> None:
-    await dataset_looks.ls(address, as_json=False)
+    await tables.ls(address, as_json=False)
     printed = capsys.readouterr().out
     for made in two:
         assert made.dataset_id[:12] in printed
     assert "s3://lake/digits" in printed
     assert "3/1/1" in printed
     assert "failed i3: s3://lake/none has no usable images data" in printed
-    await dataset_looks.ls(address, as_json=True)
+    await tables.ls(address, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert [each["state"] for each in found] == ["sharded", "sharded", "failed"]
     assert found[0]["quarantined"] == {"truncated": 2}
@@ -437,11 +437,11 @@ async def _ls(two: tuple[Made, Made], address: Address, capsys: pytest.CaptureFi
 
 async def _show(two: tuple[Made, Made], address: Address, capsys: pytest.CaptureFixture[str]) -> None:
     first, _ = two
-    await dataset_looks.show(address, first.dataset_id[:10], classes=True, as_json=False)
+    await tables.show(address, first.dataset_id[:10], classes=True, as_json=False)
     printed = capsys.readouterr().out
     for text in (first.dataset_id, "by content, 0.8/0.1/0.1, seed 0", "2: a, b", "60.0%", "0.25", "2 truncated"):
         assert text in printed
-    await dataset_looks.show(address, "digits", classes=True, as_json=True)
+    await tables.show(address, "digits", classes=True, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["class_counts"] == {"train": {"a": 2, "b": 1}, "validation": {"b": 1}, "test": {"a": 1}}
     assert Manifest.model_validate(found["manifest"]) == first.manifest
@@ -451,7 +451,7 @@ async def _urls_are_of_objects(
     two: tuple[Made, Made], address: Address, objects: ObjectStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, _ = two
-    await dataset_looks.urls(address, first.dataset_id, "train", as_json=False)
+    await tables.urls(address, first.dataset_id, "train", as_json=False)
     found = capsys.readouterr().out.split()
     names = []
     for uri in found:
@@ -459,20 +459,20 @@ async def _urls_are_of_objects(
             names += tar.getnames()
     assert sorted(names) == ["0/a.png", "0/b.png", "1/a.png"]
     with pytest.raises(CliError, match="there are train, validation, test"):
-        await dataset_looks.urls(address, first.dataset_id, "holdout", as_json=False)
+        await tables.urls(address, first.dataset_id, "holdout", as_json=False)
 
 
 async def _diff(two: tuple[Made, Made], address: Address, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = (made.dataset_id[:12] for made in two)
-    await dataset_diff.diff(address, first, first, examples=3, as_json=False)
+    await diff.diff(address, first, first, examples=3, as_json=False)
     assert "5 records are the same" in capsys.readouterr().out
     with pytest.raises(CliError, match="1 added, 1 removed, 1 relabelled, 1 moved"):
-        await dataset_diff.diff(address, first, second, examples=3, as_json=False)
+        await diff.diff(address, first, second, examples=3, as_json=False)
     printed = capsys.readouterr().out
     assert "moved train -> test: 1" in printed
     assert "relabelled b -> a: 1" in printed
     with pytest.raises(CliError):
-        await dataset_diff.diff(address, first, second, examples=3, as_json=True)
+        await diff.diff(address, first, second, examples=3, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["added"] == {
         "records": 1, "by_class": [{"split": "train", "class": "b", "records": 1}], "examples": ["1/c"]
@@ -484,12 +484,12 @@ async def _diff_without_the_index(two: tuple[Made, Made], address: Address, obje
     first, second = two
     await objects.delete(ingestion_uri(first.bucket, first.fingerprint, "index.jsonl"))
     with pytest.raises(CliError, match="ingest s3://lake/digits again"):
-        await dataset_diff.diff(address, first.dataset_id, second.dataset_id, examples=3, as_json=False)
+        await diff.diff(address, first.dataset_id, second.dataset_id, examples=3, as_json=False)
 
 
 async def _lineage(two: tuple[Made, Made], address: Address, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = two
-    await dataset_lineage.lineage(address, "i1", as_json=False)
+    await lineage.lineage(address, "i1", as_json=False)
     printed = capsys.readouterr().out
     for text in (
         "s3://lake/digits",
@@ -501,9 +501,9 @@ async def _lineage(two: tuple[Made, Made], address: Address, capsys: pytest.Capt
         "digits version 3",
     ):
         assert text in printed
-    await dataset_lineage.lineage(address, second.dataset_id, as_json=False)
+    await lineage.lineage(address, second.dataset_id, as_json=False)
     assert "no run has used it" in capsys.readouterr().out
-    await dataset_lineage.lineage(address, first.dataset_id, as_json=True)
+    await lineage.lineage(address, first.dataset_id, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["ingestions"][0]["fingerprint"] == first.fingerprint
     assert found["runs"][0]["champions"][0]["version"] == 3
@@ -517,17 +517,17 @@ async def _names_that_mean_no_dataset(two: tuple[Made, Made], address: Address) 
         "e" * 64: "not in the store",
     }.items():
         with pytest.raises(CliError, match=says):
-            await dataset_looks.show(address, name, classes=False, as_json=False)
+            await tables.show(address, name, classes=False, as_json=False)
 
 
 async def test_a_log_without_datasets(
     bus: Bus, objects: ObjectStore, s3_settings: Settings, address: Address, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    await dataset_looks.ls(address, as_json=False)
+    await tables.ls(address, as_json=False)
     assert "no datasets yet" in capsys.readouterr().out
     made = Made(s3_settings.bucket_datasets, FIRST)
     await made.store(objects)
-    await dataset_looks.show(address, made.dataset_id, classes=False, as_json=False)
+    await tables.show(address, made.dataset_id, classes=False, as_json=False)
     assert made.dataset_id in capsys.readouterr().out
 
 
@@ -565,14 +565,14 @@ async def test_every_damage_is_found(
             else:
                 await objects.put(uri, damaged)
             with pytest.raises(CliError, match="1 of 2 datasets damaged"):
-                await dataset_verify.verify(address, None, repair=False, as_json=False)
+                await verify.verify(address, None, repair=False, as_json=False)
             printed = capsys.readouterr().out
             assert uri in printed
             assert first.dataset_id in printed
         await objects.put(uri, content)
-    await dataset_verify.verify(address, None, repair=False, as_json=False)
+    await verify.verify(address, None, repair=False, as_json=False)
     assert "2 datasets are whole: 10 samples" in capsys.readouterr().out
-    await dataset_verify.verify(address, first.dataset_id, repair=False, as_json=True)
+    await verify.verify(address, first.dataset_id, repair=False, as_json=True)
     assert json.loads(capsys.readouterr().out)["wrong"] == {}
 
 
@@ -581,23 +581,23 @@ async def test_a_dataset_as_a_folder(
 ) -> None:
     first, second = two
     folder = tmp_path / "mine"
-    await dataset_fetch.fetch(address, first.dataset_id, folder, [], as_json=True)
+    await fetch.fetch(address, first.dataset_id, folder, [], as_json=True)
     files = json.loads(capsys.readouterr().out)["files"]
     readable = LocalDataset(folder, first.dataset_id)
     assert [len(readable.split(name)) for name in SPLITS] == [first.manifest.splits[name].samples for name in SPLITS]
     assert readable.split("train")[0].fields
     shard = first.manifest.splits["train"].shards[0]
     (folder / shard.path).write_bytes(b"cut")
-    await dataset_fetch.fetch(address, first.dataset_id, folder, [], as_json=True)
+    await fetch.fetch(address, first.dataset_id, folder, [], as_json=True)
     again = json.loads(capsys.readouterr().out)
     assert (again["files"], again["fetched"]) == (files, 1), "what is there and right stays"
     with pytest.raises(CliError, match="another dataset"):
-        await dataset_fetch.fetch(address, second.dataset_id, folder, [], as_json=False)
+        await fetch.fetch(address, second.dataset_id, folder, [], as_json=False)
     with pytest.raises(CliError, match="no split 'tran'"):
-        await dataset_fetch.fetch(address, first.dataset_id, tmp_path / "other", ["tran"], as_json=False)
+        await fetch.fetch(address, first.dataset_id, tmp_path / "other", ["tran"], as_json=False)
     await objects.delete(shard_uri(first.bucket, shard.sha256))
     with pytest.raises(CliError, match=r"cannot be had.*verify --repair"):
-        await dataset_fetch.fetch(address, first.dataset_id, tmp_path / "other", ["train"], as_json=False)
+        await fetch.fetch(address, first.dataset_id, tmp_path / "other", ["train"], as_json=False)
     assert not (tmp_path / "other/manifest.json").exists(), "a folder with a manifest is whole"
 
 
@@ -617,7 +617,7 @@ async def test_an_index_that_hashes_right_but_tells_other_places(objects: Object
     made.manifest = made.manifest.model_copy(update={"splits": splits})
     made.dataset_id = hashlib.sha256(made.manifest.to_bytes()).hexdigest()
     await made.store(objects)
-    found = await dataset_verify.look(objects, [history(made.sharded(None)).find(made.dataset_id)], quiet=True)
+    found = await verify.look(objects, [history(made.sharded(None)).find(made.dataset_id)], quiet=True)
     assert "the archive has '0/c.png'" in found.wrong[made.dataset_id][0].what
 
 
@@ -650,19 +650,17 @@ async def test_what_is_wrong_is_made_anew(
     await objects.put(rotten, b"rotten")
     await objects.delete(dataset_uri(first.bucket, first.dataset_id))
     serving = asyncio.create_task(serve(address, bus, objects, first, 2))
-    await dataset_verify.verify(address, first.dataset_id, repair=True, as_json=False)
+    await verify.verify(address, first.dataset_id, repair=True, as_json=False)
     assert "1 dataset is whole: 5 samples" in capsys.readouterr().out
     # The same settings again are the same dataset, of which nothing more is said on the bus.
-    await dataset_ingest.ingest(
-        address, None, given={}, settings=None, again=first.dataset_id, follow=True, as_json=True
-    )
+    await ingest.ingest(address, None, given={}, settings=None, again=first.dataset_id, follow=True, as_json=True)
     assert json.loads(capsys.readouterr().out)["dataset_id"] == first.dataset_id
     assert await serving == [first.data, first.data]
     # A source that has changed since gives another dataset.
     await objects.delete(shard_uri(second.bucket, second.manifest.splits["test"].shards[0].sha256))
     serving = asyncio.create_task(serve(address, bus, objects, first, 3))
     with pytest.raises(CliError, match="is no longer what dataset"):
-        await dataset_verify.verify(address, second.dataset_id, repair=True, as_json=False)
+        await verify.verify(address, second.dataset_id, repair=True, as_json=False)
     await serving
 
 
@@ -673,7 +671,7 @@ async def test_requests_that_make_no_sense(two: tuple[Made, Made], address: Addr
     async def refused(source: str | None, says: str, **given: Any) -> None:
         settings = given.pop("settings", None)
         with pytest.raises(CliError, match=says):
-            await dataset_ingest.ingest(
+            await ingest.ingest(
                 address, source, given=given, settings=settings, again=None, follow=False, as_json=False
             )
 

@@ -13,10 +13,10 @@ from contracts import topology
 from services.kit.bus import Bus
 from tests.conftest import NatsServer
 from tests.kit.support import until
-from trainbus.cli import link
-from trainbus.cli.address import Address
-from trainbus.cli.embedded.servers import free_ports, port_is_free
-from trainbus.cli.errors import CliError
+from trainbus.client import connection as link
+from trainbus.client.address import Address
+from trainbus.client.errors import CliError
+from trainbus.embedded.servers import free_ports, port_is_free
 
 
 def address(url: str) -> Address:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from trainbus.cli import pack as packing
-from trainbus.cli.errors import CliError
-from trainbus.cli.pack import pack
+from trainbus.client import package as packing
+from trainbus.client.errors import CliError
+from trainbus.client.package import pack
 
 
 def write(folder: Path, files: dict[str, str]) -> Path:

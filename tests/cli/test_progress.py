@@ -11,9 +11,9 @@ import pytest
 
 from contracts.envelope import Envelope
 from contracts.events.run import ProgressPoint, RunProgress
-from trainbus.cli.board import RunView
-from trainbus.cli.link import Link, Stored
-from trainbus.cli.reading import NEWEST_PROGRESS, add_progress
+from trainbus.client.connection import Link, Stored
+from trainbus.client.runs import NEWEST_PROGRESS, add_progress
+from trainbus.client.state import RunView
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -28,10 +28,10 @@ from services.checkpoint.core.digests import state_digest
 from services.kit.bus import Bus
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
-from trainbus.cli.address import Address
-from trainbus.cli.certificate import CannotReproduce, Recorded, first_differing, plan
-from trainbus.cli.errors import CliError
-from trainbus.cli.reproduce import reproduce
+from trainbus.client.address import Address
+from trainbus.client.errors import CliError
+from trainbus.client.reproduction import CannotReproduce, Recorded, first_differing, plan
+from trainbus.commands.reproduce import reproduce
 
 SHA = "ab" * 32
 SOURCE = {"source": "s3://lake/digits", "format": "images"}

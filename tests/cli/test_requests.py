@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from trainbus.cli.acting import Submission, build_request, parse_param, parse_slots
-from trainbus.cli.errors import CliError
-from trainbus.cli.location import data_location
-from trainbus.cli.pack import Package
+from trainbus.client.errors import CliError
+from trainbus.client.package import Package
+from trainbus.client.source_location import data_location
+from trainbus.client.submission import Submission, build_request, parse_param, parse_slots
 
 PACKAGE = Package(b"", "ab" * 32, ("task.py",), 1, "c0ffee", True)
 PROJECT = Path("/somewhere/digits")

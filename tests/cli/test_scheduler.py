@@ -16,10 +16,10 @@ from services.scheduler.past.log import line_of
 from services.scheduler.simulate import generate
 from services.scheduler.simulate.engine import simulate
 from services.scheduler.simulate.traces import at
-from trainbus.cli import toml
-from trainbus.cli.errors import CliError
-from trainbus.cli.main import app
-from trainbus.cli.when import moment, seconds
+from trainbus.client.errors import CliError
+from trainbus.commands.main import app
+from trainbus.commands.scheduler import toml_writer
+from trainbus.commands.times import moment, seconds
 
 NOW = datetime(2026, 11, 20, 15, 30, tzinfo=UTC)
 DAY = datetime(2026, 11, 20, tzinfo=UTC)
@@ -65,7 +65,7 @@ def test_toml_is_read_back_as_it_was() -> None:
         "fair_share": {"weights": {"research/vision": 2.0, "ops": 1}},
         "maintenance": [],
     }
-    read: Any = tomllib.loads(toml.dumps(content))
+    read: Any = tomllib.loads(toml_writer.dumps(content))
     del content["admit"]["quotas"][1]["slots"]  # type: ignore[index]
     assert read == content
 

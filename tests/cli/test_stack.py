@@ -16,9 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from trainbus.cli.embedded.launch import StackError, StackInfo, StackProcess, read_stack
-from trainbus.cli.embedded.layout import StackOptions, stack_file
-from trainbus.cli.embedded.supervisor import lock
+from trainbus.embedded.launch import StackError, StackInfo, StackProcess, read_stack
+from trainbus.embedded.layout import StackOptions, stack_file
+from trainbus.embedded.supervisor import lock
 
 READY_S = 90.0
 

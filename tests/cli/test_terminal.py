@@ -11,9 +11,9 @@ from rich.console import Console
 
 from contracts.events.run import RunAccepted, RunCancelled, RunFailed
 from contracts.events.train import TrainRequested
-from trainbus.cli import main, render
-from trainbus.cli.board import describe, fold
-from trainbus.cli.errors import CliError
+from trainbus.client.errors import CliError
+from trainbus.client.state import describe, fold
+from trainbus.commands import main, render
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 HOSTILE = "\x1b[2Jgone \x1b]0;title\x07 \r\x9b31m \u202etxt [bold red]mark[/nope] \\"

@@ -10,8 +10,8 @@ import pytest
 import pytest_asyncio
 
 from tests.e2e.support import Stack, connected
-from trainbus.cli.embedded.launch import StackProcess
-from trainbus.cli.embedded.layout import StackOptions
+from trainbus.embedded.launch import StackProcess
+from trainbus.embedded.layout import StackOptions
 
 
 # It ends with this folder's tests: even an idle stack takes time from those that come after.

@@ -19,7 +19,7 @@ import psutil
 from contracts.datasets import dataset_uri, shard_uri
 from tests.e2e.support import OVER, Body, Stack, package
 from tests.trainbus.support import exact_dataset
-from trainbus.cli.embedded.launch import read_stack
+from trainbus.embedded.launch import read_stack
 
 TASKS = Path(__file__).parent.parent / "trainbus" / "exact_tasks.py"
 #: Seconds a history may take, however often it is broken off.

@@ -23,8 +23,8 @@ from contracts.base import run_id_for
 from contracts.events.run import RunFact, RunPlaced, RunStarted
 from services.kit.bus import Bus, Received
 from services.kit.store.objects import ObjectStore
-from trainbus.cli.address import find
-from trainbus.cli.embedded.launch import read_stack
+from trainbus.client.address import find
+from trainbus.embedded.launch import read_stack
 
 PROJECT = Path(__file__).parent / "project"
 LAKE = "s3://lake/digits-small/"

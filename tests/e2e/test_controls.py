@@ -10,7 +10,7 @@ import pytest
 
 from contracts.base import run_id_for
 from tests.e2e.support import Stack
-from trainbus.cli.embedded.launch import read_stack
+from trainbus.embedded.launch import read_stack
 
 pytestmark = [pytest.mark.e2e]
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.support import Stack
 from tests.test_docs import python_example
-from trainbus.cli.embedded.launch import read_stack
+from trainbus.embedded.launch import read_stack
 
 pytestmark = [pytest.mark.e2e]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.support import LAKE, Stack, connected
-from trainbus.cli.embedded.launch import StackProcess
-from trainbus.cli.embedded.layout import StackOptions
+from trainbus.embedded.launch import StackProcess
+from trainbus.embedded.layout import StackOptions
 
 pytestmark = [pytest.mark.e2e]
 

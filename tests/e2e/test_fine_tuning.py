@@ -13,7 +13,7 @@ from typing import Any
 from mlflow import MlflowClient
 
 from tests.e2e.support import IMAGES, PROJECT, Body, Stack, digits, package
-from trainbus.cli.embedded.launch import read_stack
+from trainbus.embedded.launch import read_stack
 
 #: The first five digits alone.
 HALF = "s3://lake/digits-half/"

@@ -17,7 +17,7 @@ from services.gateway import commands
 from services.kit.bus import Bus
 from tests.gateway.conftest import BODY, EVALUATED_SPEC, RUN, SPEC, Running, life, placed, progress, ref
 from tests.kit.support import until
-from trainbus.cli.embedded.servers import NatsServer
+from trainbus.embedded.servers import NatsServer
 
 
 async def publish(bus: Bus, *events: Any) -> int:

@@ -25,7 +25,7 @@ from services.kit.bus import Bus
 from tests.deploy.test_grafana import filled_in, statements
 from tests.gateway.conftest import EVALUATED_SPEC, SPEC, life, running
 from tests.gateway.test_projection import contents, project, publish
-from trainbus.cli.embedded.servers import free_ports
+from trainbus.embedded.servers import free_ports
 
 
 def _binary(name: str) -> str | None:

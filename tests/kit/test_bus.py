@@ -16,7 +16,7 @@ from services.kit import follow
 from services.kit.bus import Bus, Conflict, Expect, Poison, Unreadable
 from services.kit.clock import ManualClock
 from tests.kit.support import until
-from trainbus.cli.embedded.servers import NatsServer
+from trainbus.embedded.servers import NatsServer
 
 SPEC = TrainRequested(name="a", command=["true"])
 

@@ -25,7 +25,7 @@ from services.kit.bus import Bus, Poison, Received
 from services.kit.reconcile import reconcile
 from services.kit.settings import Settings
 from tests.kit.support import CONSUMER, TOPOLOGY, until
-from trainbus.cli.embedded.servers import NatsServer
+from trainbus.embedded.servers import NatsServer
 
 Handle = Callable[[], Awaitable[None]]
 BODY = b'{"run_id":"r1","reason":"x"}'

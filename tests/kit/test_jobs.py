@@ -16,7 +16,7 @@ from services.kit.bus import Bus, Poison, Transient
 from services.kit.concurrency import end
 from services.kit.jobs import Jobs
 from tests.kit.support import until
-from trainbus.cli.embedded.servers import NatsServer
+from trainbus.embedded.servers import NatsServer
 
 
 class Recorder:

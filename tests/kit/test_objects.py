@@ -17,7 +17,7 @@ from services.kit.store.errors import ObjectExists, ObjectNotFound
 from services.kit.store.objects import ObjectStore
 from services.kit.store.reader import STALL_S
 from tests.conftest import ACCESS_KEY, SECRET_KEY
-from trainbus.cli.embedded.servers import S3Server, free_ports
+from trainbus.embedded.servers import S3Server, free_ports
 
 
 async def test_a_conditional_put_never_replaces(objects: ObjectStore, s3_settings: Settings) -> None:

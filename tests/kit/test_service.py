@@ -16,7 +16,7 @@ from services.kit.concurrency import end
 from services.kit.service import Service
 from services.kit.settings import Settings
 from tests.kit.support import until
-from trainbus.cli.embedded.servers import NatsServer
+from trainbus.embedded.servers import NatsServer
 
 
 @pytest.fixture

@@ -33,14 +33,14 @@ from services.kit.settings import Settings
 from services.scheduler.past.log import Entry, line_of
 from tests.scheduler.test_shell import ask, join, request, running, until
 from tests.scheduler.world import CODE
-from trainbus.cli.address import Address
-from trainbus.cli.errors import CliError
-from trainbus.cli.link import connect
-from trainbus.cli.past import BusLog
-from trainbus.cli.policies import load, show
-from trainbus.cli.replaying import remade, replay
-from trainbus.cli.shadowing import shadow
-from trainbus.cli.whyat import why_at
+from trainbus.client.address import Address
+from trainbus.client.connection import connect
+from trainbus.client.errors import CliError
+from trainbus.client.fact_log import BusLog
+from trainbus.commands.scheduler.policy import load, show
+from trainbus.commands.scheduler.replay import remade, replay
+from trainbus.commands.scheduler.shadow import shadow
+from trainbus.commands.why_at import why_at
 
 #: Slots of all nodes that stay.
 WHOLE = 8

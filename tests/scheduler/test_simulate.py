@@ -22,7 +22,7 @@ from services.scheduler.simulate.engine import Effort, simulate
 from services.scheduler.simulate.over_bus import drive
 from services.scheduler.simulate.report import EventLog, Recorder
 from services.scheduler.simulate.traces import Job, Specs, Trace, TraceError, node, nodes_of
-from trainbus.cli.main import app
+from trainbus.commands.main import app
 
 FIFO = policies.load("fifo")
 LAS = policies.with_settings("least-attained", ["order.attained.levels_slot_s=[600]", "reclaim.quantum_s=60"])

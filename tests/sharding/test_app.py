@@ -42,7 +42,7 @@ from services.sharding.shard import Shard
 from tests.kit.support import until as eventually
 from tests.sharding.conftest import Until, running
 from tests.support_data import accepted, digits_lake, fill, image_bytes
-from trainbus.cli.embedded.servers import S3Server
+from trainbus.embedded.servers import S3Server
 
 PREPARED = ("run.{0}.prepared", "run.{0}.prepare_failed")
 

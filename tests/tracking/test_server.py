@@ -21,7 +21,7 @@ from services.tracking.settings import TrackingSettings
 from services.tracking.store import Store
 from tests.tracking.conftest import World, eventually, task_spec
 from tests.tracking.test_service import SURVIVING, tell_of_a_kill
-from trainbus.cli.embedded.servers import Server, free_ports
+from trainbus.embedded.servers import Server, free_ports
 
 #: Generous: under load the server needs a minute for what it does in six seconds alone.
 START_S = 300.0

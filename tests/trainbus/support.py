@@ -25,8 +25,8 @@ from contracts.events.train import Split, TrainRequested
 from contracts.progress import ring_name
 from contracts.ranks import JOURNAL_LINE, JournalLine, Launch
 from services.worker.ring import RingReader
-from trainbus.cli.embedded.servers import free_ports
 from trainbus.data.dataset import Dataset
+from trainbus.embedded.servers import free_ports
 
 REPOSITORY = Path(__file__).parents[2]
 Samples = Iterable[tuple[str, dict[str, bytes]]]

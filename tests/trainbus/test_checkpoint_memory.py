@@ -25,8 +25,8 @@ from tests.trainbus.support import (
     write_launch,
 )
 from tests.trainbus.test_exact_training import CODE
-from trainbus.cli.embedded.servers import free_ports
 from trainbus.data.dataset import Dataset
+from trainbus.embedded.servers import free_ports
 
 
 @pytest.fixture(scope="module")

@@ -29,10 +29,10 @@ from tests.trainbus.support import (
     write_launch,
     write_task,
 )
-from trainbus.cli.embedded.servers import free_ports
 from trainbus.data.dataset import Dataset
 from trainbus.data.order import LaneOrder
 from trainbus.data.sampler import Sampler
+from trainbus.embedded.servers import free_ports
 from trainbus.exits import EXIT_ORPHANED
 
 

@@ -16,7 +16,7 @@ from services.worker.app import build
 from services.worker.executor import ProcessExecutor
 from tests.kit.support import until as eventually
 from tests.worker.conftest import FAKE, World, ranks_of, until
-from trainbus.cli.embedded.servers import NatsServer
+from trainbus.embedded.servers import NatsServer
 
 
 async def _joined(world: World, count: int) -> NodeJoined:

@@ -30,7 +30,7 @@ from services.worker import shards as shards_module
 from services.worker.cache import Cache, CacheError
 from services.worker.shards import Reading
 from tests.kit.support import until
-from trainbus.cli.embedded.servers import S3Server
+from trainbus.embedded.servers import S3Server
 
 
 def want(stored: Stored, number: int, rank: int = 0) -> WantLine:

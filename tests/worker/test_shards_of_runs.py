@@ -11,7 +11,7 @@ from loadtest.data.proxy import FaultProxy
 from loadtest.data.stored import Stored, store
 from tests.kit.support import until
 from tests.worker.conftest import World, ranks_of
-from trainbus.cli.embedded.servers import S3Server
+from trainbus.embedded.servers import S3Server
 
 
 def prepared(stored: Stored) -> RunPrepared:

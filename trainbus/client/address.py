@@ -1,0 +1,105 @@
+"""Where the stack is: an embedded one by its data folder, any other by the environment."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainbus.client.errors import CliError
+from trainbus.embedded.launch import read_stack
+from trainbus.embedded.layout import DEFAULT_DATA_DIR, mlflow_uri, secrets_file
+
+if TYPE_CHECKING:
+    from services.kit.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Everything needed to reach one stack. ``data_dir`` is set for an embedded one."""
+
+    nats_url: str
+    s3_endpoint: str | None
+    s3_access_key: str | None
+    s3_secret_key: str | None
+    bucket_code: str = "code"
+    nats_user: str | None = None
+    nats_password: str | None = None
+    gateway_url: str | None = None
+    mlflow_uri: str | None = None
+    data_dir: Path | None = None
+
+    def settings(self) -> Settings:
+        """The same as settings for the kit's own classes."""
+        from pydantic import SecretStr
+
+        from services.kit.settings import Settings
+
+        if self.data_dir is None:
+            return Settings()
+        return Settings(
+            nats_url=self.nats_url,
+            s3_endpoint=self.s3_endpoint,
+            s3_access_key=self.s3_access_key,
+            s3_secret_key=SecretStr(self.s3_secret_key or ""),
+            bucket_code=self.bucket_code,
+            instance="cli",
+        )
+
+
+def find_data_dir(given: Path | None) -> Path:
+    """The data folder meant: the one given, else ``.trainbus`` here or in a folder above, as git does it."""
+    if given is not None:
+        return given
+    here = Path.cwd()
+    for folder in (here, *here.parents):
+        if (folder / DEFAULT_DATA_DIR / "stack.lock").exists():
+            return folder / DEFAULT_DATA_DIR
+    return DEFAULT_DATA_DIR
+
+
+def find(given: Path | None) -> Address:
+    """The stack to talk to: ``--data-dir``, else TRAINBUS_NATS_URL, else the embedded one that runs here.
+
+    Raises:
+        CliError: there is none.
+    """
+    if given is None and "TRAINBUS_NATS_URL" in os.environ:
+        return _from_environment()
+    data_dir = find_data_dir(given)
+    stack = read_stack(data_dir)
+    if stack is None:
+        raise CliError(
+            f"no stack runs on {data_dir}: start one with `trainbus up"
+            + (f" --data-dir {given}" if given else "")
+            + "`, or name another with TRAINBUS_NATS_URL"
+        )
+    keys = json.loads(secrets_file(data_dir).read_text())
+    return Address(
+        nats_url=stack.nats_url,
+        s3_endpoint=stack.s3_endpoint,
+        s3_access_key=keys["s3_access_key"],
+        s3_secret_key=keys["s3_secret_key"],
+        gateway_url=stack.gateway_url,
+        mlflow_uri=mlflow_uri(data_dir),
+        data_dir=data_dir.resolve(),
+    )
+
+
+def _from_environment() -> Address:
+    def variable(name: str) -> str | None:
+        return os.environ.get(f"TRAINBUS_{name}") or None
+
+    return Address(
+        nats_url=os.environ["TRAINBUS_NATS_URL"],
+        s3_endpoint=variable("S3_ENDPOINT"),
+        s3_access_key=variable("S3_ACCESS_KEY"),
+        s3_secret_key=variable("S3_SECRET_KEY"),
+        bucket_code=variable("BUCKET_CODE") or "code",
+        nats_user=variable("NATS_USER"),
+        nats_password=variable("NATS_PASSWORD"),
+        gateway_url=variable("GATEWAY_URL"),
+        mlflow_uri=variable("MLFLOW_TRACKING_URI"),
+    )

@@ -1,0 +1,105 @@
+"""``trainbus datasets diff``."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from contracts.datasets import Manifest
+from services.kit.store.objects import ObjectStore
+from trainbus.client.address import Address
+from trainbus.client.connection import connect
+from trainbus.client.datasets import Loaded, fetch_index, find, load, read_history, records
+from trainbus.client.errors import CliError
+from trainbus.client.object_store import store
+from trainbus.commands import render
+from trainbus.commands.datasets.tables import SHOWN, say_more, split_line
+from trainbus.datasets.diff import KINDS, Difference, Kind, Unsorted, compare
+
+
+async def diff(address: Address, one: str, other: str, *, examples: int, as_json: bool) -> None:
+    """Print what changed between two datasets; fail if anything did."""
+    async with connect(address) as link:
+        history = await read_history(link)
+    before, after = find(history, one, address), find(history, other, address)
+    async with store(address) as objects:
+        old, new = await load(objects, before), await load(objects, after)
+        found = await _compare(objects, old, new, examples)
+    settings = _settings_changes(old.manifest, new.manifest)
+    differ = bool(found.total or settings)
+    if as_json:
+        print(render.as_json({
+            "before": before.dataset_id, "after": after.dataset_id, "same": found.same, "settings": settings,
+            **{kind: _counts(found, kind) for kind in KINDS},
+            "moves": [{"from": a, "to": b, "records": n} for (a, b), n in sorted(found.moves.items())],
+            "relabels": [{"from": a, "to": b, "records": n} for (a, b), n in sorted(found.relabels.items())],
+        }))  # fmt: skip
+    else:
+        _print_difference(old, new, found, settings)
+    if differ:
+        raise CliError(f"they differ: {_totals(found) or 'in their settings alone'}")
+
+
+async def _compare(objects: ObjectStore, old: Loaded, new: Loaded, examples: int) -> Difference:
+    with tempfile.TemporaryDirectory(prefix="trainbus-") as folder:
+        paths = Path(folder) / "before.jsonl", Path(folder) / "after.jsonl"
+        for loaded, path in zip((old, new), paths, strict=True):
+            await fetch_index(objects, loaded, path)
+        try:
+            return await asyncio.to_thread(compare, records(paths[0]), records(paths[1]), examples)
+        except Unsorted as error:
+            raise CliError(f"{error}: the index is damaged; ingest the source again") from error
+
+
+def _counts(found: Difference, kind: Kind) -> dict[str, Any]:
+    by_class = [{"split": s, "class": c, "records": n} for (s, c), n in sorted(found.by_class[kind].items())]
+    return {"records": found.count(kind), "by_class": by_class, "examples": found.examples[kind]}
+
+
+def _settings_changes(old: Manifest, new: Manifest) -> list[str]:
+    changes = []
+    if old.source != new.source:
+        changes.append(f"source {old.source} -> {new.source}")
+    if old.format != new.format:
+        changes.append(f"format {old.format} -> {new.format}")
+    if old.split != new.split:
+        changes.append(f"split {split_line(old.split)} -> {split_line(new.split)}")
+    if gone := sorted(set(old.classes) - set(new.classes)):
+        changes.append(f"classes gone: {', '.join(gone[:20])}")
+    if come := sorted(set(new.classes) - set(old.classes)):
+        changes.append(f"classes new: {', '.join(come[:20])}")
+    return changes
+
+
+def _totals(found: Difference) -> str:
+    return ", ".join(f"{found.count(kind):,} {kind}" for kind in KINDS if found.count(kind))
+
+
+def _print_difference(old: Loaded, new: Loaded, found: Difference, settings: list[str]) -> None:
+    console = render.console()
+    for sign, loaded in (("-", old), ("+", new)):
+        total = sum(split.samples for split in loaded.manifest.splits.values())
+        console.print(
+            f"{sign} {loaded.known.dataset_id[:12]}  {total:,} records  {render.escape(loaded.manifest.source)}"
+        )
+    for line in settings:
+        console.print(f"  {render.escape(line)}", soft_wrap=True)
+    console.print(f"  {found.same:,} records are the same")
+    if not found.total:
+        return
+    kinds = [kind for kind in KINDS if found.count(kind)]
+    made = render.table("split", "class", *kinds, right=kinds)
+    keys = sorted({key for kind in KINDS for key in found.by_class[kind]})
+    for split, label in keys[:SHOWN]:
+        counts = (found.by_class[kind][split, label] for kind in kinds)
+        made.add_row(split, render.escape(label) or "[dim](none)[/]", *(f"{n:,}" if n else "" for n in counts))
+    console.print(made)
+    say_more(len(keys), "rows")
+    for name, pairs in (("moved", found.moves), ("relabelled", found.relabels)):
+        for (a, b), n in pairs.most_common(10):
+            console.print(f"{name} {render.escape(a or '(none)')} -> {render.escape(b or '(none)')}: {n:,}")
+    for kind in KINDS:
+        if found.examples[kind]:
+            console.print(f"[dim]{kind}, such as {render.escape(', '.join(found.examples[kind]))}[/]", soft_wrap=True)

@@ -1,0 +1,91 @@
+"""``trainbus datasets fetch``: a dataset as a folder, for a loop of one's own or for tar."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path, PurePosixPath
+
+from contracts.datasets import shard_uri
+from contracts.events.dataset import ShardFile
+from services.kit.concurrency import all_of
+from services.kit.store.errors import ObjectNotFound
+from services.kit.store.objects import ObjectStore, hash_file
+from trainbus.client.address import Address
+from trainbus.client.connection import connect
+from trainbus.client.datasets import Loaded, find, load, read_history
+from trainbus.client.errors import USAGE, CliError
+from trainbus.client.object_store import store
+from trainbus.commands import render
+
+#: Files that are fetched at the same time.
+PARALLEL = 4
+
+
+async def fetch(address: Address, name: str, folder: Path, splits: list[str], *, as_json: bool) -> None:
+    """Fetch shards and indexes, each compared with its hash; what is there and right stays. The manifest comes last."""
+    async with connect(address) as link, store(address) as objects:
+        loaded = await load(objects, find(await read_history(link), name, address))
+        if unknown := [split for split in splits if split not in loaded.manifest.splits]:
+            raise CliError(f"there is no split {unknown[0]!r}: choose among {', '.join(loaded.manifest.splits)}", USAGE)
+        manifest = folder / "manifest.json"
+        if manifest.exists() and manifest.read_bytes() != loaded.content:
+            raise CliError(f"{folder} holds another dataset: give a folder of its own", USAGE)
+        wanted = [
+            file
+            for split in splits or loaded.manifest.splits
+            for shard in loaded.manifest.splits[split].shards
+            for file in _files(shard)
+        ]
+        fetched = await _fetch_all(objects, loaded, folder, wanted, quiet=as_json)
+        manifest.parent.mkdir(parents=True, exist_ok=True)
+        partial = folder / ".manifest.json"
+        partial.write_bytes(loaded.content)
+        partial.replace(manifest)
+    size_bytes = sum(size for _, _, size in wanted)
+    if as_json:
+        told = {"dataset_id": loaded.known.dataset_id, "folder": str(folder), "files": len(wanted), "fetched": fetched}
+        print(json.dumps({**told, "size_bytes": size_bytes}))
+    else:
+        kept = f" ({len(wanted) - fetched} were there)" if fetched < len(wanted) else ""
+        print(f"{folder}: {len(wanted)} files, {render.size(size_bytes)}{kept}, each byte as its manifest says")
+
+
+def _files(shard: ShardFile) -> list[tuple[str, str, int]]:
+    """(path, hash, bytes) of a shard and its index."""
+    return [(shard.path, shard.sha256, shard.size_bytes), (shard.index_path, shard.index_sha256, shard.index_bytes)]
+
+
+async def _fetch_all(
+    objects: ObjectStore, loaded: Loaded, folder: Path, wanted: list[tuple[str, str, int]], *, quiet: bool
+) -> int:
+    """Have every file in ``folder``; return how many were not there."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("fetching"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    console, fetched = render.console(stderr=True), 0
+    with Progress(*columns, console=console, disable=quiet or not console.is_terminal) as bar:
+        task = bar.add_task("", total=sum(size for _, _, size in wanted))
+
+        async def one(name: str, sha256: str, size: int) -> None:
+            nonlocal fetched
+            path = folder / _inside(name)
+            if not (path.exists() and await asyncio.to_thread(hash_file, path) == sha256):
+                try:
+                    await objects.download(shard_uri(loaded.bucket, sha256), path, sha256=sha256)
+                except (ObjectNotFound, ValueError) as error:
+                    raise CliError(
+                        f"{name} cannot be had, {error}: `trainbus datasets verify --repair` makes it anew"
+                    ) from error
+                fetched += 1
+            bar.advance(task, size)
+
+        await all_of((one(*each) for each in wanted), at_a_time=PARALLEL)
+    return fetched
+
+
+def _inside(name: str) -> PurePosixPath:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise CliError(f"the manifest names {name!r}, which leads out of its folder")
+    return path

@@ -1,0 +1,370 @@
+"""``make run``: the main job end to end on this machine, shown as it happens and checked at the end.
+
+A client of the stack like any other: it fills the lake, publishes two requests, and from then on only
+reads the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import trainbus
+from contracts import subjects, topology
+from contracts.base import run_id_for
+from contracts.envelope import ANONYMOUS_SOURCE
+from contracts.events import run
+from trainbus.client import runs as reading
+from trainbus.client.address import Address, find, find_data_dir
+from trainbus.client.connection import Link, connect
+from trainbus.client.errors import FAILED, CliError
+from trainbus.client.package import Package, pack
+from trainbus.client.state import Board, RunView
+from trainbus.commands import render
+from trainbus.commands.demo import lake as demo_lake
+from trainbus.commands.demo.screen import Screen
+from trainbus.embedded.launch import StackError, StackInfo, StackProcess, is_locked, locked_text
+from trainbus.embedded.layout import DEFAULT_DATA_DIR, StackOptions
+
+#: Where the example lies in a checkout.
+EXAMPLE = Path(trainbus.__file__).parents[1] / "examples" / "digits"
+#: Seconds without any event after which the demo gives up; a loaded machine is slow, but not silent.
+SILENCE_S = 90.0
+#: The share of run one after which the second request arrives.
+HALF_WAY = 0.4
+FIRST, SECOND = "digits", "digits-urgent"
+#: Long enough that a second run fits into the middle of it, short enough to watch.
+TRAINING = {
+    "epochs": 24,
+    "global_batch": 64,
+    # Exact mode: four processes, two, and four again end with the bits of a run that was left in peace.
+    "logical_ranks": 4,
+    "clip_norm": 1.0,
+    "precision": "fp32",
+    "checkpoint_every_steps": 50,
+    "seed": 1,
+}
+SECOND_TRAINING = {**TRAINING, "epochs": 6, "seed": 2}
+
+
+@dataclass(slots=True)
+class Demo:
+    """What has happened so far."""
+
+    board: Board
+    screen: Screen
+    first: str = ""
+    second: str = ""
+    problems: list[str] = field(default_factory=list)
+
+    def view(self, run_id: str) -> RunView:
+        return self.board.runs.get(run_id) or RunView(run_id)
+
+    @property
+    def finished(self) -> bool:
+        """Whether both runs have a verdict and a page in MLflow, or cannot get one any more."""
+        return all(_settled(self.view(run_id)) for run_id in (self.first, self.second))
+
+
+def main(data_dir: Path | None, *, keep: bool = False) -> int:
+    """Run the demo on a stack of its own; 0 if everything that it promises was seen."""
+    folder = find_data_dir(data_dir)
+    _check_example()
+    if is_locked(folder):
+        raise CliError(locked_text(folder))
+    folder.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, _as_interrupt)
+    demo = _demo()
+    stack = StackProcess(StackOptions(folder), output=folder / "supervisor.log")
+    try:
+        # Drawing the scans takes a moment of its own; the stack starts meanwhile.
+        with stack, ThreadPoolExecutor(1) as pool:
+            scans = pool.submit(demo_lake.scans)
+            with demo.screen.shown():
+                _wait_for_stack(demo, stack)
+                asyncio.run(_play(demo, find(folder), scans))
+            problems = _check(demo)
+            _last_screen(demo, problems, _look_closer(folder))
+            if keep and not problems:
+                _keep(stack)
+    except StackError as error:
+        raise CliError(str(error)) from error
+    except TimeoutError:
+        _last_screen(demo, [_silent(), *_check(demo)])
+        return FAILED
+    return FAILED if problems else 0
+
+
+def main_on_running(data_dir: Path | None) -> int:
+    """Run the demo on a stack that runs already: the embedded one, or the one that TRAINBUS_* names."""
+    _check_example()
+    address = find(data_dir)
+    demo = _demo()
+    try:
+        with ThreadPoolExecutor(1) as pool, demo.screen.shown():
+            asyncio.run(_play(demo, address, pool.submit(demo_lake.scans)))
+        problems = _check(demo)
+    except TimeoutError:
+        problems = [_silent(), *_check(demo)]
+    _last_screen(demo, problems)
+    return FAILED if problems else 0
+
+
+def _demo() -> Demo:
+    board = Board()
+    return Demo(board, Screen(board, render.console()))
+
+
+def _check_example() -> None:
+    if not (EXAMPLE / "task.py").exists():
+        raise CliError(f"the demo's example is not in {EXAMPLE}: run it from a checkout of the project")
+
+
+def _look_closer(folder: Path) -> str:
+    """What to type next, as it can be typed here."""
+    command = "trainbus" if shutil.which("trainbus") else os.path.relpath(sys.argv[0])
+    where = "" if folder == DEFAULT_DATA_DIR else f" --data-dir {folder}"
+    lines = [
+        (f"{command} up{where}", "the same stack again, with this history; then, in another terminal:"),
+        (f"{command} show {FIRST}{where}", "one run; also ps, why, logs, checkpoints ls, models, datasets"),
+        (f"{command} reproduce {FIRST} --slots 1{where}", "train it again on one slot and compare the bits"),
+        (f"{command} events -f{where}", "every fact as it happens"),
+        (f"{command} ui{where}", "MLflow's pages and the gateway's"),
+    ]
+    width = max(len(what) for what, _ in lines) + 3
+    typed = "\n".join(f"  {what:<{width}}[dim]{why}[/]" for what, why in lines)
+    return f"\n[bold]Look closer[/] (the data stays in {folder})\n{typed}\n"
+
+
+def _silent() -> str:
+    return f"nothing has happened for {SILENCE_S:.0f} s"
+
+
+def _as_interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _keep(stack: StackProcess) -> None:
+    print("\nthe stack goes on; Ctrl-C stops it", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        while stack.poll() is None:
+            time.sleep(0.2)
+
+
+def _wait_for_stack(demo: Demo, stack: StackProcess) -> None:
+    stage = demo.screen.stage("embedded stack")
+    stage.detail = "NATS, S3, eight services, two nodes of two slots"
+    deadline = time.monotonic() + 60
+    info: StackInfo | None = None
+    while info is None:
+        # In short waits, so that the screen lives.
+        try:
+            info = stack.wait_ready(0.1)
+        except StackError:
+            if stack.poll() is not None or time.monotonic() > deadline:
+                raise
+        demo.screen.draw()
+    demo.screen.done(stage, f"{len(info.processes)} processes are ready; two nodes of two slots")
+
+
+async def _play(demo: Demo, address: Address, scans: Future[dict[str, bytes]]) -> None:
+    """Everything between the stack being ready and both verdicts being out."""
+    async with connect(address) as link:
+        start = await link.last_sequence(topology.FACTS) + 1
+        for stored in await link.read(*reading.NODE_FACTS, subjects.model()):
+            demo.board.apply(stored.sequence, stored.envelope.time, stored.event)
+        await _fill_lake(demo, address, scans)
+        code = await _upload_code(demo, address)
+        changed = asyncio.Event()
+        followers = [
+            asyncio.create_task(_follow_facts(demo, link, start, changed)),
+            asyncio.create_task(_follow_progress(demo, link, changed)),
+            asyncio.create_task(_redraw(demo)),
+        ]
+        try:
+            demo.first = await _publish(link, example_request(FIRST, code, TRAINING, {"min": 1, "max": 4}, 0))
+            demo.screen.runs[demo.first] = FIRST
+            demo.screen.say(f"published train.requested for {FIRST!r}: {demo.first}")
+            await _until(changed, followers, lambda: _half_way(demo.view(demo.first)))
+            demo.second = await _publish(link, example_request(SECOND, code, SECOND_TRAINING, {"min": 2, "max": 2}, 10))
+            demo.screen.runs[demo.second] = SECOND
+            demo.screen.say(f"half-way: published {SECOND!r} of priority 10, which needs two slots: {demo.second}")
+            await _until(changed, followers, lambda: demo.finished)
+        finally:
+            for follower in followers:
+                follower.cancel()
+            await asyncio.gather(*followers, return_exceptions=True)
+
+
+async def _fill_lake(demo: Demo, address: Address, scans: Future[dict[str, bytes]]) -> None:
+    stage = demo.screen.stage("data lake")
+    files = await asyncio.wrap_future(scans)
+
+    def stored(count: int) -> None:
+        if count % 100 == 0:
+            stage.detail = f"{count:,} of {len(files):,} files"
+            demo.screen.draw()
+
+    new = await demo_lake.fill(address.settings(), "lake", files, stored)
+    what = f"{len(files) - len(demo_lake.BROKEN):,} handwritten digits and {len(demo_lake.BROKEN)} broken files"
+    demo.screen.done(stage, f"{what} in s3://lake/{demo_lake.PREFIX}" + ("" if new else " (there already)"))
+
+
+async def _upload_code(demo: Demo, address: Address) -> dict[str, Any]:
+    stage = demo.screen.stage("code package")
+    package = await upload_example(address)
+    demo.screen.done(stage, f"examples/digits, {render.size(len(package.body))}, sha256 {package.sha256[:12]}")
+    return package.code(address.bucket_code)
+
+
+async def upload_example(address: Address) -> Package:
+    """Store the example's code package."""
+    from trainbus.client.submission import upload_package
+
+    package = pack(EXAMPLE)
+    await upload_package(address, package, package.code(address.bucket_code)["uri"])
+    return package
+
+
+def example_request(
+    name: str, code: dict[str, Any], training: dict[str, Any], slots: dict[str, int], priority: int
+) -> dict[str, Any]:
+    """The body of a request: the example's own, with what the demo changes."""
+    body: dict[str, Any] = json.loads((EXAMPLE / "train.json").read_text())
+    body.update(name=name, code=code, slots=slots, priority=priority, training=training)
+    body["data"]["source"] = f"s3://lake/{demo_lake.PREFIX}"
+    if priority:
+        body["params"] = {**body.get("params", {}), "width": 8, "lr": 0.005}
+    return body
+
+
+async def _publish(link: Link, body: dict[str, Any]) -> str:
+    """Publish a bare JSON body with plain nats-py, as any other system would; return the run it means."""
+    stored = await link.nc.jetstream().publish("train.requested", json.dumps(body).encode())
+    # A message without an id is known by its place in the stream.
+    return run_id_for(ANONYMOUS_SOURCE, f"{stored.stream}:{stored.seq}")
+
+
+async def _follow_facts(demo: Demo, link: Link, start: int, changed: asyncio.Event) -> None:
+    async for batch in link.follow(topology.FACTS, start_sequence=start):
+        for stored in batch:
+            demo.board.apply(stored.sequence, stored.envelope.time, stored.event)
+            demo.screen.on_event(stored)
+        if batch:
+            changed.set()
+
+
+async def _follow_progress(demo: Demo, link: Link, changed: asyncio.Event) -> None:
+    start = await link.last_sequence(topology.PROGRESS) + 1
+    async for batch in link.follow(topology.PROGRESS, subjects.progress(), start_sequence=start):
+        for stored in batch:
+            event: run.RunProgress = stored.event
+            view = demo.board.runs.get(event.run_id)
+            if view is None or event.kind != "training" or event.generation < view.generation:
+                continue
+            view.step, view.total_steps = event.step, event.total_steps or view.total_steps
+            for point in event.points:
+                view.metrics.update(point.values)
+            demo.screen.on_progress(view)
+            # Points about the node do not count: they come from a run that hangs, too.
+            changed.set()
+
+
+async def _redraw(demo: Demo) -> None:
+    while True:
+        demo.screen.draw()
+        await asyncio.sleep(0.2)
+
+
+async def _until(changed: asyncio.Event, followers: list[asyncio.Task[None]], condition: Callable[[], bool]) -> None:
+    """Wait for ``condition``, looking again whenever something happened."""
+    while not condition():
+        changed.clear()
+        waiting = asyncio.create_task(changed.wait())
+        done, _ = await asyncio.wait({waiting, *followers}, timeout=SILENCE_S, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if not done:
+            raise TimeoutError
+        for follower in followers:
+            if follower.done():
+                follower.result()
+
+
+def _half_way(view: RunView) -> bool:
+    if view.ended:
+        return True
+    return view.state == "running" and bool(view.total_steps) and view.step >= HALF_WAY * (view.total_steps or 0)
+
+
+def _settled(view: RunView) -> bool:
+    if view.state == "completed":
+        return bool(view.verdict and view.mlflow_run_id)
+    return view.ended
+
+
+# -- the end ----------------------------------------------------------------------------
+
+
+def _check(demo: Demo) -> list[str]:
+    """What the demo promised and did not show; empty if all is well."""
+    board, problems = demo.board, []
+    for called, run_id in ((FIRST, demo.first), (SECOND, demo.second)):
+        view = demo.view(run_id)
+        if view.state != "completed":
+            problems.append(f"{called} is {view.state}: {view.reason}")
+        elif not view.evaluation or not view.verdict:
+            problems.append(f"{called} was not evaluated and judged")
+        elif not view.mlflow_run_id:
+            problems.append(f"{called} was not tracked")
+        elif view.exactness != "exact":
+            problems.append(f"{called} is {view.exactness or 'not said to be exact'}: {view.exactness_reason}")
+    sizes = demo.view(demo.first).resizes
+    shrunk = next((i for i, (a, b) in enumerate(itertools.pairwise(sizes)) if b < a), None)
+    if shrunk is None:
+        problems.append(f"{FIRST} did not shrink (its sizes: {sizes})")
+    elif not any(b > a for a, b in itertools.pairwise(sizes[shrunk + 1 :])):
+        problems.append(f"{FIRST} did not grow back (its sizes: {sizes})")
+    ingested = board.datasets.get(demo.first)
+    bad = sum(ingested.quarantined.values()) if ingested else None
+    if bad != len(demo_lake.BROKEN):
+        problems.append(f"{bad} files are in quarantine, {len(demo_lake.BROKEN)} were broken")
+    if "digits" not in board.models:
+        problems.append("the model 'digits' has no champion")
+    return problems
+
+
+def _last_screen(demo: Demo, problems: list[str], closer: str = "") -> None:
+    console, board = demo.screen.console, demo.board
+    now = render.utc_now()
+    mine = [view for view in board.runs.values() if {view.run_id, view.evaluates} & {demo.first, demo.second}]
+    console.print()
+    console.print(render.runs(mine, now))
+    first = demo.view(demo.first)
+    console.print(f"[bold]The life of {FIRST}[/] ({first.run_id})")
+    console.print(render.timeline(first.timeline, first.requested_at))
+    for run_id in (demo.first, demo.second):
+        if (view := demo.view(run_id)).verdict:
+            console.print(f"{view.name}: [bold]{view.verdict}[/], {render.escape(view.verdict_reason)}")
+    console.print(closer)
+    for problem in problems:
+        console.print(f"[bold red]✗[/] {render.escape(problem)}")
+    seconds = time.monotonic() - demo.screen.started_at
+    verdict = "[bold red]not all that was promised was seen[/]" if problems else "[bold green]all as promised[/]"
+    console.print(f"{verdict} after {seconds:.0f} s")
+    sys.stdout.flush()
+
+
+__all__ = ["main", "main_on_running"]

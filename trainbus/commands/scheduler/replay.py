@@ -1,0 +1,128 @@
+"""``trainbus scheduler replay``: every recorded decision is made again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from services.scheduler.past.remake import Counts, Difference, Index, Remaker
+from trainbus.client.address import Address
+from trainbus.client.errors import FAILED
+from trainbus.client.fact_log import OpenPast, Past
+from trainbus.commands import render
+
+#: Characters of a field's value that are shown.
+WIDTH = 200
+
+
+async def replay(address: Callable[[], Address], path: Path | None, *, limit: int, as_json: bool) -> int:
+    """Print what was compared and every difference; 1 if there is one."""
+    started = time.perf_counter()
+    async with OpenPast(address, path) as past:
+        index, remaker, found = await remade(past)
+    took_s = time.perf_counter() - started
+    if as_json:
+        print(render.as_json(_plain(past, index, remaker.counts, found, took_s)))
+    else:
+        render.console().print(_table(past, index, remaker.counts, found, took_s), *map(_shown, found[:limit]))
+        if len(found) > limit:
+            print(f"and {len(found) - limit} more differences: see them with --limit, or --json")
+    return FAILED if found else 0
+
+
+async def remade(past: Past) -> tuple[Index, Remaker, list[Difference]]:
+    """Read the log twice: once for the passes that there were, once to make them again."""
+    index = Index()
+    async for entry in past.entries("reading"):
+        index.hear(entry)
+    remaker = Remaker(index, await past.requests())
+    found: list[Difference] = []
+    async for entry in past.entries("deciding again"):
+        found += remaker.feed(entry)
+    return index, remaker, found
+
+
+def _table(past: Past, index: Index, counts: Counts, found: list[Difference], took_s: float) -> RenderableType:
+    made = Table.grid(padding=(0, 2))
+    made.add_column()
+    made.add_column(justify="right")
+    rows: list[tuple[str, int]] = [
+        ("facts", counts.facts),
+        ("passes", counts.passes),
+        ("decisions", counts.decisions),
+        ("  the same", counts.same),
+        ("answers to requests", counts.answers),
+        ("differences", len(found)),
+        ("decided, not published", counts.unpublished),
+        ("not checked: made by older code", counts.unchecked),
+        ("not checked: answers without their requests", counts.unasked),
+    ]
+    for name, count in rows:
+        style = "[bold red]" if name == "differences" and count else ""
+        made.add_row(name, f"{style}{count:,}")
+    made.add_row("seconds", f"{took_s:.1f}")
+    notes = [
+        f"policy {digest} was adopted by other code: what this code does not know of it is left out"
+        for digest in index.foreign
+    ]
+    return Group(f"[bold]decisions of {render.escape(past.name)}, made again[/]", made, *notes)
+
+
+def _shown(difference: Difference) -> RenderableType:
+    """A difference in full: where, from what it was decided, and field by field."""
+    head = (
+        f"[bold red]{difference.kind}[/] {difference.subject} [dim]({difference.sequence}, "
+        f"{difference.time:%Y-%m-%d %H:%M:%S.%f} UTC)[/] {render.escape(difference.text)}"
+    )
+    lines = [head]
+    if (key := difference.made_from) is not None:
+        lines.append(f"  [dim]decided from {key.at_sequence} at {key.at.isoformat()} by policy {key.policy}[/]")
+    if not difference.fields:
+        return Group(*lines)
+    made = render.table("field", "recorded", "decided again")
+    for field in difference.fields:
+        made.add_row(field.field, _value(field.recorded), _value(field.remade))
+    return Group(*lines, made)
+
+
+def _value(value: Any) -> str:
+    text = str(value)
+    return render.escape(text if len(text) <= WIDTH else f"{text[:WIDTH]}…")
+
+
+def _plain(past: Past, index: Index, counts: Counts, found: list[Difference], took_s: float) -> dict[str, Any]:
+    return {
+        "log": past.name,
+        "facts": counts.facts,
+        "passes": counts.passes,
+        "decisions": counts.decisions,
+        "same": counts.same,
+        "answers": counts.answers,
+        "unpublished": counts.unpublished,
+        "unchecked": counts.unchecked,
+        "unasked": counts.unasked,
+        "decisions_by_fact": dict(counts.by_fact),
+        "policies": sorted(index.policies),
+        "foreign_policies": index.foreign,
+        "seconds": round(took_s, 3),
+        "difference_count": len(found),
+        "differences": [
+            {
+                "kind": each.kind,
+                "sequence": each.sequence,
+                "time": each.time.isoformat(),
+                "subject": each.subject,
+                "text": each.text,
+                "decided": None if each.made_from is None else each.made_from._asdict(),
+                "fields": [
+                    {"field": field.field, "recorded": field.recorded, "remade": field.remade} for field in each.fields
+                ],
+            }
+            for each in found
+        ],
+    }

@@ -1,0 +1,239 @@
+"""``trainbus scheduler shadow``: a candidate policy follows what happens and says what it would do.
+
+It publishes under ``shadow.<digest>.>`` alone, each thing once, also when it is stopped and started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from statistics import fmean, median
+from typing import Any
+
+from nats.js.errors import NotFoundError
+from rich.table import Table
+
+from contracts import topology
+from contracts.envelope import Envelope, encode
+from contracts.scheduling import Policy
+from services.scheduler.past.log import FOLLOWED, Entry, entry_of
+from services.scheduler.past.shadow import Comparison, Said, Shadow, prefix
+from trainbus.client.address import Address
+from trainbus.client.connection import Link, connect
+from trainbus.client.errors import CliError
+from trainbus.client.fact_log import BusLog
+from trainbus.commands import render
+from trainbus.commands.scheduler import policy as policies
+
+SOURCE = "trainbus/shadow"
+#: How often, at most, the two are compared while the leader decides nothing; each time costs two plans.
+REST_S = 1.0
+#: Runs that are named in the report.
+NAMED = 10
+#: Starts that differ by less are one start: the leader's fact and ours are not of the same moment.
+SAME_S = 1.0
+
+
+async def shadow(address: Address, name: str, settings: list[str], *, for_s: float | None, as_json: bool) -> int:
+    """Follow until the time is over or a signal comes, then print the report."""
+    candidate = policies.load(name, settings)
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with connect(address) as link:
+        await _has_stream(link)
+        follower = await _Follower.start(link, candidate)
+        if not as_json:
+            print(
+                f"{candidate.name} ({candidate.digest}) follows {follower.shadow.in_force.name}; "
+                f"what it would do stands under {prefix(candidate)}>",
+                file=sys.stderr,
+            )
+        started = time.monotonic()
+        await follower.follow(stop, for_s)
+        took_s = time.monotonic() - started
+    if as_json:
+        print(render.as_json(report(follower.shadow, follower.published, took_s)))
+    else:
+        _show(report(follower.shadow, follower.published, took_s))
+    return 0
+
+
+async def _has_stream(link: Link) -> None:
+    try:
+        await link.last_sequence(topology.SHADOW)
+    except NotFoundError:
+        raise CliError(
+            f"the server has no stream {topology.SHADOW.name}: start a scheduler of this version once, which makes it"
+        ) from None
+
+
+class _Follower:
+    """Feeds the shadow what comes, and publishes what it says."""
+
+    def __init__(self, link: Link, shadow: Shadow, position: int) -> None:
+        self.link, self.shadow, self.position = link, shadow, position
+        self.published = 0
+
+    @classmethod
+    async def start(cls, link: Link, candidate: Policy) -> _Follower:
+        """Fold what has happened so far, and learn what was said by an earlier one of the same policy."""
+        said = [
+            stored.envelope.id
+            for stored in await link.read(f"{prefix(candidate)}>", stream=topology.SHADOW)
+            if stored.envelope.id
+        ]
+        past = BusLog(link, await link.last_sequence(topology.FACTS))
+        made = Shadow(candidate, Policy(), said)
+        async for entry in past.entries("folding what has happened"):
+            made.catch_up([entry])
+        return cls(link, made, past.end)
+
+    async def follow(self, stop: asyncio.Event, for_s: float | None) -> None:
+        reading = asyncio.create_task(self._read())
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({reading, stopping}, timeout=for_s, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                reading.result()
+        finally:
+            for task in (reading, stopping):
+                task.cancel()
+            await asyncio.gather(reading, stopping, return_exceptions=True)
+
+    async def _read(self) -> None:
+        rested = time.monotonic()
+        with _status(self.shadow) as show:
+            async for batch in self.link.raw(topology.FACTS, *FOLLOWED, start_sequence=self.position + 1):
+                entries: list[Entry] = [entry_of(raw) for raw in batch]
+                await self._publish(self.shadow.hear(entries))
+                if not batch and time.monotonic() - rested >= REST_S:
+                    rested = time.monotonic()
+                    await self._publish(self.shadow.rest(datetime.now(UTC)))
+                show()
+
+    async def _publish(self, said: list[Said]) -> None:
+        for each in said:
+            envelope = Envelope(
+                id=each.message_id,
+                source=SOURCE,
+                type=each.fact.type,
+                time=datetime.now(UTC),
+                subject=each.fact.aggregate_id,
+            )
+            headers, body = encode(each.fact, envelope)
+            await self.link.js.publish(each.subject, body, headers=headers)
+            self.published += 1
+
+
+@contextmanager
+def _status(shadow: Shadow) -> Iterator[Any]:
+    """One line on stderr that says how it goes, if somebody sits there."""
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
+    console = render.console(stderr=True)
+    with console.status("following") as status:
+
+        def show() -> None:
+            found = shadow.result
+            status.update(
+                f"{found.points} points, {_share(found.agreeing, found.points)} alike; {len(found.starts)} starts, "
+                f"{len(found.only_candidate)} more that the candidate would make now"
+            )
+
+        yield show
+
+
+# -- the report -------------------------------------------------------------------------------------
+
+
+def report(shadow: Shadow, published: int, took_s: float) -> dict[str, Any]:
+    """What came of it, as data."""
+    found = shadow.result
+    earlier = sorted(each.earlier_s for each in found.starts if each.earlier_s is not None and each.earlier_s > SAME_S)
+    return {
+        "candidate": {"name": shadow.candidate.name, "digest": shadow.candidate.digest},
+        "in_force": {"name": shadow.in_force.name, "digest": shadow.in_force.digest},
+        "seconds": round(took_s, 1),
+        "published": published,
+        "points": found.points,
+        "agreeing": found.agreeing,
+        "agreeing_but_where": found.agreeing_but_where,
+        "missed": found.missed,
+        "starts": len(found.starts),
+        "earlier": len(earlier),
+        "earlier_avg_s": fmean(earlier) if earlier else 0.0,
+        "earlier_p50_s": median(earlier) if earlier else 0.0,
+        "not_yet": sum(each.candidate_at is None for each in found.starts),
+        "would_start_now": len(found.only_candidate),
+        "candidate_starts_while": dict(found.candidate_starts_while),
+        "candidate_waits_for": dict(found.candidate_waits_for),
+        "stops_in_force": len(found.stops_in_force),
+        "stops_candidate": len(found.stops_candidate),
+        "stops_both": len(found.stops_in_force & found.stops_candidate),
+        "runs": _runs(found),
+    }
+
+
+def _runs(found: Comparison) -> list[dict[str, Any]]:
+    """Each run that would have been started at another time, those with the greatest difference first."""
+    rows: list[dict[str, Any]] = [
+        {"run_id": each.run_id, "generation": each.generation, "earlier_s": each.earlier_s, "reason": each.reason}
+        for each in found.starts
+        if each.earlier_s is None or each.earlier_s > SAME_S
+    ]
+    return sorted(rows, key=lambda row: -(row["earlier_s"] or 0.0))
+
+
+def _show(said: dict[str, Any]) -> None:
+    candidate, in_force = said["candidate"]["name"], said["in_force"]["name"]
+    made = Table.grid(padding=(0, 2))
+    points, starts = said["points"], said["starts"]
+    rows = [
+        ("points at which both decided", f"{points:,}"),
+        ("  the very same", f"{said['agreeing']:,} ({_share(said['agreeing'], points)})"),
+        ("  the same runs on other slots", f"{said['agreeing_but_where']:,}"),
+        ("runs started", f"{starts:,}"),
+        (f"  {candidate} would have earlier", _with_time(said)),
+        (f"  {candidate} would not have by then", f"{said['not_yet']:,}"),
+        (f"waiting now that {candidate} would start", f"{said['would_start_now']:,}"),
+        (
+            "runs stopped for others",
+            f"{said['stops_in_force']:,}; by {candidate} {said['stops_candidate']:,}, both {said['stops_both']:,}",
+        ),
+        ("said under shadow.>", f"{said['published']:,}"),
+    ]
+    if said["missed"]:
+        rows.append(("passes heard of too late", f"{said['missed']:,}"))
+    for name, value in rows:
+        made.add_row(render.escape(name), value)
+    console = render.console()
+    title = f"{candidate} beside {in_force}, {render.span(said['seconds'])}"
+    console.print(f"[bold]{render.escape(title)}[/]", made, sep="\n")
+    for key, text in (
+        ("candidate_starts_while", f"{candidate} would start runs that {in_force} keeps waiting for"),
+        ("candidate_waits_for", f"{candidate} would keep runs waiting that {in_force} started, for"),
+    ):
+        if said[key]:
+            reasons = ", ".join(f"{reason} ({count})" for reason, count in Counter(said[key]).most_common())
+            console.print(f"{render.escape(text)}: {reasons}", soft_wrap=True)
+    for row in said["runs"][:NAMED]:
+        when = "not by then" if row["earlier_s"] is None else f"{render.span(row['earlier_s'])} earlier"
+        console.print(f"  {row['run_id']} [dim]placement {row['generation']}[/] {when} {row['reason']}".rstrip())
+
+
+def _with_time(said: dict[str, Any]) -> str:
+    if not said["earlier"]:
+        return "0"
+    return f"{said['earlier']:,}, on average by {render.span(said['earlier_avg_s'])}"
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "-"

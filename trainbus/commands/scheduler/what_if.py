@@ -1,0 +1,215 @@
+"""``trainbus scheduler what-if``: the submissions of the past on other nodes, or by another policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+
+from contracts.events.node import NodeFact, NodeJoined
+from contracts.scheduling import Policy
+from services.scheduler.past.history import History
+from services.scheduler.past.whatif import (
+    Figures,
+    Prices,
+    Scenario,
+    Submissions,
+    WhatIfError,
+    like,
+    parse_nodes,
+    play,
+    prices_of,
+    recorded,
+    submissions,
+)
+from services.scheduler.simulate.engine import NeverAtRest
+from services.scheduler.simulate.report import Recorder
+from trainbus.client.address import Address
+from trainbus.client.errors import FAILED, USAGE, CliError
+from trainbus.client.fact_log import OpenPast, bar
+from trainbus.commands import render
+from trainbus.commands.scheduler import policy as policies
+from trainbus.commands.times import moment
+
+#: The past itself, played as the others are.
+BASE = "as it was, played"
+#: Field of the figures -> how a column of it is called, its unit, and whether less of it is
+#: better (None: how it compares is not told).
+SHOWN: dict[str, tuple[str, str, bool | None]] = {
+    "slots": ("slots", "n", None),
+    "never": ("never run", "n", None),
+    "avg_wait_s": ("avg wait", "s", True),
+    "p50_wait_s": ("median", "s", None),
+    "p90_wait_s": ("p90", "s", None),
+    "p99_wait_s": ("p99", "s", True),
+    "max_wait_s": ("longest", "s", None),
+    "avg_jct_s": ("completion", "s", True),
+    "utilisation": ("use", "%", None),
+    "preemptions": ("preempted", "n", None),
+    "cost": ("cost", "money", True),
+}
+#: A change by more than this share is told as a multiple.
+MANIFOLD = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is to be tried, as it was typed."""
+
+    nodes: tuple[str, ...] = ()
+    add: tuple[str, ...] = ()
+    policies: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+    start: str | None = None
+    end: str | None = None
+    prices: tuple[str, ...] = ()
+    #: None: as long as it took in the past.
+    resume_cost_s: float | None = None
+
+
+async def what_if(
+    address: Callable[[], Address], path: Path | None, wish: Wish, *, plot: Path | None, as_json: bool
+) -> int:
+    """Print the past, and what it would have been."""
+    now = render.utc_now()
+    history = History(
+        moment(wish.start, now) if wish.start else None,
+        moment(wish.end, now) if wish.end else None,
+    )
+    async with OpenPast(address, path) as past:
+        async for entry in past.entries("reading"):
+            history.feed(entry)
+    history.close()
+    try:
+        return _compare(history, wish, plot, as_json=as_json)
+    except WhatIfError as error:
+        raise CliError(str(error), USAGE) from error
+
+
+def _compare(history: History, wish: Wish, plot: Path | None, *, as_json: bool) -> int:
+    resume_cost_s = history.resume_cost_s() if wish.resume_cost_s is None else wish.resume_cost_s
+    given = submissions(history, resume_cost_s)
+    if not given.counted:
+        raise CliError(
+            f"nothing was submitted from {history.start.isoformat()} to {history.end.isoformat()}: "
+            "choose another stretch with --from and --to",
+            USAGE,
+        )
+    wished = scenarios(history, wish)
+    prices = prices_of([scenario.policy for scenario in wished], wish.prices)
+    figures = [recorded(history, wished[0].policy.name, prices)]
+    recorders: list[tuple[str, Recorder]] = []
+    for scenario in wished:
+        found, recorder = _played(scenario, given, prices, resume_cost_s)
+        figures.append(found)
+        recorders.append((scenario.name, recorder))
+    if as_json:
+        print(render.as_json(_plain(history, given, figures) | {"resume_cost_s": resume_cost_s}))
+    else:
+        render.console().print(_table(history, figures))
+        print(f"starting again is taken to cost {_span(resume_cost_s)} (--resume-cost-s)")
+        if given.assumed:
+            runs = "run" if given.assumed == 1 else "runs"
+            print(f"{given.assumed} {runs} had not ended: taken to need what those of the same size usually need")
+    if plot is not None:
+        from services.scheduler.past.plots import draw
+
+        print(draw(recorders, given.counted, plot))
+    return 0
+
+
+def scenarios(history: History, wish: Wish) -> list[Scenario]:
+    """The past first, then every wished set of nodes under every wished policy."""
+    was, in_force = history.nodes, history.policy or Policy()
+    if not was:
+        raise CliError("no node had joined in that stretch: nothing could run", USAGE)
+    first, events = history.first_nodes, history.nodes_until_last()
+    sets: list[tuple[str, tuple[NodeJoined, ...], tuple[tuple[float, NodeFact], ...]]] = []
+    sets += [(text, like(parse_nodes(text), was), ()) for text in wish.nodes]
+    sets += [(f"+{text}", first + like(parse_nodes(text, "more"), was), events) for text in wish.add]
+    chosen = [policies.load(name, wish.settings) for name in wish.policies]
+    if wish.settings and not chosen:
+        raise CliError("--set changes a policy: say which with --policy", USAGE)
+    found = [Scenario(BASE, first, in_force, events)]
+    for name, nodes, changes in sets or [("", first, events)]:
+        for policy in chosen or ([in_force] if sets else []):
+            what = [part for part in (name, policy.name if chosen else "") if part]
+            found.append(Scenario(", ".join(what), nodes, policy, changes))
+    if len(found) == 1:
+        raise CliError("what if what? Give --nodes, --add or --policy", USAGE)
+    return found
+
+
+def _played(scenario: Scenario, given: Submissions, prices: Prices, resume_cost_s: float) -> tuple[Figures, Recorder]:
+    with bar(scenario.name, len(given.jobs)) as progress:
+        try:
+            return play(scenario, given, prices, resume_cost_s=resume_cost_s, progress=progress)
+        except NeverAtRest as error:
+            raise CliError(f"{scenario.name}: {error}", FAILED) from error
+
+
+def _table(history: History, figures: Sequence[Figures]) -> RenderableType:
+    """One line a scenario; from the third on with how it stands to the second, the past as it was played."""
+    columns = {field: shown for field, shown in SHOWN.items() if any(getattr(each, field) for each in figures)}
+    names = [name for name, _, _ in columns.values()]
+    made = render.table("scenario", *names, right=names)
+    made.columns[0].no_wrap = True
+    base = figures[1]
+    for place, each in enumerate(figures):
+        cells = [
+            _compared(getattr(each, field), getattr(base, field), unit, less_is_better if place > 1 else None)
+            for field, (_, unit, less_is_better) in columns.items()
+        ]
+        made.add_row(render.escape(each.name), *cells)
+    title = (
+        f"[bold]{base.jobs:,} runs submitted from {history.start:%Y-%m-%d %H:%M} to {history.end:%Y-%m-%d %H:%M} UTC, "
+        f"policy {render.escape(base.policy)}[/]"
+    )
+    return Group(title, made)
+
+
+def _shown(value: float | None, unit: str) -> str:
+    if value is None:
+        return "-"
+    match unit:
+        case "s":
+            return _span(value)
+        case "%":
+            return f"{value:.1%}"
+        case "money":
+            return f"{value:,.2f}"
+        case _:
+            return f"{value:,.0f}"
+
+
+def _span(seconds: float) -> str:
+    """A length of time in the unit that suits it, fine enough to be compared."""
+    for size_s, unit in ((172_800, "d"), (5_400, "h"), (90, "min")):
+        if seconds >= size_s:
+            return f"{seconds / {'d': 86_400, 'h': 3_600, 'min': 60}[unit]:.1f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _compared(value: float | None, base: float | None, unit: str, less_is_better: bool | None) -> str:
+    """The value, and how it stands to that of the past as it was played."""
+    text = _shown(value, unit)
+    if value is None or base is None or less_is_better is None or _shown(base, unit) == text:
+        return text
+    style = "green" if (value < base) == less_is_better else "red"
+    if not base:
+        return f"[{style}]{text}[/]"
+    change = (value - base) / base
+    return f"{text} [{style}]{f'x{value / base:.1f}' if change > MANIFOLD else f'{change:+.0%}'}[/]"
+
+
+def _plain(history: History, given: Submissions, figures: Sequence[Figures]) -> dict[str, object]:
+    return {
+        "from": history.start.isoformat(),
+        "to": history.end.isoformat(),
+        "runs": len(given.counted),
+        "carried": len(given.jobs) - len(given.counted),
+        "assumed": given.assumed,
+        "scenarios": [asdict(each) for each in figures],
+    }

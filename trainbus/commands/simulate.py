@@ -1,0 +1,261 @@
+"""``trainbus simulate``: a trace through the scheduler on a virtual clock."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from trainbus.client.errors import FAILED, USAGE, CliError
+
+if TYPE_CHECKING:
+    from contracts.scheduling import Policy
+    from services.scheduler.simulate.engine import Effort
+    from services.scheduler.simulate.report import Recorder
+    from services.scheduler.simulate.traces import Trace
+
+#: Jobs of a trace from which on progress is shown.
+LONG_TRACE = 500
+
+
+def simulate(
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Job log (CSV): submit_time, num_gpu, duration, user.")
+    ] = None,
+    trace_format: Annotated[
+        Literal["pai", "openb"], typer.Option("--format", help="pai: job logs; openb: nodes and pods, for packing.")
+    ] = "pai",
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the cluster, for job logs.")] = 400,
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1)] = 8,
+    nodes: Annotated[
+        Path | None, typer.Option("--nodes", help="Nodes (CSV): sn, cpu_milli, memory_mib, gpu, model.")
+    ] = None,
+    pods: Annotated[
+        Path | None, typer.Option("--pods", help="Pods (CSV): cpu_milli, memory_mib, num_gpu, gpu_milli.")
+    ] = None,
+    tune: Annotated[
+        float, typer.Option(min=0.01, help="Pods are drawn until they ask for so many times the GPUs.")
+    ] = 1.3,
+    policy: Annotated[
+        str | None, typer.Option(help="A policy's name or file; default: priority-first-come, fgd for packing.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="A field of the policy: order.skip=true; repeatable.")
+    ] = None,
+    resume_cost_s: Annotated[
+        float, typer.Option("--resume-cost-s", min=0, help="Seconds that a preempted job takes to go on.")
+    ] = 60.0,
+    seed: Annotated[int, typer.Option(help="Order and choice of pods; the trace of --generate.")] = 0,
+    generate: Annotated[
+        int | None, typer.Option("--generate", min=1, help="Make up so many jobs instead of reading a trace.")
+    ] = None,
+    over_bus: Annotated[
+        bool, typer.Option("--over-bus", help="Drive the whole service over a nats-server instead of its core.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Folder for charts (PNG).")] = None,
+    events: Annotated[Path | None, typer.Option("--events", help="File for the log of facts (JSONL).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Run a trace through the scheduler's own fold and decide, on a virtual clock: waits, use, preemptions."""
+    packing = trace_format == "openb"
+    played = _generated(generate, gpus, gpus_per_node, seed) if generate else None
+    played = played or (_openb(nodes, pods, tune, seed) if packing else _pai(trace, gpus, gpus_per_node))
+    chosen = _policy(policy or ("fgd" if played.packing else None), settings or [])
+    recorder, summary = _simulate(played, chosen, resume_cost_s, seed, over_bus=over_bus, events=events)
+    if as_json:
+        typer.echo(json.dumps(summary, indent=2))
+    else:
+        _table(summary)
+    if plot is not None:
+        from services.scheduler.simulate import plots
+
+        for path in plots.draw(recorder, plot, chosen.name):
+            print(path, file=sys.stderr)
+
+
+def _generated(count: int, gpus: int, gpus_per_node: int, seed: int) -> Trace:
+    from services.scheduler.simulate import generate
+
+    return generate.jobs(count, gpus, seed, per_node=gpus_per_node)
+
+
+def _pai(trace: Path | None, gpus: int, gpus_per_node: int) -> Trace:
+    from services.scheduler.simulate import traces
+
+    if trace is None:
+        raise CliError("say which trace: --trace FILE, or --generate N to make one up", USAGE)
+    return _read(lambda: traces.read_pai(trace, gpus, gpus_per_node))
+
+
+def _openb(nodes: Path | None, pods: Path | None, tune: float, seed: int) -> Trace:
+    from services.scheduler.simulate import traces
+
+    if nodes is None or pods is None:
+        raise CliError("--format openb needs --nodes FILE and --pods FILE", USAGE)
+    return _read(lambda: traces.read_openb(nodes, pods, tune, seed))
+
+
+def _read(reading: Callable[[], Trace]) -> Trace:
+    from services.scheduler.simulate.traces import TraceError
+
+    try:
+        return reading()
+    except TraceError as error:
+        raise CliError(str(error), USAGE) from error
+
+
+def _policy(name: str | None, settings: list[str]) -> Policy:
+    from services.scheduler import policies
+
+    try:
+        return policies.with_settings(name or policies.DEFAULT, settings)
+    except policies.PolicyError as error:
+        raise CliError(str(error), USAGE) from error
+
+
+def _simulate(
+    trace: Trace, policy: Policy, resume_cost_s: float, seed: int, *, over_bus: bool, events: Path | None
+) -> tuple[Recorder, dict[str, Any]]:
+    from services.scheduler.simulate import engine, report
+
+    recorder = report.Recorder(trace)
+    with _listeners(recorder, events) as listeners, _progress(trace) as progress:
+        try:
+            if over_bus:
+                effort = _over_bus(trace, policy, resume_cost_s, listeners, progress)
+            else:
+                effort = engine.simulate(
+                    trace, policy, resume_cost_s=resume_cost_s, listeners=listeners, progress=progress
+                )
+        except (engine.NeverAtRest, TimeoutError) as error:
+            raise CliError(str(error), FAILED) from error
+    settings = {"resume_cost_s": resume_cost_s, "seed": seed, "over_bus": over_bus}
+    return recorder, report.summary(recorder, effort, policy, settings)
+
+
+def _over_bus(
+    trace: Trace, policy: Policy, resume_cost_s: float, listeners: Any, progress: Callable[[int], None]
+) -> Effort:
+    """Simulate with the whole service, on a nats-server of its own."""
+    import logging
+    import tempfile
+
+    import structlog
+
+    from services.scheduler.simulate.over_bus import simulate_over_bus
+    from trainbus.embedded.servers import NatsServer, ServerError, free_ports
+
+    # What is printed is the result; the service's log is of interest where it says that something went wrong.
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    with tempfile.TemporaryDirectory(prefix="trainbus-nats-") as folder:
+        server = NatsServer(Path(folder), free_ports(1)[0])
+        try:
+            server.start()
+        except ServerError as error:
+            raise CliError(str(error), FAILED) from error
+        try:
+            return simulate_over_bus(
+                trace, policy, server.url, resume_cost_s=resume_cost_s, listeners=listeners, progress=progress
+            )
+        finally:
+            server.stop()
+
+
+@contextmanager
+def _listeners(recorder: Recorder, events: Path | None) -> Iterator[tuple[Any, ...]]:
+    """Who hears the facts: the recorder, and the file for them."""
+    from services.scheduler.simulate.report import EventLog
+
+    if events is None:
+        yield (recorder.hear,)
+        return
+    try:
+        file = events.open("w", encoding="utf-8")
+    except OSError as error:
+        raise CliError(f"{events} cannot be written: {error}", USAGE) from error
+    with file:
+        yield recorder.hear, EventLog(file).hear
+
+
+@contextmanager
+def _progress(trace: Trace) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr, for traces that take a while."""
+    if len(trace.jobs) < LONG_TRACE or not sys.stderr.isatty():
+        yield lambda submitted: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+    columns = "submitted", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=len(trace.jobs))
+        yield lambda submitted: bar.update(task, completed=submitted)
+
+
+#: Key of the summary -> how a person calls it, and its unit; in this order.
+SHOWN = {
+    "jobs": ("jobs", "n"),
+    "completed": ("completed", "n"),
+    "infeasible": ("can never run", "n"),
+    "unfinished": ("unfinished", "n"),
+    "avg_wait_s": ("average wait", "s"),
+    "p50_wait_s": ("median wait", "s"),
+    "p99_wait_s": ("p99 wait", "s"),
+    "max_wait_s": ("longest wait", "s"),
+    "avg_jct_s": ("average completion", "s"),
+    "p99_jct_s": ("p99 completion", "s"),
+    "makespan_s": ("all done after", "s"),
+    "utilisation": ("use", "%"),
+    "allocated_while_backlog": ("use while more is asked for than there is", "%"),
+    "arrived": ("arrived", "n"),
+    "placed": ("placed", "n"),
+    "unplaced": ("not placed", "n"),
+    "allocated_gpu_percent_at_100": ("GPUs allocated as 100% are asked for", "percent"),
+    "allocated_gpu_percent": ("GPUs allocated in the end", "percent"),
+    "preemptions": ("preemptions", "n"),
+    "decisions": ("decisions", "n"),
+    "decisions_per_s": ("decisions a second", "n"),
+    "decide_p99_ms": ("p99 of a pass", "ms"),
+    "wall_s": ("took", "s"),
+}
+
+
+def _table(summary: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"{summary['trace']}, {summary['gpus']} GPUs on {summary['nodes']} nodes, policy {summary['policy']}"
+    table = Table(title=title, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for key, (name, unit) in SHOWN.items():
+        if summary.get(key) is not None:
+            table.add_row(name, _shown(float(summary[key]), unit))
+    console = Console()
+    console.print(table)
+    for job in summary.get("infeasible_jobs", []):
+        console.print(f"{job['run_id']} can never run ({job['code']}): it needs {job['slots']} slots")
+
+
+def _shown(value: float, unit: str) -> str:
+    match unit:
+        case "s" if value >= 3600:
+            return f"{value:,.0f} s ({value / 3600:.1f} h)"
+        case "s":
+            return f"{value:,.1f} s"
+        case "%":
+            return f"{100 * value:.1f}%"
+        case "percent":
+            return f"{value:.2f}%"
+        case "ms":
+            return f"{value:.2f} ms"
+        case _:
+            return f"{value:,.0f}"

@@ -1,0 +1,445 @@
+"""Runs the embedded stack: starts everything at once, restarts what dies, stops it all in order.
+
+It is a process of its own with one thread (it forks the services) and without asyncio. Whoever
+started it holds the other end of a pipe: when that closes, however it came to close, the stack stops.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import http.client
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from trainbus.embedded import process
+from trainbus.embedded.layout import BUCKETS, WORKER, Layout, StackOptions, Unit, plan, stack_file, write_json
+from trainbus.embedded.servers import Server, ServerError
+
+#: Exit codes of the supervisor.
+EXIT_STOPPED, EXIT_FAILED, EXIT_LOCKED = 0, 1, 3
+#: Seconds before a dead child is started again; the last one repeats.
+RESTART_DELAYS_S = (0.1, 0.5, 1.0, 2.0, 5.0)
+#: A child that has lived so long starts with the first delay again.
+LIVED_WELL_S = 20.0
+#: Deaths of one child before the stack was ready after which it cannot be a passing trouble.
+START_ATTEMPTS = 4
+TICK_S = 0.05
+#: How often it looks which nodes the autoscaler wants.
+LOOK_S = 0.25
+#: A little more than a service gives its handlers to finish.
+SERVICE_STOP_S = 15.0
+#: Imported before the services are forked. None of their own modules: each shows its own metrics alone.
+SHARED_IMPORTS = (
+    "contracts.topology",
+    "services.kit.service",
+    "services.kit.store.objects",
+    "services.kit.jobs",
+    "services.kit.lease",
+    "aioboto3",
+    "aiobotocore.client",
+    "botocore.handlers",
+)
+
+
+@dataclass(slots=True)
+class Child:
+    """A process under supervision: a service forked from here, or one of the two servers."""
+
+    name: str
+    start: Callable[[], int]
+    log_path: Path
+    unit: Unit | None = None
+    #: The file for which it is here: a node that the autoscaler wants.
+    wanted_by: Path | None = None
+    server: Server | None = None
+    pid: int | None = None
+    started_at: float = 0.0
+    start_again_at: float | None = None
+    restarts: int = 0
+    #: Deaths in a row, none of them after a long life.
+    deaths: int = 0
+    ready: bool = False
+    #: A node that the autoscaler no longer wants: until when it may take to end.
+    leaves_by: float | None = None
+
+    def log_tail(self, lines: int = 12) -> str:
+        with contextlib.suppress(OSError):
+            return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
+        return ""
+
+
+class StartFailed(Exception):
+    """The stack cannot start; the text says which part and shows the end of its log."""
+
+
+@dataclass(slots=True)
+class Supervisor:
+    """One run of the stack, from nothing to nothing."""
+
+    layout: Layout
+    #: Read end of the pipe whose closing means that the stack shall stop; None: only signals stop it.
+    watch_fd: int | None
+    children: list[Child] = field(default_factory=list)
+    stop_requests: int = 0
+    #: The process that makes the buckets, until it is done.
+    initialising: int | None = None
+    was_ready: bool = False
+    look_at: float = 0.0
+    _wakeup: socket.socket | None = None
+
+    def run(self) -> int:
+        """Supervise until asked to stop; return the exit code."""
+        process.adopt_orphans()
+        self._catch_signals()
+        code = EXIT_STOPPED
+        try:
+            self._start_all()
+            while not self.stop_requests:
+                self._tick()
+        except (StartFailed, ServerError) as error:
+            say(str(error))
+            code = EXIT_FAILED
+        finally:
+            self._stop_all()
+        return code
+
+    # -- start --------------------------------------------------------------
+
+    def _start_all(self) -> None:
+        for server in (self.layout.nats, self.layout.s3):
+            server.before_exec = process.end_with_parent()
+            self.children.append(Child(server.name, _starter(server), server.log_path, server=server))
+        for child in self.children:
+            self._start(child)
+        _import_what_services_share()
+        environment = self.layout.units[0].environment
+        log_path = self.layout.data_dir / "logs" / "init.log"
+        self.initialising = process.fork(_make_buckets, "trainbus init", environment, log_path)
+        for unit in self.layout.units:
+            child = Child(unit.name, _forker(unit), unit.log_path, unit=unit)
+            self.children.append(child)
+            self._start(child)
+        self._write_state()
+
+    def _start(self, child: Child) -> None:
+        child.pid, child.started_at, child.start_again_at, child.ready = child.start(), time.monotonic(), None, False
+
+    # -- while it runs ------------------------------------------------------
+
+    def _tick(self) -> None:
+        """Notice what ended, start what is due, look at what is not ready yet; then wait a little."""
+        self._collect()
+        now = time.monotonic()
+        changed = self.layout.scales and now >= self.look_at and self._look_for_nodes(now)
+        for child in self.children:
+            if child.start_again_at is not None and now >= child.start_again_at:
+                self._start(child)
+                child.restarts += 1
+                changed = True
+            if child.pid is not None and not child.ready and _answers(child):
+                child.ready = True
+                if child.restarts and self.was_ready:
+                    say(f"{child.name} is ready again after {now - child.started_at:.1f} s")
+        if not self.was_ready and self.initialising is None and all(child.ready for child in self.children):
+            self.was_ready = changed = True
+        if changed:
+            self._write_state()
+        self._wait()
+
+    def _look_for_nodes(self, now: float) -> bool:
+        """Start the nodes that the autoscaler wants, ask those that it does not want to end; whether any came or went.
+
+        Nodes that it wanted when the stack was last up are wanted still: it finds them and says otherwise.
+        """
+        self.look_at = now + LOOK_S
+        wanted = self.layout.wanted_nodes()
+        gone = [child for child in self.children if child.leaves_by is not None and child.pid is None]
+        self.children = [child for child in self.children if child not in gone]
+        for child in self.children:
+            if child.wanted_by is None or child.name in wanted:
+                continue
+            if child.leaves_by is None:
+                say(f"{child.name} is not wanted any more and is stopped")
+                child.leaves_by = now + self.layout.options.grace_s
+                child.start_again_at = None
+                if child.pid is not None:
+                    _kill(child.pid, signal.SIGTERM)
+            elif now > child.leaves_by and child.pid is not None:
+                _kill(child.pid, signal.SIGKILL)
+        known = {child.name for child in self.children}
+        new = [name for name in wanted if name not in known]
+        for name in new:
+            unit = self.layout.wanted_node(wanted[name])
+            child = Child(name, _forker(unit), unit.log_path, unit=unit, wanted_by=wanted[name])
+            self.children.append(child)
+            say(f"{name} is wanted and is started")
+            self._start(child)
+        return bool(gone or new)
+
+    def _collect(self) -> None:
+        """Take note of children that have ended."""
+        for child in self.children:
+            if child.pid is None or (code := _ended(child)) is None:
+                continue
+            if child.leaves_by is not None:
+                child.pid, child.ready = None, False
+                continue
+            lived_s = time.monotonic() - child.started_at
+            child.pid, child.ready = None, False
+            child.deaths = 1 if lived_s > LIVED_WELL_S else child.deaths + 1
+            delay_s = RESTART_DELAYS_S[min(child.deaths, len(RESTART_DELAYS_S)) - 1]
+            child.start_again_at = time.monotonic() + delay_s
+            say(f"{child.name} {_how(code)}; it is started again in {delay_s:g} s (its log: {child.log_path})")
+            if not self.was_ready and child.deaths >= START_ATTEMPTS:
+                raise StartFailed(
+                    f"{child.name} ended {child.deaths} times while starting; the end of its log:\n{child.log_tail()}"
+                )
+        if self.initialising is not None:
+            pid, status = os.waitpid(self.initialising, os.WNOHANG)
+            if pid:
+                self.initialising = None
+                if status:
+                    log = (self.layout.data_dir / "logs" / "init.log").read_text(errors="replace")[-2000:]
+                    raise StartFailed(f"the buckets could not be made:\n{log}")
+        process.reap(known=[child.pid for child in self.children if child.pid is not None])
+
+    def _wait(self) -> None:
+        """Sleep for a tick, or until a child ends, a signal comes or our starter is gone."""
+        assert self._wakeup is not None
+        watched: list[Any] = [self._wakeup] + ([] if self.watch_fd is None else [self.watch_fd])
+        ready, _, _ = select.select(watched, [], [], TICK_S)
+        if self._wakeup in ready:
+            with contextlib.suppress(BlockingIOError):
+                self._wakeup.recv(4096)
+        if self.watch_fd in ready and os.read(self.watch_fd or 0, 1) == b"":
+            self.watch_fd = None
+            self.stop_requests += 1
+
+    def _write_state(self) -> None:
+        write_json(
+            stack_file(self.layout.data_dir),
+            {
+                "state": "ready" if self.was_ready else "starting",
+                "pid": os.getpid(),
+                "nats_url": self.layout.nats.url,
+                "s3_endpoint": self.layout.s3.endpoint,
+                "gateway_url": self.layout.gateway_url,
+                "mlflow_tracking_uri": self.layout.mlflow_uri,
+                "nodes": self.layout.options.nodes,
+                "slots": self.layout.options.slots,
+                "processes": [
+                    {
+                        "name": child.name,
+                        "service": child.unit.service if child.unit else child.name,
+                        "pid": child.pid,
+                        "ready": child.ready,
+                        "url": child.unit.url if child.unit else None,
+                        "restarts": child.restarts,
+                        "log": str(child.log_path),
+                    }
+                    for child in self.children
+                ],
+            },
+        )
+
+    # -- stop ---------------------------------------------------------------
+
+    def _stop_all(self) -> None:
+        """Workers first, with time for their checkpoints; then the services; NATS and S3 last."""
+        started_at, asked = time.monotonic(), self.stop_requests
+        units = [child for child in self.children if child.unit is not None]
+        workers = [child for child in units if child.unit and child.unit.service == WORKER]
+        self._end(workers, self.layout.options.grace_s if self.was_ready else 2.0, asked)
+        self._end([child for child in units if child not in workers], SERVICE_STOP_S, asked)
+        for server in (self.layout.s3, self.layout.nats):
+            server.stop()
+        left = process.end_all(lambda: process.descendants(os.getpid()))
+        stack_file(self.layout.data_dir).unlink(missing_ok=True)
+        more = f", {left} leftover processes ended" if left else ""
+        say(f"stopped in {time.monotonic() - started_at:.1f} s{more}; the data stays in {self.layout.data_dir}")
+
+    def _end(self, children: list[Child], patience_s: float, asked: int) -> None:
+        """Ask children to end; kill those that have not after ``patience_s`` or once somebody insists."""
+        for child in children:
+            child.start_again_at = None
+            if child.pid is not None:
+                _kill(child.pid, signal.SIGTERM)
+        deadline = time.monotonic() + patience_s
+        while alive := [child for child in children if child.pid is not None]:
+            for child in alive:
+                if _ended(child) is not None:
+                    child.pid = None
+            if time.monotonic() > deadline or self.stop_requests > asked:
+                for child in alive:
+                    if child.pid is not None:
+                        say(f"{child.name} did not stop in time and is killed")
+                        _kill(child.pid, signal.SIGKILL)
+                        os.waitpid(child.pid, 0)
+                        child.pid = None
+            time.sleep(0.01)
+
+    def _catch_signals(self) -> None:
+        self._wakeup, sender = socket.socketpair()
+        for end in (self._wakeup, sender):
+            end.setblocking(False)
+        self._sender = sender
+        signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+
+        def stop(_number: int, _frame: object) -> None:
+            self.stop_requests += 1
+
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, stop)
+        signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+
+    _sender: socket.socket | None = None
+
+
+def say(text: str) -> None:
+    """Tell whoever watches the stack."""
+    with contextlib.suppress(OSError):
+        print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
+def _starter(server: Server) -> Callable[[], int]:
+    def start() -> int:
+        server.spawn()
+        assert server.process is not None
+        return server.process.pid
+
+    return start
+
+
+def _forker(unit: Unit) -> Callable[[], int]:
+    return lambda: process.fork(
+        lambda: process.run_service(unit.service), f"trainbus service {unit.name}", unit.environment, unit.log_path
+    )
+
+
+def _ended(child: Child) -> int | None:
+    """The exit code of a child that has ended (negative: the signal), None while it lives."""
+    if child.server is not None:
+        assert child.server.process is not None
+        return child.server.process.poll()
+    assert child.pid is not None
+    pid, status = os.waitpid(child.pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if pid else None
+
+
+def _answers(child: Child) -> bool:
+    if child.server is not None:
+        return child.server.answers()
+    assert child.unit is not None
+    link = http.client.HTTPConnection("127.0.0.1", child.unit.port, timeout=0.5)
+    try:
+        link.request("GET", "/ready")
+        return link.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        link.close()
+
+
+def _how(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+def _kill(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _import_what_services_share() -> None:
+    """Import once what most services import, so that their forks start with it."""
+    for name in SHARED_IMPORTS:
+        importlib.import_module(name)
+
+
+def _make_buckets() -> int:
+    import asyncio
+
+    from services.kit import telemetry
+    from services.kit.settings import Settings
+    from services.kit.store.objects import ObjectStore
+
+    settings = Settings()
+    telemetry.setup("init", settings)
+
+    async def make() -> None:
+        async with ObjectStore(settings) as objects:
+            for name in BUCKETS:
+                await objects.ensure_bucket(getattr(settings, f"bucket_{name}"))
+
+    asyncio.run(make())
+    return 0
+
+
+def lock(data_dir: Path, patience_s: float = 0.5) -> IO[str] | None:
+    """Claim a data folder for this process's life; None if another stack has it."""
+    data_dir.mkdir(parents=True, exist_ok=True)
+    file = (data_dir / "stack.lock").open("a+")
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            # Somebody who looks whether a stack runs holds the lock for an instant.
+            if time.monotonic() > deadline:
+                file.close()
+                return None
+            time.sleep(0.05)
+    file.truncate(0)
+    file.write(f"{os.getpid()}\n")
+    file.flush()
+    # A stack that was killed has left word of itself; whoever looks for one now would take it for this one's.
+    stack_file(data_dir).unlink(missing_ok=True)
+    return file
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point of the supervisor process; see ``launch.py`` for how it is started."""
+    parser = argparse.ArgumentParser(description="Supervise an embedded stack.")
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--slots", type=int, default=2)
+    parser.add_argument("--without", action="append", default=[])
+    parser.add_argument("--policy", default=None)
+    parser.add_argument("--autoscale", action="append", default=[])
+    parser.add_argument("--idle-s", type=float, default=None)
+    parser.add_argument("--watch-fd", type=int, default=None)
+    given = parser.parse_args(arguments)
+    held = lock(given.data_dir)
+    if held is None:
+        return EXIT_LOCKED
+    with held:
+        layout = plan(
+            StackOptions(
+                given.data_dir.resolve(),
+                given.nodes,
+                given.slots,
+                tuple(given.without),
+                given.policy,
+                tuple(given.autoscale),
+                given.idle_s,
+            ),
+            os.environ,
+        )
+        return Supervisor(layout, given.watch_fd).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -98,7 +98,7 @@ class Fact(Event):
 
     @classmethod
     def subject_filter(cls) -> str:
-        return subjects.fact(cls.aggregate, subjects.ANY, cls.fact)
+        return subjects.fact(cls.aggregate, subjects.WILDCARD, cls.fact)
 
     @property
     def aggregate_id(self) -> str:

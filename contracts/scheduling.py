@@ -239,7 +239,7 @@ class Faults(Part):
     #: So long before a machine is taken away its ranks must have let go, for what is still to be uploaded.
     notice_margin_s: float = Field(2.0, ge=0)
     #: Generations in a row that may break, by no fault of the run, without a new checkpoint.
-    max_blameless: int = Field(50, ge=1)
+    max_infrastructure_failures: int = Field(50, ge=1)
     #: How long a run whose ranks all ended well waits for its final checkpoint to be committed.
     final_checkpoint_wait_s: float = Field(60.0, ge=0)
     #: Delay before a run is placed again, by how many generations in a row broke without a new

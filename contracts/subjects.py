@@ -7,7 +7,7 @@ streams overlap and one wildcard follows one run.
 from __future__ import annotations
 
 #: A single-token wildcard: in place of an id it makes a filter out of a subject.
-ANY = "*"
+WILDCARD = "*"
 
 
 def request(verb: str) -> str:
@@ -31,17 +31,17 @@ def run(run_id: str) -> str:
     return f"run.{run_id}.*"
 
 
-def progress(run_id: str = ANY) -> str:
+def progress(run_id: str = WILDCARD) -> str:
     """Metric points of a run."""
     return f"progress.{run_id}"
 
 
-def dataset_progress(ingestion_id: str = ANY) -> str:
+def dataset_progress(ingestion_id: str = WILDCARD) -> str:
     """How far an ingestion has got."""
     return f"progress.dataset.{ingestion_id}"
 
 
-def log(run_id: str = ANY, rank: int | str = ANY) -> str:
+def log(run_id: str = WILDCARD, rank: int | str = WILDCARD) -> str:
     """Output lines of one rank of a run."""
     return f"log.{run_id}.{rank}"
 
@@ -63,17 +63,17 @@ VERBS = ("train", "cancel", "ingest", "restore", "tune", "promote", "rollback", 
 ALL_REQUESTS = tuple(request(verb) for verb in VERBS)
 
 
-def node(node_id: str = ANY) -> str:
+def node(node_id: str = WILDCARD) -> str:
     """Every fact of one node."""
     return f"node.{node_id}.*"
 
 
-def dataset(dataset_id: str = ANY) -> str:
+def dataset(dataset_id: str = WILDCARD) -> str:
     """Every fact of one dataset."""
     return f"dataset.{dataset_id}.*"
 
 
-def model(name: str = ANY) -> str:
+def model(name: str = WILDCARD) -> str:
     """Every fact of one registered model."""
     return f"model.{name}.*"
 

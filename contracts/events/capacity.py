@@ -7,7 +7,7 @@ from datetime import datetime
 from pydantic import Field
 
 from contracts.base import Fact, Token
-from contracts.events.run import Decided
+from contracts.events.run import DecisionRecord
 from contracts.scheduling import Policy
 
 
@@ -22,10 +22,10 @@ class CapacityWanted(Fact, aggregate="capacity", fact="wanted"):
     #: Nodes of the pool that have been idle for so long that they may go; they are drained before they are stopped.
     spare: tuple[Token, ...] = ()
     #: Nodes that were wanted did not come in time; the pool is left alone for a while.
-    gave_up: bool = False
+    timed_out: bool = False
     decided_at: datetime
     decided_at_sequence: int = 0
-    decided: Decided | None = None
+    decision: DecisionRecord | None = None
 
     @property
     def aggregate_id(self) -> str:

@@ -7,10 +7,10 @@ from typing import Literal
 from pydantic import Field
 
 from contracts.base import ObjectUri, Sha256, Token
-from contracts.events.run import CheckpointRef, GenerationFact, RunFact, Value
+from contracts.events.run import CheckpointRef, FactPart, GenerationFact, RunFact
 
 
-class Chunk(Value):
+class Chunk(FactPart):
     """A piece of a file. ``sha256`` and ``size_bytes`` are the piece's own, whatever is stored for it."""
 
     sha256: Sha256
@@ -32,7 +32,7 @@ class Chunk(Value):
         return (self.uri, *(self.base.uris if self.base is not None else ()))
 
 
-class CheckpointFile(Value):
+class CheckpointFile(FactPart):
     """One file of a checkpoint; its bytes are those of its chunks, one after the other."""
 
     path: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_./-]{0,200}$")

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from contracts import subjects
 from contracts.base import Fact, ObjectUri, Sha256, Token
-from contracts.events.run import Value
+from contracts.events.run import FactPart
 from contracts.events.train import DataSource
 
 
@@ -29,7 +29,7 @@ class IngestionFact(DatasetFact):
         return self.ingestion_id
 
 
-class Quarantined(Value):
+class QuarantineCount(FactPart):
     """How many records of one kind of fault were set aside."""
 
     code: str
@@ -48,7 +48,7 @@ class DatasetIngested(IngestionFact, fact="ingested"):
     #: Where the list of accepted records is, in the order of their keys.
     index_uri: ObjectUri
     accepted: int
-    quarantined: tuple[Quarantined, ...] = ()
+    quarantined: tuple[QuarantineCount, ...] = ()
     quarantine_uri: ObjectUri | None = None
     split_counts: dict[str, int]
     classes: tuple[str, ...] = ()
@@ -121,7 +121,7 @@ class DatasetSharded(DatasetFact, fact="sharded"):
         return self.dataset_id
 
 
-class ShardFile(Value):
+class ShardFile(FactPart):
     """One shard and its offset index in a manifest. In the store both lie under their hashes."""
 
     #: What it is called in a folder, ``train/shard-00000.tar``.

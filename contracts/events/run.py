@@ -12,7 +12,7 @@ from contracts.base import Fact, ObjectUri, Sha256, Token
 from contracts.events.train import TrainRequested
 
 
-class Value(BaseModel):
+class FactPart(BaseModel):
     """A value inside a fact: frozen, and lenient as facts are."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
@@ -36,14 +36,14 @@ class GenerationFact(RunFact):
         return str(self.generation)
 
 
-class Problem(Value):
+class Problem(FactPart):
     """One thing wrong with a request, and where. ``field`` is dotted; '' is the request as a whole."""
 
     field: str
     message: str
 
 
-class CheckpointRef(Value):
+class CheckpointRef(FactPart):
     """A committed checkpoint: enough to resume from."""
 
     uri: ObjectUri
@@ -54,7 +54,7 @@ class CheckpointRef(Value):
     manifest_sha256: Sha256 | None = None
 
 
-class Member(Value):
+class Member(FactPart):
     """One node's part of a placement."""
 
     node_id: Token
@@ -63,7 +63,7 @@ class Member(Value):
     ranks: tuple[int, ...]
 
 
-class Decided(Value):
+class DecisionRecord(FactPart):
     """From what the scheduler decided: enough to make the decision again, and compare."""
 
     #: Sequence of the last fact that it had folded.
@@ -73,7 +73,7 @@ class Decided(Value):
     #: Digest of the policy.
     policy: str = ""
     #: From when on agents could make themselves heard.
-    hearing_since: datetime | None = None
+    reachable_since: datetime | None = None
 
 
 class RunAccepted(RunFact, fact="accepted"):
@@ -84,7 +84,7 @@ class RunAccepted(RunFact, fact="accepted"):
     request_source: str
     #: Set when the request starts from another run's checkpoint.
     parent_run_id: str | None = None
-    decided: Decided | None = None
+    decision: DecisionRecord | None = None
 
 
 class RunRejected(RunFact, fact="rejected"):
@@ -93,7 +93,7 @@ class RunRejected(RunFact, fact="rejected"):
     name: str | None = None
     reason: str
     problems: tuple[Problem, ...] = ()
-    decided: Decided | None = None
+    decision: DecisionRecord | None = None
 
 
 class RunPrepared(RunFact, fact="prepared"):
@@ -122,7 +122,7 @@ class RunQueued(RunFact, fact="queued"):
     reason: QueueReason = "new"
     #: Failures by the run's own fault so far.
     failures: int = 0
-    decided: Decided | None = None
+    decision: DecisionRecord | None = None
 
     @property
     def occurrence(self) -> str:
@@ -137,7 +137,7 @@ class RunWaiting(RunFact, fact="waiting"):
     code: str
     message: str
     decided_at_sequence: int = 0
-    decided: Decided | None = None
+    decision: DecisionRecord | None = None
 
     @property
     def occurrence(self) -> str:
@@ -163,7 +163,7 @@ class RunPlaced(GenerationFact, fact="placed"):
     #: has had slots, all in all: how often to save the state follows from that.
     failures_seen: int = Field(0, ge=0)
     run_s: float = Field(0.0, ge=0)
-    decided: Decided | None = None
+    decision: DecisionRecord | None = None
 
 
 class RunReserved(RunFact, fact="reserved"):
@@ -173,11 +173,11 @@ class RunReserved(RunFact, fact="reserved"):
     #: It starts by then as long as the runs that hold its slots keep their limits.
     start_by: datetime
     node_ids: tuple[Token, ...] = ()
-    decided: Decided | None = None
+    decision: DecisionRecord | None = None
 
     @property
     def occurrence(self) -> str:
-        at_sequence = self.decided.at_sequence if self.decided else 0
+        at_sequence = self.decision.at_sequence if self.decision else 0
         return f"{self.next_generation}/{at_sequence}"
 
 
@@ -261,8 +261,8 @@ class RunPreempting(GenerationFact, fact="preempting"):
     #: What becomes of the run once every node has let go.
     then: Literal["queue", "cancel", "fail"] = "queue"
     #: The run that gets the slots.
-    waiter: Token | None = None
-    decided: Decided | None = None
+    preemptor: Token | None = None
+    decision: DecisionRecord | None = None
 
 
 class RunReleased(GenerationFact, fact="released"):
@@ -280,7 +280,7 @@ class RunReleased(GenerationFact, fact="released"):
         return f"{self.generation}/{self.node_id}"
 
 
-class Artifact(Value):
+class Artifact(FactPart):
     """A file that a run produced, in the object store."""
 
     name: str
@@ -295,7 +295,7 @@ class RunExited(GenerationFact, fact="exited"):
     node_id: Token
     outcome: Literal["succeeded", "failed"]
     #: Failed through no fault of the run (a node's trouble): it does not count as an attempt.
-    blameless: bool = False
+    infrastructure_failure: bool = False
     #: The request itself is at fault (weights that do not fit the model): another attempt would end alike.
     permanent: bool = False
     reason: str = ""
@@ -319,7 +319,7 @@ class RunCompleted(RunFact, fact="completed"):
     checkpoint: CheckpointRef | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
     artifacts: tuple[Artifact, ...] = ()
-    decided: Decided | None = None
+    decision: DecisionRecord | None = None
 
 
 class RunFailed(RunFact, fact="failed"):
@@ -328,7 +328,7 @@ class RunFailed(RunFact, fact="failed"):
     generation: int = 0
     reason: str
     log_tail: tuple[str, ...] = ()
-    decided: Decided | None = None
+    decision: DecisionRecord | None = None
 
 
 class RunCancelling(RunFact, fact="cancelling"):
@@ -341,7 +341,7 @@ class RunCancelled(RunFact, fact="cancelled"):
     """The run was stopped for good by request."""
 
     reason: str
-    decided: Decided | None = None
+    decision: DecisionRecord | None = None
 
 
 class RunTracked(RunFact, fact="tracked"):
@@ -380,7 +380,7 @@ class RunNotPromoted(RunFact, fact="not_promoted"):
     reason: str
 
 
-class ProgressPoint(Value):
+class ProgressPoint(FactPart):
     """Metric values at one step. ``time`` is seconds since the epoch, set once by the trainer."""
 
     step: int

@@ -7,14 +7,14 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from contracts.base import ObjectUri, Request, Sha256, Token
-from contracts.spec.data import Bounds, Checks, DatasetRef, DataSource, FeatureJoin, FeatureTable, Split
-from contracts.spec.part import Part
-from contracts.spec.room import Gang, Resources, Scheduling, Slots
+from contracts.spec.base import SpecPart
+from contracts.spec.data import Bounds, DatasetRef, DataSource, FeatureJoin, FeatureTable, RecordChecks, Split
+from contracts.spec.resources import Gang, Resources, Scheduling, Slots
 from contracts.spec.training import (
     Checkpoints,
     EarlyStopping,
-    EvaluateTarget,
     Evaluation,
+    EvaluationTarget,
     Loading,
     Retention,
     Training,
@@ -24,7 +24,7 @@ from contracts.spec.training import (
 NamePattern = Annotated[str, Field(min_length=1, max_length=300)]
 
 
-class Code(Part):
+class Code(SpecPart):
     """A code package: a gzipped tar in the object store, named and checked by its hash."""
 
     uri: ObjectUri
@@ -63,7 +63,7 @@ class TrainRequested(Request, verb="train"):
     checkpoints: Checkpoints = Checkpoints()
     watch: Watch = Watch()
     evaluation: Evaluation | None = None
-    evaluate: EvaluateTarget | None = None
+    evaluate: EvaluationTarget | None = None
     #: The registered model that this run's result competes for.
     model: Token | None = None
     #: A committed checkpoint (its manifest) to go on from: its weights, its optimizer, its step, its place in the data.
@@ -194,22 +194,21 @@ __all__ = [
     "Bounds",
     "CancelRequested",
     "Checkpoints",
-    "Checks",
     "Code",
     "DataSource",
     "DatasetRef",
     "DrainRequested",
     "EarlyStopping",
-    "EvaluateTarget",
     "Evaluation",
+    "EvaluationTarget",
     "FeatureJoin",
     "FeatureTable",
     "Gang",
     "IngestRequested",
     "Loading",
-    "Part",
     "PinRequested",
     "PromoteRequested",
+    "RecordChecks",
     "Resources",
     "RestoreRequested",
     "Retention",
@@ -217,6 +216,7 @@ __all__ = [
     "Scheduling",
     "ScrubRequested",
     "Slots",
+    "SpecPart",
     "Split",
     "TrainRequested",
     "Training",

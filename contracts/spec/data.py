@@ -7,10 +7,10 @@ from typing import Literal, Self
 from pydantic import AwareDatetime, Field, model_validator
 
 from contracts.base import DataUri, Sha256, Token
-from contracts.spec.part import Part
+from contracts.spec.base import SpecPart
 
 
-class Split(Part):
+class Split(SpecPart):
     """How samples are divided: by a hash of each sample's split key, so that it is stable as data grows."""
 
     train: float = Field(0.8, ge=0, le=1)
@@ -58,7 +58,7 @@ class Split(Part):
         return self
 
 
-class Bounds(Part):
+class Bounds(SpecPart):
     """What a number may be, both ends included."""
 
     min: float | None = None
@@ -71,7 +71,7 @@ class Bounds(Part):
         return self
 
 
-class Checks(Part):
+class RecordChecks(SpecPart):
     """What a record must be, beyond being readable. What is not goes to quarantine."""
 
     #: The labels there are; empty: whatever comes up.
@@ -89,7 +89,7 @@ class Checks(Part):
     max_record_bytes: int = Field(64 * 2**20, ge=1, le=4 * 2**30)
 
 
-class FeatureTable(Part):
+class FeatureTable(SpecPart):
     """Features of an entity over time: Parquet files, as Feast lays them out."""
 
     #: Comes before the names of its features, ``<name>__<feature>``.
@@ -113,7 +113,7 @@ class FeatureTable(Part):
         return self
 
 
-class FeatureJoin(Part):
+class FeatureJoin(SpecPart):
     """Features as of the time of each row of the entity table (``data.source``)."""
 
     #: Column of the entity table: as of when.
@@ -132,7 +132,7 @@ class FeatureJoin(Part):
         return self
 
 
-class DataSource(Part):
+class DataSource(SpecPart):
     """Raw data to be ingested and sharded before training.
 
     ``images``: one folder a class, or a ``labels.csv`` or ``labels.parquet`` (columns ``file``, ``label``) beside the
@@ -145,12 +145,12 @@ class DataSource(Part):
     source: DataUri
     format: Literal["images", "jsonl", "parquet", "text", "tokens", "binary", "webdataset", "mds"]
     split: Split = Split()
-    checks: Checks = Checks()
+    checks: RecordChecks = RecordChecks()
     features: FeatureJoin | None = None
     #: Share of broken records above which ingestion fails instead of quarantining them; also of every class.
-    max_bad_fraction: float = Field(0.01, ge=0, le=1)
+    max_invalid_fraction: float = Field(0.01, ge=0, le=1)
     #: Bytes of one sample for ``text``, tokens of one for ``tokens``.
-    window_bytes: int = Field(129, ge=2, le=1_048_576)
+    window_length: int = Field(129, ge=2, le=1_048_576)
     #: Bytes of one integer, for ``tokens`` alone.
     token_bytes: Literal[1, 2, 4] = 2
     #: Column or field that is the sample's label.
@@ -166,7 +166,7 @@ class DataSource(Part):
         return self
 
 
-class DatasetRef(Part):
+class DatasetRef(SpecPart):
     """A dataset that is already sharded."""
 
     dataset_id: Sha256

@@ -7,17 +7,17 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from contracts.base import ObjectUri, Token
-from contracts.spec.part import Metric, Mode, Part
+from contracts.spec.base import Metric, Mode, SpecPart
 
 
-class EarlyStopping(Part):
+class EarlyStopping(SpecPart):
     metric: Metric = "validation/loss"
     mode: Mode = "min"
     patience: int = Field(3, ge=1, description="evaluations without improvement before training ends")
     min_delta: float = Field(0.0, ge=0)
 
 
-class Loading(Part):
+class Loading(SpecPart):
     """How samples come to the trainer. Nothing here changes what is learned, but for ``lanes`` and ``window``."""
 
     #: Processes that decode; 0: a thread of the rank does it.
@@ -33,7 +33,7 @@ class Loading(Part):
     starved_s: float = Field(30.0, gt=0)
 
 
-class Training(Part):
+class Training(SpecPart):
     """What the Trainer does with a Task; unmodified scripts (``command``) ignore it."""
 
     epochs: int | None = Field(None, ge=1, le=1_000_000)
@@ -50,7 +50,7 @@ class Training(Part):
     #: Exact mode: buffers (BatchNorm statistics) are those of logical rank 0, or the mean over all logical ranks.
     buffers: Literal["first", "mean"] = "first"
     #: Exact mode: whether the run may go to machines whose arithmetic may differ; it is then no longer exact.
-    unlike_nodes: Literal["avoid", "allow"] = "avoid"
+    heterogeneous_nodes: Literal["avoid", "allow"] = "avoid"
     #: Decay of an exponential moving average of the weights, which is then what is validated and evaluated.
     ema_decay: float | None = Field(None, gt=0, lt=1)
     clip_norm: float | None = Field(None, gt=0)
@@ -96,7 +96,7 @@ class Training(Part):
         return self
 
 
-class Retention(Part):
+class Retention(SpecPart):
     """Which checkpoints are kept; the newest always is."""
 
     last: int = Field(3, ge=1)
@@ -107,7 +107,7 @@ class Retention(Part):
     every_steps: int | None = Field(None, ge=1)
 
 
-class Checkpoints(Part):
+class Checkpoints(SpecPart):
     """How checkpoints are stored."""
 
     #: Send what changed against the checkpoint before (XOR, byte planes, zstd) where that is smaller.
@@ -116,7 +116,7 @@ class Checkpoints(Part):
     dvc: bool = False
 
 
-class Watch(Part):
+class Watch(SpecPart):
     """What is done about ranks that make no progress, or less than the others."""
 
     #: A rank is stalled when a step takes so many times the median step, and ``stall_min_s`` at the least.
@@ -129,7 +129,7 @@ class Watch(Part):
     straggler_steps: int = Field(50, ge=2)
 
 
-class Evaluation(Part):
+class Evaluation(SpecPart):
     """Evaluation on the held-out test split after training, and the gate to promotion."""
 
     metric: Metric
@@ -140,7 +140,7 @@ class Evaluation(Part):
     threshold: float | None = None
 
 
-class EvaluateTarget(Part):
+class EvaluationTarget(SpecPart):
     """The checkpoint and the data that a run of kind ``evaluate`` measures."""
 
     run_id: Token

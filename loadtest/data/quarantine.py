@@ -81,7 +81,7 @@ async def ingest(case: fuzzed.Case, decoders: Decoders, folder: Path) -> tuple[I
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_bytes(content)
     data = DataSource.model_validate(
-        {"source": root.as_uri(), "format": case.format, "max_bad_fraction": 1, **case.settings}
+        {"source": root.as_uri(), "format": case.format, "max_invalid_fraction": 1, **case.settings}
     )
     store = MemoryStore()
     source = FolderSource.of(data.source, (folder,))

@@ -109,8 +109,8 @@ class Audit:
             self._change(fact.run_id, fact.node_id, 0)
         elif isinstance(fact, RunPreempting):
             self.preemptions += 1
-            if fact.waiter is not None and self._is_owed(fact.waiter):
-                self.owed_since.setdefault(fact.waiter, now_s)
+            if fact.preemptor is not None and self._is_owed(fact.preemptor):
+                self.owed_since.setdefault(fact.preemptor, now_s)
 
     def _is_owed(self, run_id: str) -> bool:
         """Whether all teams that the run is part of are owed as many slots as it needs."""

@@ -55,7 +55,7 @@ class Keeper:
     # -- retention ----------------------------------------------------------
 
     async def retain(self, placed: RunPlaced, cause: Envelope) -> None:
-        """Remove what the run's retention does not keep. Decided from facts, so a kill in between is made up for."""
+        """Remove what the run's retention does not keep. It decides from facts: after a kill it resumes."""
         pins_subject = subjects.fact("run", placed.run_id, CheckpointPinned.fact)
         committed = await commits(self._bus, placed.run_id)
         gone = await deleted(self._bus, placed.run_id)

@@ -107,7 +107,7 @@ class Scrubber:
         log.info("scrubbed", checkpoints=count, blobs=len(seen), rotten=sum(not right for right in seen.values()))
 
     async def _restorable(self, run_id: str | None) -> list[CheckpointCommitted]:
-        run = run_id or subjects.ANY
+        run = run_id or subjects.WILDCARD
         found: dict[str, CheckpointCommitted] = {}
         filters = (
             subjects.fact("run", run, CheckpointCommitted.fact),

@@ -117,7 +117,7 @@ class Ingestion:
             raise Poison(f"the object store refuses {data.source}: {error}; check data.source and access") from error
 
     async def _verdict(self, ingestion_id: str) -> DatasetIngested | DatasetIngestFailed | None:
-        last = await self._bus.last(subjects.fact("dataset", ingestion_id, subjects.ANY))
+        last = await self._bus.last(subjects.fact("dataset", ingestion_id, subjects.WILDCARD))
         return last.event if last else None
 
     async def _again(self, received: Received[Any]) -> None:
@@ -129,7 +129,7 @@ class Ingestion:
 
     async def _say(self, fact: Fact, received: Received[Any]) -> None:
         """Publish a fact unless its like is there: an ingestion ends once, one way or the other."""
-        both = subjects.fact("dataset", fact.aggregate_id, subjects.ANY) if fact.aggregate == "dataset" else ""
+        both = subjects.fact("dataset", fact.aggregate_id, subjects.WILDCARD) if fact.aggregate == "dataset" else ""
         try:
             await self._bus.publish(fact, received.envelope, expect=Expect(0, both))
         except Conflict:

@@ -95,7 +95,7 @@ class Handlers:
 
         several: dict[str, Any] = {"max_workers": consumer.concurrency} if consumer.concurrency > 1 else {}
         subscriber = broker.subscriber(
-            subject=subjects.ANY,
+            subject=subjects.WILDCARD,
             stream=JStream(consumer.stream, declare=False),
             durable=consumer.name,
             pull_sub=PullSub(batch_size=1, timeout=PULL_TIMEOUT_S),

@@ -17,7 +17,7 @@ from contracts import subjects, topology
 from contracts.base import run_id_for
 from contracts.envelope import InvalidData, RawMessage, open_envelope
 from contracts.events.node import NodeDraining
-from contracts.events.run import Decided, RunCancelling
+from contracts.events.run import DecisionRecord, RunCancelling
 from contracts.events.train import CancelRequested, DrainRequested, RestoreRequested, TrainRequested
 from contracts.scheduling import Policy
 from services.kit.bus import Conflict, Expect, Poison, Received, Transient
@@ -54,7 +54,7 @@ class SchedulerSettings(Settings):
     #: How long after the grace a node may take to let go before it is taken for lost.
     release_deadline_s: float | None = Field(None, gt=0)
     #: Generations in a row that nodes may break, without a new checkpoint, before the run fails.
-    max_blameless: int | None = Field(None, ge=1)
+    max_infrastructure_failures: int | None = Field(None, ge=1)
     #: How long a run that has ended waits for its final checkpoint to be committed.
     final_checkpoint_wait_s: float | None = Field(None, ge=0)
 
@@ -64,7 +64,7 @@ _PARTS = {
     "resize_interval_s": "elastic",
     "start_deadline_s": "faults",
     "release_deadline_s": "faults",
-    "max_blameless": "faults",
+    "max_infrastructure_failures": "faults",
     "final_checkpoint_wait_s": "faults",
 }
 
@@ -183,9 +183,9 @@ class Requests:
             # The same request came before: it is one run for ever.
             log.info("already answered", run_id=answer.run_id)
 
-    def _made(self) -> Decided:
+    def _made(self) -> DecisionRecord:
         """From what an answer is made that is made now."""
-        return Decided(at_sequence=self.memory.cluster.sequence, at=self.bus.clock.now())
+        return DecisionRecord(at_sequence=self.memory.cluster.sequence, at=self.bus.clock.now())
 
     def _run(self, received: Received[CancelRequested] | Received[RestoreRequested], verb: str) -> Run:
         run_id = received.event.run_id

@@ -20,7 +20,7 @@ from services.kit.lease import Lease, Watch, read_all
 from services.kit.settings import Settings
 from services.scheduler import metrics
 from services.scheduler.core.decide import deaf_nodes, lost_nodes, plan
-from services.scheduler.core.decisions import PASS_LIMIT, LoseNode, decided, in_order, lost_fact
+from services.scheduler.core.decisions import PASS_LIMIT, LoseNode, decision_record, in_order, lost_fact
 from services.scheduler.memory import Memory
 from services.scheduler.pace import Freely, Pace
 from services.scheduler.publisher import Publisher, Saying
@@ -51,15 +51,15 @@ class Leader:
         self._holder = f"{settings.instance}-{uuid.uuid4().hex[:8]}"
         self._lease: Lease | None = None
         #: Since when the bus has carried what agents say to us, without a pause.
-        self._hearing_since = bus.clock.now()
+        self._reachable_since = bus.clock.now()
 
     @property
     def leads(self) -> bool:
         return self._lease is not None and self._lease.held
 
     @property
-    def hearing_since(self) -> datetime:
-        return self._hearing_since
+    def reachable_since(self) -> datetime:
+        return self._reachable_since
 
     async def lead(self) -> None:
         """Wait for the lease, decide while it lasts, and wait again."""
@@ -112,9 +112,9 @@ class Leader:
         cluster = self.memory.cluster
         now = self.bus.clock.now()
         started = time.perf_counter()
-        made = plan(cluster, now, self.policy, self._hearing_since)
+        made = plan(cluster, now, self.policy, self._reachable_since)
         # The facts are made now: while they are on their way the cluster goes on changing.
-        why = decided(cluster, now, self.policy, self._hearing_since)
+        why = decision_record(cluster, now, self.policy, self._reachable_since)
         said = [Saying.of(decision, cluster, now, why) for decision in in_order(made.decisions)[:PASS_LIMIT]]
         decide_s = time.perf_counter() - started
         metrics.DECIDE_SECONDS.observe(decide_s)
@@ -160,9 +160,9 @@ class Leader:
             silence_s, last_read = self.bus.clock.monotonic() - last_read, self.bus.clock.monotonic()
             if silence_s > 4 * LEASE_POLL_S:
                 # Nobody could renew, or we could not look: every node gets its whole time again.
-                watch, self._hearing_since = Watch(self.bus.clock), self.bus.clock.now()
+                watch, self._reachable_since = Watch(self.bus.clock), self.bus.clock.now()
             elif self.leads:
-                deaf = deaf_nodes(self.memory.cluster, self.bus.clock.now(), self.policy, self._hearing_since)
+                deaf = deaf_nodes(self.memory.cluster, self.bus.clock.now(), self.policy, self._reachable_since)
                 await self._lose(lost_nodes(self.memory.cluster, expired) + deaf)
 
     async def _expired(self, watch: Watch) -> set[str]:

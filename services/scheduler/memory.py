@@ -22,8 +22,8 @@ log = structlog.get_logger(__name__)
 #: Every fact of a run is followed, also those that change nothing here: a run's last sequence is
 #: what its next decision is fenced with.
 FOLLOWED = (
-    subjects.fact("run", subjects.ANY, subjects.ANY),
-    subjects.fact("node", subjects.ANY, subjects.ANY),
+    subjects.fact("run", subjects.WILDCARD, subjects.WILDCARD),
+    subjects.fact("node", subjects.WILDCARD, subjects.WILDCARD),
     PolicyAdopted.subject_filter(),
     CapacityWanted.subject_filter(),
 )

@@ -19,7 +19,7 @@ from nats.js.errors import APIError, NotFoundError
 
 from contracts import subjects
 from contracts.envelope import Envelope
-from contracts.events.run import Decided, RunFact, RunPlaced
+from contracts.events.run import DecisionRecord, RunFact, RunPlaced
 from services.kit.batch import AlreadyThere, Batches, Mismatch, parts
 from services.kit.bus import Ack, Bus, Conflict, Expect, Outgoing, Transient
 from services.scheduler import metrics
@@ -45,7 +45,7 @@ class Saying:
         self.decision, self.fact, self.cause, self.fence = decision, fact, cause, fence
 
     @classmethod
-    def of(cls, decision: Decision, cluster: Cluster, now: datetime, made: Decided) -> Saying:
+    def of(cls, decision: Decision, cluster: Cluster, now: datetime, made: DecisionRecord) -> Saying:
         """The fact, what led to it, and the run's last sequence: it only counts if nothing has changed."""
         run = cluster.runs[decision.run_id]
         fact = fact_of(decision, cluster, now, made)

@@ -10,7 +10,7 @@ import structlog
 from services.kit.bus import Bus, Transient
 from services.scheduler import metrics
 from services.scheduler.core.capacity.wanted import wake_at, want, wanted_fact
-from services.scheduler.core.decisions import decided
+from services.scheduler.core.decisions import decision_record
 from services.scheduler.leader import Leader
 from services.scheduler.memory import Memory
 
@@ -49,7 +49,7 @@ class Wanting:
         cluster, policy, now = self.memory.cluster, self.leader.policy, self.bus.clock.now()
         if cluster.policy is None or cluster.policy.digest != policy.digest:
             return 0  # not adopted yet: whoever acts on it must know the pools
-        made = decided(cluster, now, policy, self.leader.hearing_since)
+        made = decision_record(cluster, now, policy, self.leader.reachable_since)
         said = 0
         for each in want(cluster, now, policy):
             fact = wanted_fact(each, now, made)

@@ -160,7 +160,7 @@ class Placement:
         try:
             patterns = core_journal.compile_patterns(self.placed.spec.metric_patterns)
         except ValueError as error:
-            return self._reporter.failed(Failure(str(error), blameless=False, permanent=True))
+            return self._reporter.failed(Failure(str(error), infrastructure_failure=False, permanent=True))
         follower = Follower(
             core_journal.Placed(self.placed.run_id, self.placed.generation, self.member.node_id),
             self.member.ranks,

@@ -173,7 +173,7 @@ async def _say(context: Context, key: str, offer: bytes) -> None:
 
 
 def free_port(address: str) -> int:
-    """A port nobody listens on now. Somebody may by the time the ranks do: that is a blameless failure."""
+    """A port nobody listens on now. Somebody may by the time the ranks do: that is an infrastructure failure."""
     with socket.socket() as probe:
         probe.bind((address, 0))
         return int(probe.getsockname()[1])

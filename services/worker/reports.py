@@ -17,7 +17,7 @@ class Failure:
     """Why the ranks could not be started."""
 
     reason: str
-    blameless: bool
+    infrastructure_failure: bool
     #: Another attempt would end alike.
     permanent: bool = False
 
@@ -54,7 +54,7 @@ class Reporter:
             generation=self.placed.generation,
             node_id=self.node_id,
             outcome="failed",
-            blameless=failure.blameless,
+            infrastructure_failure=failure.infrastructure_failure,
             permanent=failure.permanent,
             reason=failure.reason[:2000],
         )
@@ -72,7 +72,7 @@ class Reporter:
             generation=self.placed.generation,
             node_id=self.node_id,
             outcome="failed",
-            blameless=core.is_blameless(failure.code, started, error + "\n".join(lines)),
+            infrastructure_failure=core.is_infrastructure_failure(failure.code, started, error + "\n".join(lines)),
             permanent=any(state.ended is not None and state.ended.permanent for state in ranks.values()),
             reason=reason[:2000],
             rank=failure.rank,

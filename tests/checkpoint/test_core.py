@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from contracts.events.checkpoint import CheckpointDeleted, CheckpointPinned, CheckpointStaged, Chunk
 from contracts.events.model import ModelPromoted
 from contracts.events.run import CheckpointRef, RunAccepted, RunCompleted, RunFailed
-from contracts.events.train import EvaluateTarget, Retention, TrainRequested
+from contracts.events.train import EvaluationTarget, Retention, TrainRequested
 from services.checkpoint.core import commit
 from services.checkpoint.core.commit import Assembled, Refusal, Sealed, Waiting, assemble, seal
 from services.checkpoint.core.digests import differences, state_digest
@@ -210,7 +210,7 @@ def test_holds_follow_champions_for_ever_and_other_runs_until_they_end() -> None
     holds = Holds()
     uri = committed(10).checkpoint.uri
     spec = TrainRequested(
-        name="e", kind="evaluate", command=["x"], evaluate=EvaluateTarget(run_id=RUN, checkpoint_uri=uri)
+        name="e", kind="evaluate", command=["x"], evaluate=EvaluationTarget(run_id=RUN, checkpoint_uri=uri)
     )
     holds.apply(RunAccepted(run_id="re", spec=spec, request_id="1", request_source="s"))
     resume = CheckpointRef(uri=uri, step=10, epoch=1, samples_consumed=1)

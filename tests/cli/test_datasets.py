@@ -36,7 +36,7 @@ from contracts.events.dataset import (
     DatasetIngested,
     DatasetIngestFailed,
     DatasetSharded,
-    Quarantined,
+    QuarantineCount,
     ShardFile,
 )
 from contracts.events.model import ModelPromoted
@@ -276,7 +276,7 @@ class Made:
             fingerprint=self.fingerprint,
             index_uri=ingestion_uri(self.bucket, self.fingerprint, "index.jsonl"),
             accepted=sum(split.samples for split in self.manifest.splits.values()),
-            quarantined=(Quarantined(code="truncated", count=2, example="s3://lake/digits/x.png"),),
+            quarantined=(QuarantineCount(code="truncated", count=2, example="s3://lake/digits/x.png"),),
             quarantine_uri=ingestion_uri(self.bucket, self.fingerprint, "quarantine.jsonl"),
             split_counts={name: self.manifest.splits[name].samples for name in SPLITS},
             classes=self.classes,

@@ -87,15 +87,15 @@ def test_options_go_over_the_request_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"data": "s3://lake/mine/"}, {"source": "s3://lake/mine/", "format": "text", "window_bytes": 65}),
-        ({"data": "s3://lake/mine/", "data_format": "jsonl"}, {"format": "jsonl", "window_bytes": 65}),
+        ({"data": "s3://lake/mine/"}, {"source": "s3://lake/mine/", "format": "text", "window_length": 65}),
+        ({"data": "s3://lake/mine/", "data_format": "jsonl"}, {"format": "jsonl", "window_length": 65}),
         ({"data": "a" * 64}, {"dataset_id": "a" * 64}),
     ],
     ids=["another place", "another format", "a dataset"],
 )
 def test_other_data_is_read_as_the_file_says(tmp_path: Path, options: dict[str, str], expected: dict[str, Any]) -> None:
     file = tmp_path / "train.json"
-    data = {"source": "s3://lake/theirs/", "format": "text", "window_bytes": 65}
+    data = {"source": "s3://lake/theirs/", "format": "text", "window_length": 65}
     file.write_text(json.dumps({"task": "task:A", "data": data}))
     request = build_request(Submission(PROJECT, request_file=file, **options), PACKAGE, "code")
     assert request.data is not None

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contracts.events.train import Checks, DataSource, Split
+from contracts.events.train import DataSource, RecordChecks, Split
 from services.ingestion.core.keys import (
     MAX_KEY_CHARS,
     SAFE_KEY,
@@ -169,16 +169,16 @@ def test_the_fingerprint_covers_what_the_index_depends_on() -> None:
         fingerprint.add("digits/a.png", etag, 3, written_us)
         return fingerprint.hexdigest()
 
-    same = SOURCE.model_copy(update={"shard_bytes": 2**20, "max_bad_fraction": 0.5})
+    same = SOURCE.model_copy(update={"shard_bytes": 2**20, "max_invalid_fraction": 0.5})
     assert of(SOURCE) == of(same) == of(SOURCE, written_us=6)
     others = [
         SOURCE.model_copy(update={"split": Split(seed=1)}),
         SOURCE.model_copy(update={"source": "s3://lake/x"}),
-        SOURCE.model_copy(update={"checks": Checks(required=("x",))}),
+        SOURCE.model_copy(update={"checks": RecordChecks(required=("x",))}),
         SOURCE.model_copy(update={"statistics": False}),
     ]
     assert len({of(SOURCE), of(SOURCE, "f"), *map(of, others)}) == 6
-    timed = SOURCE.model_copy(update={"checks": Checks(time_field="t")})
+    timed = SOURCE.model_copy(update={"checks": RecordChecks(time_field="t")})
     assert of(timed) != of(timed, written_us=6), "a time may not lie after its object was written"
 
 

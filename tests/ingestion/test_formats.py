@@ -75,7 +75,7 @@ def run(decoders: Decoders, tmp_path: Path) -> Ingesting:
 async def test_tokens(run: Ingesting) -> None:
     tokens = numpy.arange(100, dtype="<u2").tobytes()
     files = {"a.bin": tokens, "odd.bin": tokens[:-1], "empty.bin": b""}
-    found = await run("tokens", files, window_bytes=30, token_bytes=2)
+    found = await run("tokens", files, window_length=30, token_bytes=2)
     assert [found.content(record) for record in found.index] == [tokens[i : i + 60] for i in (0, 60, 120)]
     assert found.codes == {"wrong_size": 1}
 

@@ -112,7 +112,7 @@ async def test_parquet(ingest: Ingesting, objects: ObjectStore, lake: str) -> No
 
 async def test_text_is_cut_into_whole_windows(ingest: Ingesting, objects: ObjectStore, lake: str) -> None:
     await fill(objects, f"{lake}/text", {"a.py": bytes(range(256)) * 2, "a.txt": b"short", "empty.py": b""})
-    found = await ingest(DataSource(source=f"{lake}/text", format="text", window_bytes=100))
+    found = await ingest(DataSource(source=f"{lake}/text", format="text", window_length=100))
     assert (found.outcome.accepted, found.outcome.size_bytes, found.outcome.broken) == (5, 500, 0)
     index = await lines(objects, found.index_uri)
     assert [record["offset"] for record in index] == [0, 100, 200, 300, 400]

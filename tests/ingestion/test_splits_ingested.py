@@ -115,7 +115,7 @@ async def test_the_embargo_is_left_out_and_counted(ingest: Ingesting, objects: O
         "by": "time", "time_field": "at", "embargo_s": 2 * 86_400,
         "validation_from": "2026-01-21T00:00:00Z", "test_from": "2026-01-26T00:00:00Z",
     }  # fmt: skip
-    found = await ingest(DataSource(source=f"{lake}/t", format="jsonl", split=split, max_bad_fraction=0.1))
+    found = await ingest(DataSource(source=f"{lake}/t", format="jsonl", split=split, max_invalid_fraction=0.1))
     assert found.outcome.splits == {"train": 18, "validation": 3, "test": 5}
     assert found.outcome.left_out == 4
     assert {fault.code: fault.count for fault in found.outcome.quarantined} == {"null_time": 1, "invalid_time": 1}

@@ -272,8 +272,8 @@ async def test_a_shadow_follows_the_service_and_speaks_apart(settings: Settings,
         said = (await until(bus, f"shadow.*.run.{small}.placed", stream="SHADOW"))[0]
         assert isinstance(said.event, RunPlaced)
         assert said.event.members[0].node_id == "n1"
-        assert said.event.decided is not None
-        assert said.subject == f"shadow.{said.event.decided.policy}.run.{small}.placed"
+        assert said.event.decision is not None
+        assert said.subject == f"shadow.{said.event.decision.policy}.run.{small}.placed"
         assert await bus.history(f"run.{small}.placed") == []
         following.cancel()
         with suppress(asyncio.CancelledError):

@@ -6,7 +6,7 @@ from typing import Any
 
 from contracts.events.capacity import CapacityWanted
 from contracts.events.node import NodeJoined, NodeLost
-from contracts.events.run import Decided
+from contracts.events.run import DecisionRecord
 from contracts.scheduling import Policy
 from services.scheduler.core.capacity import wanted
 from tests.scheduler.world import World, spec
@@ -24,7 +24,7 @@ class Pooled(World):
         """Let it say what it wants, and say what that is."""
         self.settle()
         found = wanted.want(self.cluster, self.now, self.policy)
-        made = Decided(at_sequence=self.cluster.sequence, at=self.now)
+        made = DecisionRecord(at_sequence=self.cluster.sequence, at=self.now)
         for each in found:
             self.say(wanted.wanted_fact(each, self.now, made))
         assert wanted.want(self.cluster, self.now, self.policy) == []

@@ -126,7 +126,7 @@ def test_a_placement_that_is_never_started_is_taken_back_and_blames_nobody(start
     assert world.settle() == []
     world.wait(1)
     # Nobody is blamed for the time in which it could not have been heard.
-    assert decide(world.cluster, world.now, world.policy, hearing_since=START + timedelta(seconds=50)) == []
+    assert decide(world.cluster, world.now, world.policy, reachable_since=START + timedelta(seconds=50)) == []
     world.settle()
     if started:
         assert world.phase("r1") == "running"
@@ -147,7 +147,7 @@ def test_a_node_that_does_not_let_go_is_taken_for_lost() -> None:
     limit_s = 30 + world.policy.faults.release_deadline_s
     assert deaf_nodes(world.cluster, world.now + timedelta(seconds=limit_s - 1), world.policy, START) == []
     late = world.now + timedelta(seconds=limit_s)
-    assert deaf_nodes(world.cluster, late, world.policy, hearing_since=late) == []
+    assert deaf_nodes(world.cluster, late, world.policy, reachable_since=late) == []
     (deaf,) = deaf_nodes(world.cluster, late, world.policy, START)
     assert deaf.node_id == "n2"
     world.lose("n2")
@@ -163,7 +163,7 @@ def test_a_node_that_fails_a_run_is_avoided_by_it_until_it_does_well() -> None:
     (bad,) = layout(world, "r1")
     for _ in range(2):
         assert layout(world, "r1").keys() == {bad}
-        world.exit("r1", "failed", blameless=True, reason="the disk is full")
+        world.exit("r1", "failed", infrastructure_failure=True, reason="the disk is full")
         world.settle()
         world.wait(1)
         world.settle()
@@ -184,7 +184,7 @@ def test_a_node_that_fails_a_run_is_avoided_by_it_until_it_does_well() -> None:
 
 
 def test_a_run_that_no_node_can_keep_going_fails_with_the_reason() -> None:
-    world = World(Policy(faults=Faults(max_blameless=5)))
+    world = World(Policy(faults=Faults(max_infrastructure_failures=5)))
     world.join("n1", 2)
     world.accept("r1", spec(1, max_attempts=2))
     world.settle()
@@ -192,7 +192,7 @@ def test_a_run_that_no_node_can_keep_going_fails_with_the_reason() -> None:
         assert world.phase("r1") == "placed"
         if number == 3:
             world.commit("r1", 1)  # it gets somewhere: counted from the beginning
-        world.exit("r1", "failed", blameless=True, reason="the store is away")
+        world.exit("r1", "failed", infrastructure_failure=True, reason="the store is away")
         world.settle()
         world.wait(60)
         world.settle()
@@ -334,7 +334,7 @@ def test_failures_of_its_own_end_a_run_with_its_last_words_and_those_of_nodes_do
     world.accept("r1", spec(1, max_attempts=2))
     world.settle()
     for _ in range(4):
-        world.exit("r1", "failed", blameless=True, reason="the store is away")
+        world.exit("r1", "failed", infrastructure_failure=True, reason="the store is away")
         world.settle()
         world.wait(60)
         world.settle()

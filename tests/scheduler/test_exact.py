@@ -66,7 +66,7 @@ def test_an_exact_run_stays_on_one_kind_of_machine_and_says_why_it_waits() -> No
     waiting = world.facts(RunWaiting, "r1")[-1]
     assert waiting.code == "fragmented"
     assert "there are 0" in waiting.message
-    assert "unlike_nodes 'allow'" in waiting.message
+    assert "heterogeneous_nodes 'allow'" in waiting.message
     world.accept("other", spec(2, command=True))
     world.settle()
     assert nodes(world, "other") == ["b1"]  # whoever can use the others is not held up
@@ -79,7 +79,7 @@ def test_an_exact_run_stays_on_one_kind_of_machine_and_says_why_it_waits() -> No
 def test_an_exact_run_goes_anywhere_when_nothing_is_lost_by_it(why: str) -> None:
     world = World()
     world.join("a1", 2, machine="a")
-    wanted = exact(2, training={"unlike_nodes": "allow"} if why == "allowed" else {})
+    wanted = exact(2, training={"heterogeneous_nodes": "allow"} if why == "allowed" else {})
     world.accept("r1", spec(2) if why == "fast" else wanted)
     world.settle()
     world.start("r1", "samples-exact" if why == "inexact" else "exact")
@@ -226,7 +226,7 @@ def test_a_stalled_run_is_started_anew_as_its_policy_says(on_stall: str, goes_to
 
 
 def test_a_run_that_stalls_again_and_again_is_given_up() -> None:
-    world = World(Policy(faults=Faults(max_blameless=4)))
+    world = World(Policy(faults=Faults(max_infrastructure_failures=4)))
     world.join("n1", 1)
     world.accept("r1", spec(1))
     world.settle()

@@ -19,7 +19,7 @@ from contracts.events.run import RunAccepted, RunPlaced, RunPreempting, RunQueue
 from contracts.scheduling import Order, Policy, Pool, Pools, Reclaim
 from services.scheduler import policies
 from services.scheduler.core.capacity.wanted import want, wanted_fact
-from services.scheduler.core.decisions import decided
+from services.scheduler.core.decisions import decision_record
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.state import codec
 from services.scheduler.past.answers import Requests
@@ -160,7 +160,7 @@ DOCTORED: dict[str, tuple[type[Fact], dict[str, Any], str, list[str]]] = {
     "a number": (RunPlaced, {"failures_seen": 7}, "content", ["failures_seen"]),
     "seconds": (RunPlaced, {"run_s": 1.5}, "content", ["run_s"]),
     "the time it was decided at": (RunPlaced, {"decided_at": START + timedelta(seconds=1)}, "content", ["decided_at"]),
-    "whom it makes room for": (RunPreempting, {"waiter": "rother"}, "content", ["waiter"]),
+    "whom it makes room for": (RunPreempting, {"preemptor": "rother"}, "content", ["preemptor"]),
     "what it would like": (RunPlaced, {"wanted_slots": 3}, "content", ["wanted_slots"]),
 }
 
@@ -221,18 +221,18 @@ def test_decisions_that_nobody_would_make_and_those_made_from_what_was_not_there
     place = first(log, RunPlaced)
     fact = log[place].fact
     assert isinstance(fact, RunPlaced)
-    assert fact.decided is not None
+    assert fact.decision is not None
     # Somebody stops a run that nobody else wants to stop.
-    stop = RunPreempting(run_id="low", generation=1, reason="because", grace_s=1, decided=fact.decided)
+    stop = RunPreempting(run_id="low", generation=1, reason="because", grace_s=1, decision=fact.decision)
     end = Entry(stop, log[-1].sequence + 1, log[-1].time, stop.subject)
     (extra,) = remake([*log, end])[1]
     assert (extra.kind, extra.sequence) == ("not decided", end.sequence)
     assert "run/low/placed/1" in extra.text
-    later = fact.decided.model_copy(update={"at_sequence": 10_000})
-    found = remake(doctored(log, place, decided=later))[1]
+    later = fact.decision.model_copy(update={"at_sequence": 10_000})
+    found = remake(doctored(log, place, decision=later))[1]
     assert [each.kind for each in found] == ["from the future"]
-    strange = fact.decided.model_copy(update={"policy": "0" * 16})
-    found = remake(doctored(log, place, decided=strange))[1]
+    strange = fact.decision.model_copy(update={"policy": "0" * 16})
+    found = remake(doctored(log, place, decision=strange))[1]
     assert [each.kind for each in found] == ["unknown policy"]
 
 
@@ -279,7 +279,7 @@ def test_older_facts_that_do_not_say_what_they_were_made_from_are_counted() -> N
 
 
 def stripped(fact: Any) -> Any:
-    return fact.model_copy(update={"decided": None}) if "decided" in type(fact).model_fields else fact
+    return fact.model_copy(update={"decision": None}) if "decision" in type(fact).model_fields else fact
 
 
 def test_wanted_nodes_are_decided_again() -> None:
@@ -287,7 +287,7 @@ def test_wanted_nodes_are_decided_again() -> None:
     world = adopting(Policy(pools=Pools(pools=(pool,))))
 
     def wanting() -> None:
-        made = decided(world.cluster, world.now, world.policy)
+        made = decision_record(world.cluster, world.now, world.policy)
         for each in want(world.cluster, world.now, world.policy):
             world.say(wanted_fact(each, world.now, made))
 
@@ -607,7 +607,7 @@ def test_a_shadow_says_what_it_would_have_done_and_when() -> None:
     placed = {each.fact.run_id: each for each in said if isinstance(each.fact, RunPlaced)}
     assert set(placed) == {"a", "small"}
     assert placed["small"].subject == f"shadow.{SKIPPING.digest}.run.small.placed"
-    assert placed["small"].fact.decided.policy == SKIPPING.digest  # type: ignore[attr-defined]
+    assert placed["small"].fact.decision.policy == SKIPPING.digest  # type: ignore[attr-defined]
     assert list(shadow.result.only_candidate) == [("small", 1)]
     assert shadow.result.candidate_starts_while == {"priority": 1}
     before = len(world.log)

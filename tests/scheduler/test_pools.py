@@ -243,7 +243,7 @@ def test_nothing_is_said_twice() -> None:
 
 
 def fact(want: WantCapacity) -> CapacityWanted:
-    return CapacityWanted(pool=want.pool, nodes=want.nodes, spare=want.spare, gave_up=want.gave_up, decided_at=NOW)
+    return CapacityWanted(pool=want.pool, nodes=want.nodes, spare=want.spare, timed_out=want.timed_out, decided_at=NOW)
 
 
 def test_nodes_that_do_not_come_are_looked_for_elsewhere_for_a_while() -> None:
@@ -256,7 +256,7 @@ def test_nodes_that_do_not_come_are_looked_for_elsewhere_for_a_while() -> None:
         found = stock.wanted(policy(*there), [], waiting(8), said, at)
         for want in found:
             said[want.pool] = capacity.heard(said.get(want.pool), fact(want), at)
-        history.append({want.pool: (want.nodes, want.gave_up) for want in found})
+        history.append({want.pool: (want.nodes, want.timed_out) for want in found})
     assert history == [
         {"spot": (1, False)},
         {},
@@ -272,7 +272,7 @@ def test_a_node_that_is_lost_is_waited_for_anew() -> None:
     there = [node("n1", 0)]
     moved = {"a": capacity.moved(said["a"], NOW - timedelta(seconds=10))}
     assert ask(there, waiting(8), moved) == {}
-    assert ask(there, waiting(8), said)["a"].gave_up
+    assert ask(there, waiting(8), said)["a"].timed_out
 
 
 def test_when_to_look_again() -> None:

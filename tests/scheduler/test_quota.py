@@ -255,7 +255,7 @@ def test_idle_slots_are_lent_and_come_back_within_one_grace_time() -> None:
     world.submit("a0", "a", 6)
     assert len(world.stopping()) == 6
     stop = world.facts(RunPreempting)[0]
-    assert (stop.waiter, stop.grace_s) == ("a0", 30)
+    assert (stop.preemptor, stop.grace_s) == ("a0", 30)
     assert "gets back slots that it is owed" in stop.reason
     world.let_go()
     assert world.placed() >= {"a0"}

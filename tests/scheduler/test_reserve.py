@@ -136,7 +136,7 @@ def test_whoever_went_ahead_lets_go_when_the_one_it_went_ahead_of_fits_with_its_
     world.wait(10)
     world.settle()
     stop = world.facts(RunPreempting)[-1]
-    assert (stop.run_id, stop.waiter, stop.reason) == (
+    assert (stop.run_id, stop.preemptor, stop.reason) == (
         "small",
         "large",
         "gives way to run large of which it went ahead",

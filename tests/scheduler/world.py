@@ -29,7 +29,7 @@ from contracts.events.run import (
 from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy
 from services.scheduler.core.decide import decide
-from services.scheduler.core.decisions import Decision, decided, fact_of
+from services.scheduler.core.decisions import Decision, decision_record, fact_of
 from services.scheduler.core.fold import apply, fold
 from services.scheduler.core.state.cluster import TERMINAL, Cluster, Run
 from services.scheduler.core.state.demand import WHOLE
@@ -82,7 +82,7 @@ class World:
         decisions = decide(self.cluster, self.now, self.policy)
         # What is kept from pass to pass changes no decision.
         assert sorted(map(repr, decisions)) == sorted(map(repr, expected)), (decisions, expected)
-        made = decided(self.cluster, self.now, self.policy)
+        made = decision_record(self.cluster, self.now, self.policy)
         facts = [fact_of(decision, self.cluster, self.now, made) for decision in decisions]
         for fact in facts[:limit]:
             self.say(fact)
@@ -95,7 +95,7 @@ class World:
         ids = {fact.event_id for fact, _, _ in self.log}
         passed: list[Fact] = []
         for decision in decide(stale, self.now, self.policy):
-            fact = fact_of(decision, stale, self.now, decided(stale, self.now, self.policy))
+            fact = fact_of(decision, stale, self.now, decision_record(stale, self.now, self.policy))
             if isinstance(fact, RunPlaced):
                 fenced = fence == self.cluster.placed_sequence
             else:
@@ -294,7 +294,7 @@ class Chaos:
         elif deed < 0.5 and run.spec.task:
             world.commit(run.run_id, (run.newest.ref.step if run.newest else 0) + 1)
         elif deed < 0.6:
-            world.exit(run.run_id, "failed", part.node_id, blameless=rng.random() < 0.3)
+            world.exit(run.run_id, "failed", part.node_id, infrastructure_failure=rng.random() < 0.3)
         elif deed < 0.65:
             world.release(run.run_id, part.node_id)
         elif deed < 0.75:

@@ -86,7 +86,7 @@ async def test_a_run_s_images_become_its_dataset(
 ) -> None:
     files = digits_lake(60)
     await fill(objects, f"s3://{s3_settings.bucket_lake}/digits", files | {"2/cut.png": image_bytes(1, size=64)[:99]})
-    data = DataSource(source=f"s3://{s3_settings.bucket_lake}/digits", format="images", max_bad_fraction=0.05)
+    data = DataSource(source=f"s3://{s3_settings.bucket_lake}/digits", format="images", max_invalid_fraction=0.05)
     await bus.publish(accepted("r1", data))
     prepared = (await until(*verdict("r1"))).event
     assert isinstance(prepared, RunPrepared)
@@ -142,7 +142,7 @@ async def test_an_ingestion_without_a_run(
     text = {"a.py": b"import os\n" * 300, "b.py": b"def f():\n    return 1\n" * 200}
     await fill(objects, f"s3://{s3_settings.bucket_lake}/text", text)
     source = f"s3://{s3_settings.bucket_lake}/text"
-    request = IngestRequested(data=DataSource(source=source, format="text", window_bytes=64))
+    request = IngestRequested(data=DataSource(source=source, format="text", window_length=64))
     await bus.nc.publish(request.subject, request.model_dump_json().encode(), headers={"Nats-Msg-Id": "one"})
     sharded = (await until("dataset.*.sharded")).event
     assert isinstance(sharded, DatasetSharded)
@@ -161,7 +161,7 @@ async def test_what_cannot_be_used_fails_within_seconds_and_disturbs_nothing(
     cases: dict[str, tuple[DataSource | DatasetRef, str]] = {
         "missing-bucket": (DataSource(source="s3://no-such-bucket-here/x", format="images"), "no bucket"),
         "missing-prefix": (DataSource(source=f"{lake}/nowhere", format="images"), "no object under"),
-        "too-many-bad": (DataSource(source=f"{lake}/bad", format="images"), "2 of 8 .* max_bad_fraction|2 of 8"),
+        "too-many-bad": (DataSource(source=f"{lake}/bad", format="images"), "2 of 8 .* max_invalid_fraction|2 of 8"),
         "wrong-format": (DataSource(source=f"{lake}/bad", format="jsonl"), "no usable jsonl data"),
         "unknown-dataset": (DatasetRef(dataset_id="0" * 64), "no dataset 000"),
     }

@@ -32,7 +32,7 @@ from services.sharding.shard import Dataset, Shard
 
 SHARD_BYTES = 2**16
 IMAGES = DataSource(source="s3://lake/images", format="images", shard_bytes=SHARD_BYTES)
-TEXT = DataSource(source="s3://lake/text", format="text", window_bytes=64, shard_bytes=SHARD_BYTES)
+TEXT = DataSource(source="s3://lake/text", format="text", window_length=64, shard_bytes=SHARD_BYTES)
 
 
 def images(count: int = 400) -> list[Record]:
@@ -113,7 +113,7 @@ def test_text_becomes_flat_files_with_token_bytes(tmp_path: Path) -> None:
 
 
 def test_tokens_wider_than_memory_for_them(tmp_path: Path) -> None:
-    data = DataSource(source="s3://lake/t", format="tokens", token_bytes=4, window_bytes=2**20, shard_bytes=2**16)
+    data = DataSource(source="s3://lake/t", format="tokens", token_bytes=4, window_length=2**20, shard_bytes=2**16)
     records = [Record(f"t-0a/{i:09d}", random.Random(i).randbytes(2**22), "train", None, "bin") for i in range(2)]
     store, ingested = made(tmp_path, records, data)
     manifest = work(store, ingested).manifest

@@ -163,8 +163,8 @@ def digits_dataset(folder: Path) -> Dataset:
     return Dataset(folder, dataset_id)
 
 
-def text_dataset(folder: Path, data: bytes, window_bytes: int = 65) -> Dataset:
-    windows = [data[i : i + window_bytes] for i in range(0, len(data) - window_bytes, window_bytes)]
+def text_dataset(folder: Path, data: bytes, window_length: int = 65) -> Dataset:
+    windows = [data[i : i + window_length] for i in range(0, len(data) - window_length, window_length)]
     samples = [(f"w{number:06d}", {"bin": window}) for number, window in enumerate(windows)]
     cut = len(samples) * 9 // 10
     dataset_id = write_dataset(

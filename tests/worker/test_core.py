@@ -187,8 +187,8 @@ def test_the_cause_is_what_the_script_said_and_not_what_torchrun_did(lines: list
 def test_exits_in_words() -> None:
     assert ranks.exit_text(-9) == ranks.exit_text(137) == "was killed by SIGKILL"
     assert ranks.exit_text(3) == "ended with exit code 3"
-    assert ranks.is_blameless(1, False, "RuntimeError: EADDRINUSE")
-    assert not ranks.is_blameless(1, True, "RuntimeError: EADDRINUSE")
+    assert ranks.is_infrastructure_failure(1, False, "RuntimeError: EADDRINUSE")
+    assert not ranks.is_infrastructure_failure(1, True, "RuntimeError: EADDRINUSE")
 
 
 def test_a_checkpoint_is_ready_when_every_rank_has_it_or_nobody_will_follow() -> None:

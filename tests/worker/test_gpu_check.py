@@ -103,7 +103,7 @@ async def test_a_failing_device_takes_the_node_out_and_the_run_is_not_blamed(
     await agent()
     await world.place(slots=(0, 1), params={"steps": 3})
     exited = await world.wait_for(RunExited)
-    assert (exited.outcome, exited.blameless) == ("failed", True)
+    assert (exited.outcome, exited.infrastructure_failure) == ("failed", True)
     assert "memory errors" in exited.reason
     (unfit,) = [received.event for received in await world.bus.history("node.n1.unfit")]
     assert isinstance(unfit, NodeUnfit)

@@ -83,7 +83,7 @@ async def test_a_preempted_run_lets_go_when_its_checkpoint_is_committed_and_goes
     await world.objects.put(ref.uri, manifest.replace(b'"epoch": ', b'"epoch": 1'))
     await world.place("other", resume=ref, params={"steps": ref.step + 10})
     refused = await world.wait_for(RunExited, "other")
-    assert (refused.outcome, refused.blameless) == ("failed", False)
+    assert (refused.outcome, refused.infrastructure_failure) == ("failed", False)
     assert "is not the one that was committed" in refused.reason
     assert "start from another one" in refused.reason
 
@@ -152,7 +152,7 @@ async def test_the_first_rank_to_crash_is_reported_and_the_others_end(world: Wor
     await agent()
     await world.place(slots=(0, 1), params={"steps": 100_000, "crash_at": 8, "crash_rank": 1})
     exited = await world.wait_for(RunExited)
-    assert (exited.outcome, exited.rank, exited.exit_code, exited.blameless) == ("failed", 1, 3, False)
+    assert (exited.outcome, exited.rank, exited.exit_code, exited.infrastructure_failure) == ("failed", 1, 3, False)
     assert "the loss exploded" in exited.reason
     assert exited.log_tail[-1] == "step 8"
     assert not ranks_of(world.settings.data_dir.resolve())
@@ -186,7 +186,7 @@ async def test_what_cannot_be_started_fails_with_what_to_change(world: World, ag
         await world.place(run_id=name.replace(" ", "-"), **{"params": {"steps": 1}, **changed})
     for name, _, expected in UNUSABLE:
         exited = await world.wait_for(RunExited, name.replace(" ", "-"))
-        assert (exited.outcome, exited.blameless) == ("failed", False), name
+        assert (exited.outcome, exited.infrastructure_failure) == ("failed", False), name
         assert expected in exited.reason, (name, exited.reason)
         assert exited.permanent is (name == "pattern"), name  # the others' store may have it by the next attempt
 

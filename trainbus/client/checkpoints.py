@@ -40,7 +40,7 @@ PARALLEL = 4
 #: Differences that a table shows; JSON has them all.
 SHOWN = 40
 ANSWER_S = 10.0
-PROMOTED = subjects.fact("model", subjects.ANY, ModelPromoted.fact)
+PROMOTED = subjects.fact("model", subjects.WILDCARD, ModelPromoted.fact)
 #: How MLflow names a version of a registered model.
 MODELS = "models:/"
 
@@ -91,7 +91,7 @@ def kept_of(events: Iterable[Any]) -> dict[str, Kept]:
     return found
 
 
-async def read_kept(link: Link, run_id: str = subjects.ANY) -> dict[str, Kept]:
+async def read_kept(link: Link, run_id: str = subjects.WILDCARD) -> dict[str, Kept]:
     filters = [subjects.fact("run", run_id, event.fact) for event in FACTS]
     return kept_of(each.event for each in await link.read(*filters))
 
@@ -266,7 +266,7 @@ async def show(address: Address, target: str, *, as_json: bool) -> None:
 async def verify(address: Address, name: str | None, *, repair: bool, wait_s: float, as_json: bool) -> None:
     """Read everything back and print what is rotten; with ``repair`` ask for it to be written anew, and wait."""
     async with connect(address) as link:
-        run_id = await resolve(link, name) if name is not None else subjects.ANY
+        run_id = await resolve(link, name) if name is not None else subjects.WILDCARD
         found = await read_kept(link, run_id)
         async with store(address) as objects:
             rotten = await _rotten(objects, found, quiet=as_json)
@@ -332,7 +332,7 @@ async def _repair(link: Link, runs: set[str], missing: set[str], wait_s: float) 
     start = await link.last_sequence(topology.FACTS) + 1
     for run_id in sorted(runs):
         await link.request(ScrubRequested(run_id=run_id, repair=True))
-    repaired = subjects.fact("run", subjects.ANY, checkpoint.CheckpointRepaired.fact)
+    repaired = subjects.fact("run", subjects.WILDCARD, checkpoint.CheckpointRepaired.fact)
 
     async def wait() -> None:
         async for batch in link.follow(topology.FACTS, repaired, start_sequence=start):

@@ -25,7 +25,7 @@ FACTS = (
     subjects.dataset(),
     subjects.model(),
     *(
-        subjects.fact("run", subjects.ANY, name)
+        subjects.fact("run", subjects.WILDCARD, name)
         for name in ("accepted", "prepared", "started", "completed", "failed", "cancelled")
     ),
 )

@@ -18,19 +18,19 @@ from trainbus.commands import render
 
 #: What a table of runs needs; the many other facts of long runs are left on the server.
 RUN_FACTS = tuple(
-    subjects.fact("run", subjects.ANY, name)
+    subjects.fact("run", subjects.WILDCARD, name)
     for name in (
         "accepted", "rejected", "prepared", "prepare_failed", "queued", "waiting", "placed", "started", "preempting",
         "cancelling", "released", "exited", "completed", "failed", "cancelled", "evaluated", "promoted", "not_promoted",
     )
 )  # fmt: skip
 CHECKPOINT_FACTS = tuple(
-    subjects.fact("run", subjects.ANY, name) for name in ("checkpoint_committed", "checkpoint_deleted")
+    subjects.fact("run", subjects.WILDCARD, name) for name in ("checkpoint_committed", "checkpoint_deleted")
 )
 #: The newest messages of PROGRESS that are searched first for where a run is.
 NEWEST_PROGRESS = 200
 WHY_TIMEOUT_S = 1.0
-NODE_FACTS = (subjects.node(), *(subjects.fact("run", subjects.ANY, name) for name in (
+NODE_FACTS = (subjects.node(), *(subjects.fact("run", subjects.WILDCARD, name) for name in (
     "accepted", "placed", "released", "exited", "completed", "failed", "cancelled", "queued",
 )))  # fmt: skip
 
@@ -262,7 +262,9 @@ async def resolve(link: Link, name: str) -> str:
     if exact:
         return name
     board = board_of(
-        await link.read(subjects.fact("run", subjects.ANY, "accepted"), subjects.fact("run", subjects.ANY, "rejected"))
+        await link.read(
+            subjects.fact("run", subjects.WILDCARD, "accepted"), subjects.fact("run", subjects.WILDCARD, "rejected")
+        )
     )
     found = board.find(name)
     if len(found) == 1:

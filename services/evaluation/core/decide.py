@@ -12,7 +12,7 @@ from contracts import subjects
 from contracts.base import run_id_for
 from contracts.events.model import ModelPromoted
 from contracts.events.run import RunNotPromoted, RunPromoted
-from contracts.events.train import DatasetRef, EvaluateTarget, Slots, TrainRequested
+from contracts.events.train import DatasetRef, EvaluationTarget, Slots, TrainRequested
 from services.evaluation.core.gate import Verdict, gate, metric_value
 from services.evaluation.core.state import Candidate, Outcome, State, Version
 
@@ -151,7 +151,7 @@ def evaluation_request(step: RequestEvaluation, trained: TrainRequested) -> Trai
         env=trained.env,
         data=DatasetRef(dataset_id=step.dataset_id) if step.dataset_id else None,
         training=trained.training,
-        evaluate=EvaluateTarget(run_id=step.target_run_id, checkpoint_uri=step.checkpoint_uri, split="test"),
+        evaluate=EvaluationTarget(run_id=step.target_run_id, checkpoint_uri=step.checkpoint_uri, split="test"),
         resume_from=step.checkpoint_uri,
         max_attempts=3,
         grace_s=trained.grace_s,

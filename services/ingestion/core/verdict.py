@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from contracts.datasets import SPLITS, canonical_json
-from contracts.events.dataset import Quarantined
+from contracts.events.dataset import QuarantineCount
 from contracts.events.train import DataSource
 
 #: Changes whenever the same input would give another index.
@@ -27,7 +27,7 @@ class Fingerprint:
     """The hash of the settings that matter and of the listing, in the order of keys."""
 
     def __init__(self, data: DataSource) -> None:
-        matters = data.model_dump(mode="json", exclude={"max_bad_fraction", "shard_bytes"})
+        matters = data.model_dump(mode="json", exclude={"max_invalid_fraction", "shard_bytes"})
         #: Without another bound, the times of records are held against when their objects were written.
         self._times = data.checks.time_field is not None and data.checks.not_after is None
         self._hash = hashlib.sha256(canonical_json([INDEX_VERSION, matters]) + b"\n")
@@ -51,7 +51,7 @@ class Tally:
     size_bytes: int = 0
     labels: Counter[str] = field(default_factory=Counter)
     continuous: bool = False
-    faults: dict[str, Quarantined] = field(default_factory=dict)
+    faults: dict[str, QuarantineCount] = field(default_factory=dict)
     broken_labels: Counter[str] = field(default_factory=Counter)
     objects: int = 0
     broken_objects: int = 0
@@ -80,7 +80,7 @@ class Tally:
     def set_aside(self, code: str, example: str, whole_object: bool, label: str | None = None) -> None:
         known = self.faults.get(code)
         first = known.example if known else example
-        self.faults[code] = Quarantined(code=code, count=(known.count if known else 0) + 1, example=first)
+        self.faults[code] = QuarantineCount(code=code, count=(known.count if known else 0) + 1, example=first)
         self.broken_objects += whole_object
         if label is not None:
             _count(self.broken_labels, label)
@@ -109,7 +109,7 @@ class Tally:
         ]
         return max(found, key=lambda one: (one[1] / one[2], one[0]), default=None)
 
-    def quarantined(self) -> tuple[Quarantined, ...]:
+    def quarantined(self) -> tuple[QuarantineCount, ...]:
         """The most frequent first."""
         return tuple(sorted(self.faults.values(), key=lambda fault: (-fault.count, fault.code)))
 
@@ -155,7 +155,7 @@ class Outcome(BaseModel):
     broken: int
     objects: int
     broken_objects: int
-    quarantined: tuple[Quarantined, ...]
+    quarantined: tuple[QuarantineCount, ...]
     worst_class: tuple[str, int, int] | None
     leak: tuple[str, str, str, str] | None
     #: Whether ``statistics.json`` is beside the index.
@@ -174,7 +174,7 @@ def objection(outcome: Outcome, data: DataSource, quarantine_uri: str) -> str | 
         found = f"all {total:,} records are broken: {reasons}" if total else "there is no record in it"
         return f"{data.source} has no usable {data.format} data: {found}. Check data.source and data.format."
     if (problem := _too_bad(outcome, data, total)) is not None:
-        advice = f"Repair or remove them (all are listed in {quarantine_uri}), or raise data.max_bad_fraction."
+        advice = f"Repair or remove them (all are listed in {quarantine_uri}), or raise data.max_invalid_fraction."
         return f"{problem}: {_reasons(outcome.quarantined)}. {advice}"
     if data.format == "images" and outcome.too_many_classes:
         return (
@@ -192,9 +192,9 @@ def objection(outcome: Outcome, data: DataSource, quarantine_uri: str) -> str | 
 
 def _too_bad(outcome: Outcome, data: DataSource, total: int) -> str | None:
     """What there is too much of among the broken."""
-    most = f"more than data.max_bad_fraction allows ({data.max_bad_fraction:.1%})"
+    most = f"more than data.max_invalid_fraction allows ({data.max_invalid_fraction:.1%})"
     drifted = next((fault.count for fault in outcome.quarantined if fault.code == "schema_drift"), 0)
-    if drifted and drifted / outcome.objects > data.max_bad_fraction:
+    if drifted and drifted / outcome.objects > data.max_invalid_fraction:
         return (
             f"the schema of {data.source} changed: {drifted:,} of {outcome.objects:,} files have other columns "
             f"or fields than most, {most}"
@@ -205,11 +205,11 @@ def _too_bad(outcome: Outcome, data: DataSource, total: int) -> str | None:
         ("files", outcome.broken_objects, outcome.objects),
     ]
     what, bad, of = max(shares, key=lambda share: share[1] / share[2] if share[2] else 0.0)
-    if of and bad / of > data.max_bad_fraction:
+    if of and bad / of > data.max_invalid_fraction:
         return f"{bad:,} of {of:,} {what} in {data.source} are broken ({bad / of:.1%}), {most}"
     if outcome.worst_class is not None:
         label, bad, of = outcome.worst_class
-        if bad / of > data.max_bad_fraction:
+        if bad / of > data.max_invalid_fraction:
             return (
                 f"{bad:,} of {of:,} records of the class {label!r} in {data.source} are broken ({bad / of:.1%}), {most}"
             )
@@ -233,7 +233,7 @@ def _empty_split(outcome: Outcome, data: DataSource) -> str | None:
     return None
 
 
-def _reasons(faults: Iterable[Quarantined], most: int = 3) -> str:
+def _reasons(faults: Iterable[QuarantineCount], most: int = 3) -> str:
     faults = list(faults)
     shown = "; ".join(f"{fault.count:,} {fault.code} (such as {fault.example})" for fault in faults[:most])
     return shown + (f"; and {len(faults) - most} other kinds" if len(faults) > most else "")

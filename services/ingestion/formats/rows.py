@@ -45,7 +45,7 @@ def windows(data: DataSource, path: str, local: Path) -> Records:
         detail = f"{local.stat().st_size:,} bytes are no whole number of tokens of {token_bytes} (data.token_bytes)"
         yield Broken("wrong_size", detail, whole_object=True)
         return
-    size = data.window_bytes * token_bytes
+    size = data.window_length * token_bytes
     with local.open("rb") as file:
         number = 0
         while len(window := file.read(size)) == size:

@@ -60,20 +60,20 @@ class Plan:
     wake_at: datetime | None = None
 
 
-def decide(cluster: Cluster, now: datetime, policy: Policy, hearing_since: datetime = EPOCH) -> list[Decision]:
+def decide(cluster: Cluster, now: datetime, policy: Policy, reachable_since: datetime = EPOCH) -> list[Decision]:
     """Choose what to do. A run's decisions stand in the order in which they must become facts.
 
-    ``hearing_since``: from when on agents could make themselves heard, and we hear them. Nobody is
+    ``reachable_since``: from when on agents could make themselves heard, and we hear them. Nobody is
     blamed for a silence before it.
     """
-    return plan(cluster, now, policy, hearing_since).decisions
+    return plan(cluster, now, policy, reachable_since).decisions
 
 
 def plan(
     cluster: Cluster,
     now: datetime,
     policy: Policy,
-    hearing_since: datetime = EPOCH,
+    reachable_since: datetime = EPOCH,
     about: str | None = None,
     told: int = TOLD,
 ) -> Plan:
@@ -81,7 +81,7 @@ def plan(
 
     ``told``: how many runs are told why they wait, at most.
     """
-    return Pass(cluster, now, policy, hearing_since, about, told).made()
+    return Pass(cluster, now, policy, reachable_since, about, told).made()
 
 
 def lost_nodes(cluster: Cluster, expired: set[str]) -> list[LoseNode]:
@@ -93,7 +93,7 @@ def lost_nodes(cluster: Cluster, expired: set[str]) -> list[LoseNode]:
     ]
 
 
-def deaf_nodes(cluster: Cluster, now: datetime, policy: Policy, hearing_since: datetime) -> list[LoseNode]:
+def deaf_nodes(cluster: Cluster, now: datetime, policy: Policy, reachable_since: datetime) -> list[LoseNode]:
     """The nodes to be taken for lost although they renew their leases: they do not let go when told to.
 
     Taken for lost their slots are free, and whatever still trains there can commit nothing any more.
@@ -104,7 +104,7 @@ def deaf_nodes(cluster: Cluster, now: datetime, policy: Policy, hearing_since: d
         if run.preempting is None:
             continue
         limit_s = run.preempting.grace_s + policy.faults.release_deadline_s
-        if now - max(run.preempting_at, hearing_since) < timedelta(seconds=limit_s):
+        if now - max(run.preempting_at, reachable_since) < timedelta(seconds=limit_s):
             continue
         for part in run.live:
             node = cluster.nodes[part.node_id]
@@ -121,11 +121,11 @@ class Pass:
         cluster: Cluster,
         now: datetime,
         policy: Policy,
-        hearing_since: datetime,
+        reachable_since: datetime,
         about: str | None,
         told: int,
     ) -> None:
-        self.cluster, self.now, self.policy, self.hearing_since = cluster, now, policy, hearing_since
+        self.cluster, self.now, self.policy, self.reachable_since = cluster, now, policy, reachable_since
         self.about, self.told = about, told
         self.now_s = now.timestamp()
         self.result = Plan()
@@ -237,7 +237,7 @@ class Pass:
         if run_id in cluster.unqueued:
             return settle_unqueued(run)
         if run_id in cluster.active:
-            return settle_active(cluster, run, self.now, self.policy, self.hearing_since)
+            return settle_active(cluster, run, self.now, self.policy, self.reachable_since)
         if run_id in cluster.queued and run.cancel_reason is not None:
             return CancelRun(run_id, run.cancel_reason)
         return None

@@ -11,7 +11,7 @@ from contracts.events.node import NodeLost
 from contracts.events.run import (
     Artifact,
     CheckpointRef,
-    Decided,
+    DecisionRecord,
     Member,
     Problem,
     QueueReason,
@@ -87,7 +87,7 @@ class PreemptRun:
     queue_reason: QueueReason
     grace_s: float
     then: Literal["queue", "cancel", "fail"] = "queue"
-    waiter: str | None = None
+    preemptor: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,15 +159,17 @@ def in_order(decisions: Iterable[Decision]) -> list[Decision]:
     return sorted(listed, key=lambda each: (isinstance(each, ExplainRun), each.run_id not in placed))
 
 
-def decided(cluster: Cluster, now: datetime, policy: Policy, hearing_since: datetime | None = None) -> Decided:
+def decision_record(
+    cluster: Cluster, now: datetime, policy: Policy, reachable_since: datetime | None = None
+) -> DecisionRecord:
     """From what a pass decides, for its facts to say."""
-    return Decided(at_sequence=cluster.sequence, at=now, policy=policy.digest, hearing_since=hearing_since)
+    return DecisionRecord(at_sequence=cluster.sequence, at=now, policy=policy.digest, reachable_since=reachable_since)
 
 
-def fact_of(decision: Decision, cluster: Cluster, now: datetime, made: Decided | None = None) -> RunFact:
+def fact_of(decision: Decision, cluster: Cluster, now: datetime, made: DecisionRecord | None = None) -> RunFact:
     """The fact that this decision, made from ``cluster`` at ``now``, is published as."""
     run_id = decision.run_id
-    made = made or Decided(at_sequence=cluster.sequence, at=now)
+    made = made or DecisionRecord(at_sequence=cluster.sequence, at=now)
     match decision:
         case QueueRun():
             return RunQueued(
@@ -175,7 +177,7 @@ def fact_of(decision: Decision, cluster: Cluster, now: datetime, made: Decided |
                 next_generation=decision.next_generation,
                 reason=decision.reason,
                 failures=decision.failures,
-                decided=made,
+                decision=made,
             )
         case PlaceRun():
             known = cluster.runs[run_id]
@@ -193,7 +195,7 @@ def fact_of(decision: Decision, cluster: Cluster, now: datetime, made: Decided |
                 wanted_slots=useful(known, known.spec.slots.max),
                 failures_seen=known.failures_seen,
                 run_s=known.run_s,
-                decided=made,
+                decision=made,
             )
         case PreemptRun():
             return RunPreempting(
@@ -203,8 +205,8 @@ def fact_of(decision: Decision, cluster: Cluster, now: datetime, made: Decided |
                 queue_reason=decision.queue_reason,
                 grace_s=decision.grace_s,
                 then=decision.then,
-                waiter=decision.waiter,
-                decided=made,
+                preemptor=decision.preemptor,
+                decision=made,
             )
         case CompleteRun():
             return RunCompleted(
@@ -213,7 +215,7 @@ def fact_of(decision: Decision, cluster: Cluster, now: datetime, made: Decided |
                 checkpoint=decision.checkpoint,
                 metrics=dict(decision.metrics),
                 artifacts=decision.artifacts,
-                decided=made,
+                decision=made,
             )
         case FailRun():
             return RunFailed(
@@ -221,10 +223,10 @@ def fact_of(decision: Decision, cluster: Cluster, now: datetime, made: Decided |
                 generation=decision.generation,
                 reason=decision.reason,
                 log_tail=decision.log_tail,
-                decided=made,
+                decision=made,
             )
         case CancelRun():
-            return RunCancelled(run_id=run_id, reason=decision.reason, decided=made)
+            return RunCancelled(run_id=run_id, reason=decision.reason, decision=made)
         case ExplainRun():
             return RunWaiting(
                 run_id=run_id,
@@ -232,7 +234,7 @@ def fact_of(decision: Decision, cluster: Cluster, now: datetime, made: Decided |
                 code=decision.code,
                 message=decision.message,
                 decided_at_sequence=cluster.sequence,
-                decided=made,
+                decision=made,
             )
         case ReserveRun():
             return RunReserved(
@@ -240,12 +242,12 @@ def fact_of(decision: Decision, cluster: Cluster, now: datetime, made: Decided |
                 next_generation=decision.next_generation,
                 start_by=decision.start_by,
                 node_ids=decision.node_ids,
-                decided=made,
+                decision=made,
             )
 
 
 def answer_fact(
-    answer: AcceptRun | RejectRun, request_id: str, request_source: str, made: Decided | None = None
+    answer: AcceptRun | RejectRun, request_id: str, request_source: str, made: DecisionRecord | None = None
 ) -> RunAccepted | RunRejected:
     """The fact that answers a request. ``made``: from what was folded when it was answered."""
     if isinstance(answer, AcceptRun):
@@ -255,10 +257,10 @@ def answer_fact(
             request_id=request_id,
             request_source=request_source,
             parent_run_id=answer.parent_run_id,
-            decided=made,
+            decision=made,
         )
     return RunRejected(
-        run_id=answer.run_id, name=answer.name, reason=answer.reason, problems=answer.problems, decided=made
+        run_id=answer.run_id, name=answer.name, reason=answer.reason, problems=answer.problems, decision=made
     )
 
 

@@ -165,7 +165,7 @@ def _queued(cluster: Cluster, known: Run, fact: run.RunQueued, time: datetime) -
     if fact.reason in ("crashed", "node lost"):
         known.setbacks += 1
     if fact.reason == "node lost":
-        known.blameless += 1
+        known.infrastructure_failures += 1
         known.strikes.update(_at_fault(cluster, known))
     known.parts, known.preempting, known.ended_at, known.stalled = {}, None, None, None
     known.reserved = None
@@ -190,7 +190,9 @@ def _at_fault(cluster: Cluster, known: Run) -> dict[str, int]:
     if (stalled := known.stalled) is not None:
         home = cluster.nodes.get(stalled.node_id)
         return {home.incarnation: EXCLUDED if stalled.on_stall == "exclude" else 1} if home else {}
-    failed = [part for part in known.parts.values() if part.unprovoked and part.exit and part.exit.blameless]
+    failed = [
+        part for part in known.parts.values() if part.unprovoked and part.exit and part.exit.infrastructure_failure
+    ]
     if not failed and not any(part.ended in ("lost", "failed") for part in known.parts.values()):
         failed = [part for part in known.parts.values() if not part.started]
     return {home.incarnation: 1 for part in failed if (home := cluster.nodes.get(part.node_id)) is not None}
@@ -263,7 +265,7 @@ def _preempting(cluster: Cluster, known: Run, fact: RunPreempting, time: datetim
     if fact.generation != known.generation or not known.live or known.preempting is not None:
         return
     known.preempting, known.preempting_at = fact, time
-    if fact.waiter is not None:
+    if fact.preemptor is not None:
         known.yielded = cluster.sequence
     if not known.terminal:
         _enter(cluster, known, Phase.PREEMPTING)
@@ -322,7 +324,7 @@ def _committed(cluster: Cluster, known: Run, fact: checkpoint.CheckpointCommitte
     if fact.exactness == "exact" and known.machine:
         cluster.machines[fact.checkpoint.uri] = known.machine
     if known.newest is None or _age(committed) >= _age(known.newest):
-        known.newest, known.committed_at, known.setbacks, known.blameless = committed, time, 0, 0
+        known.newest, known.committed_at, known.setbacks, known.infrastructure_failures = committed, time, 0, 0
         if fact.generation == known.generation:
             for home in [cluster.nodes.get(node_id) for node_id in known.parts]:
                 known.strikes.pop(home.incarnation if home else "", None)

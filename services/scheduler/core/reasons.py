@@ -99,8 +99,9 @@ def _unlike(cluster: Cluster, run: Run, why: Why) -> str:
     )
     return (
         f"it is exact to the bit and needs at least {_slots(run.spec.slots.min)} {of_one_kind} (these are alike: "
-        f"{there}); it runs as soon as more of the kind join, or submit it again with training.unlike_nodes 'allow' "
-        "(and resume_from its last checkpoint): that run is exact in its samples alone"
+        f"{there}); it runs as soon as more of the kind join, or submit it again with "
+        "training.heterogeneous_nodes 'allow' (and resume_from its last checkpoint): that run is exact in its samples "
+        "alone"
     )
 
 

@@ -32,13 +32,13 @@ def settle_unqueued(run: Run) -> Settlement | None:
 
 
 def settle_active(
-    cluster: Cluster, run: Run, now: datetime, policy: Policy, hearing_since: datetime
+    cluster: Cluster, run: Run, now: datetime, policy: Policy, reachable_since: datetime
 ) -> Settlement | None:
     """Stop the rest of a gang that has broken; decide what follows once every part has ended."""
     if run.live:
         if run.preempting is not None:
             return None
-        waited = now - max(run.placed_at, hearing_since)
+        waited = now - max(run.placed_at, reachable_since)
         return _stop(cluster, run, now, policy) or _not_started(run, waited.total_seconds(), policy)
     return None if run.terminal else _outcome(run, now, policy)
 
@@ -164,7 +164,7 @@ def _outcome(run: Run, now: datetime, policy: Policy) -> Settlement | None:
             return _crashed(run)
     else:
         reason = stop.queue_reason if stop else "preempted"
-    if reason == "node lost" and run.blameless + 1 >= policy.faults.max_blameless:
+    if reason == "node lost" and run.infrastructure_failures + 1 >= policy.faults.max_infrastructure_failures:
         return _unlucky(run)
     return QueueRun(run.run_id, run.next_generation, reason, run.failures)
 
@@ -174,7 +174,7 @@ def _unlucky(run: Run) -> FailRun:
     told = next((part.exit for part in run.parts.values() if part.exit and part.exit.reason), None)
     why = told.reason if told else run.preempting.reason if run.preempting else "its nodes were lost"
     reason = (
-        f"gave up after {run.blameless + 1} generations in a row were broken by their nodes "
+        f"gave up after {run.infrastructure_failures + 1} generations in a row were broken by their nodes "
         f"without a new checkpoint; the last: {why}"
     )
     return FailRun(run.run_id, run.generation, reason[:2000], told.log_tail if told else ())
@@ -227,7 +227,7 @@ def _broken_reason(run: Run) -> QueueReason:
     if any(part.ended == "lost" for part in parts):
         return "node lost"
     own = [part for part in parts if part.exit is not None and part.ended == "failed" and part.unprovoked]
-    if any(part.exit is not None and not part.exit.blameless for part in own):
+    if any(part.exit is not None and not part.exit.infrastructure_failure for part in own):
         return "crashed"
     if own:
         return "node lost"

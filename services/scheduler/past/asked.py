@@ -20,14 +20,14 @@ class Then:
 
     at: datetime
     cluster: Cluster = field(default_factory=Cluster)
-    hearing_since: datetime | None = None
+    reachable_since: datetime | None = None
 
     def feed(self, entry: Entry) -> bool:
         """Fold an entry, if it was there by then; False if it came later, and with it all that follow."""
         if entry.time > self.at:
             return False
         if (key := key_of(entry.fact)) is not None and not is_answer(entry.fact):
-            self.hearing_since = key.hearing_since
+            self.reachable_since = key.reachable_since
         fold_entry(self.cluster, entry)
         return True
 
@@ -38,7 +38,7 @@ class Then:
 
     def why(self, run_id: str) -> dict[str, Any]:
         """What the scheduler would have answered."""
-        said = answer(self.cluster, run_id, self.at, self.policy, self.hearing_since or EPOCH)
+        said = answer(self.cluster, run_id, self.at, self.policy, self.reachable_since or EPOCH)
         return said | {
             "at": self.at.isoformat(),
             "sequence": self.cluster.sequence,

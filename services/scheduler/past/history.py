@@ -262,7 +262,7 @@ class History:
                 self._restarts_s.append((time - since).total_seconds())
         elif isinstance(fact, RunPreempting) and fact.queue_reason == "preempted" and fact.then == "queue":
             run.preemptions += 1
-        if self.start <= time < self.end and getattr(fact, "decided", None) is not None:
+        if self.start <= time < self.end and getattr(fact, "decision", None) is not None:
             self.totals.decisions += 1
         self._hold(run, time)
 

@@ -24,7 +24,8 @@ from services.scheduler.core.state.cluster import Cluster
 
 #: What the scheduler folds, and what tells the policies in force and the capacity that was wanted.
 FOLLOWED = tuple(
-    subjects.fact(aggregate, subjects.ANY, subjects.ANY) for aggregate in ("run", "node", "policy", "capacity")
+    subjects.fact(aggregate, subjects.WILDCARD, subjects.WILDCARD)
+    for aggregate in ("run", "node", "policy", "capacity")
 )
 
 

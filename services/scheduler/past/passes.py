@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from contracts.base import Fact
 from contracts.events.capacity import CapacityWanted
-from contracts.events.run import Decided
+from contracts.events.run import DecisionRecord
 from contracts.scheduling import Policy
 from services.scheduler.core.capacity.wanted import want, wanted_fact
 from services.scheduler.core.decide import Plan, plan
@@ -25,18 +25,18 @@ class PassKey(NamedTuple):
     at: datetime
     #: Digest of the policy.
     policy: str
-    hearing_since: datetime | None
+    reachable_since: datetime | None
     #: Whether it is about nodes that are wanted, rather than about runs.
     about_nodes: bool = False
 
 
 def key_of(fact: Fact | None) -> PassKey | None:
     """The pass that a fact was decided in; None if it is no decision, or does not say."""
-    decided: Decided | None = getattr(fact, "decided", None)
-    if decided is None:
+    decision: DecisionRecord | None = getattr(fact, "decision", None)
+    if decision is None:
         return None
     about_nodes = isinstance(fact, CapacityWanted)
-    return PassKey(decided.at_sequence, decided.at, decided.policy, decided.hearing_since, about_nodes)
+    return PassKey(decision.at_sequence, decision.at, decision.policy, decision.reachable_since, about_nodes)
 
 
 def plan_again(cluster: Cluster, key: PassKey, policy: Policy) -> Plan:
@@ -44,23 +44,27 @@ def plan_again(cluster: Cluster, key: PassKey, policy: Policy) -> Plan:
 
     A live pass tells only some of those that wait why, and goes on with the others in the next; here all are told.
     """
-    return plan(cluster, key.at, policy, key.hearing_since or EPOCH, told=UNLIMITED)
+    return plan(cluster, key.at, policy, key.reachable_since or EPOCH, told=UNLIMITED)
 
 
 def facts_of(made: Plan, cluster: Cluster, key: PassKey) -> list[Fact]:
     """What the decisions of a plan are published as, in the order in which they were decided."""
-    stamp = Decided(at_sequence=key.at_sequence, at=key.at, policy=key.policy, hearing_since=key.hearing_since)
+    stamp = DecisionRecord(
+        at_sequence=key.at_sequence, at=key.at, policy=key.policy, reachable_since=key.reachable_since
+    )
     return [fact_of(decision, cluster, key.at, stamp) for decision in made.decisions]
 
 
 def wanted_of(cluster: Cluster, key: PassKey, policy: Policy) -> list[Fact]:
     """What is said about wanted nodes from the same cluster, in a pass of its own."""
-    stamp = Decided(at_sequence=key.at_sequence, at=key.at, policy=key.policy, hearing_since=key.hearing_since)
+    stamp = DecisionRecord(
+        at_sequence=key.at_sequence, at=key.at, policy=key.policy, reachable_since=key.reachable_since
+    )
     return [wanted_fact(each, key.at, stamp) for each in want(cluster, key.at, policy)]
 
 
-def stamped(fact: Any, decided: Decided | None) -> Any:
+def stamped(fact: Any, decision: DecisionRecord | None) -> Any:
     """The fact with this word on what it was decided from, if it is of a kind that says so."""
-    if "decided" not in type(fact).model_fields or fact.decided == decided:
+    if "decision" not in type(fact).model_fields or fact.decision == decision:
         return fact
-    return fact.model_copy(update={"decided": decided})
+    return fact.model_copy(update={"decision": decision})

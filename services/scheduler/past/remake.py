@@ -231,7 +231,7 @@ class Remaker:
             self.counts.unasked += 1
             return []
         self.counts.answers += 1
-        said = getattr(fact, "decided", None)
+        said = getattr(fact, "decision", None)
         tries = [_unlike(fact, stamped(answer, said)) for answer in remade]
         if any(not fields for fields in tries):
             return []

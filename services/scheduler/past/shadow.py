@@ -98,7 +98,7 @@ class Shadow:
         #: Starts that the candidate would have made, of runs that wait still.
         self._would_start: dict[tuple[str, int], datetime] = {}
         self._why_not: dict[tuple[str, int], str] = {}
-        self._hearing_since: datetime | None = None
+        self._reachable_since: datetime | None = None
         #: What was decided at the last point.
         self._point: object = None
 
@@ -107,7 +107,7 @@ class Shadow:
         for entry in entries:
             self._learn(entry.fact)
             if (key := key_of(entry.fact)) is not None and not is_answer(entry.fact):
-                self._hearing_since = key.hearing_since
+                self._reachable_since = key.reachable_since
             self._fold_both(entry)
 
     def hear(self, entries: Iterable[Entry]) -> list[Said]:
@@ -132,7 +132,7 @@ class Shadow:
             self._fold(self._held.popleft())
         if not self.cluster.unqueued and not self.cluster.queued and not self.cluster.active:
             return []
-        key = PassKey(self.cluster.sequence, now, self.in_force.digest, self._hearing_since)
+        key = PassKey(self.cluster.sequence, now, self.in_force.digest, self._reachable_since)
         return self._compare(key, self.in_force)
 
     # -- the log ------------------------------------------------------------
@@ -167,7 +167,7 @@ class Shadow:
     def _at_pass(self, key: PassKey) -> list[Said]:
         """The leader's own point: fold up to what it had folded, and take its clock."""
         self._compared.add(key)
-        self._hearing_since = key.hearing_since
+        self._reachable_since = key.reachable_since
         while self._held and self._held[0].sequence <= key.at_sequence:
             self._fold(self._held.popleft())
         policy = self._policies.get(key.policy)

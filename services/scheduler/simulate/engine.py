@@ -19,7 +19,7 @@ from contracts.events.capacity import PolicyAdopted
 from contracts.events.run import RunCancelling, RunPlaced
 from contracts.scheduling import Policy
 from services.scheduler.core.decide import plan
-from services.scheduler.core.decisions import PASS_LIMIT, decided, fact_of, in_order
+from services.scheduler.core.decisions import PASS_LIMIT, decision_record, fact_of, in_order
 from services.scheduler.core.fold import apply
 from services.scheduler.core.state.cluster import Cluster
 from services.scheduler.simulate.agents import Agents
@@ -171,7 +171,7 @@ class Core:
         planned = plan(self.cluster, now, self.policy, START)
         self.effort.pass_s.append(time.perf_counter() - started)
         # All facts of a pass are made from what was known as it began.
-        made = decided(self.cluster, now, self.policy, START)
+        made = decision_record(self.cluster, now, self.policy, START)
         decisions = in_order(planned.decisions)[:PASS_LIMIT]
         said = [fact_of(decision, self.cluster, now, made) for decision in decisions]
         for fact in said:

@@ -252,7 +252,7 @@ def ended_well(exits: Sequence[Exit]) -> bool:
     return all(each.code == EXIT_DONE for each in exits)
 
 
-def is_blameless(code: int, started: bool, text: str) -> bool:
+def is_infrastructure_failure(code: int, started: bool, text: str) -> bool:
     """Whether the ranks failed for a port that somebody took in the meantime, or for want of an agent or of peers.
 
     Peers that fail say so themselves, and the generation is then stopped long before a rank gives up waiting.

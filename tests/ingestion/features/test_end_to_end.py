@@ -198,13 +198,13 @@ async def test_the_order_of_listings_and_files_at_a_time_do_not_show(
 async def test_rows_without_features_can_be_set_aside(ingest: Ingesting, objects: ObjectStore, lake: str) -> None:
     data = await tables(objects, lake)
     required = {"required": ["user", "event_timestamp", "spending__euros"]}
-    checked = data.model_validate({**data.model_dump(), "checks": required, "max_bad_fraction": 0.9})
+    checked = data.model_validate({**data.model_dump(), "checks": required, "max_invalid_fraction": 0.9})
     found = await ingest(checked)
     assert (found.outcome.accepted, found.outcome.broken) == (4, 3)
 
 
 async def test_a_damaged_entity_file_is_quarantined_whole(ingest: Ingesting, objects: ObjectStore, lake: str) -> None:
-    data = (await tables(objects, lake)).model_copy(update={"max_bad_fraction": 0.9})
+    data = (await tables(objects, lake)).model_copy(update={"max_invalid_fraction": 0.9})
     await fill(objects, f"{lake}/sales", {"2026-02.parquet": file(**SALES["2026-04.parquet"])[:-9], "notes.txt": b"?"})
     found = await ingest(data)
     assert found.outcome.accepted == 7

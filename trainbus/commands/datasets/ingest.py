@@ -124,7 +124,7 @@ async def until(
     with Progress(*columns, console=console, disable=disable, transient=True) as bar:
         task = bar.add_task("waiting", total=None)
         while True:
-            fact = await link.last(topology.FACTS, subjects.fact("dataset", ingestion_id, subjects.ANY))
+            fact = await link.last(topology.FACTS, subjects.fact("dataset", ingestion_id, subjects.WILDCARD))
             if fact is not None and isinstance(fact.event, DatasetIngestFailed | DatasetShardFailed):
                 raise CliError(f"{ingestion_id} failed: {fact.event.reason}")
             if fact is not None and isinstance(fact.event, DatasetIngested):
@@ -139,7 +139,7 @@ async def until(
 
 async def _there(link: Link, objects: ObjectStore, event: DatasetIngested) -> str | None:
     """The dataset, once its manifest is in the store: the same input again says nothing on the bus."""
-    facts = await link.read(*(subjects.fact("dataset", subjects.ANY, name) for name in ("ingested", "sharded")))
+    facts = await link.read(*(subjects.fact("dataset", subjects.WILDCARD, name) for name in ("ingested", "sharded")))
     made = History((each.envelope.time, each.event) for each in facts).ingestions[event.ingestion_id]
     if made.dataset_id is None:
         return None

@@ -36,7 +36,7 @@ def changes(policy: Policy) -> dict[str, Any]:
 async def show(address: Address, *, as_json: bool) -> int:
     """Print the newest policy that was adopted."""
     async with connect(address) as link:
-        stored: Stored | None = await link.last(topology.FACTS, subjects.fact("policy", subjects.ANY, "adopted"))
+        stored: Stored | None = await link.last(topology.FACTS, subjects.fact("policy", subjects.WILDCARD, "adopted"))
     if stored is None:
         raise CliError("no scheduler has adopted a policy yet: none has led since it says so")
     adopted = stored.event

@@ -48,7 +48,7 @@ class WantCapacity:
     nodes: int
     run_ids: tuple[str, ...] = ()
     spare: tuple[str, ...] = ()
-    gave_up: bool = False
+    timed_out: bool = False
     reason: str = ""
 
 
@@ -77,7 +77,7 @@ def wanted(
             break
         stock.serve(run)
     found = (_want(pool, stock, present, pool.name in given_up, now) for pool in policy.pools.pools)
-    return [want for want in found if want.gave_up or _what(said.get(want.pool)) != (want.nodes, want.spare)]
+    return [want for want in found if want.timed_out or _what(said.get(want.pool)) != (want.nodes, want.spare)]
 
 
 def wake_at(policy: Policy, present: Iterable[Present], said: Mapping[str, Said], now: datetime) -> datetime | None:
@@ -108,7 +108,7 @@ def _late(pools: Pools, pool: Pool, present: Sequence[Present], said: Mapping[st
     return sum(each.labels.get("pool") == pool.name for each in present) < known.nodes
 
 
-def _want(pool: Pool, stock: _Stock, present: Sequence[Present], gave_up: bool, now: datetime) -> WantCapacity:
+def _want(pool: Pool, stock: _Stock, present: Sequence[Present], timed_out: bool, now: datetime) -> WantCapacity:
     own = [each for each in present if each.labels.get("pool") == pool.name]
     idle_before = now - timedelta(seconds=stock.policy.pools.idle_s)
     spare = tuple(
@@ -122,12 +122,12 @@ def _want(pool: Pool, stock: _Stock, present: Sequence[Present], gave_up: bool, 
     new = stock.count.get(pool.name, 0)
     nodes = min(len(own) - len(spare) + new, pool.max_nodes)
     return WantCapacity(
-        pool.name, nodes, run_ids[:LISTED], spare, gave_up, _reason(pool, len(own), new, run_ids, gave_up)
+        pool.name, nodes, run_ids[:LISTED], spare, timed_out, _reason(pool, len(own), new, run_ids, timed_out)
     )
 
 
-def _reason(pool: Pool, there: int, new: int, run_ids: Sequence[str], gave_up: bool) -> str:
-    if gave_up:
+def _reason(pool: Pool, there: int, new: int, run_ids: Sequence[str], timed_out: bool) -> str:
+    if timed_out:
         return f"nodes of pool {pool.name} that were wanted did not come in time: it is left alone for a while"
     if new:
         runs = f"{len(run_ids)} run{'s' if len(run_ids) > 1 else ''}"
@@ -288,4 +288,4 @@ class _Stock:
 def _exact(spec: TrainRequested) -> bool:
     """Whether it matters to the run that its nodes are alike."""
     training = spec.training
-    return training is not None and training.logical_ranks is not None and training.unlike_nodes == "avoid"
+    return training is not None and training.logical_ranks is not None and training.heterogeneous_nodes == "avoid"

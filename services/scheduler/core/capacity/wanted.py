@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from datetime import datetime
 
 from contracts.events.capacity import CapacityWanted
-from contracts.events.run import Decided
+from contracts.events.run import DecisionRecord
 from contracts.scheduling import Policy
 from services.scheduler.core.capacity import stock
 from services.scheduler.core.capacity.stock import Present, Waiting, WantCapacity
@@ -33,18 +33,18 @@ def wake_at(cluster: Cluster, now: datetime, policy: Policy) -> datetime | None:
     return stock.wake_at(policy, _present(cluster), cluster.capacity, now) if policy.pools.pools else None
 
 
-def wanted_fact(want: WantCapacity, now: datetime, made: Decided) -> CapacityWanted:
+def wanted_fact(want: WantCapacity, now: datetime, made: DecisionRecord) -> CapacityWanted:
     """The fact that it is published as."""
     return CapacityWanted(
         pool=want.pool,
         nodes=want.nodes,
         run_ids=want.run_ids,
         spare=want.spare,
-        gave_up=want.gave_up,
+        timed_out=want.timed_out,
         reason=want.reason,
         decided_at=now,
         decided_at_sequence=made.at_sequence,
-        decided=made,
+        decision=made,
     )
 
 
@@ -59,7 +59,7 @@ def _waiting(cluster: Cluster, now: datetime, policy: Policy) -> list[Waiting]:
     """The runs that more nodes would help, in order."""
     # Slots are on their way to these: nodes beside them would come for nothing.
     served = {
-        run.preempting.waiter for run_id in cluster.active if (run := cluster.runs[run_id]).preempting is not None
+        run.preempting.preemptor for run_id in cluster.active if (run := cluster.runs[run_id]).preempting is not None
     }
     helped = [run for run_id in cluster.queued if run_id not in served and _helped(run := cluster.runs[run_id])]
     ordered = heapq.nsmallest(stock.DEPTH, helped, key=lambda run: line.key_of(cluster, run, now, policy))

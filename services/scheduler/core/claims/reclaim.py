@@ -188,9 +188,9 @@ class Reclaim:
         for each in returning:
             rank = self.claims.rank(each.run, each.key)
             stop = each.run.preempting
-            if stop is not None and stop.waiter in ranks:
+            if stop is not None and stop.preemptor in ranks:
                 # Whoever it makes room for goes before it, or it would not have to.
-                rank = max(rank, ranks[stop.waiter])
+                rank = max(rank, ranks[stop.preemptor])
             turns.append(((True, rank), 1, each.key, each.run))
         turns.sort(key=lambda turn: turn[:3])
         return [(key, run, not back) for _, back, key, run in turns]
@@ -343,7 +343,7 @@ class Reclaim:
         }[taking.rule]
         reason = f"{does} run {waiter.run_id} {why}"
         queue_reason: QueueReason = "preempted" if by is None else "resized"
-        return PreemptRun(run.run_id, run.generation, reason, queue_reason, run.spec.grace_s, waiter=waiter.run_id)
+        return PreemptRun(run.run_id, run.generation, reason, queue_reason, run.spec.grace_s, preemptor=waiter.run_id)
 
     def _enough(
         self, candidates: list[Holding], need: int, run: Run, wants: Wants, coming: Space, closed: set[str]

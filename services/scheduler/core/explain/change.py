@@ -69,7 +69,7 @@ class Attempt:
         made = plan(clone, self.now, self.policy, about=self.run.run_id).decisions
         if any(isinstance(each, PlaceRun) and each.run_id == self.run.run_id for each in made):
             return Change(fields, "now")
-        victims = [each.run_id for each in made if isinstance(each, PreemptRun) and each.waiter == self.run.run_id]
+        victims = [each.run_id for each in made if isinstance(each, PreemptRun) and each.preemptor == self.run.run_id]
         return Change(fields, "after preemption", tuple(victims)) if victims else None
 
     def changed(self, spec: TrainRequested) -> Cluster:
@@ -150,7 +150,7 @@ def _other_lie(attempt: Attempt, why: Why) -> Iterator[Change]:
     if spec.gang.bundle > 1:
         laxer.append({"gang.bundle": 1})
     if attempt.run.exact:
-        laxer.append({"training.unlike_nodes": "allow"})
+        laxer.append({"training.heterogeneous_nodes": "allow"})
     yield from _those_that_work(attempt, laxer)
 
 

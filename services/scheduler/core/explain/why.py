@@ -21,7 +21,7 @@ LISTED = 10
 
 
 def answer(
-    cluster: Cluster, run_id: str, now: datetime, policy: Policy, hearing_since: datetime = EPOCH
+    cluster: Cluster, run_id: str, now: datetime, policy: Policy, reachable_since: datetime = EPOCH
 ) -> dict[str, Any]:
     """What can be said about a run: its state, the constraint that binds it, a sentence; and for one that waits who
     holds what it needs, until when, and the smallest changes that would start it (``change.py``).
@@ -29,7 +29,7 @@ def answer(
     run = cluster.runs.get(run_id)
     # Only a run that waits needs a look at all the others.
     waiting = run is not None and not run.parts and not run.terminal
-    why = plan(cluster, now, policy, hearing_since, about=run_id).waits.get(run_id) if waiting else None
+    why = plan(cluster, now, policy, reachable_since, about=run_id).waits.get(run_id) if waiting else None
     said = reasons.state(cluster, run_id, why)
     if run is None or why is None or run_id not in cluster.queued:
         return said

@@ -21,7 +21,7 @@ class Said:
 
 def heard(known: Said | None, fact: CapacityWanted, time: datetime) -> Said:
     """Fold ``capacity.<pool>.wanted``."""
-    gave_up_at = time if fact.gave_up else known.gave_up_at if known else None
+    gave_up_at = time if fact.timed_out else known.gave_up_at if known else None
     # Patience begins anew when more is wanted, not with every change of what may go.
     since = known.since if known is not None and fact.nodes <= known.nodes else time
     return Said(fact.nodes, since, fact.spare, gave_up_at)

@@ -123,7 +123,7 @@ class Run:
     reserved: RunReserved | None = None
     #: Those of them that were no fault of the run; and how often in a row each node, by its
     #: incarnation, was at fault.
-    blameless: int = 0
+    infrastructure_failures: int = 0
     strikes: Counter[str] = field(default_factory=Counter)
     #: Why the current generation is to be started anew: one of its ranks makes no step.
     stalled: RunStalled | None = None
@@ -178,7 +178,9 @@ class Run:
     def exact(self) -> bool:
         """Whether it matters on which kind of machine it runs."""
         training = self.spec.training
-        exact_mode = training is not None and training.logical_ranks is not None and training.unlike_nodes == "avoid"
+        exact_mode = (
+            training is not None and training.logical_ranks is not None and training.heterogeneous_nodes == "avoid"
+        )
         # What begins anew is exact again.
         lost = self.inexact and self.resume is not None
         return exact_mode and self.spec.kind == "train" and not lost

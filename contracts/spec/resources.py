@@ -9,10 +9,10 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from contracts.base import Token
-from contracts.spec.part import Part
+from contracts.spec.base import SpecPart
 
 
-class Slots(Part):
+class Slots(SpecPart):
     """How many slots (GPUs, or CPU slots on a node without) a run can use: anything between the two."""
 
     min: int = Field(1, ge=1, le=1_000_000)
@@ -39,7 +39,7 @@ class Slots(Part):
         return self
 
 
-class Resources(Part):
+class Resources(SpecPart):
     """What each slot of a run needs; without it, one whole accelerator of any kind."""
 
     #: Kinds of accelerator that will do; empty: any.
@@ -58,7 +58,7 @@ class Resources(Part):
         return self
 
 
-class Gang(Part):
+class Gang(SpecPart):
     """How the slots of a run lie together. All of them are placed at once, or none."""
 
     #: Slots come in bundles of so many, each bundle on one node.
@@ -71,7 +71,7 @@ class Gang(Part):
     strict: bool = False
 
 
-class Scheduling(Part):
+class Scheduling(SpecPart):
     """When and where a run may have its slots."""
 
     #: Clusters that will do; empty: any. A run never lies across two.

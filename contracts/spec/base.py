@@ -10,7 +10,7 @@ Metric = Annotated[str, Field(min_length=1, max_length=200)]
 Mode = Literal["min", "max"]
 
 
-class Part(BaseModel):
+class SpecPart(BaseModel):
     """A part of a request: frozen, and as strict about unknown fields as the request itself."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from loadtest.common import report
 from services.kit import chunks as kit
-from services.worker.core.delta import LEAST_BYTES, is_worth
-from services.worker.upload import cut_file, key_of
+from services.worker.checkpoints.uploader import cut_file, key_of
+from services.worker.core.delta_bases import LEAST_BYTES, is_worth
 
 WIDTH, BLOCKS, VOCABULARY, LENGTH, BATCH = 256, 4, 512, 64, 8
 State = dict[str, dict[str, Tensor]]

@@ -37,10 +37,10 @@ from services.checkpoint.settings import CheckpointSettings
 from services.kit.bus import Bus
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore, write_at
-from services.worker.cache import Cache
-from services.worker.core.chunks import CUT_BYTES
-from services.worker.known import Known
-from services.worker.upload import Uploader
+from services.worker.cache.node_cache import Cache
+from services.worker.checkpoints.known_blobs import Known
+from services.worker.checkpoints.uploader import Uploader
+from services.worker.core.chunk_boundaries import CUT_BYTES
 from trainbus.embedded.servers import NatsServer, S3Server, free_ports
 
 MIB = 2**20

@@ -24,7 +24,7 @@ from contracts.events.run import RunProgress
 from contracts.ranks import EndedLine
 from loadtest.common import percentile
 from services.worker.core.journal import Placed
-from services.worker.journal import Follower
+from services.worker.ranks.journal_follower import Follower
 from trainbus.agent_link import Journal
 
 VALUES = {"train/loss": 0.7, "train/grad_norm": 1.3, "train/lr": 1e-3, "train/samples_per_s": 4096.0}

@@ -24,7 +24,7 @@ from loadtest.data.proxy import FaultProxy
 from loadtest.data.stored import be_quiet, node, store
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
-from services.worker.control import Control
+from services.worker.ranks.control_socket import Control
 from trainbus.data.arrival import Arrival
 from trainbus.data.dataset import Dataset
 from trainbus.data.loader import ahead

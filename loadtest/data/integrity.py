@@ -25,7 +25,7 @@ from contracts.ranks import WantLine
 from loadtest.data.stored import Stored, be_quiet, node, store
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
-from services.worker.cache import CacheError
+from services.worker.cache.node_cache import CacheError
 from trainbus.data.dataset import Dataset
 from trainbus.data.reader import DatasetError
 from trainbus.embedded.servers import S3Server, free_ports

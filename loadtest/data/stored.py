@@ -21,9 +21,9 @@ from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 from services.kit.store.ranged import Ranged
 from services.kit.store.reader import ObjectReader
-from services.worker.cache import SHARDS_FOLDER, Cache
-from services.worker.shard_files import ShardFiles
-from services.worker.shards import Shards
+from services.worker.cache.node_cache import SHARDS_FOLDER, Cache
+from services.worker.cache.shard_cache import Shards
+from services.worker.cache.shard_files import ShardFiles
 
 ZERO = "0" * 64
 

@@ -12,21 +12,21 @@ from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 from services.kit.store.ranged import Ranged
 from services.kit.store.reader import ObjectReader
-from services.worker.agent import Agent
-from services.worker.cache import SHARDS_FOLDER, Cache
-from services.worker.context import Context, python_root
-from services.worker.control import socket_path
-from services.worker.core.ranks import INHERITED
-from services.worker.executor import Executor, ProcessExecutor
-from services.worker.gpu_check import GpuCheck
-from services.worker.memory import Memory, default_folder
-from services.worker.node import inventory
-from services.worker.notices.heed import heed_notices
+from services.worker.agent.agent import Agent
+from services.worker.cache.node_cache import SHARDS_FOLDER, Cache
+from services.worker.cache.shard_cache import Shards
+from services.worker.cache.shard_files import ShardFiles
+from services.worker.checkpoints.survivor_memory import Memory, default_folder
+from services.worker.core.rank_environment import INHERITED
+from services.worker.launch.executor import Executor, ProcessExecutor
+from services.worker.launch.warm_server import Warm
+from services.worker.node.gpu_check import GpuCheck
+from services.worker.node.inventory import inventory
+from services.worker.node.system_metrics import Meter
+from services.worker.node_context import Context, python_root
+from services.worker.notices.listener import heed_notices
+from services.worker.ranks.control_socket import socket_path
 from services.worker.settings import WorkerSettings
-from services.worker.shard_files import ShardFiles
-from services.worker.shards import Shards
-from services.worker.system import Meter
-from services.worker.warm import Warm
 
 
 def build(settings: Settings, executor: Executor | None = None) -> Service:

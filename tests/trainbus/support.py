@@ -24,7 +24,7 @@ from contracts.events.dataset import ShardFile
 from contracts.events.train import Split, TrainRequested
 from contracts.progress import ring_name
 from contracts.ranks import JOURNAL_LINE, JournalLine, Launch
-from services.worker.ring import RingReader
+from services.worker.ranks.ring_reader import RingReader
 from trainbus.data.dataset import Dataset
 from trainbus.embedded.servers import free_ports
 

@@ -13,7 +13,7 @@ import pytest
 
 from contracts.progress import ring_name
 from contracts.ranks import CheckpointLine, EndedLine, MetricsLine, ResultLine, StartedLine
-from services.worker.ring import RingReader
+from services.worker.ranks.ring_reader import RingReader
 from tests.trainbus.support import (
     LINEAR_TASK,
     FakeAgent,

@@ -15,7 +15,7 @@ import pytest
 
 from contracts import progress as layout
 from contracts.ranks import EndedLine
-from services.worker.ring import RingReader
+from services.worker.ranks.ring_reader import RingReader
 from tests.trainbus.support import journal as said
 from trainbus.agent_link import Journal
 from trainbus.ring import RingWriter

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from services.worker.app import build
-from services.worker.executor import ProcessExecutor
+from services.worker.launch.executor import ProcessExecutor
 from services.worker.settings import WorkerSettings
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from services.kit.bus import Bus
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 from services.worker.app import build
-from services.worker.executor import ProcessExecutor
+from services.worker.launch.executor import ProcessExecutor
 from services.worker.settings import WorkerSettings
 
 HERE = Path(__file__).parent

@@ -24,13 +24,13 @@ from services.kit.chunks import restore_file
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectCorrupted
 from services.kit.store.objects import ObjectStore, blob_sha256
-from services.worker.cache import Cache
-from services.worker.core import chunks as core
-from services.worker.core.delta import Bases
-from services.worker.dvc import pointer_key, write_pointer
-from services.worker.known import Known
-from services.worker.repair import repair
-from services.worker.upload import Uploader, bases_of, cut_file
+from services.worker.cache.node_cache import Cache
+from services.worker.checkpoints.blob_repair import repair
+from services.worker.checkpoints.dvc import pointer_key, write_pointer
+from services.worker.checkpoints.known_blobs import Known
+from services.worker.checkpoints.uploader import Uploader, bases_of, cut_file
+from services.worker.core import chunk_boundaries as core
+from services.worker.core.delta_bases import Bases
 from tests.worker.conftest import World
 
 MIB = 2**20

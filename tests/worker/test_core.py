@@ -15,8 +15,10 @@ from contracts.events.node import NodeLost
 from contracts.events.run import CheckpointRef, Member, RunCompleted, RunPlaced, RunPreempting
 from contracts.events.train import TrainRequested
 from contracts.ranks import CheckpointLine
-from services.worker.core import journal, plan, ranks
-from services.worker.core.stage import ready_steps
+from services.worker.core import journal
+from services.worker.core import node_decisions as plan
+from services.worker.core import rank_environment as ranks
+from services.worker.core.checkpoint_steps import ready_steps
 
 
 def placed(generation: int = 1, node_id: str = "n1", run_id: str = "r", **spec: Any) -> RunPlaced:

@@ -11,10 +11,10 @@ import pytest
 
 from contracts.events.run import Artifact, RunStalled
 from services.kit.clock import ManualClock
-from services.worker import flight
-from services.worker.core import ranks
-from services.worker.core.watch import Stall
-from services.worker.watch import Watcher
+from services.worker.core import rank_environment as ranks
+from services.worker.core.stall_detector import Stall
+from services.worker.ranks import flight_recorder as flight
+from services.worker.ranks.stall_watcher import Watcher
 from tests.worker.test_core import placed
 from tests.worker.test_journal import Bus, follower
 

@@ -11,8 +11,8 @@ import pytest
 
 from contracts.events.node import NodeUnfit
 from contracts.events.run import RunExited
-from services.worker.gpu_check import GpuCheck, Unfit
-from services.worker.node import Gpu
+from services.worker.node.gpu_check import GpuCheck, Unfit
+from services.worker.node.inventory import Gpu
 from tests.worker.conftest import World
 
 GPUS = tuple(Gpu(f"GPU-{n}", "H200", 100 * 2**30) for n in range(2))

@@ -11,7 +11,7 @@ import pytest
 #: Root reads everything, so as root the part is played by somebody else.
 PLAY = """
 import ctypes, os, subprocess, sys
-from services.worker.hidden import PR_SET_DUMPABLE, hide_from_ranks
+from services.worker.launch.process_hardening import PR_SET_DUMPABLE, hide_from_ranks
 
 def look(pid):
     child = os.fork()

@@ -11,7 +11,7 @@ from contracts.ranks import MetricsLine, json_line
 from services.kit.bus import Transient
 from services.kit.clock import ManualClock
 from services.worker.core.journal import Placed, compile_patterns
-from services.worker.journal import Follower
+from services.worker.ranks.journal_follower import Follower
 
 
 class Bus:

@@ -13,12 +13,12 @@ import pytest
 from pydantic import ValidationError
 
 from contracts.events.node import NodeJoined
-from services.worker import node
-from services.worker.cache import Cache
-from services.worker.node import Gpu, cpu_limit, find_gpus, inventory, memory_limit_bytes, visible_gpus
+from services.worker.cache.node_cache import Cache
+from services.worker.cache.shard_files import shard_path
+from services.worker.node import inventory as node
+from services.worker.node.inventory import Gpu, cpu_limit, find_gpus, inventory, memory_limit_bytes, visible_gpus
+from services.worker.node.system_metrics import gpu_values
 from services.worker.settings import WorkerSettings
-from services.worker.shard_files import shard_path
-from services.worker.system import gpu_values
 from tests.worker.conftest import World
 
 MIB = 2**20

@@ -25,8 +25,8 @@ from services.worker.notices.azure import Azure
 from services.worker.notices.base import Metadata, Notice, Source
 from services.worker.notices.ec2 import Ec2
 from services.worker.notices.gcp import Gcp
-from services.worker.notices.heed import listen
 from services.worker.notices.kubernetes import Kubernetes
+from services.worker.notices.listener import listen
 from services.worker.notices.slurm import Slurm
 from tests.worker.conftest import World, until
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.package import PackageError, unpack
+from services.worker.launch.code_package import PackageError, unpack
 from tests.worker.conftest import package
 
 

@@ -13,7 +13,7 @@ import pytest
 from contracts.events.node import NodeJoined
 from contracts.events.run import RunExited, RunPreempting, RunReleased
 from services.worker.app import build
-from services.worker.executor import ProcessExecutor
+from services.worker.launch.executor import ProcessExecutor
 from tests.kit.support import until as eventually
 from tests.worker.conftest import FAKE, World, ranks_of, until
 from trainbus.embedded.servers import NatsServer

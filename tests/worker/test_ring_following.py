@@ -8,8 +8,8 @@ from pathlib import Path
 from contracts.events.run import RunProgress, RunStraggler
 from services.kit.bus import Transient
 from services.kit.clock import ManualClock
-from services.worker.journal import Follower
-from services.worker.ring import RingReader
+from services.worker.ranks.journal_follower import Follower
+from services.worker.ranks.ring_reader import RingReader
 from tests.worker.test_journal import Bus, follower
 from trainbus.agent_link import Journal
 from trainbus.ring import RingWriter

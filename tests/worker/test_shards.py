@@ -26,9 +26,9 @@ from services.kit.store.errors import ObjectCorrupted, ObjectNotFound
 from services.kit.store.objects import ObjectStore
 from services.kit.store.ranged import Ranged
 from services.kit.store.reader import ObjectReader
-from services.worker import shards as shards_module
-from services.worker.cache import Cache, CacheError
-from services.worker.shards import Reading
+from services.worker.cache import shard_cache as shards_module
+from services.worker.cache.node_cache import Cache, CacheError
+from services.worker.cache.shard_cache import Reading
 from tests.kit.support import until
 from trainbus.embedded.servers import S3Server
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.core.shards import NOMINAL_PER_S, SOMETIME_S, Agenda, Course, Present
+from services.worker.core.prefetch_schedule import NOMINAL_PER_S, SOMETIME_S, Agenda, Course, Present
 
 HERE = {name: Present(10, used_s) for used_s, name in enumerate("abcdef")}
 

@@ -13,9 +13,9 @@ import torch
 
 from contracts.events.run import Member, RunExited, RunPlaced, RunStarted
 from contracts.events.train import TrainRequested
-from services.worker.context import Context
-from services.worker.core import ranks
-from services.worker.gpu_check import GpuCheck, Unfit
+from services.worker.core import rank_environment as ranks
+from services.worker.node.gpu_check import GpuCheck, Unfit
+from services.worker.node_context import Context
 from tests.worker.conftest import World
 from tests.worker.test_core import placed
 from tests.worker.test_gpu_check import GPUS, RIGHT, WRONG, FakeNvml

@@ -9,11 +9,11 @@ import psutil
 import pytest
 
 from services.kit.concurrency import end
-from services.worker.context import python_root
-from services.worker.control import socket_path
-from services.worker.core.ranks import Start
-from services.worker.executor import ProcessExecutor, read_exit
-from services.worker.warm import Warm
+from services.worker.core.rank_environment import Start
+from services.worker.launch.executor import ProcessExecutor, read_exit
+from services.worker.launch.warm_server import Warm
+from services.worker.node_context import python_root
+from services.worker.ranks.control_socket import socket_path
 from tests.worker.conftest import until
 
 

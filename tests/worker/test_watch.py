@@ -16,11 +16,11 @@ from contracts.base import Fact
 from contracts.events.run import RunStalled
 from contracts.progress import ring_name
 from services.kit.clock import ManualClock
-from services.worker import stacks as stacks_module
-from services.worker.core.watch import FIRST_STEPS_FACTOR, StallWatch
-from services.worker.executor import RankProcess
-from services.worker.node import machine
-from services.worker.watch import Watcher
+from services.worker.core.stall_detector import FIRST_STEPS_FACTOR, StallWatch
+from services.worker.launch.executor import RankProcess
+from services.worker.node.inventory import machine
+from services.worker.ranks import stack_dump as stacks_module
+from services.worker.ranks.stall_watcher import Watcher
 from tests.worker.conftest import World, until
 from tests.worker.test_journal import Bus, follower
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import psutil
 
-from services.worker.node import Gpu
+from services.worker.node.inventory import Gpu
 
 MEBIBYTE = 2**20
 

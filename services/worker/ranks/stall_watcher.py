@@ -13,11 +13,12 @@ import structlog
 from contracts.base import Fact
 from contracts.events.run import Artifact, RunPlaced, RunStalled
 from services.kit.bus import Transient
-from services.worker import flight, metrics
-from services.worker.core.watch import Stall, StallWatch
-from services.worker.executor import RankProcess
-from services.worker.journal import Follower, Publish
-from services.worker.stacks import is_stopped, stacks
+from services.worker import metrics
+from services.worker.core.stall_detector import Stall, StallWatch
+from services.worker.launch.executor import RankProcess
+from services.worker.ranks import flight_recorder as flight
+from services.worker.ranks.journal_follower import Follower, Publish
+from services.worker.ranks.stack_dump import is_stopped, stacks
 
 log = structlog.get_logger(__name__)
 

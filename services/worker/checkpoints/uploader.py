@@ -19,11 +19,11 @@ from services.kit import chunks as kit
 from services.kit.store.errors import ObjectNotFound
 from services.kit.store.objects import ObjectStore, blob_key, blob_sha256, hash_file, is_young
 from services.worker import metrics
-from services.worker.cache import Cache
-from services.worker.core import chunks as core
-from services.worker.core.delta import SAMPLE_BYTES, Bases, is_worth
-from services.worker.files import inside
-from services.worker.known import Known
+from services.worker.cache.node_cache import Cache
+from services.worker.checkpoints.known_blobs import Known
+from services.worker.core import chunk_boundaries as core
+from services.worker.core.delta_bases import SAMPLE_BYTES, Bases, is_worth
+from services.worker.local_files import inside
 
 log = structlog.get_logger(__name__)
 

@@ -22,8 +22,8 @@ from services.kit.bus import Transient
 from services.kit.concurrency import in_thread
 from services.worker import metrics
 from services.worker.core import journal as core
-from services.worker.files import write_atomically
-from services.worker.ring import RingReader
+from services.worker.local_files import write_atomically
+from services.worker.ranks.ring_reader import RingReader
 
 log = structlog.get_logger(__name__)
 

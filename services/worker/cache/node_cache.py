@@ -32,9 +32,9 @@ from services.kit.chunks import Range, restore_file
 from services.kit.store.errors import ObjectNotFound
 from services.kit.store.objects import ObjectStore, hash_file
 from services.worker import metrics
-from services.worker.files import link_or_copy, write_atomically
-from services.worker.shard_files import shard_path
-from services.worker.shards import Reading, ShardError, Shards
+from services.worker.cache.shard_cache import Reading, ShardError, Shards
+from services.worker.cache.shard_files import shard_path
+from services.worker.local_files import link_or_copy, write_atomically
 from services.worker.together import together
 
 log = structlog.get_logger(__name__)

@@ -15,14 +15,14 @@ from contracts.events.checkpoint import CheckpointCommitted, CheckpointStaged
 from contracts.events.run import Artifact, Member, RunPlaced
 from services.kit.bus import Transient
 from services.worker import metrics
-from services.worker.cache import CacheError
-from services.worker.context import Context
-from services.worker.core.delta import Bases
-from services.worker.core.stage import ready_steps, worst
-from services.worker.dvc import pointer_key, write_pointer
-from services.worker.files import inside
-from services.worker.journal import Follower, Publish
-from services.worker.upload import Uploader, UploadError, bases_of, collect, upload_artifacts
+from services.worker.cache.node_cache import CacheError
+from services.worker.checkpoints.dvc import pointer_key, write_pointer
+from services.worker.checkpoints.uploader import Uploader, UploadError, bases_of, collect, upload_artifacts
+from services.worker.core.checkpoint_steps import ready_steps, worst
+from services.worker.core.delta_bases import Bases
+from services.worker.local_files import inside
+from services.worker.node_context import Context
+from services.worker.ranks.journal_follower import Follower, Publish
 
 log = structlog.get_logger(__name__)
 

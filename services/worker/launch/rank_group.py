@@ -14,11 +14,11 @@ from typing import Self
 import structlog
 
 from contracts.ranks import StopLine
-from services.worker.control import Control
-from services.worker.core import ranks as core
-from services.worker.executor import Executor, RankProcess, read_exit
-from services.worker.files import read_json, write_atomically
-from services.worker.orders import Orders, StopOrder
+from services.worker.core import rank_environment as core
+from services.worker.generation.requests import Orders, StopOrder
+from services.worker.launch.executor import Executor, RankProcess, read_exit
+from services.worker.local_files import read_json, write_atomically
+from services.worker.ranks.control_socket import Control
 
 log = structlog.get_logger(__name__)
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from services.worker import metrics
-from services.worker.core.ranks import CONTEXT_BYTES
-from services.worker.node import Gpu
+from services.worker.core.rank_environment import CONTEXT_BYTES
+from services.worker.node.inventory import Gpu
 
 #: Memory that somebody else may hold on a device before it is not ours.
 USED_MAX_SHARE = 0.05

@@ -13,8 +13,8 @@ from services.kit import chunks as kit
 from services.kit.bus import Transient
 from services.kit.concurrency import end
 from services.kit.store.objects import blob_sha256
-from services.worker.cache import CacheError
-from services.worker.context import Context
+from services.worker.cache.node_cache import CacheError
+from services.worker.node_context import Context
 
 log = structlog.get_logger(__name__)
 

@@ -16,12 +16,12 @@ from contracts import topology
 from contracts.datasets import SPLITS
 from contracts.events.run import CheckpointRef, Member, RunPlaced
 from services.kit.bus import Transient
-from services.worker.cache import CacheError, Hold
-from services.worker.context import Context
-from services.worker.core.ranks import slot_problem
-from services.worker.gpu_check import Unfit
-from services.worker.package import unpack
-from services.worker.shards import Reading
+from services.worker.cache.node_cache import CacheError, Hold
+from services.worker.cache.shard_cache import Reading
+from services.worker.core.rank_environment import slot_problem
+from services.worker.launch.code_package import unpack
+from services.worker.node.gpu_check import Unfit
+from services.worker.node_context import Context
 from services.worker.together import together
 
 log = structlog.get_logger(__name__)

@@ -27,8 +27,8 @@ from services.kit.store.errors import ObjectCorrupted
 from services.kit.store.objects import READ_BYTES, ObjectStore
 from services.kit.store.ranged import Ranged
 from services.worker import metrics
-from services.worker.core.shards import Present
-from services.worker.files import write_atomically
+from services.worker.core.prefetch_schedule import Present
+from services.worker.local_files import write_atomically
 
 log = structlog.get_logger(__name__)
 

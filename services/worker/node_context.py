@@ -14,15 +14,15 @@ from contracts.base import Fact
 from contracts.events.run import RunPlaced
 from services.kit.bus import Bus
 from services.kit.store.objects import ObjectStore
-from services.worker.cache import Cache
-from services.worker.core.ranks import Place
-from services.worker.executor import Executor
-from services.worker.gpu_check import GpuCheck
-from services.worker.known import Known
-from services.worker.memory import Memory
-from services.worker.node import Inventory, interface_of
+from services.worker.cache.node_cache import Cache
+from services.worker.checkpoints.known_blobs import Known
+from services.worker.checkpoints.survivor_memory import Memory
+from services.worker.core.rank_environment import Place
+from services.worker.launch.executor import Executor
+from services.worker.node.gpu_check import GpuCheck
+from services.worker.node.inventory import Inventory, interface_of
+from services.worker.node.system_metrics import Meter
 from services.worker.settings import WorkerSettings
-from services.worker.system import Meter
 
 #: Where CUDA looks for the daemon if nothing else is said.
 MPS_PIPE_DIR = "/tmp/nvidia-mps"

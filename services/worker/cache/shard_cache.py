@@ -28,9 +28,9 @@ from services.kit.concurrency import end
 from services.kit.store.errors import ObjectCorrupted, ObjectNotFound, StoreRefused
 from services.kit.store.objects import split_uri
 from services.worker import metrics
-from services.worker.core.shards import SOMETIME_S, Agenda, Course
-from services.worker.files import write_atomically
-from services.worker.shard_files import ShardFiles
+from services.worker.cache.shard_files import ShardFiles
+from services.worker.core.prefetch_schedule import SOMETIME_S, Agenda, Course
+from services.worker.local_files import write_atomically
 
 log = structlog.get_logger(__name__)
 

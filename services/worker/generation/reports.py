@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from contracts.events.run import Artifact, RunExited, RunPlaced, RunReleased
-from services.worker.core import ranks as core
+from services.worker.core import rank_environment as core
 from services.worker.core.journal import RankState
 
 Report = RunExited | RunReleased

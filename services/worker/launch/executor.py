@@ -22,8 +22,8 @@ import structlog
 
 from contracts.ranks import LAUNCH_VARIABLE
 from services.worker import metrics
-from services.worker.core.ranks import Start
-from services.worker.warm import Warm, WarmError, WarmTimeout
+from services.worker.core.rank_environment import Start
+from services.worker.launch.warm_server import Warm, WarmError, WarmTimeout
 
 log = structlog.get_logger(__name__)
 

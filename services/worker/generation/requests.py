@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from contracts.events.run import RunPlaced
-from services.worker.files import read_json, write_atomically
+from services.worker.local_files import read_json, write_atomically
 
 
 class Record(BaseModel):

@@ -25,24 +25,25 @@ from contracts.ranks import Launch
 from services.kit import telemetry
 from services.kit.bus import Transient
 from services.kit.concurrency import end, in_thread
-from services.worker import left, metrics
-from services.worker.cache import CacheError, Hold
-from services.worker.context import Context
-from services.worker.control import Control, socket_path
+from services.worker import metrics
+from services.worker.cache.node_cache import CacheError, Hold
+from services.worker.cache.shard_cache import Reading
+from services.worker.checkpoints import survivor_checkpoints as left
+from services.worker.checkpoints.stager import Stager
 from services.worker.core import journal as core_journal
-from services.worker.core import ranks as core
-from services.worker.executor import StartError
-from services.worker.files import read_json, write_atomically
-from services.worker.gpu_check import Unfit
-from services.worker.group import FAILURE_PATIENCE_S, POLL_S, RankGroup
-from services.worker.journal import Follower
-from services.worker.orders import Dropped, Orders, Record
-from services.worker.package import PackageError
-from services.worker.prepare import Prepared, open_dataset, prepare
-from services.worker.reports import Failure, Reached, Report, Reporter
-from services.worker.shards import Reading
-from services.worker.stage import Stager
-from services.worker.watch import Watcher
+from services.worker.core import rank_environment as core
+from services.worker.generation.preparation import Prepared, open_dataset, prepare
+from services.worker.generation.reports import Failure, Reached, Report, Reporter
+from services.worker.generation.requests import Dropped, Orders, Record
+from services.worker.launch.code_package import PackageError
+from services.worker.launch.executor import StartError
+from services.worker.launch.rank_group import FAILURE_PATIENCE_S, POLL_S, RankGroup
+from services.worker.local_files import read_json, write_atomically
+from services.worker.node.gpu_check import Unfit
+from services.worker.node_context import Context
+from services.worker.ranks.control_socket import Control, socket_path
+from services.worker.ranks.journal_follower import Follower
+from services.worker.ranks.stall_watcher import Watcher
 
 log = structlog.get_logger(__name__)
 

@@ -14,7 +14,7 @@ import structlog
 from pydantic import ValidationError
 
 from contracts.ranks import RANK_LINE, HelloLine, Line, PlanLine, ShardLine, StopLine, WantLine, json_line
-from services.worker.shards import Reading
+from services.worker.cache.shard_cache import Reading
 
 log = structlog.get_logger(__name__)
 

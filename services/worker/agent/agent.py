@@ -25,14 +25,15 @@ from contracts.events.run import RunCancelled, RunCompleted, RunFailed, RunPlace
 from services.kit.bus import Received, Transient
 from services.kit.concurrency import end, in_thread
 from services.kit.lease import Lease, read
-from services.worker import left, metrics
-from services.worker.context import Context
-from services.worker.core import plan
-from services.worker.files import read_json, write_atomically
+from services.worker import metrics
+from services.worker.checkpoints import survivor_checkpoints as left
+from services.worker.checkpoints.blob_repair import Repairer
+from services.worker.core import node_decisions as plan
+from services.worker.generation.requests import Record
+from services.worker.generation.runner import Placement
+from services.worker.local_files import read_json, write_atomically
+from services.worker.node_context import Context
 from services.worker.notices.base import Notice
-from services.worker.orders import Record
-from services.worker.placement import Placement
-from services.worker.repair import Repairer
 
 log = structlog.get_logger(__name__)
 

@@ -1,0 +1,1 @@
+"""The node's cache: code packages, checkpoints and the shards of datasets."""

@@ -1,0 +1,1 @@
+"""Checkpoints of this node: staging, upload, repair and the state that survives its ranks."""

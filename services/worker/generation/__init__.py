@@ -1,0 +1,1 @@
+"""One generation of one run on this node: requests, preparation, life and report."""

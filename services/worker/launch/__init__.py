@@ -1,0 +1,1 @@
+"""Processes of ranks: code package, executor, warm server, process group."""

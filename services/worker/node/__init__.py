@@ -1,0 +1,1 @@
+"""The hardware of a node: inventory, checks of GPUs, system metrics."""

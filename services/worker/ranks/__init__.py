@@ -1,0 +1,1 @@
+"""What running ranks write and report: journal, ring, control socket, stalls."""

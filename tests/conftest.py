@@ -23,6 +23,19 @@ hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("new", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("same")
 
+#: A test that uses one of these, or starts processes of its own (marked ``shell``), is no test of a core.
+SERVER_FIXTURES = frozenset({"nats_server", "s3_server"})
+SHELL_MARKERS = frozenset({"e2e", "docker", "shell"})
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test that needs neither a server nor another process as ``core``: ``make check`` runs these."""
+    for item in items:
+        uses_server = not SERVER_FIXTURES.isdisjoint(getattr(item, "fixturenames", ()))
+        is_shell = item.path.parent.name == "e2e" or any(item.get_closest_marker(name) for name in SHELL_MARKERS)
+        if not uses_server and not is_shell:
+            item.add_marker("core")
+
 
 @pytest.fixture
 def nats_server(tmp_path: Path) -> Iterator[NatsServer]:

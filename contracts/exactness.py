@@ -10,11 +10,11 @@ from contracts.events.checkpoint import Exactness
 from contracts.events.train import TrainRequested
 
 #: How many differences between two environments a sentence names.
-NAMED = 4
+MAX_NAMED_DIFFERENCES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class GenerationStart:
     """What one node said when its ranks of one generation began to train."""
 
     generation: int
@@ -25,7 +25,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class Assessment:
     """How exact a run is. ``since``: the generation from which on it is not exact to the bit."""
 
     exactness: Exactness
@@ -33,7 +33,7 @@ class Reading:
     since: int | None = None
 
 
-def read(spec: TrainRequested | Mapping[str, Any] | None, starts: Iterable[Start]) -> Reading | None:
+def assess(spec: TrainRequested | Mapping[str, Any] | None, starts: Iterable[GenerationStart]) -> Assessment | None:
     """How exact a run is by what it asked for and how each generation started; None before anything is known."""
     if spec is None:
         return None
@@ -42,8 +42,8 @@ def read(spec: TrainRequested | Mapping[str, Any] | None, starts: Iterable[Start
     if body.get("kind", "train") != "train" or not body.get("task"):
         return None
     if training.get("logical_ranks") is None:
-        return Reading("samples-exact", "fast mode: training.logical_ranks is not set", 1)
-    worst: dict[int, list[Start]] = {}
+        return Assessment("samples-exact", "fast mode: training.logical_ranks is not set", 1)
+    worst: dict[int, list[GenerationStart]] = {}
     for start in starts:
         worst.setdefault(start.generation, []).append(start)
     since: int | None = None
@@ -51,8 +51,8 @@ def read(spec: TrainRequested | Mapping[str, Any] | None, starts: Iterable[Start
         lost = any(start.exactness == "samples-exact" for start in worst[generation])
         since = (since or generation) if lost else None
     if since is None:
-        return Reading("exact")
-    return Reading("samples-exact", f"since generation {since}: {_why(worst, since)}", since)
+        return Assessment("exact")
+    return Assessment("samples-exact", f"since generation {since}: {_why(worst, since)}", since)
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
@@ -64,16 +64,16 @@ def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _why(generations: Mapping[int, list[Start]], since: int) -> str:
+def _why(generations: Mapping[int, list[GenerationStart]], since: int) -> str:
     here = generations[since]
     before = [start for generation in sorted(generations) if generation < since for start in generations[generation]]
     for start in here:
         for other in [*before[-1:], *here]:
             found = differences(other.environment, start.environment)
             if other.environment_digest != start.environment_digest and found:
-                more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+                more = f" and {len(found) - MAX_NAMED_DIFFERENCES} more" if len(found) > MAX_NAMED_DIFFERENCES else ""
                 where = f"on {start.node_id}" if other.node_id == start.node_id else f"{start.node_id}, {other.node_id}"
-                return f"{'; '.join(found[:NAMED])}{more} ({where})"
+                return f"{'; '.join(found[:MAX_NAMED_DIFFERENCES])}{more} ({where})"
     if before:
         return "its ranks went on in another environment"
     return "it started from a checkpoint of another environment, or one that is not exact"

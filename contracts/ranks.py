@@ -66,7 +66,7 @@ class Launch(Line):
     memory_folder: str | None = None
     #: Folder on disk where the node keeps what earlier generations wrote and nobody committed,
     #: ``g<generation>/step_<n>-rank_<r>/``; None: none.
-    left_folder: str | None = None
+    survivor_dir: str | None = None
 
 
 class MetricsLine(Line):
@@ -105,7 +105,7 @@ class StragglerLine(Line):
     over_steps: int
 
 
-class StarvedLine(Line):
+class StarvationLine(Line):
     """This rank waits for its data."""
 
     kind: Literal["starved"] = "starved"
@@ -156,7 +156,7 @@ class EndedLine(Line):
 
 
 JournalLine = Annotated[
-    MetricsLine | StartedLine | StragglerLine | StarvedLine | CheckpointLine | ResultLine | EndedLine,
+    MetricsLine | StartedLine | StragglerLine | StarvationLine | CheckpointLine | ResultLine | EndedLine,
     Field(discriminator="kind"),
 ]
 JOURNAL_LINE: TypeAdapter[JournalLine] = TypeAdapter(JournalLine)
@@ -171,7 +171,7 @@ class HelloLine(Line):
     generation: int
 
 
-class PlanLine(Line):
+class ShardPlanLine(Line):
     """Rank -> agent: where it is in its reading of a split, and which shards it reads when."""
 
     kind: Literal["plan"] = "plan"
@@ -184,7 +184,7 @@ class PlanLine(Line):
     needs: tuple[tuple[int, int, int], ...] | None = None
 
 
-class WantLine(Line):
+class ShardRequestLine(Line):
     """Rank -> agent: it waits for this shard, named by its path in the dataset's folder."""
 
     kind: Literal["want"] = "want"
@@ -193,7 +193,7 @@ class WantLine(Line):
     shard: str
 
 
-class ShardLine(Line):
+class ShardReplyLine(Line):
     """Agent -> rank: the shard and its index are there, verified; or why they cannot be had."""
 
     kind: Literal["shard"] = "shard"
@@ -201,7 +201,7 @@ class ShardLine(Line):
     problem: str = ""
 
 
-RankLine = Annotated[HelloLine | PlanLine | WantLine, Field(discriminator="kind")]
+RankLine = Annotated[HelloLine | ShardPlanLine | ShardRequestLine, Field(discriminator="kind")]
 RANK_LINE: TypeAdapter[RankLine] = TypeAdapter(RankLine)
 
 

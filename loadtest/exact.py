@@ -29,9 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 from contracts.events.train import Training
 from loadtest.common import report
 from tests.trainbus.exact_gang import Case, gang
-from trainbus.exits import hard_exit
+from trainbus.process_exit import hard_exit
 from trainbus.task import Task
-from trainbus.trainer.exact.reduce import GradientTree
+from trainbus.trainer.exact.gradient_tree import GradientTree
 from trainbus.trainer.strategies.exact_ddp import ExactDDPStrategy
 from trainbus.trainer.world import World
 

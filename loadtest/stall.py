@@ -31,9 +31,9 @@ from loadtest.common import percentile, report
 from trainbus.agent_link import Journal
 from trainbus.task import Task
 from trainbus.trainer.checkpoint import Progress
-from trainbus.trainer.memory import Memory
-from trainbus.trainer.saver import Saver
+from trainbus.trainer.checkpoint_manager import CheckpointManager
 from trainbus.trainer.strategies import make_strategy
+from trainbus.trainer.survivor_store import SurvivorStore
 from trainbus.trainer.world import World
 
 WIDTH = 1024
@@ -66,14 +66,14 @@ class Loop:
         self.strategy = make_strategy(task, task.model(), training, World())
         self.batch = torch.randn(BATCH, WIDTH)
         self.progress = Progress()
-        self.saver = Saver(
+        self.saver = CheckpointManager(
             folder / "checkpoints",
             self.strategy,
             training,
             world=World(),
             journal=Journal(folder / "rank_0.jsonl"),
             exactness="samples-exact",
-            memory=Memory(),
+            memory=SurvivorStore(),
         )
 
     def step(self) -> tuple[float, float]:

@@ -29,12 +29,12 @@ from contracts.ranks import (
     MetricsLine,
     ResultLine,
     StartedLine,
-    StarvedLine,
+    StarvationLine,
     StopLine,
     StragglerLine,
     json_line,
 )
-from trainbus.exits import EXIT_ORPHANED, hard_exit
+from trainbus.process_exit import EXIT_ORPHANED, hard_exit
 from trainbus.ring import RingWriter
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Journal:
             )
         )
 
-    def starved(self, line: StarvedLine) -> None:
+    def starved(self, line: StarvationLine) -> None:
         """Say that this rank waits for its data."""
         self._urgent(line)
 
@@ -157,7 +157,7 @@ class Journal:
         self._urgent(line)
 
     def _urgent(
-        self, line: StartedLine | StragglerLine | StarvedLine | CheckpointLine | ResultLine | EndedLine
+        self, line: StartedLine | StragglerLine | StarvationLine | CheckpointLine | ResultLine | EndedLine
     ) -> None:
         self._append(json_line(line), last=isinstance(line, EndedLine))
         self.doorbell()

@@ -12,7 +12,7 @@ from trainbus.data.loader import MicroBatch
 from trainbus.data.reader import DatasetError
 from trainbus.task import Task, TaskError
 from trainbus.trainer import checkpoint
-from trainbus.trainer.measure import measure
+from trainbus.trainer.validation import measure
 from trainbus.trainer.world import World
 
 PREDICTIONS = "predictions.json"
@@ -52,11 +52,11 @@ def evaluate(launch: Launch, task: Task, dataset: Dataset, world: World) -> tupl
     # Evaluation measures the weights themselves: in fp32, whatever precision they were trained in.
     found = measure(task, model, reader, world, "fp32", each=keep)
     metrics = {f"{split}/{name}": value for name, value in found.items()}
-    everyones = [row for part in world.gather(rows) for row in part]
-    if not everyones:
+    all_rows = [row for part in world.gather(rows) for row in part]
+    if not all_rows:
         return metrics, ()
     path = Path(launch.folder) / PREDICTIONS
-    path.write_text(json.dumps(_predictions(everyones, split, dataset)))
+    path.write_text(json.dumps(_predictions(all_rows, split, dataset)))
     return metrics, (PREDICTIONS,)
 
 

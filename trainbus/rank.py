@@ -25,12 +25,12 @@ from trainbus.data.reader import DatasetError
 from trainbus.data.waits import Waits
 from trainbus.data.workers import Workers
 from trainbus.evaluate import evaluate
-from trainbus.exits import hard_exit
+from trainbus.process_exit import hard_exit
 from trainbus.task import Task, TaskError, describe, load_task
-from trainbus.trainer.beginning import Init
-from trainbus.trainer.checkpoint import CheckpointError, History
-from trainbus.trainer.memory import Memory
+from trainbus.trainer.checkpoint import CheckpointError, FailureHistory
 from trainbus.trainer.optimizer_state import StateMismatch
+from trainbus.trainer.start_point import InitialWeights
+from trainbus.trainer.survivor_store import SurvivorStore
 from trainbus.trainer.trainer import Trainer, TrainingDiverged
 from trainbus.trainer.world import World, limit_memory, limit_threads, seed_all
 
@@ -107,14 +107,14 @@ def _work(
         journal=journal,
         resume_folder=Path(launch.resume_folder) if launch.resume_folder else None,
         resume_step=launch.resume.step if launch.resume else 0,
-        init=Init(Path(launch.init_folder), spec.init_exclude) if launch.init_folder else None,
+        init=InitialWeights(Path(launch.init_folder), spec.init_exclude) if launch.init_folder else None,
         best_metric=spec.retention.metric,
         best_mode=spec.retention.mode,
         about=_about(launch),
         machine=launch.machine,
         watch=spec.watch,
         memory=_memory(launch, world),
-        history=History(launch.failures_seen, launch.run_s),
+        history=FailureHistory(launch.failures_seen, launch.run_s),
         record_samples=env.get("TRAINBUS_RECORD_SAMPLES") == "1",
         waits=waits,
         workers=workers,
@@ -156,10 +156,10 @@ def _workers(launch: Launch) -> Workers:
     return Workers(count, lambda: _task(launch))
 
 
-def _memory(launch: Launch, world: World) -> Memory:
+def _memory(launch: Launch, world: World) -> SurvivorStore:
     folder = Path(launch.memory_folder) if launch.memory_folder else None
-    disk_folder = Path(launch.left_folder) if launch.left_folder else None
-    return Memory(folder, launch.generation, world.rank, disk_folder)
+    disk_folder = Path(launch.survivor_dir) if launch.survivor_dir else None
+    return SurvivorStore(folder, launch.generation, world.rank, disk_folder)
 
 
 def _write_stacks_when_asked(path: Path) -> None:

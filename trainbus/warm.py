@@ -33,7 +33,7 @@ import torch.distributed  # noqa: E402
 import torch.nn.parallel  # noqa: E402
 import torch.profiler  # noqa: E402
 
-from trainbus import exits, rank  # noqa: E402
+from trainbus import process_exit, rank  # noqa: E402
 
 #: How long to stay without a connection and without children.
 IDLE_S = 60.0
@@ -173,7 +173,7 @@ class WarmServer:
             os.environ.clear()
             os.environ.update(env)
             sys.argv = ["trainbus.rank"]
-            exits.exit_file = exit_file
+            process_exit.exit_file = exit_file
             rank.main()
         except BaseException:
             traceback.print_exc()
@@ -192,7 +192,7 @@ class WarmServer:
                 continue
             code = os.waitstatus_to_exitcode(status)
             try:
-                exits.write_exit_file(exit_file, code)
+                process_exit.write_exit_file(exit_file, code)
             except OSError as error:  # the run's folder may be gone already
                 print(f"trainbus.warm: {exit_file}: {error}", file=sys.stderr, flush=True)
             for connection in list(self._connections):

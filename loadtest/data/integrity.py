@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from contracts.datasets import shard_uri
-from contracts.ranks import WantLine
+from contracts.ranks import ShardRequestLine
 from loadtest.data.stored import Stored, be_quiet, node, store
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
@@ -93,7 +93,7 @@ class Trials:
         ):
             reading = await cache.dataset(stored.manifest_uri, stored.dataset_id, view, hold)
             for shard in stored.shards():
-                problem = await reading.want(WantLine(rank=0, generation=1, shard=shard.path))
+                problem = await reading.want(ShardRequestLine(rank=0, generation=1, shard=shard.path))
                 if problem:
                     raise DatasetError(problem)
             if place in IN_RUN:

@@ -17,7 +17,7 @@ from trainbus.data.order import LaneOrder
 from trainbus.data.sampler import Sampler
 from trainbus.data.workers import Workers
 from trainbus.task import Task
-from trainbus.trainer.feed import Feed, StepData
+from trainbus.trainer.step_data import StepData, StepLoader
 
 
 class Numbers(Task):
@@ -56,7 +56,9 @@ def trial(seed: int, folder: Path) -> int:
                 ranks: list[Any] = []
                 for rank in range(world_size):
                     loading = Loading(Numbers(), dataset.split("train"), workers=workers)
-                    feed = Feed(loading, Sampler(order(), batch, end), training, range(rank, rank + 1), world_size)
+                    feed = StepLoader(
+                        loading, Sampler(order(), batch, end), training, range(rank, rank + 1), world_size
+                    )
                     items = ahead(feed.steps(consumed, -(-(end - consumed) // batch)), rng.randint(1, 3))
                     ranks.append(generation.enter_context(closing(items)))
                 for _ in range(rng.randint(1, 8)):  # then it is killed, with batches on their way

@@ -114,7 +114,7 @@ def test_the_parts_of_a_checkpoint_are_gathered_from_the_nodes_that_have_them(
     launch, port, pids = Launch.model_validate_json(written.read_bytes()), free_ports(1)[0], []
     for rank, node in enumerate(nodes):
         own = folder / f"launch_{rank}.json"
-        own.write_text(launch.model_copy(update={"left_folder": str(node)}).model_dump_json())
+        own.write_text(launch.model_copy(update={"survivor_dir": str(node)}).model_dump_json())
         pids.append(warm.fork(rank_env(own, rank, 2, port), folder, rank))
     assert [warm.wait(pid) for pid in pids] == [0, 0]
     started = next(line for line in journal(folder) if isinstance(line, StartedLine))

@@ -13,8 +13,8 @@ from contracts.ranks import CheckpointLine, Launch
 from tests.trainbus.support import journal, linear_dataset, request, write_launch
 from tests.trainbus.test_trainer import Linear, train
 from trainbus.evaluate import evaluate
-from trainbus.trainer.checkpoint import History, When, compare
-from trainbus.trainer.measure import measure
+from trainbus.trainer.checkpoint import CheckpointSchedule, FailureHistory, compare
+from trainbus.trainer.validation import measure
 from trainbus.trainer.world import World, limit_threads
 
 
@@ -23,7 +23,7 @@ def training(**changes: Any) -> Training:
 
 
 def test_a_fixed_interval_begins_anew_with_every_checkpoint() -> None:
-    when = When(training(checkpoint_every_s=60), 1000)
+    when = CheckpointSchedule(training(checkpoint_every_s=60), 1000)
     assert [when.by_now(1000 + s) for s in (0, 59.9, 60)] == [False, False, True]
     when.taken(1090)
     when.cost(30)  # makes no difference to what was asked for
@@ -33,19 +33,25 @@ def test_a_fixed_interval_begins_anew_with_every_checkpoint() -> None:
 @pytest.mark.parametrize(
     ("machines", "history", "costs", "expected_s"),
     [
-        pytest.param(1, History(), [], math.sqrt(2 * 1.0 * 86_400), id="a second is assumed, and one failure a day"),
-        pytest.param(1, History(), [0.5], math.sqrt(2 * 0.5 * 86_400), id="what one cost"),
-        pytest.param(1, History(), [1, 3], math.sqrt(2 * 2.0 * 86_400), id="later ones count for more"),
-        pytest.param(4, History(), [2], math.sqrt(2 * 2.0 * 21_600), id="four machines fail four times as often"),
-        pytest.param(4, History(3, 3600), [2], math.sqrt(2 * 2.0 * 6300), id="it has failed three times in an hour"),
-        pytest.param(1, History(0, 86_400), [2], math.sqrt(2 * 2.0 * 172_800), id="a day without a failure"),
-        pytest.param(1, History(99, 0), [50], 500, id="never more than a tenth of the time"),
+        pytest.param(
+            1, FailureHistory(), [], math.sqrt(2 * 1.0 * 86_400), id="a second is assumed, and one failure a day"
+        ),
+        pytest.param(1, FailureHistory(), [0.5], math.sqrt(2 * 0.5 * 86_400), id="what one cost"),
+        pytest.param(1, FailureHistory(), [1, 3], math.sqrt(2 * 2.0 * 86_400), id="later ones count for more"),
+        pytest.param(
+            4, FailureHistory(), [2], math.sqrt(2 * 2.0 * 21_600), id="four machines fail four times as often"
+        ),
+        pytest.param(
+            4, FailureHistory(3, 3600), [2], math.sqrt(2 * 2.0 * 6300), id="it has failed three times in an hour"
+        ),
+        pytest.param(1, FailureHistory(0, 86_400), [2], math.sqrt(2 * 2.0 * 172_800), id="a day without a failure"),
+        pytest.param(1, FailureHistory(99, 0), [50], 500, id="never more than a tenth of the time"),
     ],
 )
 def test_auto_weighs_what_one_costs_against_what_failures_cost(
-    machines: int, history: History, costs: list[float], expected_s: float
+    machines: int, history: FailureHistory, costs: list[float], expected_s: float
 ) -> None:
-    when = When(training(checkpoint_every_s="auto"), 50, machines=machines, history=history)
+    when = CheckpointSchedule(training(checkpoint_every_s="auto"), 50, machines=machines, history=history)
     for seconds in costs:
         when.cost(seconds)
     assert when.interval_s == pytest.approx(expected_s)
@@ -61,7 +67,7 @@ def test_auto_weighs_what_one_costs_against_what_failures_cost(
     ],
 )
 def test_steps_are_the_same_for_every_rank(wanted: dict[str, Any], expected: list[int]) -> None:
-    when = When(training(**wanted), 0)
+    when = CheckpointSchedule(training(**wanted), 0)
     assert [step for step in range(1, 10) if when.at(step, epoch_ended=step == 6)] == expected
 
 

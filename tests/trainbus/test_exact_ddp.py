@@ -9,7 +9,7 @@ from tests.trainbus.exact_gang import Case, gang
 from trainbus.task import TaskError
 from trainbus.trainer.exact.layout import PIECE
 from trainbus.trainer.strategies import make_strategy
-from trainbus.trainer.strategies.scaler import GROWTH_INTERVAL, SMALLEST, LossScale, ScaleCollapsed
+from trainbus.trainer.strategies.loss_scale import GROWTH_INTERVAL, SMALLEST, LossScale, LossScaleUnderflow
 from trainbus.trainer.world import World
 
 CASES = {
@@ -88,5 +88,5 @@ def test_the_loss_scale_grows_shrinks_and_gives_up() -> None:
     again.load(scale.state())
     assert again.state() == scale.state()
     scale.scale = SMALLEST
-    with pytest.raises(ScaleCollapsed):
+    with pytest.raises(LossScaleUnderflow):
         scale.accept(float("nan"))

@@ -19,9 +19,9 @@ from trainbus.data.loader import Loading, sample_generator
 from trainbus.data.order import LaneOrder
 from trainbus.data.sampler import Sampler
 from trainbus.trainer import environment
-from trainbus.trainer.ema import MovingAverage
-from trainbus.trainer.feed import Feed
-from trainbus.trainer.straggler import StragglerWatch
+from trainbus.trainer.moving_average import MovingAverage
+from trainbus.trainer.step_data import StepLoader
+from trainbus.trainer.straggler import StragglerDetector
 from trainbus.trainer.trainer import TrainingDiverged
 from trainbus.trainer.world import limit_threads
 
@@ -105,7 +105,7 @@ def test_a_variation_of_a_sample_is_a_function_of_seed_epoch_and_sample(tmp_path
     sampler = Sampler(LaneOrder(dataset_id, dataset.shard_samples("train"), 5), 16, 120)
 
     def images(leaves: int, consumed: int, steps: int) -> torch.Tensor:
-        feed = Feed(Loading(MLP(), split), sampler, training, range(leaves), leaves)
+        feed = StepLoader(Loading(MLP(), split), sampler, training, range(leaves), leaves)
         return torch.cat(
             [
                 m.batch[0]
@@ -149,7 +149,7 @@ def test_overflow_in_fp16_skips_steps_and_does_not_end_the_run(tmp_path: Path) -
 
 
 def watched(steps: list[list[float]], over_steps: int = 4) -> list[tuple[int, int, float]]:
-    watch = StragglerWatch(1.5, over_steps)
+    watch = StragglerDetector(1.5, over_steps)
     return [
         (number, found.rank, round(found.factor, 1))
         for number, step in enumerate(steps, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainbus.trainer.exact.tree import combine, maximal_nodes, owned, plan, split
+from trainbus.trainer.exact.tree import leaves_of_ranks, maximal_nodes, plan, reduce_tree, split
 from trainbus.trainer.strategies.base import shares
 
 
@@ -24,7 +24,7 @@ def test_every_world_size_writes_down_the_same_sum() -> None:
         expected = whole_tree((0, leaf_count))
         for world_size in range(1, leaf_count + 1):
             sums = {}
-            for leaves in owned(leaf_count, world_size):
+            for leaves in leaves_of_ranks(leaf_count, world_size):
                 stack: list[str] = []
                 for leaf in plan(leaf_count, leaves):
                     stack.append(str(leaf.index))
@@ -34,7 +34,7 @@ def test_every_world_size_writes_down_the_same_sum() -> None:
                     if leaf.completes is not None:
                         sums[leaf.completes] = stack.pop()
                 assert not stack
-            assert combine((0, leaf_count), sums, written) == expected
+            assert reduce_tree((0, leaf_count), sums, written) == expected
 
 
 def test_sums_are_as_the_tree_is_drawn() -> None:
@@ -45,7 +45,7 @@ def test_sums_are_as_the_tree_is_drawn() -> None:
 @given(st.integers(1, 300), st.data())
 def test_leaves_are_divided_evenly_and_nodes_are_few(leaf_count: int, data: st.DataObject) -> None:
     world_size = data.draw(st.integers(1, leaf_count))
-    parts = owned(leaf_count, world_size)
+    parts = leaves_of_ranks(leaf_count, world_size)
     assert [leaf for part in parts for leaf in part] == list(range(leaf_count))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
     for part in parts:

@@ -14,8 +14,8 @@ from tests.trainbus.support import LINEAR_TASK, linear_dataset
 from trainbus.agent_link import Control
 from trainbus.data.loader import Ahead, ahead
 from trainbus.trainer import trainer as trainer_module
-from trainbus.trainer.gate import Gate
-from trainbus.trainer.stop import Consensus, Said
+from trainbus.trainer.step_agreement import StepAgreement, StepSummary
+from trainbus.trainer.step_barrier import StepBarrier
 from trainbus.trainer.trainer import Trainer
 from trainbus.trainer.world import World, limit_threads
 
@@ -24,7 +24,7 @@ exec(LINEAR_TASK, namespace)  # noqa: S102  (the same source that the rank proce
 Linear = namespace["Linear"]
 
 
-class Counted(Consensus):
+class Counted(StepAgreement):
     """Counts how often ranks ask each other."""
 
     def __init__(self) -> None:
@@ -36,13 +36,13 @@ class Counted(Consensus):
         return super().agree(lacking, stop)
 
 
-def said(step: int, *, short: bool) -> Said:
-    return Said(step, 0.0, 0.0, stop=False, checkpoint_now=False, skipped=False, short=short, busy_s=())
+def said(step: int, *, short: bool) -> StepSummary:
+    return StepSummary(step, 0.0, 0.0, stop=False, checkpoint_now=False, skipped=False, short=short, busy_s=())
 
 
 def test_ranks_that_are_heard_of_a_step_later_meet_before_the_first_two_steps_alone() -> None:
     consensus = Counted()
-    gate = Gate(consensus, Control())
+    gate = StepBarrier(consensus, Control())
     steps = ahead(range(100))
     for step in range(1, 50):
         assert gate.opens(step, steps)
@@ -64,7 +64,7 @@ def test_a_rank_without_samples_waits_for_them_or_for_a_stop() -> None:
 
     control, consensus = Control(), Counted()
     clock = iter(float(number) for number in range(10_000))
-    gate, steps = Gate(consensus, control, lambda: next(clock)), ahead(items())
+    gate, steps = StepBarrier(consensus, control, lambda: next(clock)), ahead(items())
     ready: list[bool] = []
     assert gate.opens(1, steps, lambda: ready.append(True))
     assert next(steps) == 1
@@ -97,7 +97,7 @@ def test_a_run_whose_samples_are_there_in_time_does_not_ask(
 
     monkeypatch.setattr(trainer_module, "ahead", lambda *given: made.append(ahead(*given)) or made[0])
     asked: list[bool] = []
-    monkeypatch.setattr(Consensus, "agree", lambda self, lacking, stop: (asked.append(lacking) or lacking, stop))
+    monkeypatch.setattr(StepAgreement, "agree", lambda self, lacking, stop: (asked.append(lacking) or lacking, stop))
     training = Training.model_validate({"max_steps": 20, "loading": {"ahead": depth}})
     Trainer(Steady(), linear_dataset(tmp_path / "data"), training, folder=tmp_path / "run").fit()
     assert len([lacking for lacking in asked if not lacking]) == 1

@@ -27,9 +27,9 @@ from tests.trainbus.support import (
 )
 from trainbus.data.dataset import Dataset
 from trainbus.task import Task
-from trainbus.trainer.beginning import Init
-from trainbus.trainer.checkpoint import CheckpointError, init_model, load_tensors
+from trainbus.trainer.checkpoint import CheckpointError, load_initial_weights, load_tensors
 from trainbus.trainer.optimizer_state import StateMismatch
+from trainbus.trainer.start_point import InitialWeights
 from trainbus.trainer.trainer import Trainer
 from trainbus.trainer.world import limit_threads
 
@@ -81,7 +81,7 @@ def test_the_weights_are_the_checkpoints_and_all_else_begins_anew(dataset: Datas
     other = linear_dataset(tmp_path / "other", train=70)
     rules: dict[str, Any] = {"epochs": None, "max_steps": 1, "seed": 7}
     still = OtherHead(lr=0.0)
-    tuned = train(tmp_path / "tuned", other, still, init=Init(base, HEAD), **rules)
+    tuned = train(tmp_path / "tuned", other, still, init=InitialWeights(base, HEAD), **rules)
 
     state = json.loads((tuned / "state.json").read_text())
     assert (state["step"], state["samples_consumed"]) == (1, 16)
@@ -98,11 +98,17 @@ def test_the_weights_are_the_checkpoints_and_all_else_begins_anew(dataset: Datas
 def test_what_is_resumed_does_not_load_them_again(dataset: Dataset, tmp_path: Path) -> None:
     base = train(tmp_path / "base", dataset, Linear())
     rules: dict[str, Any] = {"epochs": None, "checkpoint_every_steps": 3}
-    whole = train(tmp_path / "whole", dataset, OtherHead(), init=Init(base, HEAD), max_steps=8, **rules)
+    whole = train(tmp_path / "whole", dataset, OtherHead(), init=InitialWeights(base, HEAD), max_steps=8, **rules)
     half = tmp_path / "whole" / "checkpoints" / "step_00000003-rank_0"
     shutil.rmtree(base)
     again = train(
-        tmp_path / "again", dataset, OtherHead(), resume_folder=half, init=Init(base, HEAD), max_steps=8, **rules
+        tmp_path / "again",
+        dataset,
+        OtherHead(),
+        resume_folder=half,
+        init=InitialWeights(base, HEAD),
+        max_steps=8,
+        **rules,
     )
     assert (again / "digests-0.json").read_bytes() == (whole / "digests-0.json").read_bytes()
 
@@ -167,7 +173,7 @@ def test_a_checkpoints_average_is_what_counts(dataset: Dataset, tmp_path: Path) 
     averages = load_tensors(base, "ema")
     assert not same(averages, load_tensors(base, "model"))
     model = Linear().model()
-    init_model(base, model)
+    load_initial_weights(base, model)
     assert same(dict(model.state_dict()), averages)
 
 
@@ -226,7 +232,7 @@ def test_what_does_not_fit_is_named_with_what_to_set(tmp_path: Path, case: str) 
     model, exclude, expected = MISFITS[case]
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(StateMismatch) as raised:
-        init_model(saved(tmp_path / "base", Net()), model, exclude)
+        load_initial_weights(saved(tmp_path / "base", Net()), model, exclude)
     for words in expected:
         assert words in str(raised.value)
     assert same(before, dict(model.state_dict()))
@@ -235,7 +241,7 @@ def test_what_does_not_fit_is_named_with_what_to_set(tmp_path: Path, case: str) 
 def test_patterns_reach_into_both_sides_and_types_are_converted(tmp_path: Path) -> None:
     base, model = Net(old=nn.Linear(2, 2)), Net(5, new=nn.Linear(3, 3)).to(torch.bfloat16)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    init_model(saved(tmp_path / "base", base), model, ("head.*", "old.*", "new.*"))
+    load_initial_weights(saved(tmp_path / "base", base), model, ("head.*", "old.*", "new.*"))
     after = dict(model.state_dict())
     for start in ("head.", "new."):
         assert same(part(after, start), part(before, start))
@@ -252,7 +258,7 @@ def test_tied_weights_take_the_average_once(tmp_path: Path) -> None:
     folder = saved(tmp_path / "base", tied())
     save_file({"embedding.weight": torch.ones(4, 3)}, folder / "ema-0.safetensors")
     model = tied()
-    init_model(folder, model)
+    load_initial_weights(folder, model)
     assert model["head"].weight is model["embedding"].weight
     assert torch.equal(model["head"].weight, torch.ones(4, 3))
 
@@ -262,4 +268,4 @@ def test_no_pickle_is_loaded(tmp_path: Path) -> None:
     assert load_file(folder / "model-0.safetensors").keys() == Net().state_dict().keys()
     (folder / "model.pt").write_bytes(b"pickle")
     with pytest.raises(CheckpointError, match="neither safetensors nor JSON"):
-        init_model(folder, Net())
+        load_initial_weights(folder, Net())

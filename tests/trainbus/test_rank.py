@@ -33,7 +33,7 @@ from trainbus.data.dataset import Dataset
 from trainbus.data.order import LaneOrder
 from trainbus.data.sampler import Sampler
 from trainbus.embedded.servers import free_ports
-from trainbus.exits import EXIT_ORPHANED
+from trainbus.process_exit import EXIT_ORPHANED
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ def test_a_stop_ends_a_wait_for_samples_that_do_not_come(warm: Warm, code: Path,
 
     def launch(name: str, generation: int, **more: Any) -> Path:
         written = write_launch(tmp_path / name, spec, dataset, code, generation=generation, **more)
-        written.write_text(json.dumps(json.loads(written.read_bytes()) | {"left_folder": str(tmp_path / "left")}))
+        written.write_text(json.dumps(json.loads(written.read_bytes()) | {"survivor_dir": str(tmp_path / "left")}))
         return written
 
     agents = [FakeAgent(tmp_path / f"agent{rank}.sock") for rank in range(2)]

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from contracts.events.train import Loading, Training
-from contracts.ranks import MetricsLine, StarvedLine
+from contracts.ranks import MetricsLine, StarvationLine
 from tests.trainbus.support import LINEAR_TASK, journal, linear_dataset
 from trainbus.data.waits import Cause, Waits
-from trainbus.trainer.starved import Starvation, hint
+from trainbus.trainer.starvation import StarvationDetector, hint
 from trainbus.trainer.trainer import Trainer
 from trainbus.trainer.world import limit_threads
 
@@ -36,8 +36,8 @@ class Rank:
     """A rank whose steps take as long as they are told to."""
 
     def __init__(self, **loading: Any) -> None:
-        self.clock, self.waits, self.said = Clock(), Waits(), list[StarvedLine]()
-        self.starvation = Starvation(Loading(**loading), self.waits, 3, self.said.append, self.clock)
+        self.clock, self.waits, self.said = Clock(), Waits(), list[StarvationLine]()
+        self.starvation = StarvationDetector(Loading(**loading), self.waits, 3, self.said.append, self.clock)
         self.step = 0
 
     def steps(self, count: int, busy_s: float, waited_s: float, cause: Cause = "decode") -> None:
@@ -172,7 +172,7 @@ def test_a_run_whose_data_does_not_come_says_so_before_it_does(tmp_path: Path) -
     trainer = Trainer(Stuck(), linear_dataset(tmp_path / "data"), training, folder=tmp_path / "run")
     say = trainer.journal.starved
 
-    def heard(line: StarvedLine) -> None:
+    def heard(line: StarvationLine) -> None:
         say(line)
         told.set()
 
@@ -181,7 +181,7 @@ def test_a_run_whose_data_does_not_come_says_so_before_it_does(tmp_path: Path) -
     seconds = itertools.count(1)
     trainer._starvation._clock = lambda: float(next(seconds)) if begun.is_set() else 0.0
     trainer.fit()
-    starved = [line for line in journal(tmp_path / "run") if isinstance(line, StarvedLine)]
+    starved = [line for line in journal(tmp_path / "run") if isinstance(line, StarvationLine)]
     assert (starved[0].step, starved[0].over_steps, starved[0].bound_by) == (0, 0, "decode")
 
 
@@ -200,7 +200,7 @@ def test_a_run_whose_decoding_is_slow_says_so_and_each_step_says_how_long_it_wai
     training = Training.model_validate({"epochs": 2, "global_batch": 16, "loading": loading})
     outcome = Trainer(Slow(), dataset, training, folder=tmp_path / "run").fit()
     lines = journal(tmp_path / "run")
-    starved = [line for line in lines if isinstance(line, StarvedLine)]
+    starved = [line for line in lines if isinstance(line, StarvationLine)]
     assert starved
     assert starved[0].bound_by == "decode"
     assert "training.loading.workers" in starved[0].hint

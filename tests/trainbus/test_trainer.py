@@ -23,9 +23,9 @@ from trainbus.data.dataset import Dataset
 from trainbus.task import Task, load_task
 from trainbus.trainer import checkpoint
 from trainbus.trainer.checkpoint import CheckpointError
-from trainbus.trainer.measure import measure
 from trainbus.trainer.optimizer_state import StateMismatch
 from trainbus.trainer.trainer import Outcome, Trainer
+from trainbus.trainer.validation import measure
 from trainbus.trainer.world import World, limit_threads
 
 namespace: dict[str, Any] = {}

@@ -17,7 +17,7 @@ import pytest
 import xxhash
 
 from contracts.datasets import SPLITS, shard_uri
-from contracts.ranks import PlanLine, WantLine
+from contracts.ranks import ShardPlanLine, ShardRequestLine
 from loadtest.data.proxy import FaultProxy
 from loadtest.data.stored import Stored, node, store
 from services.kit.bus import Transient
@@ -33,15 +33,15 @@ from tests.kit.support import until
 from trainbus.embedded.servers import S3Server
 
 
-def want(stored: Stored, number: int, rank: int = 0) -> WantLine:
-    return WantLine(rank=rank, generation=1, shard=stored.shards()[number].path)
+def want(stored: Stored, number: int, rank: int = 0) -> ShardRequestLine:
+    return ShardRequestLine(rank=rank, generation=1, shard=stored.shards()[number].path)
 
 
-def sequence(stored: Stored, order: list[int], *, at: int = 0, rank: int = 0, per_s: float = 1.0) -> PlanLine:
+def sequence(stored: Stored, order: list[int], *, at: int = 0, rank: int = 0, per_s: float = 1.0) -> ShardPlanLine:
     """A plan that reads these shards one after the other."""
     samples = stored.shards()[0].samples
     needs = tuple((number, place * samples, (place + 1) * samples - 1) for place, number in enumerate(order))
-    return PlanLine(rank=rank, split="train", at=at, per_s=per_s, needs=needs)
+    return ShardPlanLine(rank=rank, split="train", at=at, per_s=per_s, needs=needs)
 
 
 def is_whole(reading: Reading, stored: Stored, number: int) -> bool:
@@ -135,7 +135,7 @@ async def test_shards_come_in_the_order_in_which_they_are_needed_and_a_wait_ends
         await until(lambda: here(reading, stored) == {3, 7, 11}, "the planned shards")
         assert await reading.want(want(stored, 5)) == ""
         assert is_whole(reading, stored, 5)
-        assert "no shard train/none" in await reading.want(WantLine(rank=0, generation=1, shard="train/none"))
+        assert "no shard train/none" in await reading.want(ShardRequestLine(rank=0, generation=1, shard="train/none"))
     assert await reading.want(want(stored, 6)) == "the run is over on this node"
 
 
@@ -221,7 +221,7 @@ async def test_a_run_that_does_not_fit_makes_progress(
     ):
         reading = await begin(cache, stored, tmp_path / "view", hold)
         needs = tuple((number, 0, 1000) for number in range(6))  # all of them all the time
-        reading.plan(PlanLine(rank=0, split="train", at=0, needs=needs))
+        reading.plan(ShardPlanLine(rank=0, split="train", at=0, needs=needs))
         for number in [0, 1, 2, 3, 4, 5, 0, 1]:
             assert await reading.want(want(stored, number)) == ""
             with (reading.folder / stored.shards()[number].path).open("rb") as opened:

@@ -14,7 +14,7 @@ from services.kit.clock import ManualClock
 from tests.worker.test_journal import Bus, follower
 from trainbus.agent_link import Journal
 from trainbus.data.waits import Waits
-from trainbus.trainer.starved import Starvation
+from trainbus.trainer.starvation import StarvationDetector
 
 
 def counted() -> float:
@@ -24,7 +24,7 @@ def counted() -> float:
 async def test_a_starved_rank_is_told_once_with_cause_and_hint(tmp_path: Path) -> None:
     bus, journal, waits, before = Bus(), Journal(tmp_path / "rank_0.jsonl"), Waits(), counted()
     now = [0.0]
-    starvation = Starvation(Loading(starved_s=30), waits, 0, journal.starved, lambda: now[0])
+    starvation = StarvationDetector(Loading(starved_s=30), waits, 0, journal.starved, lambda: now[0])
     for step in range(1, 1001):
         now[0] += 0.1
         waits.add("decode", 0.06)

@@ -67,16 +67,18 @@ class Recorded:
                 self.last_step = event.checkpoint.step if event.checkpoint else None
 
     @property
-    def reading(self) -> exactness.Reading | None:
-        return exactness.read(self.spec, map(_start, self.starts))
+    def reading(self) -> exactness.Assessment | None:
+        return exactness.assess(self.spec, map(_start, self.starts))
 
     def environment(self, generation: int) -> Mapping[str, str]:
         """What a generation said of the environment it ran in."""
         return next((start.environment for start in self.starts if start.generation == generation), {})
 
 
-def _start(fact: RunStarted) -> exactness.Start:
-    return exactness.Start(fact.generation, fact.node_id, fact.exactness, fact.environment_digest, fact.environment)
+def _start(fact: RunStarted) -> exactness.GenerationStart:
+    return exactness.GenerationStart(
+        fact.generation, fact.node_id, fact.exactness, fact.environment_digest, fact.environment
+    )
 
 
 @dataclass(frozen=True, slots=True)

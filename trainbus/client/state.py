@@ -302,10 +302,12 @@ def _started(view: RunView, event: run.RunStarted) -> None:
     if all(known.event_id != event.event_id for known in view.starts):
         view.starts.append(event)
     said = [
-        exactness.Start(each.generation, each.node_id, each.exactness, each.environment_digest, each.environment)
+        exactness.GenerationStart(
+            each.generation, each.node_id, each.exactness, each.environment_digest, each.environment
+        )
         for each in view.starts
     ]
-    if (reading := exactness.read(view.spec, said)) is not None:
+    if (reading := exactness.assess(view.spec, said)) is not None:
         view.exactness, view.exactness_reason, view.inexact_since = reading.exactness, reading.why, reading.since
     if event.generation == view.generation and view.state == "starting":
         view.state = "running"

@@ -18,7 +18,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from contracts.events.dataset import ShardFile
-from contracts.ranks import PlanLine, ShardLine, WantLine, json_line
+from contracts.ranks import ShardPlanLine, ShardReplyLine, ShardRequestLine, json_line
 from trainbus.data.plan import Need
 from trainbus.data.reader import DatasetError
 from trainbus.data.waits import Waits
@@ -132,12 +132,12 @@ class Arrival:
             raise
         return connection
 
-    def _plan_line(self, at: int) -> PlanLine:
+    def _plan_line(self, at: int) -> ShardPlanLine:
         self._words.append((time.monotonic() - self._waited_s, at))
         (first_s, first), (last_s, last) = self._words[0], self._words[-1]
         per_s = (last - first) / (last_s - first_s) if last_s > first_s and last > first else 0.0
         needs = self._needs_from(at) if at >= self._told_until else None
-        return PlanLine(rank=self._rank, split=self._split, at=at, per_s=per_s, needs=needs)
+        return ShardPlanLine(rank=self._rank, split=self._split, at=at, per_s=per_s, needs=needs)
 
     def _needs_from(self, at: int) -> tuple[tuple[int, int, int], ...]:
         """What comes next: until every shard has come up and could come again, or there is no room for more."""
@@ -188,10 +188,10 @@ class Arrival:
             if answer is None:
                 time.sleep(RETRY_S)
 
-    def _ask(self, shard: ShardFile) -> tuple[ShardLine | None, bool]:
+    def _ask(self, shard: ShardFile) -> tuple[ShardReplyLine | None, bool]:
         """The agent's answer, None if it went away without one; and whether there was an agent."""
         connected, received = False, b""
-        want = WantLine(rank=self._rank, generation=self._generation, shard=shard.path)
+        want = ShardRequestLine(rank=self._rank, generation=self._generation, shard=shard.path)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(LOOK_S)
             try:
@@ -208,7 +208,7 @@ class Arrival:
                     if not data:
                         return None, True
                     received += data
-                return ShardLine.model_validate_json(received.split(b"\n")[0]), True
+                return ShardReplyLine.model_validate_json(received.split(b"\n")[0]), True
             except (OSError, ValidationError):
                 return None, connected
 

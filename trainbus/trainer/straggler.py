@@ -15,8 +15,8 @@ from torch import nn
 
 from contracts.events.train import Watch
 from trainbus.agent_link import Journal
-from trainbus.trainer.feed import StepData
-from trainbus.trainer.stop import Said
+from trainbus.trainer.step_agreement import StepSummary
+from trainbus.trainer.step_data import StepData
 from trainbus.trainer.world import World
 
 #: What a straggler costs each step before it is worth a word; below it a ratio says nothing.
@@ -32,7 +32,7 @@ class Straggler:
     over_steps: int
 
 
-class StragglerWatch:
+class StragglerDetector:
     """Looks at windows of ``over_steps`` steps; names a rank once, and again only after a window in which it kept up.
 
     A window is judged by medians: of a rank's steps, so that one hiccup is none, and of the other ranks.
@@ -62,7 +62,7 @@ class StragglerWatch:
         return found
 
 
-class OwnWork:
+class WorkTimer:
     """Measures this rank's own work in a step, and not how long it waits for the others.
 
     On CPU that is the time the training thread was running or ready to run: a core shared with somebody else counts,
@@ -108,12 +108,12 @@ class OwnWork:
             os.close(self._fd)
 
 
-class Slowness:
+class StragglerObserver:
     """One rank's side of it: what its work took goes out with each step; rank 0 journals who holds the others up."""
 
     def __init__(self, watch: Watch, model: nn.Module, world: World, journal: Journal) -> None:
-        self._own_work = OwnWork(model, world.device)
-        self._watch = StragglerWatch(watch.straggler_factor, watch.straggler_steps)
+        self._own_work = WorkTimer(model, world.device)
+        self._watch = StragglerDetector(watch.straggler_factor, watch.straggler_steps)
         self._world, self._journal = world, journal
 
     def begin(self) -> None:
@@ -126,7 +126,7 @@ class Slowness:
             return 0.0
         return (self._own_work.lap_s() + waited_s) * data.global_samples / (data.own_samples * self._world.size)
 
-    def heed(self, said: Said) -> None:
+    def heed(self, said: StepSummary) -> None:
         if self._world.is_first:
             for found in self._watch.saw(said.busy_s):
                 self._journal.straggler(said.step, found.rank, found.factor, found.over_steps)

@@ -26,21 +26,21 @@ from trainbus.data.waits import Waits
 from trainbus.data.workers import Workers
 from trainbus.task import Task
 from trainbus.trainer import environment
-from trainbus.trainer.beginning import UNREPORTED, Beginning, Init
-from trainbus.trainer.best import Best, Mode
-from trainbus.trainer.checkpoint import History
-from trainbus.trainer.checkpoint.when import due
-from trainbus.trainer.exact.determinism import be_deterministic
-from trainbus.trainer.feed import Feed, LeafData, Record, StepData, last_step
-from trainbus.trainer.gate import STOCK, Gate
-from trainbus.trainer.measure import measure
-from trainbus.trainer.memory import Memory
-from trainbus.trainer.saver import Saver
-from trainbus.trainer.starved import Starvation
-from trainbus.trainer.stop import Consensus, Said
-from trainbus.trainer.straggler import Slowness
+from trainbus.trainer.best_metric import BestMetricTracker, MetricMode
+from trainbus.trainer.checkpoint import FailureHistory
+from trainbus.trainer.checkpoint.schedule import due
+from trainbus.trainer.checkpoint_manager import CheckpointManager
+from trainbus.trainer.exact.determinism import enable_determinism
+from trainbus.trainer.start_point import UNREPORTED, InitialWeights, StartPoint
+from trainbus.trainer.starvation import StarvationDetector
+from trainbus.trainer.step_agreement import StepAgreement, StepSummary
+from trainbus.trainer.step_barrier import STOCK, StepBarrier
+from trainbus.trainer.step_data import LeafData, SampleRecorder, StepData, StepLoader, total_steps_of
+from trainbus.trainer.straggler import StragglerObserver
 from trainbus.trainer.strategies import make_strategy
-from trainbus.trainer.strategies.scaler import ScaleCollapsed
+from trainbus.trainer.strategies.loss_scale import LossScaleUnderflow
+from trainbus.trainer.survivor_store import SurvivorStore
+from trainbus.trainer.validation import measure
 from trainbus.trainer.world import World, seed_all
 
 
@@ -76,14 +76,14 @@ class Trainer:
         journal: Journal | None = None,
         resume_folder: Path | None = None,
         resume_step: int = 0,
-        init: Init | None = None,
+        init: InitialWeights | None = None,
         best_metric: str = "validation/loss",
-        best_mode: Mode = "min",
+        best_mode: MetricMode = "min",
         about: Mapping[str, Any] | None = None,
         machine: Mapping[str, str] | None = None,
         watch: Watch | None = None,
-        memory: Memory | None = None,
-        history: History | None = None,
+        memory: SurvivorStore | None = None,
+        history: FailureHistory | None = None,
         record_samples: bool = False,
         waits: Waits | None = None,
         workers: Workers | None = None,
@@ -114,14 +114,14 @@ class Trainer:
         end = None if training.epochs is None else training.epochs * len(self.train_split)
         self.sampler = Sampler(order, training.global_batch, end)
 
-        about, memory = about or {}, memory or Memory()
-        begun = Beginning(self.world, memory, resume_folder, resume_step, about.get("run_id"), init)
+        about, memory = about or {}, memory or SurvivorStore()
+        begun = StartPoint(self.world, memory, resume_folder, resume_step, about.get("run_id"), init)
         self._unreported = begun.unreported
         self.progress, self.resumed_from = begun.progress, begun.resumed_from
         begun.check_order(order)
-        self.total_steps = last_step(training, self.sampler, self.progress.step, self.progress.samples_consumed)
+        self.total_steps = total_steps_of(training, self.sampler, self.progress.step, self.progress.samples_consumed)
         if training.logical_ranks is not None:
-            be_deterministic()
+            enable_determinism()
         if training.precision == "fp16":
             # A step whose gradient overflowed is left out; the schedule counts it all the same.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
@@ -137,10 +137,10 @@ class Trainer:
         self.progress.about = begun.about(about, training.logical_ranks, self.environment) | {"order": order.state()}
         self.exactness: Exactness = self.progress.about["exactness"]
 
-        self._best = Best(self.progress, best_metric, best_mode, training.early_stopping)
-        self._consensus = Consensus(self.world, self.strategy.leaf_count)
-        self._gate = Gate(self._consensus, self.control)
-        self._saver = Saver(
+        self._best = BestMetricTracker(self.progress, best_metric, best_mode, training.early_stopping)
+        self._agreement = StepAgreement(self.world, self.strategy.leaf_count)
+        self._barrier = StepBarrier(self._agreement, self.control)
+        self._checkpoints = CheckpointManager(
             folder / "checkpoints",
             self.strategy,
             training,
@@ -150,11 +150,13 @@ class Trainer:
             memory=memory,
             history=history,
         )
-        self._record = Record(folder / f"samples_rank_{self.world.rank}.jsonl") if record_samples else None
-        self._slowness = None if watch is None else Slowness(watch, self.strategy.model, self.world, self.journal)
+        self._record = SampleRecorder(folder / f"samples_rank_{self.world.rank}.jsonl") if record_samples else None
+        self._straggler = (
+            None if watch is None else StragglerObserver(watch, self.strategy.model, self.world, self.journal)
+        )
         self.waits = waits or Waits()
         self._workers = workers or Workers(training.loading.workers, lambda: task)
-        self._starvation = Starvation(training.loading, self.waits, self.world.rank, self.journal.starved)
+        self._starvation = StarvationDetector(training.loading, self.waits, self.world.rank, self.journal.starved)
         self._copied_s = 0.0
         self._shards = shards
         #: (samples consumed, rates) of the steps whose loss is still on its way.
@@ -181,7 +183,7 @@ class Trainer:
         strategy = self.strategy
         pin = self.world.device.type == "cuda"
         loading = Loading(self.task, self.train_split, workers=self._workers, waits=self.waits, pin=pin)
-        feed = Feed(loading, self.sampler, self.training, strategy.leaves, strategy.leaf_count)
+        feed = StepLoader(loading, self.sampler, self.training, strategy.leaves, strategy.leaf_count)
         if self._shards is not None:
             # With an order of its own, since it is asked from another thread than the feed's.
             plan = Plan(self._order(), self.training.global_batch, feed.leaf_count, feed.leaves, self.sampler.end)
@@ -201,14 +203,14 @@ class Trainer:
                         break
                     self._train_step(data, waited_s, steps)
                     if not prepared:
-                        self._saver.prepare(self._averages)
+                        self._checkpoints.prepare(self._averages)
                         prepared = True
                     early = self._after_step(data.samples_consumed)
             return self._end(early)
         except RuntimeError:  # what a collective raises when a rank is gone
             if self.world.size > 1:
                 self._hear_the_last()
-                self._saver.leave_behind(self._averages)
+                self._checkpoints.leave_behind(self._averages)
             raise
 
     def _order(self) -> LaneOrder:
@@ -224,7 +226,7 @@ class Trainer:
     def _hear_the_last(self) -> None:
         """Leave what was said at the last whole step with its state: the rank that reports it may be gone."""
         with suppress(RuntimeError, TrainingDiverged):  # or a rank was gone before it had said anything
-            said = self._consensus.settle()
+            said = self._agreement.settle()
             if said is not None and said.step == self.progress.step:
                 consumed, values = self._posted[said.step]
                 values = {"train/loss": said.loss, "train/grad_norm": said.grad_norm, **values}
@@ -238,7 +240,7 @@ class Trainer:
             self._validate()
         if progress.step or not stopped:  # else there is nothing yet to go on from
             self._checkpoint(last=True, final=not stopped)
-        self._saver.join()
+        self._checkpoints.join()
         outcome: Literal["succeeded", "stopped"] = "stopped" if stopped else "succeeded"
         return Outcome(outcome, progress.step, progress.samples_consumed, self._metrics_here())
 
@@ -252,7 +254,7 @@ class Trainer:
             self._starvation.got()
             got.append(time.perf_counter())
 
-        if not self._gate.opens(self.progress.step + 1, steps, ready):
+        if not self._barrier.opens(self.progress.step + 1, steps, ready):
             self._stop_agreed = True
             return None, 0.0
         data = next(steps, None)
@@ -264,14 +266,14 @@ class Trainer:
         """Take one step; ``waited_s`` is how long its samples were waited for."""
         training, progress = self.training, self.progress
         started, self._copied_s = time.perf_counter(), 0.0
-        if self._slowness is not None:
-            self._slowness.begin()
+        if self._straggler is not None:
+            self._straggler.begin()
         losses = {leaf.leaf: self._leaf(leaf, data.global_samples) for leaf in data.leaves}
         rate = float(self.strategy.optimizer.param_groups[0]["lr"])
-        self._saver.before_update()
+        self._checkpoints.before_update()
         try:
             result = self.strategy.step(training.clip_norm)
-        except ScaleCollapsed as error:
+        except LossScaleUnderflow as error:
             raise TrainingDiverged(f"step {progress.step + 1}: {error}") from error
         if self.ema is not None and not result.skipped:
             self.ema.update()
@@ -282,7 +284,7 @@ class Trainer:
         progress.epoch = self.sampler.epoch(progress.samples_consumed)
         progress.unfinished = data.samples_consumed
         progress.schedule = None if self.schedule is None else self.schedule.state_dict()
-        self._saver.after_update(progress, self._averages)
+        self._checkpoints.after_update(progress, self._averages)
         if self._record is not None:
             self._record.append(progress.step, data)
         per_second = data.global_samples / max(time.perf_counter() - started, 1e-9)
@@ -292,15 +294,15 @@ class Trainer:
         self._starvation.saw(progress.step, waited_s + self._copied_s)
         if self._shards is not None:
             self._shards.position(progress.samples_consumed)
-        said = self._consensus.exchange(
+        said = self._agreement.exchange(
             progress.step,
             losses,
             result.grad_norm,
             stop=self.control.stop_requested,
-            checkpoint_now=self.control.take_checkpoint_request() or self._saver.by_clock(),
+            checkpoint_now=self.control.take_checkpoint_request() or self._checkpoints.by_clock(),
             skipped=result.skipped,
             short=not following.has(STOCK),
-            busy_s=0.0 if self._slowness is None else self._slowness.busy_s(data, waited_s),
+            busy_s=0.0 if self._straggler is None else self._straggler.busy_s(data, waited_s),
         )
         self._heed(said)
         self.journal.tick(progress.step)
@@ -327,7 +329,7 @@ class Trainer:
         ended = progress.samples_consumed // samples > consumed_before // samples
         if due(progress.step, training.validate_every_steps, epoch_ended=ended):
             improved = self._validate()
-        wanted = self._saver.when.at(progress.step, epoch_ended=ended)
+        wanted = self._checkpoints.when.at(progress.step, epoch_ended=ended)
         progress.unfinished = None
         early = self._best.patience_is_over
         # The last step's checkpoint is the final one; two of one step would be one too many.
@@ -335,11 +337,11 @@ class Trainer:
             self._checkpoint()
         return early
 
-    def _heed(self, said: Said | None) -> None:
+    def _heed(self, said: StepSummary | None) -> None:
         """Journal what all ranks said at the end of a step, and note what it asks for."""
         if said is None:
             return
-        self._gate.heed(said)
+        self._barrier.heed(said)
         consumed, values = self._posted.pop(said.step)
         values = {"train/loss": said.loss, "train/grad_norm": said.grad_norm, **values}
         for name in ("train/loss", "train/grad_norm"):
@@ -349,8 +351,8 @@ class Trainer:
                 )
         if math.isfinite(said.loss):
             self._train_loss = said.loss
-        if self._slowness is not None:
-            self._slowness.heed(said)
+        if self._straggler is not None:
+            self._straggler.heed(said)
         if said.step % self.training.log_every_steps == 0 or said.step == self.total_steps:
             self._journal_metrics(said.step, consumed, values)
         self._checkpoint_asked |= said.checkpoint_now
@@ -360,10 +362,10 @@ class Trainer:
 
     def _validate(self) -> bool:
         """Measure the validation split and return whether the best metric improved."""
-        self._heed(self._consensus.settle())
+        self._heed(self._agreement.settle())
         self.strategy.sync_buffers()
         if self.ema is not None:
-            self._saver.finish_reading()
+            self._checkpoints.finish_reading()
         with self.ema.swapped_in() if self.ema is not None else nullcontext():
             found = measure(
                 self.task,
@@ -386,14 +388,14 @@ class Trainer:
 
         ``last``: the last one of this process; ``final``: training is over, for good.
         """
-        self._heed(self._consensus.settle())
+        self._heed(self._agreement.settle())
         progress = self.progress
         if progress.step == self._checkpointed_step or (self._stop_agreed and not last):
             return  # nothing new, or the last one, of this very step, is about to be taken
         self._checkpointed_step, self._checkpoint_asked = progress.step, False
         self.strategy.sync_buffers()
         progress.about |= {"world_size": self.world.size, "strategy": self.training.strategy}
-        self._saver.save(
+        self._checkpoints.save(
             progress,
             ema=self._averages,
             metrics=self._metrics_here(),

@@ -72,7 +72,7 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-    def from_first(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """Return rank 0's value of a small picklable object on every rank."""
         if self.size == 1:
             return value
@@ -88,7 +88,7 @@ class World:
         dist.gather_object(value, box, dst=0)
         return box or []
 
-    def everyones(self, value: Any) -> list[Any]:
+    def all_gather_objects(self, value: Any) -> list[Any]:
         """Return every rank's value of a small picklable object, by rank, on every rank."""
         if self.size == 1:
             return [value]

@@ -260,7 +260,7 @@ def _started(run: Run, fact: RunStarted, at: At) -> Run:
         placements = [*placements[:-1], {**placements[-1], "started_step": step}]
     start = fact.model_dump(mode="json", exclude={"run_id"})
     starts = run.starts if any(_who(known) == _who(start) for known in run.starts) else [*run.starts, start]
-    reading = exactness.read(run.spec, [_start(known) for known in starts])
+    reading = exactness.assess(run.spec, [_start(known) for known in starts])
     return replace(
         run,
         state="running" if run.state == "placed" else run.state,
@@ -277,8 +277,8 @@ def _who(start: Mapping[str, Any]) -> tuple[int, str]:
     return start["generation"], start["node_id"]
 
 
-def _start(known: Mapping[str, Any]) -> exactness.Start:
-    return exactness.Start(
+def _start(known: Mapping[str, Any]) -> exactness.GenerationStart:
+    return exactness.GenerationStart(
         known["generation"],
         known["node_id"],
         known["exactness"],

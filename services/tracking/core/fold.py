@@ -104,13 +104,15 @@ class Run:
         return max(self.committed.values(), key=lambda ref: ref.step, default=None)
 
     @property
-    def exactness(self) -> exactness.Reading | None:
+    def exactness(self) -> exactness.Assessment | None:
         """How exact the run is by all that its generations have said."""
         said = [
-            exactness.Start(each.generation, each.node_id, each.exactness, each.environment_digest, each.environment)
+            exactness.GenerationStart(
+                each.generation, each.node_id, each.exactness, each.environment_digest, each.environment
+            )
             for each in self.starts.values()
         ]
-        return exactness.read(self.accepted.spec, said) if self.accepted is not None and said else None
+        return exactness.assess(self.accepted.spec, said) if self.accepted is not None and said else None
 
     def attempts(self) -> list[tuple[int, int]]:
         """The MLflow runs this run has, oldest first, as (attempt, its last generation).

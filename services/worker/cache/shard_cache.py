@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from contracts.datasets import SplitFiles
 from contracts.events.dataset import ShardFile
-from contracts.ranks import PlanLine, WantLine
+from contracts.ranks import ShardPlanLine, ShardRequestLine
 from services.kit.bus import Transient
 from services.kit.concurrency import end
 from services.kit.store.errors import ObjectCorrupted, ObjectNotFound, StoreRefused
@@ -101,7 +101,7 @@ class Reading:
         self.wanted: dict[str, list[asyncio.Future[str]]] = {}
         self.closed = False
 
-    def plan(self, line: PlanLine) -> None:
+    def plan(self, line: ShardPlanLine) -> None:
         """A rank has said what it reads when, or where it is."""
         key = "plan", line.split, line.rank
         known, files = self._courses.get(key), self.splits.get(line.split, ())
@@ -128,7 +128,7 @@ class Reading:
     def _drop(self, *keys: tuple[str, str, int]) -> None:
         self._shards.agenda.close(*(self._courses.pop(key) for key in keys if key in self._courses))
 
-    async def want(self, line: WantLine) -> str:
+    async def want(self, line: ShardRequestLine) -> str:
         """Wait until the shard that a rank waits for is in its folder; return why it cannot be had, else ''."""
         shard = self.by_path.get(line.shard)
         if shard is None:
@@ -153,7 +153,7 @@ class Reading:
                 self.wanted.pop(shard.sha256, None)
             self._shards.look()
 
-    def _read_ahead(self, line: WantLine, shard: ShardFile) -> None:
+    def _read_ahead(self, line: ShardRequestLine, shard: ShardFile) -> None:
         """Who reads a split without a plan most likely reads it from one end to the other."""
         split, at = self._places[shard.path]
         if ("plan", split, line.rank) not in self._courses:
@@ -210,7 +210,7 @@ class Reading:
                 self._shards.agenda.pin(shard.sha256)
         for shard in files:
             while shard.sha256 not in self.ready:
-                problem = await self.want(WantLine(rank=NOBODY, generation=0, shard=shard.path))
+                problem = await self.want(ShardRequestLine(rank=NOBODY, generation=0, shard=shard.path))
                 if problem:
                     raise ShardError(problem)
 

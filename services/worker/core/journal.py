@@ -24,7 +24,7 @@ from contracts.ranks import (
     MetricsLine,
     ResultLine,
     StartedLine,
-    StarvedLine,
+    StarvationLine,
     StragglerLine,
 )
 
@@ -139,7 +139,7 @@ def straggler(placed: Placed, homes: Mapping[int, str], line: StragglerLine) -> 
     )
 
 
-def starved(placed: Placed, homes: Mapping[int, str], line: StarvedLine) -> RunStarved:
+def starved(placed: Placed, homes: Mapping[int, str], line: StarvationLine) -> RunStarved:
     """What a rank said of its waiting for data."""
     return RunStarved(
         run_id=placed.run_id,

@@ -265,7 +265,7 @@ class Placement:
             run_s=self.placed.run_s,
             orphan_timeout_s=self._context.settings.orphan_timeout_s,
             memory_folder=str(memory) if memory else None,
-            left_folder=str(left.folder_of(self.folder.parent)) if self._trains else None,
+            survivor_dir=str(left.folder_of(self.folder.parent)) if self._trains else None,
             machine=self._context.inventory.machine,
         )
         write_atomically(launch_path, launch.model_dump_json())

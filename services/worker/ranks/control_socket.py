@@ -13,7 +13,16 @@ from pathlib import Path
 import structlog
 from pydantic import ValidationError
 
-from contracts.ranks import RANK_LINE, HelloLine, Line, PlanLine, ShardLine, StopLine, WantLine, json_line
+from contracts.ranks import (
+    RANK_LINE,
+    HelloLine,
+    Line,
+    ShardPlanLine,
+    ShardReplyLine,
+    ShardRequestLine,
+    StopLine,
+    json_line,
+)
 from services.worker.cache.shard_cache import Reading
 
 log = structlog.get_logger(__name__)
@@ -78,9 +87,9 @@ class Control:
                     match RANK_LINE.validate_json(raw):
                         case HelloLine() as hello:
                             rank = self._greet(hello, writer)
-                        case PlanLine() as plan if self._reading is not None:
+                        case ShardPlanLine() as plan if self._reading is not None:
                             self._reading.plan(plan)
-                        case WantLine() as want:
+                        case ShardRequestLine() as want:
                             await self._bring(want, writer)
                     continue
                 self._ring()
@@ -106,7 +115,7 @@ class Control:
         self._ring()
         return hello.rank
 
-    async def _bring(self, want: WantLine, writer: asyncio.StreamWriter) -> None:
+    async def _bring(self, want: ShardRequestLine, writer: asyncio.StreamWriter) -> None:
         """Answer a rank when the shard that it waits for is in its folder, or cannot be had."""
         if want.generation != self._generation:
             problem = "another generation was placed"
@@ -114,7 +123,7 @@ class Control:
             problem = "the agent could not take up the run's dataset again: see its log"
         else:
             problem = await self._reading.want(want)
-        self._send(writer, ShardLine(shard=want.shard, problem=problem))
+        self._send(writer, ShardReplyLine(shard=want.shard, problem=problem))
 
     def _send(self, writer: asyncio.StreamWriter, line: Line) -> None:
         if not writer.is_closing():

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from contracts.base import Fact
 from contracts.events.run import RunLog, RunStarted
 from contracts.progress import ring_name
-from contracts.ranks import JournalLine, StartedLine, StarvedLine, StragglerLine
+from contracts.ranks import JournalLine, StartedLine, StarvationLine, StragglerLine
 from services.kit.bus import Transient
 from services.kit.concurrency import in_thread
 from services.worker import metrics
@@ -215,7 +215,7 @@ class Follower:
                 for _, line in lines:
                     if isinstance(line, StragglerLine):
                         await self._publish(core.straggler(self._placed, self._homes, line))
-                    elif isinstance(line, StarvedLine):
+                    elif isinstance(line, StarvationLine):
                         await self._publish(core.starved(self._placed, self._homes, line))
                         metrics.STARVED.labels(line.bound_by).inc()
                 state.journal_start = state.journal_end

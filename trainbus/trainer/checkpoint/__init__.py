@@ -2,26 +2,26 @@
 
 from trainbus.trainer.checkpoint.digest import compare, tensor_digest
 from trainbus.trainer.checkpoint.files import CheckpointError, Progress, check_safe
-from trainbus.trainer.checkpoint.initial import init_model
-from trainbus.trainer.checkpoint.load import Loaded, load, load_model, load_tensors
-from trainbus.trainer.checkpoint.staging import Staging
-from trainbus.trainer.checkpoint.when import History, When
-from trainbus.trainer.checkpoint.writer import Content, Replaced, Writer, write
+from trainbus.trainer.checkpoint.initial_weights import load_initial_weights
+from trainbus.trainer.checkpoint.reader import LoadedCheckpoint, load, load_model, load_tensors
+from trainbus.trainer.checkpoint.schedule import CheckpointSchedule, FailureHistory
+from trainbus.trainer.checkpoint.staging import StagingBuffers
+from trainbus.trainer.checkpoint.writer import CheckpointWriter, RankFiles, WriteCancelled, write
 
 __all__ = [
     "CheckpointError",
-    "Content",
-    "History",
-    "Loaded",
+    "CheckpointSchedule",
+    "CheckpointWriter",
+    "FailureHistory",
+    "LoadedCheckpoint",
     "Progress",
-    "Replaced",
-    "Staging",
-    "When",
-    "Writer",
+    "RankFiles",
+    "StagingBuffers",
+    "WriteCancelled",
     "check_safe",
     "compare",
-    "init_model",
     "load",
+    "load_initial_weights",
     "load_model",
     "load_tensors",
     "tensor_digest",

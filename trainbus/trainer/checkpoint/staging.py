@@ -77,7 +77,7 @@ class Image:
         self._buffer[first:].zero_()
 
 
-class Staging:
+class StagingBuffers:
     """The files of one rank's share of a state, kept from one checkpoint to the next."""
 
     def __init__(self, *, pinned: bool = False, folder: Path | None = None) -> None:

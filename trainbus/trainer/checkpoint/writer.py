@@ -25,12 +25,12 @@ BLOCK_BYTES = 8 * 2**20
 _START_WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE
 
 
-class Replaced(Exception):
+class WriteCancelled(Exception):
     """A newer checkpoint takes the place of the one being written."""
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class RankFiles:
     """All of one rank's files."""
 
     rank: int
@@ -40,7 +40,7 @@ class Content:
 
 
 def write(
-    folder: Path, content: Content, *, durable: bool = True, replaced: Callable[[], bool] = lambda: False
+    folder: Path, content: RankFiles, *, durable: bool = True, replaced: Callable[[], bool] = lambda: False
 ) -> None:
     """Write a rank's folder under another name and rename it: one that exists is whole, and on disk.
 
@@ -55,7 +55,7 @@ def write(
     try:
         _fill(temporary, content, durable, replaced)
         if replaced():
-            raise Replaced
+            raise WriteCancelled
         # Whatever stands there was never reported, or the rank would not write this step again.
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
@@ -66,7 +66,7 @@ def write(
         raise
 
 
-def _fill(temporary: Path, content: Content, durable: bool, replaced: Callable[[], bool]) -> None:
+def _fill(temporary: Path, content: RankFiles, durable: bool, replaced: Callable[[], bool]) -> None:
     for name, image in content.images.items():
         _write_blocks(temporary / name, image.bytes, replaced)
     # The disk has been told to begin; hashing takes none of its time.
@@ -80,14 +80,14 @@ def _fill(temporary: Path, content: Content, durable: bool, replaced: Callable[[
             _fsync(path)
 
 
-def digests(content: Content, replaced: Callable[[], bool] = lambda: False) -> dict[str, str]:
+def digests(content: RankFiles, replaced: Callable[[], bool] = lambda: False) -> dict[str, str]:
     """Return the hash of each tensor, ``<kind>/<name>``, and of the ``state`` besides the tensors."""
     found = {} if content.state is None else {"state": state_digest(content.state)}
     for file, image in content.images.items():
         kind = file.rpartition("-")[0]
         for name, place in image.places.items():
             if replaced():
-                raise Replaced
+                raise WriteCancelled
             found[f"{kind}/{name}"] = digest_of(place.dtype, place.shape, image.bytes[place.start : place.stop])
     return found
 
@@ -98,7 +98,7 @@ def _write_blocks(path: Path, data: memoryview, replaced: Callable[[], bool]) ->
         offset = 0
         while offset < len(data):
             if replaced():
-                raise Replaced
+                raise WriteCancelled
             written = os.write(fd, data[offset : offset + BLOCK_BYTES])
             _start_writeback(fd, offset, written)
             offset += written
@@ -123,7 +123,7 @@ def _fsync(path: Path) -> None:
         os.close(fd)
 
 
-class Writer:
+class CheckpointWriter:
     """One piece of work at a time, in a thread. An error shows at the next ``submit`` or ``join``."""
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class Writer:
         def run() -> None:
             try:
                 work(self._replaced.is_set)
-            except Replaced:
+            except WriteCancelled:
                 pass
             except BaseException as error:
                 self._error = error

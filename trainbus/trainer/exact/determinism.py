@@ -7,7 +7,7 @@ import os
 import torch
 
 
-def be_deterministic() -> None:
+def enable_determinism() -> None:
     """Choose deterministic kernels for the whole process; what has none raises when it is called."""
     # cuBLAS reads this when it is first used, and gives no promise without it.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from trainbus.trainer.exact.tree import Leaf, Node, combine, maximal_nodes, owned
+from trainbus.trainer.exact.tree import Leaf, Node, leaves_of_ranks, maximal_nodes, reduce_tree
 
 
-class Turn:
+class LeafTurn:
     """Which of the rank's leaves is in backward now; one for all parameter groups of a model."""
 
     def __init__(self, leaf_count: int, world_size: int) -> None:
         self.leaf_count = leaf_count
-        self.nodes = [maximal_nodes(leaf_count, leaves) for leaves in owned(leaf_count, world_size)]
+        self.nodes = [maximal_nodes(leaf_count, leaves) for leaves in leaves_of_ranks(leaf_count, world_size)]
         self.leaf: Leaf | None = None
         #: Exchanges under way, finished by ``finish`` after the last backward.
         self.pending: list[TreeReduceScatter] = []
@@ -35,9 +35,9 @@ class Turn:
 
 
 class TreeReduceScatter(ReduceScatter):
-    """One parameter group's. Its output holds the sum only after ``Turn.finish``, so that communication overlaps."""
+    """Reduce-scatter of one parameter group: the output holds the sum after ``LeafTurn.finish``."""
 
-    def __init__(self, turn: Turn, rank: int) -> None:
+    def __init__(self, turn: LeafTurn, rank: int) -> None:
         self._turn, self._rank = turn, rank
         #: Sums so far, the deepest node last; and those of the maximal nodes that are complete.
         self._stack: list[Tensor] = []
@@ -96,7 +96,9 @@ class TreeReduceScatter(ReduceScatter):
         work.wait()
         nodes: list[Node] = [node for each in self._turn.nodes for node in each]
         sums = dict(zip(nodes, received.view(len(nodes), -1).unbind(0), strict=True))
-        output.copy_(combine((0, self._turn.leaf_count), sums, lambda left, right: left.add_(right)).view_as(output))
+        output.copy_(
+            reduce_tree((0, self._turn.leaf_count), sums, lambda left, right: left.add_(right)).view_as(output)
+        )
         self._release(received)
         self._release(self._stack.pop())
         self._exchange = None

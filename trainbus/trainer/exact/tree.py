@@ -21,7 +21,7 @@ def split(node: Node) -> int:
     return first + (1 << ((end - first - 1).bit_length() - 1))
 
 
-def owned(leaf_count: int, world_size: int) -> list[range]:
+def leaves_of_ranks(leaf_count: int, world_size: int) -> list[range]:
     """Return each process's leaves. Their numbers differ by one at most."""
     edges = [leaf_count * rank // world_size for rank in range(world_size + 1)]
     return [range(start, stop) for start, stop in pairwise(edges)]
@@ -42,12 +42,12 @@ def maximal_nodes(leaf_count: int, leaves: range) -> list[Node]:
     return list(under((0, leaf_count)))
 
 
-def combine(node: Node, sums: Mapping[Node, T], add: Callable[[T, T], T]) -> T:
+def reduce_tree(node: Node, sums: Mapping[Node, T], add: Callable[[T, T], T]) -> T:
     """Return the sum over ``node`` from those of nodes that make it up: ``add(left, right)`` all the way up."""
     if node in sums:
         return sums[node]
     middle = split(node)
-    return add(combine((node[0], middle), sums, add), combine((middle, node[1]), sums, add))
+    return add(reduce_tree((node[0], middle), sums, add), reduce_tree((middle, node[1]), sums, add))
 
 
 @dataclass(frozen=True, slots=True)

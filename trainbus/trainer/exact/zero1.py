@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 
 from trainbus.task import TaskError
 from trainbus.trainer import optimizer_state as packing
+from trainbus.trainer.exact.gradient_tree import GradientTree
 from trainbus.trainer.exact.layout import Piece, in_memory_order
 from trainbus.trainer.exact.norm import piece_norms
-from trainbus.trainer.exact.reduce import GradientTree
 from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
 from trainbus.trainer.strategies.base import State, shares
 
@@ -51,7 +51,7 @@ def check_elementwise(optimizer: Optimizer, strategy: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Owned:
+class OwnedPiece:
     """A piece that this rank steps on: a stretch of the flat weights, as a parameter."""
 
     piece: Piece
@@ -123,12 +123,12 @@ class ShardedOptimizer:
     def gathered(self, state: State) -> State:
         """Return this rank's share of ``state``, whose weights are whole here, with the optimizer's whole tensors."""
         world = self._tree.world
-        everyones: list[dict[str, dict[str, Any]]] = [{}] * world.size
+        by_rank: list[dict[str, dict[str, Any]]] = [{}] * world.size
         if world.size > 1:
-            dist.all_gather_object(everyones, self._described())
+            dist.all_gather_object(by_rank, self._described())
         else:
-            everyones = [self._described()]
-        described = {name: values for part in everyones for name, values in part.items()}
+            by_rank = [self._described()]
+        described = {name: values for part in by_rank for name, values in part.items()}
         kinds: dict[str, Mapping[str, int]] = {
             "model": {name: tensor.nbytes for name, tensor in state.model.items()},
             "ema": {name: tensor.nbytes for name, tensor in state.ema.items()},
@@ -213,7 +213,7 @@ class ShardedOptimizer:
             flats.append(flat)
         return flats
 
-    def _own_pieces(self) -> list[Owned]:
+    def _own_pieces(self) -> list[OwnedPiece]:
         owned, names, rank = [], list(self._named), self._tree.world.rank
         self._owner: dict[Piece, int] = {}
         for bucket, shards, weights, gradients in zip(
@@ -228,7 +228,7 @@ class ShardedOptimizer:
                         place = slice(start, slot.offset + piece.stop)
                         parameter = nn.Parameter(weights[place])
                         parameter.grad = gradients[place]
-                        owned.append(Owned(piece, names[slot.index], parameter))
+                        owned.append(OwnedPiece(piece, names[slot.index], parameter))
         return sorted(owned, key=lambda own: _order(own.piece))
 
     @staticmethod

@@ -15,7 +15,7 @@ from contracts.events.train import Training
 from trainbus.task import Task
 from trainbus.trainer import optimizer_state as packing
 from trainbus.trainer.strategies.base import LossModule, State, StepResult, share_of
-from trainbus.trainer.strategies.scaler import LossScale
+from trainbus.trainer.strategies.loss_scale import LossScale
 from trainbus.trainer.world import World
 
 

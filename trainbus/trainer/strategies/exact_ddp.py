@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from contracts.events.train import Training
 from trainbus.task import Task, TaskError
 from trainbus.trainer import optimizer_state as packing
-from trainbus.trainer.exact.buffers import Buffers
-from trainbus.trainer.exact.determinism import be_deterministic
+from trainbus.trainer.exact.buffer_sync import BufferSync
+from trainbus.trainer.exact.determinism import enable_determinism
+from trainbus.trainer.exact.gradient_tree import GradientTree
 from trainbus.trainer.exact.layout import Slot, in_memory_order, is_dense
 from trainbus.trainer.exact.norm import clip_factor, piece_norms, total_norm
-from trainbus.trainer.exact.reduce import GradientTree
-from trainbus.trainer.exact.tree import owned
+from trainbus.trainer.exact.tree import leaves_of_ranks
 from trainbus.trainer.exact.zero1 import ShardedOptimizer
 from trainbus.trainer.strategies.base import LossModule, State, StepResult, share_of
-from trainbus.trainer.strategies.scaler import LossScale
+from trainbus.trainer.strategies.loss_scale import LossScale
 from trainbus.trainer.world import World
 
 
@@ -30,10 +30,10 @@ class ExactDDPStrategy:
         assert training.logical_ranks is not None
         if world.size > training.logical_ranks:
             raise TaskError(f"{world.size} ranks are more than training.logical_ranks ({training.logical_ranks})")
-        be_deterministic()
+        enable_determinism()
         self._world = world
         self.leaf_count = training.logical_ranks
-        self.leaves = owned(self.leaf_count, world.size)[world.rank]
+        self.leaves = leaves_of_ranks(self.leaf_count, world.size)[world.rank]
         self.model = model.to(world.device)
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         for _, parameter in named:
@@ -49,7 +49,7 @@ class ExactDDPStrategy:
         self._slots: list[Slot] = slots
         self.optimizer = task.optimizer(self.model)
         self._sharded = ShardedOptimizer(self.optimizer, self.model, self._named, self._tree) if sharded else None
-        self._buffers = Buffers(self.model, self.leaf_count, world, training.buffers)
+        self._buffers = BufferSync(self.model, self.leaf_count, world, training.buffers)
         self._scale = LossScale(training.precision == "fp16")
         self._loss = LossModule(task, self.model, training.precision, world.device)
         self._leaf_weight = 0.0

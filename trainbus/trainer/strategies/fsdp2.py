@@ -15,15 +15,15 @@ from torch.distributed.tensor import DTensor
 from contracts.events.train import Training
 from trainbus.task import Task
 from trainbus.trainer import optimizer_state as packing
-from trainbus.trainer.exact.buffers import Buffers
+from trainbus.trainer.exact.buffer_sync import BufferSync
 from trainbus.trainer.exact.norm import clip_factor
 from trainbus.trainer.exact.order_free import global_norm
-from trainbus.trainer.exact.reduce_scatter import TreeReduceScatter, Turn
-from trainbus.trainer.exact.tree import owned, plan
+from trainbus.trainer.exact.reduce_scatter import LeafTurn, TreeReduceScatter
+from trainbus.trainer.exact.tree import leaves_of_ranks, plan
 from trainbus.trainer.exact.zero1 import check_elementwise
 from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
 from trainbus.trainer.strategies.base import LossModule, State, StepResult, shares
-from trainbus.trainer.strategies.scaler import LossScale
+from trainbus.trainer.strategies.loss_scale import LossScale
 from trainbus.trainer.world import World
 
 
@@ -39,10 +39,10 @@ class FSDP2Strategy:
         self.model = model.to(world.device)
         exact = training.logical_ranks is not None
         self.leaf_count = training.logical_ranks or world.size
-        self.leaves = owned(self.leaf_count, world.size)[world.rank]
+        self.leaves = leaves_of_ranks(self.leaf_count, world.size)[world.rank]
         self._plan = {leaf.index: leaf for leaf in plan(self.leaf_count, self.leaves)}
-        self._turn = Turn(self.leaf_count, world.size)
-        self._buffers = Buffers(self.model, self.leaf_count, world, training.buffers)
+        self._turn = LeafTurn(self.leaf_count, world.size)
+        self._buffers = BufferSync(self.model, self.leaf_count, world, training.buffers)
         self._leaf_weight = 0.0
         #: One rank's gradients of the nodes it has so far; FSDP2 asks for no reduce-scatter there.
         self._stack: list[list[Tensor]] = []

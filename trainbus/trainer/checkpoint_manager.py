@@ -20,17 +20,26 @@ from torch import Tensor
 from contracts.events.checkpoint import Exactness
 from contracts.events.train import Training
 from trainbus.agent_link import Journal
-from trainbus.trainer.checkpoint import CheckpointError, Content, History, Progress, Staging, When, Writer, write
+from trainbus.trainer.checkpoint import (
+    CheckpointError,
+    CheckpointSchedule,
+    CheckpointWriter,
+    FailureHistory,
+    Progress,
+    RankFiles,
+    StagingBuffers,
+    write,
+)
 from trainbus.trainer.checkpoint.files import state_digest, state_json, tensors_file
 from trainbus.trainer.checkpoint.staging import copy_all
-from trainbus.trainer.memory import Memory
 from trainbus.trainer.strategies.base import State, Strategy
+from trainbus.trainer.survivor_store import SurvivorStore
 from trainbus.trainer.world import World
 
 Pairs = list[tuple[Tensor, Tensor]]
 
 
-class Saver:
+class CheckpointManager:
     """When to save, and how. Every rank makes the same calls, but for ``by_clock`` and ``leave_behind``."""
 
     def __init__(
@@ -42,15 +51,15 @@ class Saver:
         world: World,
         journal: Journal,
         exactness: Exactness,
-        memory: Memory,
-        history: History | None = None,
+        memory: SurvivorStore,
+        history: FailureHistory | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder, self._strategy, self._world, self._journal = folder, strategy, world, journal
         self._exactness, self._memory, self._clock = exactness, memory, clock
-        self.when = When(training, clock(), machines=world.size, history=history)
-        self._staging = Staging(pinned=world.device.type == "cuda")
-        self._writer = Writer()
+        self.when = CheckpointSchedule(training, clock(), machines=world.size, history=history)
+        self._staging = StagingBuffers(pinned=world.device.type == "cuda")
+        self._writer = CheckpointWriter()
         cuda = world.device.type == "cuda"
         self._stream = torch.cuda.Stream(world.device) if cuda else None  # type: ignore[no-untyped-call]
         #: Set while nothing is being copied out of the live state.
@@ -150,7 +159,7 @@ class Saver:
                 trained = self._trained()
                 state.model = {n: t if n in trained else t.clone() for n, t in state.model.items()}
                 files = self._files(state, rank=0)
-                self._memory.snapshot(files, state_of(state, progress, 1))
+                self._memory.snapshot(files, checkpoint_json(state, progress, 1))
 
     def leave_behind(self, ema: Mapping[str, Tensor] | None) -> int | None:
         """Leave the last whole state in memory for the next generation; return its step, or None if there is none.
@@ -164,7 +173,7 @@ class Saver:
         state = self._strategy.survivor_state(ema)
         if state is None:
             return None
-        self._memory.leave(self._files(state, rank=0), state_of(state, self._progress, 1))
+        self._memory.leave(self._files(state, rank=0), checkpoint_json(state, self._progress, 1))
         return self._progress.step
 
     def join(self) -> None:
@@ -174,12 +183,12 @@ class Saver:
     def _update_begins(self, *_: Any) -> None:
         self._progress = None
 
-    def _content(self, state: State, progress: Progress) -> Content:
+    def _content(self, state: State, progress: Progress) -> RankFiles:
         saved = None
         if self._world.is_first:
-            saved = state_of(state, progress, self._world.size)
+            saved = checkpoint_json(state, progress, self._world.size)
             state_digest(saved)  # what cannot be written is said here, where the step is known
-        return Content(self._world.rank, self._staging.images, saved)
+        return RankFiles(self._world.rank, self._staging.images, saved)
 
     def _files(self, state: State, rank: int | None = None) -> dict[str, dict[str, Tensor]]:
         number = self._world.rank if rank is None else rank
@@ -225,7 +234,7 @@ class Saver:
             self._copied.set()
 
 
-def state_of(state: State, progress: Progress, parts: int) -> dict[str, Any]:
+def checkpoint_json(state: State, progress: Progress, parts: int) -> dict[str, Any]:
     """Return ``state.json`` of a state that ``parts`` ranks write together."""
     saved = state_json(progress, state.optimizer.groups, state.optimizer.values, state.scaler)
     saved["about"]["parts"] = parts

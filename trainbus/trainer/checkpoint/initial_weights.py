@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from trainbus.trainer.checkpoint.files import check_safe
-from trainbus.trainer.checkpoint.load import load_tensors
+from trainbus.trainer.checkpoint.reader import load_tensors
 from trainbus.trainer.optimizer_state import StateMismatch
 
 #: How many tensors that do not fit the error names.
 LISTED = 10
 
 
-def init_model(folder: Path, model: nn.Module, exclude: Sequence[str] = ()) -> None:
+def load_initial_weights(folder: Path, model: nn.Module, exclude: Sequence[str] = ()) -> None:
     """Put the checkpoint's weights and buffers into ``model``, the moving average's where it has one.
 
     What ``exclude`` names (``head.*``) stays as the model has it, wherever it is. All else must be in both, in one

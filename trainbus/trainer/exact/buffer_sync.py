@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainbus.trainer.exact.tree import Leaf, Node, combine, maximal_nodes, owned, plan
+from trainbus.trainer.exact.tree import Leaf, Node, leaves_of_ranks, maximal_nodes, plan, reduce_tree
 from trainbus.trainer.world import World
 
 #: Larger buffers are taken for changed only if autograd's version counter says so; statistics are never that large.
 COMPARED_BYTES = 2**20
 
 
-class Buffers:
+class BufferSync:
     """Call ``leaf_done`` after each leaf and ``step_done`` after the last, then ``commit`` to make it so."""
 
     def __init__(self, model: nn.Module, leaf_count: int, world: World, rule: Literal["first", "mean"]) -> None:
@@ -32,7 +32,7 @@ class Buffers:
             if buffer is not None
         ]
         self._root: Node = (0, leaf_count)
-        leaves = owned(leaf_count, world.size)
+        leaves = leaves_of_ranks(leaf_count, world.size)
         self._nodes = [maximal_nodes(leaf_count, part) for part in leaves]
         self._plan: dict[int, Leaf] = {leaf.index: leaf for leaf in plan(leaf_count, leaves[world.rank])}
         self._live = [self._buffer(place) for place in range(len(self._places))]
@@ -174,7 +174,7 @@ class Buffers:
             for n, node in enumerate(nodes):
                 by_node[node] = left[n * len(self._floats) : (n + 1) * len(self._floats)]
         values = dict(zip(whole, firsts, strict=True))
-        values |= dict(zip(self._floats, combine(self._root, by_node, _add), strict=True))
+        values |= dict(zip(self._floats, reduce_tree(self._root, by_node, _add), strict=True))
         self._new = {place: values[place] for place in sorted(touched)}
         self._touched = set()
 

@@ -8,20 +8,20 @@ from typing import Literal, Protocol
 
 from contracts.events.train import EarlyStopping
 
-Mode = Literal["min", "max"]
+MetricMode = Literal["min", "max"]
 
 
-class Kept(Protocol):
+class BestMetricState(Protocol):
     """The part of the training state that this changes."""
 
     best: dict[str, float]
     validations_without_improvement: int
 
 
-class Best:
+class BestMetricTracker:
     """Keeps the best values in ``kept``: one for checkpoints, one for early stopping with its own metric and margin."""
 
-    def __init__(self, kept: Kept, metric: str, mode: Mode, stopping: EarlyStopping | None) -> None:
+    def __init__(self, kept: BestMetricState, metric: str, mode: MetricMode, stopping: EarlyStopping | None) -> None:
         self._kept, self._metric, self._mode, self._stopping = kept, metric, mode, stopping
 
     def saw(self, metrics: Mapping[str, float]) -> bool:

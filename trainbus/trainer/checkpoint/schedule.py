@@ -19,19 +19,21 @@ def due(step: int, every: int | None, *, epoch_ended: bool) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class FailureHistory:
     """What a run has been through: so many involuntary ends, in so many seconds of running."""
 
     failures: int = 0
     run_s: float = 0.0
 
 
-class When:
+class CheckpointSchedule:
     """Steps are looked at on every rank alike; the clock on rank 0 alone, which tells the others."""
 
-    def __init__(self, training: Training, now_s: float, *, machines: int = 1, history: History | None = None) -> None:
+    def __init__(
+        self, training: Training, now_s: float, *, machines: int = 1, history: FailureHistory | None = None
+    ) -> None:
         """Start counting at ``now_s``. What the run's history says counts for more the longer it is."""
-        history = history or History()
+        history = history or FailureHistory()
         self._training = training
         self._at_steps = frozenset(training.checkpoint_at_steps)
         self._last_s = now_s

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainbus.task import TaskError
 from trainbus.trainer.exact.layout import Bucket, Span, buckets_of
-from trainbus.trainer.exact.tree import Leaf, Node, combine, maximal_nodes, owned, plan
+from trainbus.trainer.exact.tree import Leaf, Node, leaves_of_ranks, maximal_nodes, plan, reduce_tree
 from trainbus.trainer.exact.wire import Wire
 from trainbus.trainer.world import World
 
@@ -46,7 +46,7 @@ class GradientTree:
             shortcut: let gloo's all_reduce add two processes' sums, since a+b is b+a.
         """
         self.parameters, self.names, self.world = list(parameters), list(names), world
-        self.leaves = owned(leaf_count, world.size)[world.rank]
+        self.leaves = leaves_of_ranks(leaf_count, world.size)[world.rank]
         self.buckets = buckets_of(self.parameters)
         self.wire = Wire(world.device) if world.size > 1 else None
         #: Whether gradients end up in flat buffers; a single process needs none.
@@ -54,7 +54,7 @@ class GradientTree:
         self.sharded = sharded
         self._root: Node = (0, leaf_count)
         self._plan = {leaf.index: leaf for leaf in plan(leaf_count, self.leaves)}
-        self._nodes = [maximal_nodes(leaf_count, leaves) for leaves in owned(leaf_count, world.size)]
+        self._nodes = [maximal_nodes(leaf_count, leaves) for leaves in leaves_of_ranks(leaf_count, world.size)]
         self._mine = self._nodes[world.rank]
         gloo = world.size > 1 and dist.get_backend() == "gloo" and world.device.type == "cpu"
         self._all_reduce = shortcut and gloo and not sharded and [len(nodes) for nodes in self._nodes] == [1, 1]
@@ -256,7 +256,7 @@ class _Transfer:
         target = self.flats[0][mine]
         sums = {node: flat[mine] for node, flat in zip(tree._mine, self.flats, strict=True)}
         sums |= {node: tensor for node, (tensor, _) in self._received.items()}
-        middle = combine(tree._root, sums, lambda left, right: left.add_(right))
+        middle = reduce_tree(tree._root, sums, lambda left, right: left.add_(right))
         if middle.data_ptr() != target.data_ptr():
             target.copy_(middle)
         if not tree.sharded:

@@ -27,19 +27,19 @@ from trainbus.trainer.strategies.base import State
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedCheckpoint:
     """A whole training state on the host."""
 
     progress: Progress
     state: State
 
 
-def load(folder: Path) -> Loaded:
+def load(folder: Path) -> LoadedCheckpoint:
     """Read everything that training goes on from."""
     check_safe(folder)
     progress, state = load_progress(folder)
     state.model, state.optimizer.tensors, state.ema = (load_tensors(folder, kind) for kind in KINDS)
-    return Loaded(progress, state)
+    return LoadedCheckpoint(progress, state)
 
 
 def load_progress(folder: Path) -> tuple[Progress, State]:

@@ -20,8 +20,8 @@ from typing import Any
 from torch import Tensor
 
 from trainbus.trainer.checkpoint.files import STATE
-from trainbus.trainer.checkpoint.staging import Staging, copy_all
-from trainbus.trainer.left import Key, Offer, offers
+from trainbus.trainer.checkpoint.staging import StagingBuffers, copy_all
+from trainbus.trainer.survivor_state import Key, LocalParts, find_local_parts
 
 #: Snapshots take at most this share of the time.
 SNAPSHOT_SHARE = 0.01
@@ -29,7 +29,7 @@ SNAPSHOT_SHARE = 0.01
 Files = Mapping[str, Mapping[str, Tensor]]
 
 
-class Memory:
+class SurvivorStore:
     """One rank's end of it. Without a folder every call does nothing."""
 
     def __init__(
@@ -37,7 +37,7 @@ class Memory:
     ) -> None:
         """``disk_folder``: where the node keeps checkpoints of earlier generations that were never committed."""
         self._root, self._generation, self._rank, self._disk = folder, generation, rank, disk_folder
-        self._stagings: list[tuple[Path, Staging]] = []
+        self._stagings: list[tuple[Path, StagingBuffers]] = []
         self._thread: threading.Thread | None = None
         self._next_s = 0.0
 
@@ -45,9 +45,9 @@ class Memory:
     def there(self) -> bool:
         return self._root is not None
 
-    def left(self, at_least: int, run_id: str | None) -> dict[Key, Offer]:
+    def left(self, at_least: int, run_id: str | None) -> dict[Key, LocalParts]:
         """Return what earlier generations left on this node, from step ``at_least`` on."""
-        return offers((self._disk, self._root), self._generation, at_least, run_id)
+        return find_local_parts((self._disk, self._root), self._generation, at_least, run_id)
 
     @property
     def _folder(self) -> Path:
@@ -80,7 +80,7 @@ class Memory:
         if self._thread is not None:
             self._thread.join()
 
-    def _room(self, files: Files) -> tuple[Path, Staging]:
+    def _room(self, files: Files) -> tuple[Path, StagingBuffers]:
         """Return a hidden folder with room for the files: the older of two, so that the newer stays whole."""
         hidden = self._folder / f".step_next-rank_{self._rank}.{len(self._stagings) % 2}"
         if len(self._stagings) == 2:
@@ -88,14 +88,14 @@ class Memory:
             if place.exists():
                 place.rename(hidden)
         else:
-            staging = Staging(folder=hidden)
+            staging = StagingBuffers(folder=hidden)
         if not hidden.exists():
             hidden.mkdir(parents=True, mode=0o700)
-            staging = Staging(folder=hidden)
+            staging = StagingBuffers(folder=hidden)
         staging.lay_out(files)
         return hidden, staging
 
-    def _copy(self, hidden: Path, staging: Staging, files: Files, state: dict[str, Any]) -> None:
+    def _copy(self, hidden: Path, staging: StagingBuffers, files: Files, state: dict[str, Any]) -> None:
         copy_all(staging.pairs(files))
         (hidden / STATE).write_text(json.dumps(state, allow_nan=False))
         place = self._folder / f"step_{state['step']:08d}-rank_{self._rank}"

@@ -10,11 +10,11 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 
 from contracts.events.train import Loading
-from contracts.ranks import StarvedLine
+from contracts.ranks import StarvationLine
 from trainbus.data.waits import CAUSES, Cause, Waits
 
 
-class Starvation:
+class StarvationDetector:
     """Looks at windows of ``starved_s``; speaks once, and again only after a window in which data came in time.
 
     A wait that does not end is told of while it lasts, from a thread.
@@ -25,7 +25,7 @@ class Starvation:
         loading: Loading,
         waits: Waits,
         rank: int,
-        say: Callable[[StarvedLine], None],
+        say: Callable[[StarvationLine], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._loading, self._waits, self._rank, self._say, self._clock = loading, waits, rank, say, clock
@@ -104,7 +104,7 @@ class Starvation:
     def _tell(self, now: float, waited_s: float, bound_by: Cause) -> None:
         over_s = now - self._began
         self._say(
-            StarvedLine(
+            StarvationLine(
                 time=time.time(),
                 step=self._step,
                 rank=self._rank,

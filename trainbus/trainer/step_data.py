@@ -33,7 +33,7 @@ class StepData:
         return sum(micro.samples for leaf in self.leaves for micro in leaf.micro_batches)
 
 
-def last_step(training: Training, sampler: Sampler, step: int, samples_consumed: int) -> int:
+def total_steps_of(training: Training, sampler: Sampler, step: int, samples_consumed: int) -> int:
     """Return the step at which training ends, counted over all generations, of a run that has got so far."""
     ends = []
     if sampler.end is not None:
@@ -45,7 +45,7 @@ def last_step(training: Training, sampler: Sampler, step: int, samples_consumed:
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class StepLoader:
     """Loads the parts of a rank that computes ``leaves`` of ``leaf_count``."""
 
     loading: Loading
@@ -91,7 +91,7 @@ class Feed:
         return max(1, min(self.training.accumulate, largest))
 
 
-class Record:
+class SampleRecorder:
     """Keeps what a rank trained on: one JSON line a leaf, with the keys of its samples in their order."""
 
     def __init__(self, path: Path) -> None:

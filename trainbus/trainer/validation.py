@@ -15,7 +15,7 @@ from trainbus.data.reader import SplitReader
 from trainbus.data.sampler import slice_bounds
 from trainbus.data.workers import Workers
 from trainbus.task import Task, TaskError
-from trainbus.trainer.stop import in_order
+from trainbus.trainer.step_agreement import sum_in_order
 from trainbus.trainer.strategies.base import AUTOCAST
 from trainbus.trainer.world import World, seed_all
 
@@ -74,7 +74,7 @@ def measure(
     finally:
         model.train(was_training)
     # Rank 0 has the first chunk, so it knows every name.
-    names: list[str] = world.from_first(sorted(sums))
+    names: list[str] = world.broadcast_object(sorted(sums))
     if extra := set(sums) - set(names):
         raise TaskError(f"{type(task).__name__}.metrics() returns {sorted(extra)} for some batches only")
     if not names:
@@ -84,7 +84,7 @@ def measure(
         if own := sums.get(name):
             row[list(own)] = torch.stack(list(own.values()))
     world.all_reduce(table)
-    return {name: in_order(row) / len(reader) for name, row in zip(names, table.tolist(), strict=True)}
+    return {name: sum_in_order(row) / len(reader) for name, row in zip(names, table.tolist(), strict=True)}
 
 
 def _chunks(

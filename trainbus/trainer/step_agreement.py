@@ -17,7 +17,7 @@ STOP, CHECKPOINT_NOW, GRAD_NORM, SKIPPED, SHORT, HEAD = range(6)
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class StepSummary:
     """What all ranks together said at the end of one step. The same on every rank."""
 
     step: int
@@ -33,7 +33,7 @@ class Said:
     busy_s: tuple[float, ...]
 
 
-class Consensus:
+class StepAgreement:
     """One asynchronous sum of a short vector after each step, looked at one step later.
 
     Nothing waits for it: by the time it is read, a whole step has gone by. Every rank reads the same sum at
@@ -58,7 +58,7 @@ class Consensus:
         skipped: bool = False,
         short: bool = False,
         busy_s: float = 0.0,
-    ) -> Said | None:
+    ) -> StepSummary | None:
         """Post this step's numbers and return what was said at the last step; None before the first.
 
         A single rank on CPU hears itself at once.
@@ -88,7 +88,7 @@ class Consensus:
             self._posted = (step, numbers, dist.all_reduce(numbers, async_op=True).wait)
         return said
 
-    def settle(self) -> Said | None:
+    def settle(self) -> StepSummary | None:
         """Return what was said at the last posted step, waiting for it if need be; None if that was read already."""
         if self._posted is None:
             return None
@@ -97,9 +97,9 @@ class Consensus:
         wait()
         values: list[float] = numbers.tolist()
         losses, busy_s = values[HEAD : HEAD + self._leaf_count], values[HEAD + self._leaf_count :]
-        return Said(
+        return StepSummary(
             step,
-            in_order(losses),
+            sum_in_order(losses),
             values[GRAD_NORM],
             stop=values[STOP] > 0,
             checkpoint_now=values[CHECKPOINT_NOW] > 0,
@@ -116,7 +116,7 @@ class Consensus:
         return flags[0].item() > 0, flags[1].item() > 0
 
 
-def in_order(values: list[float]) -> float:
+def sum_in_order(values: list[float]) -> float:
     """Add up from the left, each sum rounded to a double, in every version of Python."""
     total = 0.0
     for value in values:

@@ -12,12 +12,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainbus.data.order import LaneOrder
 from trainbus.trainer import environment
-from trainbus.trainer.checkpoint import Loaded, Progress, init_model, load
-from trainbus.trainer.checkpoint.load import put_model
-from trainbus.trainer.ema import MovingAverage
-from trainbus.trainer.left import take_up
-from trainbus.trainer.memory import Memory
+from trainbus.trainer.checkpoint import LoadedCheckpoint, Progress, load, load_initial_weights
+from trainbus.trainer.checkpoint.reader import put_model
+from trainbus.trainer.moving_average import MovingAverage
 from trainbus.trainer.strategies.base import Strategy
+from trainbus.trainer.survivor_state import load_newest_state
+from trainbus.trainer.survivor_store import SurvivorStore
 from trainbus.trainer.world import World
 
 #: Under this name in a state's ``about``.
@@ -25,24 +25,24 @@ UNREPORTED = "unreported"
 
 
 @dataclass(frozen=True, slots=True)
-class Init:
+class InitialWeights:
     """Weights to begin with: a checkpoint's, but for the tensors that ``exclude`` names."""
 
     folder: Path
     exclude: tuple[str, ...] = ()
 
 
-class Beginning:
+class StartPoint:
     """The state that training begins with. Its parts are handed out as what they belong to is built."""
 
     def __init__(
         self,
         world: World,
-        memory: Memory,
+        memory: SurvivorStore,
         resume_folder: Path | None,
         resume_step: int,
         run_id: str | None,
-        init: Init | None = None,
+        init: InitialWeights | None = None,
     ) -> None:
         """Agree with all ranks on the newest state there is.
 
@@ -52,7 +52,7 @@ class Beginning:
             init: the weights to begin with if there is no state at all.
         """
         self._world, self._run_id, self._init = world, run_id, init
-        loaded: Loaded | None = take_up(world, memory.left(resume_step, run_id))
+        loaded: LoadedCheckpoint | None = load_newest_state(world, memory.left(resume_step, run_id))
         self.resumed_from: Literal["scratch", "checkpoint", "memory"] = "memory"
         if loaded is None:
             loaded = load(resume_folder) if resume_folder is not None else None
@@ -95,7 +95,7 @@ class Beginning:
             put_model(self._state.model, model)
             self._state.model = {}
         elif self._init is not None:
-            init_model(self._init.folder, model, self._init.exclude)
+            load_initial_weights(self._init.folder, model, self._init.exclude)
 
     def put_rest(self, strategy: Strategy, schedule: LRScheduler | None) -> None:
         """Give the optimizer, the loss scale and the schedule theirs."""
@@ -116,7 +116,7 @@ class Beginning:
 
     def about(self, run: Mapping[str, Any], logical_ranks: int | None, here: Mapping[str, str]) -> dict[str, Any]:
         """Return what the states to come say about themselves, in the environment ``here``; every rank calls it."""
-        digests = self._world.everyones(environment.digest(here))
+        digests = self._world.all_gather_objects(environment.digest(here))
         parent = None if self._state is None else self._parent
         exactness = environment.exactness(logical_ranks, digests, parent, self._run_id)
         return {**run, "exactness": exactness, "environment_digest": digests[0]}

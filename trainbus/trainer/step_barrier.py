@@ -15,7 +15,7 @@ from typing import Any
 
 from trainbus.agent_link import Control
 from trainbus.data.loader import Ahead
-from trainbus.trainer.stop import Consensus, Said
+from trainbus.trainer.step_agreement import StepAgreement, StepSummary
 
 #: Steps whose samples a rank must have so that nobody need ask: it is heard of a step later.
 STOCK = 2
@@ -25,15 +25,15 @@ ROUND_S = 1.0
 LOOK_S = 0.1
 
 
-class Gate:
+class StepBarrier:
     """One rank's side of it. Every rank makes the same calls."""
 
-    def __init__(self, consensus: Consensus, control: Control, clock: Callable[[], float] = time.monotonic) -> None:
-        self._consensus, self._control, self._clock = consensus, control, clock
+    def __init__(self, consensus: StepAgreement, control: Control, clock: Callable[[], float] = time.monotonic) -> None:
+        self._agreement, self._control, self._clock = consensus, control, clock
         #: The step up to which all ranks are known to have their samples.
         self._stocked_until = -1
 
-    def heed(self, said: Said) -> None:
+    def heed(self, said: StepSummary) -> None:
         """Note what all ranks said after a step."""
         if not said.short:
             self._stocked_until = said.step + STOCK
@@ -50,7 +50,7 @@ class Gate:
             lacking = not self._wait(steps)
             if not lacking:
                 ready()
-            anyone_lacks, stop = self._consensus.agree(lacking, self._control.stop_requested)
+            anyone_lacks, stop = self._agreement.agree(lacking, self._control.stop_requested)
             if not anyone_lacks:
                 return True
             if stop:

@@ -11,7 +11,7 @@ INITIAL, GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
 SMALLEST = 2.0**-14
 
 
-class ScaleCollapsed(Exception):
+class LossScaleUnderflow(Exception):
     """The gradient is no number at any scale."""
 
 
@@ -35,7 +35,9 @@ class LossScale:
             return True
         self.scale, self._good_steps = self.scale * BACKOFF, 0
         if self.scale < SMALLEST:
-            raise ScaleCollapsed("the gradient overflows fp16 at any loss scale: lower the learning rate or use bf16")
+            raise LossScaleUnderflow(
+                "the gradient overflows fp16 at any loss scale: lower the learning rate or use bf16"
+            )
         return False
 
     def state(self) -> dict[str, Any] | None:

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainbus.trainer.checkpoint import CheckpointError, Loaded, Progress, tensor_digest
+from trainbus.trainer.checkpoint import CheckpointError, LoadedCheckpoint, Progress, tensor_digest
 from trainbus.trainer.checkpoint.files import KINDS, digests_file
-from trainbus.trainer.checkpoint.load import load_tensors, read_state
+from trainbus.trainer.checkpoint.reader import load_tensors, read_state
 from trainbus.trainer.strategies.base import State
 from trainbus.trainer.world import World
 
@@ -41,7 +41,7 @@ class Key(NamedTuple):
 
 
 @dataclass(slots=True)
-class Offer:
+class LocalParts:
     """What one node has of a state."""
 
     #: Part -> where its files lie.
@@ -50,9 +50,11 @@ class Offer:
     total: int = 0
 
 
-def offers(folders: Sequence[Path | None], generation: int, at_least: int, run_id: str | None) -> dict[Key, Offer]:
+def find_local_parts(
+    folders: Sequence[Path | None], generation: int, at_least: int, run_id: str | None
+) -> dict[Key, LocalParts]:
     """Return what generations before this one left here, of steps that are new enough."""
-    found: dict[Key, Offer] = {}
+    found: dict[Key, LocalParts] = {}
     for place, folder in enumerate(folders):
         for before in () if folder is None or not folder.is_dir() else folder.iterdir():
             number = _GENERATION.fullmatch(before.name)
@@ -60,7 +62,7 @@ def offers(folders: Sequence[Path | None], generation: int, at_least: int, run_i
                 continue
             for path in before.iterdir():
                 if (step := _STEP.fullmatch(path.name)) and int(step[1]) >= at_least:
-                    offer = found.setdefault(Key(int(step[1]), int(number[1]), place), Offer())
+                    offer = found.setdefault(Key(int(step[1]), int(number[1]), place), LocalParts())
                     offer.parts |= {
                         int(part[1]): path for file in path.iterdir() if (part := _MODEL.fullmatch(file.name))
                     }
@@ -79,13 +81,13 @@ def offers(folders: Sequence[Path | None], generation: int, at_least: int, run_i
     return found
 
 
-def take_up(world: World, mine: Mapping[Key, Offer]) -> Loaded | None:
+def load_newest_state(world: World, mine: Mapping[Key, LocalParts]) -> LoadedCheckpoint | None:
     """Return the newest state that all ranks' nodes have together; None if there is none. Every rank calls it."""
-    everyones: list[dict[Key, tuple[int, set[int]]]] = world.everyones(
+    offered: list[dict[Key, tuple[int, set[int]]]] = world.all_gather_objects(
         {key: (offer.total, set(offer.parts)) for key, offer in mine.items()}
     )
-    for key in sorted({key for each in everyones for key in each}, reverse=True):
-        has = [each.get(key, (0, set())) for each in everyones]
+    for key in sorted({key for each in offered for key in each}, reverse=True):
+        has = [each.get(key, (0, set())) for each in offered]
         wanted = set(range(max(total for total, _ in has)))
         if not wanted or not wanted <= set().union(*(parts for _, parts in has)):
             continue
@@ -93,20 +95,20 @@ def take_up(world: World, mine: Mapping[Key, Offer]) -> Loaded | None:
         holders = {part: next(rank for rank, (_, parts) in enumerate(has) if part in parts) for part in sorted(wanted)}
         own = [part for part in holders if all_have_all or holders[part] == world.rank]
         loaded = _load(mine[key], own) if own else {}
-        if any(world.everyones(loaded is None)):
+        if any(world.all_gather_objects(loaded is None)):
             continue
         assert loaded is not None
         return _together(loaded.values()) if all_have_all else _together(_passed_on(world, holders, loaded))
     return None
 
 
-class _Part(NamedTuple):
+class StatePart(NamedTuple):
     #: Part 0's alone: all that is no tensor.
     head: tuple[Progress, State] | None
     kinds: Kinds
 
 
-def _load(offer: Offer, parts: Iterable[int]) -> dict[int, _Part] | None:
+def _load(offer: LocalParts, parts: Iterable[int]) -> dict[int, StatePart] | None:
     """Read these parts; None if one of them cannot be used."""
     try:
         return {part: _load_part(offer.parts[part], part) for part in parts}
@@ -115,7 +117,7 @@ def _load(offer: Offer, parts: Iterable[int]) -> dict[int, _Part] | None:
         return None
 
 
-def _load_part(folder: Path, part: int) -> _Part:
+def _load_part(folder: Path, part: int) -> StatePart:
     kinds = {kind: load_tensors(folder, kind) for kind in KINDS}
     path = folder / digests_file(part)
     if path.exists():  # not beside what was left in memory, which no disk can have changed
@@ -127,10 +129,10 @@ def _load_part(folder: Path, part: int) -> _Part:
             for name, tensor in tensors.items():
                 if said.get(f"{kind}/{name}") != tensor_digest(tensor):
                     raise CheckpointError(f"{kind}/{name!r} is not what was written")
-    return _Part(read_state(folder) if part == 0 else None, kinds)
+    return StatePart(read_state(folder) if part == 0 else None, kinds)
 
 
-def _together(parts: Iterable[_Part]) -> Loaded:
+def _together(parts: Iterable[StatePart]) -> LoadedCheckpoint:
     whole: Kinds = {kind: {} for kind in KINDS}
     heads = []
     for part in parts:
@@ -139,10 +141,10 @@ def _together(parts: Iterable[_Part]) -> Loaded:
             whole[kind] |= tensors
     ((progress, state),) = heads
     state.model, state.optimizer.tensors, state.ema = (whole[kind] for kind in KINDS)
-    return Loaded(progress, state)
+    return LoadedCheckpoint(progress, state)
 
 
-def _passed_on(world: World, holders: Mapping[int, int], loaded: Mapping[int, _Part]) -> Iterable[_Part]:
+def _passed_on(world: World, holders: Mapping[int, int], loaded: Mapping[int, StatePart]) -> Iterable[StatePart]:
     """Bring every part to every rank: what is no tensor first, then one tensor after the other."""
     for part, holder in holders.items():
         mine = loaded.get(part)
@@ -159,7 +161,7 @@ def _passed_on(world: World, holders: Mapping[int, int], loaded: Mapping[int, _P
         for kind, said in table.items():
             own = {} if mine is None else mine.kinds[kind]
             kinds[kind] = {name: _tensor(world, holder, f"{kind}/{name}", own.get(name), *said[name]) for name in said}
-        yield _Part(head, kinds)
+        yield StatePart(head, kinds)
 
 
 def _tensor(

@@ -26,13 +26,13 @@ OrderKey = Literal[
 ]
 
 
-class Part(BaseModel):
+class PolicySection(BaseModel):
     """A part of a policy: frozen, and strict about unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Attained(Part):
+class LeastAttained(PolicySection):
     """Least attained service in discrete levels over slot-seconds (two-dimensional LAS, Tiresias, NSDI'19)."""
 
     #: Slot-seconds at which a run goes down one level.
@@ -48,7 +48,7 @@ class Attained(Part):
         return self
 
 
-class EvenWait(Part):
+class EvenWait(PolicySection):
     """Short runs first, but the more of the longest wait a run has had, the less its length counts."""
 
     #: Slot-seconds below which lengths make no difference.
@@ -65,17 +65,17 @@ class EvenWait(Part):
     foresee: bool = True
 
 
-class Order(Part):
+class Order(PolicySection):
     """Who goes first."""
 
     by: tuple[OrderKey, ...] = ("priority",)
     #: Whether a run that fits may overtake one that does not.
     skip: bool = False
-    attained: Attained = Attained()
+    attained: LeastAttained = LeastAttained()
     even_wait: EvenWait = EvenWait()
 
 
-class Quota(Part):
+class Quota(PolicySection):
     """What a team is owed, and at most has."""
 
     #: A path; what parts of a team use counts for the whole.
@@ -91,7 +91,7 @@ class Quota(Part):
     period_h: float = Field(24 * 7, gt=0)
 
 
-class Admit(Part):
+class Admit(PolicySection):
     """What anybody may have at once."""
 
     quotas: tuple[Quota, ...] = ()
@@ -99,7 +99,7 @@ class Admit(Part):
     max_slots_per_run: int | None = Field(None, ge=1)
 
 
-class FairShare(Part):
+class FairShare(PolicySection):
     """Shares of teams by weight, over their use in the past."""
 
     #: Team (a path) -> weight among its siblings; 1 where nothing is said.
@@ -114,7 +114,7 @@ class FairShare(Part):
         return self
 
 
-class Place(Part):
+class Place(PolicySection):
     """Which nodes a gang gets."""
 
     #: ``pack`` fills the fullest node that fits, ``spread`` the emptiest, ``balanced`` fills nodes to half and then
@@ -124,7 +124,7 @@ class Place(Part):
     scarce: tuple[str, ...] = ()
 
 
-class Reserve(Part):
+class Reserve(PolicySection):
     """Whether runs that fit may go ahead of one that waits for many slots, without holding it up."""
 
     backfill: Literal["none", "easy", "conservative"] = "none"
@@ -140,7 +140,7 @@ class Reserve(Part):
     promise_slots: int | None = Field(None, ge=1)
 
 
-class Maintenance(Part):
+class Maintenance(PolicySection):
     """Nodes that must be empty for a while: nothing starts there that might not be done by then."""
 
     start: AwareDatetime
@@ -156,7 +156,7 @@ class Maintenance(Part):
         return self
 
 
-class Reclaim(Part):
+class Reclaim(PolicySection):
     """For whom slots are taken from runs that have them."""
 
     #: A run may take slots of another if the first key of ``order.by`` in which they differ is one of these.
@@ -174,7 +174,7 @@ class Reclaim(Part):
     resume_cost_s: float = Field(60.0, ge=0)
 
 
-class Elastic(Part):
+class Elastic(PolicySection):
     """Runs between their min and max slots."""
 
     #: A run is not grown before it has had its slots for so long, nor before the cluster's slots have
@@ -185,7 +185,7 @@ class Elastic(Part):
     grow_anyway_s: float = Field(60.0, ge=0)
 
 
-class Predict(Part):
+class Predict(PolicySection):
     """How long runs take, from those that are over."""
 
     #: From how many ended runs of a kind its distribution counts; below, the next wider kind's.
@@ -196,7 +196,7 @@ class Predict(Part):
     prior_s: float = Field(3_600.0, gt=0)
 
 
-class Pool(Part):
+class Pool(PolicySection):
     """Nodes of one kind that can be had, and what they cost."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
@@ -211,7 +211,7 @@ class Pool(Part):
     interruptions_per_hour: float = Field(0.0, ge=0)
 
 
-class Pools(Part):
+class Pools(PolicySection):
     """Where nodes come from."""
 
     pools: tuple[Pool, ...] = ()
@@ -227,7 +227,7 @@ class Pools(Part):
     idle_s: float = Field(600.0, ge=0)
 
 
-class Faults(Part):
+class Faults(PolicySection):
     """What is done about parts that fail, and how long they are waited for."""
 
     #: How long a placement may take until its ranks run: downloads of data and code are part of it.
@@ -251,7 +251,7 @@ class Faults(Part):
         return self.retry_delays_s[min(setbacks, len(self.retry_delays_s) - 1)]
 
 
-class Policy(Part):
+class Policy(PolicySection):
     """Everything ``decide`` may be told; two schedulers with the same policy decide the same."""
 
     name: str = Field("priority-first-come", min_length=1, max_length=100)

@@ -47,9 +47,9 @@ from services.kit.bus import Bus
 from services.kit.concurrency import end
 from services.kit.follow import follow
 from services.kit.settings import Settings
-from services.scheduler.memory import FOLLOWED, Memory
-from services.scheduler.past.log import Entry, entry_of
-from services.scheduler.past.remake import remake
+from services.scheduler.cluster_cache import FOLLOWED, ClusterCache
+from services.scheduler.replay.log import Entry, entry_of
+from services.scheduler.replay.verification import verify_log
 from services.scheduler.snapshot import take
 from trainbus.embedded.servers import NatsServer
 
@@ -58,7 +58,7 @@ LEASE_TTL_S = 0.8
 #: Messages of a link are late by up to so much; a few are late by ten times that.
 LATE_S = 0.025
 SELDOM = 0.02
-#: Requests a second.
+#: RequestIndex a second.
 RATE = 6.0
 #: After the last round runs that wait are still worked off; nothing ending for so long is the end of it.
 PATIENCE_S = 60.0
@@ -199,7 +199,7 @@ class Trial:
         await scheduler.start()
 
     async def _ask_for_runs(self) -> None:
-        """Requests of all sizes, each of them twice."""
+        """RequestIndex of all sizes, each of them twice."""
         while True:
             number = len(self.requested)
             event_id = f"crash-{number}"
@@ -301,7 +301,7 @@ class Trial:
         outcome.problems += checker.problems
         outcome.problems += [f"{run_id} ended {ended[run_id]} times" for run_id in self.requested if ended[run_id] != 1]
         outcome.problems += [f"{run_id} was never asked for" for run_id in ended if run_id not in self.requested]
-        counts, differences = remake(entries)
+        counts, differences = verify_log(entries)
         outcome.decisions = counts.decisions
         outcome.problems += [f"replay: {difference}" for difference in differences[:20]]
         await self._compare_snapshot()
@@ -317,20 +317,20 @@ class Trial:
         async with folded(self.bus) as whole:
             await take(Settings(nats_url=self.server.url, http_port=-1))
             async with folded(self.bus) as recalled:
-                if not recalled.recalled:
+                if not recalled.snapshot_sequence:
                     self.outcome.problems.append("no snapshot was found")
                 if recalled.cluster != whole.cluster:
                     self.outcome.problems.append("snapshot and tail are not the whole log")
 
 
 @asynccontextmanager
-async def folded(bus: Bus) -> AsyncIterator[Memory]:
+async def folded(bus: Bus) -> AsyncIterator[ClusterCache]:
     """The log, folded."""
-    memory = Memory(bus)
-    task = asyncio.create_task(memory.follow())
+    cache = ClusterCache(bus)
+    task = asyncio.create_task(cache.follow())
     try:
-        await asyncio.wait_for(memory.caught_up.wait(), 60)
-        yield memory
+        await asyncio.wait_for(cache.caught_up.wait(), 60)
+        yield cache
     finally:
         await end(task)
 

@@ -31,11 +31,11 @@ from contracts.scheduling import Policy
 from loadtest.common import percentile
 from services.scheduler import policies
 from services.scheduler.core.explain.estimate import PACE_S, Estimator
-from services.scheduler.core.order import line
+from services.scheduler.core.order import queue
 from services.scheduler.core.state.cluster import Cluster
-from services.scheduler.core.state.predict import Distribution, kind_of
+from services.scheduler.core.state.durations import Distribution, run_kind_of
 from services.scheduler.simulate.agents import Agents
-from services.scheduler.simulate.engine import Core, play
+from services.scheduler.simulate.engine import Core, play_trace
 from services.scheduler.simulate.traces import START, Trace, at, read_pai
 
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
@@ -94,8 +94,8 @@ class Waits:
 def by_position_s(cluster: Cluster, policy: Policy, run_id: str, now_s: float) -> float:
     """The simple way: the place in line over the starts a second of the last hours."""
     now, runs = at(now_s), cluster.runs
-    own = line.key_of(cluster, runs[run_id], now, policy)
-    ahead = sum(line.key_of(cluster, runs[other], now, policy) < own for other in cluster.queued)
+    own = queue.key_of(cluster, runs[run_id], now, policy)
+    ahead = sum(queue.key_of(cluster, runs[other], now, policy) < own for other in cluster.queued)
     rate = cluster.waits.rate_per_s(now, PACE_S)
     return (ahead + 1) / rate if rate > 0 else math.inf
 
@@ -138,7 +138,7 @@ class Durations:
         self._user[fact.run_id] = user
         history, config = self.cluster.history, self.policy.predict
         started = time.perf_counter()
-        found = history.predict(kind_of(fact.spec), config)
+        found = history.predict(run_kind_of(fact.spec), config)
         found.mean_remaining_s()
         self.took_s.append(time.perf_counter() - started)
         of_all = history.predict(Everybody(), config)
@@ -165,7 +165,7 @@ def played(trace: Trace, policy: Policy, resume_cost_s: float, waits: Waits, pro
     durations = Durations(durations_s, policy, core.cluster)
     core.listeners = (waits.heard, durations.heard)
     bar = progress.add_task("jobs", total=len(trace.jobs))
-    player = play(trace, Agents(durations_s, resume_cost_s), lambda done: progress.update(bar, completed=done))
+    player = play_trace(trace, Agents(durations_s, resume_cost_s), lambda done: progress.update(bar, completed=done))
     turn = next(player)
     while True:
         said = core.turn(turn)

@@ -25,7 +25,7 @@ from contracts.events.train import Code, Slots, Training, TrainRequested
 from contracts.scheduling import Admit, FairShare, Order, Policy, Quota, Reclaim, Reserve
 from loadtest.common import percentile, report
 from services.scheduler.simulate.agents import Agents
-from services.scheduler.simulate.engine import Core, Turn, play
+from services.scheduler.simulate.engine import Core, WorldEvents, play_trace
 from services.scheduler.simulate.traces import START, Job, Trace, nodes_of
 
 GPUS, PER_NODE, RUN_S = 64, 8, 300.0
@@ -54,8 +54,8 @@ class LastMinute(Agents):
         self._letting_go: list[tuple[float, int, list[Fact]]] = []
         self._number = 0
 
-    def heard(self, fact: Fact, now_s: float) -> list[Fact]:
-        said = super().heard(fact, now_s)
+    def handle_fact(self, fact: Fact, now_s: float) -> list[Fact]:
+        said = super().handle_fact(fact, now_s)
         if not isinstance(fact, RunPreempting) or not fact.grace_s:
             return said
         self._number += 1
@@ -65,7 +65,7 @@ class LastMinute(Agents):
     def next_s(self) -> float:
         return min(super().next_s(), self._letting_go[0][0] if self._letting_go else math.inf)
 
-    def due(self, now_s: float) -> list[Fact]:
+    def finish_due(self, now_s: float) -> list[Fact]:
         said: list[Fact] = []
         while self._letting_go and self._letting_go[0][0] <= now_s:
             said += heapq.heappop(self._letting_go)[2]
@@ -194,9 +194,9 @@ def saturated(half_life_s: float, seed: int) -> Trace:
 def run_until(trace: Trace, policy: Policy, audit: Audit, agents: Agents, until_s: float) -> None:
     """Play the trace up to then."""
     core = Core(policy, [audit])
-    player = play(trace, agents)
+    player = play_trace(trace, agents)
     try:
-        turn: Turn = next(player)
+        turn: WorldEvents = next(player)
         while turn.now_s <= until_s:
             turn = player.send(core.turn(turn))
     except StopIteration:

@@ -24,7 +24,7 @@ from loadtest.scheduler.bench import Prefill, connected, resident_mb, service, u
 from loadtest.server import nats_server
 from services.kit.bus import Bus
 from services.kit.settings import Settings
-from services.scheduler.memory import Memory
+from services.scheduler.cluster_cache import ClusterCache
 from services.scheduler.snapshot import Snapshots, environment
 from trainbus.embedded.servers import NatsServer
 
@@ -46,18 +46,18 @@ async def taken(server: NatsServer) -> float:
 
 async def recalled(bus: Bus) -> Figures:
     """From a connection to a folded log, in this process."""
-    memory, wall, cpu = Memory(bus), time.perf_counter(), time.process_time()
-    following = asyncio.create_task(memory.follow())
-    await memory.caught_up.wait()
+    cache, wall, cpu = ClusterCache(bus), time.perf_counter(), time.process_time()
+    following = asyncio.create_task(cache.follow())
+    await cache.caught_up.wait()
     wall_s, cpu_s = time.perf_counter() - wall, time.process_time() - cpu
     following.cancel()
     return {
         "recovery_s": wall_s,
         "recovery_cpu_s": cpu_s,
-        "recalled_sequence": memory.recalled,
-        "tail_facts": memory.cluster.sequence - memory.recalled,
-        "runs": memory.cluster.runs.total,
-        "queued": len(memory.cluster.queued),
+        "recalled_sequence": cache.snapshot_sequence,
+        "tail_facts": cache.cluster.sequence - cache.snapshot_sequence,
+        "runs": cache.cluster.runs.total,
+        "queued": len(cache.cluster.queued),
     }
 
 

@@ -30,7 +30,7 @@ from services.scheduler.core.fold import fold
 from services.scheduler.core.state.cluster import Cluster
 from services.scheduler.policies import with_settings
 from services.scheduler.simulate.agents import Agents
-from services.scheduler.simulate.engine import Core, play
+from services.scheduler.simulate.engine import Core, play_trace
 from services.scheduler.simulate.generate import jobs
 from services.scheduler.simulate.traces import at, read_pai
 
@@ -104,7 +104,7 @@ def main() -> None:
     rng, recorder, tally = random.Random(arguments.seed), Recorder(), Tally()
     core = Core(policy, [recorder])
     chosen = trace.jobs[: arguments.jobs]
-    player = play(
+    player = play_trace(
         type(trace)(trace.nodes, chosen, trace.name),
         Agents({job.run_id: job.duration_s for job in chosen}, 60.0),
     )

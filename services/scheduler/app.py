@@ -25,15 +25,15 @@ from services.kit.clock import Clock
 from services.kit.service import Service
 from services.kit.settings import Settings
 from services.scheduler import policies
-from services.scheduler.core import admit
+from services.scheduler.capacity_publisher import CapacityPublisher
+from services.scheduler.cluster_cache import ClusterCache
+from services.scheduler.core import admission
 from services.scheduler.core.decisions import AcceptRun, RejectRun, answer_fact
 from services.scheduler.core.state.cluster import Run
+from services.scheduler.cycle_pacer import CyclePacer
 from services.scheduler.forecast import Forecast
 from services.scheduler.leader import Leader
-from services.scheduler.memory import Memory
-from services.scheduler.pace import Pace
-from services.scheduler.questions import answering
-from services.scheduler.wanting import Wanting
+from services.scheduler.queries import serve_queries
 
 #: Times that a request about an unknown run is tried again: its ``train.requested`` may be in the hands
 #: of another instance at this moment.
@@ -85,7 +85,7 @@ class Scheduler:
     """A scheduler's parts."""
 
     service: Service
-    memory: Memory
+    cache: ClusterCache
     leader: Leader
 
 
@@ -95,32 +95,32 @@ def build(settings: Settings) -> Service:
 
 
 def assemble(
-    settings: Settings, policy: Policy | None = None, *, clock: Clock | None = None, pace: Pace | None = None
+    settings: Settings, policy: Policy | None = None, *, clock: Clock | None = None, pace: CyclePacer | None = None
 ) -> Scheduler:
     """Make a scheduler out of its parts. With a clock and a pace of its own it lives in a simulation."""
     own = settings if isinstance(settings, SchedulerSettings) else SchedulerSettings(**settings.model_dump())
     service = Service("scheduler", own, clock)
     policy = policy or policy_of(own)
-    memory = Memory(service.bus, virtual=clock is not None)
-    leader = Leader(service.bus, memory, policy, own, pace)
-    Requests(service, memory).register()
-    service.background(memory.follow)
+    cache = ClusterCache(service.bus, virtual=clock is not None)
+    leader = Leader(service.bus, cache, policy, own, pace)
+    Requests(service, cache).register()
+    service.background(cache.follow)
     service.background(leader.lead)
     service.background(leader.watch_nodes)
-    service.background(Wanting(service.bus, memory, leader).run)
-    forecast = Forecast(service.bus, memory, policy)
+    service.background(CapacityPublisher(service.bus, cache, leader).run)
+    forecast = Forecast(service.bus, cache, policy)
     service.background(forecast.run)
-    service.resource(answering(service.bus, memory, leader, policy, forecast))
-    service.ready_when("folded", lambda: memory.caught_up.is_set())
-    return Scheduler(service, memory, leader)
+    service.resource(serve_queries(service.bus, cache, leader, policy, forecast))
+    service.ready_when("folded", lambda: cache.caught_up.is_set())
+    return Scheduler(service, cache, leader)
 
 
 class Requests:
     """Turns requests into facts; decides nothing about slots."""
 
-    def __init__(self, service: Service, memory: Memory) -> None:
+    def __init__(self, service: Service, cache: ClusterCache) -> None:
         self.bus = service.bus
-        self.memory = memory
+        self.cache = cache
 
     def register(self) -> None:
         consumer = topology.SCHEDULER_REQUESTS
@@ -131,19 +131,19 @@ class Requests:
 
     async def on_train(self, received: Received[TrainRequested]) -> None:
         run_id = run_id_for(received.envelope.source, received.envelope.id)
-        if admit.needs_the_log(received.event):
-            await self.memory.catch_up()
-        await self._answer(received, admit.answer_train(self.memory.cluster, run_id, received.event))
+        if admission.depends_on_log(received.event):
+            await self.cache.catch_up()
+        await self._answer(received, admission.answer_train(self.cache.cluster, run_id, received.event))
 
     async def on_restore(self, received: Received[RestoreRequested]) -> None:
-        await self.memory.catch_up()
+        await self.cache.catch_up()
         parent = self._run(received, "restore")
         run_id = run_id_for(received.envelope.source, received.envelope.id)
-        await self._answer(received, admit.answer_restore(parent, run_id, received.event))
+        await self._answer(received, admission.answer_restore(parent, run_id, received.event))
 
     async def on_cancel(self, received: Received[CancelRequested]) -> None:
-        if received.event.run_id not in self.memory.cluster.runs:
-            await self.memory.catch_up()
+        if received.event.run_id not in self.cache.cluster.runs:
+            await self.cache.catch_up()
         run = self._run(received, "cancel")
         if run.terminal:
             log.info("nothing to cancel, the run is over", run_id=run.run_id, phase=str(run.phase))
@@ -152,10 +152,10 @@ class Requests:
         await self.bus.publish(fact, received.envelope)
 
     async def on_drain(self, received: Received[DrainRequested]) -> None:
-        await self.memory.catch_up()
-        node = self.memory.cluster.nodes.get(received.event.node_id)
+        await self.cache.catch_up()
+        node = self.cache.cluster.nodes.get(received.event.node_id)
         if node is None or not node.alive:
-            known = ", ".join(sorted(n.node_id for n in self.memory.cluster.nodes.values() if n.alive)) or "none"
+            known = ", ".join(sorted(n.node_id for n in self.cache.cluster.nodes.values() if n.alive)) or "none"
             raise Poison(f"no node {received.event.node_id!r} to drain; these have joined: {known}")
         fact = NodeDraining(node_id=node.node_id, incarnation=node.incarnation, reason=received.event.reason)
         await self.bus.publish(fact, received.envelope)
@@ -166,7 +166,7 @@ class Requests:
             return
         _, data = open_envelope(raw)
         run_id = run_id_for(error.envelope.source, error.envelope.id)
-        rejection = admit.answer_invalid(run_id, data, error.problems)
+        rejection = admission.answer_invalid(run_id, data, error.problems)
         fact = answer_fact(rejection, error.envelope.id, error.envelope.source, self._made())
         try:
             await self.bus.publish(fact, error.envelope, expect=_nothing_yet(run_id))
@@ -185,11 +185,11 @@ class Requests:
 
     def _made(self) -> DecisionRecord:
         """From what an answer is made that is made now."""
-        return DecisionRecord(at_sequence=self.memory.cluster.sequence, at=self.bus.clock.now())
+        return DecisionRecord(at_sequence=self.cache.cluster.sequence, at=self.bus.clock.now())
 
     def _run(self, received: Received[CancelRequested] | Received[RestoreRequested], verb: str) -> Run:
         run_id = received.event.run_id
-        run = self.memory.cluster.runs.get(run_id)
+        run = self.cache.cluster.runs.get(run_id)
         if run is not None:
             return run
         text = f"no run has the id {run_id!r}, so there is nothing to {verb}: take it from the accepted fact"

@@ -9,8 +9,8 @@ from typing import Any
 
 from contracts.scheduling import Policy
 from services.kit.bus import Bus
+from services.scheduler.cluster_cache import ClusterCache
 from services.scheduler.core.explain.estimate import Estimate, Estimator
-from services.scheduler.memory import Memory
 
 #: How often estimates are made anew while runs wait, and what part of the time that may take at most.
 INTERVAL_S = 20.0
@@ -20,28 +20,28 @@ PART = 0.002
 class Forecast:
     """The newest estimates. They are shown and never decided on, so each instance has its own."""
 
-    def __init__(self, bus: Bus, memory: Memory, policy: Policy) -> None:
-        self.bus, self.memory, self.policy = bus, memory, policy
+    def __init__(self, bus: Bus, cache: ClusterCache, policy: Policy) -> None:
+        self.bus, self.cache, self.policy = bus, cache, policy
         self._estimator = Estimator()
         self._found: dict[str, Estimate] = {}
 
     async def run(self) -> None:
         """Estimate for as long as the service runs; with nobody in the queue it costs nothing."""
-        await self.memory.caught_up.wait()
+        await self.cache.caught_up.wait()
         while True:
-            took_s = self.look() if self.memory.cluster.queued else 0.0
+            took_s = self.look() if self.cache.cluster.queued else 0.0
             await asyncio.sleep(max(INTERVAL_S, took_s / PART))
 
     def look(self) -> float:
         """Estimate anew; returns the seconds it took."""
         started = time.perf_counter()
-        self._found = self._estimator.estimates(self.memory.cluster, self.policy, self.bus.clock.now())
+        self._found = self._estimator.estimates(self.cache.cluster, self.policy, self.bus.clock.now())
         return time.perf_counter() - started
 
     def of(self, run_id: str, room_at: datetime | None = None) -> dict[str, Any]:
         """The estimate of a queued run as JSON, not before there is room for it; empty if there is none (yet)."""
         found = self._found.get(run_id)
-        if found is None or run_id not in self.memory.cluster.queued:
+        if found is None or run_id not in self.cache.cluster.queued:
             return {}
         names = ("start_p10", "start_p50", "start_p90")
         return {

@@ -19,12 +19,12 @@ from services.kit.concurrency import end
 from services.kit.lease import Lease, Watch, read_all
 from services.kit.settings import Settings
 from services.scheduler import metrics
-from services.scheduler.core.decide import deaf_nodes, lost_nodes, plan
-from services.scheduler.core.decisions import PASS_LIMIT, LoseNode, decision_record, in_order, lost_fact
-from services.scheduler.memory import Memory
-from services.scheduler.pace import Freely, Pace
-from services.scheduler.publisher import Publisher, Saying
-from services.scheduler.snapshot import Taker
+from services.scheduler.cluster_cache import ClusterCache
+from services.scheduler.core.decide import lost_nodes, plan, unresponsive_nodes
+from services.scheduler.core.decisions import MAX_FACTS_PER_CYCLE, LoseNode, decision_record, in_order, lost_fact
+from services.scheduler.cycle_pacer import CyclePacer, UnpacedCycles
+from services.scheduler.publisher import PendingFact, Publisher
+from services.scheduler.snapshot import SnapshotTaker
 
 log = structlog.get_logger(__name__)
 
@@ -40,11 +40,13 @@ LEASE_POLL_S = 0.5
 class Leader:
     """Decides while it holds the lease."""
 
-    def __init__(self, bus: Bus, memory: Memory, policy: Policy, settings: Settings, pace: Pace | None = None) -> None:
-        self.bus, self.memory, self.policy = bus, memory, policy
-        self.pace: Pace = pace or Freely()
+    def __init__(
+        self, bus: Bus, cache: ClusterCache, policy: Policy, settings: Settings, pace: CyclePacer | None = None
+    ) -> None:
+        self.bus, self.cache, self.policy = bus, cache, policy
+        self.pace: CyclePacer = pace or UnpacedCycles()
         self._publisher = Publisher(bus, lambda: self.leads)
-        self._taker = Taker(settings)
+        self._taker = SnapshotTaker(settings)
         self._instance = settings.instance
         self._ttl_s = settings.lease_ttl_s
         # Two processes with the same instance name are two holders all the same.
@@ -63,14 +65,14 @@ class Leader:
 
     async def lead(self) -> None:
         """Wait for the lease, decide while it lasts, and wait again."""
-        await self.memory.caught_up.wait()
+        await self.cache.caught_up.wait()
         bucket = await self.bus.bucket(topology.LEASES)
         while True:
             lease = Lease(bucket, LEASE_KEY, self._holder, self._ttl_s, clock=self.bus.clock)
             async with lease.leadership() as keeper:
                 self._lease = lease
-                self._taker.recalled(self.memory.recalled)
-                taking = asyncio.create_task(self._taker.take_while(self.memory.cluster))
+                self._taker.recalled(self.cache.snapshot_sequence)
+                taking = asyncio.create_task(self._taker.take_while(self.cache.cluster))
                 deciding = asyncio.create_task(self._decide_while_held())
                 try:
                     await asyncio.wait({keeper, deciding}, return_when=asyncio.FIRST_COMPLETED)
@@ -82,20 +84,20 @@ class Leader:
 
     async def _decide_while_held(self) -> None:
         # What a former leader has published must be folded before anything is added to it.
-        await self.memory.catch_up()
+        await self.cache.catch_up()
         await self._adopt()
         while self.leads:
-            await self.pace.before_pass()
-            seen, started = self.memory.cluster.sequence, time.perf_counter()
+            await self.pace.before_cycle()
+            seen, started = self.cache.cluster.sequence, time.perf_counter()
             published, wake_at, decide_s = await self._pass()
-            self.pace.after_pass(published, wake_at)
+            self.pace.after_cycle(published, wake_at)
             # At least as long as deciding took is for folding and answering: with a long queue, what
             # comes in meanwhile is decided on together.
             await asyncio.sleep(min(max(2 * decide_s - (time.perf_counter() - started), 0), TICK_S))
             if published:
-                await self.memory.until(published)
+                await self.cache.wait_for_sequence(published)
             else:
-                await self.memory.changed(seen, self._rest_s(wake_at))
+                await self.cache.wait_for_change(seen, self._rest_s(wake_at))
 
     def _rest_s(self, wake_at: datetime | None) -> float:
         """How long to wait for news at most."""
@@ -109,13 +111,15 @@ class Leader:
 
     async def _pass(self) -> tuple[int, datetime | None, float]:
         """(highest sequence published, when to look again, seconds that deciding took)."""
-        cluster = self.memory.cluster
+        cluster = self.cache.cluster
         now = self.bus.clock.now()
         started = time.perf_counter()
         made = plan(cluster, now, self.policy, self._reachable_since)
         # The facts are made now: while they are on their way the cluster goes on changing.
         why = decision_record(cluster, now, self.policy, self._reachable_since)
-        said = [Saying.of(decision, cluster, now, why) for decision in in_order(made.decisions)[:PASS_LIMIT]]
+        said = [
+            PendingFact.of(decision, cluster, now, why) for decision in in_order(made.decisions)[:MAX_FACTS_PER_CYCLE]
+        ]
         decide_s = time.perf_counter() - started
         metrics.DECIDE_SECONDS.observe(decide_s)
         published = await self._publisher.publish(said, cluster.placed_sequence) if said else 0
@@ -124,7 +128,7 @@ class Leader:
     async def _adopt(self) -> None:
         """Say by which policy we decide, if the last leader had another one. Before the first decision."""
         while self.leads:
-            cluster = self.memory.cluster
+            cluster = self.cache.cluster
             if cluster.policy is not None and cluster.policy.digest == self.policy.digest:
                 return
             last = cluster.policy_sequence
@@ -134,12 +138,12 @@ class Leader:
             try:
                 ack = await self.bus.publish(adopted, expect=Expect(last, PolicyAdopted.subject_filter()))
             except Conflict:
-                await self.memory.catch_up()
+                await self.cache.catch_up()
             except Transient as error:
                 log.warning("policy not published, trying again", error=str(error))
             else:
                 log.info("policy adopted", policy=self.policy.name, digest=self.policy.digest)
-                await self.memory.until(ack.sequence)
+                await self.cache.wait_for_sequence(ack.sequence)
                 return
 
     # -- nodes --------------------------------------------------------------
@@ -162,11 +166,13 @@ class Leader:
                 # Nobody could renew, or we could not look: every node gets its whole time again.
                 watch, self._reachable_since = Watch(self.bus.clock), self.bus.clock.now()
             elif self.leads:
-                deaf = deaf_nodes(self.memory.cluster, self.bus.clock.now(), self.policy, self._reachable_since)
-                await self._lose(lost_nodes(self.memory.cluster, expired) + deaf)
+                unresponsive = unresponsive_nodes(
+                    self.cache.cluster, self.bus.clock.now(), self.policy, self._reachable_since
+                )
+                await self._lose(lost_nodes(self.cache.cluster, expired) + unresponsive)
 
     async def _expired(self, watch: Watch) -> set[str]:
-        alive = [node for node in self.memory.cluster.nodes.values() if node.alive]
+        alive = [node for node in self.cache.cluster.nodes.values() if node.alive]
         records = await read_all(self.bus, NODE_LEASES) if alive else {}
         expired = set()
         for node in alive:
@@ -184,4 +190,4 @@ class Leader:
             except Transient as error:
                 log.warning("not published, trying again", node_id=decision.node_id, error=str(error))
                 return
-            await self.memory.until(ack.sequence)
+            await self.cache.wait_for_sequence(ack.sequence)

@@ -36,7 +36,7 @@ RETRIES = 8
 WIDTH = 64
 
 
-class Saying:
+class PendingFact:
     """A decision on its way to being a fact."""
 
     __slots__ = ("cause", "decision", "fact", "fence")
@@ -45,7 +45,7 @@ class Saying:
         self.decision, self.fact, self.cause, self.fence = decision, fact, cause, fence
 
     @classmethod
-    def of(cls, decision: Decision, cluster: Cluster, now: datetime, made: DecisionRecord) -> Saying:
+    def of(cls, decision: Decision, cluster: Cluster, now: datetime, made: DecisionRecord) -> PendingFact:
         """The fact, what led to it, and the run's last sequence: it only counts if nothing has changed."""
         run = cluster.runs[decision.run_id]
         fact = fact_of(decision, cluster, now, made)
@@ -84,20 +84,20 @@ class Publisher:
         self._leads = leads
         self._batches = Batches(bus)
 
-    async def publish(self, said: list[Saying], fence: int) -> int:
+    async def publish(self, said: list[PendingFact], fence: int) -> int:
         """Make facts of ``said``, which was decided when the last placement had the sequence ``fence``.
 
         Returns the highest sequence published; 0 if nothing was. What is refused is decided again from newer facts.
         """
         if len(said) >= BATCH_FROM and await self._batches.available():
-            highest, rest, fence = await self._together(said, fence)
+            highest, rest, fence = await self._publish_batch(said, fence)
         else:
             highest, rest = 0, said
-        return max(highest, await self._singly(rest, fence)) if rest else highest
+        return max(highest, await self._publish_each(rest, fence)) if rest else highest
 
     # -- all of it at once ----------------------------------------------------
 
-    async def _together(self, said: list[Saying], fence: int) -> tuple[int, list[Saying], int]:
+    async def _publish_batch(self, said: list[PendingFact], fence: int) -> tuple[int, list[PendingFact], int]:
         """(highest sequence, what is left to be published one by one, the last placement by then)."""
         messages = {id(saying): self.bus.outgoing(saying.fact, saying.cause) for saying in said}
         highest, behind = 0, said
@@ -110,8 +110,8 @@ class Publisher:
         return highest, [], fence
 
     async def _batch(
-        self, said: list[Saying], messages: dict[int, Outgoing], fence: int
-    ) -> tuple[tuple[int, int], list[Saying]]:
+        self, said: list[PendingFact], messages: dict[int, Outgoing], fence: int
+    ) -> tuple[tuple[int, int], list[PendingFact]]:
         """Publish one batch, without those that are outdated: ((last sequence, last placement's), what is undone)."""
         for _ in range(RETRIES):
             if not said or not self._leads():
@@ -135,7 +135,7 @@ class Publisher:
                 return (stored.last, stored.first + placed[-1] if placed else 0), []
         return (0, 0), said
 
-    async def _without_outdated(self, said: list[Saying], sequence: int, fence: int) -> list[Saying]:
+    async def _without_outdated(self, said: list[PendingFact], sequence: int, fence: int) -> list[PendingFact]:
         """``said`` without the decisions that the fact of this sequence has outdated."""
         subject = await self._subject(sequence)
         aggregate, run_id, name = subjects.parts(subject)
@@ -155,28 +155,28 @@ class Publisher:
 
     # -- one by one -----------------------------------------------------------
 
-    async def _singly(self, said: list[Saying], fence: int) -> int:
+    async def _publish_each(self, said: list[PendingFact], fence: int) -> int:
         placements = [saying for saying in said if saying.places]
         explanations = [saying for saying in said if isinstance(saying.decision, ExplainRun)]
         others = [saying for saying in said if not saying.places and not isinstance(saying.decision, ExplainRun)]
-        highest, complete = await self._side_by_side(others)
+        highest, complete = await self._publish_concurrently(others)
         if complete:
-            highest = max(highest, await self._in_a_row(placements, fence))
-        explained, _ = await self._side_by_side(explanations)
+            highest = max(highest, await self._publish_in_order(placements, fence))
+        explained, _ = await self._publish_concurrently(explanations)
         return max(highest, explained)
 
-    async def _side_by_side(self, said: list[Saying]) -> tuple[int, bool]:
+    async def _publish_concurrently(self, said: list[PendingFact]) -> tuple[int, bool]:
         """Publish what is independent side by side; (highest sequence, whether all of it was taken)."""
         gate = asyncio.Semaphore(WIDTH)
 
-        async def one(saying: Saying) -> Ack | None:
+        async def one(saying: PendingFact) -> Ack | None:
             async with gate:
                 return await self._publish(saying, saying.fence)
 
         acks = await asyncio.gather(*(one(saying) for saying in said))
         return max((ack.sequence for ack in acks if ack), default=0), all(acks)
 
-    async def _in_a_row(self, said: list[Saying], fence: int) -> int:
+    async def _publish_in_order(self, said: list[PendingFact], fence: int) -> int:
         """Publish placements one by one, each expecting the one before: nobody else placed in between."""
         highest = 0
         for saying in said:
@@ -191,7 +191,7 @@ class Publisher:
                 break
         return highest
 
-    async def _publish(self, saying: Saying, expect: Expect) -> Ack | None:
+    async def _publish(self, saying: PendingFact, expect: Expect) -> Ack | None:
         try:
             ack = await self.bus.publish(saying.fact, saying.cause, expect=expect)
         except Conflict:
@@ -205,7 +205,7 @@ class Publisher:
         return ack
 
 
-def _fenced(said: Iterable[Saying], messages: dict[int, Outgoing], fence: int) -> list[Outgoing]:
+def _fenced(said: Iterable[PendingFact], messages: dict[int, Outgoing], fence: int) -> list[Outgoing]:
     """The messages of a batch, with what must hold before it.
 
     The first placement stands for all: no other can come between them. Of a run's several facts the first one

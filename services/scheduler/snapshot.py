@@ -43,7 +43,7 @@ from services.scheduler.core.state.cluster import Cluster
 log = structlog.get_logger(__name__)
 
 MAGIC = b"trainbus-scheduler-snapshot/1\n"
-#: Snapshots that are kept: of this code, and of others, to whom an operator may go back.
+#: SnapshotStore that are kept: of this code, and of others, to whom an operator may go back.
 KEPT, KEPT_OF_OTHERS = 2, 2
 #: A snapshot is due after so many facts, and not more often than so.
 DUE_FACTS = 20_000
@@ -54,7 +54,7 @@ MAKING_S = 1800.0
 LOOK_S = 2.0
 
 
-class Refused(ValueError):
+class SnapshotRefused(ValueError):
     """This is no snapshot, or not one that can be used here."""
 
 
@@ -86,21 +86,21 @@ def decode(content: bytes, code: str, stream: str) -> Cluster:
     """What ``encode`` was given.
 
     Raises:
-        Refused: it is broken, or of other code or another stream.
+        SnapshotRefused: it is broken, or of other code or another stream.
     """
     if not content.startswith(MAGIC):
-        raise Refused("it does not begin as one")
+        raise SnapshotRefused("it does not begin as one")
     line, _, body = content[len(MAGIC) :].partition(b"\n")
     try:
         header = Header(**json.loads(line))
     except (ValueError, TypeError) as error:
-        raise Refused(f"its header cannot be read: {error}") from error
+        raise SnapshotRefused(f"its header cannot be read: {error}") from error
     if header.code != code:
-        raise Refused("other code made it")
+        raise SnapshotRefused("other code made it")
     if header.stream != stream:
-        raise Refused("it is of another stream")
+        raise SnapshotRefused("it is of another stream")
     if hashlib.sha256(body).hexdigest() != header.sha256:
-        raise Refused("its checksum is wrong")
+        raise SnapshotRefused("its checksum is wrong")
     try:
         whole, at, sections = memoryview(zstandard.ZstdDecompressor().decompress(body)), 0, {}
         for name, size in header.sections:
@@ -108,9 +108,9 @@ def decode(content: bytes, code: str, stream: str) -> Cluster:
             at += size
         cluster = codec.restore(sections)
     except (ValueError, KeyError, TypeError, zstandard.ZstdError) as error:
-        raise Refused(f"it cannot be read: {error}") from error
+        raise SnapshotRefused(f"it cannot be read: {error}") from error
     if cluster.sequence != header.sequence:
-        raise Refused("it is not of the sequence that it names")
+        raise SnapshotRefused("it is not of the sequence that it names")
     return cluster
 
 
@@ -148,7 +148,7 @@ def _no_collections() -> Iterator[None]:
             gc.enable()
 
 
-class Snapshots:
+class SnapshotStore:
     """The bucket of snapshots."""
 
     def __init__(self, bus: Bus) -> None:
@@ -187,7 +187,7 @@ class Snapshots:
                 await store.get(name, writeinto=content)
             with _no_collections():
                 return decode(content.getvalue(), code_digest(), stream)
-        except (Refused, JetStreamError, TimeoutError) as error:
+        except (SnapshotRefused, JetStreamError, TimeoutError) as error:
             # Perhaps it was being removed, or a disk has failed: there is one before it, or the log.
             log.warning("snapshot refused", name=name, reason=repr(error))
             return None
@@ -223,7 +223,7 @@ class Snapshots:
         return created.isoformat() if isinstance(created, datetime) else str(created), info.state.last_seq
 
 
-class Taker:
+class SnapshotTaker:
     """Has snapshots made while we lead."""
 
     def __init__(self, settings: Settings) -> None:
@@ -284,19 +284,19 @@ def environment(settings: Settings) -> dict[str, str]:
 
 async def take(settings: Settings) -> str:
     """Fold what came since the newest snapshot and save it; returns its name."""
-    from services.scheduler.memory import Memory
+    from services.scheduler.cluster_cache import ClusterCache
 
     bus = Bus("scheduler-snapshot", settings)
     await bus.connect(reconcile_topology=False)
     try:
-        memory = Memory(bus)
-        folding = asyncio.create_task(memory.follow())
-        waiting = asyncio.create_task(memory.caught_up.wait())
+        cache = ClusterCache(bus)
+        folding = asyncio.create_task(cache.follow())
+        waiting = asyncio.create_task(cache.caught_up.wait())
         await asyncio.wait({folding, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if folding.done():
             folding.result()
         await end(folding, waiting)
-        return await Snapshots(bus).write(memory.cluster)
+        return await SnapshotStore(bus).write(cache.cluster)
     finally:
         await bus.close()
 

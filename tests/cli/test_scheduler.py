@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from contracts.scheduling import Policy
-from services.scheduler.past.log import line_of
+from services.scheduler.replay.log import line_of
 from services.scheduler.simulate import generate
 from services.scheduler.simulate.engine import simulate
 from services.scheduler.simulate.traces import at

@@ -30,7 +30,7 @@ from contracts.scheduling import Policy
 from services.kit.bus import Bus
 from services.kit.concurrency import end
 from services.kit.settings import Settings
-from services.scheduler.past.log import Entry, line_of
+from services.scheduler.replay.log import Entry, line_of
 from tests.scheduler.test_shell import ask, join, request, running, until
 from tests.scheduler.world import CODE
 from trainbus.client.address import Address
@@ -38,12 +38,12 @@ from trainbus.client.connection import connect
 from trainbus.client.errors import CliError
 from trainbus.client.fact_log import BusLog
 from trainbus.commands.scheduler.policy import load, show
-from trainbus.commands.scheduler.replay import remade, replay
+from trainbus.commands.scheduler.replay import replay, replayed
 from trainbus.commands.scheduler.shadow import shadow
 from trainbus.commands.why_at import why_at
 
 #: Slots of all nodes that stay.
-WHOLE = 8
+SLOT_MILLI = 8
 TASK = {"name": "digits", "task": "m:T", "code": CODE, "training": {"epochs": 2}, "grace_s": 1}
 COMMAND = {"name": "hello", "command": ["true"]}
 
@@ -82,7 +82,7 @@ class Agents:
             await self.bus.publish(RunStarted(run_id=run_id, generation=generation, node_id=member.node_id))
         crashes = generation == 1 and self.rng.random() < 0.2
         steps = self.rng.randint(2, 8)
-        stays = generation == 1 and placed.world_size == WHOLE
+        stays = generation == 1 and placed.world_size == SLOT_MILLI
         for step in itertools.count(1):
             await asyncio.sleep(0.03)
             if (run_id, generation) in self._stopped or (step >= steps and not stays):
@@ -120,7 +120,7 @@ async def lively(bus: Bus, runs: int = 24, seed: int = 1) -> list[str]:
     await join(bus, "n1", 4)
     await join(bus, "n2", 4)
     # Whoever comes after this one makes it give way, however slow the machine is.
-    run_ids = [await request(bus, "train", {**TASK, "slots": WHOLE}, "run-0")]
+    run_ids = [await request(bus, "train", {**TASK, "slots": SLOT_MILLI}, "run-0")]
     await until(bus, f"run.{run_ids[0]}.placed")
     await join(bus, "gone", 2, ttl_s=1.0)
     for number in range(1, runs):
@@ -170,7 +170,7 @@ async def test_what_the_service_decided_is_decided_again_without_a_difference(
         await lively(bus)
     async with connect(address(settings)) as link:
         past = BusLog(link, await link.last_sequence(topology.FACTS))
-        index, remaker, found = await remade(past)
+        index, remaker, found = await replayed(past)
         log = [entry async for entry in past.entries("")]
     assert found == []
     counts = remaker.counts
@@ -195,7 +195,7 @@ async def test_what_the_service_decided_is_decided_again_without_a_difference(
     (difference,) = said["differences"]
     assert (difference["sequence"], difference["fields"][0]["field"]) == (log[place].sequence, "message")
     assert difference["fields"][0]["recorded"] == "because"
-    assert difference["fields"][0]["remade"] == changed.message
+    assert difference["fields"][0]["replayed"] == changed.message
 
 
 def write(path: Path, log: list[Entry]) -> None:
@@ -215,7 +215,7 @@ async def test_a_leader_that_died_half_way_leaves_no_difference(
             second = [await request(bus, "train", {**COMMAND, "slots": 1}, f"b{i}") for i in range(6)]
             await all_over(bus, first + second)
     async with connect(address(settings)) as link:
-        _, remaker, found = await remade(BusLog(link, await link.last_sequence(topology.FACTS)))
+        _, remaker, found = await replayed(BusLog(link, await link.last_sequence(topology.FACTS)))
     assert found == []
     assert remaker.counts.decisions == remaker.counts.same > 20
 

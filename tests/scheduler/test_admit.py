@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from contracts.events.train import TrainRequested
-from services.scheduler.core.admit import answer_train
+from services.scheduler.core.admission import answer_train
 from services.scheduler.core.decisions import RejectRun
 from tests.scheduler.world import World
 

@@ -20,14 +20,14 @@ from contracts.events.run import (
     RunWaiting,
 )
 from contracts.scheduling import Elastic, Faults, Policy
-from services.scheduler.core.decide import deaf_nodes, decide
+from services.scheduler.core.decide import decide, unresponsive_nodes
 from services.scheduler.core.decisions import fact_of
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.fold import apply
 from services.scheduler.core.place.choices import pack
 from services.scheduler.core.place.space import Room
 from services.scheduler.core.state.cluster import Cluster, Node
-from services.scheduler.core.state.demand import Demand
+from services.scheduler.core.state.slot_request import SlotRequest
 from tests.scheduler.world import START, World, spec
 
 ELASTIC = {"min": 1, "max": 4}
@@ -53,7 +53,7 @@ def layout(world: World, run_id: str) -> dict[str, tuple[int, ...]]:
 
 
 def test_a_higher_priority_shrinks_an_elastic_run_which_grows_back() -> None:
-    """The demo's story, decision by decision."""
+    """The demo's record, decision by decision."""
     world = two_nodes()
     training(world)
     assert layout(world, "r1") == {"n1": (0, 1), "n2": (0, 1)}
@@ -145,11 +145,11 @@ def test_a_node_that_does_not_let_go_is_taken_for_lost() -> None:
     world.settle()
     world.release("r1", "n1")
     limit_s = 30 + world.policy.faults.release_deadline_s
-    assert deaf_nodes(world.cluster, world.now + timedelta(seconds=limit_s - 1), world.policy, START) == []
+    assert unresponsive_nodes(world.cluster, world.now + timedelta(seconds=limit_s - 1), world.policy, START) == []
     late = world.now + timedelta(seconds=limit_s)
-    assert deaf_nodes(world.cluster, late, world.policy, reachable_since=late) == []
-    (deaf,) = deaf_nodes(world.cluster, late, world.policy, START)
-    assert deaf.node_id == "n2"
+    assert unresponsive_nodes(world.cluster, late, world.policy, reachable_since=late) == []
+    (unresponsive,) = unresponsive_nodes(world.cluster, late, world.policy, START)
+    assert unresponsive.node_id == "n2"
     world.lose("n2")
     world.settle()
     assert world.phase("r1") == "cancelled"
@@ -541,7 +541,7 @@ def test_gangs_go_on_few_nodes_and_fill_the_tightest(
     free: dict[str, int], count: int, expected: dict[str, int]
 ) -> None:
     rooms = [Room.of(Node(node_id, "1", slots, 3.0)) for node_id, slots in free.items()]
-    assert {node_id: len(slots) for node_id, slots in pack(rooms, Demand(), count)} == expected
+    assert {node_id: len(slots) for node_id, slots in pack(rooms, SlotRequest(), count)} == expected
 
 
 def test_why_says_what_would_change_it() -> None:

@@ -23,11 +23,10 @@ from services.scheduler.core.explain.estimate import (
 )
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.state.cluster import Cluster
-from services.scheduler.core.state.predict import kind_of, stay_of
+from services.scheduler.core.state.durations import run_kind_of, wait_kind_of
 from services.scheduler.simulate import generate
 from services.scheduler.simulate.agents import Agents
-from services.scheduler.simulate.engine import Core
-from services.scheduler.simulate.engine import play as play_trace
+from services.scheduler.simulate.engine import Core, play_trace
 from services.scheduler.simulate.traces import at
 from tests.scheduler.world import World, spec
 
@@ -37,7 +36,7 @@ def world(slots: int = 4, run_s: float = 600.0, policy: Policy | None = None) ->
     made = World(policy)
     made.join("n0", slots)
     for number in range(200):
-        made.cluster.history.add(kind_of(spec(1)), run_s + number % 10, made.now)
+        made.cluster.history.add(run_kind_of(spec(1)), run_s + number % 10, made.now)
     return made
 
 
@@ -58,7 +57,7 @@ def test_a_start_is_not_expected_before_those_who_hold_what_it_needs_are_expecte
     """The pace of the last hours, when all was short, would have it start at once."""
     made = world(slots=4)
     for _ in range(100):
-        made.cluster.waits.add(stay_of(1, 0.0), 1.0, made.now)
+        made.cluster.waits.add(wait_kind_of(1, 0.0), 1.0, made.now)
         made.wait(1)
     submit(made, "a", 2)
     made.wait(100)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from contracts.scheduling import Elastic, EvenWait, Faults, Order, Policy, Reclaim
 from services.scheduler.core.decide import plan
 from services.scheduler.core.fold import fold
-from services.scheduler.core.order import even_wait, line
+from services.scheduler.core.order import even_wait, queue
 from services.scheduler.policies import load
 from services.scheduler.simulate import generate, report
 from services.scheduler.simulate.engine import simulate
@@ -118,14 +118,14 @@ def test_a_run_is_looked_at_just_when_its_wait_lifts_it() -> None:
     submit(world, "second")
     give_way(world, "first")
     run = world.run("first")
-    before = line.key_of(world.cluster, run, world.now, POLICY)
-    at_s = line.changes_at(world.cluster, run, world.now, POLICY)
+    before = queue.key_of(world.cluster, run, world.now, POLICY)
+    at_s = queue.promoted_at_s(world.cluster, run, world.now, POLICY)
     left_s = at_s - world.now.timestamp()
     assert 0 < left_s < math.inf
     world.wait(left_s - 0.1)
-    assert line.key_of(world.cluster, run, world.now, POLICY) == before
+    assert queue.key_of(world.cluster, run, world.now, POLICY) == before
     world.wait(0.11)
-    assert line.key_of(world.cluster, run, world.now, POLICY) < before
+    assert queue.key_of(world.cluster, run, world.now, POLICY) < before
 
 
 def test_the_longest_wait_is_that_of_those_that_have_slots() -> None:
@@ -169,7 +169,7 @@ def test_what_a_run_is_expected_to_take_counts_where_it_is_foreseen() -> None:
     # Nothing is known yet: the prior.
     run = world.run("any")
     run.predicted_s = 50 * HOUR
-    key = line.key_of(world.cluster, run, world.now, world.policy)
+    key = queue.key_of(world.cluster, run, world.now, world.policy)
     assert key[1] == math.floor(math.log2(50))
 
 
@@ -181,7 +181,7 @@ def test_short_runs_pass_and_no_long_one_is_left_behind() -> None:
         for seed in (2, 3):
             trace = generate.jobs(250, 32, seed=seed, load=1.3)
             recorder = report.Recorder(trace)
-            figures = report.figures(recorder, simulate(trace, load(name), listeners=(recorder.hear,)))
+            figures = report.figures(recorder, simulate(trace, load(name), listeners=(recorder.record_fact,)))
             assert figures["completed"] == 250
             found[name] = {what: sofar + figures[what] for what, sofar in found[name].items()}
     fifo, attained, even = found.values()

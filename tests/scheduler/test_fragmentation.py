@@ -16,14 +16,14 @@ from services.scheduler.core.fold import fold
 from services.scheduler.core.place.fragmentation import UNCOUNTED, Packing, Worth
 from services.scheduler.core.place.space import Room
 from services.scheduler.core.state.cluster import Node
-from services.scheduler.core.state.demand import WHOLE, Demand
+from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
 from services.scheduler.core.state.workload import TYPICAL, Shape, Workload, piece_of, typical_of
 from tests.scheduler.world import World, spec
 
 GIB = 2**30
 
 
-def shape(accelerators: int = 1, milli: int = WHOLE, cpus: float = 0, **more: Any) -> Shape:
+def shape(accelerators: int = 1, milli: int = SLOT_MILLI, cpus: float = 0, **more: Any) -> Shape:
     return Shape(accelerators, milli, int(cpus * 1000), 0)._replace(**more)
 
 
@@ -31,7 +31,7 @@ def room(name: str, left: list[int], cpus: float = 0, *, model: str = "A", memor
     """A node with so much left of its accelerators; ``of`` processors it has all in all (0: as many as are left)."""
     cpu_milli = int((of or cpus) * 1000)
     node = Node(name, "1", len(left), 1.0, accelerator=model, cpu_milli=cpu_milli, memory_bytes=memory)
-    return Room(node, list(left), int(cpus * 1000), memory, left.count(WHOLE), sum(left))
+    return Room(node, list(left), int(cpus * 1000), memory, left.count(SLOT_MILLI), sum(left))
 
 
 # -- the measure --------------------------------------------------------------------------------------
@@ -88,51 +88,51 @@ def test_increase_by_hand() -> None:
 def test_shares_go_where_they_fill_up() -> None:
     packing = Packing(((shape(milli=500), 1), (shape(), 1)))
     rooms = [room("a", [1000, 1000]), room("b", [1000, 500]), room("c", [1000, 600])]
-    assert packing.choose(rooms, Demand(milli=500), 1) == [("b", (1,))]
+    assert packing.choose(rooms, SlotRequest(milli=500), 1) == [("b", (1,))]
 
 
 def test_of_equal_scores_the_node_with_the_least_left_wins_then_the_name() -> None:
     packing = Packing(((shape(), 1),))
     rooms = [room("c", [1000, 1000, 0]), room("b", [1000, 0, 0]), room("a", [1000, 1000, 1000])]
-    assert packing.choose(rooms, Demand(), 1) == [("b", (0,))]
-    assert packing.choose([room("z", [1000]), room("y", [1000])], Demand(), 1) == [("y", (0,))]
+    assert packing.choose(rooms, SlotRequest(), 1) == [("b", (0,))]
+    assert packing.choose([room("z", [1000]), room("y", [1000])], SlotRequest(), 1) == [("y", (0,))]
 
 
 def test_a_run_without_accelerators_leaves_processors_to_those_with_free_ones() -> None:
     packing = Packing(((shape(cpus=8), 1),))
     rooms = [room("a", [1000], 8), room("b", [0], 8)]
-    assert packing.choose(rooms, Demand(milli=0, cpu_milli=4000), 1) == [("b", (0,))]
+    assert packing.choose(rooms, SlotRequest(milli=0, cpu_milli=4000), 1) == [("b", (0,))]
 
 
 def test_a_kind_that_others_must_have_is_left_to_them() -> None:
     only_b = shape(models=frozenset("B"))
     packing = Packing(((only_b, 1), (shape(), 1)))
     rooms = [room("b", [1000], model="B"), room("a", [1000], model="A")]
-    assert packing.choose(rooms, Demand(), 1) == [("a", (0,))]
+    assert packing.choose(rooms, SlotRequest(), 1) == [("a", (0,))]
 
 
 def test_large_gangs_lie_on_few_nodes_and_bundles_stay_whole() -> None:
     packing = Packing(((shape(), 1),))
     rooms = [room("a", [1000] * 4), room("b", [1000] * 8), room("c", [1000] * 8)]
-    taken = packing.choose(rooms, Demand(), 12)
+    taken = packing.choose(rooms, SlotRequest(), 12)
     assert sorted(len(slots) for _, slots in taken) == [4, 8]
-    apart = packing.choose(rooms, Demand(bundle=2, apart=True), 6)
+    apart = packing.choose(rooms, SlotRequest(bundle=2, apart=True), 6)
     assert sorted((name, len(slots)) for name, slots in apart) == [("a", 2), ("b", 2), ("c", 2)]
 
 
 def test_nodes_to_avoid_are_taken_when_there_are_no_others() -> None:
     packing = Packing(((shape(), 1),))
     rooms = [room("a", [1000]), room("b", [1000, 1000])]
-    assert packing.choose(rooms, Demand(), 1, avoid={"a"}) == [("b", (0,))]
-    assert packing.choose(rooms[:1], Demand(), 1, avoid={"a"}) == [("a", (0,))]
+    assert packing.choose(rooms, SlotRequest(), 1, avoid={"a"}) == [("b", (0,))]
+    assert packing.choose(rooms[:1], SlotRequest(), 1, avoid={"a"}) == [("a", (0,))]
 
 
 def test_mig_slices_are_counted_by_profile() -> None:
     node = Node("a", "1", 3, 1.0, accelerator="A", profiles=("1g", "2g", "1g"))
     packing = Packing(((shape(profile="1g"), 1),))
     mig = Room(node, [1000, 1000, 1000], 0, 0, 3, 3000)
-    assert packing.choose([mig], Demand(profile="2g"), 1) == [("a", (1,))]
-    assert packing.choose([mig], Demand(profile="1g"), 2) == [("a", (0, 2))]
+    assert packing.choose([mig], SlotRequest(profile="2g"), 1) == [("a", (1,))]
+    assert packing.choose([mig], SlotRequest(profile="1g"), 2) == [("a", (0, 2))]
 
 
 # -- the workload -------------------------------------------------------------------------------------
@@ -177,29 +177,31 @@ def test_a_workload_survives_a_snapshot() -> None:
 @pytest.mark.parametrize(
     ("demand", "slots", "expected"),
     [
-        (Demand(cpu_milli=500), 4, Shape(4, WHOLE, 2000, 0)),
-        (Demand(), 64, Shape(8, WHOLE, 0, 0)),
-        (Demand(bundle=2), 64, Shape(2, WHOLE, 0, 0)),
-        (Demand(apart=True), 4, Shape(1, WHOLE, 0, 0)),
-        (Demand(milli=0, cpu_milli=500), 2, Shape(0, 0, 1000, 0)),
-        (Demand(milli=300, accelerators=frozenset("A")), 1, Shape(1, 300, 0, 0, frozenset("A"))),
+        (SlotRequest(cpu_milli=500), 4, Shape(4, SLOT_MILLI, 2000, 0)),
+        (SlotRequest(), 64, Shape(8, SLOT_MILLI, 0, 0)),
+        (SlotRequest(bundle=2), 64, Shape(2, SLOT_MILLI, 0, 0)),
+        (SlotRequest(apart=True), 4, Shape(1, SLOT_MILLI, 0, 0)),
+        (SlotRequest(milli=0, cpu_milli=500), 2, Shape(0, 0, 1000, 0)),
+        (SlotRequest(milli=300, accelerators=frozenset("A")), 1, Shape(1, 300, 0, 0, frozenset("A"))),
     ],
 )
-def test_the_piece_in_which_a_gang_comes(demand: Demand, slots: int, expected: Shape) -> None:
+def test_the_piece_in_which_a_gang_comes(demand: SlotRequest, slots: int, expected: Shape) -> None:
     assert piece_of(demand, slots) == expected
 
 
 def test_the_workload_is_learned_from_what_is_submitted() -> None:
     world = World()
     world.accept("r", spec(2, resources={"share": 1, "cpus": 3}))
-    assert world.cluster.workload.counts == {Shape(2, WHOLE, 6000, 0): 1}
+    assert world.cluster.workload.counts == {Shape(2, SLOT_MILLI, 6000, 0): 1}
 
 
 # -- whatever comes -------------------------------------------------------------------------------------
 
 MILLI = st.sampled_from([0, 110, 250, 470, 500, 810, 1000])
 DEMANDS = st.builds(
-    lambda milli, cpus, gib, models, profile: Demand(milli, cpus * 500, gib * GIB, models, profile if milli else ""),
+    lambda milli, cpus, gib, models, profile: SlotRequest(
+        milli, cpus * 500, gib * GIB, models, profile if milli else ""
+    ),
     MILLI,
     st.integers(0, 6),
     st.integers(0, 6),
@@ -213,7 +215,7 @@ NODES = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 8), st.integers(0, 
 @settings(max_examples=150, deadline=None)
 @given(nodes=NODES.filter(lambda each: len(each) < 9), asked=st.lists(ASKED, max_size=40))
 def test_nothing_is_over_committed_and_what_is_remembered_is_what_is_computed(
-    nodes: list[tuple[int, int, int, str]], asked: list[tuple[Demand, int, bool]]
+    nodes: list[tuple[int, int, int, str]], asked: list[tuple[SlotRequest, int, bool]]
 ) -> None:
     rooms = [
         Room.of(Node(f"n{i}", "1", slots, 1.0, accelerator=model, cpu_milli=cpus * 1000, memory_bytes=gib * GIB))
@@ -254,7 +256,7 @@ def test_nothing_is_over_committed_and_what_is_remembered_is_what_is_computed(
 def test_fragmentation_is_never_more_than_what_is_left_and_falls_with_more_processors(
     left: list[int], cpus: int, typical: list[tuple[int, int, int]]
 ) -> None:
-    shapes = tuple((shape(count, milli if count == 1 else WHOLE, cpu), 5) for count, milli, cpu in typical)
+    shapes = tuple((shape(count, milli if count == 1 else SLOT_MILLI, cpu), 5) for count, milli, cpu in typical)
     worth = Worth(shapes, "A", "")
     ordered = tuple(sorted(left, reverse=True))
     found = worth.fragmentation(ordered, cpus * 1000, 0)
@@ -282,6 +284,6 @@ def test_the_scheduler_places_by_it() -> None:
         for node in world.cluster.nodes.values():
             assert min(node.left) >= 0
             assert node.cpu_left_milli >= 0
-    used = sum(WHOLE * node.slots - sum(node.left) for node in world.cluster.nodes.values())
-    assert used >= 0.9 * 12 * WHOLE
+    used = sum(SLOT_MILLI * node.slots - sum(node.left) for node in world.cluster.nodes.values())
+    assert used >= 0.9 * 12 * SLOT_MILLI
     assert fold(world.log).workload == world.cluster.workload

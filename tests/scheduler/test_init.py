@@ -7,7 +7,7 @@ from typing import Any
 from contracts.events.checkpoint import CheckpointDeleted
 from contracts.events.run import RunFailed, RunPlaced
 from contracts.events.train import RestoreRequested
-from services.scheduler.core.admit import answer_restore, answer_train
+from services.scheduler.core.admission import answer_restore, answer_train
 from services.scheduler.core.decisions import AcceptRun, RejectRun
 from tests.scheduler.world import World, spec
 

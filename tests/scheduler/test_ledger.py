@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.scheduler.core.state.ledger import Ledger, lineage
+from services.scheduler.core.state.usage import TeamUsage, lineage
 
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
@@ -30,7 +30,7 @@ def test_a_team_is_part_of_its_ancestors(team: str | None, names: tuple[str, ...
 
 
 def test_what_a_part_uses_counts_for_the_whole() -> None:
-    ledger = Ledger()
+    ledger = TeamUsage()
     ledger.change("research/vision", "ann", "h100", 8, 0.0)
     ledger.change("research", "bob", "a100", 2, 0.0)
     ledger.change(None, None, "a100", 1, 0.0)
@@ -44,7 +44,7 @@ def test_what_a_part_uses_counts_for_the_whole() -> None:
 
 
 def test_shares_of_an_accelerator_add_up_and_go_to_nothing() -> None:
-    ledger = Ledger()
+    ledger = TeamUsage()
     for _ in range(3):
         ledger.change("t", "u", "h100", 0.1, 0.0)
     assert ledger.using("t") == 0.3
@@ -59,7 +59,7 @@ def test_shares_of_an_accelerator_add_up_and_go_to_nothing() -> None:
     [(0.0, 1.0), (100.0, 0.5), (200.0, 0.25), (50.0, math.sqrt(0.5))],
 )
 def test_use_counts_half_after_a_half_life(after_s: float, left: float) -> None:
-    ledger = Ledger(half_life_s=100.0)
+    ledger = TeamUsage(half_life_s=100.0)
     ledger.change("t", None, "cpu", 4, 0.0)
     ledger.change("t", None, "cpu", -4, 10.0)
     at_end = ledger.decayed("t", 10.0)
@@ -68,7 +68,7 @@ def test_use_counts_half_after_a_half_life(after_s: float, left: float) -> None:
 
 
 def test_a_constant_use_comes_to_rest() -> None:
-    ledger = Ledger(half_life_s=100.0)
+    ledger = TeamUsage(half_life_s=100.0)
     ledger.change("t", None, "cpu", 3, 0.0)
     assert ledger.decayed("t", 1e6) == pytest.approx(3 * 100 / math.log(2))
 
@@ -76,7 +76,7 @@ def test_a_constant_use_comes_to_rest() -> None:
 @given(st.lists(st.tuples(st.floats(0, 5e4), st.integers(-3, 8)), max_size=20), st.floats(60, 1e6))
 def test_decayed_use_is_the_integral(steps: list[tuple[float, int]], half_life_s: float) -> None:
     """Against the sum over constant pieces; asking in between changes nothing."""
-    ledger, now, slots, pieces = Ledger(half_life_s), 0.0, 0, []
+    ledger, now, slots, pieces = TeamUsage(half_life_s), 0.0, 0, []
     for dt, delta in steps:
         pieces.append((now, now + dt, slots))
         now += dt
@@ -96,7 +96,7 @@ def test_decayed_use_is_the_integral(steps: list[tuple[float, int]], half_life_s
     st.sampled_from([1.0, 5.5, 24.0, 168.0]),
 )
 def test_spent_slot_hours_are_those_of_the_period(steps: list[tuple[float, int]], period_h: float) -> None:
-    ledger, now, slots, pieces = Ledger(periods_h=(1.0, 5.5)), 1.7e9, 0, []
+    ledger, now, slots, pieces = TeamUsage(periods_h=(1.0, 5.5)), 1.7e9, 0, []
     for dt, delta in steps:
         pieces.append((now, now + dt, slots))
         now += dt
@@ -113,7 +113,7 @@ def test_spent_slot_hours_are_those_of_the_period(steps: list[tuple[float, int]]
 
 
 def test_periods_begin_at_whole_multiples_since_1970() -> None:
-    ledger = Ledger()
+    ledger = TeamUsage()
     ledger.change("t", None, "cpu", 2, 23 * HOUR_S)
     assert ledger.spent_slot_h("t", "cpu", 24.0, 24 * HOUR_S - 1) == pytest.approx(2, rel=1e-3)
     assert ledger.spent_slot_h("t", "cpu", 24.0, 24 * HOUR_S) == 0
@@ -123,7 +123,7 @@ def test_periods_begin_at_whole_multiples_since_1970() -> None:
 
 
 def test_another_policy_counts_from_when_it_is_adopted() -> None:
-    ledger = Ledger(half_life_s=100.0)
+    ledger = TeamUsage(half_life_s=100.0)
     ledger.change("t", None, "cpu", 2, 0.0)
     before = ledger.decayed("t", 50.0)
     ledger.adopt(1e12, (2.0,), 50.0)
@@ -135,7 +135,7 @@ def test_another_policy_counts_from_when_it_is_adopted() -> None:
 
 
 def test_a_clock_that_goes_backwards_stands_still() -> None:
-    ledger = Ledger(half_life_s=100.0)
+    ledger = TeamUsage(half_life_s=100.0)
     ledger.change("t", None, "cpu", 2, 100.0)
     ledger.change("t", None, "cpu", -2, 90.0)
     assert ledger.using("t") == 0
@@ -149,11 +149,11 @@ def test_a_clock_that_goes_backwards_stands_still() -> None:
     )
 )
 def test_a_snapshot_is_the_same_ledger(steps: list[tuple[str | None, str | None, float]]) -> None:
-    ledger, now = Ledger(1e4, (3.0,)), 1.7e9
+    ledger, now = TeamUsage(1e4, (3.0,)), 1.7e9
     for team, user, dt in steps[: len(steps) // 2]:
         now += dt
         ledger.change(team, user, "h100", 1, now)
-    copy = Ledger.from_state(json.loads(json.dumps(ledger.to_state())))
+    copy = TeamUsage.from_state(json.loads(json.dumps(ledger.to_state())))
     assert copy == ledger
     for team, user, dt in steps[len(steps) // 2 :]:
         now += dt

@@ -22,13 +22,13 @@ from services.scheduler.core.capacity.wanted import want, wanted_fact
 from services.scheduler.core.decisions import decision_record
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.state import codec
-from services.scheduler.past.answers import Requests
-from services.scheduler.past.asked import Then
-from services.scheduler.past.history import History, Kind, offered
-from services.scheduler.past.log import Entry, LogError, line_of, parse
-from services.scheduler.past.remake import remake
-from services.scheduler.past.shadow import Shadow
-from services.scheduler.past.whatif import (
+from services.scheduler.replay.history import History, NodeKind, offered
+from services.scheduler.replay.log import Entry, LogError, line_of, parse
+from services.scheduler.replay.past_state import PastState
+from services.scheduler.replay.requests import RequestIndex
+from services.scheduler.replay.shadow import Shadow
+from services.scheduler.replay.verification import verify_log
+from services.scheduler.replay.whatif import (
     Prices,
     Scenario,
     WhatIfError,
@@ -68,7 +68,7 @@ def lively(seed: int, steps: int = 120, policy: Policy | None = None) -> World:
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 10_000))
 def test_a_lively_history_is_decided_again_without_a_difference(seed: int) -> None:
-    counts, found = remake(log_of(lively(seed)))
+    counts, found = verify_log(log_of(lively(seed)))
     assert found == []
     assert counts.decisions == counts.same
     assert counts.unchecked <= counts.facts
@@ -85,7 +85,7 @@ def test_schedulers_that_began_with_a_snapshot_decide_as_those_that_folded_every
             if rng.random() < 0.1:
                 world.cluster = codec.restore(codec.save(world.cluster))
         chaos.calm()
-        assert remake(log_of(world))[1] == []
+        assert verify_log(log_of(world))[1] == []
 
 
 @pytest.mark.parametrize("name", policies.names())
@@ -93,7 +93,7 @@ def test_no_policy_decides_by_anything_that_is_not_in_the_log(name: str) -> None
     policy = policies.load(name)
     for seed in (1, 2):
         world = lively(seed, 100, policy)
-        counts, found = remake(log_of(world))
+        counts, found = verify_log(log_of(world))
         assert found == []
         assert counts.decisions == counts.same > 10
 
@@ -120,7 +120,7 @@ def test_a_policy_adopted_again_puts_runs_where_they_then_belong() -> None:
     world.exit("other")
     world.settle()
     assert world.run("b").live
-    assert remake(log_of(world))[1] == []
+    assert verify_log(log_of(world))[1] == []
 
 
 def test_what_can_never_be_is_told_where_most_of_the_line_is_passed_over() -> None:
@@ -140,7 +140,7 @@ def test_what_can_never_be_is_told_where_most_of_the_line_is_passed_over() -> No
     world.lose(home)
     world.settle()
     assert world.run("large").waiting_code == "infeasible"
-    assert remake(log_of(world))[1] == []
+    assert verify_log(log_of(world))[1] == []
 
 
 def doctored(log: list[Entry], place: int, **changes: Any) -> list[Entry]:
@@ -169,9 +169,9 @@ DOCTORED: dict[str, tuple[type[Fact], dict[str, Any], str, list[str]]] = {
 def test_a_log_doctored_by_one_field_shows_exactly_that_difference(name: str) -> None:
     kind, changes, expected, fields = DOCTORED[name]
     log = log_of(contended())
-    assert remake(log)[1] == []
+    assert verify_log(log)[1] == []
     place = first(log, kind)
-    counts, found = remake(doctored(log, place, **changes))
+    counts, found = verify_log(doctored(log, place, **changes))
     assert [(each.kind, each.sequence) for each in found] == [(expected, log[place].sequence)], found
     assert [each.field for each in found[0].fields] == fields
     assert [each.recorded for each in found[0].fields] == [
@@ -211,7 +211,7 @@ def test_a_slot_given_otherwise_than_decided_is_found_where_it_was_given() -> No
     fact = log[place].fact
     assert isinstance(fact, RunPlaced)
     swapped = tuple(member.model_copy(update={"slots": member.slots[::-1]}) for member in fact.members)
-    found = remake(doctored(log, place, members=swapped))[1]
+    found = verify_log(doctored(log, place, members=swapped))[1]
     assert found[0].sequence == log[place].sequence
     assert {each.field for each in found[0].fields} == {f"members.{m}.slots.{s}" for m in (0, 1) for s in (0, 1)}
 
@@ -225,14 +225,14 @@ def test_decisions_that_nobody_would_make_and_those_made_from_what_was_not_there
     # Somebody stops a run that nobody else wants to stop.
     stop = RunPreempting(run_id="low", generation=1, reason="because", grace_s=1, decision=fact.decision)
     end = Entry(stop, log[-1].sequence + 1, log[-1].time, stop.subject)
-    (extra,) = remake([*log, end])[1]
+    (extra,) = verify_log([*log, end])[1]
     assert (extra.kind, extra.sequence) == ("not decided", end.sequence)
     assert "run/low/placed/1" in extra.text
     later = fact.decision.model_copy(update={"at_sequence": 10_000})
-    found = remake(doctored(log, place, decision=later))[1]
+    found = verify_log(doctored(log, place, decision=later))[1]
     assert [each.kind for each in found] == ["from the future"]
     strange = fact.decision.model_copy(update={"policy": "0" * 16})
-    found = remake(doctored(log, place, decision=strange))[1]
+    found = verify_log(doctored(log, place, decision=strange))[1]
     assert [each.kind for each in found] == ["unknown policy"]
 
 
@@ -245,11 +245,11 @@ def test_a_pass_published_in_part_is_no_difference_but_one_out_of_order_is() -> 
         world.step(limit)
         return log_of(world)
 
-    counts, found = remake(one_pass(2))
+    counts, found = verify_log(one_pass(2))
     assert (found, counts.decisions) == ([], 2)
     assert counts.unpublished == 3
     log = one_pass(None)
-    assert remake(log)[1] == []
+    assert verify_log(log)[1] == []
     queued, placed = first(log, RunQueued), first(log, RunPlaced)
     run_id = log[placed].fact.run_id  # type: ignore[union-attr]
     assert log[queued].fact.run_id == run_id  # type: ignore[union-attr]
@@ -258,7 +258,7 @@ def test_a_pass_published_in_part_is_no_difference_but_one_out_of_order_is() -> 
         log[placed]._replace(sequence=log[queued].sequence),
         log[queued]._replace(sequence=log[placed].sequence),
     )
-    (found_there,) = remake(sorted(swapped, key=lambda entry: entry.sequence))[1]
+    (found_there,) = verify_log(sorted(swapped, key=lambda entry: entry.sequence))[1]
     assert (found_there.kind, found_there.subject) == ("order", f"run.{run_id}.queued")
 
 
@@ -266,13 +266,13 @@ def test_what_cannot_be_read_counts_and_disturbs_nothing() -> None:
     world = contended()
     log = log_of(world)
     nonsense = Entry(None, log[-1].sequence + 1, world.now, "run.low.placed")
-    assert remake([*log, nonsense])[1] == []
+    assert verify_log([*log, nonsense])[1] == []
 
 
 def test_older_facts_that_do_not_say_what_they_were_made_from_are_counted() -> None:
     log = log_of(contended())
     old = [e if e.fact is None else e._replace(fact=stripped(e.fact)) for e in log]
-    counts, found = remake(old)
+    counts, found = verify_log(old)
     assert found == []
     assert counts.decisions == 0
     assert counts.unchecked > 5
@@ -298,9 +298,9 @@ def test_wanted_nodes_are_decided_again() -> None:
         wanting()
     log = log_of(world)
     place = first(log, CapacityWanted)
-    counts, found = remake(log)
+    counts, found = verify_log(log)
     assert (found, counts.by_fact["wanted"]) == ([], len(world.facts(CapacityWanted)))
-    (difference,) = remake(doctored(log, place, nodes=1))[1]
+    (difference,) = verify_log(doctored(log, place, nodes=1))[1]
     assert [each.field for each in difference.fields] == ["nodes"]
 
 
@@ -346,7 +346,7 @@ def test_answers_are_made_again_from_their_requests() -> None:
         asked("cancel", {"run_id": "r"}, "other"),
         RawMessage("train.requested", b"no json", {}, "REQUESTS", 2, START),
     ]
-    requests = Requests(messages)
+    requests = RequestIndex(messages)
     assert len(requests) == 3
     world = adopting()
     for name in ("good", "bad", "again"):
@@ -354,15 +354,15 @@ def test_answers_are_made_again_from_their_requests() -> None:
         world.say(answer)
     log = log_of(world)
     assert [type(entry.fact) for entry in log[1:]] == [RunAccepted, RunRejected, RunRejected]
-    counts, found = remake(log, requests)
+    counts, found = verify_log(log, requests)
     assert (found, counts.answers, counts.unasked) == ([], 3, 0)
     rejected = doctored(log, 2, reason="no")
-    (difference,) = remake(rejected, requests)[1]
+    (difference,) = verify_log(rejected, requests)[1]
     assert (difference.kind, [each.field for each in difference.fields]) == ("answer", ["reason"])
-    assert remake(rejected)[0].unasked == 3
+    assert verify_log(rejected)[0].unasked == 3
     swapped = [*log[:1], log[1]._replace(fact=RunRejected(run_id=log[1].fact.run_id, reason="no"))]  # type: ignore
-    (difference,) = remake(swapped, requests)[1]
-    assert (difference.fields[0].recorded, difference.fields[0].remade) == ("rejected", "accepted")
+    (difference,) = verify_log(swapped, requests)[1]
+    assert (difference.fields[0].recorded, difference.fields[0].replayed) == ("rejected", "accepted")
 
 
 # -- why, then --------------------------------------------------------------------------------------
@@ -396,7 +396,7 @@ def test_why_then_is_what_why_said_then() -> None:
     log = log_of(world)
     assert len({each["code"] for _, _, each in said}) >= 4
     for then_at, run_id, expected in said:
-        then = Then(then_at)
+        then = PastState(then_at)
         for entry in log:
             if not then.feed(entry):
                 break
@@ -518,7 +518,7 @@ def test_nodes_that_come_and_go_are_played_as_they_came_and_went() -> None:
     assert policy is not None
     as_it_was = Scenario("played", (), policy, history.nodes_until_last())
     played, recorder = play(as_it_was, submissions(history, 60.0), Prices({}), resume_cost_s=60.0)
-    assert [span.start_s for span in recorder.stories["a"].spans] == [0.0]
+    assert [span.start_s for span in recorder.records["a"].spans] == [0.0]
     assert played.never == 0
     part = history_of(log_of(world), START + timedelta(seconds=150))
     assert [node.node_id for node in part.first_nodes] == ["n1", "n2"]
@@ -572,7 +572,10 @@ def test_nodes_as_they_are_typed() -> None:
             parse_nodes(wrong)
     pool = Pool(name="spot", accelerator="A100", price_per_slot_hour=0.5)
     prices = prices_of([Policy(pools=Pools(pools=(pool,)))], ["H100=3"])
-    assert prices.cost({Kind("spot", "A100"): 7200.0, Kind("", "H100"): 3600.0, Kind("", "V100"): 3600.0}) == 4.0
+    assert (
+        prices.cost({NodeKind("spot", "A100"): 7200.0, NodeKind("", "H100"): 3600.0, NodeKind("", "V100"): 3600.0})
+        == 4.0
+    )
     for wrong in ("H100", "H100=x", "=3", "H100=-1"):
         with pytest.raises(WhatIfError):
             prices_of([], [wrong])
@@ -602,8 +605,8 @@ def crossroads() -> World:
 def test_a_shadow_says_what_it_would_have_done_and_when() -> None:
     world = crossroads()
     shadow = Shadow(SKIPPING, Policy())
-    said = shadow.hear(log_of(world))
-    said += shadow.rest(world.now)
+    said = shadow.process(log_of(world))
+    said += shadow.process_idle(world.now)
     placed = {each.fact.run_id: each for each in said if isinstance(each.fact, RunPlaced)}
     assert set(placed) == {"a", "small"}
     assert placed["small"].subject == f"shadow.{SKIPPING.digest}.run.small.placed"
@@ -614,7 +617,7 @@ def test_a_shadow_says_what_it_would_have_done_and_when() -> None:
     world.exit("a")
     world.settle()
     world.wait(1)
-    more = shadow.hear(log_of(world)[before:]) + shadow.rest(world.now)
+    more = shadow.process(log_of(world)[before:]) + shadow.process_idle(world.now)
     assert not any(isinstance(each.fact, RunPlaced) and each.fact.run_id == "small" for each in more), "said once"
     starts = {each.run_id: each for each in shadow.result.starts}
     assert starts["small"].earlier_s == pytest.approx(10.0)
@@ -629,8 +632,8 @@ def test_a_shadow_of_the_policy_in_force_agrees_at_every_point() -> None:
         shadow = Shadow(world.policy, Policy())
         log = log_of(world)
         for start in range(0, len(log), 7):
-            shadow.hear(log[start : start + 7])
-        shadow.rest(world.now)
+            shadow.process(log[start : start + 7])
+        shadow.process_idle(world.now)
         assert shadow.result.points > 5
         assert shadow.result.agreeing == shadow.result.points
         assert shadow.result.only_candidate == {}
@@ -640,8 +643,8 @@ def test_a_shadow_that_starts_again_says_nothing_twice() -> None:
     world = crossroads()
     log = log_of(world)
     first_one = Shadow(SKIPPING, Policy())
-    said = first_one.hear(log) + first_one.rest(world.now)
+    said = first_one.process(log) + first_one.process_idle(world.now)
     again = Shadow(SKIPPING, Policy(), [each.message_id for each in said])
     again.catch_up(log)
-    assert again.rest(world.now) == []
+    assert again.process_idle(world.now) == []
     assert list(again.result.only_candidate) == [("small", 1)]

@@ -19,8 +19,8 @@ from services.scheduler.core.place import pools
 from services.scheduler.core.place.clusters import Candidate, choose_cluster
 from services.scheduler.core.place.maintenance import closed, must_leave
 from services.scheduler.core.place.pools import Preferences
-from services.scheduler.core.state import capacity
-from services.scheduler.core.state.capacity import Said
+from services.scheduler.core.state import pool_demand
+from services.scheduler.core.state.pool_demand import PoolDemand
 from tests.scheduler.world import spec
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -169,7 +169,7 @@ def waiting(*runs: Any) -> list[Waiting]:
 
 
 def ask(
-    there: list[Present], runs: list[Waiting], said: dict[str, Said] | None = None, *of: Pool, **more: Any
+    there: list[Present], runs: list[Waiting], said: dict[str, PoolDemand] | None = None, *of: Pool, **more: Any
 ) -> dict[str, WantCapacity]:
     found = stock.wanted(policy(*(of or (pool("a"),)), **more), there, runs, said or {}, NOW)
     return {want.pool: want for want in found}
@@ -236,7 +236,7 @@ def test_nothing_is_said_twice() -> None:
     there = [node("old", 8, idle_s=700), node("busy", 2)]
     first = ask(there, waiting(12))["a"]
     assert first.nodes == 3
-    said = {"a": capacity.heard(None, fact(first), NOW)}
+    said = {"a": pool_demand.update_demand(None, fact(first), NOW)}
     assert ask(there, waiting(12), said) == {}
     assert ask([], []) == {}
     assert stock.wanted(Policy(), there, waiting(12), {}, NOW) == []
@@ -249,13 +249,13 @@ def fact(want: WantCapacity) -> CapacityWanted:
 def test_nodes_that_do_not_come_are_looked_for_elsewhere_for_a_while() -> None:
     """Spot that nobody sells falls back on on-demand; later spot is asked for again."""
     there = (pool("spot", "spot", price=1.0), pool("safe", price=3.0))
-    said: dict[str, Said] = {}
+    said: dict[str, PoolDemand] = {}
     history = []
     for minutes in (0, 4, 6, 20, 40):
         at = NOW + timedelta(minutes=minutes)
         found = stock.wanted(policy(*there), [], waiting(8), said, at)
         for want in found:
-            said[want.pool] = capacity.heard(said.get(want.pool), fact(want), at)
+            said[want.pool] = pool_demand.update_demand(said.get(want.pool), fact(want), at)
         history.append({want.pool: (want.nodes, want.timed_out) for want in found})
     assert history == [
         {"spot": (1, False)},
@@ -268,9 +268,9 @@ def test_nodes_that_do_not_come_are_looked_for_elsewhere_for_a_while() -> None:
 
 
 def test_a_node_that_is_lost_is_waited_for_anew() -> None:
-    said = {"a": Said(2, NOW - timedelta(hours=1))}
+    said = {"a": PoolDemand(2, NOW - timedelta(hours=1))}
     there = [node("n1", 0)]
-    moved = {"a": capacity.moved(said["a"], NOW - timedelta(seconds=10))}
+    moved = {"a": pool_demand.reset_patience(said["a"], NOW - timedelta(seconds=10))}
     assert ask(there, waiting(8), moved) == {}
     assert ask(there, waiting(8), said)["a"].timed_out
 
@@ -278,7 +278,7 @@ def test_a_node_that_is_lost_is_waited_for_anew() -> None:
 def test_when_to_look_again() -> None:
     there, given_policy = [node("n", 8, idle_s=100)], policy(pool("a"))
     assert stock.wake_at(given_policy, there, {}, NOW) == NOW + timedelta(seconds=500)
-    said = {"a": Said(1, NOW - timedelta(seconds=20))}
+    said = {"a": PoolDemand(1, NOW - timedelta(seconds=20))}
     assert stock.wake_at(given_policy, there, said, NOW) == NOW + timedelta(seconds=280)
     assert stock.wake_at(Policy(), there, {}, NOW) is None
 
@@ -305,7 +305,7 @@ def test_wanted_is_bounded_enough_and_at_rest(data: st.DataObject) -> None:
     assert not {each.node_id for each in there if each.idle_since is None} & set(want.spare)
     room = (want.nodes - len(there) + len(want.spare)) * 4 + sum(sum(each.left) for each in there) // 1000
     assert sum(size for number, size in enumerate(sizes) if f"r{number}" in want.run_ids) <= room
-    assert ask(there, waiting(*sizes), {"a": capacity.heard(None, fact(want), NOW)}, of) == {}
+    assert ask(there, waiting(*sizes), {"a": pool_demand.update_demand(None, fact(want), NOW)}, of) == {}
 
 
 # -- clusters -------------------------------------------------------------------------------------

@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 
 from contracts.events.train import TrainRequested
 from contracts.scheduling import Predict
-from services.scheduler.core.state.predict import KEPT, Distribution, History, Kind, Running, Seen, kind_of, sample
+from services.scheduler.core.state.durations import (
+    MAX_PER_KEY,
+    Distribution,
+    History,
+    Observation,
+    RunKind,
+    RunningTimes,
+    run_kind_of,
+    sample,
+)
 
 CONFIG = Predict(window=1000)
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -26,7 +35,7 @@ def only(*values: float) -> Distribution:
 
 
 def test_nothing_known_is_the_prior() -> None:
-    predicted = History().predict(Kind("ada"), CONFIG)
+    predicted = History().predict(RunKind("ada"), CONFIG)
     assert predicted.mean_remaining_s() == pytest.approx(CONFIG.prior_s)
     assert predicted.mean_remaining_s(7200) == pytest.approx(7200 + CONFIG.prior_s)
     assert predicted.probability_over(predicted.quantile(0.9)) == pytest.approx(0.1)
@@ -50,8 +59,8 @@ def test_conditional_on_what_it_has_had() -> None:
 def test_what_has_outlived_everything_goes_on() -> None:
     history = History()
     for _ in range(50):
-        history.add(Kind("ada"), 60, NOW)
-    predicted = history.predict(Kind("ada"), CONFIG)
+        history.add(RunKind("ada"), 60, NOW)
+    predicted = history.predict(RunKind("ada"), CONFIG)
     assert predicted.quantile(0.5) == 60
     assert predicted.mean_remaining_s(100_000) == pytest.approx(103_600)
     assert predicted.quantile(0.5, 100_000) > 130_000
@@ -60,61 +69,61 @@ def test_what_has_outlived_everything_goes_on() -> None:
 @pytest.mark.parametrize(
     ("asked", "median_s"),
     [
-        (Kind("ada", slots=8), 800),  # its own kind
-        (Kind("ada", slots=2), 800),  # the user's runs of other sizes
-        (Kind("eve", slots=8), 800),  # others' of that size
-        (Kind("eve", slots=1), 10),
-        (Kind("eve", slots=64), 10),  # all of them: bob's are more
+        (RunKind("ada", slots=8), 800),  # its own kind
+        (RunKind("ada", slots=2), 800),  # the user's runs of other sizes
+        (RunKind("eve", slots=8), 800),  # others' of that size
+        (RunKind("eve", slots=1), 10),
+        (RunKind("eve", slots=64), 10),  # all of them: bob's are more
     ],
 )
-def test_falls_back_from_narrow_to_wide(asked: Kind, median_s: float) -> None:
+def test_falls_back_from_narrow_to_wide(asked: RunKind, median_s: float) -> None:
     history = History()
     for _ in range(40):
-        history.add(Kind("ada", slots=8), 800, NOW)
+        history.add(RunKind("ada", slots=8), 800, NOW)
     for _ in range(100):
-        history.add(Kind("bob", slots=1), 10, NOW)
+        history.add(RunKind("bob", slots=1), 10, NOW)
     assert history.predict(asked, CONFIG).quantile(0.5) == median_s
 
 
 def test_few_runs_of_a_kind_leave_room_for_the_wider_one() -> None:
     history = History()
     for _ in range(100):
-        history.add(Kind("bob"), 10, NOW)
-    history.add(Kind("ada"), 5000, NOW)
-    predicted = history.predict(Kind("ada"), Predict(enough=5))
+        history.add(RunKind("bob"), 10, NOW)
+    history.add(RunKind("ada"), 5000, NOW)
+    predicted = history.predict(RunKind("ada"), Predict(enough=5))
     assert 0.1 < predicted.probability_over(4000) < 0.5
     for _ in range(50):
-        history.add(Kind("ada"), 5000, NOW)
-    assert history.predict(Kind("ada"), Predict(enough=5)).probability_over(4000) > 0.9
+        history.add(RunKind("ada"), 5000, NOW)
+    assert history.predict(RunKind("ada"), Predict(enough=5)).probability_over(4000) > 0.9
 
 
 def test_the_newest_count() -> None:
     history = History()
-    for number in range(3 * KEPT):
-        history.add(Kind("ada"), 100 if number < 2 * KEPT else 7, NOW)
-    predicted = history.predict(Kind("ada"), CONFIG)
+    for number in range(3 * MAX_PER_KEY):
+        history.add(RunKind("ada"), 100 if number < 2 * MAX_PER_KEY else 7, NOW)
+    predicted = history.predict(RunKind("ada"), CONFIG)
     assert predicted.quantile(0.9) == 7
     assert predicted.probability_over(50) < 0.05
 
 
 def test_a_prediction_changes_only_when_something_was_added() -> None:
     history = History()
-    history.add(Kind("ada"), 10, NOW)
-    first = history.predict(Kind("ada"), CONFIG)
-    assert history.predict(Kind("ada"), CONFIG) is first
-    history.add(Kind("bob"), 1000, NOW)
-    assert history.predict(Kind("ada"), CONFIG) is not first
+    history.add(RunKind("ada"), 10, NOW)
+    first = history.predict(RunKind("ada"), CONFIG)
+    assert history.predict(RunKind("ada"), CONFIG) is first
+    history.add(RunKind("bob"), 1000, NOW)
+    assert history.predict(RunKind("ada"), CONFIG) is not first
 
 
 def test_runs_that_go_on_are_evidence() -> None:
     history = History()
     for _ in range(20):
-        history.add(Kind("ada"), 60, NOW)
-    running = Running(NOW)
+        history.add(RunKind("ada"), 60, NOW)
+    running = RunningTimes(NOW)
     for _ in range(20):
-        running.add(Kind("ada"), 90_000)
-    assert history.predict(Kind("ada"), CONFIG).probability_over(3600) < 0.1
-    beside = history.predict_beside(Kind("ada"), CONFIG, running)
+        running.add(RunKind("ada"), 90_000)
+    assert history.predict(RunKind("ada"), CONFIG).probability_over(3600) < 0.1
+    beside = history.predict_beside(RunKind("ada"), CONFIG, running)
     assert 0.4 < beside.probability_over(3600) < 0.6
     assert beside.quantile(0.9) > 90_000
 
@@ -130,18 +139,18 @@ def test_the_newest_to_end_are_not_taken_for_all() -> None:
     now = begun[-1]
     for at, run_s in sorted(runs, key=lambda each: each[0] + timedelta(seconds=each[1])):
         if at + timedelta(seconds=run_s) <= now:
-            history.add(Kind("ada"), run_s, at + timedelta(seconds=run_s))
-    running = Running(now)
+            history.add(RunKind("ada"), run_s, at + timedelta(seconds=run_s))
+    running = RunningTimes(now)
     for at, run_s in runs:
         if at + timedelta(seconds=run_s) > now:
-            running.add(Kind("ada"), (now - at).total_seconds())
-    beside = history.predict_beside(Kind("ada"), config, running)
+            running.add(RunKind("ada"), (now - at).total_seconds())
+    beside = history.predict_beside(RunKind("ada"), config, running)
     assert beside.mean_remaining_s() == pytest.approx((60 + 86_400) / 2, rel=0.15)
 
 
 def test_kaplan_meier_of_a_textbook() -> None:
     # Six runs: 1, 3 and 5 have ended; 2, 4 and 6 go on.
-    found = sample([1, 3, 5], 1000, Seen([2, 4, 6]))
+    found = sample([1, 3, 5], 1000, Observation([2, 4, 6]))
     assert found.values[:3] == (1, 3, 5)
     assert found.steps[1:4] == pytest.approx((5 / 6, 5 / 6 * 3 / 4, 5 / 6 * 3 / 4 * 1 / 2))
 
@@ -151,43 +160,43 @@ def test_the_state_is_json_and_predicts_the_same() -> None:
     history = History()
     for _ in range(700):
         history.add(
-            Kind(rng.choice("abc"), task=rng.choice("xy"), slots=rng.choice((1, 8))), rng.expovariate(1e-3), NOW
+            RunKind(rng.choice("abc"), task=rng.choice("xy"), slots=rng.choice((1, 8))), rng.expovariate(1e-3), NOW
         )
     again = History.from_state(json.loads(json.dumps(history.to_state())))
     for user in "abcd":
-        one, other = (each.predict(Kind(user, task="x", slots=8), CONFIG) for each in (history, again))
+        one, other = (each.predict(RunKind(user, task="x", slots=8), CONFIG) for each in (history, again))
         assert [one.quantile(q / 10) for q in range(1, 10)] == [other.quantile(q / 10) for q in range(1, 10)]
-    history.add(Kind("a"), 1, NOW)
-    again.add(Kind("a"), 1, NOW)
+    history.add(RunKind("a"), 1, NOW)
+    again.add(RunKind("a"), 1, NOW)
     assert history.to_state() == again.to_state()
 
 
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.scheduler.core.state.predict.KEPT_IN_ALL", 1000)
-    monkeypatch.setattr("services.scheduler.core.state.predict.KEPT", 50)
+    monkeypatch.setattr("services.scheduler.core.state.durations.MAX_DURATIONS", 1000)
+    monkeypatch.setattr("services.scheduler.core.state.durations.MAX_PER_KEY", 50)
     history = History()
     for number in range(5000):
-        history.add(Kind(f"user-{number}"), number, NOW)
+        history.add(RunKind(f"user-{number}"), number, NOW)
     assert sum(len(newest) for _, _, _, newest, _ in history.to_state()["windows"]) <= 1000
-    assert history.seen(Kind("user-4999")) == 1
-    assert history.seen(Kind("user-1")) == 0
+    assert history.seen(RunKind("user-4999")) == 1
+    assert history.seen(RunKind("user-1")) == 0
 
 
 def test_the_kind_of_a_request() -> None:
     def spec(**more: object) -> TrainRequested:
         return TrainRequested.model_validate({"name": "n", "command": ["x"], **more})
 
-    assert kind_of(spec(name="sweep-17")) == kind_of(spec(name="sweep-4"))
-    assert kind_of(spec(user="ada")) != kind_of(spec(user="bob"))
-    assert kind_of(spec(slots=8)) != kind_of(spec(slots=1))
-    assert kind_of(spec(data={"dataset_id": "0" * 64})).dataset == "0" * 64
-    assert kind_of(spec(data={"source": "s3://lake/a/", "format": "jsonl"})).dataset == "s3://lake/a/"
+    assert run_kind_of(spec(name="sweep-17")) == run_kind_of(spec(name="sweep-4"))
+    assert run_kind_of(spec(user="ada")) != run_kind_of(spec(user="bob"))
+    assert run_kind_of(spec(slots=8)) != run_kind_of(spec(slots=1))
+    assert run_kind_of(spec(data={"dataset_id": "0" * 64})).dataset == "0" * 64
+    assert run_kind_of(spec(data={"source": "s3://lake/a/", "format": "jsonl"})).dataset == "s3://lake/a/"
 
 
 @given(DURATIONS, st.lists(st.floats(0.1, 1e6), max_size=20), st.floats(0, 1e6), st.floats(0.01, 0.99))
 @settings(deadline=None, max_examples=200)
 def test_answers_agree_with_each_other(ended: list[float], running: list[float], attained: float, q: float) -> None:
-    predicted = Distribution([(0.9, sample(ended, 100.0, Seen(running))), (0.1, sample((), 100.0))])
+    predicted = Distribution([(0.9, sample(ended, 100.0, Observation(running))), (0.1, sample((), 100.0))])
     at = predicted.quantile(q, attained)
     assert at >= attained
     assert predicted.probability_over(at, attained) <= (1 - q) + 1e-6
@@ -199,7 +208,7 @@ def test_answers_agree_with_each_other(ended: list[float], running: list[float],
 @pytest.mark.parametrize("attained", [0.0, 15.0, 500.0])
 def test_draws_have_the_distribution(attained: float) -> None:
     ended = [1.0, 5, 10, 20, 20, 40, 80, 1000]
-    predicted = Distribution([(0.8, sample(ended, 50.0, Seen([30, 60]))), (0.2, sample((), 50.0))])
+    predicted = Distribution([(0.8, sample(ended, 50.0, Observation([30, 60]))), (0.2, sample((), 50.0))])
     rng = random.Random(1)
     drawn = [predicted.draw(rng, attained) for _ in range(4000)]
     assert min(drawn) >= attained

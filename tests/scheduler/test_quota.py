@@ -19,7 +19,7 @@ from services.scheduler.core.decide import plan
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.fold import fold
 from services.scheduler.core.state.cluster import Run
-from services.scheduler.core.state.ledger import Ledger, lineage
+from services.scheduler.core.state.usage import TeamUsage, lineage
 from tests.scheduler.world import START, World, spec
 
 HOUR_S = 3600.0
@@ -31,7 +31,7 @@ def run_of(team: str | None, slots: int = 1, **more: Any) -> Run:
 
 def quotas_of(admit: Admit, uses: dict[tuple[str, str], float], **policy: Any) -> Quotas:
     """``uses``: (team, kind of accelerator) -> slots that it has now."""
-    ledger = Ledger()
+    ledger = TeamUsage()
     for (team, kind), slots in uses.items():
         ledger.change(team, f"user of {team}", kind, slots, START.timestamp())
     return Quotas(Policy(admit=admit, **policy), ledger, START.timestamp())
@@ -154,12 +154,12 @@ def test_what_cannot_be_taken_back_is_not_lent() -> None:
     refusal = quotas.allows(run_of("other", **fixed), 1, "h100")
     assert refusal is not None
     assert (refusal.code, refusal.bound) == ("quota", "borrowed")
-    assert Quotas(Policy(), Ledger(), 0.0).room(run_of("other", **fixed), "h100") == float("inf")
+    assert Quotas(Policy(), TeamUsage(), 0.0).room(run_of("other", **fixed), "h100") == float("inf")
 
 
 def test_slot_hours_are_refused_when_too_little_is_left_to_get_going() -> None:
     admit = Admit(quotas=(Quota(team="a", slot_hours=10, period_h=24),))
-    ledger = Ledger()
+    ledger = TeamUsage()
     at = START.timestamp()
     ledger.change("a", None, "h100", 9, at)
     quotas = Quotas(Policy(admit=admit), ledger, at + HOUR_S)
@@ -175,7 +175,7 @@ def test_slot_hours_are_refused_when_too_little_is_left_to_get_going() -> None:
 def test_slot_hours_that_do_not_last_are_noticed_before_they_are_used_up() -> None:
     quota = Quota(team="a", slot_hours=10, period_h=24)
     policy = Policy(admit=Admit(quotas=(quota,)))
-    ledger, at = Ledger(), START.timestamp()
+    ledger, at = TeamUsage(), START.timestamp()
     ledger.change("a/b", None, "h100", 4, at)
     run = Run("r", spec(4, team="a/b", grace_s=30), 1, START)
     quotas = Quotas(policy, ledger, at)

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contracts.scheduling import FairShare, Order, Policy
-from services.scheduler.core.order.line import in_line
+from services.scheduler.core.order.queue import iterate
 from services.scheduler.core.order.share import Shares, standing
-from services.scheduler.core.state.ledger import Ledger
+from services.scheduler.core.state.usage import TeamUsage
 
 HALF_LIFE_S = 7200.0
 
@@ -23,13 +23,13 @@ def in_turns(items: list[tuple[str, int]], shares: Shares) -> Iterator[tuple[str
     groups: dict[str, list[tuple[tuple[float, ...], str]]] = {}
     for place, (team, _) in enumerate(items):
         groups.setdefault(team, []).append(((0.0, place), str(place)))
-    for _, place in in_line(groups, shares.key, Policy(order=Order(by=("fair-share",)))):
+    for _, place in iterate(groups, shares.key, Policy(order=Order(by=("fair-share",)))):
         yield items[int(place)]
 
 
-def ledger_of(uses: dict[str, float], seconds: float = 600.0) -> Ledger:
+def ledger_of(uses: dict[str, float], seconds: float = 600.0) -> TeamUsage:
     """Each team has used so many slots for some minutes, and has none now."""
-    ledger = Ledger(HALF_LIFE_S)
+    ledger = TeamUsage(HALF_LIFE_S)
     for at, sign in ((0.0, 1), (seconds, -1)):
         for team, slots in uses.items():
             ledger.change(team, None, "cpu", sign * slots, at)
@@ -70,14 +70,14 @@ def test_runs_without_a_team_are_a_team() -> None:
 
 
 def test_what_is_held_now_counts_before_time_has_passed() -> None:
-    ledger = Ledger(HALF_LIFE_S)
+    ledger = TeamUsage(HALF_LIFE_S)
     ledger.change("a", None, "cpu", 1, 0.0)
     assert standing(ledger, FairShare(), "b", 0.0) < standing(ledger, FairShare(), "a", 0.0)
 
 
 def test_slots_given_in_a_pass_count_as_if_they_were_held() -> None:
     config = FairShare(weights={"r": 2})
-    given_ones, held = Ledger(HALF_LIFE_S), Ledger(HALF_LIFE_S)
+    given_ones, held = TeamUsage(HALF_LIFE_S), TeamUsage(HALF_LIFE_S)
     held.change("r/x", None, "cpu", 3, 0.0)
     shares = Shares(given_ones, config, 0.0)
     shares.give("r/x", 3)
@@ -89,7 +89,7 @@ def test_slots_given_in_a_pass_count_as_if_they_were_held() -> None:
 def test_free_slots_are_shared_out_within_one_pass() -> None:
     """Not all of them go to the team that was furthest behind when the pass began."""
     config = FairShare(weights={"a": 3, "b": 2, "c": 1})
-    shares = Shares(Ledger(HALF_LIFE_S), config, 0.0)
+    shares = Shares(TeamUsage(HALF_LIFE_S), config, 0.0)
     taken: list[str] = []
     for team, _ in in_turns([(team, 1) for team in "cba" for _ in range(60)], shares):
         shares.give(team, 1)
@@ -106,14 +106,14 @@ def test_turns_keep_the_order_within_a_team_and_yield_everything() -> None:
 
 
 def test_teams_that_stand_equal_go_by_their_first_item() -> None:
-    shares = Shares(Ledger(), FairShare(), 0.0)
+    shares = Shares(TeamUsage(), FairShare(), 0.0)
     assert [team for team, _ in in_turns([("z", 1), ("a/b", 1), ("m", 1)], shares)] == ["z", "a/b", "m"]
 
 
 @given(st.lists(st.tuples(st.sampled_from(["a", "b/x", "b/y", "b", ""]), st.integers(1, 9)), max_size=30))
 def test_turns_are_those_of_the_key_at_the_time(items: list[tuple[str, int]]) -> None:
     config = FairShare(weights={"b": 2})
-    shares, check = (Shares(Ledger(HALF_LIFE_S), config, 0.0) for _ in range(2))
+    shares, check = (Shares(TeamUsage(HALF_LIFE_S), config, 0.0) for _ in range(2))
     left = list(enumerate(items))
     for team, slots in in_turns(items, shares):
         index, expected = min(left, key=lambda each: (check.key(each[1][0]), each[0]))
@@ -138,19 +138,19 @@ def test_turns_are_those_of_the_key_at_the_time(items: list[tuple[str, int]]) ->
     ],
 )
 def test_who_may_take_slots(waiter: str, holder: str, slots: float, may: bool) -> None:
-    ledger = Ledger(HALF_LIFE_S)
+    ledger = TeamUsage(HALF_LIFE_S)
     for team, used in {"a": 8, "b": 0, "c/x": 8}.items():
         ledger.change(team, None, "cpu", used, 0.0)
     assert Shares(ledger, FairShare(), 0.0).may_take(waiter, slots, holder, slots) is may
 
 
-def saturated(rng: random.Random, sizes: dict[str, list[int]], weights: dict[str, float], slots: int) -> Ledger:
+def saturated(rng: random.Random, sizes: dict[str, list[int]], weights: dict[str, float], slots: int) -> TeamUsage:
     """Three half-lives in which every team always has runs of a few minutes, after one team has had everything.
 
     Nothing overtakes the run whose turn it is: so large gangs get their share as well.
     """
     config = FairShare(weights=weights, half_life_s=HALF_LIFE_S)
-    ledger, now, free, ends = Ledger(HALF_LIFE_S), 5 * HALF_LIFE_S, slots, list[tuple[float, int, str, int]]()
+    ledger, now, free, ends = TeamUsage(HALF_LIFE_S), 5 * HALF_LIFE_S, slots, list[tuple[float, int, str, int]]()
     first = next(iter(sizes))
     ledger.change(first, None, "cpu", slots, 0.0)
     ledger.change(first, None, "cpu", -slots, now)

@@ -10,7 +10,7 @@ from services.scheduler.core.place.choices import pack
 from services.scheduler.core.place.placer import Placer
 from services.scheduler.core.place.space import Space
 from services.scheduler.core.place.wants import wants_of
-from services.scheduler.core.state.demand import SIMPLE
+from services.scheduler.core.state.slot_request import SIMPLE
 from tests.scheduler.world import World, spec
 
 

@@ -36,8 +36,8 @@ from services.kit.lease import Lease
 from services.kit.service import Service
 from services.kit.settings import Settings
 from services.scheduler.app import build
+from services.scheduler.cluster_cache import ClusterCache
 from services.scheduler.leader import Leader
-from services.scheduler.memory import Memory
 from tests.scheduler.world import CODE, spec
 
 SOURCE = "test"
@@ -235,7 +235,7 @@ async def test_nonsense_among_the_facts_stops_nobody(settings: Settings, bus: Bu
 async def test_two_that_both_believe_to_lead_never_place_twice(
     settings: Settings, make_bus: Callable[..., Any], bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Leases are advice; the fence is the log. Both decide from their own memory as fast as they can."""
+    """Leases are advice; the fence is the log. Both decide from their own cache as fast as they can."""
     monkeypatch.setattr(Leader, "leads", property(lambda self: True))
     total, slots = 24, 3
     await join(bus, "n1", slots)
@@ -245,9 +245,9 @@ async def test_two_that_both_believe_to_lead_never_place_twice(
     tasks = []
     for name in ("a", "b"):
         own = await make_bus(name)
-        memory = Memory(own)
-        leader = Leader(own, memory, Policy(), settings)
-        tasks += [asyncio.create_task(memory.follow()), asyncio.create_task(leader._decide_while_held())]
+        cache = ClusterCache(own)
+        leader = Leader(own, cache, Policy(), settings)
+        tasks += [asyncio.create_task(cache.follow()), asyncio.create_task(leader._decide_while_held())]
     used: dict[int, str] = {}
     placed: dict[str, int] = {}
     async with asyncio.timeout(120):

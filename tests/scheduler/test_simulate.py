@@ -30,7 +30,7 @@ LAS = policies.with_settings("least-attained", ["order.attained.levels_slot_s=[6
 
 def played(trace: Trace, policy: Policy = FIFO, **more: Any) -> tuple[Recorder, dict[str, Any]]:
     recorder = Recorder(trace)
-    effort = simulate(trace, policy, listeners=(recorder.hear,), **more)
+    effort = simulate(trace, policy, listeners=(recorder.record_fact,), **more)
     return recorder, report.figures(recorder, effort)
 
 
@@ -58,20 +58,20 @@ def written(trace: Trace, path: Path) -> Path:
 def test_waits_are_what_they_are_by_hand() -> None:
     # 4 GPUs: the first two fit, the third waits for the first one's end, and keeps the fourth waiting.
     recorder, found = played(small((0, 100, 2), (10, 50, 2), (20, 30, 4), (30, 10, 1)))
-    assert [story.completed_s for story in recorder.stories.values()] == [100, 60, 130, 140]
-    assert [story.wait_s for story in recorder.stories.values()] == [0, 0, 80, 100]
+    assert [record.completed_s for record in recorder.records.values()] == [100, 60, 130, 140]
+    assert [record.wait_s for record in recorder.records.values()] == [0, 0, 80, 100]
     assert found["avg_wait_s"] == 45
     assert found["max_wait_s"] == 100
     assert found["makespan_s"] == 140
     assert found["utilisation"] == pytest.approx((200 + 100 + 120 + 10) / (4 * 140), abs=1e-6)
     skipping, _ = played(small((0, 100, 2), (10, 50, 2), (20, 30, 4), (65, 10, 1)), policies.load("fifo-skip"))
-    assert [story.wait_s for story in skipping.stories.values()] == [0, 0, 80, 0]
+    assert [record.wait_s for record in skipping.records.values()] == [0, 0, 80, 0]
 
 
 def test_a_preempted_job_pays_for_every_later_start_and_loses_no_work() -> None:
     # Served by what was attained: the second job takes the slots of the first when that has had its 600 slot-seconds.
     recorder, found = played(small((0, 1000, 4), (200, 100, 4)), LAS, resume_cost_s=30.0)
-    first, second = recorder.stories.values()
+    first, second = recorder.records.values()
     assert found["preemptions"] == 1
     assert [(span.start_s, span.end_s) for span in second.spans] == [(200, 300)]
     assert [(span.start_s, span.end_s) for span in first.spans] == [(0, 200), (300, 300 + 30 + 800)]
@@ -81,14 +81,14 @@ def test_a_preempted_job_pays_for_every_later_start_and_loses_no_work() -> None:
 def test_an_elastic_job_is_as_fast_as_it_has_slots() -> None:
     spec = Specs().get(1, max_slots=4)
     recorder, _ = played(Trace(nodes_of(4, 4), (Job("j", 0.0, 100.0, spec),)))
-    assert recorder.stories["j"].completed_s == 25
+    assert recorder.records["j"].completed_s == 25
 
 
 def test_a_job_larger_than_the_cluster_is_explained_and_not_lost() -> None:
     recorder, found = played(small((0, 10, 8), (5, 10, 1)))
     assert found["completed"] == 1
     assert found["infeasible_jobs"] == [{"run_id": "j0", "slots": 8, "code": "infeasible"}]
-    assert recorder.stories["j1"].wait_s == 0
+    assert recorder.records["j1"].wait_s == 0
 
 
 def test_a_lost_node_costs_the_work_since_the_last_checkpoint() -> None:
@@ -97,17 +97,17 @@ def test_a_lost_node_costs_the_work_since_the_last_checkpoint() -> None:
     lost = NodeLost(node_id="node-0", incarnation="1")
     trace = Trace(nodes_of(8, 4), jobs, events=((700.0, lost),))
     recorder, _ = played(trace)
-    (first, second) = recorder.stories["j"].spans
+    (first, second) = recorder.records["j"].spans
     assert (first.end_s, second.start_s) == (700, 700)
     assert second.members[0].node_id == "node-1"
-    assert recorder.stories["j"].completed_s == 700 + 60 + 400  # 600 of the 700 seconds were in a checkpoint
+    assert recorder.records["j"].completed_s == 700 + 60 + 400  # 600 of the 700 seconds were in a checkpoint
 
 
 def test_a_node_that_joins_later_is_used() -> None:
     later = node("late", 8, "gpu")
     trace = Trace(nodes_of(4, 4), small((0, 10, 8)).jobs, events=((50.0, later),))
     recorder, found = played(trace)
-    assert recorder.stories["j0"].wait_s == 50
+    assert recorder.records["j0"].wait_s == 50
     assert found["infeasible"] == 0
 
 
@@ -138,7 +138,7 @@ def test_the_checker_finds_the_same_figures_and_nothing_wrong(name: str, tmp_pat
     recorder = Recorder(trace)
     policy = policies.load(name)
     with (tmp_path / "events.jsonl").open("w") as file:
-        effort = simulate(trace, policy, listeners=(recorder.hear, EventLog(file).hear))
+        effort = simulate(trace, policy, listeners=(recorder.record_fact, EventLog(file).record_fact))
     said = report.summary(recorder, effort, policy, {"resume_cost_s": 60.0})
     (tmp_path / "said.json").write_text(json.dumps(said))
     figures, problems = check(tmp_path / "events.jsonl", written(trace, tmp_path / "trace.csv"), tmp_path / "said.json")
@@ -153,7 +153,7 @@ def test_ceilings_are_kept_by_the_log(tmp_path: Path) -> None:
     drawn = generate.jobs(80, 32, seed=4)
     trace = Trace(drawn.nodes, tuple(job for job in drawn.jobs if job.slots <= 8))
     with (tmp_path / "events.jsonl").open("w") as file:
-        simulate(trace, policy, listeners=(EventLog(file).hear,))
+        simulate(trace, policy, listeners=(EventLog(file).record_fact,))
     checker = Checker()
     for event in read_log(tmp_path / "events.jsonl"):
         checker.read(event)
@@ -171,7 +171,7 @@ def events(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The log of a small simulation."""
     path = tmp_path_factory.mktemp("log") / "events.jsonl"
     with path.open("w") as file:
-        simulate(generate.jobs(30, 16, seed=2), LAS, listeners=(EventLog(file).hear,))
+        simulate(generate.jobs(30, 16, seed=2), LAS, listeners=(EventLog(file).record_fact,))
     return list(read_log(path))
 
 
@@ -249,7 +249,7 @@ async def test_the_service_over_a_bus_places_the_same_to_the_last(policy: Policy
     trace = generate.jobs(60, 16, seed=3)
     alone, _ = played(trace, policy)
     over_bus = Recorder(trace)
-    effort = await drive(trace, policy, settings.nats_url, listeners=(over_bus.hear,))
+    effort = await drive(trace, policy, settings.nats_url, listeners=(over_bus.record_fact,))
     assert report.placements(over_bus) == report.placements(alone)
     mine, theirs = report.figures(alone, Effort()), report.figures(over_bus, effort)
     timed = {"decisions", "decisions_per_s", "decide_p99_ms", "decide_s", "wall_s"}
@@ -283,7 +283,7 @@ def test_packing_never_gives_more_than_there_is(name: str, tmp_path: Path) -> No
     recorder = Recorder(trace)
     policy = policies.load(name)
     with (tmp_path / "events.jsonl").open("w") as file:
-        effort = simulate(trace, policy, listeners=(recorder.hear, EventLog(file).hear))
+        effort = simulate(trace, policy, listeners=(recorder.record_fact, EventLog(file).record_fact))
     said = report.summary(recorder, effort, policy, {})
     (tmp_path / "said.json").write_text(json.dumps(said))
     figures, problems = check(tmp_path / "events.jsonl", None, tmp_path / "said.json")

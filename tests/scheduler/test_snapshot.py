@@ -18,14 +18,23 @@ from contracts.events.run import RunExited
 from services.kit.bus import Bus
 from services.kit.concurrency import end
 from services.kit.settings import Settings
+from services.scheduler.cluster_cache import ClusterCache
 from services.scheduler.core.decide import decide
 from services.scheduler.core.decisions import fact_of
 from services.scheduler.core.fold import apply, fold
 from services.scheduler.core.state import codec
 from services.scheduler.core.state.cluster import Cluster, Phase
 from services.scheduler.core.state.runs import Runs, pack, unpack
-from services.scheduler.memory import Memory
-from services.scheduler.snapshot import KEPT, KEPT_OF_OTHERS, Refused, Snapshots, code_digest, decode, encode, take
+from services.scheduler.snapshot import (
+    KEPT,
+    KEPT_OF_OTHERS,
+    SnapshotRefused,
+    SnapshotStore,
+    code_digest,
+    decode,
+    encode,
+    take,
+)
 from tests.scheduler.test_shell import COMMAND, join, request, running, until
 from tests.scheduler.world import Chaos, World, spec
 
@@ -80,16 +89,16 @@ def test_a_broken_snapshot_is_refused(place: float, bit: int, cut: bool) -> None
         del content[at:]
     else:
         content[at] ^= 1 << bit
-    with pytest.raises(Refused):
+    with pytest.raises(SnapshotRefused):
         decode(bytes(content), CODE, STREAM)
 
 
 def test_a_snapshot_of_other_code_or_of_another_stream_is_refused() -> None:
     content = some_snapshot()
     assert isinstance(decode(content, CODE, STREAM), Cluster)
-    with pytest.raises(Refused, match="other code"):
+    with pytest.raises(SnapshotRefused, match="other code"):
         decode(content, "that", STREAM)
-    with pytest.raises(Refused, match="another stream"):
+    with pytest.raises(SnapshotRefused, match="another stream"):
         decode(content, CODE, "stream 2")
 
 
@@ -174,13 +183,13 @@ def test_runs_compare_by_all_of_them() -> None:
 
 
 @asynccontextmanager
-async def remembering(bus: Bus) -> AsyncIterator[Memory]:
-    memory = Memory(bus)
-    task = asyncio.create_task(memory.follow())
+async def remembering(bus: Bus) -> AsyncIterator[ClusterCache]:
+    cache = ClusterCache(bus)
+    task = asyncio.create_task(cache.follow())
     try:
         async with asyncio.timeout(90):
-            await memory.caught_up.wait()
-        yield memory
+            await cache.caught_up.wait()
+        yield cache
     finally:
         await end(task)
 
@@ -202,22 +211,22 @@ async def test_an_instance_begins_with_the_newest_snapshot(
     settings: Settings, make_bus: Callable[..., Any], bus: Bus
 ) -> None:
     first, second = await history(settings, bus)
-    async with remembering(bus) as memory:
-        assert memory.recalled == 0
-        whole = memory.cluster
+    async with remembering(bus) as cache:
+        assert cache.snapshot_sequence == 0
+        whole = cache.cluster
     await take(settings)
     await bus.publish(RunExited(run_id=second, generation=1, node_id="n1", outcome="failed"))
-    async with remembering(bus) as memory:
-        assert memory.recalled == whole.sequence
-        assert memory.cluster.sequence > whole.sequence
-        assert memory.cluster.runs[first] == whole.runs[first]
-        recalled = memory.cluster
+    async with remembering(bus) as cache:
+        assert cache.snapshot_sequence == whole.sequence
+        assert cache.cluster.sequence > whole.sequence
+        assert cache.cluster.runs[first] == whole.runs[first]
+        recalled = cache.cluster
     store = await bus.js.object_store(topology.SNAPSHOTS.name)
     for info in await store.list(ignore_deletes=True):
         await store.delete(info.name)
-    async with remembering(bus) as memory:
-        assert memory.recalled == 0
-        assert memory.cluster == recalled
+    async with remembering(bus) as cache:
+        assert cache.snapshot_sequence == 0
+        assert cache.cluster == recalled
     # And a scheduler that has recalled goes on deciding.
     await take(settings)
     async with running(settings):
@@ -231,12 +240,12 @@ async def test_a_bad_snapshot_is_passed_over_for_the_one_before(settings: Settin
     later = f"{code_digest()}/{int(name.partition('/')[2]) - 1:020}"
     await store.put(later, b"this is no snapshot")
     await store.put(f"{code_digest()}/{10**15:020}", b"of a stream that was longer")
-    assert (found := await Snapshots(bus).newest()) is not None
+    assert (found := await SnapshotStore(bus).newest()) is not None
     await store.put(name, (await store.get(name)).data[:-5])
-    assert await Snapshots(bus).newest() is None
-    async with remembering(bus) as memory:
-        assert memory.recalled == 0
-        assert memory.cluster == found
+    assert await SnapshotStore(bus).newest() is None
+    async with remembering(bus) as cache:
+        assert cache.snapshot_sequence == 0
+        assert cache.cluster == found
 
 
 async def test_a_stream_that_was_made_anew_has_no_snapshots(settings: Settings, bus: Bus) -> None:
@@ -249,7 +258,7 @@ async def test_a_stream_that_was_made_anew_has_no_snapshots(settings: Settings, 
     try:
         for number in range(20):
             await join(fresh, f"m{number}", 1)
-        assert await Snapshots(fresh).newest() is None
+        assert await SnapshotStore(fresh).newest() is None
     finally:
         await fresh.close()
 
@@ -264,6 +273,6 @@ async def test_old_snapshots_are_removed(settings: Settings, bus: Bus) -> None:
     names = [info.name for info in await store.list(ignore_deletes=True)]
     own = [name for name in names if name.startswith(code_digest())]
     assert (len(own), len(names) - len(own)) == (KEPT, KEPT_OF_OTHERS)
-    newest = await Snapshots(bus).newest()
+    newest = await SnapshotStore(bus).newest()
     assert newest is not None
     assert len(newest.nodes) == 4

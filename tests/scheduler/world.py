@@ -32,8 +32,8 @@ from services.scheduler.core.decide import decide
 from services.scheduler.core.decisions import Decision, decision_record, fact_of
 from services.scheduler.core.fold import apply, fold
 from services.scheduler.core.state.cluster import TERMINAL, Cluster, Run
-from services.scheduler.core.state.demand import WHOLE
 from services.scheduler.core.state.index import Index
+from services.scheduler.core.state.slot_request import SLOT_MILLI
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 CODE = {"uri": "s3://code/p.tar.gz", "sha256": "0" * 64}
@@ -222,11 +222,11 @@ class World:
                 assert node.holders[(run.run_id, run.generation)].slots == part.slots
                 for slot in part.slots if run.demand.milli else ():
                     given[node.node_id, slot] = given.get((node.node_id, slot), 0) + run.demand.milli
-                    assert given[node.node_id, slot] <= WHOLE, f"slot {slot} of {node.node_id} is given twice"
+                    assert given[node.node_id, slot] <= SLOT_MILLI, f"slot {slot} of {node.node_id} is given twice"
             assert run.generation >= self.checked[run.run_id]
             self.checked[run.run_id] = run.generation
         for node in cluster.nodes.values():
-            assert node.left == [WHOLE - given.get((node.node_id, slot), 0) for slot in range(node.slots)]
+            assert node.left == [SLOT_MILLI - given.get((node.node_id, slot), 0) for slot in range(node.slots)]
             assert not node.cpu_milli or node.cpu_left_milli >= 0
             assert not node.memory_bytes or node.memory_left_bytes >= 0
         used = sum(len(node.used) for node in cluster.nodes.values())

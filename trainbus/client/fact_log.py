@@ -10,8 +10,8 @@ from typing import Protocol
 
 from contracts import topology
 from contracts.envelope import RawMessage
-from services.scheduler.past.answers import ASKING, Requests
-from services.scheduler.past.log import FOLLOWED, Entry, LogError, entry_of, read
+from services.scheduler.replay.log import FOLLOWED, Entry, LogError, entry_of, read
+from services.scheduler.replay.requests import REQUEST_SUBJECTS, RequestIndex
 from trainbus.client.address import Address
 from trainbus.client.connection import Link, connect
 from trainbus.client.errors import USAGE, CliError
@@ -29,7 +29,7 @@ class Past(Protocol):
         """Every entry, in order."""
         ...
 
-    async def requests(self) -> Requests | None:
+    async def requests(self) -> RequestIndex | None:
         """The requests that were answered in it; None where they are not known."""
         ...
 
@@ -55,7 +55,7 @@ class FileLog:
                 raise CliError(str(error), USAGE) from error
         self._count = count
 
-    async def requests(self) -> Requests | None:
+    async def requests(self) -> RequestIndex | None:
         return None
 
 
@@ -74,11 +74,11 @@ class BusLog:
                     advance(raw.sequence)
                 yield entry_of(raw)
 
-    async def requests(self) -> Requests | None:
-        found = Requests()
+    async def requests(self) -> RequestIndex | None:
+        found = RequestIndex()
         end = await self.link.last_sequence(topology.REQUESTS)
-        async for raw in _messages(self.link, topology.REQUESTS, ASKING, end):
-            found.hear(raw)
+        async for raw in _messages(self.link, topology.REQUESTS, REQUEST_SUBJECTS, end):
+            found.add(raw)
         return found
 
 

@@ -175,14 +175,14 @@ def _listeners(recorder: Recorder, events: Path | None) -> Iterator[tuple[Any, .
     from services.scheduler.simulate.report import EventLog
 
     if events is None:
-        yield (recorder.hear,)
+        yield (recorder.record_fact,)
         return
     try:
         file = events.open("w", encoding="utf-8")
     except OSError as error:
         raise CliError(f"{events} cannot be written: {error}", USAGE) from error
     with file:
-        yield recorder.hear, EventLog(file).hear
+        yield recorder.record_fact, EventLog(file).record_fact
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from contracts import subjects, topology
-from services.scheduler.past.asked import Then
+from services.scheduler.replay.past_state import PastState
 from trainbus.client.address import Address
 from trainbus.client.connection import connect
 from trainbus.client.errors import USAGE, CliError
@@ -18,7 +18,7 @@ from trainbus.commands.times import moment
 async def why_at(address: Address, name: str, when: str, *, as_json: bool) -> None:
     """Print why a run was where it was at a time in the past."""
     now = render.utc_now()
-    then = Then(moment(when, now))
+    then = PastState(moment(when, now))
     if then.at > now:
         raise CliError(f"{then.at:%Y-%m-%d %H:%M:%S} UTC is yet to come: --at asks about the past", USAGE)
     async with connect(address) as link:
@@ -39,7 +39,7 @@ async def why_at(address: Address, name: str, when: str, *, as_json: bool) -> No
         render.console().print(text, soft_wrap=True)
 
 
-async def _not_there(link: Any, run_id: str, then: Then) -> str:
+async def _not_there(link: Any, run_id: str, then: PastState) -> str:
     for fact in ("accepted", "rejected"):
         first = await link.last(topology.FACTS, subjects.fact("run", run_id, fact))
         if first is not None and (fact == "rejected" or first.envelope.time > then.at):

@@ -21,7 +21,7 @@ from services.scheduler.core.claims.quota import Refusal
 from services.scheduler.core.claims.reclaim import Reclaim, in_vain
 from services.scheduler.core.claims.reserve import Reserve, as_time
 from services.scheduler.core.decisions import (
-    PLACED_LIMIT,
+    MAX_PLACEMENTS_PER_CYCLE,
     CancelRun,
     Decision,
     ExplainRun,
@@ -31,12 +31,12 @@ from services.scheduler.core.decisions import (
     QueueRun,
     ReserveRun,
 )
-from services.scheduler.core.order import line
+from services.scheduler.core.order import queue
 from services.scheduler.core.place.placer import Placer, members_of
 from services.scheduler.core.place.space import Space, Taken
 from services.scheduler.core.place.wants import Wants, avoided, useful, wants_of
 from services.scheduler.core.reasons import Why, message, too_large
-from services.scheduler.core.settle import next_look, settle_active, settle_unqueued
+from services.scheduler.core.settle import next_check_s, settle_active, settle_unqueued
 from services.scheduler.core.state.cluster import EPOCH, Cluster, Run
 from services.scheduler.core.state.index import Key
 
@@ -93,7 +93,7 @@ def lost_nodes(cluster: Cluster, expired: set[str]) -> list[LoseNode]:
     ]
 
 
-def deaf_nodes(cluster: Cluster, now: datetime, policy: Policy, reachable_since: datetime) -> list[LoseNode]:
+def unresponsive_nodes(cluster: Cluster, now: datetime, policy: Policy, reachable_since: datetime) -> list[LoseNode]:
     """The nodes to be taken for lost although they renew their leases: they do not let go when told to.
 
     Taken for lost their slots are free, and whatever still trains there can commit nothing any more.
@@ -160,7 +160,7 @@ class Pass:
         for window in self.placer.windows:
             self._wake_at(window.end.timestamp())
         # 2. Order what waits; 3. whole gangs only, since half a gang deadlocks its peers.
-        line.keep(self.cluster, self.now, self.policy)
+        queue.update(self.cluster, self.now, self.policy)
         self._place()
         self._keep_owed()
         self._widen()
@@ -222,7 +222,7 @@ class Pass:
 
     def _leave_alone(self, run: Run) -> None:
         """Nothing is to be decided about the run until something is said about it, or its time has come."""
-        index, look_s = self.cluster.index, next_look(run, self.policy, self.now_s)
+        index, look_s = self.cluster.index, next_check_s(run, self.policy, self.now_s)
         index.touched[run.run_id] = None
         if run.run_id in self.cluster.queued:
             index.untold[run.run_id] = None
@@ -261,14 +261,14 @@ class Pass:
 
     def _line(self) -> Iterator[tuple[Key, Run]]:
         """The line by the keys of the policy, with those that are queued by this very pass."""
-        runs, groups = self.cluster.runs, self.cluster.index.line.groups
+        runs, groups = self.cluster.runs, self.cluster.index.queue.groups
         if self._fresh:
             fresh: dict[str, list[tuple[Key, str]]] = {}
             for run_id, run in self._fresh.items():
-                entry = (line.key_of(self.cluster, run, self.now, self.policy), run_id)
-                fresh.setdefault(line.group_of(run, self.policy), []).append(entry)
+                entry = (queue.key_of(self.cluster, run, self.now, self.policy), run_id)
+                fresh.setdefault(queue.group_of(run, self.policy), []).append(entry)
             groups = groups | {group: sorted([*groups.get(group, ()), *new]) for group, new in fresh.items()}
-        for key, run_id in line.in_line(groups, self.claims.share, self.policy):
+        for key, run_id in queue.iterate(groups, self.claims.share, self.policy):
             run = runs[run_id]
             if run.cancel_reason is None and run_id not in self.cluster.promised:
                 yield key, run
@@ -288,7 +288,7 @@ class Pass:
         # Where whatever fits may go ahead, and no rule but room counts, most of a long line is passed over at once.
         counted = policy.order.skip and reserve is None and self.claims.quotas is None and not self.placer.windows
         for _, run in self.in_order():
-            if len(self._placed) >= PLACED_LIMIT:
+            if len(self._placed) >= MAX_PLACEMENTS_PER_CYCLE:
                 break  # no more can be said in this pass
             if self.claims.borrowing:
                 self._keep_owed()
@@ -441,7 +441,7 @@ class Pass:
         """Give what is left to those that were placed, the first in order first, and make it so."""
         for run, wants, taken in self._placed:
             most = run.spec.slots.max
-            if most > run.spec.slots.min and len(self._placed) < PLACED_LIMIT:
+            if most > run.spec.slots.min and len(self._placed) < MAX_PLACEMENTS_PER_CYCLE:
                 self.space.give(wants.demand, taken)
                 self.claims.take(run, taken)
                 taken = self._widest(run, wants, most) or taken

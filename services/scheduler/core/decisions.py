@@ -142,9 +142,9 @@ class LoseNode:
 
 #: Decisions said in one pass. The rest is decided again, from newer facts: a burst of ten thousand requests must not
 #: hold up the first placement.
-PASS_LIMIT = 1000
+MAX_FACTS_PER_CYCLE = 1000
 #: Runs placed in one pass: there is room to say of each that it is queued as well.
-PLACED_LIMIT = PASS_LIMIT // 2
+MAX_PLACEMENTS_PER_CYCLE = MAX_FACTS_PER_CYCLE // 2
 
 Decision = QueueRun | PlaceRun | PreemptRun | CompleteRun | FailRun | CancelRun | ExplainRun | ReserveRun
 

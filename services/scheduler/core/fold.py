@@ -17,10 +17,10 @@ from contracts.events import checkpoint, node, run
 from contracts.events.capacity import CapacityWanted, PolicyAdopted
 from contracts.events.run import RunExited, RunPreempting, RunPrepared, RunStalled
 from services.scheduler.core.claims.quota import periods_h
-from services.scheduler.core.state.capacity import heard, moved
-from services.scheduler.core.state.cluster import Cluster, Committed, Ending, Held, Node, Part, Phase, Run
-from services.scheduler.core.state.demand import WHOLE, demand_of
-from services.scheduler.core.state.predict import kind_of, stay_of
+from services.scheduler.core.state.cluster import Allocation, Cluster, Committed, Ending, MemberState, Node, Phase, Run
+from services.scheduler.core.state.durations import run_kind_of, wait_kind_of
+from services.scheduler.core.state.pool_demand import reset_patience, update_demand
+from services.scheduler.core.state.slot_request import SLOT_MILLI, slot_request_of
 from services.scheduler.core.state.workload import piece_of
 
 #: Strikes of a node that a run is to leave out at once: more than any policy forgives.
@@ -74,7 +74,7 @@ def apply(cluster: Cluster, fact: Fact, sequence: int, time: datetime, envelope:
             _keep(cluster, cluster.runs[run_id])
         _of_pool(cluster, fact, time)
     elif isinstance(fact, CapacityWanted):
-        cluster.capacity[fact.pool] = heard(cluster.capacity.get(fact.pool), fact, time)
+        cluster.capacity[fact.pool] = update_demand(cluster.capacity.get(fact.pool), fact, time)
     elif isinstance(fact, PolicyAdopted):
         cluster.policy, cluster.policy_sequence = fact.policy, sequence
         for run_id in cluster.queued:
@@ -102,9 +102,9 @@ def seen(cluster: Cluster, subject: str, sequence: int) -> None:
 def _keep(cluster: Cluster, known: Run) -> None:
     """Keep what has become of a run: packed when it is over and has let go of everything."""
     if not known.terminal or known.live:
-        cluster.runs.bring_back(known)
+        cluster.runs.restore_live(known)
         return
-    cluster.runs.put_away(known)
+    cluster.runs.archive(known)
     cluster.index.forget(known.run_id)
     if cluster.index.forgotten > max(len(cluster.index.alarms) // 2, MANY_ALARMS):
         cluster.index.drop_alarms(cluster.runs.keys())
@@ -119,7 +119,7 @@ def _accepted(
     if fact.run_id in cluster.runs:
         return
     slots = fact.spec.slots
-    accepted = Run(fact.run_id, fact.spec, sequence, time, demand_of(fact.spec), least=slots.min, most=slots.max)
+    accepted = Run(fact.run_id, fact.spec, sequence, time, slot_request_of(fact.spec), least=slots.min, most=slots.max)
     accepted.last_sequence, accepted.last_event_id = sequence, fact.event_id
     accepted.correlation_id = (envelope.correlation_id if envelope else "") or fact.request_id
     accepted.traceparent = envelope.traceparent if envelope else ""
@@ -127,7 +127,7 @@ def _accepted(
         accepted.initial = _checkpoint(cluster, begins_with)
     if fact.spec.resume_from is not None:
         accepted.inherited_machine = cluster.machines.get(fact.spec.resume_from, "")
-    accepted.kind = kind_of(fact.spec)
+    accepted.kind = run_kind_of(fact.spec)
     cluster.workload.add(piece_of(accepted.demand, fact.spec.slots.min))
     cluster.runs[fact.run_id] = accepted
     cluster.index.touch(fact.run_id)
@@ -206,12 +206,12 @@ def _placed(cluster: Cluster, known: Run, fact: run.RunPlaced, time: datetime) -
     if fact.generation != known.next_generation or known.live:
         return
     waited_s = max((time - known.queued_at).total_seconds(), 0.0)
-    cluster.waits.add(stay_of(fact.world_size, known.served_slot_s), waited_s, time)
+    cluster.waits.add(wait_kind_of(fact.world_size, known.served_slot_s), waited_s, time)
     known.generation, known.placed_at, known.final = fact.generation, time, None
     known.preempting, known.ended_at, known.stalled = None, None, None
     if fact.resume is None:
         known.machine, known.inexact = "", False
-    known.parts = {member.node_id: Part(member.node_id, member.slots, member.ranks) for member in fact.members}
+    known.parts = {member.node_id: MemberState(member.node_id, member.slots, member.ranks) for member in fact.members}
     # A placement of a run that is over (a leader too late) holds its slots all the same, since the
     # agents act on it, until it has been told to let go.
     cluster.active[known.run_id] = None
@@ -222,17 +222,17 @@ def _placed(cluster: Cluster, known: Run, fact: run.RunPlaced, time: datetime) -
         if home is None or not home.alive:
             _end(cluster, known, part, "lost", time)
         else:
-            home.hold((known.run_id, fact.generation), Held(part.slots, known.demand))
+            home.hold((known.run_id, fact.generation), Allocation(part.slots, known.demand))
             home.count_free(time)
             part.accelerator = home.accelerator
             _account(cluster, known, part, 1, time)
     cluster.moved_at = time
 
 
-def _account(cluster: Cluster, known: Run, part: Part, sign: int, time: datetime) -> None:
+def _account(cluster: Cluster, known: Run, part: MemberState, sign: int, time: datetime) -> None:
     """The part has its slots from now on, or (-1) until now."""
     if part.accelerator is not None and known.demand.milli:
-        slots = sign * len(part.slots) * known.demand.milli / WHOLE
+        slots = sign * len(part.slots) * known.demand.milli / SLOT_MILLI
         cluster.ledger.change(known.spec.team, known.spec.user, part.accelerator, slots, time.timestamp())
 
 
@@ -285,7 +285,7 @@ def _exited(cluster: Cluster, known: Run, fact: RunExited, time: datetime) -> No
         _end(cluster, known, part, fact.outcome, time)
 
 
-def _end(cluster: Cluster, known: Run, part: Part, how: Ending, time: datetime) -> None:
+def _end(cluster: Cluster, known: Run, part: MemberState, how: Ending, time: datetime) -> None:
     """A part is over: its slots are free, and with the last one the generation has ended."""
     part.ended = how
     _account(cluster, known, part, -1, time)
@@ -423,7 +423,7 @@ def _of_pool(cluster: Cluster, fact: Fact, time: datetime) -> None:
     known = cluster.nodes.get(fact.aggregate_id)
     name = known.labels.get("pool", "") if known is not None else ""
     if name in cluster.capacity:
-        cluster.capacity[name] = moved(cluster.capacity[name], time)
+        cluster.capacity[name] = reset_patience(cluster.capacity[name], time)
 
 
 def _gone(state: Literal["lost", "left"]) -> Callable[[Cluster, Any, datetime], None]:

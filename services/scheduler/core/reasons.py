@@ -182,7 +182,7 @@ def _not_waiting(run: Run) -> tuple[str, str]:
 
 def summary(cluster: Cluster, limit: int = 100) -> dict[str, Any]:
     """The queue, the nodes and the counts."""
-    line = [run_id for entries in cluster.index.line.groups.values() for _, run_id in entries]
+    line = [run_id for entries in cluster.index.queue.groups.values() for _, run_id in entries]
     queue = [cluster.runs[run_id] for run_id in dict.fromkeys([*line, *cluster.queued]) if run_id in cluster.queued]
     return {
         "sequence": cluster.sequence,
@@ -212,7 +212,7 @@ def summary(cluster: Cluster, limit: int = 100) -> dict[str, Any]:
         "nodes": [
             {
                 "node_id": node.node_id,
-                "state": node.shown_state,
+                "state": node.display_state,
                 "reason": _node_reason(node),
                 "slots": node.slots,
                 "used": node.used_slots,

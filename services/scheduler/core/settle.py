@@ -9,7 +9,7 @@ from contracts.events.run import QueueReason, RunStalled
 from contracts.scheduling import Policy
 from services.scheduler.core.decisions import CancelRun, CompleteRun, FailRun, PreemptRun, QueueRun
 from services.scheduler.core.place.maintenance import must_leave
-from services.scheduler.core.state.cluster import Cluster, Node, Part, Phase, Run
+from services.scheduler.core.state.cluster import Cluster, MemberState, Node, Phase, Run
 
 #: However late a notice is heard, the ranks are given the time for a small checkpoint.
 LEAST_GRACE_S = 1.0
@@ -43,7 +43,7 @@ def settle_active(
     return None if run.terminal else _outcome(run, now, policy)
 
 
-def next_look(run: Run, policy: Policy, now_s: float = -math.inf) -> float:
+def next_check_s(run: Run, policy: Policy, now_s: float = -math.inf) -> float:
     """When the clock alone may be a reason to decide about the run, in seconds since the epoch; inf: never."""
     found = math.inf
     if run.live and run.preempting is None:
@@ -211,7 +211,7 @@ def _crashed(run: Run) -> FailRun | QueueRun:
     )
 
 
-def _culprit(run: Run) -> Part | None:
+def _culprit(run: Run) -> MemberState | None:
     """The part that failed on its own, rather than because another one had."""
     failed = [part for part in run.parts.values() if part.ended == "failed"]
     return max(failed, key=lambda part: (part.unprovoked, 0 in part.ranks), default=None)
@@ -234,7 +234,7 @@ def _broken_reason(run: Run) -> QueueReason:
     return run.preempting.queue_reason if run.preempting else "crashed"
 
 
-def _broken_text(part: Part) -> str:
+def _broken_text(part: MemberState) -> str:
     if part.ended == "lost":
         return f"node {part.node_id} is lost"
     reason = part.exit.reason if part.exit else ""

@@ -45,7 +45,7 @@ class Agents:
         self._ends: list[tuple[float, int, str, int]] = []
         self._count = 0
 
-    def heard(self, fact: Fact, now_s: float) -> list[Fact]:
+    def handle_fact(self, fact: Fact, now_s: float) -> list[Fact]:
         """Act on what the scheduler has said; what is said in reply, at once."""
         if isinstance(fact, RunPlaced):
             return self._placed(fact, now_s)
@@ -53,7 +53,7 @@ class Agents:
             return self._preempted(fact, now_s)
         return []
 
-    def happened(self, fact: Fact, now_s: float) -> None:
+    def handle_node_event(self, fact: Fact, now_s: float) -> None:
         """Something has happened to a node."""
         if isinstance(fact, NodeLost | NodeLeft):
             for work in self.work.values():
@@ -66,7 +66,7 @@ class Agents:
             heapq.heappop(self._ends)
         return self._ends[0][0] if self._ends else math.inf
 
-    def due(self, now_s: float) -> list[Fact]:
+    def finish_due(self, now_s: float) -> list[Fact]:
         """What the jobs say that are done by now."""
         said: list[Fact] = []
         while self.next_s() <= now_s:

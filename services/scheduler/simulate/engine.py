@@ -19,16 +19,16 @@ from contracts.events.capacity import PolicyAdopted
 from contracts.events.run import RunCancelling, RunPlaced
 from contracts.scheduling import Policy
 from services.scheduler.core.decide import plan
-from services.scheduler.core.decisions import PASS_LIMIT, decision_record, fact_of, in_order
+from services.scheduler.core.decisions import MAX_FACTS_PER_CYCLE, decision_record, fact_of, in_order
 from services.scheduler.core.fold import apply
 from services.scheduler.core.state.cluster import Cluster
 from services.scheduler.simulate.agents import Agents
 from services.scheduler.simulate.traces import START, Job, Trace, accepted, at
 
 #: Passes at one instant after which the scheduler is taken not to come to rest.
-MOST_PASSES = 100_000
+MAX_CYCLES_PER_INSTANT = 100_000
 #: How often the clock alone may wake an idle scheduler that then decides nothing, before it is left alone.
-MOST_IDLE_WAKES = 100
+MAX_IDLE_WAKES = 100
 
 
 class NeverAtRest(RuntimeError):
@@ -36,7 +36,7 @@ class NeverAtRest(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class WorldEvents:
     """What happens at an instant, before the scheduler's next pass."""
 
     now_s: float
@@ -44,7 +44,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class CycleOutcome:
     """What the scheduler says in one pass; and when, if nothing happens, it wants to look again."""
 
     facts: Sequence[Fact]
@@ -53,10 +53,10 @@ class Pass:
 
 #: Hears every fact with its sequence and virtual time, in the order of the log.
 Listener = Callable[[Fact, int, float], None]
-Player = Generator[Turn, Pass, None]
+Player = Generator[WorldEvents, CycleOutcome, None]
 
 
-def play(trace: Trace, agents: Agents, progress: Callable[[int], None] = lambda submitted: None) -> Player:
+def play_trace(trace: Trace, agents: Agents, progress: Callable[[int], None] = lambda submitted: None) -> Player:
     """Yield what happens, turn by turn; is sent what the scheduler says to it."""
     jobs = deque(trace.jobs)
     events = deque(sorted(trace.events, key=lambda event: event[0]))
@@ -65,16 +65,16 @@ def play(trace: Trace, agents: Agents, progress: Callable[[int], None] = lambda 
     waiting: dict[str, None] = {}
     passes = idle_wakes = 0
     while True:
-        said = yield Turn(now_s, facts)
+        said = yield WorldEvents(now_s, facts)
         passes += 1
-        facts = [reply for fact in said.facts for reply in agents.heard(fact, now_s)]
-        facts += agents.due(now_s)
+        facts = [reply for fact in said.facts for reply in agents.handle_fact(fact, now_s)]
+        facts += agents.finish_due(now_s)
         if trace.packing:
             _forget_placed(waiting, said.facts)
         if said.facts or facts:
             idle_wakes = 0
-            if passes > MOST_PASSES:
-                raise NeverAtRest(f"{MOST_PASSES} passes at {now_s:g} s; the last said {said.facts[:5]}")
+            if passes > MAX_CYCLES_PER_INSTANT:
+                raise NeverAtRest(f"{MAX_CYCLES_PER_INSTANT} passes at {now_s:g} s; the last said {said.facts[:5]}")
             continue
         if waiting:
             facts, waiting = [_gives_up(run_id) for run_id in waiting], {}
@@ -82,14 +82,14 @@ def play(trace: Trace, agents: Agents, progress: Callable[[int], None] = lambda 
         next_s = min(jobs[0].submit_s if jobs else math.inf, events[0][0] if events else math.inf, agents.next_s())
         if said.wake_s is not None and now_s < said.wake_s < next_s:
             idle_wakes += next_s == math.inf
-            next_s = said.wake_s if idle_wakes <= MOST_IDLE_WAKES else next_s
+            next_s = said.wake_s if idle_wakes <= MAX_IDLE_WAKES else next_s
         if next_s == math.inf:
             return
         now_s, passes = next_s, 0
-        facts = agents.due(now_s)
+        facts = agents.finish_due(now_s)
         while events and events[0][0] <= now_s:
             facts.append(events.popleft()[1])
-            agents.happened(facts[-1], now_s)
+            agents.handle_node_event(facts[-1], now_s)
         came = _submitted(jobs, now_s)
         facts += [accepted(job) for job in came]
         if trace.packing:
@@ -137,7 +137,7 @@ def simulate(
     started = time.perf_counter()
     core = Core(policy, listeners)
     agents = Agents({job.run_id: job.duration_s for job in trace.jobs}, resume_cost_s)
-    player = play(trace, agents, progress)
+    player = play_trace(trace, agents, progress)
     try:
         turn = next(player)
         while True:
@@ -162,7 +162,7 @@ class Core:
         self._sequence = 0
         self._say(PolicyAdopted(digest=policy.digest, policy=policy, instance="simulate"), 0.0, START)
 
-    def turn(self, turn: Turn) -> Pass:
+    def turn(self, turn: WorldEvents) -> CycleOutcome:
         """Fold what happened, decide once, and fold what was decided."""
         now = at(turn.now_s)
         for fact in turn.facts:
@@ -172,12 +172,12 @@ class Core:
         self.effort.pass_s.append(time.perf_counter() - started)
         # All facts of a pass are made from what was known as it began.
         made = decision_record(self.cluster, now, self.policy, START)
-        decisions = in_order(planned.decisions)[:PASS_LIMIT]
+        decisions = in_order(planned.decisions)[:MAX_FACTS_PER_CYCLE]
         said = [fact_of(decision, self.cluster, now, made) for decision in decisions]
         for fact in said:
             self._say(fact, turn.now_s, now)
         self.effort.decisions += len(said)
-        return Pass(said, wake_s(planned.wake_at, turn.now_s))
+        return CycleOutcome(said, wake_s(planned.wake_at, turn.now_s))
 
     def _say(self, fact: Fact, now_s: float, now: datetime) -> None:
         self._sequence += 1

@@ -24,7 +24,7 @@ from services.kit.concurrency import end
 from services.kit.settings import Settings
 from services.scheduler.app import Scheduler, assemble
 from services.scheduler.simulate.agents import Agents
-from services.scheduler.simulate.engine import Effort, Listener, Pass, Turn, play, wake_s
+from services.scheduler.simulate.engine import CycleOutcome, Effort, Listener, WorldEvents, play_trace, wake_s
 from services.scheduler.simulate.traces import Trace, at
 
 #: A pass of the real service may take so long before the simulation is given up.
@@ -46,7 +46,7 @@ class VirtualClock:
         return time.monotonic()
 
 
-class LockStep:
+class LockStepPacer:
     """A pace at which every pass waits until it is let go, and tells when it is done."""
 
     def __init__(self) -> None:
@@ -54,11 +54,11 @@ class LockStep:
         self._done: asyncio.Queue[tuple[int, datetime | None]] = asyncio.Queue()
         self.ready = asyncio.Event()
 
-    async def before_pass(self) -> None:
+    async def before_cycle(self) -> None:
         self.ready.set()
         await self._let_go.acquire()
 
-    def after_pass(self, published: int, wake_at: datetime | None) -> None:
+    def after_cycle(self, published: int, wake_at: datetime | None) -> None:
         self._done.put_nowait((published, wake_at))
 
     async def one_pass(self) -> tuple[int, datetime | None]:
@@ -68,7 +68,7 @@ class LockStep:
 
 
 @dataclass(frozen=True, slots=True)
-class _Heard:
+class _LogFact:
     sequence: int
     fact: Fact
 
@@ -78,19 +78,19 @@ class Log:
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self._facts: list[_Heard] = []
+        self._facts: list[_LogFact] = []
         self._last = 0
         self._news = asyncio.Condition()
 
     async def follow(self) -> None:
         async for batch in self._bus.follow(topology.FACTS.name, idle_s=5.0):
-            self._facts += [_Heard(received.sequence, received.event) for received in batch]
+            self._facts += [_LogFact(received.sequence, received.event) for received in batch]
             if batch:
                 self._last = batch[-1].sequence
                 async with self._news:
                     self._news.notify_all()
 
-    async def until(self, sequence: int) -> list[_Heard]:
+    async def read_until(self, sequence: int) -> list[_LogFact]:
         """Take what has come since the last call, which goes up to ``sequence`` at least."""
         async with self._news:
             await self._news.wait_for(lambda: self._last >= sequence)
@@ -104,7 +104,7 @@ class Driver:
     def __init__(
         self,
         scheduler: Scheduler,
-        pace: LockStep,
+        pace: LockStepPacer,
         clock: VirtualClock,
         bus: Bus,
         log: Log,
@@ -114,24 +114,24 @@ class Driver:
         self.listeners = tuple(listeners)
         self.effort = Effort()
 
-    async def turn(self, turn: Turn) -> Pass:
+    async def turn(self, turn: WorldEvents) -> CycleOutcome:
         """Say what happened, let the service make one pass, and hear what it said."""
         self.clock.now_s = turn.now_s
         said = 0
         for fact in turn.facts:
             said = (await self.bus.publish(fact)).sequence
         if said:
-            await self.scheduler.memory.until(said)
-            self._tell(await self.log.until(said), turn.now_s)
+            await self.scheduler.cache.wait_for_sequence(said)
+            self._tell(await self.log.read_until(said), turn.now_s)
         started = time.perf_counter()
         published, wake_at = await self.pace.one_pass()
         self.effort.pass_s.append(time.perf_counter() - started)
-        heard = await self.log.until(published) if published else []
+        heard = await self.log.read_until(published) if published else []
         self._tell(heard, turn.now_s)
         self.effort.decisions += len(heard)
-        return Pass([each.fact for each in heard], wake_s(wake_at, turn.now_s))
+        return CycleOutcome([each.fact for each in heard], wake_s(wake_at, turn.now_s))
 
-    def _tell(self, heard: Sequence[_Heard], now_s: float) -> None:
+    def _tell(self, heard: Sequence[_LogFact], now_s: float) -> None:
         for each in heard:
             for listener in self.listeners:
                 listener(each.fact, each.sequence, now_s)
@@ -161,7 +161,7 @@ async def drive(
     """``simulate_over_bus`` in a loop that runs already."""
     started = time.perf_counter()
     agents = Agents({job.run_id: job.duration_s for job in trace.jobs}, resume_cost_s)
-    player = play(trace, agents, progress)
+    player = play_trace(trace, agents, progress)
     async with _driver(policy, listeners, nats_url) as (driver, running):
         with suppress(StopIteration):
             turn = next(player)
@@ -180,7 +180,7 @@ async def _driver(
         settings = Settings(
             nats_url=nats_url, data_dir=Path(folder), http_port=-1, lease_ttl_s=LEASE_TTL_S, instance="simulate"
         )
-        pace, clock = LockStep(), VirtualClock()
+        pace, clock = LockStepPacer(), VirtualClock()
         scheduler = assemble(settings, policy, clock=clock, pace=pace)
         bus = Bus("simulate", settings, clock)
         running = asyncio.create_task(scheduler.service.run())

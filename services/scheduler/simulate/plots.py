@@ -72,9 +72,9 @@ def _gantt(recorder: Recorder, title: str) -> Figure:
     colours = _user_colours(recorder)
     picture = np.ones((len(rows), COLUMNS, 3), dtype=np.float32)
     sizes = np.full((len(rows), COLUMNS), np.nan, dtype=np.float32)
-    for story in recorder.stories.values():
-        colour = to_rgb(colours.get(story.job.user, OTHERS))
-        for span in story.spans:
+    for record in recorder.records.values():
+        colour = to_rgb(colours.get(record.job.user, OTHERS))
+        for span in record.spans:
             first, end = _columns(span.start_s, span.end_s, last_s)
             for row in _rows_of(span.members, rows):
                 picture[row, first:end] = colour
@@ -131,8 +131,8 @@ def _columns(start_s: float, end_s: float, last_s: float) -> tuple[int, int]:
 
 def _shown_until(recorder: Recorder) -> float:
     """The end of the last placement; but a long tail of few jobs is left out."""
-    ends = [span.end_s for story in recorder.stories.values() for span in story.spans if span.end_s < math.inf]
-    submits = [story.job.submit_s for story in recorder.stories.values()]
+    ends = [span.end_s for record in recorder.records.values() for span in record.spans if span.end_s < math.inf]
+    submits = [record.job.submit_s for record in recorder.records.values()]
     last_s = max(ends, default=1.0)
     most_s = quantile(sorted(ends), 0.995) if ends else last_s
     return max(min(last_s, max(1.3 * most_s, max(submits, default=0.0))), 1.0)
@@ -146,10 +146,10 @@ def _unit(last_s: float) -> tuple[float, str]:
 def _users(recorder: Recorder) -> dict[str, float]:
     """User -> GPU-seconds, the most first."""
     used: dict[str, float] = {}
-    for story in recorder.stories.values():
-        for span in story.spans:
+    for record in recorder.records.values():
+        for span in record.spans:
             end_s = span.end_s if span.end_s < math.inf else span.start_s
-            used[story.job.user] = used.get(story.job.user, 0.0) + (end_s - span.start_s) * span.gpus
+            used[record.job.user] = used.get(record.job.user, 0.0) + (end_s - span.start_s) * span.gpus
     return dict(sorted(used.items(), key=lambda each: (-each[1], each[0])))
 
 
@@ -163,7 +163,7 @@ def _user_colours(recorder: Recorder) -> dict[str, str]:
 def _waits(recorder: Recorder, title: str) -> Figure:
     figure = _figure(9, 4.5)
     axes = figure.subplots()
-    waits = sorted(story.wait_s for story in recorder.stories.values() if story.completed_s < math.inf)
+    waits = sorted(record.wait_s for record in recorder.records.values() if record.completed_s < math.inf)
     short = sum(wait_s < SHORT_S for wait_s in waits)
     longer = np.array([wait_s for wait_s in waits if wait_s >= SHORT_S])
     top = max(float(longer.max()) if len(longer) else 10.0, 10.0) * 1.1

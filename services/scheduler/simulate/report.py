@@ -1,4 +1,4 @@
-"""What came of a simulation: each job's story, and the figures over all of them."""
+"""What came of a simulation: each job's record, and the figures over all of them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Span:
 
 
 @dataclass(slots=True)
-class Story:
+class JobRecord:
     """What became of a job."""
 
     job: Job
@@ -73,7 +73,7 @@ class Recorder:
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
-        self.stories = {job.run_id: Story(job) for job in trace.jobs}
+        self.records = {job.run_id: JobRecord(job) for job in trace.jobs}
         #: (time, GPUs in use) and (time, GPUs that waiting jobs ask for), at each change.
         self.used: list[tuple[float, float]] = [(0.0, 0.0)]
         self.wanted: list[tuple[float, float]] = [(0.0, 0.0)]
@@ -84,10 +84,10 @@ class Recorder:
         self._live: dict[str, set[str]] = {}
         self._wanting: set[str] = set()
 
-    def hear(self, fact: Fact, sequence: int, now_s: float) -> None:
+    def record_fact(self, fact: Fact, sequence: int, now_s: float) -> None:
         """A listener of the simulation."""
         if isinstance(fact, RunAccepted):
-            self._arrived += self.stories[fact.run_id].job.gpus
+            self._arrived += self.records[fact.run_id].job.gpus
             self.packed.append((self._arrived, self._given))
             self._want(fact.run_id, now_s)
         elif isinstance(fact, RunQueued):
@@ -97,22 +97,22 @@ class Recorder:
         elif isinstance(fact, RunReleased | RunExited):
             self._ended(fact.run_id, fact.node_id, now_s)
         elif isinstance(fact, RunPreempting):
-            self.stories[fact.run_id].preemptions += 1
+            self.records[fact.run_id].preemptions += 1
         elif isinstance(fact, RunCompleted):
-            self.stories[fact.run_id].completed_s = now_s
+            self.records[fact.run_id].completed_s = now_s
         elif isinstance(fact, RunFailed | RunCancelled):
-            self.stories[fact.run_id].ended = fact.reason
+            self.records[fact.run_id].ended = fact.reason
             self._want_no_more(fact.run_id, now_s)
         elif isinstance(fact, RunWaiting):
-            self.stories[fact.run_id].waiting = fact.code
+            self.records[fact.run_id].waiting = fact.code
         elif isinstance(fact, NodeLost | NodeLeft):
             for run_id in list(self._live):
                 self._ended(run_id, fact.node_id, now_s)
 
     def _placed(self, fact: RunPlaced, now_s: float) -> None:
-        story = self.stories[fact.run_id]
-        gpus = sum(len(member.slots) for member in fact.members) * story.job.spec.resources.share
-        story.spans.append(Span(now_s, fact.members, gpus))
+        record = self.records[fact.run_id]
+        gpus = sum(len(member.slots) for member in fact.members) * record.job.spec.resources.share
+        record.spans.append(Span(now_s, fact.members, gpus))
         self._live[fact.run_id] = {member.node_id for member in fact.members}
         self._given += gpus
         if self.packed:
@@ -128,7 +128,7 @@ class Recorder:
         live.discard(node_id)
         if not live:
             del self._live[run_id]
-            span = self.stories[run_id].spans[-1]
+            span = self.records[run_id].spans[-1]
             span.end_s = now_s
             self._given -= span.gpus
             _step(self.used, now_s, -span.gpus)
@@ -136,12 +136,12 @@ class Recorder:
     def _want(self, run_id: str, now_s: float) -> None:
         if run_id not in self._wanting:
             self._wanting.add(run_id)
-            _step(self.wanted, now_s, self.stories[run_id].job.gpus)
+            _step(self.wanted, now_s, self.records[run_id].job.gpus)
 
     def _want_no_more(self, run_id: str, now_s: float) -> None:
         if run_id in self._wanting:
             self._wanting.discard(run_id)
-            _step(self.wanted, now_s, -self.stories[run_id].job.gpus)
+            _step(self.wanted, now_s, -self.records[run_id].job.gpus)
 
 
 def _step(series: list[tuple[float, float]], now_s: float, change: float) -> None:
@@ -157,10 +157,10 @@ def _step(series: list[tuple[float, float]], now_s: float, change: float) -> Non
 
 def figures(recorder: Recorder, effort: Effort) -> dict[str, Any]:
     """Everything that is worth a number, flat."""
-    trace, stories = recorder.trace, list(recorder.stories.values())
-    found: dict[str, Any] = {"jobs": len(stories)}
-    found |= _packing(recorder) if trace.packing else _waiting(recorder, stories)
-    found["preemptions"] = sum(story.preemptions for story in stories)
+    trace, records = recorder.trace, list(recorder.records.values())
+    found: dict[str, Any] = {"jobs": len(records)}
+    found |= _packing(recorder) if trace.packing else _waiting(recorder, records)
+    found["preemptions"] = sum(record.preemptions for record in records)
     found["decisions"] = effort.decisions
     found["decisions_per_s"] = effort.decisions / effort.wall_s if effort.wall_s else 0.0
     found["decide_p99_ms"] = quantile(sorted(effort.pass_s), 0.99) * 1000
@@ -169,22 +169,22 @@ def figures(recorder: Recorder, effort: Effort) -> dict[str, Any]:
     return {name: round(value, DIGITS) if isinstance(value, float) else value for name, value in found.items()}
 
 
-def _waiting(recorder: Recorder, stories: Sequence[Story]) -> dict[str, Any]:
-    done = [story for story in stories if story.completed_s < math.inf]
-    waits, times = sorted(story.wait_s for story in done), sorted(story.jct_s for story in done)
-    first_s = min((story.job.submit_s for story in stories), default=0.0)
-    last_s = max((story.completed_s for story in done), default=first_s)
-    held = sum((min(span.end_s, last_s) - span.start_s) * span.gpus for story in stories for span in story.spans)
+def _waiting(recorder: Recorder, records: Sequence[JobRecord]) -> dict[str, Any]:
+    done = [record for record in records if record.completed_s < math.inf]
+    waits, times = sorted(record.wait_s for record in done), sorted(record.jct_s for record in done)
+    first_s = min((record.job.submit_s for record in records), default=0.0)
+    last_s = max((record.completed_s for record in done), default=first_s)
+    held = sum((min(span.end_s, last_s) - span.start_s) * span.gpus for record in records for span in record.spans)
     room = recorder.trace.slots * (last_s - first_s)
     busy, backlog_s = _backlog(recorder)
-    infeasible = [story for story in stories if not story.spans and not story.ended]
+    infeasible = [record for record in records if not record.spans and not record.ended]
     return {
         "completed": len(done),
         "infeasible": len(infeasible),
         "infeasible_jobs": [
             {"run_id": s.job.run_id, "slots": s.job.slots, "code": s.waiting} for s in infeasible[:NAMED]
         ],
-        "unfinished": sum(bool(story.spans) and not story.ended for story in stories) - len(done),
+        "unfinished": sum(bool(record.spans) and not record.ended for record in records) - len(done),
         "avg_wait_s": _mean(waits),
         "p50_wait_s": quantile(waits, 0.5),
         "p99_wait_s": quantile(waits, 0.99),
@@ -223,14 +223,14 @@ def _at(series: Sequence[tuple[float, float]], marks: Sequence[float]) -> list[f
 
 
 def _packing(recorder: Recorder) -> dict[str, Any]:
-    stories = recorder.stories.values()
-    placed = sum(bool(story.spans) for story in stories)
+    records = recorder.records.values()
+    placed = sum(bool(record.spans) for record in records)
     capacity = recorder.trace.slots
     at_100 = next((given for asked, given in recorder.packed if asked >= capacity), None)
     reasons: dict[str, int] = {}
-    for story in stories:
-        if not story.spans:
-            reasons[story.waiting or story.ended] = reasons.get(story.waiting or story.ended, 0) + 1
+    for record in records:
+        if not record.spans:
+            reasons[record.waiting or record.ended] = reasons.get(record.waiting or record.ended, 0) + 1
     return {
         "arrived": len(recorder.packed),
         "placed": placed,
@@ -265,7 +265,7 @@ class EventLog:
     def __init__(self, file: IO[str]) -> None:
         self._file = file
 
-    def hear(self, fact: Fact, sequence: int, now_s: float) -> None:
+    def record_fact(self, fact: Fact, sequence: int, now_s: float) -> None:
         """A listener of the simulation."""
         head = {
             "specversion": "1.0",
@@ -285,8 +285,8 @@ def placements(recorder: Recorder) -> list[tuple[str, int, tuple[tuple[str, tupl
     """Every placement (run, generation, members) in the order of time, to compare two simulations by."""
     found = [
         (span.start_s, run_id, generation, tuple((m.node_id, m.slots) for m in span.members))
-        for run_id, story in recorder.stories.items()
-        for generation, span in enumerate(story.spans, 1)
+        for run_id, record in recorder.records.items()
+        for generation, span in enumerate(record.spans, 1)
     ]
     return [(run_id, generation, members) for _, run_id, generation, members in sorted(found)]
 

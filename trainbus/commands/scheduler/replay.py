@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from services.scheduler.past.remake import Counts, Difference, Index, Remaker
+from services.scheduler.replay.verification import Counts, Difference, Index, ReplayVerifier
 from trainbus.client.address import Address
 from trainbus.client.errors import FAILED
 from trainbus.client.fact_log import OpenPast, Past
@@ -24,7 +24,7 @@ async def replay(address: Callable[[], Address], path: Path | None, *, limit: in
     """Print what was compared and every difference; 1 if there is one."""
     started = time.perf_counter()
     async with OpenPast(address, path) as past:
-        index, remaker, found = await remade(past)
+        index, remaker, found = await replayed(past)
     took_s = time.perf_counter() - started
     if as_json:
         print(render.as_json(_plain(past, index, remaker.counts, found, took_s)))
@@ -35,12 +35,12 @@ async def replay(address: Callable[[], Address], path: Path | None, *, limit: in
     return FAILED if found else 0
 
 
-async def remade(past: Past) -> tuple[Index, Remaker, list[Difference]]:
+async def replayed(past: Past) -> tuple[Index, ReplayVerifier, list[Difference]]:
     """Read the log twice: once for the passes that there were, once to make them again."""
     index = Index()
     async for entry in past.entries("reading"):
-        index.hear(entry)
-    remaker = Remaker(index, await past.requests())
+        index.add(entry)
+    remaker = ReplayVerifier(index, await past.requests())
     found: list[Difference] = []
     async for entry in past.entries("deciding again"):
         found += remaker.feed(entry)
@@ -86,7 +86,7 @@ def _shown(difference: Difference) -> RenderableType:
         return Group(*lines)
     made = render.table("field", "recorded", "decided again")
     for field in difference.fields:
-        made.add_row(field.field, _value(field.recorded), _value(field.remade))
+        made.add_row(field.field, _value(field.recorded), _value(field.replayed))
     return Group(*lines, made)
 
 
@@ -120,7 +120,8 @@ def _plain(past: Past, index: Index, counts: Counts, found: list[Difference], to
                 "text": each.text,
                 "decided": None if each.made_from is None else each.made_from._asdict(),
                 "fields": [
-                    {"field": field.field, "recorded": field.recorded, "remade": field.remade} for field in each.fields
+                    {"field": field.field, "recorded": field.recorded, "replayed": field.replayed}
+                    for field in each.fields
                 ],
             }
             for each in found

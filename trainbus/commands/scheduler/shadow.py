@@ -22,8 +22,8 @@ from rich.table import Table
 from contracts import topology
 from contracts.envelope import Envelope, encode
 from contracts.scheduling import Policy
-from services.scheduler.past.log import FOLLOWED, Entry, entry_of
-from services.scheduler.past.shadow import Comparison, Said, Shadow, prefix
+from services.scheduler.replay.log import FOLLOWED, Entry, entry_of
+from services.scheduler.replay.shadow import Comparison, Shadow, ShadowFact, prefix
 from trainbus.client.address import Address
 from trainbus.client.connection import Link, connect
 from trainbus.client.errors import CliError
@@ -112,13 +112,13 @@ class _Follower:
         with _status(self.shadow) as show:
             async for batch in self.link.raw(topology.FACTS, *FOLLOWED, start_sequence=self.position + 1):
                 entries: list[Entry] = [entry_of(raw) for raw in batch]
-                await self._publish(self.shadow.hear(entries))
+                await self._publish(self.shadow.process(entries))
                 if not batch and time.monotonic() - rested >= REST_S:
                     rested = time.monotonic()
-                    await self._publish(self.shadow.rest(datetime.now(UTC)))
+                    await self._publish(self.shadow.process_idle(datetime.now(UTC)))
                 show()
 
-    async def _publish(self, said: list[Said]) -> None:
+    async def _publish(self, said: list[ShadowFact]) -> None:
         for each in said:
             envelope = Envelope(
                 id=each.message_id,

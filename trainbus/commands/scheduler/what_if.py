@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 
 from contracts.events.node import NodeFact, NodeJoined
 from contracts.scheduling import Policy
-from services.scheduler.past.history import History
-from services.scheduler.past.whatif import (
+from services.scheduler.replay.history import History
+from services.scheduler.replay.whatif import (
     Figures,
     Prices,
     Scenario,
@@ -114,7 +114,7 @@ def _compare(history: History, wish: Wish, plot: Path | None, *, as_json: bool) 
             runs = "run" if given.assumed == 1 else "runs"
             print(f"{given.assumed} {runs} had not ended: taken to need what those of the same size usually need")
     if plot is not None:
-        from services.scheduler.past.plots import draw
+        from services.scheduler.replay.plots import draw
 
         print(draw(recorders, given.counted, plot))
     return 0

@@ -9,8 +9,8 @@ from datetime import datetime, timedelta
 from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy, Pool, Pools
 from services.scheduler.core.place.pools import Preferences, capacity_of, checkpoint_interval_s, in_order
-from services.scheduler.core.state.capacity import Said
-from services.scheduler.core.state.demand import WHOLE, Demand, demand_of
+from services.scheduler.core.state.pool_demand import PoolDemand
+from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest, slot_request_of
 
 #: Waiting runs that are looked at; those behind them want nodes once these have theirs.
 DEPTH = 2000
@@ -56,7 +56,7 @@ def wanted(
     policy: Policy,
     present: Sequence[Present],
     waiting: Iterable[Waiting],
-    said: Mapping[str, Said],
+    said: Mapping[str, PoolDemand],
     now: datetime,
 ) -> list[WantCapacity]:
     """What is to be said of each pool of which something else was said before.
@@ -80,7 +80,9 @@ def wanted(
     return [want for want in found if want.timed_out or _what(said.get(want.pool)) != (want.nodes, want.spare)]
 
 
-def wake_at(policy: Policy, present: Iterable[Present], said: Mapping[str, Said], now: datetime) -> datetime | None:
+def wake_at(
+    policy: Policy, present: Iterable[Present], said: Mapping[str, PoolDemand], now: datetime
+) -> datetime | None:
     """When the clock alone may change what is wanted; None: not before something happens."""
     pools = policy.pools
     names = {pool.name for pool in pools.pools}
@@ -96,11 +98,11 @@ def wake_at(policy: Policy, present: Iterable[Present], said: Mapping[str, Said]
     return min((time for time in times if time > now), default=None)
 
 
-def _what(said: Said | None) -> tuple[int, tuple[str, ...]]:
+def _what(said: PoolDemand | None) -> tuple[int, tuple[str, ...]]:
     return (said.nodes, said.spare) if said is not None else (0, ())
 
 
-def _late(pools: Pools, pool: Pool, present: Sequence[Present], said: Mapping[str, Said], now: datetime) -> bool:
+def _late(pools: Pools, pool: Pool, present: Sequence[Present], said: Mapping[str, PoolDemand], now: datetime) -> bool:
     """Whether wanted nodes of the pool have not come although there was time."""
     known = said.get(pool.name)
     if known is None or now - known.since < timedelta(seconds=pools.patience_s):
@@ -142,7 +144,7 @@ class _Room:
     left: list[int]
     node_id: str = ""
 
-    def take(self, demand: Demand, bundles: int) -> list[int] | None:
+    def take(self, demand: SlotRequest, bundles: int) -> list[int] | None:
         """Take slots for up to so many bundles; the slots taken, or None where there is no room for one."""
         need, size = demand.milli, demand.bundle
         if need == 0:  # no accelerator: any node will do
@@ -184,7 +186,7 @@ class _Stock:
         cls,
         policy: Policy,
         present: Iterable[Present],
-        said: Mapping[str, Said],
+        said: Mapping[str, PoolDemand],
         given_up: set[str],
         now: datetime,
     ) -> _Stock:
@@ -245,7 +247,7 @@ class _Stock:
 
     def _fill(self, run: Waiting, there: Sequence[_Room], pools: Sequence[Pool]) -> bool:
         """Put all of the run into this room and into nodes of these pools, or nothing of it."""
-        demand = demand_of(run.spec)
+        demand = slot_request_of(run.spec)
         need, missing = demand.milli, run.spec.slots.min // demand.bundle
         given: list[tuple[str, bool, _Room, list[int]]] = []
         for name, fresh, room in self._rooms(there, pools):
@@ -268,7 +270,9 @@ class _Stock:
         for pool in pools:
             yield from ((pool.name, False, room) for room in self.new.get(pool.name, ()))
         for pool in pools:
-            yield from ((pool.name, True, _Room([WHOLE] * pool.slots_per_node)) for _ in range(self.more[pool.name]))
+            yield from (
+                (pool.name, True, _Room([SLOT_MILLI] * pool.slots_per_node)) for _ in range(self.more[pool.name])
+            )
 
     def _give(self, run: Waiting, given: Sequence[tuple[str, bool, _Room, list[int]]]) -> None:
         self.claimed.update(room.node_id for _, _, room, _ in given if room.node_id)

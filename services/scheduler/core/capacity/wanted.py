@@ -14,7 +14,7 @@ from contracts.events.run import DecisionRecord
 from contracts.scheduling import Policy
 from services.scheduler.core.capacity import stock
 from services.scheduler.core.capacity.stock import Present, Waiting, WantCapacity
-from services.scheduler.core.order import line
+from services.scheduler.core.order import queue
 from services.scheduler.core.state.cluster import EPOCH, Cluster, Run
 
 #: Why a run may wait that more nodes would help. What was not told yet may be placed by the next pass.
@@ -62,7 +62,7 @@ def _waiting(cluster: Cluster, now: datetime, policy: Policy) -> list[Waiting]:
         run.preempting.preemptor for run_id in cluster.active if (run := cluster.runs[run_id]).preempting is not None
     }
     helped = [run for run_id in cluster.queued if run_id not in served and _helped(run := cluster.runs[run_id])]
-    ordered = heapq.nsmallest(stock.DEPTH, helped, key=lambda run: line.key_of(cluster, run, now, policy))
+    ordered = heapq.nsmallest(stock.DEPTH, helped, key=lambda run: queue.key_of(cluster, run, now, policy))
     return [Waiting(run.run_id, run.spec, _work_s(run, now)) for run in ordered]
 
 

@@ -19,9 +19,9 @@ from services.scheduler.core.place.placer import Placer
 from services.scheduler.core.place.space import Space, Taken
 from services.scheduler.core.place.wants import Wants, wants_of
 from services.scheduler.core.state.cluster import Cluster, Run
-from services.scheduler.core.state.demand import WHOLE
 from services.scheduler.core.state.index import Key
-from services.scheduler.core.state.ledger import lineage
+from services.scheduler.core.state.slot_request import SLOT_MILLI
+from services.scheduler.core.state.usage import lineage
 
 NONE: frozenset[str] = frozenset()
 #: How many runs a text names.
@@ -95,7 +95,7 @@ class Claims:
         if self.quotas is None or not run.demand.milli:
             return count, NONE
         kinds = self.kinds(wants)
-        rooms = {kind: self.quotas.room(run, kind) * WHOLE / run.demand.milli for kind in kinds}
+        rooms = {kind: self.quotas.room(run, kind) * SLOT_MILLI / run.demand.milli for kind in kinds}
         most = math.floor(min(max(rooms.values(), default=0.0) + 1e-6, count))
         return most, NONE.union(*(kinds[kind] for kind, room in rooms.items() if room + 1e-6 < most))
 
@@ -264,7 +264,7 @@ class Claims:
 
 def slots_of(run: Run, count: int) -> float:
     """Whole accelerators that so many slots of the run are."""
-    return count * run.demand.milli / WHOLE
+    return count * run.demand.milli / SLOT_MILLI
 
 
 def held(run: Run) -> list[Taken]:

@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from contracts.scheduling import Policy
 from services.scheduler.core.claims.claims import Claims, held
 from services.scheduler.core.decisions import PreemptRun
-from services.scheduler.core.order import line
+from services.scheduler.core.order import queue
 from services.scheduler.core.place.placer import Placer
 from services.scheduler.core.place.space import Room, Space
 from services.scheduler.core.place.wants import avoided, useful, wants_of
@@ -34,7 +34,7 @@ def growing(
         return [], math.inf
     idle, wake_s = _at_rest(cluster, space, now, policy)
     chosen: list[PreemptRun] = []
-    for run in sorted(candidates, key=lambda run: line.key_of(cluster, run, now, policy)):
+    for run in sorted(candidates, key=lambda run: queue.key_of(cluster, run, now, policy)):
         settled_s = run.placed_at.timestamp() + policy.elastic.resize_interval_s
         if settled_s > now.timestamp():
             wake_s = min(wake_s, settled_s)

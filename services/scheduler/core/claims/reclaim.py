@@ -15,7 +15,7 @@ from contracts.scheduling import Policy
 from services.scheduler.core.claims.claims import Claims, held
 from services.scheduler.core.claims.reserve import Reserve, resumable
 from services.scheduler.core.decisions import PreemptRun
-from services.scheduler.core.order import line
+from services.scheduler.core.order import queue
 from services.scheduler.core.order.share import AHEAD_HALF_LIVES
 from services.scheduler.core.place.placer import Placer
 from services.scheduler.core.place.space import Space, Taken
@@ -63,11 +63,16 @@ def holdings(cluster: Cluster, now: datetime, policy: Policy) -> list[Holding]:
     """Every run that holds slots on open nodes. Those about which nothing was said since the last pass are known."""
     index = cluster.index
     # Where it is not known until when a key stays, it holds for this very time.
-    state = (policy.digest, line.limit_s(cluster, policy), index.nodes_version, None if line.stays(policy) else now)
+    state = (
+        policy.digest,
+        queue.wait_limit_s(cluster, policy),
+        index.nodes_version,
+        None if queue.has_stable_keys(policy) else now,
+    )
     if index.holdings_of != state:
         index.holdings, index.holdings_of = {}, state
     # A key changes a little before it has changed for sure.
-    soon_s = now.timestamp() + 2 * line.AFTER_S
+    soon_s = now.timestamp() + 2 * queue.AFTER_S
     closed = {node.node_id for node in cluster.nodes.values() if not node.open}
     found = []
     for run_id in cluster.active:
@@ -85,7 +90,7 @@ def _holding(cluster: Cluster, run: Run, now: datetime, policy: Policy, closed: 
     slots = sum(len(part.slots) for part in run.live if part.node_id not in closed) if closed else run.slot_count
     if not slots:
         return None
-    key, until_s = line.standing(cluster, run, now, policy)
+    key, until_s = queue.holder_key(cluster, run, now, policy)
     return Holding(run, key, slots, run.placed_at.timestamp(), max(run.committed_at, run.placed_at), until_s)
 
 
@@ -181,7 +186,7 @@ class Reclaim:
 
     def _turns(self, blocked: list[Run], returning: list[Holding]) -> list[tuple[Key, Run, bool]]:
         """In what order slots are looked for, for those that wait (True) and those that will wait again."""
-        keys = {run.run_id: line.known_key(self.cluster, run, self.now, self.policy) for run in blocked}
+        keys = {run.run_id: queue.current_key(self.cluster, run, self.now, self.policy) for run in blocked}
         ranks = {run.run_id: self.claims.rank(run, keys[run.run_id]) for run in blocked}
         # Whoever has a promise goes first, as in the line.
         turns = [((run.reserved is None, ranks[run.run_id]), 0, keys[run.run_id], run) for run in blocked]
@@ -236,9 +241,9 @@ class Reclaim:
         if self.claims.by_share(key, run, each.key, each.run):
             may = "fair-share" in reclaim.by and self.claims.may_take_share(run, least, each.run)
             return Taking("share", reclaim.min_run_s) if may else None
-        if line.may_take(key, each.key, self.policy):
+        if queue.may_preempt(key, each.key, self.policy):
             by = next((name for name, a, b in zip(self.policy.order.by, key, each.key, strict=False) if a != b), None)
-            return Taking("order", reclaim.quantum_s if by in line.BY_SERVICE else reclaim.min_run_s)
+            return Taking("order", reclaim.quantum_s if by in queue.BY_SERVICE else reclaim.min_run_s)
         if reclaim.overtakers and each.run.placed_at > run.queued_at and resumable(each.run):
             if run.reserved is not None:
                 return Taking("ahead", 0.0)  # what was promised is kept
@@ -252,7 +257,7 @@ class Reclaim:
     def _next_change(self) -> float:
         """When a holder has had its granted time, or attains the next level."""
         reclaim, now_s, found = self.policy.reclaim, self.now.timestamp(), math.inf
-        by_service = not line.BY_SERVICE.isdisjoint(reclaim.by)
+        by_service = not queue.BY_SERVICE.isdisjoint(reclaim.by)
         granted = {reclaim.min_run_s, reclaim.quantum_s if by_service else 0.0, reclaim.time_slice_s or 0.0} - {0.0}
         if "fair-share" in reclaim.by and self._preemptible:
             # Standing changes all the time; as often as this is soon enough.

@@ -17,8 +17,8 @@ from services.scheduler.core.place.placer import Placer
 from services.scheduler.core.place.space import Room, Space, Taken
 from services.scheduler.core.place.wants import Wants
 from services.scheduler.core.state.cluster import Cluster, Run
-from services.scheduler.core.state.demand import WHOLE, Demand
-from services.scheduler.core.state.expected import ends_s, expected_s
+from services.scheduler.core.state.remaining_time import expected_end_s, expected_s
+from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
 
 
 def resumable(run: Run) -> bool:
@@ -63,7 +63,7 @@ class _Bits:
             count += len(room.left)
 
     def of_room(self, room: Room) -> int:
-        bits = sum(1 << slot for slot, milli in enumerate(room.left) if milli == WHOLE)
+        bits = sum(1 << slot for slot, milli in enumerate(room.left) if milli == SLOT_MILLI)
         return bits << self._first[room.node.node_id]
 
     def of_node(self, room: Room) -> int:
@@ -72,7 +72,7 @@ class _Bits:
     def of_space(self, space: Space) -> int:
         return sum(map(self.of_room, space.rooms.values()))
 
-    def of_taken(self, demand: Demand, taken: Iterable[Taken]) -> int:
+    def of_taken(self, demand: SlotRequest, taken: Iterable[Taken]) -> int:
         if not demand.milli:
             return 0
         return sum(1 << self._first[node_id] + slot for node_id, slots in taken for slot in slots)
@@ -89,7 +89,7 @@ class Reserve:
         for run_id in cluster.active:
             run = cluster.runs[run_id]
             if run.live:
-                at_s, firm = ends_s(cluster, run, now, policy)
+                at_s, firm = expected_end_s(cluster, run, now, policy)
                 ends.append((at_s, run, firm))
         self._ends = sorted(ends, key=lambda each: (each[0], each[1].run_id))
         self._expected_s: dict[str, tuple[float, bool]] = {}
@@ -120,7 +120,7 @@ class Reserve:
                 for number, each in enumerate(self.made)
                 if each.start_s < start_s + length_s and start_s < each.end_s
             ]
-            if wants.demand.milli == WHOLE and self._whole(futures[seen].whole, numbers) < count:
+            if wants.demand.milli == SLOT_MILLI and self._whole(futures[seen].whole, numbers) < count:
                 continue
             future = self._space_at(seen)
             out = self.placer.shut_from(run, as_time(start_s))
@@ -188,7 +188,7 @@ class Reserve:
         """The quick look: False if it certainly does not fit."""
         if not self.placer.fits(space, run, count, wants, closed):
             return False
-        return wants.demand.milli != WHOLE or self._whole(self._to_come(space)[0].whole, binding) >= count
+        return wants.demand.milli != SLOT_MILLI or self._whole(self._to_come(space)[0].whole, binding) >= count
 
     def space_for(self, run: Run, space: Space) -> Space:
         """What the run may have of what is free now."""

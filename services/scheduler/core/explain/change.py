@@ -18,9 +18,9 @@ from services.scheduler.core.decide import plan
 from services.scheduler.core.decisions import PlaceRun, PreemptRun
 from services.scheduler.core.reasons import Why
 from services.scheduler.core.state.cluster import Cluster, Run
-from services.scheduler.core.state.demand import demand_of
-from services.scheduler.core.state.index import Index, Line
-from services.scheduler.core.state.predict import kind_of
+from services.scheduler.core.state.durations import run_kind_of
+from services.scheduler.core.state.index import Index, RunQueue
+from services.scheduler.core.state.slot_request import slot_request_of
 
 #: How many kinds of accelerator, clusters and teams are tried.
 TRIED = 20
@@ -75,16 +75,16 @@ class Attempt:
     def changed(self, spec: TrainRequested) -> Cluster:
         """The cluster as it would be with this request; it shares all else, and what is found out about it."""
         clone = copy.copy(self.cluster)
-        slots, kind = spec.slots, kind_of(spec)
+        slots, kind = spec.slots, run_kind_of(spec)
         run = replace(
-            self.run, spec=spec, demand=demand_of(spec), least=slots.min, most=slots.max, kind=kind, wants=None
+            self.run, spec=spec, demand=slot_request_of(spec), least=slots.min, most=slots.max, kind=kind, wants=None
         )
         clone.runs = copy.copy(self.cluster.runs)
         clone.runs[run.run_id] = run
-        index, line = self.cluster.index, self.cluster.index.line
+        index, queue = self.cluster.index, self.cluster.index.queue
         clone.index = Index(
             digest=index.digest,
-            line=Line({group: list(entries) for group, entries in line.groups.items()}, dict(line.places)),
+            queue=RunQueue({group: list(entries) for group, entries in queue.groups.items()}, dict(queue.places)),
             touched={**index.touched, run.run_id: None},
             light=set(index.light),
             sizes=index.sizes.copy(),

@@ -25,10 +25,10 @@ from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
 from contracts.scheduling import Policy, Predict
-from services.scheduler.core.order import line
+from services.scheduler.core.order import queue
 from services.scheduler.core.state.cluster import Cluster, Run
-from services.scheduler.core.state.demand import WHOLE
-from services.scheduler.core.state.predict import Distribution, Kind, Running, Stay, stay_of
+from services.scheduler.core.state.durations import Distribution, RunKind, RunningTimes, WaitKind, wait_kind_of
+from services.scheduler.core.state.slot_request import SLOT_MILLI
 
 #: Quantiles of a distribution that a draw is taken from: for runs in line (shared by all of a kind), and for each that
 #: has slots.
@@ -201,8 +201,8 @@ class Lets:
 
     def __init__(self, cluster: Cluster, policy: Policy, now: datetime) -> None:
         self._cluster, self._policy, self._now = cluster, policy, now
-        self._found: dict[Kind, Distribution] = {}
-        self._running = Running(now)
+        self._found: dict[RunKind, Distribution] = {}
+        self._running = RunningTimes(now)
         for run_id in cluster.active:
             run = cluster.runs[run_id]
             self._running.add(run.kind, run.ran_s(now))
@@ -228,7 +228,7 @@ class Lets:
             return min(left_s, self.yields_s(run))
         return left_s
 
-    def predicted(self, kind: Kind) -> Distribution:
+    def predicted(self, kind: RunKind) -> Distribution:
         if kind not in self._found:
             history, config = self._cluster.history, self._policy.predict
             self._found[kind] = history.predict_beside(kind, config, self._running)
@@ -249,7 +249,7 @@ class Situation:
     def __init__(self, cluster: Cluster, policy: Policy, now: datetime) -> None:
         self._cluster = cluster
         self._lets = Lets(cluster, policy, now)
-        self._levels: dict[Kind, list[float]] = {}
+        self._levels: dict[RunKind, list[float]] = {}
         self._pools: dict[str, int] = {}
         self.free: list[int] = []
         self._whole: list[int] = []
@@ -260,7 +260,7 @@ class Situation:
                     self.free.append(0)
                     self._whole.append(0)
                 self.free[pool] += sum(node.left)
-                self._whole[pool] += node.slots * WHOLE
+                self._whole[pool] += node.slots * SLOT_MILLI
         active = [cluster.runs[run_id] for run_id in cluster.active]
         self.holders = [holder for run in active for holder in self._held(run)]
         self.claims = [claim for run in _in_line(cluster, policy, now) if (claim := self._claim(run)) is not None]
@@ -467,7 +467,7 @@ def _reorders(policy: Policy) -> bool:
 def _in_line(cluster: Cluster, policy: Policy, now: datetime) -> list[Run]:
     """Those that wait, in order; as if all teams had had their share."""
     waiting = [cluster.runs[run_id] for run_id in cluster.queued]
-    return sorted(waiting, key=lambda run: line.key_of(cluster, run, now, policy))
+    return sorted(waiting, key=lambda run: queue.key_of(cluster, run, now, policy))
 
 
 def _by_others(cluster: Cluster, policy: Policy, now: datetime) -> dict[str, float]:
@@ -475,12 +475,12 @@ def _by_others(cluster: Cluster, policy: Policy, now: datetime) -> dict[str, flo
     largest = _largest(cluster)
     waiting = [run for run in _in_line(cluster, policy, now) if _fits(run, largest) and run.cancel_reason is None]
     so_far_s = [max((now - run.queued_at).total_seconds(), 0.0) for run in waiting]
-    stays = [stay_of(run.spec.slots.min, run.served_slot_s) for run in waiting]
-    beside = Running(now)
+    stays = [wait_kind_of(run.spec.slots.min, run.served_slot_s) for run in waiting]
+    beside = RunningTimes(now)
     for stay, waited_s in zip(stays, so_far_s, strict=True):
         beside.add(stay, waited_s)
-    known: dict[Stay, tuple[Distribution, float]] = {}
-    places: Counter[Stay] = Counter()
+    known: dict[WaitKind, tuple[Distribution, float]] = {}
+    places: Counter[WaitKind] = Counter()
     found: dict[str, float] = {}
     for run, stay, waited_s in zip(waiting, stays, so_far_s, strict=True):
         if stay not in known:
@@ -497,7 +497,7 @@ def _largest(cluster: Cluster) -> dict[str, int]:
     found: dict[str, int] = {}
     for node in cluster.nodes.values():
         if node.open:
-            found[node.accelerator] = found.get(node.accelerator, 0) + node.slots * WHOLE
+            found[node.accelerator] = found.get(node.accelerator, 0) + node.slots * SLOT_MILLI
     return found
 
 

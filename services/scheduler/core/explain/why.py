@@ -14,7 +14,7 @@ from services.scheduler.core.explain.estimate import Lets
 from services.scheduler.core.place.placer import Placer
 from services.scheduler.core.place.wants import wants_of
 from services.scheduler.core.state.cluster import EPOCH, Cluster, Run
-from services.scheduler.core.state.expected import ends_s
+from services.scheduler.core.state.remaining_time import expected_end_s
 
 #: How many of those that hold what a run needs are listed.
 LISTED = 10
@@ -57,7 +57,7 @@ def holders(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> tuple[
         holder = cluster.runs[run_id]
         slots = sum(len(part.slots) for part in holder.live if part.node_id in wanted)
         if slots:
-            latest_s, limit = ends_s(cluster, holder, now, policy)
+            latest_s, limit = expected_end_s(cluster, holder, now, policy)
             ends_at = now + timedelta(seconds=lets.middle_s(holder, run))
             ends.append((ends_at, slots * holder.demand.milli))
             found.append(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 
 from contracts.scheduling import FairShare
-from services.scheduler.core.state.ledger import EVERYBODY, Ledger, lineage, own
+from services.scheduler.core.state.usage import EVERYBODY, TeamUsage, lineage, own
 
 #: How far ahead use is seen, in half-lives. Not much shorter than runs take, else shares swing; not much longer
 #: either, else what was missed in the past is made up for too late (loadtest/scheduler/fairness.py compares them).
@@ -24,7 +24,7 @@ AHEAD_HALF_LIVES = 1 / 16
 class Shares:
     """The standing of every team in one pass, as slots are given and taken in it."""
 
-    def __init__(self, ledger: Ledger, config: FairShare, now: float) -> None:
+    def __init__(self, ledger: TeamUsage, config: FairShare, now: float) -> None:
         self._ledger, self._now = ledger, now
         self._weights = {
             lineage(team)[-1] + "/" * team.endswith("/"): weight for team, weight in config.weights.items()
@@ -87,6 +87,6 @@ class Shares:
         return use
 
 
-def standing(ledger: Ledger, config: FairShare, team: str | None, now: float) -> tuple[float, ...]:
+def standing(ledger: TeamUsage, config: FairShare, team: str | None, now: float) -> tuple[float, ...]:
     """How far a team is above its share; smaller goes first. In a pass that gives slots, use ``Shares``."""
     return Shares(ledger, config, now).key(team)

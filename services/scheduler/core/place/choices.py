@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from services.scheduler.core.place.space import Room, Taken
-from services.scheduler.core.state.demand import Demand
+from services.scheduler.core.state.slot_request import SlotRequest
 
-Choose = Callable[[list[Room], Demand, int, Collection[str]], list[Taken]]
+Choose = Callable[[list[Room], SlotRequest, int, Collection[str]], list[Taken]]
 
 
-def pack(rooms: list[Room], demand: Demand, count: int, avoid: Collection[str] = ()) -> list[Taken]:
+def pack(rooms: list[Room], demand: SlotRequest, count: int, avoid: Collection[str] = ()) -> list[Taken]:
     """On few nodes, filling the fullest that fits.
 
     Best fit keeps large holes for large gangs; few nodes keep gradients off the network. The nodes to ``avoid`` are
@@ -30,12 +30,12 @@ def pack(rooms: list[Room], demand: Demand, count: int, avoid: Collection[str] =
     return found
 
 
-def spread(rooms: list[Room], demand: Demand, count: int, avoid: Collection[str] = ()) -> list[Taken]:
+def spread(rooms: list[Room], demand: SlotRequest, count: int, avoid: Collection[str] = ()) -> list[Taken]:
     """One bundle after the other on the emptiest node."""
     return _by_turns(rooms, demand, count, lambda room, given: (room.node.node_id in avoid, -(room.whole - given)))
 
 
-def balanced(rooms: list[Room], demand: Demand, count: int, avoid: Collection[str] = ()) -> list[Taken]:
+def balanced(rooms: list[Room], demand: SlotRequest, count: int, avoid: Collection[str] = ()) -> list[Taken]:
     """Fill a node to half, then the next; once all are half full, fill them up."""
 
     def standing(room: Room, given: int) -> tuple[float, ...]:
@@ -46,7 +46,7 @@ def balanced(rooms: list[Room], demand: Demand, count: int, avoid: Collection[st
 
 
 def _by_turns(
-    rooms: list[Room], demand: Demand, count: int, standing: Callable[[Room, int], tuple[float, ...]]
+    rooms: list[Room], demand: SlotRequest, count: int, standing: Callable[[Room, int], tuple[float, ...]]
 ) -> list[Taken]:
     """One bundle at a time on the node whose standing is least."""
     given = dict.fromkeys((room.node.node_id for room in rooms), 0)

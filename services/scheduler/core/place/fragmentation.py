@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from services.scheduler.core.state.demand import WHOLE, Demand
+from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
 from services.scheduler.core.state.workload import Shape, shape_of
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ class Packing:
 
     # -- nodes --------------------------------------------------------------------
 
-    def choose(self, rooms: list[Room], demand: Demand, count: int, avoid: Collection[str] = ()) -> list[Taken]:
+    def choose(self, rooms: list[Room], demand: SlotRequest, count: int, avoid: Collection[str] = ()) -> list[Taken]:
         """``count`` slots out of ``rooms``, which have them: on few nodes, each piece where it fragments least."""
         found: list[Taken] = []
         while count > 0:
@@ -240,7 +240,7 @@ def _outcomes(left: Left, shape: Shape) -> list[tuple[int, Left]]:
     fitting = sum(each >= milli for each in left)
     if fitting < count:
         return []
-    if milli == WHOLE:
+    if milli == SLOT_MILLI:
         return [(0, (*left[count:], *(0,) * count))]  # whole ones come first
     if count > 1:
         # Those with the least left, as ``Room.pick`` takes them.
@@ -254,7 +254,7 @@ def _sorted(*parts: Sequence[int]) -> Left:
     return tuple(sorted((each for part in parts for each in part), reverse=True))
 
 
-def _largest_piece(rooms: list[Room], demand: Demand, count: int) -> tuple[int, list[Room]]:
+def _largest_piece(rooms: list[Room], demand: SlotRequest, count: int) -> tuple[int, list[Room]]:
     """As many of the slots as some room has, and the rooms that have them: few nodes keep gradients off the network."""
     if count == demand.bundle:
         return count, rooms
@@ -263,7 +263,7 @@ def _largest_piece(rooms: list[Room], demand: Demand, count: int) -> tuple[int, 
     return size, [room for slots, room in fits if slots >= size]
 
 
-def _slots(room: Room, demand: Demand, count: int, share_of: int) -> tuple[int, ...]:
+def _slots(room: Room, demand: SlotRequest, count: int, share_of: int) -> tuple[int, ...]:
     """Which slots of the room to take."""
     if not share_of:
         return room.pick(demand, count)

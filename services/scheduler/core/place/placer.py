@@ -21,8 +21,8 @@ from services.scheduler.core.place.pools import Preferences, kinds_of
 from services.scheduler.core.place.space import Room, Space, Taken
 from services.scheduler.core.place.wants import CAPACITY, CLUSTER, NODE, Wants, suits
 from services.scheduler.core.state.cluster import Cluster, Node, Run
-from services.scheduler.core.state.demand import SIMPLE, Demand
-from services.scheduler.core.state.expected import left_s
+from services.scheduler.core.state.remaining_time import left_s
+from services.scheduler.core.state.slot_request import SIMPLE, SlotRequest
 
 
 class Placer:
@@ -206,7 +206,7 @@ class Placer:
             if any(closed_for(node.node_id, node.labels, window, start, end) for window in self.windows)
         )
 
-    def _preferred(self, rooms: list[Room], run: Run, demand: Demand, count: int) -> tuple[list[Room], int]:
+    def _preferred(self, rooms: list[Room], run: Run, demand: SlotRequest, count: int) -> tuple[list[Room], int]:
         """Of these rooms those of the pools that the run would rather have, as many pools as it takes; and how far
         down its order that went."""
         pools = self.policy.pools
@@ -349,7 +349,7 @@ def _packing(cluster: Cluster) -> Packing:
     return packing
 
 
-def _enough(rooms: list[Room], demand: Demand, count: int) -> bool:
+def _enough(rooms: list[Room], demand: SlotRequest, count: int) -> bool:
     """Whether they have so many slots."""
     for room in rooms:
         if count <= 0:

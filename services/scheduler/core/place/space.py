@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.scheduler.core.state.cluster import Cluster, Node, Run
-from services.scheduler.core.state.demand import WHOLE, Demand
+from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
 
 #: Slots of a node that a run takes.
 Taken = tuple[str, tuple[int, ...]]
@@ -33,27 +33,27 @@ class Room:
     #: Of which state of the node it is.
     version: int = 0
     #: What was found out about it, as long as nothing is taken or given back.
-    _fits: dict[Demand, int] = field(default_factory=dict)
+    _fits: dict[SlotRequest, int] = field(default_factory=dict)
     state: Any = None
 
     @classmethod
     def of(cls, node: Node, *, empty: bool = False) -> Room:
-        left = [WHOLE] * node.slots if empty else list(node.left)
+        left = [SLOT_MILLI] * node.slots if empty else list(node.left)
         cpu, memory = (node.cpu_milli, node.memory_bytes) if empty else (node.cpu_left_milli, node.memory_left_bytes)
-        return cls(node, left, cpu, memory, left.count(WHOLE), sum(left), node.version)
+        return cls(node, left, cpu, memory, left.count(SLOT_MILLI), sum(left), node.version)
 
     def copy(self) -> Room:
         return Room(self.node, list(self.left), self.cpu_milli, self.memory_bytes, self.whole, self.milli, self.version)
 
-    def fits(self, demand: Demand) -> int:
+    def fits(self, demand: SlotRequest) -> int:
         """How many slots of this demand there is room for, in whole bundles."""
         found = self._fits.get(demand)
         if found is None:
             found = self._fits[demand] = self._fitting(demand)
         return found
 
-    def _fitting(self, demand: Demand) -> int:
-        if demand.milli == WHOLE and not self.node.profiles:
+    def _fitting(self, demand: SlotRequest) -> int:
+        if demand.milli == SLOT_MILLI and not self.node.profiles:
             count = self.whole
         elif demand.milli == 0:
             count = self.node.slots if not demand.cpu_milli else 1_000_000
@@ -72,28 +72,28 @@ class Room:
             return min(count, demand.bundle) if demand.apart else count
         return min(count, 1) if demand.apart else max(count, 0)
 
-    def _usable(self, demand: Demand) -> Iterator[int]:
+    def _usable(self, demand: SlotRequest) -> Iterator[int]:
         profiles = self.node.profiles
         for slot, milli in enumerate(self.left):
             if milli >= demand.milli and (profiles[slot] if profiles else "") == demand.profile:
                 yield slot
 
-    def pick(self, demand: Demand, count: int) -> tuple[int, ...]:
+    def pick(self, demand: SlotRequest, count: int) -> tuple[int, ...]:
         """The slots to take: whole ones in order, shares where the least is left over."""
         if demand.milli == 0:
             return tuple(range(count))
         usable = list(self._usable(demand))
-        if demand.milli < WHOLE:
+        if demand.milli < SLOT_MILLI:
             usable.sort(key=lambda slot: (self.left[slot], slot))
         return tuple(sorted(usable[:count]))
 
-    def take(self, demand: Demand, slots: tuple[int, ...]) -> None:
+    def take(self, demand: SlotRequest, slots: tuple[int, ...]) -> None:
         self._count(demand, slots, -1)
 
-    def give(self, demand: Demand, slots: tuple[int, ...]) -> None:
+    def give(self, demand: SlotRequest, slots: tuple[int, ...]) -> None:
         self._count(demand, slots, 1)
 
-    def _count(self, demand: Demand, slots: tuple[int, ...], sign: int) -> None:
+    def _count(self, demand: SlotRequest, slots: tuple[int, ...], sign: int) -> None:
         left = self.left
         self._fits.clear()
         self.state = None
@@ -103,7 +103,7 @@ class Room:
                     before = left[slot]
                     left[slot] = before + sign * demand.milli
                     self.milli += sign * demand.milli
-                    self.whole += (left[slot] == WHOLE) - (before == WHOLE)
+                    self.whole += (left[slot] == SLOT_MILLI) - (before == SLOT_MILLI)
         self.cpu_milli += sign * demand.cpu_milli * len(slots)
         self.memory_bytes += sign * demand.memory_bytes * len(slots)
 
@@ -213,13 +213,13 @@ class Space:
         """Slots of which nobody has anything."""
         return sum(room.whole for room in self.rooms.values())
 
-    def take(self, demand: Demand, taken: Iterable[Taken]) -> None:
+    def take(self, demand: SlotRequest, taken: Iterable[Taken]) -> None:
         for node_id, slots in taken:
             self._room(node_id).take(demand, slots)
             self.milli -= demand.milli * len(slots)
             self._changed(node_id)
 
-    def give(self, demand: Demand, taken: Iterable[Taken]) -> None:
+    def give(self, demand: SlotRequest, taken: Iterable[Taken]) -> None:
         for node_id, slots in taken:
             if node_id in self.rooms:
                 self._room(node_id).give(demand, slots)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from contracts.scheduling import Policy
 from services.scheduler.core.state.cluster import Cluster, Node, Run
-from services.scheduler.core.state.demand import Demand
+from services.scheduler.core.state.slot_request import SlotRequest
 
 #: Labels of nodes that mean something here.
 CLUSTER, CAPACITY, NODE = "cluster", "capacity", "node"
@@ -16,7 +16,7 @@ CLUSTER, CAPACITY, NODE = "cluster", "capacity", "node"
 class Wants:
     """All of a run that decides where it may lie: runs that are alike in it share what was found out."""
 
-    demand: Demand
+    demand: SlotRequest
     clusters: tuple[str, ...]
     capacity: str
     tier: str

@@ -12,12 +12,12 @@ from contracts.events import node
 from contracts.events.run import CheckpointRef, RunExited, RunPreempting, RunPrepared, RunReserved, RunStalled
 from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy
-from services.scheduler.core.state.capacity import Said
-from services.scheduler.core.state.demand import WHOLE, Demand
+from services.scheduler.core.state.durations import History, RunKind
 from services.scheduler.core.state.index import Index
-from services.scheduler.core.state.ledger import Ledger
-from services.scheduler.core.state.predict import History, Kind
+from services.scheduler.core.state.pool_demand import PoolDemand
 from services.scheduler.core.state.runs import Runs
+from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
+from services.scheduler.core.state.usage import TeamUsage
 from services.scheduler.core.state.workload import Workload
 
 Ending = Literal["released", "succeeded", "failed", "lost"]
@@ -43,7 +43,7 @@ TERMINAL = frozenset({Phase.COMPLETED, Phase.FAILED, Phase.CANCELLED, Phase.REJE
 
 
 @dataclass(slots=True)
-class Part:
+class MemberState:
     """One node's part of a run's current generation."""
 
     node_id: str
@@ -77,13 +77,13 @@ class Run:
     submitted: int
     submitted_at: datetime
     #: What one slot of it needs; and all that decides where it may lie, kept by ``place/wants.py``.
-    demand: Demand = field(default_factory=Demand)
+    demand: SlotRequest = field(default_factory=SlotRequest)
     wants: object = field(default=None, compare=False, repr=False)
     #: The slots that it cannot do without, and those that it can use.
     least: int = 1
     most: int = 1
     #: Those of its kind take about as long.
-    kind: Kind = field(default_factory=Kind)
+    kind: RunKind = field(default_factory=RunKind)
     #: What it was expected to take yet when it was queued, where the policy orders by that.
     predicted_s: float = 0.0
     correlation_id: str = ""
@@ -100,7 +100,7 @@ class Run:
     #: Sequence at which others last took its slots: where runs take turns it stands behind those that waited then.
     yielded: int = 0
     #: The parts of the current generation, also those that ended, until what follows is decided.
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: dict[str, MemberState] = field(default_factory=dict)
     placed_at: datetime = EPOCH
     preempting: RunPreempting | None = None
     preempting_at: datetime = EPOCH
@@ -145,7 +145,7 @@ class Run:
         return self.phase in TERMINAL
 
     @property
-    def live(self) -> list[Part]:
+    def live(self) -> list[MemberState]:
         return [part for part in self.parts.values() if part.ended is None]
 
     @property
@@ -203,11 +203,11 @@ class Run:
         return self.initial if self.spec.init_from is not None and self.newest is None else None
 
 
-class Held(NamedTuple):
+class Allocation(NamedTuple):
     """What one generation of a run has of a node."""
 
     slots: tuple[int, ...]
-    demand: Demand
+    demand: SlotRequest
 
 
 @dataclass(slots=True)
@@ -241,7 +241,7 @@ class Node:
     cpu_left_milli: int = 0
     memory_left_bytes: int = 0
     #: (run_id, generation) -> what it has.
-    holders: dict[tuple[str, int], Held] = field(default_factory=dict)
+    holders: dict[tuple[str, int], Allocation] = field(default_factory=dict)
     #: Counts what was held and let go.
     version: int = field(default=0, compare=False)
     past: set[str] = field(default_factory=set)
@@ -250,7 +250,7 @@ class Node:
     idle_since: datetime = EPOCH
 
     def __post_init__(self) -> None:
-        self.left = self.left or [WHOLE] * self.slots
+        self.left = self.left or [SLOT_MILLI] * self.slots
         self.cpu_left_milli = self.cpu_left_milli or self.cpu_milli
         self.memory_left_bytes = self.memory_left_bytes or self.memory_bytes
 
@@ -264,7 +264,7 @@ class Node:
         return self.state == "alive" and not self.draining and self.notice is None and self.unfit is None
 
     @property
-    def shown_state(self) -> str:
+    def display_state(self) -> str:
         """One word for people."""
         if not self.alive:
             return self.state
@@ -278,13 +278,13 @@ class Node:
     @property
     def used_slots(self) -> int:
         """Slots of which somebody has something."""
-        return sum(milli < WHOLE for milli in self.left)
+        return sum(milli < SLOT_MILLI for milli in self.left)
 
     @property
     def free(self) -> list[int]:
-        return [slot for slot, milli in enumerate(self.left) if milli == WHOLE]
+        return [slot for slot, milli in enumerate(self.left) if milli == SLOT_MILLI]
 
-    def hold(self, holder: tuple[str, int], held: Held) -> None:
+    def hold(self, holder: tuple[str, int], held: Allocation) -> None:
         """Somebody has this from now on."""
         if holder in self.holders:
             return
@@ -296,7 +296,7 @@ class Node:
         if held is not None:
             self._count(held, 1)
 
-    def _count(self, held: Held, sign: int) -> None:
+    def _count(self, held: Allocation, sign: int) -> None:
         self.version += 1
         for slot in held.slots:
             if slot < self.slots:
@@ -310,7 +310,7 @@ class Node:
             self.idle_since = EPOCH
         elif self.idle_since == EPOCH:
             self.idle_since = time
-        if WHOLE not in self.left:
+        if SLOT_MILLI not in self.left:
             self.free_since = EPOCH
         elif self.free_since == EPOCH:
             self.free_since = time
@@ -348,9 +348,9 @@ class Cluster:
     policy: Policy | None = None
     policy_sequence: int = 0
     #: Who uses, and has used, how many slots.
-    ledger: Ledger = field(default_factory=Ledger)
+    ledger: TeamUsage = field(default_factory=TeamUsage)
     #: Pool -> what was last said of the nodes that are wanted of it.
-    capacity: dict[str, Said] = field(default_factory=dict)
+    capacity: dict[str, PoolDemand] = field(default_factory=dict)
     #: What deciding remembers of one pass for the next; it follows from all the rest.
     index: Index = field(default_factory=Index, compare=False, repr=False)
 

@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter
 
-from services.scheduler.core.state.cluster import Cluster, Held, Node
+from services.scheduler.core.state.cluster import Allocation, Cluster, Node
 from services.scheduler.core.state.runs import Runs, dump, load
 
 #: Sections of the runs that are over: their ids, a line each; the lengths of what they are packed to; all of it.
@@ -90,8 +90,8 @@ def _nodes() -> TypeAdapter[list[Node]]:
 
 
 @cache
-def _holders() -> TypeAdapter[list[tuple[tuple[str, int], Held]]]:
-    return TypeAdapter(list[tuple[tuple[str, int], Held]])
+def _holders() -> TypeAdapter[list[tuple[tuple[str, int], Allocation]]]:
+    return TypeAdapter(list[tuple[tuple[str, int], Allocation]])
 
 
 Codec = tuple[Callable[[Any], bytes], Callable[[bytes], Any]]

@@ -17,7 +17,7 @@ Key = tuple[float, ...]
 
 
 @dataclass(slots=True)
-class Line:
+class RunQueue:
     """Runs that wait, in order, for each group that is ordered by itself (a team, under fair share)."""
 
     groups: dict[str, list[tuple[Key, str]]] = field(default_factory=dict)
@@ -43,9 +43,9 @@ class Line:
 class Index:
     """Kept by the fold (``touch``) and by ``decide`` (all the rest)."""
 
-    #: The policy that ``line`` was ordered by.
+    #: The policy that ``queue`` was ordered by.
     digest: str = ""
-    line: Line = field(default_factory=Line)
+    queue: RunQueue = field(default_factory=RunQueue)
     #: The longest wait that it was ordered by; and the longest of the runs that have slots, at a sequence.
     limit_s: float = 0.0
     longest_wait: tuple[int, float] | None = None

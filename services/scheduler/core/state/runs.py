@@ -48,12 +48,12 @@ class Runs(dict[str, "Run"]):
         yield from self.packed
         yield from self
 
-    def put_away(self, run: Run) -> None:
+    def archive(self, run: Run) -> None:
         """Keep the run as it is now, packed. Whoever unpacks it and changes it must put it away again."""
         self.packed[run.run_id] = pack(run)
         self.pop(run.run_id, None)
 
-    def bring_back(self, run: Run) -> None:
+    def restore_live(self, run: Run) -> None:
         """The run, which was unpacked, lives again: what it says is kept as it changes."""
         if self.packed.pop(run.run_id, None) is not None:
             self[run.run_id] = run

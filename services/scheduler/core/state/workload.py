@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
-from services.scheduler.core.state.demand import Demand
+from services.scheduler.core.state.slot_request import SlotRequest
 
 #: A gang that may be divided is taken to lie in pieces of at most so many slots.
 LARGEST_PIECE = 8
@@ -42,7 +42,7 @@ class Shape(NamedTuple):
         return self.accelerators * self.milli
 
 
-def shape_of(demand: Demand, slots: int) -> Shape:
+def shape_of(demand: SlotRequest, slots: int) -> Shape:
     """The shape of ``slots`` slots on one node."""
     return Shape(
         accelerators=slots if demand.milli else 0,
@@ -54,7 +54,7 @@ def shape_of(demand: Demand, slots: int) -> Shape:
     )
 
 
-def piece_of(demand: Demand, slots: int) -> Shape:
+def piece_of(demand: SlotRequest, slots: int) -> Shape:
     """The shape in which a gang of so many slots comes to most nodes: its bundle, or as much as fits on one."""
     whole = demand.bundle > 1 or demand.apart
     return shape_of(demand, demand.bundle if whole else min(slots, LARGEST_PIECE))

@@ -16,7 +16,7 @@ from contracts.scheduling import OrderKey, Policy
 from services.scheduler.core.order import even_wait
 from services.scheduler.core.place.wants import wants_of
 from services.scheduler.core.state.cluster import Cluster, Run
-from services.scheduler.core.state.index import Index, Key, Line
+from services.scheduler.core.state.index import Index, Key, RunQueue
 
 #: Keys that change while a run has its slots.
 BY_SERVICE: frozenset[OrderKey] = frozenset({"least-attained", "even-wait"})
@@ -67,7 +67,7 @@ def _attained_changes_at(run: Run, now: datetime, policy: Policy) -> float:
     return now.timestamp() + left_s if left_s > 0 else math.inf
 
 
-#: The keys, by name. ``fair-share`` is none of them: it orders groups, see ``in_line``.
+#: The keys, by name. ``fair-share`` is none of them: it orders groups, see ``iterate``.
 KEYS: dict[OrderKey, KeyOf] = {
     "priority": _priority,
     "deadline": _deadline,
@@ -85,27 +85,27 @@ def key_of(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> Key:
     return (*found, run.submitted if policy.reclaim.time_slice_s is None else _turn(run))
 
 
-def stays(policy: Policy) -> bool:
+def has_stable_keys(policy: Policy) -> bool:
     """Whether it is known until when the key of a run that has slots stays."""
     return BY_SERVICE.isdisjoint(policy.order.by) or policy.reclaim.time_slice_s is None
 
 
-def standing(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> tuple[Key, float]:
+def holder_key(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> tuple[Key, float]:
     """The key of a run that has slots, and until when it stays if nothing happens, in seconds since the epoch."""
     key = key_of(cluster, run, now, policy)
-    if BY_SERVICE.isdisjoint(policy.order.by) or not stays(policy):
+    if BY_SERVICE.isdisjoint(policy.order.by) or not has_stable_keys(policy):
         return key, math.inf
-    return key, attains_at(cluster, run, now, policy)
+    return key, demoted_at_s(cluster, run, now, policy)
 
 
-def limit_s(cluster: Cluster, policy: Policy) -> float:
+def wait_limit_s(cluster: Cluster, policy: Policy) -> float:
     """The longest wait that keys depend on."""
     return even_wait.limit_s(cluster, policy.order.even_wait) if "even-wait" in policy.order.by else 0.0
 
 
-def known_key(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> Key:
+def current_key(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> Key:
     """The key by which the run stands in the line, if it does."""
-    place = cluster.index.line.places.get(run.run_id)
+    place = cluster.index.queue.places.get(run.run_id)
     return place[1] if place is not None else key_of(cluster, run, now, policy)
 
 
@@ -114,7 +114,7 @@ def _turn(run: Run) -> float:
     return max(run.submitted, run.yielded) if run.spec.scheduling.time_slice else run.submitted
 
 
-def changes_at(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> float:
+def promoted_at_s(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> float:
     """When the key of a run that waits changes by the clock alone, in seconds since the epoch; inf: never."""
     found = math.inf
     if "least-attained" in policy.order.by:
@@ -124,7 +124,7 @@ def changes_at(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> flo
     return found
 
 
-def attains_at(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> float:
+def demoted_at_s(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> float:
     """When a run that has slots comes to stand worse by what it attains, in seconds since the epoch; inf: never."""
     attained, above = run.attained_slot_s(now), math.inf
     if "least-attained" in policy.order.by:
@@ -134,7 +134,7 @@ def attains_at(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> flo
     return now.timestamp() + max(above - attained, 0.0) / max(run.slot_count, 1) + AFTER_S
 
 
-def may_take(waiter: Key, holder: Key, policy: Policy) -> bool:
+def may_preempt(waiter: Key, holder: Key, policy: Policy) -> bool:
     """Whether a run with the one key may be given slots of a run with the other."""
     for name, mine, theirs in zip(policy.order.by, waiter, holder, strict=False):
         if mine != theirs:
@@ -148,24 +148,24 @@ def group_of(run: Run, policy: Policy) -> str:
     return run.spec.team or "" if "fair-share" in policy.order.by else ""
 
 
-def keep(cluster: Cluster, now: datetime, policy: Policy) -> Line:
+def update(cluster: Cluster, now: datetime, policy: Policy) -> RunQueue:
     """Bring the line of queued runs up to date; costs what has changed."""
     index = cluster.index
-    longest_s = limit_s(cluster, policy)
+    longest_s = wait_limit_s(cluster, policy)
     for run_id in index.touched if index.digest else cluster.active:
         _note_holder(cluster, run_id)
     if index.digest != policy.digest or index.limit_s != longest_s:
-        index.digest, index.limit_s, index.line = policy.digest, longest_s, Line()
+        index.digest, index.limit_s, index.queue = policy.digest, longest_s, RunQueue()
         index.sizes.clear()
         index.sized.clear()
         changed = list(cluster.queued)
         index.touched.clear()
     else:
-        changed = [run_id for run_id in index.touched if run_id in cluster.queued or run_id in index.line.places]
+        changed = [run_id for run_id in index.touched if run_id in cluster.queued or run_id in index.queue.places]
         index.touched.clear()
     for run_id in changed:
-        put(cluster, index, run_id, now, policy)
-    return index.line
+        place_run(cluster, index, run_id, now, policy)
+    return index.queue
 
 
 def _note_holder(cluster: Cluster, run_id: str) -> None:
@@ -176,23 +176,23 @@ def _note_holder(cluster: Cluster, run_id: str) -> None:
     cluster.index.holds(run_id, run.spec.priority, going=run.preempting is not None)
 
 
-def put(cluster: Cluster, index: Index, run_id: str, now: datetime, policy: Policy) -> None:
+def place_run(cluster: Cluster, index: Index, run_id: str, now: datetime, policy: Policy) -> None:
     """Give a run its place in the line, or take it out."""
     index.uncount(run_id)
     if run_id not in cluster.queued:
-        index.line.remove(run_id)
+        index.queue.remove(run_id)
         index.light.discard(run_id)
         return
     run = cluster.runs[run_id]
     if not run.demand.milli:
         index.light.add(run_id)
     index.count(run_id, (wants_of(cluster, run), run.least))
-    index.line.put(run_id, group_of(run, policy), key_of(cluster, run, now, policy))
-    if (at_s := changes_at(cluster, run, now, policy)) < math.inf:
+    index.queue.put(run_id, group_of(run, policy), key_of(cluster, run, now, policy))
+    if (at_s := promoted_at_s(cluster, run, now, policy)) < math.inf:
         index.alarm(at_s, run_id)
 
 
-def in_line(groups: dict[str, list[tuple[Key, str]]], share: ShareOf, policy: Policy) -> Iterator[tuple[Key, str]]:
+def iterate(groups: dict[str, list[tuple[Key, str]]], share: ShareOf, policy: Policy) -> Iterator[tuple[Key, str]]:
     """All runs in order. With ``fair-share`` the group furthest below its share is next, asked anew after each run."""
     if "fair-share" not in policy.order.by:
         for entries in groups.values():

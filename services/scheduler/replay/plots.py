@@ -13,7 +13,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from services.scheduler.past.history import offered
+from services.scheduler.replay.history import offered
 from services.scheduler.simulate.report import Recorder
 
 #: Told apart by people who see few colours too (Okabe and Ito).
@@ -58,9 +58,9 @@ def draw(recorders: Sequence[tuple[str, Recorder]], counted: Set[str], folder: P
 
 def _waits(axes: Any, recorder: Recorder, counted: Set[str], style: dict[str, Any]) -> None:
     waits = sorted(
-        max(story.jct_s - math.fsum(span.end_s - span.start_s for span in story.spans), LEAST_WAIT_S)
-        for run_id, story in recorder.stories.items()
-        if run_id in counted and story.completed_s < math.inf
+        max(record.jct_s - math.fsum(span.end_s - span.start_s for span in record.spans), LEAST_WAIT_S)
+        for run_id, record in recorder.records.items()
+        if run_id in counted and record.completed_s < math.inf
     )
     shares = [(place + 1) / len(waits) for place in range(len(waits))]
     axes.step([LEAST_WAIT_S, *waits], [0.0, *shares], where="post", **style)

@@ -102,7 +102,7 @@ class Account:
         )
 
 
-class Ledger:
+class TeamUsage:
     """Slots in use and slot-seconds used, by team and kind of accelerator; slots in use by user."""
 
     def __init__(self, half_life_s: float = 7 * 86_400.0, periods_h: Iterable[float] = ()) -> None:
@@ -178,7 +178,7 @@ class Ledger:
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Ledger:
+    def from_state(cls, state: Mapping[str, Any]) -> TeamUsage:
         """The ledger that ``state`` was taken from."""
         ledger = cls(state["half_life_s"], state["periods_h"])
         for team, kind, at, slots, slot_s, decayed_slot_s, periods in state["accounts"]:
@@ -190,7 +190,7 @@ class Ledger:
         return ledger
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Ledger) and self.to_state() == other.to_state()
+        return isinstance(other, TeamUsage) and self.to_state() == other.to_state()
 
     def _account(self, team: str, kind: str | None, at: float) -> Account:
         found = self._accounts.get((team, kind))

@@ -18,7 +18,7 @@ NAMED = 5
 NAME_LENGTH = 200
 
 
-def needs_the_log(spec: TrainRequested) -> bool:
+def depends_on_log(spec: TrainRequested) -> bool:
     """Whether the answer depends on what has been folded."""
     return spec.resume_from is not None or spec.init_from is not None
 

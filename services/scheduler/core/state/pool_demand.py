@@ -9,7 +9,7 @@ from contracts.events.capacity import CapacityWanted
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class PoolDemand:
     """What was last said of a pool."""
 
     nodes: int
@@ -19,14 +19,14 @@ class Said:
     gave_up_at: datetime | None = None
 
 
-def heard(known: Said | None, fact: CapacityWanted, time: datetime) -> Said:
+def update_demand(known: PoolDemand | None, fact: CapacityWanted, time: datetime) -> PoolDemand:
     """Fold ``capacity.<pool>.wanted``."""
     gave_up_at = time if fact.timed_out else known.gave_up_at if known else None
     # Patience begins anew when more is wanted, not with every change of what may go.
     since = known.since if known is not None and fact.nodes <= known.nodes else time
-    return Said(fact.nodes, since, fact.spare, gave_up_at)
+    return PoolDemand(fact.nodes, since, fact.spare, gave_up_at)
 
 
-def moved(known: Said, time: datetime) -> Said:
+def reset_patience(known: PoolDemand, time: datetime) -> PoolDemand:
     """Fold that a node of the pool has come or gone: from now on patience counts."""
     return replace(known, since=time)

@@ -19,9 +19,9 @@ from contracts.events.run import RunPlaced, RunPreempting, RunWaiting
 from contracts.scheduling import Policy
 from services.scheduler.core.decide import Plan
 from services.scheduler.core.state.cluster import Cluster
-from services.scheduler.past.answers import is_answer
-from services.scheduler.past.log import Entry, fold_entry
-from services.scheduler.past.passes import PassKey, facts_of, key_of, plan_again
+from services.scheduler.replay.cycles import CycleKey, facts_of, key_of, replay_cycle
+from services.scheduler.replay.log import Entry, fold_entry
+from services.scheduler.replay.requests import is_answer
 
 #: Facts that are held back until it is known from which of them the leader decided. Beyond, the oldest are folded.
 HELD_BACK = 10_000
@@ -35,7 +35,7 @@ def prefix(candidate: Policy) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ShadowFact:
     """What the candidate would have published, where, and the id under which it is said once."""
 
     subject: str
@@ -94,7 +94,7 @@ class Shadow:
         self._policies: dict[str, Policy] = {in_force.digest: in_force}
         self._held: deque[Entry] = deque()
         self._said = set(said)
-        self._compared: set[PassKey] = set()
+        self._compared: set[CycleKey] = set()
         #: Starts that the candidate would have made, of runs that wait still.
         self._would_start: dict[tuple[str, int], datetime] = {}
         self._why_not: dict[tuple[str, int], str] = {}
@@ -110,9 +110,9 @@ class Shadow:
                 self._reachable_since = key.reachable_since
             self._fold_both(entry)
 
-    def hear(self, entries: Iterable[Entry]) -> list[Said]:
+    def process(self, entries: Iterable[Entry]) -> list[ShadowFact]:
         """Take in what is new, and compare at every point at which the leader is known to have decided."""
-        said: list[Said] = []
+        said: list[ShadowFact] = []
         for entry in entries:
             self._learn(entry.fact)
             key = key_of(entry.fact)
@@ -123,7 +123,7 @@ class Shadow:
             self._fold(self._held.popleft())
         return said
 
-    def rest(self, now: datetime) -> list[Said]:
+    def process_idle(self, now: datetime) -> list[ShadowFact]:
         """Nothing has come for a while: compare at this moment, if anything has changed since the last time.
 
         Where the policy in force decides nothing there is no fact that would tell of it.
@@ -132,7 +132,7 @@ class Shadow:
             self._fold(self._held.popleft())
         if not self.cluster.unqueued and not self.cluster.queued and not self.cluster.active:
             return []
-        key = PassKey(self.cluster.sequence, now, self.in_force.digest, self._reachable_since)
+        key = CycleKey(self.cluster.sequence, now, self.in_force.digest, self._reachable_since)
         return self._compare(key, self.in_force)
 
     # -- the log ------------------------------------------------------------
@@ -164,7 +164,7 @@ class Shadow:
 
     # -- points -------------------------------------------------------------
 
-    def _at_pass(self, key: PassKey) -> list[Said]:
+    def _at_pass(self, key: CycleKey) -> list[ShadowFact]:
         """The leader's own point: fold up to what it had folded, and take its clock."""
         self._compared.add(key)
         self._reachable_since = key.reachable_since
@@ -176,10 +176,10 @@ class Shadow:
             return []
         return self._compare(key, policy)
 
-    def _compare(self, key: PassKey, in_force: Policy) -> list[Said]:
-        made = plan_again(self.cluster, key, in_force)
+    def _compare(self, key: CycleKey, in_force: Policy) -> list[ShadowFact]:
+        made = replay_cycle(self.cluster, key, in_force)
         stamp = key._replace(policy=self.candidate.digest)
-        other = plan_again(self.beside, stamp, self.candidate)
+        other = replay_cycle(self.beside, stamp, self.candidate)
         facts, others = facts_of(made, self.cluster, key), facts_of(other, self.beside, stamp)
         self._count(key.at, facts, others, made, other)
         return self._new(others)
@@ -214,14 +214,14 @@ class Shadow:
         for which in starts.keys() - starts_other.keys():
             self._why_not[which] = _reason(other, which[0])
 
-    def _new(self, facts: list[Fact]) -> list[Said]:
+    def _new(self, facts: list[Fact]) -> list[ShadowFact]:
         """What the candidate says that it has not said before."""
         said = []
         for fact in facts:
             message_id = f"shadow/{self.candidate.digest}/{_once(fact)}"
             if message_id not in self._said:
                 self._said.add(message_id)
-                said.append(Said(subjects.shadow(self.candidate.digest, fact.subject), message_id, fact))
+                said.append(ShadowFact(subjects.shadow(self.candidate.digest, fact.subject), message_id, fact))
         return said
 
 

@@ -13,19 +13,19 @@ from nats.aio.msg import Msg
 from contracts import subjects
 from contracts.scheduling import Policy
 from services.kit.bus import Bus
+from services.scheduler.cluster_cache import ClusterCache
 from services.scheduler.core import reasons
 from services.scheduler.core.explain.why import answer
 from services.scheduler.forecast import Forecast
 from services.scheduler.leader import Leader
-from services.scheduler.memory import Memory
 
 #: Instances share the questions; each has folded the same log.
 GROUP = "scheduler"
 
 
 @asynccontextmanager
-async def answering(
-    bus: Bus, memory: Memory, leader: Leader, policy: Policy, forecast: Forecast
+async def serve_queries(
+    bus: Bus, cache: ClusterCache, leader: Leader, policy: Policy, forecast: Forecast
 ) -> AsyncIterator[None]:
     """Answer ``why`` and ``state`` inside the block."""
 
@@ -37,13 +37,13 @@ async def answering(
             run_id = json.loads(body)["run_id"]
         except (ValueError, KeyError, TypeError):
             return {"state": "unknown", "code": "bad question", "message": 'ask with a body like {"run_id": "r..."}'}
-        said = answer(memory.cluster, str(run_id), bus.clock.now(), policy)
+        said = answer(cache.cluster, str(run_id), bus.clock.now(), policy)
         room_at = datetime.fromisoformat(said["room_at"]) if "room_at" in said else None
         return said | forecast.of(str(run_id), room_at)
 
     async def state(message: Msg) -> None:
         leads = {"instance": bus.settings.instance, "leads": leader.leads}
-        said = reasons.summary(memory.cluster)
+        said = reasons.summary(cache.cluster)
         said["queue"] = [each | forecast.of(each["run_id"]) for each in said["queue"]]
         await message.respond(_json({**leads, "policy": policy.name, **said}))
 

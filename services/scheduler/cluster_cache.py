@@ -15,7 +15,7 @@ from services.kit.bus import Bus, Received
 from services.scheduler import metrics
 from services.scheduler.core.fold import apply, seen
 from services.scheduler.core.state.cluster import Cluster, Phase
-from services.scheduler.snapshot import Snapshots
+from services.scheduler.snapshot import SnapshotStore
 
 log = structlog.get_logger(__name__)
 
@@ -31,7 +31,7 @@ FOLLOWED = (
 OBSERVE_S = 0.5
 
 
-class Memory:
+class ClusterCache:
     """A cluster that grows with the log, and ways to wait for it."""
 
     def __init__(self, bus: Bus, virtual: bool = False) -> None:
@@ -41,49 +41,49 @@ class Memory:
         self._observed_at = 0.0
         self.cluster = Cluster()
         #: The sequence of the snapshot that we began with; 0: with none.
-        self.recalled = 0
+        self.snapshot_sequence = 0
         self.caught_up = asyncio.Event()
         self._progress = asyncio.Condition()
 
     async def follow(self) -> None:
         """Fold the log for as long as the service runs, from the newest snapshot on."""
         if not self._virtual:
-            await self._recall()
+            await self._load_snapshot()
         target = max([await self.bus.last_sequence(subject) for subject in FOLLOWED])
-        self._look_around(target)
+        self._check_caught_up(target)
         messages = self.bus.follow(topology.FACTS.name, FOLLOWED, self.cluster.sequence + 1, unreadable=True)
         async for batch in messages:
             for received in batch:
                 self._fold(received)
-            self._look_around(target)
+            self._check_caught_up(target)
             self._observe(idle=not batch)
             if batch:
                 async with self._progress:
                     self._progress.notify_all()
 
-    async def _recall(self) -> None:
+    async def _load_snapshot(self) -> None:
         """Begin with the newest snapshot."""
-        found = await Snapshots(self.bus).newest()
+        found = await SnapshotStore(self.bus).newest()
         if found is not None:
-            self.cluster, self.recalled = found, found.sequence
+            self.cluster, self.snapshot_sequence = found, found.sequence
             log.info("recalled a snapshot", sequence=found.sequence, runs=found.runs.total)
 
-    def _look_around(self, target: int) -> None:
+    def _check_caught_up(self, target: int) -> None:
         """Whether everything is folded that was in the log when we began."""
         if not self.caught_up.is_set() and self.cluster.sequence >= target:
             log.info("folded the log", sequence=self.cluster.sequence, runs=self.cluster.runs.total)
             self.caught_up.set()
 
-    async def until(self, sequence: int) -> None:
+    async def wait_for_sequence(self, sequence: int) -> None:
         """Wait until the fact of that sequence is folded."""
         async with self._progress:
             await self._progress.wait_for(lambda: self.cluster.sequence >= sequence)
 
-    async def changed(self, since: int, timeout_s: float) -> None:
+    async def wait_for_change(self, since: int, timeout_s: float) -> None:
         """Wait until something newer than ``since`` is folded, at most ``timeout_s``."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self.until(since + 1)
+                await self.wait_for_sequence(since + 1)
         except TimeoutError:
             return
 
@@ -91,7 +91,7 @@ class Memory:
         """Fold at least everything that is in the log now, so that "unknown" means unknown."""
         await self.caught_up.wait()
         for subject in FOLLOWED:
-            await self.until(await self.bus.last_sequence(subject))
+            await self.wait_for_sequence(await self.bus.last_sequence(subject))
 
     def _observe(self, *, idle: bool) -> None:
         """Bring the gauges in step now and then: it costs a look at every node."""
@@ -125,6 +125,6 @@ def observe(cluster: Cluster) -> None:
     metrics.SLOTS.labels("used").set(cluster.slots_used)
     for phase in Phase:
         metrics.RUNS.labels(str(phase)).set(cluster.phases[phase])
-    states = [node.shown_state for node in cluster.nodes.values()]
+    states = [node.display_state for node in cluster.nodes.values()]
     for state in ("alive", "draining", "notice", "unfit", "lost", "left"):
         metrics.NODES.labels(state).set(states.count(state))

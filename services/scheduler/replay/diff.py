@@ -17,18 +17,18 @@ class FieldDiff:
 
     field: str
     recorded: Any
-    remade: Any
+    replayed: Any
 
 
-def differing(recorded: BaseModel, remade: BaseModel) -> list[FieldDiff]:
+def diff_fields(recorded: BaseModel, replayed: BaseModel) -> list[FieldDiff]:
     """The fields in which two models of one type differ, as they would be written down; none if they are the same.
 
     What JSON cannot tell apart (a tuple from a list, one NaN from another) is no difference.
     """
-    if recorded == remade:
+    if recorded == replayed:
         return []
     found: list[FieldDiff] = []
-    _compare("", recorded.model_dump(mode="json"), remade.model_dump(mode="json"), found)
+    _compare("", recorded.model_dump(mode="json"), replayed.model_dump(mode="json"), found)
     return found
 
 

@@ -27,9 +27,9 @@ from contracts.events.train import DatasetRef, TrainRequested
 from contracts.scheduling import Predict
 
 #: Durations kept of one key, whatever the policy's window.
-KEPT = 1_000
+MAX_PER_KEY = 1_000
 #: Durations kept of all keys together; the keys that were not added to for longest go first.
-KEPT_IN_ALL = 200_000
+MAX_DURATIONS = 200_000
 #: Joins the parts of a key; a user's name does not contain it.
 SEPARATOR = "\x1f"
 #: The widest key of all.
@@ -39,7 +39,7 @@ DIGITS = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
-class Kind:
+class RunKind:
     """What runs that should take about equally long have in common."""
 
     user: str = ""
@@ -63,7 +63,7 @@ class Kind:
         )
 
 
-def kind_of(spec: TrainRequested) -> Kind:
+def run_kind_of(spec: TrainRequested) -> RunKind:
     """The kind of a run that was asked for like this."""
     data = spec.data
     dataset = "" if data is None else data.dataset_id if isinstance(data, DatasetRef) else str(data.source)
@@ -72,13 +72,13 @@ def kind_of(spec: TrainRequested) -> Kind:
 
 
 @lru_cache(maxsize=10_000)
-def _kind(user: str, team: str, task: str, dataset: str, slots: int) -> Kind:
+def _kind(user: str, team: str, task: str, dataset: str, slots: int) -> RunKind:
     """One for all runs of the kind: there may be a hundred thousand of them."""
-    return Kind(user, team, task, dataset, slots)
+    return RunKind(user, team, task, dataset, slots)
 
 
 @dataclass(frozen=True)
-class Stay:
+class WaitKind:
     """What waits in the line that should take about equally long have in common."""
 
     slots: int = 1
@@ -95,12 +95,12 @@ class Stay:
         )
 
 
-def stay_of(slots: int, served_slot_s: float) -> Stay:
+def wait_kind_of(slots: int, served_slot_s: float) -> WaitKind:
     """The kind of a wait."""
-    return Stay(slots, int(math.log10(served_slot_s)) if served_slot_s > 1 else 0)
+    return WaitKind(slots, int(math.log10(served_slot_s)) if served_slot_s > 1 else 0)
 
 
-class Keyed(Protocol):
+class DurationKeys(Protocol):
     """Whatever has a history: a kind of run, a kind of wait."""
 
     @property
@@ -156,7 +156,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Observation:
     """What is known of runs besides the durations of those that ended within a window of time."""
 
     #: For how long runs that go on have had their slots.
@@ -165,7 +165,7 @@ class Seen:
     entered: Sequence[float] = ()
 
 
-def sample(ended: Iterable[float], scale_s: float, seen: Seen | None = None) -> Sample:
+def sample(ended: Iterable[float], scale_s: float, seen: Observation | None = None) -> Sample:
     """The sample of these durations. ``seen`` says which part of each run's time was looked at, if not all of it.
 
     It is Kaplan and Meier's estimate: at each age, the share that ends there of those that were seen at that age.
@@ -203,7 +203,7 @@ def _whole(values: Sequence[float], scale_s: float) -> Sample:
     return Sample(tuple(values), steps, tuple(beyond), scale_s, count)
 
 
-@lru_cache(maxsize=KEPT + 1)
+@lru_cache(maxsize=MAX_PER_KEY + 1)
 def _even_steps(count: int) -> tuple[float, ...]:
     return tuple((count - index) / count for index in range(count + 1)) if count else (1.0,)
 
@@ -307,8 +307,8 @@ class Distribution:
 class Window:
     """The newest durations of one key, and when each was over, in seconds since the epoch."""
 
-    newest: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
-    ended_at: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    newest: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_PER_KEY))
+    ended_at: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_PER_KEY))
     #: How many there ever were, and how many of all kinds when the newest was added.
     added: int = 0
     version: int = 0
@@ -331,25 +331,25 @@ class Window:
         """With the runs that go on: for how long each has had its slots."""
         ended, ended_at = self._last(self.newest, config), self._last(self.ended_at, config)
         if len(ended) == self.added:
-            return sample(ended, config.prior_s, Seen(running) if running else None)
+            return sample(ended, config.prior_s, Observation(running) if running else None)
         since = ended_at[0]
         ages = [run_s - (at - since) for run_s, at in zip(ended, ended_at, strict=True)]
         ages += [run_s - (now - since) for run_s in running]
-        return sample(ended, config.prior_s, Seen(running, [age for age in ages if age > 0]))
+        return sample(ended, config.prior_s, Observation(running, [age for age in ages if age > 0]))
 
     @staticmethod
     def _last(kept: deque[float], config: Predict) -> list[float]:
         return list(kept)[-config.window :]
 
 
-class Running:
+class RunningTimes:
     """The runs that have slots now, by the keys of their kinds: for how long they had them, all in all."""
 
     def __init__(self, now: datetime) -> None:
         self.now = now.timestamp()
         self.by_key: dict[str, list[float]] = {}
 
-    def add(self, kind: Keyed, attained_s: float) -> None:
+    def add(self, kind: DurationKeys, attained_s: float) -> None:
         for key in kind.keys:
             self.by_key.setdefault(key, []).append(attained_s)
 
@@ -362,9 +362,9 @@ class History:
         self._windows: dict[str, Window] = {}
         self._kept = 0
         self.added = 0
-        self._known: dict[tuple[Keyed, Predict], tuple[tuple[int, ...], Distribution]] = {}
+        self._known: dict[tuple[DurationKeys, Predict], tuple[tuple[int, ...], Distribution]] = {}
 
-    def add(self, kind: Keyed, run_s: float, at: datetime) -> None:
+    def add(self, kind: DurationKeys, run_s: float, at: datetime) -> None:
         """A run of this kind is over; it had slots for ``run_s``, all in all."""
         ended_at = at.timestamp()
         self.added += 1
@@ -374,10 +374,10 @@ class History:
             self._kept -= len(window.newest)
             window.add(run_s, ended_at, self.added)
             self._kept += len(window.newest)
-        while self._kept > KEPT_IN_ALL:
+        while self._kept > MAX_DURATIONS:
             self._kept -= len(self._windows.pop(next(iter(self._windows))).newest)
 
-    def predict(self, kind: Keyed, config: Predict) -> Distribution:
+    def predict(self, kind: DurationKeys, config: Predict) -> Distribution:
         """How long a run of this kind takes, by what is known now."""
         windows = self._distinct(kind)
         version = tuple(window.version for window in windows)
@@ -390,7 +390,7 @@ class History:
         self._known[kind, config] = (version, made)
         return made
 
-    def predict_beside(self, kind: Keyed, config: Predict, running: Running) -> Distribution:
+    def predict_beside(self, kind: DurationKeys, config: Predict, running: RunningTimes) -> Distribution:
         """``predict``, with runs that have slots as evidence too.
 
         A user's jobs that run for days, and none of which has ended yet, say a lot about the next one.
@@ -412,7 +412,7 @@ class History:
         recent = sum(at > begin_s for at in window.ended_at)
         return recent / (now_s - begin_s) if now_s > begin_s and recent >= least else 0.0
 
-    def seen(self, kind: Keyed) -> int:
+    def seen(self, kind: DurationKeys) -> int:
         """How many runs of the very kind are kept."""
         window = self._windows.get(kind.keys[0])
         return len(window.newest) if window else 0
@@ -438,15 +438,20 @@ class History:
         history = cls()
         history.added = state["added"]
         for key, added, version, newest, ended_at in state["windows"]:
-            window = Window(deque(newest, maxlen=KEPT), deque(ended_at, maxlen=KEPT), added, version)
+            window = Window(
+                deque(newest, maxlen=MAX_PER_KEY),
+                deque(ended_at, maxlen=MAX_PER_KEY),
+                added,
+                version,
+            )
             history._windows[key] = window
             history._kept += len(newest)
         return history
 
-    def _distinct(self, kind: Keyed) -> list[Window]:
+    def _distinct(self, kind: DurationKeys) -> list[Window]:
         return [window for window, _ in self._with_keys(kind, ())]
 
-    def _with_keys(self, kind: Keyed, also: Iterable[str]) -> list[tuple[Window, str]]:
+    def _with_keys(self, kind: DurationKeys, also: Iterable[str]) -> list[tuple[Window, str]]:
         """The windows of a kind's keys, those left out that have seen the very same runs as the one before."""
         found: list[tuple[Window, str]] = []
         before = 0

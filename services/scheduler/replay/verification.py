@@ -1,7 +1,7 @@
 """Every recorded decision, made again from the log and compared. With the same code and policy nothing differs.
 
 The log is read twice. ``Index`` takes down which passes there were: their decisions say from which sequence, at what
-time and by which policy they were made. ``Remaker`` then folds the log once, makes each pass again when it has come to
+time and by which policy they were made. ``ReplayVerifier`` then folds the log once, repeats each cycle when it reaches
 the pass's sequence, and holds each recorded decision against it. A pass may have been published in part (its leader
 died, or was overtaken, or had too much to say at once); what was published must be what was decided, in that order.
 """
@@ -30,10 +30,10 @@ from contracts.events.run import (
 )
 from contracts.scheduling import Policy
 from services.scheduler.core.state.cluster import Cluster
-from services.scheduler.past.answers import Requests, is_answer
-from services.scheduler.past.diff import FieldDiff, differing
-from services.scheduler.past.log import Entry, fold_entry
-from services.scheduler.past.passes import PassKey, facts_of, key_of, plan_again, stamped, wanted_of
+from services.scheduler.replay.cycles import CycleKey, facts_of, key_of, replay_cycle, stamped, wanted_of
+from services.scheduler.replay.diff import FieldDiff, diff_fields
+from services.scheduler.replay.log import Entry, fold_entry
+from services.scheduler.replay.requests import RequestIndex, is_answer
 
 #: What only a scheduler that leads says about runs.
 DECISIONS = (
@@ -46,7 +46,7 @@ DECISIONS = (
     RunFailed,
     RunCancelled,
 )
-Kind = Literal["content", "not decided", "order", "unknown policy", "from the future", "answer"]
+DifferenceKind = Literal["content", "not decided", "order", "unknown policy", "from the future", "answer"]
 #: So many of the decisions that a pass makes instead are named.
 NAMED = 5
 
@@ -55,13 +55,13 @@ NAMED = 5
 class Difference:
     """A recorded decision that is not what is decided now."""
 
-    kind: Kind
+    kind: DifferenceKind
     sequence: int
     time: datetime
     subject: str
     text: str
     #: From what it says that it was decided.
-    made_from: PassKey | None = None
+    made_from: CycleKey | None = None
     fields: tuple[FieldDiff, ...] = ()
 
 
@@ -70,7 +70,7 @@ class Index:
     """What the first reading of the log takes down."""
 
     #: Sequence -> the passes made from it -> how many of their decisions are recorded.
-    passes: dict[int, Counter[PassKey]] = field(default_factory=dict)
+    passes: dict[int, Counter[CycleKey]] = field(default_factory=dict)
     #: Sequence -> the runs whose answers were made from it.
     answers: dict[int, list[str]] = field(default_factory=dict)
     policies: dict[str, Policy] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Index:
     facts: int = 0
     last_sequence: int = 0
 
-    def hear(self, entry: Entry) -> None:
+    def add(self, entry: Entry) -> None:
         """Take down one entry."""
         self.facts += 1
         self.last_sequence = entry.sequence
@@ -122,7 +122,7 @@ class Counts:
 
 
 @dataclass(slots=True)
-class _Pass:
+class _ReplayedCycle:
     """A pass made again, until all of its recorded decisions have been seen."""
 
     facts: list[Fact]
@@ -133,7 +133,7 @@ class _Pass:
     taken: set[int] = field(default_factory=set)
 
     @classmethod
-    def of(cls, facts: list[Fact], left: int) -> _Pass:
+    def of(cls, facts: list[Fact], left: int) -> _ReplayedCycle:
         return cls(facts, left, {fact.event_id: place for place, fact in enumerate(facts)})
 
     @property
@@ -148,22 +148,22 @@ class _Pass:
             return place
         alike = (
             place
-            for place, remade in enumerate(self.facts)
-            if type(remade) is type(fact) and remade.aggregate_id == fact.aggregate_id and place not in self.taken
+            for place, replayed in enumerate(self.facts)
+            if type(replayed) is type(fact) and replayed.aggregate_id == fact.aggregate_id and place not in self.taken
         )
         return next(alike, None)
 
 
-class Remaker:
+class ReplayVerifier:
     """The second reading: ``feed`` it the same entries again, in order."""
 
-    def __init__(self, index: Index, requests: Requests | None = None) -> None:
+    def __init__(self, index: Index, requests: RequestIndex | None = None) -> None:
         self.cluster = Cluster()
         self.counts = Counts()
         self._index, self._requests = index, requests
         self._due = sorted({*index.passes, *(index.answers if requests is not None else ())})
         heapq.heapify(self._due)
-        self._open: dict[PassKey, _Pass | None] = {}
+        self._open: dict[CycleKey, _ReplayedCycle | None] = {}
         self._answers: dict[str, list[RunAccepted | RunRejected]] = {}
 
     def feed(self, entry: Entry) -> list[Difference]:
@@ -196,12 +196,12 @@ class Remaker:
             facts = (
                 wanted_of(self.cluster, key, policy)
                 if key.about_nodes
-                else facts_of(plan_again(self.cluster, key, policy), self.cluster, key)
+                else facts_of(replay_cycle(self.cluster, key, policy), self.cluster, key)
             )
-            self._open[key] = _Pass.of(facts, recorded)
+            self._open[key] = _ReplayedCycle.of(facts, recorded)
             self.counts.passes += 1
 
-    def _compare(self, entry: Entry, key: PassKey) -> list[Difference]:
+    def _compare(self, entry: Entry, key: CycleKey) -> list[Difference]:
         fact = entry.fact
         assert fact is not None
         self.counts.decisions += 1
@@ -226,20 +226,20 @@ class Remaker:
     def _compare_answer(self, entry: Entry) -> list[Difference]:
         fact = entry.fact
         assert isinstance(fact, RunAccepted | RunRejected)
-        remade = self._answers.pop(fact.run_id, [])
-        if not remade:
+        replayed = self._answers.pop(fact.run_id, [])
+        if not replayed:
             self.counts.unasked += 1
             return []
         self.counts.answers += 1
         said = getattr(fact, "decision", None)
-        tries = [_unlike(fact, stamped(answer, said)) for answer in remade]
+        tries = [_unlike(fact, stamped(answer, said)) for answer in replayed]
         if any(not fields for fields in tries):
             return []
         closest = min(tries, key=len)
         return [_difference("answer", entry, "the request is answered otherwise", key_of(fact), closest)]
 
 
-def _held_against(made: _Pass, entry: Entry, key: PassKey) -> list[Difference]:
+def _held_against(made: _ReplayedCycle, entry: Entry, key: CycleKey) -> list[Difference]:
     """How a recorded decision differs from the pass made again."""
     fact = entry.fact
     assert fact is not None
@@ -249,7 +249,7 @@ def _held_against(made: _Pass, entry: Entry, key: PassKey) -> list[Difference]:
     again = place in made.taken
     made.taken.add(place)
     found: list[Difference] = []
-    if fields := differing(fact, made.facts[place]):
+    if fields := diff_fields(fact, made.facts[place]):
         found.append(_difference("content", entry, "is decided otherwise", key, fields))
     run_id = fact.aggregate_id
     # What stands in the log twice changes nothing the second time.
@@ -260,34 +260,38 @@ def _held_against(made: _Pass, entry: Entry, key: PassKey) -> list[Difference]:
     return found
 
 
-def _unlike(fact: Fact, remade: Fact) -> list[FieldDiff]:
-    if type(fact) is not type(remade):
-        return [FieldDiff("", fact.fact, remade.fact)]
-    return differing(fact, remade)
+def _unlike(fact: Fact, replayed: Fact) -> list[FieldDiff]:
+    if type(fact) is not type(replayed):
+        return [FieldDiff("", fact.fact, replayed.fact)]
+    return diff_fields(fact, replayed)
 
 
-def _instead(made: _Pass, fact: Fact) -> str:
+def _instead(made: _ReplayedCycle, fact: Fact) -> str:
     """What is decided about the same run instead; else about any."""
-    own = [remade.event_id for remade in made.facts if remade.aggregate_id == fact.aggregate_id]
+    own = [replayed.event_id for replayed in made.facts if replayed.aggregate_id == fact.aggregate_id]
     if own:
         return f"instead: {', '.join(own)}"
     if not made.facts:
         return "nothing is"
     more = f" and {len(made.facts) - NAMED} more" if len(made.facts) > NAMED else ""
-    return f"nothing about it is, but {', '.join(remade.event_id for remade in made.facts[:NAMED])}{more}"
+    return f"nothing about it is, but {', '.join(replayed.event_id for replayed in made.facts[:NAMED])}{more}"
 
 
 def _difference(
-    kind: Kind, entry: Entry, text: str, key: PassKey | None, fields: list[FieldDiff] | tuple[FieldDiff, ...] = ()
+    kind: DifferenceKind,
+    entry: Entry,
+    text: str,
+    key: CycleKey | None,
+    fields: list[FieldDiff] | tuple[FieldDiff, ...] = (),
 ) -> Difference:
     return Difference(kind, entry.sequence, entry.time, entry.subject, text, key, tuple(fields))
 
 
-def remake(entries: Any, requests: Requests | None = None) -> tuple[Counts, list[Difference]]:
+def verify_log(entries: Any, requests: RequestIndex | None = None) -> tuple[Counts, list[Difference]]:
     """Both readings of a log that is at hand: what was compared, and what differs. ``entries`` is read twice."""
     index = Index()
     for entry in entries:
-        index.hear(entry)
-    remaker = Remaker(index, requests)
+        index.add(entry)
+    remaker = ReplayVerifier(index, requests)
     found = [difference for entry in entries for difference in remaker.feed(entry)]
     return remaker.counts, found

@@ -27,7 +27,7 @@ def left_s(cluster: Cluster, run: Run, now: datetime, policy: Policy, quantile: 
     return max(expected_s(cluster, run, now, policy, quantile)[0] - run.ran_s(now), 0.0)
 
 
-def ends_s(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> tuple[float, bool]:
+def expected_end_s(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> tuple[float, bool]:
     """When a run that holds slots lets go of them, in seconds since the epoch; and whether that relies on limits."""
     expected, firm = expected_s(cluster, run, now, policy)
     grace_s = run.spec.grace_s if firm else 0.0

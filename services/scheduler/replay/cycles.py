@@ -18,7 +18,7 @@ from services.scheduler.core.state.cluster import EPOCH, Cluster
 UNLIMITED = 10**9
 
 
-class PassKey(NamedTuple):
+class CycleKey(NamedTuple):
     """What a pass was made from: the same for all of its decisions."""
 
     at_sequence: int
@@ -30,16 +30,16 @@ class PassKey(NamedTuple):
     about_nodes: bool = False
 
 
-def key_of(fact: Fact | None) -> PassKey | None:
+def key_of(fact: Fact | None) -> CycleKey | None:
     """The pass that a fact was decided in; None if it is no decision, or does not say."""
     decision: DecisionRecord | None = getattr(fact, "decision", None)
     if decision is None:
         return None
     about_nodes = isinstance(fact, CapacityWanted)
-    return PassKey(decision.at_sequence, decision.at, decision.policy, decision.reachable_since, about_nodes)
+    return CycleKey(decision.at_sequence, decision.at, decision.policy, decision.reachable_since, about_nodes)
 
 
-def plan_again(cluster: Cluster, key: PassKey, policy: Policy) -> Plan:
+def replay_cycle(cluster: Cluster, key: CycleKey, policy: Policy) -> Plan:
     """The plan of that pass. ``cluster`` must be folded up to ``key.at_sequence``.
 
     A live pass tells only some of those that wait why, and goes on with the others in the next; here all are told.
@@ -47,7 +47,7 @@ def plan_again(cluster: Cluster, key: PassKey, policy: Policy) -> Plan:
     return plan(cluster, key.at, policy, key.reachable_since or EPOCH, told=UNLIMITED)
 
 
-def facts_of(made: Plan, cluster: Cluster, key: PassKey) -> list[Fact]:
+def facts_of(made: Plan, cluster: Cluster, key: CycleKey) -> list[Fact]:
     """What the decisions of a plan are published as, in the order in which they were decided."""
     stamp = DecisionRecord(
         at_sequence=key.at_sequence, at=key.at, policy=key.policy, reachable_since=key.reachable_since
@@ -55,7 +55,7 @@ def facts_of(made: Plan, cluster: Cluster, key: PassKey) -> list[Fact]:
     return [fact_of(decision, cluster, key.at, stamp) for decision in made.decisions]
 
 
-def wanted_of(cluster: Cluster, key: PassKey, policy: Policy) -> list[Fact]:
+def wanted_of(cluster: Cluster, key: CycleKey, policy: Policy) -> list[Fact]:
     """What is said about wanted nodes from the same cluster, in a pass of its own."""
     stamp = DecisionRecord(
         at_sequence=key.at_sequence, at=key.at, policy=key.policy, reachable_since=key.reachable_since

@@ -9,13 +9,13 @@ from typing import Any
 from contracts.scheduling import Policy
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.state.cluster import EPOCH, Cluster
-from services.scheduler.past.answers import is_answer
-from services.scheduler.past.log import Entry, fold_entry
-from services.scheduler.past.passes import key_of
+from services.scheduler.replay.cycles import key_of
+from services.scheduler.replay.log import Entry, fold_entry
+from services.scheduler.replay.requests import is_answer
 
 
 @dataclass(slots=True)
-class Then:
+class PastState:
     """The cluster as it was at ``at``; ``feed`` it the log from the beginning until it says that it is enough."""
 
     at: datetime

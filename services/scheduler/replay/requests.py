@@ -10,15 +10,15 @@ from contracts.base import Fact, run_id_for
 from contracts.envelope import Envelope, EnvelopeError, InvalidData, RawMessage, decode, open_envelope
 from contracts.events.run import RunAccepted, RunRejected
 from contracts.events.train import RestoreRequested, TrainRequested
-from services.scheduler.core import admit
+from services.scheduler.core import admission
 from services.scheduler.core.decisions import AcceptRun, RejectRun, answer_fact
 from services.scheduler.core.state.cluster import Cluster
 
 #: The requests that a run comes of.
-ASKING = (subjects.request(TrainRequested.verb), subjects.request(RestoreRequested.verb))
+REQUEST_SUBJECTS = (subjects.request(TrainRequested.verb), subjects.request(RestoreRequested.verb))
 
 
-class Asked(NamedTuple):
+class RecordedRequest(NamedTuple):
     """A request as it stands in its stream; it is decoded when its answer is looked at."""
 
     raw: RawMessage
@@ -27,20 +27,20 @@ class Asked(NamedTuple):
         return decode(self.raw)
 
 
-class Requests:
+class RequestIndex:
     """Every request for a run, by the run that it means."""
 
     def __init__(self, messages: Iterable[RawMessage] = ()) -> None:
-        self._asked: dict[str, list[Asked]] = {}
+        self._asked: dict[str, list[RecordedRequest]] = {}
         for raw in messages:
-            self.hear(raw)
+            self.add(raw)
 
     def __len__(self) -> int:
         return sum(map(len, self._asked.values()))
 
-    def hear(self, raw: RawMessage) -> None:
+    def add(self, raw: RawMessage) -> None:
         """Keep a request. What has no readable envelope was answered by nobody."""
-        if raw.subject not in ASKING:
+        if raw.subject not in REQUEST_SUBJECTS:
             return
         try:
             envelope, _ = decode(raw)
@@ -48,7 +48,7 @@ class Requests:
             envelope = error.envelope
         except EnvelopeError:
             return
-        self._asked.setdefault(run_id_for(envelope.source, envelope.id), []).append(Asked(raw))
+        self._asked.setdefault(run_id_for(envelope.source, envelope.id), []).append(RecordedRequest(raw))
 
     def answers(self, cluster: Cluster, run_id: str) -> list[RunAccepted | RunRejected]:
         """What each request for this run is answered with by who has folded ``cluster``.
@@ -62,18 +62,18 @@ def is_answer(fact: Fact | None) -> bool:
     return isinstance(fact, RunAccepted | RunRejected)
 
 
-def _answer(cluster: Cluster, run_id: str, asked: Asked) -> RunAccepted | RunRejected | None:
+def _answer(cluster: Cluster, run_id: str, asked: RecordedRequest) -> RunAccepted | RunRejected | None:
     try:
         envelope, event = asked.event()
     except InvalidData as error:
         _, data = open_envelope(asked.raw)
-        refused = admit.answer_invalid(run_id, data, error.problems)
+        refused = admission.answer_invalid(run_id, data, error.problems)
         return answer_fact(refused, error.envelope.id, error.envelope.source)
     answer: AcceptRun | RejectRun
     if isinstance(event, TrainRequested):
-        answer = admit.answer_train(cluster, run_id, event)
+        answer = admission.answer_train(cluster, run_id, event)
     elif isinstance(event, RestoreRequested) and (parent := cluster.runs.get(event.run_id)) is not None:
-        answer = admit.answer_restore(parent, run_id, event)
+        answer = admission.answer_restore(parent, run_id, event)
     else:
         return None
     return answer_fact(answer, envelope.id, envelope.source)

@@ -14,7 +14,7 @@ from contracts.events.run import RunAccepted, RunFact, RunPlaced, RunPreempting,
 from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy
 from services.scheduler.core.state.cluster import TERMINAL, Cluster
-from services.scheduler.past.log import Entry, fold_entry
+from services.scheduler.replay.log import Entry, fold_entry
 
 #: Label of a node that names the pool it comes from.
 POOL = "pool"
@@ -27,27 +27,27 @@ LEASE_TTL_S = 1e9
 _NEVER, _FOR_EVER = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
 
 
-class Kind(NamedTuple):
+class NodeKind(NamedTuple):
     """What a node's price depends on."""
 
     pool: str
     accelerator: str
 
     @classmethod
-    def of(cls, node: NodeJoined) -> Kind:
+    def of(cls, node: NodeJoined) -> NodeKind:
         return cls(node.labels.get(POOL, ""), node.accelerator)
 
 
-def slots_by_kind(nodes: Iterable[NodeJoined]) -> dict[Kind, int]:
+def slots_by_kind(nodes: Iterable[NodeJoined]) -> dict[NodeKind, int]:
     """How many slots there are of each kind of node."""
-    found: dict[Kind, int] = {}
+    found: dict[NodeKind, int] = {}
     for node in nodes:
-        found[Kind.of(node)] = found.get(Kind.of(node), 0) + node.slots
+        found[NodeKind.of(node)] = found.get(NodeKind.of(node), 0) + node.slots
     return found
 
 
 @dataclass(slots=True)
-class Lived:
+class RunRecord:
     """One run as it went. Times with slots count from the beginning of the stretch on."""
 
     run_id: str
@@ -79,7 +79,7 @@ class Totals:
 
     used_slot_s: float = 0.0
     #: By the kind of node.
-    offered_slot_s: dict[Kind, float] = field(default_factory=dict)
+    offered_slot_s: dict[NodeKind, float] = field(default_factory=dict)
     decisions: int = 0
 
 
@@ -127,10 +127,10 @@ class Nodes:
 
 def offered(
     nodes: Iterable[NodeJoined], events: Iterable[tuple[float, NodeFact]], until_s: float
-) -> tuple[dict[Kind, float], int]:
+) -> tuple[dict[NodeKind, float], int]:
     """(slot-seconds that such nodes offer by their kind, the most slots at a time) until a time."""
     alive = {node.node_id: node for node in nodes}
-    found: dict[Kind, float] = {}
+    found: dict[NodeKind, float] = {}
     most, last_s = sum(node.slots for node in alive.values()), 0.0
 
     def count(now_s: float) -> None:
@@ -159,7 +159,7 @@ class History:
     def __init__(self, start: datetime | None = None, end: datetime | None = None) -> None:
         self.start, self.end = start or _NEVER, end or _FOR_EVER
         self.cluster = Cluster()
-        self.runs: dict[str, Lived] = {}
+        self.runs: dict[str, RunRecord] = {}
         self.totals = Totals()
         #: The policy in force when it began; the first one that there was, if there was none by then.
         self.policy: Policy | None = None
@@ -179,7 +179,7 @@ class History:
         self._most = -1
         #: Slots in use (shares of them added up), and slots offered.
         self._used = 0.0
-        self._offered: dict[Kind, int] = {}
+        self._offered: dict[NodeKind, int] = {}
 
     def feed(self, entry: Entry) -> None:
         """Count the time since the entry before, then fold this one."""
@@ -191,7 +191,7 @@ class History:
         fold_entry(self.cluster, entry)
         fact = entry.fact
         if isinstance(fact, RunAccepted):
-            self.runs.setdefault(fact.run_id, Lived(fact.run_id, fact.spec, entry.time))
+            self.runs.setdefault(fact.run_id, RunRecord(fact.run_id, fact.spec, entry.time))
         elif isinstance(fact, RunFact):
             self._on_run(fact, entry.time)
         elif isinstance(fact, NodeFact):
@@ -218,12 +218,12 @@ class History:
         return tuple((at_s, fact) for at_s, fact in self.node_events if at_s <= last_s)
 
     @property
-    def submitted(self) -> list[Lived]:
+    def submitted(self) -> list[RunRecord]:
         """The runs that were asked for in the stretch, in that order."""
         return [run for run in self.runs.values() if self.start <= run.submitted_at < self.end]
 
     @property
-    def carried(self) -> list[Lived]:
+    def carried(self) -> list[RunRecord]:
         """The runs that were asked for before, and were not over when it began."""
         return [
             run
@@ -266,7 +266,7 @@ class History:
             self.totals.decisions += 1
         self._hold(run, time)
 
-    def _hold(self, run: Lived, time: datetime) -> None:
+    def _hold(self, run: RunRecord, time: datetime) -> None:
         """Bring what a run holds in step with the cluster."""
         known = self.cluster.runs[run.run_id]
         slots, (held, since) = known.slot_count, self._held.get(run.run_id, (0, time))
@@ -279,7 +279,7 @@ class History:
         if known.phase in TERMINAL and run.ended_at is None:
             run.ended_at, run.outcome = time, str(known.phase)
 
-    def _count(self, run: Lived, slots: int, since: datetime, until: datetime) -> None:
+    def _count(self, run: RunRecord, slots: int, since: datetime, until: datetime) -> None:
         """So many slots were held for so long: what of it was in the stretch, or after it, counts."""
         elapsed_s = max((until - max(since, self.start)).total_seconds(), 0.0) if slots else 0.0
         run.work_slot_s += slots * elapsed_s

@@ -9,10 +9,10 @@ import structlog
 
 from services.kit.bus import Bus, Transient
 from services.scheduler import metrics
+from services.scheduler.cluster_cache import ClusterCache
 from services.scheduler.core.capacity.wanted import wake_at, want, wanted_fact
 from services.scheduler.core.decisions import decision_record
 from services.scheduler.leader import Leader
-from services.scheduler.memory import Memory
 
 log = structlog.get_logger(__name__)
 
@@ -22,21 +22,21 @@ INTERVAL_S = 1.0
 SHARE = 0.05
 
 
-class Wanting:
+class CapacityPublisher:
     """Keeps ``capacity.<pool>.wanted`` in step with the queue."""
 
-    def __init__(self, bus: Bus, memory: Memory, leader: Leader) -> None:
-        self.bus, self.memory, self.leader = bus, memory, leader
+    def __init__(self, bus: Bus, cache: ClusterCache, leader: Leader) -> None:
+        self.bus, self.cache, self.leader = bus, cache, leader
 
     async def run(self) -> None:
         """Look for as long as the service runs; a policy without pools costs nothing."""
-        await self.memory.caught_up.wait()
+        await self.cache.caught_up.wait()
         looked_s, seen, wake = 0.0, -1, None
         while True:
             await asyncio.sleep(max(INTERVAL_S, looked_s / SHARE))
             if not self.leader.leads or not self.leader.policy.pools.pools:
                 continue
-            cluster, now = self.memory.cluster, self.bus.clock.now()
+            cluster, now = self.cache.cluster, self.bus.clock.now()
             if cluster.sequence == seen and (wake is None or now < wake):
                 continue  # nothing has happened, and no time has come
             seen, started = cluster.sequence, time.perf_counter()
@@ -46,7 +46,7 @@ class Wanting:
 
     async def step(self) -> int:
         """Say what has changed; returns how many facts that were."""
-        cluster, policy, now = self.memory.cluster, self.leader.policy, self.bus.clock.now()
+        cluster, policy, now = self.cache.cluster, self.leader.policy, self.bus.clock.now()
         if cluster.policy is None or cluster.policy.digest != policy.digest:
             return 0  # not adopted yet: whoever acts on it must know the pools
         made = decision_record(cluster, now, policy, self.leader.reachable_since)
@@ -62,5 +62,5 @@ class Wanting:
             said += 1
             metrics.NODES_WANTED.labels(each.pool).set(each.nodes)
             log.info("nodes wanted", pool=each.pool, nodes=each.nodes, spare=len(each.spare), reason=each.reason)
-            await self.memory.until(ack.sequence)
+            await self.cache.wait_for_sequence(ack.sequence)
         return said

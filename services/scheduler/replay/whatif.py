@@ -17,9 +17,9 @@ from statistics import median
 from contracts.events.node import NodeFact, NodeJoined
 from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy
-from services.scheduler.past.history import History, Kind, Lived, offered
+from services.scheduler.replay.history import History, NodeKind, RunRecord, offered
 from services.scheduler.simulate.engine import simulate
-from services.scheduler.simulate.report import Recorder, Story, quantile
+from services.scheduler.simulate.report import JobRecord, Recorder, quantile
 from services.scheduler.simulate.traces import Job, Trace, node
 
 #: ``40x8``, ``4x8:H100``, ``4x8:H100@spot-a``: nodes, slots on each, accelerator, pool.
@@ -88,11 +88,11 @@ class Prices:
 
     per_slot_hour: Mapping[str, float]
 
-    def cost(self, slot_s: Mapping[Kind, float]) -> float:
+    def cost(self, slot_s: Mapping[NodeKind, float]) -> float:
         """What so many slot-seconds of each kind of node cost; 0 for those whose price nobody said."""
         return math.fsum(self._price(kind) * amount_s / 3600 for kind, amount_s in slot_s.items())
 
-    def _price(self, kind: Kind) -> float:
+    def _price(self, kind: NodeKind) -> float:
         by_pool = self.per_slot_hour.get(kind.pool)
         return self.per_slot_hour.get(kind.accelerator, 0.0) if by_pool is None else by_pool
 
@@ -147,7 +147,7 @@ def submissions(history: History, resume_cost_s: float) -> Submissions:
     return Submissions(tuple(jobs), frozenset(run.run_id for run in counted), assumed)
 
 
-def _usual(ended: Iterable[Lived]) -> Callable[[Lived], float]:
+def _usual(ended: Iterable[RunRecord]) -> Callable[[RunRecord], float]:
     """What runs of as many slots usually take, in slot-seconds; of any number, where there were none."""
     by_slots: dict[int, list[float]] = defaultdict(list)
     everything: list[float] = []
@@ -155,7 +155,7 @@ def _usual(ended: Iterable[Lived]) -> Callable[[Lived], float]:
         by_slots[run.spec.slots.min].append(run.work_slot_s)
         everything.append(run.work_slot_s / run.spec.slots.min)
 
-    def usual(run: Lived) -> float:
+    def usual(run: RunRecord) -> float:
         if alike := by_slots.get(run.spec.slots.min):
             return median(alike)
         return median(everything) * run.spec.slots.min if everything else 0.0
@@ -180,36 +180,36 @@ def play(
     """Play the submissions in a scenario."""
     trace = Trace(scenario.nodes, given.jobs, scenario.name, scenario.events)
     recorder = Recorder(trace)
-    simulate(trace, scenario.policy, resume_cost_s=resume_cost_s, listeners=(recorder.hear,), progress=progress)
+    simulate(trace, scenario.policy, resume_cost_s=resume_cost_s, listeners=(recorder.record_fact,), progress=progress)
     return _played(scenario, given, recorder, prices), recorder
 
 
 def _played(scenario: Scenario, given: Submissions, recorder: Recorder, prices: Prices) -> Figures:
-    everybody = list(recorder.stories.values())
-    stories = [story for story in everybody if story.job.run_id in given.counted]
-    done = [story for story in stories if story.completed_s < math.inf]
-    last_s = max((story.completed_s for story in everybody if story.completed_s < math.inf), default=0.0)
+    everybody = list(recorder.records.values())
+    records = [record for record in everybody if record.job.run_id in given.counted]
+    done = [record for record in records if record.completed_s < math.inf]
+    last_s = max((record.completed_s for record in everybody if record.completed_s < math.inf), default=0.0)
     used_slot_s = math.fsum(
-        (min(span.end_s, last_s) - span.start_s) * span.gpus for story in everybody for span in story.spans
+        (min(span.end_s, last_s) - span.start_s) * span.gpus for record in everybody for span in record.spans
     )
     slot_s, most = offered(scenario.nodes, scenario.events, last_s)
     return _figures(
         scenario.name,
         scenario.policy.name,
         most,
-        len(stories),
-        waits=[story.jct_s - _held_s(story) for story in done],
-        times=[story.jct_s for story in done],
+        len(records),
+        waits=[record.jct_s - _held_s(record) for record in done],
+        times=[record.jct_s for record in done],
         makespan_s=last_s,
         used_slot_s=used_slot_s,
         offered_slot_s=math.fsum(slot_s.values()),
-        preemptions=sum(story.preemptions for story in stories),
+        preemptions=sum(record.preemptions for record in records),
         cost=prices.cost(slot_s),
     )
 
 
-def _held_s(story: Story) -> float:
-    return math.fsum(span.end_s - span.start_s for span in story.spans)
+def _held_s(record: JobRecord) -> float:
+    return math.fsum(span.end_s - span.start_s for span in record.spans)
 
 
 def recorded(history: History, policy: str, prices: Prices, name: str = "as recorded") -> Figures:

@@ -8,14 +8,14 @@ from typing import NamedTuple
 from contracts.events.train import TrainRequested
 
 #: Thousandths in one whole accelerator.
-WHOLE = 1000
+SLOT_MILLI = 1000
 
 
-class Demand(NamedTuple):
+class SlotRequest(NamedTuple):
     """Hashable, so that runs with the same needs share what has been found out about them."""
 
     #: Thousandths of one accelerator; 0: the slot needs none.
-    milli: int = WHOLE
+    milli: int = SLOT_MILLI
     cpu_milli: int = 0
     memory_bytes: int = 0
     #: Kinds of accelerator that will do; empty: any.
@@ -29,17 +29,17 @@ class Demand(NamedTuple):
     @property
     def simple(self) -> bool:
         """Whether any free slot is as good as any other, so that counting them tells what fits."""
-        return self == Demand()
+        return self == SlotRequest()
 
 
-SIMPLE = Demand()
+SIMPLE = SlotRequest()
 
 
-def demand_of(spec: TrainRequested) -> Demand:
+def slot_request_of(spec: TrainRequested) -> SlotRequest:
     """The needs of one slot of this run."""
     needs, gang = spec.resources, spec.gang
-    demand = Demand(
-        milli=math.ceil(needs.share * WHOLE),
+    demand = SlotRequest(
+        milli=math.ceil(needs.share * SLOT_MILLI),
         cpu_milli=math.ceil(needs.cpus * 1000),
         memory_bytes=needs.memory_bytes,
         accelerators=frozenset(needs.accelerators),

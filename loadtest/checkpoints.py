@@ -37,9 +37,9 @@ from services.checkpoint.settings import CheckpointSettings
 from services.kit.bus import Bus
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore, write_at
-from services.worker.cache.node_cache import Cache
-from services.worker.checkpoints.known_blobs import Known
-from services.worker.checkpoints.uploader import Uploader
+from services.worker.cache.node_cache import NodeCache
+from services.worker.checkpoints.known_blobs import KnownBlobs
+from services.worker.checkpoints.uploader import CheckpointUploader
 from services.worker.core.chunk_boundaries import CUT_BYTES
 from trainbus.embedded.servers import NatsServer, S3Server, free_ports
 
@@ -99,7 +99,7 @@ class _Node:
 
     def __init__(self, bus: Bus, objects: ObjectStore, settings: Settings, folder: Path) -> None:
         self.bus, self.objects, self.settings, self.folder = bus, objects, settings, folder
-        self.cache, self.known = Cache(folder / "cache", objects, 2**40), Known()
+        self.cache, self.known = NodeCache(folder / "cache", objects, 2**40), KnownBlobs()
         self.run_id = f"r{os.getpid()}"
 
     async def place(self) -> None:
@@ -132,7 +132,7 @@ class _Node:
         listening = asyncio.create_task(listen())
         await asyncio.sleep(0.3)  # what is measured begins with a listener at rest
         begun = time.perf_counter()
-        uploader = Uploader(self.objects, self.settings.bucket_models, self.cache, self.known)
+        uploader = CheckpointUploader(self.objects, self.settings.bucket_models, self.cache, self.known)
         files = await uploader.files(named)
         await self.bus.publish(
             CheckpointStaged(
@@ -156,7 +156,7 @@ class _Node:
 
     async def restore(self, uri: str) -> float:
         """Seconds on a node that has nothing."""
-        cache = Cache(self.folder / "fresh", self.objects, 2**40)
+        cache = NodeCache(self.folder / "fresh", self.objects, 2**40)
         begun = time.perf_counter()
         async with cache.holding() as hold:
             await cache.checkpoint(uri, self.folder / "resume", hold)

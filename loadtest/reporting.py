@@ -23,8 +23,8 @@ from contracts.base import Fact
 from contracts.events.run import RunProgress
 from contracts.ranks import EndedLine
 from loadtest.common import percentile
-from services.worker.core.journal import Placed
-from services.worker.ranks.journal_follower import Follower
+from services.worker.core.journal import JournalSource
+from services.worker.ranks.journal_follower import JournalFollower
 from trainbus.agent_link import Journal
 
 VALUES = {"train/loss": 0.7, "train/grad_norm": 1.3, "train/lr": 1e-3, "train/samples_per_s": 4096.0}
@@ -88,7 +88,7 @@ async def away(folder: Path, away_s: float, steps_per_s: int) -> tuple[float, in
         if isinstance(fact, RunProgress):
             seen.extend(point.step for point in fact.points)
 
-    follower = Follower(Placed("r", 1, "n"), (2,), folder, publish, time.time, interval_s=0.1)
+    follower = JournalFollower(JournalSource("r", 1, "n"), (2,), folder, publish, time.time, interval_s=0.1)
     await follower.drain()
     missing = steps - len(set(seen)) + len(seen) - len(set(seen))
     return percentile(took, 0.999) * 1e6, missing, follower.state.ranks[2].ended is not None

@@ -24,7 +24,7 @@ from loadtest.data.proxy import FaultProxy
 from loadtest.data.stored import be_quiet, node, store
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
-from services.worker.ranks.control_socket import Control
+from services.worker.ranks.control_socket import ControlSocket
 from trainbus.data.arrival import Arrival
 from trainbus.data.dataset import Dataset
 from trainbus.data.loader import ahead
@@ -112,7 +112,7 @@ async def _run(scene: Scene, folder: Path) -> tuple[list[float], float, FaultPro
                 cache.holding() as hold,
             ):
                 reading = await cache.dataset(stored.manifest_uri, stored.dataset_id, folder / "view", hold)
-                async with Control(folder / "agent.sock", 1, lambda: None, reading) as control:
+                async with ControlSocket(folder / "agent.sock", 1, lambda: None, reading) as control:
                     waits = await _rank_process(scene, folder / "view", control.path, stored.dataset_id, proxy)
             return waits, proxy.egress_bytes / (scene.epochs * stored.size_bytes), proxy
     finally:

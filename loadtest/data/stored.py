@@ -21,8 +21,8 @@ from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 from services.kit.store.ranged import Ranged
 from services.kit.store.reader import ObjectReader
-from services.worker.cache.node_cache import SHARDS_FOLDER, Cache
-from services.worker.cache.shard_cache import Shards
+from services.worker.cache.node_cache import SHARDS_FOLDER, NodeCache
+from services.worker.cache.shard_cache import ShardCache
 from services.worker.cache.shard_files import ShardFiles
 
 ZERO = "0" * 64
@@ -122,11 +122,11 @@ async def node(
     patience_s: float = 60.0,
     warm: Path | None = None,
     objects: ObjectStore | None = None,
-) -> AsyncIterator[tuple[Cache, Shards]]:
+) -> AsyncIterator[tuple[NodeCache, ShardCache]]:
     """One life of a node's cache in a folder."""
     made = nullcontext(objects) if objects is not None else ObjectStore(settings)
     async with made as objects, ObjectReader(settings) as reader:
         ranged = Ranged(reader, range_bytes=range_bytes, stall_s=stall_s, patience_s=patience_s)
         files = await asyncio.to_thread(ShardFiles, folder / SHARDS_FOLDER, objects, ranged, warm)
-        async with Shards(files, max_bytes) as shards:
-            yield Cache(folder, objects, max_bytes, shards), shards
+        async with ShardCache(files, max_bytes) as shards:
+            yield NodeCache(folder, objects, max_bytes, shards), shards

@@ -13,18 +13,18 @@ from services.kit.store.objects import ObjectStore
 from services.kit.store.ranged import Ranged
 from services.kit.store.reader import ObjectReader
 from services.worker.agent.agent import Agent
-from services.worker.cache.node_cache import SHARDS_FOLDER, Cache
-from services.worker.cache.shard_cache import Shards
+from services.worker.cache.node_cache import SHARDS_FOLDER, NodeCache
+from services.worker.cache.shard_cache import ShardCache
 from services.worker.cache.shard_files import ShardFiles
-from services.worker.checkpoints.survivor_memory import Memory, default_folder
+from services.worker.checkpoints.survivor_memory import SurvivorMemory, default_folder
 from services.worker.core.rank_environment import INHERITED
 from services.worker.launch.executor import Executor, ProcessExecutor
-from services.worker.launch.warm_server import Warm
+from services.worker.launch.warm_server import WarmServer
 from services.worker.node.gpu_check import GpuCheck
 from services.worker.node.inventory import inventory
-from services.worker.node.system_metrics import Meter
-from services.worker.node_context import Context, python_root
-from services.worker.notices.listener import heed_notices
+from services.worker.node.system_metrics import SystemMeter
+from services.worker.node_context import NodeContext, python_root
+from services.worker.notices.listener import listen_for_notices
 from services.worker.ranks.control_socket import socket_path
 from services.worker.settings import WorkerSettings
 
@@ -43,18 +43,18 @@ def build(settings: Settings, executor: Executor | None = None) -> Service:
         Ranged(reader, stall_s=settings.cache_stall_s),
         settings.cache_warm_dir,
     )
-    shards = service.resource(Shards(shard_files, settings.cache_max_bytes, ahead_s=settings.cache_ahead_s))
+    shards = service.resource(ShardCache(shard_files, settings.cache_max_bytes, ahead_s=settings.cache_ahead_s))
     found = inventory(settings)
     agent_folder = settings.data_dir.resolve() / "agent"
     warm = _warm(settings) if settings.warm and executor is None else None
-    context = Context(
+    context = NodeContext(
         settings=settings,
         bus=service.bus,
         objects=objects,
-        cache=Cache(cache_folder, objects, settings.cache_max_bytes, shards),
+        cache=NodeCache(cache_folder, objects, settings.cache_max_bytes, shards),
         executor=executor or ProcessExecutor(warm),
         inventory=found,
-        meter=Meter(found.gpus),
+        meter=SystemMeter(found.gpus),
         gpu_check=GpuCheck(found.gpus),
         memory=_memory(settings),
     )
@@ -76,7 +76,7 @@ def build(settings: Settings, executor: Executor | None = None) -> Service:
 
     service.background(agent.run)
     service.background(keep_warm)
-    service.background(lambda: heed_notices(settings, agent))
+    service.background(lambda: listen_for_notices(settings, agent))
 
     async def leave_unheard() -> None:
         try:
@@ -90,16 +90,16 @@ def build(settings: Settings, executor: Executor | None = None) -> Service:
     return service
 
 
-def _memory(settings: WorkerSettings) -> Memory:
+def _memory(settings: WorkerSettings) -> SurvivorMemory:
     named = settings.memory_dir
     folder = default_folder(settings.node_id, settings.data_dir) if named is None else Path(named) if named else None
-    return Memory(folder, settings.memory_max_bytes)
+    return SurvivorMemory(folder, settings.memory_max_bytes)
 
 
-def _warm(settings: WorkerSettings) -> Warm:
+def _warm(settings: WorkerSettings) -> WarmServer:
     folder = settings.data_dir.resolve() / "agent"
     folder.mkdir(parents=True, exist_ok=True)
     environment = {name: os.environ[name] for name in INHERITED if name in os.environ}
     # One thread: what forks must not have more, and ranks share the cores.
     environment |= {"PYTHONPATH": str(python_root()), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-    return Warm(socket_path(folder, "warm.sock"), folder / "warm.log", environment)
+    return WarmServer(socket_path(folder, "warm.sock"), folder / "warm.log", environment)

@@ -14,14 +14,14 @@ from contracts.base import Fact
 from contracts.events.run import RunPlaced
 from services.kit.bus import Bus
 from services.kit.store.objects import ObjectStore
-from services.worker.cache.node_cache import Cache
-from services.worker.checkpoints.known_blobs import Known
-from services.worker.checkpoints.survivor_memory import Memory
-from services.worker.core.rank_environment import Place
+from services.worker.cache.node_cache import NodeCache
+from services.worker.checkpoints.known_blobs import KnownBlobs
+from services.worker.checkpoints.survivor_memory import SurvivorMemory
+from services.worker.core.rank_environment import NodeEnvironment
 from services.worker.launch.executor import Executor
 from services.worker.node.gpu_check import GpuCheck
-from services.worker.node.inventory import Inventory, interface_of
-from services.worker.node.system_metrics import Meter
+from services.worker.node.inventory import NodeInventory, interface_of
+from services.worker.node.system_metrics import SystemMeter
 from services.worker.settings import WorkerSettings
 
 #: Where CUDA looks for the daemon if nothing else is said.
@@ -38,28 +38,28 @@ class Meeting(Protocol):
 
 
 @dataclass(slots=True)
-class Context:
+class NodeContext:
     settings: WorkerSettings
     bus: Bus
     objects: ObjectStore
-    cache: Cache
+    cache: NodeCache
     executor: Executor
-    inventory: Inventory
-    meter: Meter
-    memory: Memory = field(default_factory=lambda: Memory(None, 0))
+    inventory: NodeInventory
+    meter: SystemMeter
+    memory: SurvivorMemory = field(default_factory=lambda: SurvivorMemory(None, 0))
     gpu_check: GpuCheck = field(default_factory=lambda: GpuCheck(()))
     #: Told when devices are unfit: the slots, and why.
     on_unfit: Callable[[tuple[int, ...], str], Awaitable[None]] | None = None
     #: Slot -> the shares of it that other runs have on this node than the one that was placed.
     held_beside: Callable[[RunPlaced], Mapping[int, Sequence[float]]] = lambda placed: {}
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    known: Known = field(default_factory=Known)
+    known: KnownBlobs = field(default_factory=KnownBlobs)
 
-    def place(self, launch_path: Path, prepared: Meeting) -> Place:
+    def place(self, launch_path: Path, prepared: Meeting) -> NodeEnvironment:
         """Where the ranks of one placement run."""
         address, port = prepared.master
         code = (str(prepared.code_folder),) if prepared.code_folder is not None else ()
-        return Place(
+        return NodeEnvironment(
             launch_path=str(launch_path),
             master_address=address,
             master_port=port,

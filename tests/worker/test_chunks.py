@@ -24,13 +24,13 @@ from services.kit.chunks import restore_file
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectCorrupted
 from services.kit.store.objects import ObjectStore, blob_sha256
-from services.worker.cache.node_cache import Cache
+from services.worker.cache.node_cache import NodeCache
 from services.worker.checkpoints.blob_repair import repair
 from services.worker.checkpoints.dvc import pointer_key, write_pointer
-from services.worker.checkpoints.known_blobs import Known
-from services.worker.checkpoints.uploader import Uploader, bases_of, cut_file
+from services.worker.checkpoints.known_blobs import KnownBlobs
+from services.worker.checkpoints.uploader import CheckpointUploader, bases_of, cut_file
 from services.worker.core import chunk_boundaries as core
-from services.worker.core.delta_bases import Bases
+from services.worker.core.delta_bases import DeltaBases
 from tests.worker.conftest import World
 
 MIB = 2**20
@@ -51,8 +51,8 @@ def pieces_of(path: Path) -> list[tuple[str, str, int]]:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, objects: ObjectStore) -> Cache:
-    return Cache(tmp_path / "cache", objects, 2**30)
+def cache(tmp_path: Path, objects: ObjectStore) -> NodeCache:
+    return NodeCache(tmp_path / "cache", objects, 2**30)
 
 
 # -- cutting -------------------------------------------------------------------
@@ -130,7 +130,7 @@ def test_a_header_that_describes_nonsense_is_not_followed(described: Any) -> Non
 
 
 async def test_only_what_is_new_is_sent_and_everything_comes_back(
-    tmp_path: Path, cache: Cache, objects: ObjectStore, s3_settings: Settings
+    tmp_path: Path, cache: NodeCache, objects: ObjectStore, s3_settings: Settings
 ) -> None:
     bucket = s3_settings.bucket_models
     names = {f"block.{n:02d}.weight": 1_500_000 for n in range(20)} | {"head": 20 * MIB, "tail.bias": 400}
@@ -141,23 +141,23 @@ async def test_only_what_is_new_is_sent_and_everything_comes_back(
     (tmp_path / "state.json").write_text("{}")
     (tmp_path / "empty").touch()
     named = {"model-0.safetensors": path, "state.json": tmp_path / "state.json", "empty": tmp_path / "empty"}
-    known = Known()
+    known = KnownBlobs()
 
-    first = Uploader(objects, bucket, cache, known)
+    first = CheckpointUploader(objects, bucket, cache, known)
     files = await first.files(named)
     size_bytes = sum(file.size_bytes for file in files)
     # Equal pieces went once.
     assert size_bytes - 5 * MIB < first.sent_bytes <= size_bytes - 4 * MIB
 
     # Another rank, a new life of the agent: the store is asked, nothing is sent but what is too small to ask for.
-    again = Uploader(objects, bucket, Cache(tmp_path / "other", objects, 2**30), Known())
+    again = CheckpointUploader(objects, bucket, NodeCache(tmp_path / "other", objects, 2**30), KnownBlobs())
     assert await again.files(named) == files
     assert again.sent_bytes < 70_000
 
     state["block.07.weight"] = state["block.07.weight"] * 2
     (tmp_path / "next").mkdir()
     save_file(state, tmp_path / "next" / "model-0.safetensors")
-    second = Uploader(objects, bucket, cache, known)
+    second = CheckpointUploader(objects, bucket, cache, known)
     changed = await second.files({"model-0.safetensors": tmp_path / "next" / "model-0.safetensors"})
     assert second.sent_bytes < 1_500_000 + 10_000
 
@@ -174,18 +174,22 @@ async def test_only_what_is_new_is_sent_and_everything_comes_back(
 
 
 async def test_a_resume_takes_from_the_node_what_it_has(
-    tmp_path: Path, cache: Cache, objects: ObjectStore, s3_settings: Settings, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cache: NodeCache, objects: ObjectStore, s3_settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pieces survive the agent, are found in whole files, and are fetched where the file is gone."""
     state = tensors({"a": MIB, "b": MIB, "c": MIB})
     path = tmp_path / "model-0.safetensors"
     save_file(state, path)
-    (file,) = await Uploader(objects, s3_settings.bucket_models, cache, Known()).files({"model-0.safetensors": path})
+    (file,) = await CheckpointUploader(objects, s3_settings.bucket_models, cache, KnownBlobs()).files(
+        {"model-0.safetensors": path}
+    )
     # The same tensors in another division: no file is the same, every tensor is.
     save_file({"b": state["b"], "c": state["c"]}, tmp_path / "half.safetensors")
     half_path = tmp_path / "half.safetensors"
-    other = Cache(tmp_path / "other", objects, 2**30)
-    (half,) = await Uploader(objects, s3_settings.bucket_models, other, Known()).files({"half.safetensors": half_path})
+    other = NodeCache(tmp_path / "other", objects, 2**30)
+    (half,) = await CheckpointUploader(objects, s3_settings.bucket_models, other, KnownBlobs()).files(
+        {"half.safetensors": half_path}
+    )
     uri = f"s3://{s3_settings.bucket_models}/manifest.json"
     manifest = {"step": 1, "epoch": 1, "samples_consumed": 8, "files": [half.model_dump(mode="json")]}
     await objects.put(uri, json.dumps(manifest).encode())
@@ -193,14 +197,14 @@ async def test_a_resume_takes_from_the_node_what_it_has(
     asked: list[str] = []
     read_into = objects.read_into
     monkeypatch.setattr(objects, "read_into", lambda uri, *rest: asked.append(uri) or read_into(uri, *rest))
-    reborn = Cache(cache.folder, objects, 2**30)
+    reborn = NodeCache(cache.folder, objects, 2**30)
     async with reborn.holding() as hold:
         await reborn.checkpoint(uri, tmp_path / "resume", hold)
     assert (tmp_path / "resume" / "half.safetensors").read_bytes() == half_path.read_bytes()
     assert asked == [half.chunks[0].uri]  # its header; the tensors were here
 
     # What was evicted is no longer found, and fetched.
-    empty = Cache(cache.folder, objects, 0)
+    empty = NodeCache(cache.folder, objects, 0)
     empty.evict()
     assert all(empty.find(chunk.sha256) is None for chunk in (*file.chunks, *half.chunks))
     async with empty.holding() as hold:
@@ -210,13 +214,13 @@ async def test_a_resume_takes_from_the_node_what_it_has(
 
 
 async def test_what_was_here_before_the_machine_started_is_hashed_first(
-    tmp_path: Path, cache: Cache, objects: ObjectStore, s3_settings: Settings
+    tmp_path: Path, cache: NodeCache, objects: ObjectStore, s3_settings: Settings
 ) -> None:
     """Nothing is flushed for the cache: a power cut may leave the right name with the wrong bytes."""
     path = tmp_path / "model-0.safetensors"
     save_file(tensors({"a": MIB, "b": MIB}), path)
     content = path.read_bytes()
-    (file,) = await Uploader(objects, s3_settings.bucket_models, cache, Known()).files({path.name: path})
+    (file,) = await CheckpointUploader(objects, s3_settings.bucket_models, cache, KnownBlobs()).files({path.name: path})
     uri = f"s3://{s3_settings.bucket_models}/manifest.json"
     manifest = {"step": 1, "epoch": 1, "samples_consumed": 8, "files": [file.model_dump(mode="json")]}
     await objects.put(uri, json.dumps(manifest).encode())
@@ -238,8 +242,8 @@ async def test_damage_in_the_store_leaves_nothing(tmp_path: Path, objects: Objec
     bucket = s3_settings.bucket_models
     path = tmp_path / "file"
     path.write_bytes(random.Random(1).randbytes(20 * MIB))
-    cache = Cache(tmp_path / "cache", objects, 2**30)
-    (file,) = await Uploader(objects, bucket, cache, Known()).files({"file": path})
+    cache = NodeCache(tmp_path / "cache", objects, 2**30)
+    (file,) = await CheckpointUploader(objects, bucket, cache, KnownBlobs()).files({"file": path})
     assert [chunk.size_bytes for chunk in file.chunks] == [8 * MIB, 8 * MIB, 4 * MIB]
     for harm in (b"x" * (4 * MIB), b"short"):
         # As a disk does it: under the blob's name, past the store's check.
@@ -253,9 +257,9 @@ async def test_damage_in_the_store_leaves_nothing(tmp_path: Path, objects: Objec
 
 
 async def test_differences_restore_to_the_bit_and_their_chains_end(
-    tmp_path: Path, cache: Cache, objects: ObjectStore, s3_settings: Settings
+    tmp_path: Path, cache: NodeCache, objects: ObjectStore, s3_settings: Settings
 ) -> None:
-    bucket, known = s3_settings.bucket_models, Known()
+    bucket, known = s3_settings.bucket_models, KnownBlobs()
     generator = np.random.default_rng(3)
     state = tensors({"layer.weight": 2 * MIB, "noise": MIB})
     versions: list[tuple[CheckpointFile, bytes]] = []
@@ -266,8 +270,8 @@ async def test_differences_restore_to_the_bit_and_their_chains_end(
         path = tmp_path / str(step) / name
         path.parent.mkdir()
         save_file(state, path)
-        bases = bases_of(step - 1, [versions[-1][0]], cache) if versions else Bases()
-        uploader = Uploader(objects, bucket, cache, known, bases)
+        bases = bases_of(step - 1, [versions[-1][0]], cache) if versions else DeltaBases()
+        uploader = CheckpointUploader(objects, bucket, cache, known, bases)
         (file,) = await uploader.files({name: path})
         versions.append((file, path.read_bytes()))
         layer, noise = file.chunks[1], file.chunks[2]
@@ -296,16 +300,20 @@ async def test_differences_restore_to_the_bit_and_their_chains_end(
 
 
 async def test_rotten_blobs_are_written_anew_from_a_node(
-    tmp_path: Path, cache: Cache, objects: ObjectStore, s3_settings: Settings, bus: Bus
+    tmp_path: Path, cache: NodeCache, objects: ObjectStore, s3_settings: Settings, bus: Bus
 ) -> None:
     """Parts of files and differences alike; what this node has not, or has damaged, is left to others."""
-    bucket, known = s3_settings.bucket_models, Known()
+    bucket, known = s3_settings.bucket_models, KnownBlobs()
     state = tensors({"a": MIB, "b": MIB, "c": MIB})
     save_file(state, tmp_path / "one.safetensors")
-    (one,) = await Uploader(objects, bucket, cache, known).files({"m.safetensors": tmp_path / "one.safetensors"})
+    (one,) = await CheckpointUploader(objects, bucket, cache, known).files(
+        {"m.safetensors": tmp_path / "one.safetensors"}
+    )
     save_file(state | {"a": state["a"] * np.float32(1 + 1e-6)}, tmp_path / "two.safetensors")
     bases = bases_of(1, [one], cache)
-    (two,) = await Uploader(objects, bucket, cache, known, bases).files({"m.safetensors": tmp_path / "two.safetensors"})
+    (two,) = await CheckpointUploader(objects, bucket, cache, known, bases).files(
+        {"m.safetensors": tmp_path / "two.safetensors"}
+    )
     plain, difference = two.chunks[2], two.chunks[1]
     assert (plain.encoding, difference.encoding) == ("plain", "xor-zstd")
     elsewhere = f"s3://{bucket}/blobs/sha256/ab/{'ab' * 32}"
@@ -339,31 +347,31 @@ async def test_rotten_blobs_are_written_anew_from_a_node(
 
 
 async def test_what_is_not_trusted_is_sent_anew(
-    tmp_path: Path, cache: Cache, objects: ObjectStore, s3_settings: Settings
+    tmp_path: Path, cache: NodeCache, objects: ObjectStore, s3_settings: Settings
 ) -> None:
-    bucket, known = s3_settings.bucket_models, Known()
+    bucket, known = s3_settings.bucket_models, KnownBlobs()
     path = tmp_path / "file"
     path.write_bytes(b"7" * MIB)
-    (file,) = await Uploader(objects, bucket, cache, known).files({"file": path})
+    (file,) = await CheckpointUploader(objects, bucket, cache, known).files({"file": path})
     await objects.delete(file.chunks[0].uri)
     # Known to be there: nobody looks. The checkpoint service does, and its refusal is heard.
-    blind = Uploader(objects, bucket, cache, known)
+    blind = CheckpointUploader(objects, bucket, cache, known)
     await blind.files({"file": path})
     assert blind.sent_bytes == 0
     known.forget()
-    seeing = Uploader(objects, bucket, cache, known)
+    seeing = CheckpointUploader(objects, bucket, cache, known)
     await seeing.files({"file": path})
     assert seeing.sent_bytes == MIB
     # There, and of the right size, but said to be rotten.
     known.distrust([file.sha256])
     for expected in (MIB, 0):
-        uploader = Uploader(objects, bucket, cache, known)
+        uploader = CheckpointUploader(objects, bucket, cache, known)
         await uploader.files({"file": path})
         assert uploader.sent_bytes == expected
 
 
 async def test_an_upload_that_is_given_up_ends_all_of_its_requests(
-    tmp_path: Path, cache: Cache, objects: ObjectStore, s3_settings: Settings
+    tmp_path: Path, cache: NodeCache, objects: ObjectStore, s3_settings: Settings
 ) -> None:
     path = tmp_path / "file"
     path.write_bytes(random.Random(2).randbytes(33 * MIB))
@@ -375,7 +383,7 @@ async def test_an_upload_that_is_given_up_ends_all_of_its_requests(
         await asyncio.Event().wait()
 
     objects.put = slow  # type: ignore[method-assign]
-    uploader = Uploader(objects, s3_settings.bucket_models, cache, Known())
+    uploader = CheckpointUploader(objects, s3_settings.bucket_models, cache, KnownBlobs())
     task = asyncio.create_task(uploader.files({"file": path}))
     await begun.wait()
     task.cancel()

@@ -15,9 +15,8 @@ from contracts.events.node import NodeLost
 from contracts.events.run import CheckpointRef, Member, RunCompleted, RunPlaced, RunPreempting
 from contracts.events.train import TrainRequested
 from contracts.ranks import CheckpointLine
-from services.worker.core import journal
+from services.worker.core import journal, rank_environment, rank_exits
 from services.worker.core import node_decisions as plan
-from services.worker.core import rank_environment as ranks
 from services.worker.core.checkpoint_steps import ready_steps
 
 
@@ -46,22 +45,26 @@ COMMITTED = CheckpointCommitted(
 )
 ELSEWHERE, LOST = placed(2, "n2"), NodeLost(node_id="n1", incarnation="me")
 CASES: list[tuple[str, list[Any], list[str]]] = [
-    ("ours", [placed()], ["Place"]),
+    ("ours", [placed()], ["StartGeneration"]),
     ("not ours", [placed(node_id="n2")], []),
-    ("twice", [placed(), placed()], ["Place"]),
-    ("older after newer", [placed(2), placed(1)], ["Place"]),
-    ("newer here", [placed(), placed(2)], ["Place", "Drop", "Place"]),
-    ("newer elsewhere", [placed(), ELSEWHERE], ["Place", "Drop", "Leave"]),
-    ("stop", [placed(), preempting()], ["Place", "Stop"]),
-    ("stop of another generation", [placed(2), preempting(1)], ["Place"]),
+    ("twice", [placed(), placed()], ["StartGeneration"]),
+    ("older after newer", [placed(2), placed(1)], ["StartGeneration"]),
+    ("newer here", [placed(), placed(2)], ["StartGeneration", "DropGeneration", "StartGeneration"]),
+    ("newer elsewhere", [placed(), ELSEWHERE], ["StartGeneration", "DropGeneration", "ForgetRun"]),
+    ("stop", [placed(), preempting()], ["StartGeneration", "StopGeneration"]),
+    ("stop of another generation", [placed(2), preempting(1)], ["StartGeneration"]),
     ("stop of what is not here", [preempting()], []),
-    ("committed", [placed(), COMMITTED], ["Place", "Settled"]),
-    ("committed by an old generation", [placed(2), COMMITTED], ["Place"]),
-    ("over", [placed(), RunCompleted(run_id="r", generation=1)], ["Place", "Drop", "CleanUp"]),
-    ("lost", [placed(), LOST], ["Place", "Drop", "Rejoin"]),
-    ("an earlier life lost", [placed(), NodeLost(node_id="n1", incarnation="old")], ["Place", "Drop"]),
-    ("another node lost", [placed(), NodeLost(node_id="n2", incarnation="me")], ["Place"]),
-    ("stop after lost", [placed(), LOST, preempting()], ["Place", "Drop", "Rejoin"]),
+    ("committed", [placed(), COMMITTED], ["StartGeneration", "SettleCheckpoint"]),
+    ("committed by an old generation", [placed(2), COMMITTED], ["StartGeneration"]),
+    ("over", [placed(), RunCompleted(run_id="r", generation=1)], ["StartGeneration", "DropGeneration", "CleanUpRun"]),
+    ("lost", [placed(), LOST], ["StartGeneration", "DropGeneration", "RejoinCluster"]),
+    (
+        "an earlier life lost",
+        [placed(), NodeLost(node_id="n1", incarnation="old")],
+        ["StartGeneration", "DropGeneration"],
+    ),
+    ("another node lost", [placed(), NodeLost(node_id="n2", incarnation="me")], ["StartGeneration"]),
+    ("stop after lost", [placed(), LOST, preempting()], ["StartGeneration", "DropGeneration", "RejoinCluster"]),
 ]
 
 
@@ -87,7 +90,7 @@ def test_a_journal_read_in_any_pieces_gives_each_point_once(cuts: list[int], bad
              for n in range(1, 15)]  # fmt: skip
     raw = [json.dumps(line).encode() + b"\n" for line in lines]
     content = b"".join([*raw[:5], *([b'{"kind": oops\n', b"\xff\n", b"[]\n"] if bad else []), *raw[5:]])
-    whose, state, steps, start = journal.Placed("r", 1, "n"), journal.RankState(), [], 0
+    whose, state, steps, start = journal.JournalSource("r", 1, "n"), journal.RankState(), [], 0
     for end in [*sorted(cut for cut in cuts if cut < len(content)), len(content)]:
         piece = journal.whole_lines(content[start:end])
         found, problems = journal.parse(piece, start)
@@ -124,9 +127,11 @@ def test_output_is_made_fit_to_be_shown() -> None:
 def test_a_rank_sees_nothing_of_the_agents_environment_but_a_few_names() -> None:
     agents = {"PATH": "/usr/bin", "HOME": "/root", "AWS_SECRET_ACCESS_KEY": "s", "TRAINBUS_S3_SECRET_KEY": "s"}
     agents |= {"TRAINBUS_NATS_PASSWORD": "s", "NATS_TOKEN": "s", "RANK": "9"}
-    place = ranks.Place("/l.json", "10.0.0.1", 29, ("/code", "/lib"), "/venv/bin", 8, 2, "eth0", ("GPU-a", "GPU-b"))
+    place = rank_environment.NodeEnvironment(
+        "/l.json", "10.0.0.1", 29, ("/code", "/lib"), "/venv/bin", 8, 2, "eth0", ("GPU-a", "GPU-b")
+    )
     event = placed(env={"MODE": "x", "RANK": "7", "PYTHONPATH": "/mine"})
-    (start,) = ranks.starts(event, event.members[0], agents, place)
+    (start,) = rank_environment.build_process_specs(event, event.members[0], agents, place)
     assert "s" not in start.environment.values()
     assert start.environment["PATH"] == "/venv/bin:/usr/bin"
     assert start.environment["PYTHONPATH"] == "/code:/lib:/mine"
@@ -139,15 +144,15 @@ def test_a_rank_sees_nothing_of_the_agents_environment_but_a_few_names() -> None
 
 
 ENDS = [
-    ("done", [ranks.Exit(0, 0, 1.0)], None),
-    ("stopped", [ranks.Exit(0, 75, 1.0), ranks.Exit(1, 0, 1.0)], None),
-    ("first is the cause", [ranks.Exit(0, 1, 2.0), ranks.Exit(1, -9, 1.0)], 1),
+    ("done", [rank_exits.Exit(0, 0, 1.0)], None),
+    ("stopped", [rank_exits.Exit(0, 75, 1.0), rank_exits.Exit(1, 0, 1.0)], None),
+    ("first is the cause", [rank_exits.Exit(0, 1, 2.0), rank_exits.Exit(1, -9, 1.0)], 1),
 ]
 
 
 @pytest.mark.parametrize(("exits", "rank"), [case[1:] for case in ENDS], ids=[case[0] for case in ENDS])
-def test_the_first_failure_is_the_cause(exits: list[ranks.Exit], rank: int | None) -> None:
-    failure = ranks.first_failure(exits)
+def test_the_first_failure_is_the_cause(exits: list[rank_exits.Exit], rank: int | None) -> None:
+    failure = rank_exits.first_failure(exits)
     assert (failure.rank if failure else None) == rank
 
 
@@ -182,15 +187,15 @@ Root Cause (first observed failure):
     ],
 )
 def test_the_cause_is_what_the_script_said_and_not_what_torchrun_did(lines: list[str], expected: Any) -> None:
-    failure, tail = ranks.cause(ranks.Exit(0, 1, 9.0), lines)
-    assert (failure.rank, failure.code, tail) == (expected or (0, 1, tuple(lines[-ranks.TAIL_LINES :])))
+    failure, tail = rank_exits.cause(rank_exits.Exit(0, 1, 9.0), lines)
+    assert (failure.rank, failure.code, tail) == (expected or (0, 1, tuple(lines[-rank_exits.TAIL_LINES :])))
 
 
 def test_exits_in_words() -> None:
-    assert ranks.exit_text(-9) == ranks.exit_text(137) == "was killed by SIGKILL"
-    assert ranks.exit_text(3) == "ended with exit code 3"
-    assert ranks.is_infrastructure_failure(1, False, "RuntimeError: EADDRINUSE")
-    assert not ranks.is_infrastructure_failure(1, True, "RuntimeError: EADDRINUSE")
+    assert rank_exits.exit_text(-9) == rank_exits.exit_text(137) == "was killed by SIGKILL"
+    assert rank_exits.exit_text(3) == "ended with exit code 3"
+    assert rank_exits.is_infrastructure_failure(1, False, "RuntimeError: EADDRINUSE")
+    assert not rank_exits.is_infrastructure_failure(1, True, "RuntimeError: EADDRINUSE")
 
 
 def test_a_checkpoint_is_ready_when_every_rank_has_it_or_nobody_will_follow() -> None:
@@ -221,5 +226,5 @@ def test_ranks_whose_peers_failed_may_leave_their_state_behind(reason: Any, then
     state, _ = plan.decide(plan.NodeState("n1", incarnation="me"), placed(), 1)
     order = RunPreempting(run_id="r", generation=1, reason="x", queue_reason=reason, grace_s=0, then=then)
     [stop] = plan.decide(state, order, 2)[1]
-    assert isinstance(stop, plan.Stop)
+    assert isinstance(stop, plan.StopGeneration)
     assert stop.peer_lost is expected

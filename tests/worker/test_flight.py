@@ -11,10 +11,10 @@ import pytest
 
 from contracts.events.run import Artifact, RunStalled
 from services.kit.clock import ManualClock
-from services.worker.core import rank_environment as ranks
+from services.worker.core import rank_environment
 from services.worker.core.stall_detector import Stall
 from services.worker.ranks import flight_recorder as flight
-from services.worker.ranks.stall_watcher import Watcher
+from services.worker.ranks.stall_watcher import StallWatcher
 from tests.worker.test_core import placed
 from tests.worker.test_journal import Bus, follower
 
@@ -46,9 +46,11 @@ class Recorder(threading.Thread):
 
 
 def stem_of(folder: Path, gpus: tuple[str, ...] = ("GPU-a", "GPU-b")) -> str:
-    place = ranks.Place(str(folder / "launch.json"), "10.0.0.1", 29, (), "/bin", 8, 2, "eth0", gpus)
+    place = rank_environment.NodeEnvironment(
+        str(folder / "launch.json"), "10.0.0.1", 29, (), "/bin", 8, 2, "eth0", gpus
+    )
     event = placed()
-    (start,) = ranks.starts(event, event.members[0], {}, place)
+    (start,) = rank_environment.build_process_specs(event, event.members[0], {}, place)
     assert start.environment.get("TORCH_FR_BUFFER_SIZE") == ("2000" if gpus else None)
     stem = start.environment.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "")
     assert stem == start.environment.get("TORCH_FR_DUMP_TEMP_FILE", "")
@@ -74,7 +76,7 @@ async def test_dumps_are_asked_for_kept_and_told(tmp_path: Path, monkeypatch: py
         return tuple(Artifact(name=name, uri=f"s3://models/{name}", sha256="0" * 64, size_bytes=13) for name in names)
 
     bus = Bus()
-    watcher = Watcher(
+    watcher = StallWatcher(
         placed(), "n1", tmp_path, follower(tmp_path, bus, ManualClock()), list, bus.publish, lambda: False, keep
     )
     try:

@@ -11,7 +11,7 @@ import pytest
 
 from contracts.events.node import NodeUnfit
 from contracts.events.run import RunExited
-from services.worker.node.gpu_check import GpuCheck, Unfit
+from services.worker.node.gpu_check import GpuCheck, UnfitDeviceError
 from services.worker.node.inventory import Gpu
 from tests.worker.conftest import World
 
@@ -76,7 +76,7 @@ async def test_what_is_wrong_is_said(
     if not why:
         await check.check((0, 1))
         return
-    with pytest.raises(Unfit, match=why) as caught:
+    with pytest.raises(UnfitDeviceError, match=why) as caught:
         await check.check((1,))
     assert caught.value.slots == (1,)
     if command is RIGHT:
@@ -91,7 +91,7 @@ async def test_what_computed_right_a_while_ago_is_asked_but_not_tried_again(monk
     check._command = WRONG
     await check.check((0,))
     now = 10_000.0
-    with pytest.raises(Unfit):
+    with pytest.raises(UnfitDeviceError):
         await check.check((0,))
 
 

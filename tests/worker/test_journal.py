@@ -10,8 +10,8 @@ from contracts.events.run import RunLog, RunProgress, RunStarted
 from contracts.ranks import MetricsLine, json_line
 from services.kit.bus import Transient
 from services.kit.clock import ManualClock
-from services.worker.core.journal import Placed, compile_patterns
-from services.worker.ranks.journal_follower import Follower
+from services.worker.core.journal import JournalSource, compile_patterns
+from services.worker.ranks.journal_follower import JournalFollower
 
 
 class Bus:
@@ -35,14 +35,14 @@ class Bus:
         return list(by_id.values())
 
 
-def follower(folder: Path, bus: Bus, clock: ManualClock, **more: Any) -> Follower:
+def follower(folder: Path, bus: Bus, clock: ManualClock, **more: Any) -> JournalFollower:
     patterns = compile_patterns({"loss": r"loss=([0-9.]+)"})
-    placed = Placed("r1", 1, "n1")
+    placed = JournalSource("r1", 1, "n1")
 
     def now() -> float:
         return clock.now().timestamp()
 
-    return Follower(placed, (0,), folder, bus.publish, now, interval_s=0.01, patterns=patterns, **more)
+    return JournalFollower(placed, (0,), folder, bus.publish, now, interval_s=0.01, patterns=patterns, **more)
 
 
 def write(folder: Path, *steps: int) -> None:

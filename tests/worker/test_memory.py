@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from services.worker.checkpoints.survivor_memory import Memory
+from services.worker.checkpoints.survivor_memory import SurvivorMemory
 
 
 def leave(folder: Path, generation: int, step: int, size_bytes: int = 10, name: str = "step_{}") -> Path:
@@ -16,7 +16,7 @@ def leave(folder: Path, generation: int, step: int, size_bytes: int = 10, name: 
 
 
 def test_state_stays_until_the_next_generation_has_its_own_in_the_store(tmp_path: Path) -> None:
-    memory = Memory(tmp_path / "memory", 1000)
+    memory = SurvivorMemory(tmp_path / "memory", 1000)
     folder = memory.for_run("r", 1)
     assert folder is not None
     first = leave(folder, 1, 7)
@@ -36,7 +36,7 @@ def test_state_stays_until_the_next_generation_has_its_own_in_the_store(tmp_path
 
 
 def test_what_no_known_run_owns_goes_at_the_start_and_the_oldest_makes_room(tmp_path: Path) -> None:
-    memory = Memory(tmp_path / "memory", 100)
+    memory = SurvivorMemory(tmp_path / "memory", 100)
     states = {}
     for age, run in enumerate(("new", "old", "stray")):
         folder = memory.for_run(run, 1)
@@ -53,7 +53,7 @@ def test_what_no_known_run_owns_goes_at_the_start_and_the_oldest_makes_room(tmp_
 
 
 def test_a_state_is_being_written_while_its_name_is_hidden(tmp_path: Path) -> None:
-    memory = Memory(tmp_path, 1000)
+    memory = SurvivorMemory(tmp_path, 1000)
     folder = memory.for_run("r", 1)
     assert folder is not None
     assert not memory.being_written("r", 1, [0, 1])
@@ -65,7 +65,7 @@ def test_a_state_is_being_written_while_its_name_is_hidden(tmp_path: Path) -> No
 
 
 def test_without_a_folder_nothing_is_kept() -> None:
-    memory = Memory(None, 0)
+    memory = SurvivorMemory(None, 0)
     assert memory.for_run("r", 1) is None
     memory.committed("r", 1)
     memory.forget("r")
@@ -74,7 +74,7 @@ def test_without_a_folder_nothing_is_kept() -> None:
 
 
 def test_only_whole_state_of_the_generation_counts_as_newest(tmp_path: Path) -> None:
-    memory = Memory(tmp_path, 10**9)
+    memory = SurvivorMemory(tmp_path, 10**9)
     for name in (
         "g3/step_00000007-rank_0",
         "g3/step_00000009-rank_1",
@@ -84,4 +84,4 @@ def test_only_whole_state_of_the_generation_counts_as_newest(tmp_path: Path) -> 
         (tmp_path / "r1" / name).mkdir(parents=True)
     assert memory.newest_step("r1", 3) == 9
     assert memory.newest_step("r1", 4) is None
-    assert Memory(None, 0).newest_step("r1", 3) is None
+    assert SurvivorMemory(None, 0).newest_step("r1", 3) is None

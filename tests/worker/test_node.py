@@ -13,7 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from contracts.events.node import NodeJoined
-from services.worker.cache.node_cache import Cache
+from services.worker.cache.node_cache import NodeCache
 from services.worker.cache.shard_files import shard_path
 from services.worker.node import inventory as node
 from services.worker.node.inventory import Gpu, cpu_limit, find_gpus, inventory, memory_limit_bytes, visible_gpus
@@ -165,7 +165,7 @@ def test_a_capacity_that_nobody_knows_is_refused() -> None:
 
 
 def test_datasets_that_are_whole_in_the_cache(tmp_path: Path) -> None:
-    cache = Cache(tmp_path, None, 0)  # type: ignore[arg-type]  # nothing is fetched
+    cache = NodeCache(tmp_path, None, 0)  # type: ignore[arg-type]  # nothing is fetched
     for name, shards in (("a", 2), ("b", 1), ("c", 0)):
         folder = tmp_path / "datasets" / name
         folder.mkdir(parents=True)

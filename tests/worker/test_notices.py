@@ -21,13 +21,13 @@ from aiohttp import web
 from contracts.events.node import NodeNotice
 from contracts.events.run import RunReleased
 from services.worker.notices import find_sources
-from services.worker.notices.azure import Azure
-from services.worker.notices.base import Metadata, Notice, Source
-from services.worker.notices.ec2 import Ec2
-from services.worker.notices.gcp import Gcp
-from services.worker.notices.kubernetes import Kubernetes
+from services.worker.notices.azure import AzureSource
+from services.worker.notices.base import MetadataServer, Notice, NoticeSource
+from services.worker.notices.ec2 import Ec2Source
+from services.worker.notices.gcp import GcpSource
+from services.worker.notices.kubernetes import KubernetesSource
 from services.worker.notices.listener import listen
-from services.worker.notices.slurm import Slurm
+from services.worker.notices.slurm import SlurmSource
 from tests.worker.conftest import World, until
 
 
@@ -90,12 +90,12 @@ async def fake() -> AsyncIterator[Fake]:
 
 
 @pytest_asyncio.fixture
-async def metadata(fake: Fake) -> AsyncIterator[Metadata]:
+async def metadata(fake: Fake) -> AsyncIterator[MetadataServer]:
     async with aiohttp.ClientSession() as session:
-        yield Metadata(session, fake.url, 0.02)
+        yield MetadataServer(session, fake.url, 0.02)
 
 
-async def first(source: Source, count: int = 1) -> list[Notice]:
+async def first(source: NoticeSource, count: int = 1) -> list[Notice]:
     """The first notices of a source."""
     found: list[Notice] = []
     async with asyncio.timeout(60):
@@ -106,8 +106,8 @@ async def first(source: Source, count: int = 1) -> list[Notice]:
     return found
 
 
-async def test_ec2_recommends_and_then_interrupts(fake: Fake, metadata: Metadata) -> None:
-    ec2 = Ec2(metadata)
+async def test_ec2_recommends_and_then_interrupts(fake: Fake, metadata: MetadataServer) -> None:
+    ec2 = Ec2Source(metadata)
     assert await ec2.applies()
     fake.say("/latest/meta-data/events/recommendations/rebalance", json.dumps({"noticeTime": "2026-11-20T21:00:00Z"}))
     watching = asyncio.create_task(first(ec2, 2))
@@ -123,10 +123,10 @@ async def test_ec2_recommends_and_then_interrupts(fake: Fake, metadata: Metadata
     assert fake.tokens > 1  # the first was used up
 
 
-async def test_gcp_answers_when_it_preempts(fake: Fake, metadata: Metadata) -> None:
+async def test_gcp_answers_when_it_preempts(fake: Fake, metadata: MetadataServer) -> None:
     base = "/computeMetadata/v1/instance/"
     fake.answers = {base + "preempted": "FALSE", base + "maintenance-event": "NONE"}
-    gcp = Gcp(metadata)
+    gcp = GcpSource(metadata)
     assert await gcp.applies()
     watching = asyncio.create_task(first(gcp, 2))
     fake.say(base + "maintenance-event", "MIGRATE_ON_HOST_MAINTENANCE")  # the machine survives that
@@ -147,10 +147,10 @@ class Node:
         self.heard: list[Notice] = []
         self.empty = asyncio.Event()
 
-    async def heed(self, notice: Notice) -> None:
+    async def handle_notice(self, notice: Notice) -> None:
         self.heard.append(notice)
 
-    async def emptied(self) -> None:
+    async def wait_until_idle(self) -> None:
         await self.empty.wait()
 
 
@@ -159,11 +159,11 @@ def _event(name: str, kind: str, *machines: str) -> dict[str, Any]:
     return {"EventId": name, "EventType": kind, "Resources": machines, "NotBefore": at, "EventStatus": "Scheduled"}
 
 
-async def test_azure_may_begin_when_nothing_runs_any_more(fake: Fake, metadata: Metadata) -> None:
+async def test_azure_may_begin_when_nothing_runs_any_more(fake: Fake, metadata: MetadataServer) -> None:
     events = [_event("a", "Freeze", "vm1"), _event("b", "Preempt", "vm2"), _event("c", "Preempt", "vm1")]
     fake.say("/metadata/instance/compute/name", "vm1")
     fake.say("/metadata/scheduledevents", json.dumps({"DocumentIncarnation": 1, "Events": events}))
-    azure, node = Azure(metadata), Node()
+    azure, node = AzureSource(metadata), Node()
     assert await azure.applies()
     listening = asyncio.create_task(listen(azure, node))
     async with asyncio.timeout(60):
@@ -181,7 +181,7 @@ async def test_azure_may_begin_when_nothing_runs_any_more(fake: Fake, metadata: 
 
 async def test_slurm_signals_and_its_time_ends() -> None:
     ends_at = int(time.time()) + 90
-    slurm = Slurm({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(ends_at)}, leave_before_s=30)
+    slurm = SlurmSource({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(ends_at)}, leave_before_s=30)
     watching = asyncio.create_task(first(slurm))
     await until(lambda: signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL, 60)  # else it would end the tests
     os.kill(os.getpid(), signal.SIGUSR1)
@@ -189,7 +189,7 @@ async def test_slurm_signals_and_its_time_ends() -> None:
     assert signalled.kind == "signal"
     assert signalled.grace_s is not None
     assert 80 < signalled.grace_s <= 90
-    (over,) = await first(Slurm({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(ends_at)}))
+    (over,) = await first(SlurmSource({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(ends_at)}))
     assert over.kind == "time-limit"
 
 
@@ -197,7 +197,7 @@ async def test_kubernetes_hook_writes_the_grace(tmp_path: Path) -> None:
     marker = tmp_path / "prestop"
     marker.write_text("5")
     os.utime(marker, (1, 1))  # of another life of the container
-    watching = asyncio.create_task(first(Kubernetes({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, marker, 0.01)))
+    watching = asyncio.create_task(first(KubernetesSource({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, marker, 0.01)))
     await asyncio.sleep(0.05)
     assert not watching.done()
     handle = marker.open("w")  # as a shell does: emptied first, then written
@@ -236,7 +236,7 @@ async def test_other_machines_are_never_asked() -> None:
     async with aiohttp.ClientSession() as session:
         for url in ("http://metadata.example", "http://10.0.0.1", "http://8.8.8.8/"):
             with pytest.raises(ValueError, match="link-local"):
-                Metadata(session, url, 1.0)
+                MetadataServer(session, url, 1.0)
 
 
 async def test_a_notice_is_told_and_runs_leave_with_a_checkpoint(

@@ -15,7 +15,7 @@ from tests.trainbus.support import LINEAR_TASK, linear_dataset
 from tests.worker.conftest import World, package, ranks_of, until
 
 
-async def prepare(world: World, folder: Path) -> RunPrepared:
+async def prepare_inputs(world: World, folder: Path) -> RunPrepared:
     """Have dataset and code in the store."""
     dataset = linear_dataset(folder)
     bucket = world.settings.bucket_datasets
@@ -29,7 +29,7 @@ async def prepare(world: World, folder: Path) -> RunPrepared:
 
 
 async def test_training_is_stopped_resumed_on_fewer_slots_and_evaluated(world: World, tmp_path: Path) -> None:
-    prepared = await prepare(world, tmp_path / "dataset")
+    prepared = await prepare_inputs(world, tmp_path / "dataset")
     service = build(world.settings.model_copy(update={"warm": True, "commit_patience_s": 10.0}))
     running = asyncio.create_task(service.run())
     committing = asyncio.create_task(world.commit_all())
@@ -64,7 +64,7 @@ async def test_training_is_stopped_resumed_on_fewer_slots_and_evaluated(world: W
 
 async def test_a_stop_whose_checkpoint_nobody_commits_loses_no_step(world: World, tmp_path: Path) -> None:
     """The node keeps what the ranks wrote; a generation that could not be prepared changes nothing about it."""
-    prepared = await prepare(world, tmp_path / "dataset")
+    prepared = await prepare_inputs(world, tmp_path / "dataset")
     service = build(world.settings.model_copy(update={"warm": True}))
     running = asyncio.create_task(service.run())
     committing = None

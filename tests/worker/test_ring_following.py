@@ -8,7 +8,7 @@ from pathlib import Path
 from contracts.events.run import RunProgress, RunStraggler
 from services.kit.bus import Transient
 from services.kit.clock import ManualClock
-from services.worker.ranks.journal_follower import Follower
+from services.worker.ranks.journal_follower import JournalFollower
 from services.worker.ranks.ring_reader import RingReader
 from tests.worker.test_journal import Bus, follower
 from trainbus.agent_link import Journal
@@ -19,7 +19,7 @@ def steps(bus: Bus) -> list[int]:
     return [point.step for fact in bus.distinct() if isinstance(fact, RunProgress) for point in fact.points]
 
 
-async def attempt(following: Follower) -> None:
+async def attempt(following: JournalFollower) -> None:
     with suppress(Transient):
         await following.poll()
 

@@ -27,8 +27,8 @@ from services.kit.store.objects import ObjectStore
 from services.kit.store.ranged import Ranged
 from services.kit.store.reader import ObjectReader
 from services.worker.cache import shard_cache as shards_module
-from services.worker.cache.node_cache import Cache, CacheError
-from services.worker.cache.shard_cache import Reading
+from services.worker.cache.node_cache import CacheError, NodeCache
+from services.worker.cache.shard_cache import DatasetView
 from tests.kit.support import until
 from trainbus.embedded.servers import S3Server
 
@@ -44,7 +44,7 @@ def sequence(stored: Stored, order: list[int], *, at: int = 0, rank: int = 0, pe
     return ShardPlanLine(rank=rank, split="train", at=at, per_s=per_s, needs=needs)
 
 
-def is_whole(reading: Reading, stored: Stored, number: int) -> bool:
+def is_whole(reading: DatasetView, stored: Stored, number: int) -> bool:
     """Whether a shard and its index are in the folder; that they are right, too."""
     shard = stored.shards()[number]
     path, index = reading.folder / shard.path, reading.folder / shard.index_path
@@ -55,11 +55,11 @@ def is_whole(reading: Reading, stored: Stored, number: int) -> bool:
     return True
 
 
-def here(reading: Reading, stored: Stored) -> set[int]:
+def here(reading: DatasetView, stored: Stored) -> set[int]:
     return {number for number in range(len(stored.shards())) if is_whole(reading, stored, number)}
 
 
-async def begin(cache: Cache, stored: Stored, folder: Path, hold: Any, **how: Any) -> Reading:
+async def begin(cache: NodeCache, stored: Stored, folder: Path, hold: Any, **how: Any) -> DatasetView:
     return await cache.dataset(stored.manifest_uri, stored.dataset_id, folder, hold, **how)
 
 

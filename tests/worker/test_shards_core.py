@@ -11,13 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.core.prefetch_schedule import NOMINAL_PER_S, SOMETIME_S, Agenda, Course, Present
+from services.worker.core.prefetch_schedule import (
+    NOMINAL_PER_S,
+    SOMETIME_S,
+    CachedShard,
+    PrefetchSchedule,
+    ReadSequence,
+)
 
-HERE = {name: Present(10, used_s) for used_s, name in enumerate("abcdef")}
+HERE = {name: CachedShard(10, used_s) for used_s, name in enumerate("abcdef")}
 
 
 @dataclass(eq=False)
-class Reading:
+class DatasetView:
     """Somebody who reads."""
 
     ready: set[str] = field(default_factory=set)
@@ -29,14 +35,14 @@ class Reading:
 # -- the plain definition ------------------------------------------------------------------------------
 
 
-def dues(course: Course) -> Iterator[tuple[str, float, int]]:
+def dues(course: ReadSequence) -> Iterator[tuple[str, float, int]]:
     """Each need that is not behind: the shard, the seconds until it is needed, its number."""
     for number, (shard, last) in enumerate(zip(course.shards, course.last, strict=True)):
         if last >= course.at:
             yield shard, course.due_s(number), number
 
 
-def earliest(courses: Collection[Course]) -> dict[str, float]:
+def earliest(courses: Collection[ReadSequence]) -> dict[str, float]:
     found: dict[str, float] = {}
     for course in courses:
         for shard, due_s, _ in dues(course):
@@ -45,7 +51,7 @@ def earliest(courses: Collection[Course]) -> dict[str, float]:
 
 
 def next_of(
-    courses: Mapping[Course, Reading], present: Mapping[str, Present], busy: Collection[str], check: bool
+    courses: Mapping[ReadSequence, DatasetView], present: Mapping[str, CachedShard], busy: Collection[str], check: bool
 ) -> tuple[float, str] | None:
     lacking = [
         (due_s, serial, number, shard)
@@ -57,7 +63,7 @@ def next_of(
 
 
 def victims_of(
-    present: Mapping[str, Present],
+    present: Mapping[str, CachedShard],
     needed: Mapping[str, float],
     spared: Collection[str],
     over_bytes: int,
@@ -84,18 +90,20 @@ def victims_of(
 
 def test_needs_behind_are_over_and_those_under_way_are_due_now() -> None:
     needs = [("a", 0, 99), ("b", 50, 150), ("c", 100, 100), ("d", 300, 400), ("a", 500, 600)]
-    course = Course(needs)
+    course = ReadSequence(needs)
     assert course.move(100, 10.0) == ["a"]
     assert earliest([course]) == {"b": 0.0, "c": 0.0, "d": 20.0, "a": 40.0}
     assert [course.next(shard) for shard in "abcdx"] == [4, 1, 2, 3, None]
-    assert earliest([Course([("a", 1000, 2000)])]) == {"a": 1000 / NOMINAL_PER_S}
-    assert earliest([Course.of("ab", every_s=2.0, after_s=1.0)]) == {"a": 1.0, "b": 3.0}
+    assert earliest([ReadSequence([("a", 1000, 2000)])]) == {"a": 1000 / NOMINAL_PER_S}
+    assert earliest([ReadSequence.of("ab", every_s=2.0, after_s=1.0)]) == {"a": 1.0, "b": 3.0}
 
 
-def at(due_s: Mapping[str, float]) -> Agenda:
+def at(due_s: Mapping[str, float]) -> PrefetchSchedule:
     """An agenda on which these shards are due then."""
-    agenda = Agenda(HERE)
-    agenda.open(Course([(shard, int(10 * due), 10**6) for shard, due in due_s.items()], per_s=10.0), Reading())
+    agenda = PrefetchSchedule(HERE)
+    agenda.open(
+        ReadSequence([(shard, int(10 * due), 10**6) for shard, due in due_s.items()], per_s=10.0), DatasetView()
+    )
     return agenda
 
 
@@ -122,17 +130,17 @@ def test_what_goes(
 
 def test_what_is_only_worth_having_gives_way_to_what_is_sooner_worth_having_alone() -> None:
     """Otherwise two datasets that do not fit together would push each other out for ever."""
-    agenda = Agenda(HERE)
-    agenda.open(Course.of("abcdefg", after_s=SOMETIME_S), Reading())
+    agenda = PrefetchSchedule(HERE)
+    agenda.open(ReadSequence.of("abcdefg", after_s=SOMETIME_S), DatasetView())
     assert agenda.victims(10, agenda.due_s("g"), 60.0) == []
     assert agenda.victims(10, agenda.due_s("e"), 60.0) == ["f"]
 
 
 def test_what_is_pinned_stays_until_it_is_not() -> None:
     pinned = {"a", "b"}
-    agenda = Agenda(HERE, pinned.__contains__)
-    whole = Course.of("ab", every_s=1e-6)
-    agenda.open(whole, Reading())
+    agenda = PrefetchSchedule(HERE, pinned.__contains__)
+    whole = ReadSequence.of("ab", every_s=1e-6)
+    agenda.open(whole, DatasetView())
     agenda.pin("a")
     agenda.pin("b")
     assert agenda.victims(60, -1.0) == list("cdef")
@@ -151,13 +159,13 @@ class Node:
         self.rng = random.Random(seed)
         self.shards = [f"s{number}" for number in range(self.rng.randint(1, 12))]
         self.present = {shard: self._made() for shard in self.shards if self.rng.random() < 0.4}
-        self.agenda = Agenda(self.present)
-        self.readings = [Reading(), Reading()]
-        self.courses: dict[Course, Reading] = {}
+        self.agenda = PrefetchSchedule(self.present)
+        self.readings = [DatasetView(), DatasetView()]
+        self.courses: dict[ReadSequence, DatasetView] = {}
         self.busy: set[str] = set()
 
-    def _made(self) -> Present:
-        return Present(self.rng.randint(1, 20), float(self.rng.randint(0, 5)))
+    def _made(self) -> CachedShard:
+        return CachedShard(self.rng.randint(1, 20), float(self.rng.randint(0, 5)))
 
     def step(self) -> None:
         self.rng.choice([self.open, self.move, self.move, self.close, self.bring, self.bring, self.touch, self.evict])()
@@ -166,13 +174,13 @@ class Node:
     def open(self) -> None:
         if self.rng.random() < 0.3:
             chosen = self.rng.sample(self.shards, self.rng.randint(0, len(self.shards)))
-            course = Course.of(chosen, after_s=self.rng.choice([0.0, 1.0, SOMETIME_S]))
+            course = ReadSequence.of(chosen, after_s=self.rng.choice([0.0, 1.0, SOMETIME_S]))
         else:
             needs = []
             for _ in range(self.rng.randint(0, 20)):
                 first = self.rng.randrange(0, 100, 5)
                 needs.append((self.rng.choice(self.shards), first, first + self.rng.randint(0, 30)))
-            course = Course(needs, at=self.rng.randint(0, 20), per_s=self.rng.choice([0.0, 1.0, 2.5]))
+            course = ReadSequence(needs, at=self.rng.randint(0, 20), per_s=self.rng.choice([0.0, 1.0, 2.5]))
         self.courses[course] = self.rng.choice(self.readings)
         self.agenda.open(course, self.courses[course])
 
@@ -206,7 +214,7 @@ class Node:
     def touch(self) -> None:
         if self.present:
             shard = self.rng.choice(sorted(self.present))
-            self.present[shard] = Present(self.present[shard].size_bytes, float(self.rng.randint(5, 9)))
+            self.present[shard] = CachedShard(self.present[shard].size_bytes, float(self.rng.randint(5, 9)))
             self.agenda.changed(shard)
 
     def evict(self) -> None:
@@ -246,7 +254,7 @@ def test_the_agenda_says_what_the_plain_definition_says_whatever_happens(seed: i
 # -- what it costs ---------------------------------------------------------------------------------------
 
 
-class Counted(Reading):
+class Counted(DatasetView):
     """Counts how often it is looked at."""
 
     looks = 0
@@ -259,10 +267,10 @@ class Counted(Reading):
 @pytest.mark.parametrize("count", [1_000, 10_000])
 def test_a_look_costs_what_it_starts_and_not_what_there_is(count: int) -> None:
     """Every shard comes, one after the other, through a cache that holds half of them."""
-    present: dict[str, Present] = {}
-    agenda, reading = Agenda(present), Counted()
+    present: dict[str, CachedShard] = {}
+    agenda, reading = PrefetchSchedule(present), Counted()
     shards = [f"s{number}" for number in range(count)]
-    course = Course([(shard, number, number) for number, shard in enumerate(shards)], per_s=1.0)
+    course = ReadSequence([(shard, number, number) for number, shard in enumerate(shards)], per_s=1.0)
     agenda.open(course, reading)
     Counted.looks = 0
     for number in range(count):
@@ -274,7 +282,7 @@ def test_a_look_costs_what_it_starts_and_not_what_there_is(count: int) -> None:
             (gone,) = agenda.victims(1, following.due_s)
             del present[gone]
             agenda.changed(gone)
-        present[following.shard] = Present(1, float(number))
+        present[following.shard] = CachedShard(1, float(number))
         reading.ready.add(following.shard)
         agenda.changed(following.shard)
     assert Counted.looks < 4 * count

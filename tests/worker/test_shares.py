@@ -13,9 +13,9 @@ import torch
 
 from contracts.events.run import Member, RunExited, RunPlaced, RunStarted
 from contracts.events.train import TrainRequested
-from services.worker.core import rank_environment as ranks
-from services.worker.node.gpu_check import GpuCheck, Unfit
-from services.worker.node_context import Context
+from services.worker.core import rank_environment
+from services.worker.node.gpu_check import GpuCheck, UnfitDeviceError
+from services.worker.node_context import NodeContext
 from tests.worker.conftest import World
 from tests.worker.test_core import placed
 from tests.worker.test_gpu_check import GPUS, RIGHT, WRONG, FakeNvml
@@ -24,17 +24,17 @@ from trainbus.trainer.world import limit_memory
 GIB = 2**30
 
 
-def place(**changes: Any) -> ranks.Place:
+def place(**changes: Any) -> rank_environment.NodeEnvironment:
     fields: dict[str, Any] = {
         "launch_path": "/l.json", "master_address": "h", "master_port": 1, "python_path": (), "bin_folder": "/b",
         "cores": 8, "slots": 2, "gpus": ("GPU-a", "GPU-b"), "slot_memory_bytes": 40 * GIB,
     }  # fmt: skip
-    return ranks.Place(**{**fields, **changes})
+    return rank_environment.NodeEnvironment(**{**fields, **changes})
 
 
-def environment(where: ranks.Place, index: int = 0, **spec: Any) -> dict[str, str]:
+def environment(where: rank_environment.NodeEnvironment, index: int = 0, **spec: Any) -> dict[str, str]:
     event = placed(**spec)
-    return ranks.environment(event, event.members[0], index, {}, where)
+    return rank_environment.build_environment(event, event.members[0], index, {}, where)
 
 
 LIMITS = ("TRAINBUS_MEMORY_FRACTION", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
@@ -52,7 +52,9 @@ LIMITS = ("TRAINBUS_MEMORY_FRACTION", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA
         pytest.param(0.0, place(mps_pipe="/mps"), (None, None, None), id="no device at all"),
     ],
 )
-def test_the_limits_of_a_share(share: float, where: ranks.Place, expected: tuple[str | None, ...]) -> None:
+def test_the_limits_of_a_share(
+    share: float, where: rank_environment.NodeEnvironment, expected: tuple[str | None, ...]
+) -> None:
     found = environment(where, resources={"share": share}, env={"OMP_NUM_THREADS": "64"})
     assert tuple(found.get(name) for name in LIMITS) == expected
     assert (found.get("CUDA_MPS_PIPE_DIRECTORY") == "/mps") == bool(where.mps_pipe and 0 < share < 1)
@@ -125,7 +127,7 @@ def test_what_cannot_be_run_is_said(
 ) -> None:
     import re
 
-    found = ranks.slot_problem(request_, Member(node_id="n", slots=slots, ranks=(0, 1)), 2, profiles)
+    found = rank_environment.slot_problem(request_, Member(node_id="n", slots=slots, ranks=(0, 1)), 2, profiles)
     assert (found is None) if problem is None else (found is not None and re.search(problem, found))
 
 
@@ -147,18 +149,18 @@ async def test_memory_of_runs_beside_is_in_order(
     if not why:
         await check.check((1,), {1: held})
         return
-    with pytest.raises(Unfit, match=why):
+    with pytest.raises(UnfitDeviceError, match=why):
         await check.check((1,), {1: held})
 
 
 def test_mps_is_used_where_its_daemon_is(tmp_path: Path) -> None:
     context = SimpleNamespace(settings=SimpleNamespace(mps_pipe_dir=None), environment={})
     context.environment = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
-    assert Context.mps_pipe(context) == ""  # type: ignore[arg-type]
+    assert NodeContext.mps_pipe(context) == ""  # type: ignore[arg-type]
     (tmp_path / "control").touch()
-    assert Context.mps_pipe(context) == str(tmp_path)  # type: ignore[arg-type]
+    assert NodeContext.mps_pipe(context) == str(tmp_path)  # type: ignore[arg-type]
     context.settings.mps_pipe_dir = ""
-    assert Context.mps_pipe(context) == ""  # type: ignore[arg-type]
+    assert NodeContext.mps_pipe(context) == ""  # type: ignore[arg-type]
 
 
 def test_the_trainer_keeps_to_its_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,9 @@ import psutil
 import pytest
 
 from services.kit.concurrency import end
-from services.worker.core.rank_environment import Start
+from services.worker.core.rank_environment import ProcessSpec
 from services.worker.launch.executor import ProcessExecutor, read_exit
-from services.worker.launch.warm_server import Warm
+from services.worker.launch.warm_server import WarmServer
 from services.worker.node_context import python_root
 from services.worker.ranks.control_socket import socket_path
 from tests.worker.conftest import until
@@ -19,7 +19,7 @@ from tests.worker.conftest import until
 
 async def test_ranks_are_forked_and_a_killed_warm_process_comes_back(tmp_path: Path) -> None:
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(python_root()), "OMP_NUM_THREADS": "1"}
-    warm = Warm(socket_path(tmp_path, "warm.sock"), tmp_path / "warm.log", environment)
+    warm = WarmServer(socket_path(tmp_path, "warm.sock"), tmp_path / "warm.log", environment)
     executor = ProcessExecutor(warm, rank_command=("/bin/false",))
     keeping = asyncio.create_task(warm.run())
     try:
@@ -30,7 +30,7 @@ async def test_ranks_are_forked_and_a_killed_warm_process_comes_back(tmp_path: P
             folder = tmp_path / f"g{life}"
             folder.mkdir()
             # Without a launch the rank says so and ends: that is all that is wanted of it here.
-            process = await executor.start(Start(0, None, environment), folder, tmp_path)
+            process = await executor.start(ProcessSpec(0, None, environment), folder, tmp_path)
             await until(lambda process=process: not executor.alive(process), 60)
             found = read_exit(folder, 0)
             assert found is not None
@@ -56,5 +56,5 @@ async def test_ranks_are_forked_and_a_killed_warm_process_comes_back(tmp_path: P
     ],
 )
 def test_a_fork_heeds_what_is_not_read_before_it(environment: dict[str, str], heeded: bool) -> None:
-    warm = Warm(Path("warm.sock"), Path("warm.log"), {"ATEN_CPU_CAPABILITY": "default"})
-    assert ProcessExecutor(warm)._heeds(Start(0, None, environment)) is heeded
+    warm = WarmServer(Path("warm.sock"), Path("warm.log"), {"ATEN_CPU_CAPABILITY": "default"})
+    assert ProcessExecutor(warm)._heeds(ProcessSpec(0, None, environment)) is heeded

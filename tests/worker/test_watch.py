@@ -16,17 +16,17 @@ from contracts.base import Fact
 from contracts.events.run import RunStalled
 from contracts.progress import ring_name
 from services.kit.clock import ManualClock
-from services.worker.core.stall_detector import FIRST_STEPS_FACTOR, StallWatch
+from services.worker.core.stall_detector import FIRST_STEPS_FACTOR, StallDetector
 from services.worker.launch.executor import RankProcess
 from services.worker.node.inventory import machine
 from services.worker.ranks import stack_dump as stacks_module
-from services.worker.ranks.stall_watcher import Watcher
+from services.worker.ranks.stall_watcher import StallWatcher
 from tests.worker.conftest import World, until
 from tests.worker.test_journal import Bus, follower
 
 
 def test_the_one_that_is_behind_is_named_once_for_each_silence() -> None:
-    watch = StallWatch(factor=10, min_s=5)
+    watch = StallDetector(factor=10, min_s=5)
     for step in range(1, 6):
         for rank in (0, 1):
             watch.saw(rank, step, step, float(step))
@@ -47,7 +47,7 @@ def test_the_one_that_is_behind_is_named_once_for_each_silence() -> None:
 
 
 def test_first_steps_and_work_that_ticks_are_no_stall() -> None:
-    watch = StallWatch(factor=10, min_s=5)
+    watch = StallDetector(factor=10, min_s=5)
     watch.saw(0, 1, 0, 0.0)
     assert watch.stalled(5 * FIRST_STEPS_FACTOR - 1) is None
     for mark in range(2, 50):  # a long validation: no step, but signs of life
@@ -92,7 +92,7 @@ async def test_stacks_of_all_ranks_are_told_and_they_live_on(
 
         processes = [RankProcess(rank, child.pid, 0.0, 0.0) for rank, child in enumerate(children)]
         following = follower(tmp_path, bus, ManualClock())
-        watcher = Watcher(placed, "n1", tmp_path, following, lambda: processes, publish, lambda: False)
+        watcher = StallWatcher(placed, "n1", tmp_path, following, lambda: processes, publish, lambda: False)
         await until(lambda: all((tmp_path / ring_name(rank)).exists() for rank in (0, 1)), 30)
         for child in children:
             assert child.stdout is not None

@@ -26,13 +26,13 @@ from services.kit.bus import Received, Transient
 from services.kit.concurrency import end, in_thread
 from services.kit.lease import Lease, read
 from services.worker import metrics
-from services.worker.checkpoints import survivor_checkpoints as left
-from services.worker.checkpoints.blob_repair import Repairer
-from services.worker.core import node_decisions as plan
-from services.worker.generation.requests import Record
-from services.worker.generation.runner import Placement
+from services.worker.checkpoints import survivor_checkpoints
+from services.worker.checkpoints.blob_repair import BlobRepairer
+from services.worker.core import node_decisions
+from services.worker.generation.requests import PlacementRecord
+from services.worker.generation.runner import GenerationRunner
 from services.worker.local_files import read_json, write_atomically
-from services.worker.node_context import Context
+from services.worker.node_context import NodeContext
 from services.worker.notices.base import Notice
 
 log = structlog.get_logger(__name__)
@@ -57,23 +57,23 @@ REPORT_PATIENCE_S = 15.0
 LEAST_GRACE_S = 1.0
 
 
-class FolderTaken(RuntimeError):
+class DataDirLockedError(RuntimeError):
     """Another agent uses the data folder."""
 
 
 class Agent:
     """One node's agent. ``run`` is its life; ``shut_down`` its orderly end."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: NodeContext) -> None:
         self._context = context
         self._settings = context.settings
         self._folder = self._settings.data_dir.resolve()
         self._runs = self._folder / "runs"
         self._state_file = self._folder / "agent" / "state.json"
-        self._placements: dict[tuple[str, int], Placement] = {}
+        self._placements: dict[tuple[str, int], GenerationRunner] = {}
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._repairer = Repairer(context)
-        self._state = plan.NodeState(self._settings.node_id)
+        self._repairer = BlobRepairer(context)
+        self._state = node_decisions.NodeState(self._settings.node_id)
         self._position: int | None = None
         self._previous_incarnation = ""
         self._lease: Lease | None = None
@@ -110,10 +110,10 @@ class Agent:
         try:
             with nullcontext() if self._alone else self._only_one():
                 await self._let_go()
-        except FolderTaken as error:
+        except DataDirLockedError as error:
             log.warning("another agent has the folder, and with it the ranks", error=str(error))
 
-    async def heed(self, notice: Notice) -> None:
+    async def handle_notice(self, notice: Notice) -> None:
         """Say that the machine will be taken away; if that is certain, let every run go within the time left."""
         saying = self._note(notice)
         if notice.leave:
@@ -130,7 +130,7 @@ class Agent:
         self._notices.append((notice, time.monotonic()))
         return asyncio.create_task(self._say_notices())
 
-    async def emptied(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Wait until no run has anything here any more."""
         while running := [task for task in self._tasks.values() if not task.done()]:
             await asyncio.wait(running)
@@ -139,7 +139,7 @@ class Agent:
     def _must_leave(self) -> bool:
         return any(notice.leave for notice, _ in self._notices)
 
-    def _grace_s(self, notice: Notice, placement: Placement) -> float:
+    def _grace_s(self, notice: Notice, placement: GenerationRunner) -> float:
         """Seconds that a run has to leave its state behind."""
         wanted_s = placement.placed.spec.grace_s
         if notice.grace_s is None:
@@ -226,7 +226,7 @@ class Agent:
                 self._recover()
                 for placement in self._placements.values():
                     await placement.end_unheard("the node's agent was stopped")
-        except FolderTaken as error:
+        except DataDirLockedError as error:
             log.warning("another agent has the folder, and with it the ranks", error=str(error))
 
     async def _one_life(self) -> None:
@@ -236,7 +236,7 @@ class Agent:
         await self._catch_up()
         await self._forget_what_is_over()
         # Known on disk before it is known on the bus: a lease of this name is ours after a crash.
-        self._state = plan.joining(self._state, incarnation)
+        self._state = node_decisions.joining(self._state, incarnation)
         await self._save()
         held = asyncio.Event()
         keeper = asyncio.create_task(self._keep_lease(incarnation, held))
@@ -272,10 +272,10 @@ class Agent:
             lease_ttl_s=self._settings.lease_ttl_s,
             software=found.software,
             machine_digest=found.machine_digest,
-            running=plan.still_running(self._state),
+            running=node_decisions.still_running(self._state),
         )
         ack = await self._context.bus.publish(joined)
-        self._state = plan.joined_at(self._state, ack.sequence)
+        self._state = node_decisions.joined_at(self._state, ack.sequence)
         self.joined.set()
         if self._notices:
             await self._say_notices()  # of an earlier life, true of this one
@@ -338,7 +338,7 @@ class Agent:
         rejoin = False
         for received in batch:
             self._repairer.notice(received.event)
-            self._state, decisions = plan.decide(self._state, received.event, received.sequence)
+            self._state, decisions = node_decisions.decide(self._state, received.event, received.sequence)
             for decision in decisions:
                 rejoin |= self._carry_out(decision, received)
         if batch:
@@ -346,42 +346,46 @@ class Agent:
             await self._save()
         return rejoin
 
-    def _carry_out(self, decision: plan.Decision, received: Received[Any]) -> bool:
+    def _carry_out(self, decision: node_decisions.Decision, received: Received[Any]) -> bool:
         match decision:
-            case plan.Place():
+            case node_decisions.StartGeneration():
                 self._take_up(decision, received)
-            case plan.Drop():
+            case node_decisions.DropGeneration():
                 log.warning("dropping a placement", run_id=decision.run_id, reason=decision.why)
                 self._with(decision, lambda placement: placement.drop(decision.why))
-            case plan.Stop():
+            case node_decisions.StopGeneration():
                 self._with(
                     decision,
                     lambda placement: placement.stop(decision.grace_s, decision.reason, peer_lost=decision.peer_lost),
                 )
-            case plan.Settled():
+            case node_decisions.SettleCheckpoint():
                 self._with(decision, lambda placement: placement.settle(decision.step, decision.committed))
-            case plan.CleanUp():
+            case node_decisions.CleanUpRun():
                 write_atomically(self._runs / decision.run_id / "over", "")
                 self._beside(self._context.memory.forget, decision.run_id)
-                self._beside(left.drop, self._runs / decision.run_id)
+                self._beside(survivor_checkpoints.drop, self._runs / decision.run_id)
                 self._runs_ended = True
-            case plan.Leave():
+            case node_decisions.ForgetRun():
                 self._context.memory.forget(decision.run_id)
-                self._beside(left.drop, self._runs / decision.run_id)
-            case plan.Rejoin():
+                self._beside(survivor_checkpoints.drop, self._runs / decision.run_id)
+            case node_decisions.RejoinCluster():
                 log.warning("this node was declared lost, joining anew", reason=decision.reason)
                 return True
         return False
 
-    def _with(self, decision: plan.Drop | plan.Stop | plan.Settled, action: Any) -> None:
+    def _with(
+        self,
+        decision: node_decisions.DropGeneration | node_decisions.StopGeneration | node_decisions.SettleCheckpoint,
+        action: Any,
+    ) -> None:
         placement = self._placements.get((decision.run_id, decision.generation))
         if placement is not None:
             action(placement)
 
-    def _take_up(self, place: plan.Place, received: Received[Any]) -> None:
+    def _take_up(self, place: node_decisions.StartGeneration, received: Received[Any]) -> None:
         """Make the placement durable; its work begins once we have joined."""
         envelope = received.envelope
-        record = Record(
+        record = PlacementRecord(
             placed=place.placed,
             sequence=place.sequence,
             correlation_id=envelope.correlation_id,
@@ -395,7 +399,7 @@ class Agent:
             return
         if not (folder / "placement.json").exists():
             write_atomically(folder / "placement.json", record.model_dump_json())
-        self._placements[place.placed.run_id, place.placed.generation] = Placement(self._context, record, folder)
+        self._placements[place.placed.run_id, place.placed.generation] = GenerationRunner(self._context, record, folder)
         if self._leaving or self._must_leave:
             self._placements[place.placed.run_id, place.placed.generation].stop(0, "the node's agent is stopping")
         if self.joined.is_set():
@@ -408,10 +412,10 @@ class Agent:
         if self._recovered:
             return
         self._recovered = True
-        held: list[plan.Held] = []
+        held: list[node_decisions.LocalGeneration] = []
         for file in sorted(self._runs.glob("*/g*/placement.json")):
             try:
-                record = Record.model_validate_json(file.read_bytes())
+                record = PlacementRecord.model_validate_json(file.read_bytes())
             except ValueError as error:
                 # Torn by a full disk, or of a version that says what this one does not know. Nobody can go on with it;
                 # it is not among what we say we run, so that the scheduler takes it for lost.
@@ -421,11 +425,11 @@ class Agent:
             run_id, generation = record.placed.run_id, record.placed.generation
             over = (file.parent / "done.json").exists()
             if not (file.parents[1] / "over").exists():
-                held.append(plan.Held(run_id, generation, record.sequence, over))
+                held.append(node_decisions.LocalGeneration(run_id, generation, record.sequence, over))
             if not over:
-                self._placements[run_id, generation] = Placement(self._context, record, file.parent)
+                self._placements[run_id, generation] = GenerationRunner(self._context, record, file.parent)
         self._context.memory.keep_only({each.run_id for each in held})
-        self._state = plan.holding(self._settings.node_id, held)
+        self._state = node_decisions.holding(self._settings.node_id, held)
         for key, placement in self._placements.items():
             newest = self._state.held.get(key[0])
             if newest is None or newest.generation != key[1]:
@@ -465,7 +469,7 @@ class Agent:
         self._tasks[key] = asyncio.create_task(self._live(self._placements[key], before), name=f"{run_id}/{generation}")
         self._count()
 
-    async def _live(self, placement: Placement, before: list[asyncio.Task[None]]) -> None:
+    async def _live(self, placement: GenerationRunner, before: list[asyncio.Task[None]]) -> None:
         # What is left of an older generation is dead before a new one starts.
         await asyncio.gather(*before, return_exceptions=True)
         run_id = placement.placed.run_id
@@ -479,7 +483,7 @@ class Agent:
         finally:
             self._state = self._state.over(run_id, placement.placed.generation)
 
-    async def _is_void(self, placement: Placement) -> bool:
+    async def _is_void(self, placement: GenerationRunner) -> bool:
         """Whether the fact is a repetition: somebody published an old placement again."""
         run_id = placement.placed.run_id
         ends = await asyncio.gather(*(self._context.bus.last(subjects.fact("run", run_id, end.fact)) for end in ENDS))
@@ -538,7 +542,7 @@ class Agent:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                raise FolderTaken(
+                raise DataDirLockedError(
                     f"another agent uses {self._folder}: give each node a TRAINBUS_DATA_DIR of its own"
                 ) from error
             self._alone = True

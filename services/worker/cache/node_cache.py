@@ -32,7 +32,7 @@ from services.kit.chunks import Range, restore_file
 from services.kit.store.errors import ObjectNotFound
 from services.kit.store.objects import ObjectStore, hash_file
 from services.worker import metrics
-from services.worker.cache.shard_cache import Reading, ShardError, Shards
+from services.worker.cache.shard_cache import DatasetView, ShardCache, ShardError
 from services.worker.cache.shard_files import shard_path
 from services.worker.local_files import link_or_copy, write_atomically
 from services.worker.together import together
@@ -60,10 +60,10 @@ class _Wanted:
     path: Path
 
 
-class Cache:
+class NodeCache:
     """The node's downloads under one folder."""
 
-    def __init__(self, folder: Path, objects: ObjectStore, max_bytes: int, shards: Shards | None = None) -> None:
+    def __init__(self, folder: Path, objects: ObjectStore, max_bytes: int, shards: ShardCache | None = None) -> None:
         self.folder, self._objects, self._max_bytes = folder, objects, max_bytes
         self._shards = shards
         if shards is not None:
@@ -80,9 +80,9 @@ class Cache:
         return self.folder / "blobs" / sha256[:2] / sha256
 
     @asynccontextmanager
-    async def holding(self) -> AsyncIterator[Hold]:
+    async def holding(self) -> AsyncIterator[CachePins]:
         """What is taken from the cache inside the block is not evicted before it ends."""
-        hold = Hold(self)
+        hold = CachePins(self)
         try:
             yield hold
         finally:
@@ -91,7 +91,7 @@ class Cache:
             self._held.subtract(hold.paths)
             self._held += Counter()
 
-    async def package(self, code: Code, hold: Hold) -> Path:
+    async def package(self, code: Code, hold: CachePins) -> Path:
         """The code package's file."""
         path = self.blob(code.sha256)
         try:
@@ -107,11 +107,11 @@ class Cache:
         manifest_uri: str,
         dataset_id: str,
         folder: Path,
-        hold: Hold,
+        hold: CachePins,
         *,
         whole: Iterable[str] = (),
         guess: Iterable[str] = (),
-    ) -> Reading:
+    ) -> DatasetView:
         """Begin to read a dataset in ``folder``: its manifest is there at once, shards come as they are needed.
 
         Args:
@@ -156,7 +156,7 @@ class Cache:
         self,
         uri: str,
         folder: Path,
-        hold: Hold,
+        hold: CachePins,
         manifest_sha256: str | None = None,
         *,
         weights_alone: bool = False,
@@ -209,7 +209,7 @@ class Cache:
         except (ObjectNotFound, ValueError, KeyError, TypeError, ValidationError) as error:
             raise CacheError(f"the manifest {uri} cannot be used: {error!r}") from error
 
-    async def _restore(self, files: Iterable[CheckpointFile], hold: Hold) -> None:
+    async def _restore(self, files: Iterable[CheckpointFile], hold: CachePins) -> None:
         """Have the files whole: kept ones as they are, others of the pieces that are here and those that are not."""
         files = list(files)
         self._hold([self.blob(file.sha256) for file in files], hold)
@@ -288,12 +288,12 @@ class Cache:
 
     # -- files --------------------------------------------------------------
 
-    def _hold(self, paths: list[Path], hold: Hold) -> None:
+    def _hold(self, paths: list[Path], hold: CachePins) -> None:
         # Held before they are looked for: nothing is evicted between the look and the use.
         hold.paths += paths
         self._held.update(paths)
 
-    async def _ensure(self, wanted: list[_Wanted], hold: Hold) -> None:
+    async def _ensure(self, wanted: list[_Wanted], hold: CachePins) -> None:
         self._hold([each.path for each in wanted], hold)
         fetched = await together(*(self._ensure_one(each) for each in wanted))
         if any(fetched):
@@ -349,13 +349,13 @@ class Cache:
         return freed
 
 
-class Hold:
+class CachePins:
     """The files that one placement uses."""
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: NodeCache) -> None:
         self.cache = cache
         self.paths: list[Path] = []
-        self.readings: list[Reading] = []
+        self.readings: list[DatasetView] = []
 
 
 def _is_trusted(path: Path) -> bool:

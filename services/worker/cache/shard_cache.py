@@ -29,7 +29,7 @@ from services.kit.store.errors import ObjectCorrupted, ObjectNotFound, StoreRefu
 from services.kit.store.objects import split_uri
 from services.worker import metrics
 from services.worker.cache.shard_files import ShardFiles
-from services.worker.core.prefetch_schedule import SOMETIME_S, Agenda, Course
+from services.worker.core.prefetch_schedule import SOMETIME_S, PrefetchSchedule, ReadSequence
 from services.worker.local_files import write_atomically
 
 log = structlog.get_logger(__name__)
@@ -59,7 +59,7 @@ class ShardError(ValueError):
     """A shard cannot be had; the text names it and says what to do."""
 
 
-class Beside(Protocol):
+class NeighborCache(Protocol):
     """What else lies in the cache."""
 
     @property
@@ -67,7 +67,7 @@ class Beside(Protocol):
     def evict_others(self, over_bytes: int) -> int: ...
 
 
-class Splits(BaseModel):
+class ManifestSplits(BaseModel):
     """What a cache needs to know of a manifest."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -75,10 +75,10 @@ class Splits(BaseModel):
     splits: dict[str, SplitFiles]
 
 
-class Reading:
+class DatasetView:
     """One placement's use of a dataset."""
 
-    def __init__(self, shards: Shards, folder: Path, bucket: str, manifest: Splits) -> None:
+    def __init__(self, shards: ShardCache, folder: Path, bucket: str, manifest: ManifestSplits) -> None:
         self._shards, self.folder, self.bucket = shards, folder, bucket
         self.splits = {name: files.shards for name, files in manifest.splits.items()}
         self.by_path = {shard.path: shard for files in self.splits.values() for shard in files}
@@ -97,7 +97,7 @@ class Reading:
         #: What stays until the end.
         self.whole: frozenset[str] = frozenset()
         #: What is needed: by why (``plan``, ``ahead``, ``guess``, ``whole``), split and rank.
-        self._courses: dict[tuple[str, str, int], Course] = {}
+        self._courses: dict[tuple[str, str, int], ReadSequence] = {}
         self.wanted: dict[str, list[asyncio.Future[str]]] = {}
         self.closed = False
 
@@ -107,7 +107,7 @@ class Reading:
         known, files = self._courses.get(key), self.splits.get(line.split, ())
         if line.needs is not None or known is None:
             needs = ((files[n].sha256, first, last) for n, first, last in line.needs or () if 0 <= n < len(files))
-            self._follow(key, Course(needs, at=line.at, per_s=line.per_s))
+            self._follow(key, ReadSequence(needs, at=line.at, per_s=line.per_s))
         elif line.at >= known.at:
             self._shards.agenda.move(known, line.at, line.per_s)
         self._drop(("ahead", line.split, line.rank), ("guess", line.split, NOBODY))
@@ -117,9 +117,9 @@ class Reading:
     def guess(self, split: str) -> None:
         """Have a split fetched when there is nothing else to do, until a rank says what it reads of it."""
         shards = (shard.sha256 for shard in self.splits.get(split, ()))
-        self._follow(("guess", split, NOBODY), Course.of(shards, after_s=SOMETIME_S))
+        self._follow(("guess", split, NOBODY), ReadSequence.of(shards, after_s=SOMETIME_S))
 
-    def _follow(self, key: tuple[str, str, int], course: Course) -> None:
+    def _follow(self, key: tuple[str, str, int], course: ReadSequence) -> None:
         """Have a course followed in place of the one before it."""
         self._drop(key)
         self._courses[key] = course
@@ -158,7 +158,7 @@ class Reading:
         split, at = self._places[shard.path]
         if ("plan", split, line.rank) not in self._courses:
             following = (each.sha256 for each in self.splits[split][at + 1 : at + 1 + READ_AHEAD])
-            self._follow(("ahead", split, line.rank), Course.of(following, after_s=1.0))
+            self._follow(("ahead", split, line.rank), ReadSequence.of(following, after_s=1.0))
 
     def lacks(self, sha256: str) -> bool:
         """Whether a shard of this dataset has to be brought for this reading."""
@@ -205,7 +205,7 @@ class Reading:
         files = [shard for split in splits for shard in self.splits.get(split, ())]
         if files:
             self.whole |= {shard.sha256 for shard in files}
-            self._follow(("whole", "", NOBODY), Course.of((shard.sha256 for shard in files), every_s=1e-6))
+            self._follow(("whole", "", NOBODY), ReadSequence.of((shard.sha256 for shard in files), every_s=1e-6))
             for shard in files:
                 self._shards.agenda.pin(shard.sha256)
         for shard in files:
@@ -224,7 +224,7 @@ class Reading:
         self._shards.let_go()
 
 
-class Shards:
+class ShardCache:
     """All readings of a node, and what is fetched for them. Use it as an async context manager."""
 
     def __init__(
@@ -237,9 +237,11 @@ class Shards:
     ) -> None:
         """``ahead_s``: from when on a shard that will be needed goes for one that is needed sooner."""
         self.files, self._max_bytes, self._ahead_s, self._now = files, max_bytes, ahead_s, now
-        self.beside: Beside | None = None
-        self._readings: list[Reading] = []
-        self.agenda = Agenda(files.present, lambda sha256: any(sha256 in each.whole for each in self._readings))
+        self.beside: NeighborCache | None = None
+        self._readings: list[DatasetView] = []
+        self.agenda = PrefetchSchedule(
+            files.present, lambda sha256: any(sha256 in each.whole for each in self._readings)
+        )
         self._fetching: dict[str, asyncio.Task[None]] = {}
         self._checking: dict[str, asyncio.Task[None]] = {}
         self._reserved: dict[str, int] = {}
@@ -267,7 +269,7 @@ class Shards:
         coming = (size for sha256, size in self._reserved.items() if sha256 not in self.files.present)
         return self.files.size_bytes + sum(coming)
 
-    def open(self, manifest: bytes, dataset_id: str, manifest_uri: str, folder: Path) -> Reading:
+    def open(self, manifest: bytes, dataset_id: str, manifest_uri: str, folder: Path) -> DatasetView:
         """Begin to read a dataset: ``folder`` gets its manifest, and shards as they come.
 
         Raises:
@@ -277,14 +279,16 @@ class Shards:
         if found != dataset_id:
             raise ShardError(f"the manifest of dataset {dataset_id} has hash {found}: ingest it anew")
         try:
-            reading = Reading(self, folder, split_uri(manifest_uri)[0], Splits.model_validate_json(manifest))
+            reading = DatasetView(
+                self, folder, split_uri(manifest_uri)[0], ManifestSplits.model_validate_json(manifest)
+            )
         except (ValidationError, ValueError) as error:
             raise ShardError(f"dataset {dataset_id} is not one that this version reads: {error}") from error
         write_atomically(folder / "manifest.json", manifest)
         self._readings.append(reading)
         return reading
 
-    def guess(self, reading: Reading, splits: Iterable[str]) -> None:
+    def guess(self, reading: DatasetView, splits: Iterable[str]) -> None:
         """Fetch splits though no rank has said that it reads them, where there is room for twice as much."""
         for split in splits:
             files = reading.splits.get(split, ())
@@ -292,7 +296,7 @@ class Shards:
                 reading.guess(split)
         self.look()
 
-    def forget(self, reading: Reading) -> None:
+    def forget(self, reading: DatasetView) -> None:
         """A reading is over: what it would have kept may go."""
         if reading in self._readings:
             self._readings.remove(reading)
@@ -340,11 +344,11 @@ class Shards:
 
     def _bring_announced(self) -> None:
         while following := self.agenda.next(self._busy, check=len(self._checking) < CHECKS):
-            assert isinstance(following.owner, Reading)
+            assert isinstance(following.owner, DatasetView)
             if not self._bring(following.owner, following.shard, following.due_s):
                 return
 
-    def _bring(self, reading: Reading, sha256: str, due_s: float, more: int = 0) -> bool:
+    def _bring(self, reading: DatasetView, sha256: str, due_s: float, more: int = 0) -> bool:
         """Begin to fetch a shard, or to check it; False if what is needed later has to wait, too."""
         if sha256 in self.files.present:
             if len(self._checking) < CHECKS + more:
@@ -420,7 +424,7 @@ class Shards:
 
     # -- doing it -----------------------------------------------------------
 
-    def _start(self, tasks: dict[str, asyncio.Task[None]], reading: Reading, sha256: str) -> None:
+    def _start(self, tasks: dict[str, asyncio.Task[None]], reading: DatasetView, sha256: str) -> None:
         shard = reading.by_sha256[sha256][0]
         fetching = tasks is self._fetching
         if fetching:

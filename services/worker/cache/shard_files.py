@@ -27,7 +27,7 @@ from services.kit.store.errors import ObjectCorrupted
 from services.kit.store.objects import READ_BYTES, ObjectStore
 from services.kit.store.ranged import Ranged
 from services.worker import metrics
-from services.worker.core.prefetch_schedule import Present
+from services.worker.core.prefetch_schedule import CachedShard
 from services.worker.local_files import write_atomically
 
 log = structlog.get_logger(__name__)
@@ -94,7 +94,7 @@ class ShardFiles:
     def touch(self, sha256: str) -> None:
         """Note that it is used."""
         if (there := self.present.get(sha256)) is not None:
-            self.present[sha256] = Present(there.size_bytes, time.time())
+            self.present[sha256] = CachedShard(there.size_bytes, time.time())
             with suppress(OSError):
                 os.utime(self.path(sha256))
 
@@ -133,7 +133,7 @@ class ShardFiles:
     def _note(self, shard: ShardFile) -> None:
         """It is here."""
         before = self.present.get(shard.sha256)
-        self.present[shard.sha256] = Present(shard.size_bytes + shard.index_bytes, time.time())
+        self.present[shard.sha256] = CachedShard(shard.size_bytes + shard.index_bytes, time.time())
         self.size_bytes += shard.size_bytes + shard.index_bytes - (before.size_bytes if before is not None else 0)
 
     def _from_warm(self, shard: ShardFile, part: Path) -> str | None:
@@ -185,16 +185,16 @@ class ShardFiles:
             return False
         return True
 
-    def _scan(self) -> dict[str, Present]:
+    def _scan(self) -> dict[str, CachedShard]:
         """What an earlier life left; half files are removed."""
-        found: dict[str, Present] = {}
+        found: dict[str, CachedShard] = {}
         for path in self.folder.glob("*/*"):
             if path.name[0] == ".":
                 path.unlink(missing_ok=True)
             elif not path.suffix:
                 stat, index = path.stat(), _beside(path, ".idx")
                 size_bytes = stat.st_size + (index.stat().st_size if index.exists() else 0)
-                found[path.name] = Present(size_bytes, stat.st_mtime)
+                found[path.name] = CachedShard(size_bytes, stat.st_mtime)
         for path in self.folder.glob("*/*.*"):
             if path.name[0] != "." and path.stem not in found:
                 path.unlink(missing_ok=True)

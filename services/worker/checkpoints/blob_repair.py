@@ -14,15 +14,15 @@ from services.kit.bus import Transient
 from services.kit.concurrency import end
 from services.kit.store.objects import blob_sha256
 from services.worker.cache.node_cache import CacheError
-from services.worker.node_context import Context
+from services.worker.node_context import NodeContext
 
 log = structlog.get_logger(__name__)
 
 
-class Repairer:
+class BlobRepairer:
     """Hears what was found wrong in the store, and mends it in the background, one finding after the other."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: NodeContext) -> None:
         self._context = context
         self._tasks: set[asyncio.Task[None]] = set()
         self._one_at_a_time = asyncio.Lock()
@@ -54,7 +54,7 @@ class Repairer:
                 log.warning("what is rotten could not be mended", uri=rotten.uri, error=str(error))
 
 
-async def repair(context: Context, rotten: CheckpointRotten) -> list[str]:
+async def repair(context: NodeContext, rotten: CheckpointRotten) -> list[str]:
     """Write anew what this node has of the rotten blobs and say so; return their addresses.
 
     The bytes are hashed again before they are sent, and once more by the store: what is not right here does no harm.
@@ -86,7 +86,7 @@ async def repair(context: Context, rotten: CheckpointRotten) -> list[str]:
     return repaired
 
 
-async def _differences(context: Context, manifest_uri: str) -> dict[str, Chunk]:
+async def _differences(context: NodeContext, manifest_uri: str) -> dict[str, Chunk]:
     """Blob -> the difference in it, of all that a manifest names, also those below others."""
     try:
         files = await context.cache.files_of(manifest_uri)
@@ -103,7 +103,7 @@ async def _differences(context: Context, manifest_uri: str) -> dict[str, Chunk]:
     return found
 
 
-def _encode_anew(context: Context, chunk: Chunk | None, digest: str) -> bytes | None:
+def _encode_anew(context: NodeContext, chunk: Chunk | None, digest: str) -> bytes | None:
     """The difference's blob, from the piece and its base; None unless it becomes the very same bytes."""
     if chunk is None or chunk.base is None:
         return None

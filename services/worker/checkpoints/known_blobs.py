@@ -12,7 +12,7 @@ from services.kit.store.objects import is_young
 MOST = 200_000
 
 
-class Known:
+class KnownBlobs:
     """Blobs with the time when they were last written, which garbage collection goes by.
 
     What is here and young is safe to rely upon: garbage collection spares what is younger than its grace, which is

@@ -17,12 +17,12 @@ from services.kit.bus import Transient
 from services.worker import metrics
 from services.worker.cache.node_cache import CacheError
 from services.worker.checkpoints.dvc import pointer_key, write_pointer
-from services.worker.checkpoints.uploader import Uploader, UploadError, bases_of, collect, upload_artifacts
+from services.worker.checkpoints.uploader import CheckpointUploader, UploadError, bases_of, collect, upload_artifacts
 from services.worker.core.checkpoint_steps import ready_steps, worst
-from services.worker.core.delta_bases import Bases
+from services.worker.core.delta_bases import DeltaBases
 from services.worker.local_files import inside
-from services.worker.node_context import Context
-from services.worker.ranks.journal_follower import Follower, Publish
+from services.worker.node_context import NodeContext
+from services.worker.ranks.journal_follower import JournalFollower, Publish
 
 log = structlog.get_logger(__name__)
 
@@ -30,11 +30,17 @@ log = structlog.get_logger(__name__)
 KEEP_FOLDERS = 2
 
 
-class Stager:
+class CheckpointStager:
     """Stages the checkpoints of one generation's local ranks, in the order of their steps."""
 
     def __init__(
-        self, context: Context, placed: RunPlaced, member: Member, folder: Path, follower: Follower, publish: Publish
+        self,
+        context: NodeContext,
+        placed: RunPlaced,
+        member: Member,
+        folder: Path,
+        follower: JournalFollower,
+        publish: Publish,
     ) -> None:
         self._context, self._placed, self._member = context, placed, member
         self._folder, self._follower, self._publish = folder, follower, publish
@@ -82,7 +88,9 @@ class Stager:
         try:
             named = await asyncio.to_thread(collect, list(lines.values()), self._folder)
             bases = await self._bases() if self._placed.spec.checkpoints.delta else None
-            uploader = Uploader(context.objects, context.settings.bucket_models, context.cache, context.known, bases)
+            uploader = CheckpointUploader(
+                context.objects, context.settings.bucket_models, context.cache, context.known, bases
+            )
             files = await uploader.files(named)
         except (UploadError, FileNotFoundError) as error:
             log.error("a checkpoint cannot be staged and is left out", step=step, error=str(error))
@@ -128,17 +136,17 @@ class Stager:
         await asyncio.to_thread(self._remove_old)
         await asyncio.to_thread(context.cache.evict)
 
-    async def _bases(self) -> Bases:
+    async def _bases(self) -> DeltaBases:
         """The run's last committed checkpoint, as far as this node has it; what the run began with, before that."""
         last = await self._context.bus.last(subjects.fact("run", self._placed.run_id, CheckpointCommitted.fact))
         ref = last.event.checkpoint if last is not None else self._placed.resume
         if ref is None:
-            return Bases()
+            return DeltaBases()
         try:
             files = await self._context.cache.files_of(ref.uri)
         except CacheError as error:
             log.warning("no differences to the checkpoint before, it cannot be read", error=str(error))
-            return Bases()
+            return DeltaBases()
         return await asyncio.to_thread(bases_of, ref.step, files, self._context.cache)
 
     async def _forget(self, step: int) -> None:

@@ -36,7 +36,7 @@ def default_folder(node_id: str, data_dir: Path) -> Path | None:
     return TMPFS / f"trainbus-{os.getuid()}" / f"{node_id}-{zlib.crc32(os.fsencode(data_dir.resolve())):08x}"
 
 
-class Memory:
+class SurvivorMemory:
     """The folder, and what is kept in it. Without a folder every call does nothing."""
 
     def __init__(self, folder: Path | None, max_bytes: int) -> None:

@@ -19,10 +19,10 @@ from services.kit import chunks as kit
 from services.kit.store.errors import ObjectNotFound
 from services.kit.store.objects import ObjectStore, blob_key, blob_sha256, hash_file, is_young
 from services.worker import metrics
-from services.worker.cache.node_cache import Cache
-from services.worker.checkpoints.known_blobs import Known
-from services.worker.core import chunk_boundaries as core
-from services.worker.core.delta_bases import SAMPLE_BYTES, Bases, is_worth
+from services.worker.cache.node_cache import NodeCache
+from services.worker.checkpoints.known_blobs import KnownBlobs
+from services.worker.core import chunk_boundaries
+from services.worker.core.delta_bases import SAMPLE_BYTES, DeltaBases, is_worth
 from services.worker.local_files import inside
 
 log = structlog.get_logger(__name__)
@@ -41,14 +41,14 @@ class UploadError(ValueError):
     """What a rank named cannot be uploaded; the text says why."""
 
 
-class Uploader:
+class CheckpointUploader:
     """Stores one checkpoint's files as pieces under their hashes. What the store has is not sent again."""
 
     def __init__(
-        self, objects: ObjectStore, bucket: str, cache: Cache, known: Known, bases: Bases | None = None
+        self, objects: ObjectStore, bucket: str, cache: NodeCache, known: KnownBlobs, bases: DeltaBases | None = None
     ) -> None:
         self._objects, self._bucket, self._cache, self._known = objects, bucket, cache, known
-        self._bases = bases or Bases()
+        self._bases = bases or DeltaBases()
         self._room = asyncio.Semaphore(PIECES_AT_A_TIME)
         #: Pieces of equal content, such as moments that are still zero, are sent once.
         self._sending: dict[str, asyncio.Task[Chunk]] = {}
@@ -93,7 +93,7 @@ class Uploader:
         await asyncio.to_thread(self._cache.keep, path, described)
         return described
 
-    def _begin(self, content: bytes, digest: str, piece: core.Piece, key: str) -> asyncio.Task[Chunk]:
+    def _begin(self, content: bytes, digest: str, piece: chunk_boundaries.ChunkRange, key: str) -> asyncio.Task[Chunk]:
         task = self._sending.get(digest)
         if task is not None:
             self._room.release()
@@ -107,7 +107,7 @@ class Uploader:
         if not task.cancelled():
             self._failure = self._failure or task.exception()
 
-    async def _send(self, content: bytes, digest: str, piece: core.Piece, key: str) -> Chunk:
+    async def _send(self, content: bytes, digest: str, piece: chunk_boundaries.ChunkRange, key: str) -> Chunk:
         fast = await asyncio.to_thread(kit.blake3_hex, content)
         plain = Chunk(sha256=digest, size_bytes=len(content), blake3=fast, uri=self._uri(digest))
         if self._known.has(digest):
@@ -140,7 +140,9 @@ class Uploader:
 
     # -- differences --------------------------------------------------------
 
-    async def _difference(self, plain: Chunk, content: bytes, piece: core.Piece, key: str) -> Chunk | None:
+    async def _difference(
+        self, plain: Chunk, content: bytes, piece: chunk_boundaries.ChunkRange, key: str
+    ) -> Chunk | None:
         """The piece stored as a difference to the last committed one; None if it is better stored whole."""
         base = self._bases.of(key, len(content), plain.sha256, most_depth=kit.MAX_CHAIN)
         if base is None:
@@ -194,7 +196,7 @@ def collect(lines: Sequence[CheckpointLine], folder: Path) -> dict[str, Path]:
     return files
 
 
-def bases_of(step: int, files: Sequence[CheckpointFile], cache: Cache) -> Bases:
+def bases_of(step: int, files: Sequence[CheckpointFile], cache: NodeCache) -> DeltaBases:
     """What a committed checkpoint offers to be told differences from: the part of it that this node has."""
     pieces: dict[str, Chunk] = {}
     for file in files:
@@ -207,21 +209,21 @@ def bases_of(step: int, files: Sequence[CheckpointFile], cache: Cache) -> Bases:
         if [piece.size_bytes for piece in cut] == [chunk.size_bytes for chunk in file.chunks]:
             pieces |= {key_of(file.path, piece): chunk for piece, chunk in zip(cut, file.chunks, strict=True)}
     pieces.pop("", None)
-    return Bases(step, pieces)
+    return DeltaBases(step, pieces)
 
 
-def cut_file(handle: int, size_bytes: int) -> tuple[core.Piece, ...]:
+def cut_file(handle: int, size_bytes: int) -> tuple[chunk_boundaries.ChunkRange, ...]:
     """Where an open file is cut."""
-    length = core.header_length(os.pread(handle, core.LENGTH_BYTES + 1, 0), size_bytes)
-    return core.cut(size_bytes, os.pread(handle, length, 0))
+    length = chunk_boundaries.header_length(os.pread(handle, chunk_boundaries.LENGTH_BYTES + 1, 0), size_bytes)
+    return chunk_boundaries.cut(size_bytes, os.pread(handle, length, 0))
 
 
-def key_of(name: str, piece: core.Piece) -> str:
+def key_of(name: str, piece: chunk_boundaries.ChunkRange) -> str:
     """What names a part of the state whichever rank writes it; '' for what has no name."""
     return f"{RANK_SUFFIX.sub('', name)}/{piece.key}" if piece.key else ""
 
 
-async def _read(handle: int, piece: core.Piece, whole: hashlib._Hash | None) -> tuple[bytes, str]:
+async def _read(handle: int, piece: chunk_boundaries.ChunkRange, whole: hashlib._Hash | None) -> tuple[bytes, str]:
     """The piece and its hash, the file's hash brought forward; read once."""
     content = await asyncio.to_thread(_pread, handle, piece)
     if whole is not None and len(content) >= TWO_THREADS_BYTES:
@@ -232,7 +234,7 @@ async def _read(handle: int, piece: core.Piece, whole: hashlib._Hash | None) -> 
     return content, await asyncio.to_thread(_sha256, content)
 
 
-def _pread(handle: int, piece: core.Piece) -> bytes:
+def _pread(handle: int, piece: chunk_boundaries.ChunkRange) -> bytes:
     content = os.pread(handle, piece.size_bytes, piece.start)
     if len(content) != piece.size_bytes:
         raise UploadError("a checkpoint's file was changed while it was read")

@@ -40,7 +40,7 @@ ITEM_BYTES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ChunkRange:
     """A range of a file."""
 
     start: int
@@ -68,7 +68,7 @@ def header_length(first: bytes, size_bytes: int) -> int:
     return whole if 2 <= length <= HEADER_MOST_BYTES and whole <= size_bytes else 0
 
 
-def cut(size_bytes: int, header: bytes = b"") -> tuple[Piece, ...]:
+def cut(size_bytes: int, header: bytes = b"") -> tuple[ChunkRange, ...]:
     """The pieces of a file, in order and without gaps. ``header``: its first ``header_length`` bytes.
 
     A header that is nonsense does no harm: the file is then cut at fixed lengths.
@@ -76,10 +76,10 @@ def cut(size_bytes: int, header: bytes = b"") -> tuple[Piece, ...]:
     tensors = _tensors(header, size_bytes) if header else None
     if not tensors:
         return tuple(_fixed(0, size_bytes, "", 1))
-    return (Piece(0, len(header)), *_at_tensors(tensors))
+    return (ChunkRange(0, len(header)), *_at_tensors(tensors))
 
 
-def _at_tensors(tensors: list[_Tensor]) -> Iterator[Piece]:
+def _at_tensors(tensors: list[_Tensor]) -> Iterator[ChunkRange]:
     group: list[_Tensor] = []
     for tensor in tensors:
         size_bytes = tensor.end - tensor.start
@@ -104,18 +104,18 @@ def _parts_after(tensor: _Tensor) -> bool:
     return drawn < (tensor.end - tensor.start) / GROUP_BYTES
 
 
-def _together(group: list[_Tensor]) -> Piece:
+def _together(group: list[_Tensor]) -> ChunkRange:
     start, end = group[0].start, group[-1].end
     widths = {tensor.width for tensor in group}
-    return Piece(start, end - start, f"{group[0].name}..{group[-1].name}", widths.pop() if len(widths) == 1 else 1)
+    return ChunkRange(start, end - start, f"{group[0].name}..{group[-1].name}", widths.pop() if len(widths) == 1 else 1)
 
 
-def _fixed(start: int, size_bytes: int, name: str, width: int) -> Iterator[Piece]:
+def _fixed(start: int, size_bytes: int, name: str, width: int) -> Iterator[ChunkRange]:
     for offset in range(0, size_bytes, CUT_BYTES):
         key = f"{name}@{offset}" if name else ""
-        yield Piece(start + offset, min(CUT_BYTES, size_bytes - offset), key, width)
+        yield ChunkRange(start + offset, min(CUT_BYTES, size_bytes - offset), key, width)
     if not size_bytes:
-        yield Piece(start, 0)
+        yield ChunkRange(start, 0)
 
 
 def _tensors(header: bytes, size_bytes: int) -> list[_Tensor] | None:

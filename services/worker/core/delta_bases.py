@@ -16,7 +16,7 @@ SAMPLE_BYTES = 512 * 2**10
 
 
 @dataclass(frozen=True, slots=True)
-class Bases:
+class DeltaBases:
     """What a committed checkpoint has for each part of the state."""
 
     step: int = -1

@@ -70,7 +70,7 @@ class RankState(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class JournalSource:
     """Whose journal it is."""
 
     run_id: str
@@ -126,7 +126,7 @@ def fold_records(state: RankState, last: MetricsLine) -> None:
         fold(state, (last,))
 
 
-def straggler(placed: Placed, homes: Mapping[int, str], line: StragglerLine) -> RunStraggler:
+def straggler(placed: JournalSource, homes: Mapping[int, str], line: StragglerLine) -> RunStraggler:
     """What rank 0 said of a rank, with the node that has it."""
     return RunStraggler(
         run_id=placed.run_id,
@@ -139,7 +139,7 @@ def straggler(placed: Placed, homes: Mapping[int, str], line: StragglerLine) -> 
     )
 
 
-def starved(placed: Placed, homes: Mapping[int, str], line: StarvationLine) -> RunStarved:
+def starved(placed: JournalSource, homes: Mapping[int, str], line: StarvationLine) -> RunStarved:
     """What a rank said of its waiting for data."""
     return RunStarved(
         run_id=placed.run_id,
@@ -149,7 +149,7 @@ def starved(placed: Placed, homes: Mapping[int, str], line: StarvationLine) -> R
     )
 
 
-def progress(placed: Placed, rank: int, lines: Iterable[tuple[int, JournalLine]]) -> Iterator[RunProgress]:
+def progress(placed: JournalSource, rank: int, lines: Iterable[tuple[int, JournalLine]]) -> Iterator[RunProgress]:
     """The metric lines as events. The same lines give the same events."""
     metrics = [(offset, line) for offset, line in lines if isinstance(line, MetricsLine) and line.values]
     for first in range(0, len(metrics), POINTS_PER_BATCH):
@@ -178,7 +178,7 @@ def log_lines(content: bytes) -> list[str]:
     return [line if len(line) <= LINE_MAX_CHARS else line[:LINE_MAX_CHARS] + " […]" for line in lines]
 
 
-def logs(placed: Placed, rank: int, content: bytes, offset: int) -> Iterator[RunLog]:
+def logs(placed: JournalSource, rank: int, content: bytes, offset: int) -> Iterator[RunLog]:
     """Output as events. The same bytes at the same offset give the same events."""
     raw = content.splitlines(keepends=True)
     for first in range(0, len(raw), LINES_PER_BATCH):
@@ -245,7 +245,7 @@ def match_patterns(
 
 
 def pattern_progress(
-    placed: Placed, rank: int, offset: int, time: float, matches: Iterable[tuple[int, str, float]]
+    placed: JournalSource, rank: int, offset: int, time: float, matches: Iterable[tuple[int, str, float]]
 ) -> RunProgress | None:
     """Matches of one part of the output as an event, None if there are none."""
     points: dict[int, dict[str, float]] = {}

@@ -16,7 +16,7 @@ from contracts.events.run import Member, RunCancelled, RunCompleted, RunFailed, 
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LocalGeneration:
     """A placement that this node has taken up, and where in the stream it was said."""
 
     run_id: str
@@ -34,9 +34,9 @@ class NodeState:
     incarnation: str = ""
     #: Sequence of the last ``joined``; what was placed here before it and is not held is void.
     joined_sequence: int = 0
-    held: Mapping[str, Held] = field(default_factory=dict)
+    held: Mapping[str, LocalGeneration] = field(default_factory=dict)
 
-    def with_held(self, held: Held) -> NodeState:
+    def with_held(self, held: LocalGeneration) -> NodeState:
         return replace(self, held={**self.held, held.run_id: held})
 
     def without(self, run_id: str) -> NodeState:
@@ -50,7 +50,7 @@ class NodeState:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StartGeneration:
     """Run this node's part of the placement."""
 
     placed: RunPlaced
@@ -59,7 +59,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class DropGeneration:
     """Kill what is left of this generation; nobody waits for a report."""
 
     run_id: str
@@ -68,7 +68,7 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopGeneration:
     """Make the ranks of this generation stop within their grace."""
 
     run_id: str
@@ -80,7 +80,7 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class SettleCheckpoint:
     """The checkpoint of this step is committed, or never will be."""
 
     run_id: str
@@ -90,27 +90,27 @@ class Settled:
 
 
 @dataclass(frozen=True, slots=True)
-class CleanUp:
+class CleanUpRun:
     """The run is over: its folders here are no longer needed."""
 
     run_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class ForgetRun:
     """The run goes on without this node."""
 
     run_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class Rejoin:
+class RejoinCluster:
     """This life of the agent was declared lost: begin a new one."""
 
     reason: str
 
 
-Decision = Place | Drop | Stop | Settled | CleanUp | Leave | Rejoin
+Decision = StartGeneration | DropGeneration | StopGeneration | SettleCheckpoint | CleanUpRun | ForgetRun | RejoinCluster
 
 
 def decide(state: NodeState, event: Event, sequence: int) -> tuple[NodeState, list[Decision]]:
@@ -121,18 +121,18 @@ def decide(state: NodeState, event: Event, sequence: int) -> tuple[NodeState, li
         case RunPreempting():
             if _is_live(state, event.run_id, event.generation):
                 peer_lost = event.then == "queue" and event.queue_reason in ("crashed", "node lost")
-                return state, [Stop(event.run_id, event.generation, event.grace_s, event.reason, peer_lost)]
+                return state, [StopGeneration(event.run_id, event.generation, event.grace_s, event.reason, peer_lost)]
         case CheckpointCommitted():
             if _is_live(state, event.run_id, event.generation):
-                return state, [Settled(event.run_id, event.generation, event.checkpoint.step, True)]
+                return state, [SettleCheckpoint(event.run_id, event.generation, event.checkpoint.step, True)]
         case CheckpointRefused():
             if _is_live(state, event.run_id, event.generation):
-                return state, [Settled(event.run_id, event.generation, event.step, False)]
+                return state, [SettleCheckpoint(event.run_id, event.generation, event.step, False)]
         case RunCompleted() | RunFailed() | RunCancelled():
             held = state.held.get(event.run_id)
             if held is not None:
-                drop = [] if held.over else [Drop(held.run_id, held.generation, f"the run is {event.fact}")]
-                return state.without(event.run_id), [*drop, CleanUp(event.run_id)]
+                drop = [] if held.over else [DropGeneration(held.run_id, held.generation, f"the run is {event.fact}")]
+                return state.without(event.run_id), [*drop, CleanUpRun(event.run_id)]
         case NodeLost() if event.node_id == state.node_id:
             return _on_lost(state, event, sequence)
         case _:
@@ -154,9 +154,9 @@ def joined_at(state: NodeState, sequence: int) -> NodeState:
     return replace(state, joined_sequence=sequence)
 
 
-def holding(node_id: str, held: Iterable[Held]) -> NodeState:
+def holding(node_id: str, held: Iterable[LocalGeneration]) -> NodeState:
     """The state that the folders on disk tell of: the newest generation of each run."""
-    newest: dict[str, Held] = {}
+    newest: dict[str, LocalGeneration] = {}
     for each in held:
         if each.run_id not in newest or newest[each.run_id].generation < each.generation:
             newest[each.run_id] = each
@@ -169,13 +169,13 @@ def _on_placed(state: NodeState, placed: RunPlaced, sequence: int) -> tuple[Node
         return state, []
     decisions: list[Decision] = []
     if held is not None and not held.over:
-        decisions.append(Drop(held.run_id, held.generation, f"generation {placed.generation} was placed"))
+        decisions.append(DropGeneration(held.run_id, held.generation, f"generation {placed.generation} was placed"))
         state = state.over(held.run_id, held.generation)
     member = next((m for m in placed.members if m.node_id == state.node_id and m.ranks), None)
     if member is None or sequence < state.joined_sequence:
-        return state, [*decisions, Leave(placed.run_id)] if held is not None else decisions
-    decisions.append(Place(placed, member, sequence))
-    return state.with_held(Held(placed.run_id, placed.generation, sequence)), decisions
+        return state, [*decisions, ForgetRun(placed.run_id)] if held is not None else decisions
+    decisions.append(StartGeneration(placed, member, sequence))
+    return state.with_held(LocalGeneration(placed.run_id, placed.generation, sequence)), decisions
 
 
 def _on_lost(state: NodeState, lost: NodeLost, sequence: int) -> tuple[NodeState, list[Decision]]:
@@ -183,10 +183,10 @@ def _on_lost(state: NodeState, lost: NodeLost, sequence: int) -> tuple[NodeState
     decisions: list[Decision] = []
     for held in tuple(state.held.values()):
         if held.placed_sequence < sequence and not held.over and sequence > 0:
-            decisions.append(Drop(held.run_id, held.generation, "the node was declared lost"))
+            decisions.append(DropGeneration(held.run_id, held.generation, "the node was declared lost"))
             state = state.over(held.run_id, held.generation)
     if lost.incarnation == state.incarnation:
-        decisions.append(Rejoin(lost.reason or "declared lost"))
+        decisions.append(RejoinCluster(lost.reason or "declared lost"))
     return state, decisions
 
 

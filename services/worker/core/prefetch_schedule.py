@@ -24,7 +24,7 @@ FOREVER = 2**62
 
 
 @dataclass(frozen=True, slots=True)
-class Present:
+class CachedShard:
     """A shard that is here."""
 
     size_bytes: int
@@ -32,13 +32,13 @@ class Present:
     used_s: float
 
 
-class Owner(Protocol):
+class ShardConsumer(Protocol):
     """Who reads."""
 
     def lacks(self, sha256: str) -> bool: ...
 
 
-class Course:
+class ReadSequence:
     """What somebody reads, one shard after the other: a rank's way through a split, or a list."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Course:
         self._passed = 0
 
     @classmethod
-    def of(cls, shards: Iterable[str], *, every_s: float = 1.0, after_s: float = 0.0) -> Course:
+    def of(cls, shards: Iterable[str], *, every_s: float = 1.0, after_s: float = 0.0) -> ReadSequence:
         """A list that is needed from its first to its last, however far anybody is."""
         needs = ((shard, place, FOREVER) for place, shard in enumerate(shards))
         return cls(needs, per_s=1 / every_s, after_s=after_s)
@@ -113,24 +113,26 @@ class Course:
         return passed
 
 
-class Next(NamedTuple):
+class NextShard(NamedTuple):
     """What is to be brought next."""
 
     due_s: float
     shard: str
-    owner: Owner
+    owner: ShardConsumer
     #: Whether it is here, and has only to be checked.
     here: bool
 
 
 #: Where a shard is among those that may go: position that needs it first (negative), last use, shard.
-Place = tuple[int, float, str]
+EvictionKey = tuple[int, float, str]
 
 
-class _Open:
+class _ActiveSequence:
     """A course that is followed, with the numbers of needs whose shards its owner lacks, in their order."""
 
-    def __init__(self, course: Course, owner: Owner, serial: int, present: Mapping[str, Present]) -> None:
+    def __init__(
+        self, course: ReadSequence, owner: ShardConsumer, serial: int, present: Mapping[str, CachedShard]
+    ) -> None:
         self.course, self.owner, self.serial = course, owner, serial
         self._lacking: dict[bool, list[int]] = {True: [], False: []}
         # In the order of the needs, so that both are heaps.
@@ -138,15 +140,15 @@ class _Open:
             if owner.lacks(shard):
                 self._lacking[shard in present].append(number)
         #: The shards here that this course needs soonest of all: those it has come to, and those it has not.
-        self.now: list[Place] = []
-        self.later: list[Place] = []
+        self.now: list[EvictionKey] = []
+        self.later: list[EvictionKey] = []
 
     def lacking(self, shard: str, here: bool) -> None:
         """Note that the owner may lack a shard."""
         if (number := self.course.next(shard)) is not None and self.owner.lacks(shard):
             heapq.heappush(self._lacking[here], number)
 
-    def head(self, here: bool, present: Mapping[str, Present], busy: Collection[str]) -> int | None:
+    def head(self, here: bool, present: Mapping[str, CachedShard], busy: Collection[str]) -> int | None:
         """The first need of what is lacking and here, or not here, and nobody sees to."""
         heap, course = self._lacking[here], self.course
         while heap:
@@ -161,28 +163,30 @@ class _Open:
         return None
 
 
-class Agenda:
+class PrefetchSchedule:
     """All courses of a node: what is brought next, and which of the shards that are here goes first.
 
     Whoever changes what is present, or what an owner lacks, says ``changed``.
     """
 
-    def __init__(self, present: Mapping[str, Present], pinned: Callable[[str], bool] = lambda shard: False) -> None:
+    def __init__(self, present: Mapping[str, CachedShard], pinned: Callable[[str], bool] = lambda shard: False) -> None:
         """``pinned``: shards that never go."""
         self._present, self._pinned = present, pinned
-        self._open: dict[Course, _Open] = {}
+        self._open: dict[ReadSequence, _ActiveSequence] = {}
         self._serial = 0
-        self._unannounced: list[Place] = [(0, each.used_s, shard) for shard, each in present.items()]
+        self._unannounced: list[EvictionKey] = [(0, each.used_s, shard) for shard, each in present.items()]
         heapq.heapify(self._unannounced)
         #: By shard that is here: the course that it is filed under, and its place there. It is needed no later than
         #: that place says; whether sooner is looked at when its turn to go has come.
-        self._goes_by: dict[str, tuple[Course | None, Place]] = {place[2]: (None, place) for place in self._unannounced}
+        self._goes_by: dict[str, tuple[ReadSequence | None, EvictionKey]] = {
+            place[2]: (None, place) for place in self._unannounced
+        }
 
-    def open(self, course: Course, owner: Owner) -> None:
-        self._open[course] = _Open(course, owner, self._serial, self._present)
+    def open(self, course: ReadSequence, owner: ShardConsumer) -> None:
+        self._open[course] = _ActiveSequence(course, owner, self._serial, self._present)
         self._serial += 1
 
-    def close(self, *courses: Course) -> None:
+    def close(self, *courses: ReadSequence) -> None:
         """Follow courses no more."""
         closed = {shard for course in courses if self._open.pop(course, None) is not None for shard in course}
         for shard in closed:
@@ -190,7 +194,7 @@ class Agenda:
             if filed is None or filed[0] in courses:
                 self._file(shard)
 
-    def move(self, course: Course, at: int, per_s: float) -> None:
+    def move(self, course: ReadSequence, at: int, per_s: float) -> None:
         """Somebody has got on."""
         for shard in course.move(at, per_s):
             if shard in self._goes_by and self._goes_by[shard][0] is course:
@@ -213,9 +217,9 @@ class Agenda:
 
     # -- what comes ---------------------------------------------------------
 
-    def next(self, busy: Collection[str], *, check: bool = True) -> Next | None:
+    def next(self, busy: Collection[str], *, check: bool = True) -> NextShard | None:
         """What is lacked and needed soonest, but for what is seen to; without ``check`` nothing that is here."""
-        best: tuple[float, int, int, bool, _Open] | None = None
+        best: tuple[float, int, int, bool, _ActiveSequence] | None = None
         for each in self._open.values():
             for here in (True, False) if check else (False,):
                 number = each.head(here, self._present, busy)
@@ -226,7 +230,7 @@ class Agenda:
         if best is None:
             return None
         due_s, _, number, here, opened = best
-        return Next(due_s, opened.course.shards[number], opened.owner, here)
+        return NextShard(due_s, opened.course.shards[number], opened.owner, here)
 
     # -- what goes ----------------------------------------------------------
 
@@ -270,7 +274,7 @@ class Agenda:
                 return shard, soonest_s
             self._file(shard)  # another course has come to need it sooner
 
-    def _lasts(self) -> Iterator[tuple[float, list[Place]]]:
+    def _lasts(self) -> Iterator[tuple[float, list[EvictionKey]]]:
         """The heaps of what is here, none empty, each with when at the latest its top is needed."""
         if self._is_filed(None, self._unannounced):
             yield math.inf, self._unannounced
@@ -282,13 +286,13 @@ class Agenda:
             if self._is_filed(course, each.now):
                 yield course.begins_s(course.at), each.now
 
-    def _is_filed(self, course: Course | None, heap: list[Place]) -> bool:
+    def _is_filed(self, course: ReadSequence | None, heap: list[EvictionKey]) -> bool:
         """Whether the heap has a top, once what is filed elsewhere is off it."""
         while heap and self._goes_by.get(heap[0][2]) != (course, heap[0]):
             heapq.heappop(heap)
         return bool(heap)
 
-    def _unfile(self, heap: list[Place]) -> str:
+    def _unfile(self, heap: list[EvictionKey]) -> str:
         """Take the top off a heap."""
         shard = heapq.heappop(heap)[2]
         del self._goes_by[shard]
@@ -301,7 +305,7 @@ class Agenda:
             self._goes_by.pop(shard, None)
             return
         course, number = self._soonest(shard)
-        place: Place = (0, there.used_s, shard)
+        place: EvictionKey = (0, there.used_s, shard)
         heap = self._unannounced
         if course is not None:
             heap = self._open[course].now
@@ -311,9 +315,9 @@ class Agenda:
             self._goes_by[shard] = course, place
             heapq.heappush(heap, place)
 
-    def _soonest(self, shard: str) -> tuple[Course | None, int]:
+    def _soonest(self, shard: str) -> tuple[ReadSequence | None, int]:
         """The course that needs a shard soonest, and the number of its need."""
-        found: tuple[float, Course | None, int] = (math.inf, None, 0)
+        found: tuple[float, ReadSequence | None, int] = (math.inf, None, 0)
         for course in self._open:
             number = course.next(shard)
             if number is not None and (due_s := course.due_s(number)) < found[0]:

@@ -1,41 +1,25 @@
-"""How ranks are started, and what their ends mean."""
+"""The processes of a generation on this node: their commands and environments."""
 
 from __future__ import annotations
 
-import re
-import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from contracts.events.run import Member, RunPlaced
 from contracts.events.train import TrainRequested
-from contracts.ranks import EXIT_DONE, EXIT_STOPPED, LAUNCH_VARIABLE, MEMORY_FRACTION_VARIABLE
+from contracts.ranks import LAUNCH_VARIABLE, MEMORY_FRACTION_VARIABLE
 
 #: All that a rank gets to see of the agent's environment. Nothing else can leak.
 INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "USER", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
-TAIL_LINES = 30
-#: Lines that are looked through for the cause: torchrun writes some forty of its own below it.
-SEARCHED_LINES = 200
 #: What a process has on a device beside its tensors: CUDA's context, the libraries' kernels and workspaces.
 CONTEXT_BYTES = 2**30
 #: Collectives that a flight recorder keeps.
 FLIGHT_ENTRIES = 2000
-#: A rank that heard nothing of an agent for too long ends with this.
-EXIT_ORPHANED = 76
-
-_PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use|errno: ?98\b", re.IGNORECASE)
-#: What torch says when the other nodes' ranks never came to the meeting point.
-_PEERS_MISSING = re.compile(r"DistStoreError|DistNetworkError: The client socket has timed out|wait timeout after \d+")
-
-#: How torchrun's own report of a failed child begins, and where it names the first one that failed.
-_TRACEBACK = "Traceback (most recent call last):"
-_CHILD_FAILED = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:"
-_ROOT_CAUSE = re.compile(r"Root Cause.*?^ *rank +: (\d+).*?^ *exitcode +: (-?\d+)", re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NodeEnvironment:
     """Where ranks run: what the environment says of the node and the meeting point."""
 
     launch_path: str
@@ -56,7 +40,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class ProcessSpec:
     """One process to be started for a placement."""
 
     rank: int
@@ -65,21 +49,23 @@ class Start:
     environment: dict[str, str]
 
 
-def starts(placed: RunPlaced, member: Member, inherited: Mapping[str, str], place: Place) -> list[Start]:
+def build_process_specs(
+    placed: RunPlaced, member: Member, inherited: Mapping[str, str], place: NodeEnvironment
+) -> list[ProcessSpec]:
     """The processes of this node's part: one a rank for a task, one a node for a command under torchrun."""
     spec = placed.spec
     if spec.command is None:
         return [
-            Start(rank, None, environment(placed, member, index, inherited, place))
+            ProcessSpec(rank, None, build_environment(placed, member, index, inherited, place))
             for index, rank in enumerate(member.ranks)
         ]
     command = tuple(spec.command)
     if any(len(each.ranks) > 1 for each in placed.members):
-        command = torchrun(placed, member, place) + command
-    return [Start(member.ranks[0], command, environment(placed, member, 0, inherited, place))]
+        command = torchrun_command(placed, member, place) + command
+    return [ProcessSpec(member.ranks[0], command, build_environment(placed, member, 0, inherited, place))]
 
 
-def torchrun(placed: RunPlaced, member: Member, place: Place) -> tuple[str, ...]:
+def torchrun_command(placed: RunPlaced, member: Member, place: NodeEnvironment) -> tuple[str, ...]:
     """The prefix that starts a command once for each slot."""
     members = sorted((each for each in placed.members if each.ranks), key=lambda each: each.ranks[0])
     node_rank = next(number for number, each in enumerate(members) if each.node_id == member.node_id)
@@ -96,8 +82,8 @@ def torchrun(placed: RunPlaced, member: Member, place: Place) -> tuple[str, ...]
     )
 
 
-def environment(
-    placed: RunPlaced, member: Member, index: int, inherited: Mapping[str, str], place: Place
+def build_environment(
+    placed: RunPlaced, member: Member, index: int, inherited: Mapping[str, str], place: NodeEnvironment
 ) -> dict[str, str]:
     """The whole environment of one rank: a few inherited names, the run's own, and the rank's place."""
     spec = placed.spec
@@ -133,14 +119,14 @@ def environment(
     return own | share_limits(spec, len(member.slots), place)
 
 
-def _threads(spec: TrainRequested, place: Place) -> int:
+def _threads(spec: TrainRequested, place: NodeEnvironment) -> int:
     """Threads of a rank's arithmetic on CPU: what its run asked for, else its part of a GPU node, else one."""
     if spec.resources.cpus:
         return max(1, int(spec.resources.cpus))
     return max(1, place.cores // max(1, place.slots)) if place.gpus and spec.resources.share == 1 else 1
 
 
-def _devices(spec: TrainRequested, member: Member, index: int, place: Place) -> list[str]:
+def _devices(spec: TrainRequested, member: Member, index: int, place: NodeEnvironment) -> list[str]:
     """What a rank sees. Of MIG slices a process can use one alone, so each rank sees its own."""
     if not place.gpus or spec.resources.share == 0:
         return []
@@ -149,7 +135,7 @@ def _devices(spec: TrainRequested, member: Member, index: int, place: Place) -> 
     return [place.gpus[slot] for slot in member.slots]
 
 
-def share_limits(spec: TrainRequested, devices: int, place: Place) -> dict[str, str]:
+def share_limits(spec: TrainRequested, devices: int, place: NodeEnvironment) -> dict[str, str]:
     """What keeps ranks that share a device to their part of it; nothing where they have it whole.
 
     The part of the memory is kept by the trainer, in other programs by torch's allocator (one too old to know the
@@ -208,58 +194,6 @@ def slot_problem(spec: TrainRequested, member: Member, slots: int, profiles: Seq
 
 def _unequal(member: Member) -> str:
     return f"node {member.node_id} was given {len(member.ranks)} ranks for slots {list(member.slots)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Exit:
-    """How one process ended. ``at`` orders the ends: the first failure is the cause of the others."""
-
-    rank: int
-    code: int
-    at: float
-
-
-def exit_text(code: int) -> str:
-    """An exit code in words. Shells give 128 + n for a signal, subprocess -n."""
-    number = -code if code < 0 else code - 128
-    if code < 0 or 128 < code < 160:
-        try:
-            return f"was killed by {signal.Signals(number).name}"
-        except ValueError:
-            return f"was killed by signal {number}"
-    return f"ended with exit code {code}"
-
-
-def cause(failure: Exit, lines: Sequence[str]) -> tuple[Exit, tuple[str, ...]]:
-    """The rank that failed, and its last words: torchrun's own report, if there is one, is read and left out."""
-    reported = next((number for number, line in enumerate(lines) if line.startswith(_CHILD_FAILED)), None)
-    if reported is None:
-        return failure, tuple(lines[-TAIL_LINES:])
-    begins = max((number for number in range(reported) if lines[number] == _TRACEBACK), default=reported)
-    if found := _ROOT_CAUSE.search("\n".join(lines[reported:])):
-        failure = Exit(int(found[1]), int(found[2]), failure.at)
-    return failure, tuple(lines[:begins][-TAIL_LINES:])
-
-
-def first_failure(exits: Sequence[Exit]) -> Exit | None:
-    """The first process that did not end in good order."""
-    failures = [each for each in exits if each.code not in (EXIT_DONE, EXIT_STOPPED)]
-    return min(failures, key=lambda each: each.at) if failures else None
-
-
-def ended_well(exits: Sequence[Exit]) -> bool:
-    """Whether every process is done with its work."""
-    return all(each.code == EXIT_DONE for each in exits)
-
-
-def is_infrastructure_failure(code: int, started: bool, text: str) -> bool:
-    """Whether the ranks failed for a port that somebody took in the meantime, or for want of an agent or of peers.
-
-    Peers that fail say so themselves, and the generation is then stopped long before a rank gives up waiting.
-    """
-    if started:
-        return code == EXIT_ORPHANED
-    return code == EXIT_ORPHANED or bool(_PORT_TAKEN.search(text) or _PEERS_MISSING.search(text))
 
 
 def is_command(spec: TrainRequested) -> bool:

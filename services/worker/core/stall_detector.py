@@ -33,7 +33,7 @@ class _Rank:
     reported: bool = False
 
 
-class StallWatch:
+class StallDetector:
     """Remembers how long steps take, and says once of each silence that it is too long."""
 
     def __init__(self, factor: float, min_s: float) -> None:

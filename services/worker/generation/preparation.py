@@ -16,12 +16,12 @@ from contracts import topology
 from contracts.datasets import SPLITS
 from contracts.events.run import CheckpointRef, Member, RunPlaced
 from services.kit.bus import Transient
-from services.worker.cache.node_cache import CacheError, Hold
-from services.worker.cache.shard_cache import Reading
+from services.worker.cache.node_cache import CacheError, CachePins
+from services.worker.cache.shard_cache import DatasetView
 from services.worker.core.rank_environment import slot_problem
 from services.worker.launch.code_package import unpack
-from services.worker.node.gpu_check import Unfit
-from services.worker.node_context import Context
+from services.worker.node.gpu_check import UnfitDeviceError
+from services.worker.node_context import NodeContext
 from services.worker.together import together
 
 log = structlog.get_logger(__name__)
@@ -31,18 +31,20 @@ RETRY_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class GenerationInputs:
     """All that is needed to start the ranks."""
 
     code_folder: Path | None
-    dataset: Reading | None
+    dataset: DatasetView | None
     resume_folder: Path | None
     resume: CheckpointRef | None
     init_folder: Path | None
     master: tuple[str, int]
 
 
-async def prepare(context: Context, placed: RunPlaced, member: Member, folder: Path, hold: Hold) -> Prepared:
+async def prepare_inputs(
+    context: NodeContext, placed: RunPlaced, member: Member, folder: Path, hold: CachePins
+) -> GenerationInputs:
     """Fetch everything, in parallel.
 
     Raises:
@@ -61,23 +63,23 @@ async def prepare(context: Context, placed: RunPlaced, member: Member, folder: P
         _init(context, placed, folder, hold),
     )
     master = await _meet(context, placed, member)
-    return Prepared(code, dataset, resume[0], resume[1], init, master)
+    return GenerationInputs(code, dataset, resume[0], resume[1], init, master)
 
 
-async def _check_devices(context: Context, placed: RunPlaced, member: Member) -> None:
+async def _check_devices(context: NodeContext, placed: RunPlaced, member: Member) -> None:
     share = placed.spec.resources.share
     if share == 0:
         return  # its ranks see no device
     try:
         await context.gpu_check.check(member.slots, context.held_beside(placed) if share < 1 else None)
-    except Unfit as error:
+    except UnfitDeviceError as error:
         if context.on_unfit is not None:
             # Said before the slots are given back, or the run would come here again.
             await context.on_unfit(error.slots, str(error))
         raise
 
 
-async def _code(context: Context, placed: RunPlaced, folder: Path, hold: Hold) -> Path | None:
+async def _code(context: NodeContext, placed: RunPlaced, folder: Path, hold: CachePins) -> Path | None:
     if placed.spec.code is None:
         return None
     package = await context.cache.package(placed.spec.code, hold)
@@ -90,7 +92,9 @@ async def _code(context: Context, placed: RunPlaced, folder: Path, hold: Hold) -
     return target
 
 
-async def open_dataset(context: Context, placed: RunPlaced, member: Member, folder: Path, hold: Hold) -> Reading | None:
+async def open_dataset(
+    context: NodeContext, placed: RunPlaced, member: Member, folder: Path, hold: CachePins
+) -> DatasetView | None:
     """The dataset's folder: whole for a script, which cannot wait for a shard; for ours as they read it."""
     dataset, spec = placed.dataset, placed.spec
     if dataset is None:
@@ -108,7 +112,7 @@ async def open_dataset(context: Context, placed: RunPlaced, member: Member, fold
 
 
 async def _resume(
-    context: Context, placed: RunPlaced, folder: Path, hold: Hold
+    context: NodeContext, placed: RunPlaced, folder: Path, hold: CachePins
 ) -> tuple[Path | None, CheckpointRef | None]:
     spec = placed.spec
     if spec.evaluate is not None:
@@ -123,7 +127,7 @@ async def _resume(
     return target, await context.cache.checkpoint(uri, target, hold, committed)
 
 
-async def _init(context: Context, placed: RunPlaced, folder: Path, hold: Hold) -> Path | None:
+async def _init(context: NodeContext, placed: RunPlaced, folder: Path, hold: CachePins) -> Path | None:
     """The weights to begin with; not where the run has a checkpoint of its own to go on from."""
     uri = placed.spec.init_from
     if uri is None or placed.resume is not None:
@@ -135,7 +139,7 @@ async def _init(context: Context, placed: RunPlaced, folder: Path, hold: Hold) -
     return target
 
 
-async def _meet(context: Context, placed: RunPlaced, member: Member) -> tuple[str, int]:
+async def _meet(context: NodeContext, placed: RunPlaced, member: Member) -> tuple[str, int]:
     """Where the ranks meet: chosen by rank 0's node, waited for by the others."""
     address = context.settings.address
     key = f"{placed.run_id}.{placed.generation}"
@@ -157,7 +161,7 @@ async def _meet(context: Context, placed: RunPlaced, member: Member) -> tuple[st
     raise Transient(f"rank 0's node did not say within {patience_s:.0f} s where to meet")
 
 
-async def _say(context: Context, key: str, offer: bytes) -> None:
+async def _say(context: NodeContext, key: str, offer: bytes) -> None:
     """Say where to meet, unless an earlier life of this agent has."""
     bucket = await context.bus.bucket(topology.RENDEZVOUS)
     while True:

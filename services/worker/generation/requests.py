@@ -13,7 +13,7 @@ from contracts.events.run import RunPlaced
 from services.worker.local_files import read_json, write_atomically
 
 
-class Record(BaseModel):
+class PlacementRecord(BaseModel):
     """``placement.json``: the fact, and where it stood in the stream."""
 
     model_config = ConfigDict(frozen=True)
@@ -25,7 +25,7 @@ class Record(BaseModel):
     traceparent: str = ""
 
 
-class StopOrder(BaseModel):
+class StopRequest(BaseModel):
     """``stop.json``: since when the ranks must end, and until when they may take."""
 
     model_config = ConfigDict(frozen=True)
@@ -43,24 +43,24 @@ class StopOrder(BaseModel):
         return self.deadline + self.untouched_s
 
 
-class Dropped(Exception):
+class GenerationDropped(Exception):
     """The placement is void; nobody waits for a report."""
 
 
-class Orders:
+class GenerationRequests:
     """Stop, settled, drop: given at any time by the agent, read by whatever the placement is busy with."""
 
     def __init__(self, folder: Path, now: Callable[[], float]) -> None:
         self._path, self._now = folder / "stop.json", now
         stored = read_json(self._path)
-        self.stop: StopOrder | None = StopOrder.model_validate(stored) if stored else None
+        self.stop: StopRequest | None = StopRequest.model_validate(stored) if stored else None
         self._settled: set[tuple[int, bool]] = set()
         self._drop_reason: str | None = None
         self._wake = asyncio.Event()
 
     def order_stop(self, grace_s: float, reason: str, untouched_s: float = 0.0) -> None:
         """Make the ranks end within their grace. A second, shorter grace shortens it."""
-        order = StopOrder(grace_s=grace_s, deadline=self._now() + grace_s, reason=reason, untouched_s=untouched_s)
+        order = StopRequest(grace_s=grace_s, deadline=self._now() + grace_s, reason=reason, untouched_s=untouched_s)
         if self.stop is None or order.ends_at < self.stop.ends_at:
             self.stop = order
             write_atomically(self._path, order.model_dump_json())
@@ -80,7 +80,7 @@ class Orders:
 
     def raise_if_dropped(self) -> None:
         if self._drop_reason is not None:
-            raise Dropped(self._drop_reason)
+            raise GenerationDropped(self._drop_reason)
 
     def fate(self, step: int) -> bool | None:
         """Whether the checkpoint of the step was committed; None while nobody knows."""

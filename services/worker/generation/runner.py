@@ -26,24 +26,23 @@ from services.kit import telemetry
 from services.kit.bus import Transient
 from services.kit.concurrency import end, in_thread
 from services.worker import metrics
-from services.worker.cache.node_cache import CacheError, Hold
-from services.worker.cache.shard_cache import Reading
-from services.worker.checkpoints import survivor_checkpoints as left
-from services.worker.checkpoints.stager import Stager
-from services.worker.core import journal as core_journal
-from services.worker.core import rank_environment as core
-from services.worker.generation.preparation import Prepared, open_dataset, prepare
-from services.worker.generation.reports import Failure, Reached, Report, Reporter
-from services.worker.generation.requests import Dropped, Orders, Record
+from services.worker.cache.node_cache import CacheError, CachePins
+from services.worker.cache.shard_cache import DatasetView
+from services.worker.checkpoints import survivor_checkpoints
+from services.worker.checkpoints.stager import CheckpointStager
+from services.worker.core import journal, rank_environment, rank_exits
+from services.worker.generation.preparation import GenerationInputs, open_dataset, prepare_inputs
+from services.worker.generation.reports import RankProgress, Report, ReportBuilder, StartFailure
+from services.worker.generation.requests import GenerationDropped, GenerationRequests, PlacementRecord
 from services.worker.launch.code_package import PackageError
 from services.worker.launch.executor import StartError
 from services.worker.launch.rank_group import FAILURE_PATIENCE_S, POLL_S, RankGroup
 from services.worker.local_files import read_json, write_atomically
-from services.worker.node.gpu_check import Unfit
-from services.worker.node_context import Context
-from services.worker.ranks.control_socket import Control, socket_path
-from services.worker.ranks.journal_follower import Follower
-from services.worker.ranks.stall_watcher import Watcher
+from services.worker.node.gpu_check import UnfitDeviceError
+from services.worker.node_context import NodeContext
+from services.worker.ranks.control_socket import ControlSocket, socket_path
+from services.worker.ranks.journal_follower import JournalFollower
+from services.worker.ranks.stall_watcher import StallWatcher
 
 log = structlog.get_logger(__name__)
 
@@ -56,20 +55,20 @@ PATIENCE_STEPS = 2
 T = TypeVar("T")
 
 
-class Placement:
+class GenerationRunner:
     """Runs one generation to its end. ``run`` may be cancelled and begun anew by a restarted agent at any point."""
 
-    def __init__(self, context: Context, record: Record, folder: Path) -> None:
+    def __init__(self, context: NodeContext, record: PlacementRecord, folder: Path) -> None:
         self._context, self.record, self.folder = context, record, folder
         self.placed = record.placed
         self.member: Member = next(m for m in self.placed.members if m.node_id == context.settings.node_id)
-        self._orders = Orders(folder, self._now)
+        self._orders = GenerationRequests(folder, self._now)
         self._group = RankGroup(
             context.executor, folder, self._orders, self._now, kill_after_s=context.settings.kill_after_s
         )
         self._group.patience = self._may_still_save
-        self._reporter = Reporter(self.placed, self.member.node_id)
-        self._ranks: Mapping[int, core_journal.RankState] = {}
+        self._reporter = ReportBuilder(self.placed, self.member.node_id)
+        self._ranks: Mapping[int, journal.RankState] = {}
         self.over = asyncio.Event()
 
     # -- what the agent tells it --------------------------------------------
@@ -87,7 +86,7 @@ class Placement:
         """The checkpoint of this step is committed, or never will be."""
         if committed:
             self._context.memory.committed(self.placed.run_id, self.placed.generation)
-            left.drop(self.folder.parent, before=self.placed.generation)
+            survivor_checkpoints.drop(self.folder.parent, before=self.placed.generation)
         self._orders.settle(step, committed)
 
     def drop(self, why: str) -> None:
@@ -124,7 +123,7 @@ class Placement:
                 self._orders.raise_if_dropped()
                 report = self._written_report() or await self._to_the_end()
                 await self._say(report)
-            except Dropped as error:
+            except GenerationDropped as error:
                 log.warning("placement dropped", reason=str(error))
                 await self._group.sweep()
                 self._mark("dropped")
@@ -136,7 +135,7 @@ class Placement:
         """Make what is left of the ranks end, at once and without a bus; a later life of the agent reports it."""
         if self._written_report() is None and self._group.load():
             self.stop(0, reason)
-            async with Control(self._socket(), self.placed.generation, lambda: None) as control:
+            async with ControlSocket(self._socket(), self.placed.generation, lambda: None) as control:
                 with self._group:
                     await self._watch(control)
         else:
@@ -146,7 +145,7 @@ class Placement:
         """End what broke here through no fault of the run, and say so."""
         await self._group.sweep()
         reason = f"node {self.member.node_id} could not keep the run going: {error!r}"
-        await self._say(self._written_report() or self._reporter.failed(Failure(reason, True)))
+        await self._say(self._written_report() or self._reporter.failed(StartFailure(reason, True)))
         self.over.set()
 
     async def _to_the_end(self) -> Report:
@@ -155,26 +154,26 @@ class Placement:
             if not self._group.load():
                 # Killed while it started them: who knows which ranks there are.
                 await self._group.sweep()
-                return self._reporter.failed(Failure("the agent was killed while it started the ranks", True))
+                return self._reporter.failed(StartFailure("the agent was killed while it started the ranks", True))
             metrics.REATTACHED.inc()
             log.info("taking up ranks again", pids=self.pids)
         try:
-            patterns = core_journal.compile_patterns(self.placed.spec.metric_patterns)
+            patterns = journal.compile_patterns(self.placed.spec.metric_patterns)
         except ValueError as error:
-            return self._reporter.failed(Failure(str(error), infrastructure_failure=False, permanent=True))
-        follower = Follower(
-            core_journal.Placed(self.placed.run_id, self.placed.generation, self.member.node_id),
+            return self._reporter.failed(StartFailure(str(error), infrastructure_failure=False, permanent=True))
+        follower = JournalFollower(
+            journal.JournalSource(self.placed.run_id, self.placed.generation, self.member.node_id),
             self.member.ranks,
             self.folder,
             self._publish,
             self._now,
             interval_s=self._context.settings.follow_interval_s,
             patterns=patterns,
-            launch_is_start=core.is_command(self.placed.spec),
+            launch_is_start=rank_environment.is_command(self.placed.spec),
             homes={rank: member.node_id for member in self.placed.members for rank in member.ranks},
         )
-        stager = Stager(self._context, self.placed, self.member, self.folder, follower, self._publish)
-        watcher = Watcher(
+        stager = CheckpointStager(self._context, self.placed, self.member, self.folder, follower, self._publish)
+        watcher = StallWatcher(
             self.placed,
             self.member.node_id,
             self.folder,
@@ -188,17 +187,17 @@ class Placement:
         async with self._context.cache.holding() as hold:
             if not launch_file.exists():
                 prepared = await self._unless_stopped(
-                    prepare(self._context, self.placed, self.member, self.folder, hold)
+                    prepare_inputs(self._context, self.placed, self.member, self.folder, hold)
                 )
-                if isinstance(prepared, Failure):
+                if isinstance(prepared, StartFailure):
                     return self._reporter.failed(prepared)
                 if prepared is None:
-                    reached = Reached.of(self.placed, follower.state.ranks)
+                    reached = RankProgress.of(self.placed, follower.state.ranks)
                     return self._reporter.released(reached, clean=True, detail="nothing had been started")
                 reading = prepared.dataset
             else:
                 prepared, reading = None, await self._reading_again(hold)
-            control = Control(self._socket(), self.placed.generation, follower.ring, reading)
+            control = ControlSocket(self._socket(), self.placed.generation, follower.ring, reading)
             async with control, _running(follower.run()) as following:
                 if prepared is not None:
                     failure = await self._launch(prepared)
@@ -212,7 +211,9 @@ class Placement:
                     await self._finish_uploads(follower, stager, staging)
                 return await self._judge(follower, stager)
 
-    async def _unless_stopped(self, work: Coroutine[Any, Any, Prepared]) -> Prepared | Failure | None:
+    async def _unless_stopped(
+        self, work: Coroutine[Any, Any, GenerationInputs]
+    ) -> GenerationInputs | StartFailure | None:
         """Prepare, unless somebody wants the slots back first (None)."""
         started = time.monotonic()
         task = asyncio.create_task(_traced("prepare", work))
@@ -224,17 +225,17 @@ class Placement:
                 await self._orders.beside(task)
             return task.result()
         except (PackageError, CacheError) as error:
-            return Failure(str(error), False)
-        except Unfit as error:
-            return Failure(f"node {self.member.node_id} has a device that failed its check: {error}", True)
+            return StartFailure(str(error), False)
+        except UnfitDeviceError as error:
+            return StartFailure(f"node {self.member.node_id} has a device that failed its check: {error}", True)
         except (Transient, OSError, TimeoutError) as error:
-            return Failure(f"node {self.member.node_id} could not prepare the run: {error}", True)
+            return StartFailure(f"node {self.member.node_id} could not prepare the run: {error}", True)
         finally:
             await end(task)
             work.close()  # stopped before its first step, it was never begun
             metrics.PREPARE_SECONDS.observe(time.monotonic() - started)
 
-    async def _reading_again(self, hold: Hold) -> Reading | None:
+    async def _reading_again(self, hold: CachePins) -> DatasetView | None:
         """Go on bringing shards to ranks that an earlier life of the agent started."""
         try:
             return await open_dataset(self._context, self.placed, self.member, self.folder, hold)
@@ -243,7 +244,7 @@ class Placement:
             log.warning("the dataset cannot be taken up again", error=str(error))
             return None
 
-    async def _launch(self, prepared: Prepared) -> Failure | None:
+    async def _launch(self, prepared: GenerationInputs) -> StartFailure | None:
         """Start the ranks; from ``launch.json`` on, a restarted agent looks for them."""
         launch_path = self.folder / "launch.json"
         memory = self._context.memory.for_run(self.placed.run_id, self.placed.generation) if self._outlives else None
@@ -265,21 +266,21 @@ class Placement:
             run_s=self.placed.run_s,
             orphan_timeout_s=self._context.settings.orphan_timeout_s,
             memory_folder=str(memory) if memory else None,
-            survivor_dir=str(left.folder_of(self.folder.parent)) if self._trains else None,
+            survivor_dir=str(survivor_checkpoints.folder_of(self.folder.parent)) if self._trains else None,
             machine=self._context.inventory.machine,
         )
         write_atomically(launch_path, launch.model_dump_json())
         place = self._context.place(launch_path, prepared)
-        starts = core.starts(self.placed, self.member, self._context.environment, place)
+        starts = rank_environment.build_process_specs(self.placed, self.member, self._context.environment, place)
         try:
             await self._group.start(starts, prepared.code_folder or self.folder)
         except (StartError, OSError) as error:
-            return Failure(f"node {self.member.node_id} could not start the ranks: {error}", True)
+            return StartFailure(f"node {self.member.node_id} could not start the ranks: {error}", True)
         return None
 
-    async def _watch(self, control: Control, *beside: asyncio.Task[None]) -> None:
+    async def _watch(self, control: ControlSocket, *beside: asyncio.Task[None]) -> None:
         """Wait until every process has ended, and make them end when they must."""
-        await self._group.until_over(control, beside, listens=not core.is_command(self.placed.spec))
+        await self._group.until_over(control, beside, listens=not rank_environment.is_command(self.placed.spec))
 
     @property
     def _trains(self) -> bool:
@@ -312,16 +313,18 @@ class Placement:
         ]
         return min(per_rank, default=0.0)
 
-    def _memory_is_newer(self, follower: Follower) -> bool:
+    def _memory_is_newer(self, follower: JournalFollower) -> bool:
         """Whether the next generation finds newer state here than any checkpoint: it need not wait for an upload."""
         newest = self._context.memory.newest_step(self.placed.run_id, self.placed.generation)
         ranks = follower.state.ranks.values()
         return newest is not None and newest >= max((c.step for each in ranks for c in each.checkpoints), default=0)
 
-    async def _finish_uploads(self, follower: Follower, stager: Stager, staging: asyncio.Task[None]) -> None:
+    async def _finish_uploads(
+        self, follower: JournalFollower, stager: CheckpointStager, staging: asyncio.Task[None]
+    ) -> None:
         """Upload what the ranks completed, for as long as somebody waits for it."""
         patience_s = self._orders.stop_time_left_s()
-        if patience_s is None and core.first_failure(self._group.ended):
+        if patience_s is None and rank_exits.first_failure(self._group.ended):
             patience_s = 0.0 if self._memory_is_newer(follower) else CRASH_UPLOAD_PATIENCE_S
         await end(staging)
         if patience_s == 0:
@@ -349,7 +352,7 @@ class Placement:
             await self._orders.next(POLL_S)
         return self._orders.fate(step) is True
 
-    async def _measure(self, follower: Follower) -> None:
+    async def _measure(self, follower: JournalFollower) -> None:
         """Publish what node and ranks use, every few seconds."""
         while True:
             await asyncio.sleep(self._context.settings.system_interval_s)
@@ -375,25 +378,25 @@ class Placement:
 
     # -- its end ------------------------------------------------------------
 
-    async def _judge(self, follower: Follower, stager: Stager) -> Report:
+    async def _judge(self, follower: JournalFollower, stager: CheckpointStager) -> Report:
         exits, ranks = self._group.ended, follower.state.ranks
-        failure = core.first_failure(exits)
+        failure = rank_exits.first_failure(exits)
         step = follower.state.staged_step
         if failure is not None and self._orders.stop is None:
-            return self._reporter.crashed(failure, ranks, follower.tail(failure.rank, core.SEARCHED_LINES))
+            return self._reporter.crashed(failure, ranks, follower.tail(failure.rank, rank_exits.SEARCHED_LINES))
         committed = False
         if step is not None and failure is None:
             committed = await self._await_settled(step)
-        if core.ended_well(exits) and not self._group.terminated:
+        if rank_exits.ended_well(exits) and not self._group.terminated:
             results = [state.result for _, state in sorted(ranks.items()) if state.result is not None]
             artifacts = await stager.artifacts([name for result in results for name in result.artifacts])
             return self._reporter.succeeded(ranks, artifacts)
-        reached = Reached.of(self.placed, ranks)
+        reached = RankProgress.of(self.placed, ranks)
         if failure is not None:
-            detail = f"rank {failure.rank} {core.exit_text(failure.code)} while it was to stop"
+            detail = f"rank {failure.rank} {rank_exits.exit_text(failure.code)} while it was to stop"
             return self._reporter.released(reached, clean=False, detail=detail)
         clean = (committed and step is not None and step >= reached.step) or reached.step <= reached.begun_at
-        if core.is_command(self.placed.spec):
+        if rank_environment.is_command(self.placed.spec):
             clean = committed
         detail = "" if clean else "the last steps are not in a committed checkpoint"
         return self._reporter.released(reached, clean=clean, detail=detail)
@@ -409,7 +412,7 @@ class Placement:
         done = report.clean if isinstance(report, RunReleased) else report.outcome == "succeeded"
         if self._trains and not done:
             # Before anybody can be placed on what the report frees.
-            await in_thread(left.keep, self.folder, self._orders.may_count)
+            await in_thread(survivor_checkpoints.keep, self.folder, self._orders.may_count)
         while True:
             try:
                 await self._publish(report)

@@ -22,8 +22,8 @@ import structlog
 
 from contracts.ranks import LAUNCH_VARIABLE
 from services.worker import metrics
-from services.worker.core.rank_environment import Start
-from services.worker.launch.warm_server import Warm, WarmError, WarmTimeout
+from services.worker.core.rank_environment import ProcessSpec
+from services.worker.launch.warm_server import WarmServer, WarmServerError, WarmServerTimeout
 
 log = structlog.get_logger(__name__)
 
@@ -64,7 +64,7 @@ class RankProcess:
 class Executor(Protocol):
     """How the ranks of one generation are run."""
 
-    async def start(self, start: Start, folder: Path, cwd: Path) -> RankProcess:
+    async def start(self, start: ProcessSpec, folder: Path, cwd: Path) -> RankProcess:
         """Start one; its exit code will be in ``exit_path(folder, rank)`` whoever is there to see it."""
         ...
 
@@ -111,12 +111,12 @@ class ProcessExecutor:
     """Ranks as processes: forked from a warm one where possible, started cold otherwise."""
 
     def __init__(
-        self, warm: Warm | None = None, rank_command: Sequence[str] = (sys.executable, "-m", "trainbus.rank")
+        self, warm: WarmServer | None = None, rank_command: Sequence[str] = (sys.executable, "-m", "trainbus.rank")
     ) -> None:
         self._warm, self._rank_command = warm, tuple(rank_command)
         self._children: list[subprocess.Popen[bytes]] = []
 
-    async def start(self, start: Start, folder: Path, cwd: Path) -> RankProcess:
+    async def start(self, start: ProcessSpec, folder: Path, cwd: Path) -> RankProcess:
         pid: int | None = None
         if start.command is None and self._warm is not None and self._warm.ready and self._heeds(start):
             try:
@@ -124,10 +124,10 @@ class ProcessExecutor:
                     start.environment, cwd, log_path(folder, start.rank), exit_path(folder, start.rank)
                 )
                 metrics.RANK_STARTS.labels("warm").inc()
-            except WarmTimeout as error:
+            except WarmServerTimeout as error:
                 # It may yet fork: starting cold now could make two of one rank.
                 raise StartError(str(error)) from error
-            except WarmError as error:
+            except WarmServerError as error:
                 log.warning("the warm process cannot fork, starting cold", error=str(error))
         if pid is None:
             pid = self._start_cold(start, folder, cwd)
@@ -138,7 +138,7 @@ class ProcessExecutor:
             created = 0.0  # it has ended already; its exit file tells
         return RankProcess(start.rank, pid, created, psutil.boot_time())
 
-    def _heeds(self, start: Start) -> bool:
+    def _heeds(self, start: ProcessSpec) -> bool:
         """Whether a fork is as good as a fresh start under the rank's environment."""
         assert self._warm is not None
         loaded_with = self._warm.environment
@@ -148,7 +148,7 @@ class ProcessExecutor:
             if name.startswith(READ_WHEN_LOADED) and not name.startswith(READ_WHEN_JOINING)
         )
 
-    def _start_cold(self, start: Start, folder: Path, cwd: Path) -> int:
+    def _start_cold(self, start: ProcessSpec, folder: Path, cwd: Path) -> int:
         command = start.command or self._rank_command
         environment = {**start.environment, "TRAINBUS_EXIT": str(exit_path(folder, start.rank))}
         with log_path(folder, start.rank).open("ab") as output:

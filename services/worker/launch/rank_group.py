@@ -14,11 +14,11 @@ from typing import Self
 import structlog
 
 from contracts.ranks import StopLine
-from services.worker.core import rank_environment as core
-from services.worker.generation.requests import Orders, StopOrder
+from services.worker.core import rank_environment, rank_exits
+from services.worker.generation.requests import GenerationRequests, StopRequest
 from services.worker.launch.executor import Executor, RankProcess, read_exit
 from services.worker.local_files import read_json, write_atomically
-from services.worker.ranks.control_socket import Control
+from services.worker.ranks.control_socket import ControlSocket
 
 log = structlog.get_logger(__name__)
 
@@ -34,7 +34,13 @@ class RankGroup:
     """The local ranks as processes. Use it as a context manager while they are watched."""
 
     def __init__(
-        self, executor: Executor, folder: Path, orders: Orders, now: Callable[[], float], *, kill_after_s: float
+        self,
+        executor: Executor,
+        folder: Path,
+        orders: GenerationRequests,
+        now: Callable[[], float],
+        *,
+        kill_after_s: float,
     ) -> None:
         self._executor, self._folder, self._orders, self._now = executor, folder, orders, now
         self._kill_after_s = kill_after_s
@@ -43,8 +49,8 @@ class RankGroup:
         self._unwatch: list[Callable[[], None]] = []
         #: When a process was seen dead whose exit code is not written yet.
         self._dead_since: dict[int, float] = {}
-        self._told: StopOrder | None = None
-        self.exits: dict[int, core.Exit] = {}
+        self._told: StopRequest | None = None
+        self.exits: dict[int, rank_exits.Exit] = {}
         #: Ranks were told to end by a signal: whatever their exit code, that is why.
         self.terminated = False
         #: Whether the others are left alone for longer, so many seconds after the first of them failed.
@@ -75,7 +81,7 @@ class RankGroup:
         return [each for each in self._processes if each.rank not in self.exits]
 
     @property
-    def ended(self) -> list[core.Exit]:
+    def ended(self) -> list[rank_exits.Exit]:
         return list(self.exits.values())
 
     def load(self) -> bool:
@@ -85,7 +91,7 @@ class RankGroup:
             self._processes = [RankProcess(**each) for each in stored or ()]
         return bool(self._processes)
 
-    async def start(self, starts: Sequence[core.Start], cwd: Path) -> None:
+    async def start(self, starts: Sequence[rank_environment.ProcessSpec], cwd: Path) -> None:
         """Start all of them and note who they are.
 
         Raises:
@@ -103,7 +109,7 @@ class RankGroup:
         write_atomically(self._path, json.dumps([each.to_json() for each in started]))
         log.info("ranks started", pids=[each.pid for each in started])
 
-    async def until_over(self, control: Control, beside: Sequence[asyncio.Task[None]], *, listens: bool) -> None:
+    async def until_over(self, control: ControlSocket, beside: Sequence[asyncio.Task[None]], *, listens: bool) -> None:
         """Wait until every process has ended, and make them end when they must.
 
         Args:
@@ -120,7 +126,7 @@ class RankGroup:
             self._collect()
             if len(self.exits) == len(self._processes):
                 break
-            if failed_at is None and core.first_failure(self.ended):
+            if failed_at is None and rank_exits.first_failure(self.ended):
                 failed_at = time.monotonic()
             if failed_at is not None and not self.patience(time.monotonic() - failed_at):
                 self._signal(signal.SIGKILL)
@@ -135,7 +141,7 @@ class RankGroup:
         self.load()
         await self._executor.sweep(self._folder, self._processes)
 
-    def _enforce(self, stop: StopOrder, control: Control, listens: bool) -> None:
+    def _enforce(self, stop: StopRequest, control: ControlSocket, listens: bool) -> None:
         """Ask; when the grace is over, tell; then kill. Scripts that do not listen are told at once."""
         now = self._now()
         if now < stop.ends_at and stop.untouched_s > 0 and self.patience(now - stop.deadline):
@@ -162,7 +168,7 @@ class RankGroup:
             if found is None and not alive:
                 found = self._unwritten_exit(process)
             if found is not None:
-                self.exits[process.rank] = core.Exit(process.rank, *found)
+                self.exits[process.rank] = rank_exits.Exit(process.rank, *found)
                 log.info("rank ended", rank=process.rank, code=found[0])
 
     def _unwritten_exit(self, process: RankProcess) -> tuple[int, float] | None:

@@ -29,15 +29,15 @@ RESTART_DELAYS_S = (0.5, 2.0, 10.0, 60.0)
 END_TIMEOUT_S = 3.0
 
 
-class WarmError(Exception):
+class WarmServerError(Exception):
     """The warm process did not do it."""
 
 
-class WarmTimeout(WarmError):
+class WarmServerTimeout(WarmServerError):
     """It did not say whether it did it."""
 
 
-class Warm:
+class WarmServer:
     """Keeps one warm process and talks to it."""
 
     def __init__(self, socket: Path, log_file: Path, environment: Mapping[str, str]) -> None:
@@ -87,7 +87,7 @@ class Warm:
             },
         )
         if answer.get("op") != "forked":
-            raise WarmError(str(answer.get("error", answer)))
+            raise WarmServerError(str(answer.get("error", answer)))
         return int(answer["pid"])
 
     def on_exit(self, pid: int, then: Callable[[], None]) -> Callable[[], None]:
@@ -151,7 +151,7 @@ class Warm:
             writer.close()
             for future in self._answers.values():
                 if not future.done():
-                    future.set_exception(WarmError("the connection to the warm process ended"))
+                    future.set_exception(WarmServerError("the connection to the warm process ended"))
         return True
 
     def _on_answer(self, answer: dict[str, Any]) -> None:
@@ -167,14 +167,14 @@ class Warm:
     async def _ask(self, name: str, question: dict[str, Any]) -> dict[str, Any]:
         writer = self._writer
         if writer is None:
-            raise WarmError("the warm process is not there")
+            raise WarmServerError("the warm process is not there")
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._answers[name] = future
         try:
             writer.write(json.dumps(question).encode() + b"\n")
             return await asyncio.wait_for(future, ANSWER_TIMEOUT_S)
         except TimeoutError as error:
-            raise WarmTimeout(f"no answer within {ANSWER_TIMEOUT_S:.0f} s") from error
+            raise WarmServerTimeout(f"no answer within {ANSWER_TIMEOUT_S:.0f} s") from error
         finally:
             self._answers.pop(name, None)
 

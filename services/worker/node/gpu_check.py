@@ -34,7 +34,7 @@ for _ in range(3):
 """
 
 
-class Unfit(Exception):
+class UnfitDeviceError(Exception):
     """Devices that a run was to use failed their check."""
 
     def __init__(self, problems: Mapping[int, str]) -> None:
@@ -83,7 +83,7 @@ class GpuCheck:
                 self._computed[gpu.uuid] = self._now()
         metrics.DEVICE_CHECKS.labels("failed" if problems else "passed").inc()
         if problems:
-            raise Unfit(problems)
+            raise UnfitDeviceError(problems)
 
     def _is_due(self, gpu: Gpu) -> bool:
         return self._now() - self._computed.get(gpu.uuid, -math.inf) > RECOMPUTE_S

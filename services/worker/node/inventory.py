@@ -59,7 +59,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Inventory:
+class NodeInventory:
     """What a node offers."""
 
     slots: int
@@ -86,7 +86,7 @@ class Inventory:
         return hashlib.sha256(json.dumps(self.machine, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def inventory(settings: WorkerSettings) -> Inventory:
+def inventory(settings: WorkerSettings) -> NodeInventory:
     """Look the machine over."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     memory_bytes = min(int(psutil.virtual_memory().total), memory_limit_bytes())
@@ -96,7 +96,7 @@ def inventory(settings: WorkerSettings) -> Inventory:
         gpus = gpus[:slots]
     else:
         slots = cores if settings.slots is None else settings.slots
-    return Inventory(
+    return NodeInventory(
         slots=slots,
         accelerator=gpus[0].name if gpus else "cpu",
         cores=cores,

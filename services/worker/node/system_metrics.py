@@ -12,7 +12,7 @@ from services.worker.node.inventory import Gpu
 MEBIBYTE = 2**20
 
 
-class Meter:
+class SystemMeter:
     """Measures the node and a set of processes. Percentages are since the last measurement."""
 
     def __init__(self, gpus: tuple[Gpu, ...] = ()) -> None:

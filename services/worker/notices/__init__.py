@@ -10,12 +10,12 @@ from pathlib import Path
 import aiohttp
 import structlog
 
-from services.worker.notices.azure import Azure
-from services.worker.notices.base import Metadata, Notice, Source
-from services.worker.notices.ec2 import Ec2
-from services.worker.notices.gcp import Gcp
-from services.worker.notices.kubernetes import Kubernetes
-from services.worker.notices.slurm import Slurm
+from services.worker.notices.azure import AzureSource
+from services.worker.notices.base import MetadataServer, Notice, NoticeSource
+from services.worker.notices.ec2 import Ec2Source
+from services.worker.notices.gcp import GcpSource
+from services.worker.notices.kubernetes import KubernetesSource
+from services.worker.notices.slurm import SlurmSource
 
 __all__ = ["Notice", "Source", "find_sources"]
 
@@ -23,7 +23,11 @@ log = structlog.get_logger(__name__)
 
 DMI = Path("/sys/class/dmi/id")
 #: What the makers of clouds write into the firmware of their machines.
-MAKERS: dict[str, type[Ec2] | type[Gcp] | type[Azure]] = {"amazon": Ec2, "google": Gcp, "microsoft corporation": Azure}
+MAKERS: dict[str, type[Ec2Source] | type[GcpSource] | type[AzureSource]] = {
+    "amazon": Ec2Source,
+    "google": GcpSource,
+    "microsoft corporation": AzureSource,
+}
 
 
 async def find_sources(
@@ -33,10 +37,10 @@ async def find_sources(
     prestop_file: Path,
     environment: Mapping[str, str] = os.environ,
     dmi: Path = DMI,
-) -> list[Source]:
+) -> list[NoticeSource]:
     """The sources that apply on this machine; found within a second or two, without a word to any other machine."""
-    metadata = Metadata(session, metadata_url, interval_s)
-    candidates: list[Source] = [Slurm(environment), Kubernetes(environment, prestop_file, interval_s)]
+    metadata = MetadataServer(session, metadata_url, interval_s)
+    candidates: list[NoticeSource] = [SlurmSource(environment), KubernetesSource(environment, prestop_file, interval_s)]
     candidates += [cloud(metadata) for cloud in _clouds(dmi)]
     applying = await asyncio.gather(*(source.applies() for source in candidates))
     found = [source for source, applies in zip(candidates, applying, strict=True) if applies]
@@ -44,7 +48,7 @@ async def find_sources(
     return found
 
 
-def _clouds(dmi: Path) -> list[type[Ec2] | type[Gcp] | type[Azure]]:
+def _clouds(dmi: Path) -> list[type[Ec2Source] | type[GcpSource] | type[AzureSource]]:
     """The clouds worth asking: the one that the firmware names; all of them where it cannot be read."""
     words = ""
     for name in ("sys_vendor", "board_vendor", "bios_vendor", "product_name"):
@@ -53,5 +57,5 @@ def _clouds(dmi: Path) -> list[type[Ec2] | type[Gcp] | type[Azure]]:
         except OSError:
             continue
     if not words:
-        return [Ec2, Gcp, Azure]
+        return [Ec2Source, GcpSource, AzureSource]
     return [cloud for maker, cloud in MAKERS.items() if maker in words]

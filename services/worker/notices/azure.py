@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import structlog
 
-from services.worker.notices.base import PROBE_TIMEOUT_S, Metadata, Notice, polled
+from services.worker.notices.base import PROBE_TIMEOUT_S, MetadataServer, Notice, poll_notices
 
 log = structlog.get_logger(__name__)
 
@@ -25,10 +25,10 @@ NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
 ENDING = {"Preempt", "Terminate", "Reboot", "Redeploy"}
 
 
-class Azure:
+class AzureSource:
     name = "azure"
 
-    def __init__(self, metadata: Metadata) -> None:
+    def __init__(self, metadata: MetadataServer) -> None:
         self._metadata = metadata
         self._machine = ""
 
@@ -41,7 +41,7 @@ class Azure:
         return status == 200
 
     def watch(self) -> AsyncIterator[Notice]:
-        return polled(self.name, self._metadata.interval_s, self._look)
+        return poll_notices(self.name, self._metadata.interval_s, self._look)
 
     async def _look(self) -> list[Notice]:
         status, body, _ = await self._metadata.ask(EVENTS, HEADERS)

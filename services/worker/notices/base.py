@@ -35,7 +35,7 @@ class Notice:
     token: str = ""
 
 
-class Source(Protocol):
+class NoticeSource(Protocol):
     """One way in which notices come."""
 
     @property
@@ -54,7 +54,7 @@ class Source(Protocol):
         ...
 
 
-class Metadata:
+class MetadataServer:
     """The metadata server of the machine: at an address that no other machine can have."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, interval_s: float) -> None:
@@ -97,7 +97,7 @@ class Metadata:
             return answer.status, await answer.text(), answer.headers.get("ETag", "")
 
 
-class Patience:
+class RetryBackoff:
     """Longer and longer pauses while a server fails; the first failure is told, not all of them."""
 
     def __init__(self, name: str, interval_s: float) -> None:
@@ -113,11 +113,11 @@ class Patience:
         await asyncio.sleep(min(self._interval_s * 2**self._failures, RETRY_MAX_S))
 
 
-async def polled(
+async def poll_notices(
     name: str, interval_s: float, look: Callable[[], Awaitable[Iterable[Notice]]]
 ) -> AsyncIterator[Notice]:
     """Every notice that ``look`` ever finds, once; what it cannot ask or read is tried again later."""
-    patience, seen = Patience(name, interval_s), set[str]()
+    patience, seen = RetryBackoff(name, interval_s), set[str]()
     while True:
         found: Iterable[Notice] = ()
         try:

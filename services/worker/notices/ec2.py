@@ -13,17 +13,17 @@ from datetime import datetime
 
 import aiohttp
 
-from services.worker.notices.base import PROBE_TIMEOUT_S, Metadata, Notice, polled
+from services.worker.notices.base import PROBE_TIMEOUT_S, MetadataServer, Notice, poll_notices
 
 TOKEN_TTL_S = 21_600
 ACTION = "/latest/meta-data/spot/instance-action"
 REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
 
 
-class Ec2:
+class Ec2Source:
     name = "ec2"
 
-    def __init__(self, metadata: Metadata) -> None:
+    def __init__(self, metadata: MetadataServer) -> None:
         self._metadata = metadata
         self._token = ""
 
@@ -35,7 +35,7 @@ class Ec2:
         return bool(self._token)
 
     def watch(self) -> AsyncIterator[Notice]:
-        return polled(self.name, self._metadata.interval_s, self._look)
+        return poll_notices(self.name, self._metadata.interval_s, self._look)
 
     async def _look(self) -> list[Notice]:
         return [*self._action(await self._get(ACTION)), *self._rebalance(await self._get(REBALANCE))]

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 import aiohttp
 
 from services.kit.concurrency import end
-from services.worker.notices.base import PROBE_TIMEOUT_S, Metadata, Notice, Patience
+from services.worker.notices.base import PROBE_TIMEOUT_S, MetadataServer, Notice, RetryBackoff
 
 HEADERS = {"Metadata-Flavor": "Google"}
 INSTANCE = "/computeMetadata/v1/instance/"
@@ -24,10 +24,10 @@ MAINTENANCE_GRACE_S = 60.0
 HELD_S = 60
 
 
-class Gcp:
+class GcpSource:
     name = "gcp"
 
-    def __init__(self, metadata: Metadata) -> None:
+    def __init__(self, metadata: MetadataServer) -> None:
         self._metadata = metadata
 
     async def applies(self) -> bool:
@@ -51,7 +51,7 @@ class Gcp:
 
     async def _follow(self, name: str, found: asyncio.Queue[Notice]) -> None:
         """Put a notice into the queue each time that the value comes to mean one."""
-        patience, etag, before = Patience(self.name, self._metadata.interval_s), "", ""
+        patience, etag, before = RetryBackoff(self.name, self._metadata.interval_s), "", ""
         while True:
             wait = f"?wait_for_change=true&timeout_sec={HELD_S}&last_etag={etag}" if etag else ""
             try:

@@ -18,7 +18,7 @@ DEFAULT_GRACE_S = 30.0
 WRITING_S = 1.0
 
 
-class Kubernetes:
+class KubernetesSource:
     name = "kubernetes"
 
     def __init__(self, environment: Mapping[str, str], prestop_file: Path, interval_s: float) -> None:

@@ -8,18 +8,18 @@ from typing import Protocol
 import aiohttp
 
 from services.worker.notices import find_sources
-from services.worker.notices.base import Notice, Source
+from services.worker.notices.base import Notice, NoticeSource
 from services.worker.settings import WorkerSettings
 
 
-class Heeding(Protocol):
+class NoticeHandler(Protocol):
     """Who is to know of notices."""
 
-    async def heed(self, notice: Notice) -> None: ...
-    async def emptied(self) -> None: ...
+    async def handle_notice(self, notice: Notice) -> None: ...
+    async def wait_until_idle(self) -> None: ...
 
 
-async def heed_notices(settings: WorkerSettings, agent: Heeding) -> None:
+async def listen_for_notices(settings: WorkerSettings, agent: NoticeHandler) -> None:
     """Listen to every source that applies here, for ever."""
     async with aiohttp.ClientSession(trust_env=False) as session:
         sources = await find_sources(session, settings.metadata_url, settings.notice_interval_s, settings.prestop_file)
@@ -29,15 +29,15 @@ async def heed_notices(settings: WorkerSettings, agent: Heeding) -> None:
             await asyncio.Event().wait()
 
 
-async def listen(source: Source, agent: Heeding) -> None:
+async def listen(source: NoticeSource, agent: NoticeHandler) -> None:
     """Heed each notice of a source, and acknowledge it when nothing runs here any more."""
     async with asyncio.TaskGroup() as group:
         async for notice in source.watch():
-            await agent.heed(notice)
+            await agent.handle_notice(notice)
             if notice.leave:
                 group.create_task(_acknowledge(source, notice, agent))
 
 
-async def _acknowledge(source: Source, notice: Notice, agent: Heeding) -> None:
-    await agent.emptied()
+async def _acknowledge(source: NoticeSource, notice: Notice, agent: NoticeHandler) -> None:
+    await agent.wait_until_idle()
     await source.acknowledge(notice)

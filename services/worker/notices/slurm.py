@@ -16,7 +16,7 @@ from services.worker.notices.base import Notice
 LEAVE_BEFORE_S = 120.0
 
 
-class Slurm:
+class SlurmSource:
     name = "slurm"
 
     def __init__(self, environment: Mapping[str, str], leave_before_s: float = LEAVE_BEFORE_S) -> None:

@@ -23,7 +23,7 @@ from contracts.ranks import (
     StopLine,
     json_line,
 )
-from services.worker.cache.shard_cache import Reading
+from services.worker.cache.shard_cache import DatasetView
 
 log = structlog.get_logger(__name__)
 
@@ -44,11 +44,11 @@ def socket_path(folder: Path, name: str) -> Path:
     return private / f"{digest}.sock"
 
 
-class Control:
+class ControlSocket:
     """Listens to the ranks of one generation, tells them to stop, and when a shard they want is there."""
 
     def __init__(
-        self, path: Path, generation: int, on_doorbell: Callable[[], None], reading: Reading | None = None
+        self, path: Path, generation: int, on_doorbell: Callable[[], None], reading: DatasetView | None = None
     ) -> None:
         self.path, self._generation, self._ring, self._reading = path, generation, on_doorbell, reading
         self._ranks: dict[int, asyncio.StreamWriter] = {}
@@ -60,7 +60,7 @@ class Control:
         """The ranks that have said hello and are still there."""
         return frozenset(self._ranks)
 
-    async def __aenter__(self) -> Control:
+    async def __aenter__(self) -> ControlSocket:
         self.path.unlink(missing_ok=True)
         self._server = await asyncio.start_unix_server(self._serve, self.path, limit=LINE_MAX_BYTES)
         self.path.chmod(0o600)

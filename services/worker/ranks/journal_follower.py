@@ -21,7 +21,7 @@ from contracts.ranks import JournalLine, StartedLine, StarvationLine, StragglerL
 from services.kit.bus import Transient
 from services.kit.concurrency import in_thread
 from services.worker import metrics
-from services.worker.core import journal as core
+from services.worker.core import journal
 from services.worker.local_files import write_atomically
 from services.worker.ranks.ring_reader import RingReader
 
@@ -41,26 +41,26 @@ class GenerationState(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    ranks: dict[int, core.RankState] = Field(default_factory=dict)
+    ranks: dict[int, journal.RankState] = Field(default_factory=dict)
     #: Step of the last checkpoint staged, and whether it is settled (committed, or refused).
     staged_step: int | None = None
     staged_folders: dict[int, list[str]] = Field(default_factory=dict)
     system_count: int = 0
 
 
-class Follower:
+class JournalFollower:
     """Follows the journals and logs of one generation's local ranks."""
 
     def __init__(
         self,
-        placed: core.Placed,
+        placed: journal.JournalSource,
         ranks: Iterable[int],
         folder: Path,
         publish: Publish,
         now: Callable[[], float],
         *,
         interval_s: float,
-        patterns: Mapping[str, core.Pattern] | None = None,
+        patterns: Mapping[str, journal.Pattern] | None = None,
         launch_is_start: bool = False,
         homes: Mapping[int, str] | None = None,
     ) -> None:
@@ -76,7 +76,7 @@ class Follower:
         if self._path.exists():
             self.state = GenerationState.model_validate_json(self._path.read_bytes())
         for rank in ranks:
-            self.state.ranks.setdefault(rank, core.RankState())
+            self.state.ranks.setdefault(rank, journal.RankState())
         self._saving = asyncio.Lock()
         self._doorbell = asyncio.Event()
         #: Set whenever the ranks have said something that is more than metrics.
@@ -149,7 +149,7 @@ class Follower:
             return ()
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            return tuple(core.log_lines(file.read())[-lines:])
+            return tuple(journal.log_lines(file.read())[-lines:])
 
     # -- reading ------------------------------------------------------------
 
@@ -158,11 +158,11 @@ class Follower:
         content = self._read(f"rank_{rank}.jsonl", state.journal_end, at_end)
         if not content:
             return False
-        lines, problems = core.parse(content, state.journal_end)
+        lines, problems = journal.parse(content, state.journal_end)
         for problem in problems:
             metrics.BAD_LINES.inc()
             log.warning("skipped a journal line", run_id=self._placed.run_id, rank=rank, problem=problem)
-        core.fold(state, (line for _, line in lines))
+        journal.fold(state, (line for _, line in lines))
         state.journal_end += len(content)
         self.news.set()
         return True
@@ -175,7 +175,7 @@ class Follower:
         state.ring_end += len(ring.read(state.ring_end, min(head, state.ring_start + ring.capacity)))
         if state.ring_end == state.ring_start:
             return False
-        core.fold_records(state, ring.read(state.ring_end - 1, state.ring_end)[0][1])
+        journal.fold_records(state, ring.read(state.ring_end - 1, state.ring_end)[0][1])
         return True
 
     def _read_log(self, rank: int, at_end: bool) -> bool:
@@ -186,7 +186,7 @@ class Follower:
         state.log_end += len(content)
         state.log_time = self._now()
         if self._patterns:
-            for _ in core.match_patterns(self._patterns, core.log_lines(content), state.matches_end):
+            for _ in journal.match_patterns(self._patterns, journal.log_lines(content), state.matches_end):
                 pass
         self.news.set()
         return True
@@ -200,7 +200,7 @@ class Follower:
             return b""
         # A line longer than a chunk is cut, or it would hold up everything behind it.
         overlong = len(content) == CHUNK_BYTES and b"\n" not in content
-        return core.whole_lines(content, at_end=overlong or (at_end and len(content) < CHUNK_BYTES))
+        return journal.whole_lines(content, at_end=overlong or (at_end and len(content) < CHUNK_BYTES))
 
     # -- publishing ---------------------------------------------------------
 
@@ -209,14 +209,14 @@ class Follower:
             await self._publish_records(rank, state)
             if state.journal_start < state.journal_end:
                 content = self._cut(f"rank_{rank}.jsonl", state.journal_start, state.journal_end)
-                lines: list[tuple[int, JournalLine]] = core.parse(content, state.journal_start)[0]
-                for event in core.progress(self._placed, rank, lines):
+                lines: list[tuple[int, JournalLine]] = journal.parse(content, state.journal_start)[0]
+                for event in journal.progress(self._placed, rank, lines):
                     await self._publish(event)
                 for _, line in lines:
                     if isinstance(line, StragglerLine):
-                        await self._publish(core.straggler(self._placed, self._homes, line))
+                        await self._publish(journal.straggler(self._placed, self._homes, line))
                     elif isinstance(line, StarvationLine):
-                        await self._publish(core.starved(self._placed, self._homes, line))
+                        await self._publish(journal.starved(self._placed, self._homes, line))
                         metrics.STARVED.labels(line.bound_by).inc()
                 state.journal_start = state.journal_end
             if state.log_start < state.log_end:
@@ -224,25 +224,25 @@ class Follower:
         await self._publish_started()
         metrics.JOURNAL_LAG_BYTES.set(self._lag_bytes())
 
-    async def _publish_records(self, rank: int, state: core.RankState) -> None:
+    async def _publish_records(self, rank: int, state: journal.RankState) -> None:
         ring = self.ring_of(rank) if state.ring_start < state.ring_end else None
         if ring is None:
             return
         records = ring.read(state.ring_start, state.ring_end)
         if len(records) < state.ring_end - state.ring_start:
             log.error("records of a rank are lost", run_id=self._placed.run_id, rank=rank, read=len(records))
-        lines = [(core.RING_OFFSET + number, line) for number, line in records]
-        for event in core.progress(self._placed, rank, lines):
+        lines = [(journal.RING_OFFSET + number, line) for number, line in records]
+        for event in journal.progress(self._placed, rank, lines):
             await self._publish(event)
         state.ring_start = state.ring_end
 
-    async def _publish_log(self, rank: int, state: core.RankState) -> None:
+    async def _publish_log(self, rank: int, state: journal.RankState) -> None:
         content = self._cut(f"rank_{rank}.log", state.log_start, state.log_end)
-        for event in core.logs(self._placed, rank, content, state.log_start):
+        for event in journal.logs(self._placed, rank, content, state.log_start):
             await self._publish(event)
         if self._patterns:
-            matches = core.match_patterns(self._patterns, core.log_lines(content), state.matches_start)
-            points = core.pattern_progress(self._placed, rank, state.log_start, state.log_time, matches)
+            matches = journal.match_patterns(self._patterns, journal.log_lines(content), state.matches_start)
+            points = journal.pattern_progress(self._placed, rank, state.log_start, state.log_time, matches)
             if points is not None:
                 state.step = points.step
                 await self._publish(points)
@@ -250,7 +250,7 @@ class Follower:
         state.log_start = state.log_end
         await self._skip_backlog(rank, state)
 
-    async def _skip_backlog(self, rank: int, state: core.RankState) -> None:
+    async def _skip_backlog(self, rank: int, state: journal.RankState) -> None:
         """Leave out the middle of a flood of output; the node's file has it."""
         path = self._folder / f"rank_{rank}.log"
         behind = path.stat().st_size - state.log_end

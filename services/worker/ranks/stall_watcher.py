@@ -14,10 +14,10 @@ from contracts.base import Fact
 from contracts.events.run import Artifact, RunPlaced, RunStalled
 from services.kit.bus import Transient
 from services.worker import metrics
-from services.worker.core.stall_detector import Stall, StallWatch
+from services.worker.core.stall_detector import Stall, StallDetector
 from services.worker.launch.executor import RankProcess
-from services.worker.ranks import flight_recorder as flight
-from services.worker.ranks.journal_follower import Follower, Publish
+from services.worker.ranks import flight_recorder
+from services.worker.ranks.journal_follower import JournalFollower, Publish
 from services.worker.ranks.stack_dump import is_stopped, stacks
 
 log = structlog.get_logger(__name__)
@@ -28,7 +28,7 @@ STACKS_MAX = 16
 KEEP_PATIENCE_S = 15.0
 
 
-class Watcher:
+class StallWatcher:
     """Looks at the beats of the local ranks. It ends nobody: what is done about a stall the scheduler decides."""
 
     def __init__(
@@ -36,7 +36,7 @@ class Watcher:
         placed: RunPlaced,
         node_id: str,
         folder: Path,
-        follower: Follower,
+        follower: JournalFollower,
         processes: Callable[[], Sequence[RankProcess]],
         publish: Publish,
         stopping: Callable[[], bool],
@@ -47,7 +47,7 @@ class Watcher:
         self._placed, self._node_id, self._folder, self._follower = placed, node_id, folder, follower
         self._processes, self._publish, self._stopping = processes, publish, stopping
         wanted = placed.spec.watch
-        self._watch = StallWatch(wanted.stall_factor, wanted.stall_min_s)
+        self._watch = StallDetector(wanted.stall_factor, wanted.stall_min_s)
         self._interval_s = min(1.0, wanted.stall_min_s / 5)
         #: Ranks without a ring: the step they reported last, and when we heard of it.
         self._heard: dict[int, tuple[int, float]] = {}
@@ -120,7 +120,7 @@ class Watcher:
 
     async def _flights(self) -> dict[int, str]:
         """Where the flight recorders of ranks on NCCL are found; none where there is no GPU."""
-        found = await asyncio.to_thread(flight.dumps, self._folder)
+        found = await asyncio.to_thread(flight_recorder.dumps, self._folder)
         uris: dict[str, str] = {}
         if found and self._keep is not None:
             try:
@@ -128,4 +128,4 @@ class Watcher:
                 uris = {each.name: each.uri for each in kept}
             except (Transient, OSError, TimeoutError) as error:
                 log.warning("flight recorders stay on the node", error=repr(error))
-        return {rank: flight.told(rank, path, uris.get(path.name)) for rank, path in found.items()}
+        return {rank: flight_recorder.told(rank, path, uris.get(path.name)) for rank, path in found.items()}

@@ -1,0 +1,77 @@
+"""The exits of ranks: which failure is the cause of the others, and whose fault it is."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from contracts.ranks import EXIT_DONE, EXIT_STOPPED
+
+TAIL_LINES = 30
+#: Lines that are looked through for the cause: torchrun writes some forty of its own below it.
+SEARCHED_LINES = 200
+#: A rank that heard nothing of an agent for too long ends with this.
+EXIT_ORPHANED = 76
+
+_PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use|errno: ?98\b", re.IGNORECASE)
+#: What torch says when the other nodes' ranks never came to the meeting point.
+_PEERS_MISSING = re.compile(r"DistStoreError|DistNetworkError: The client socket has timed out|wait timeout after \d+")
+
+#: How torchrun's own report of a failed child begins, and where it names the first one that failed.
+_TRACEBACK = "Traceback (most recent call last):"
+_CHILD_FAILED = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError:"
+_ROOT_CAUSE = re.compile(r"Root Cause.*?^ *rank +: (\d+).*?^ *exitcode +: (-?\d+)", re.DOTALL | re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How one process ended. ``at`` orders the ends: the first failure is the cause of the others."""
+
+    rank: int
+    code: int
+    at: float
+
+
+def exit_text(code: int) -> str:
+    """An exit code in words. Shells give 128 + n for a signal, subprocess -n."""
+    number = -code if code < 0 else code - 128
+    if code < 0 or 128 < code < 160:
+        try:
+            return f"was killed by {signal.Signals(number).name}"
+        except ValueError:
+            return f"was killed by signal {number}"
+    return f"ended with exit code {code}"
+
+
+def cause(failure: Exit, lines: Sequence[str]) -> tuple[Exit, tuple[str, ...]]:
+    """The rank that failed, and its last words: torchrun's own report, if there is one, is read and left out."""
+    reported = next((number for number, line in enumerate(lines) if line.startswith(_CHILD_FAILED)), None)
+    if reported is None:
+        return failure, tuple(lines[-TAIL_LINES:])
+    begins = max((number for number in range(reported) if lines[number] == _TRACEBACK), default=reported)
+    if found := _ROOT_CAUSE.search("\n".join(lines[reported:])):
+        failure = Exit(int(found[1]), int(found[2]), failure.at)
+    return failure, tuple(lines[:begins][-TAIL_LINES:])
+
+
+def first_failure(exits: Sequence[Exit]) -> Exit | None:
+    """The first process that did not end in good order."""
+    failures = [each for each in exits if each.code not in (EXIT_DONE, EXIT_STOPPED)]
+    return min(failures, key=lambda each: each.at) if failures else None
+
+
+def ended_well(exits: Sequence[Exit]) -> bool:
+    """Whether every process is done with its work."""
+    return all(each.code == EXIT_DONE for each in exits)
+
+
+def is_infrastructure_failure(code: int, started: bool, text: str) -> bool:
+    """Whether the ranks failed for a port that somebody took in the meantime, or for want of an agent or of peers.
+
+    Peers that fail say so themselves, and the generation is then stopped long before a rank gives up waiting.
+    """
+    if started:
+        return code == EXIT_ORPHANED
+    return code == EXIT_ORPHANED or bool(_PORT_TAKEN.search(text) or _PEERS_MISSING.search(text))

@@ -195,7 +195,7 @@ class Stack:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             state = (await self.bus.js.stream_info("DEAD_LETTERS")).state
-            for sequence in range(state.first_seq, state.last_seq + 1):
+            for sequence in range(max(state.first_seq, 1), state.last_seq + 1):
                 message = await self.bus.js.get_msg("DEAD_LETTERS", sequence)
                 if message.data == body:
                     return (message.headers or {})["trainbus-dead-reason"]

@@ -282,8 +282,8 @@ def test_the_scheduler_places_by_it() -> None:
         world.accept(f"r{i}", accepted)
         world.settle()
         for node in world.cluster.nodes.values():
-            assert min(node.left) >= 0
-            assert node.cpu_left_milli >= 0
-    used = sum(SLOT_MILLI * node.slots - sum(node.left) for node in world.cluster.nodes.values())
+            assert min(node.free_milli) >= 0
+            assert node.free_cpu_milli >= 0
+    used = sum(SLOT_MILLI * node.slots - sum(node.free_milli) for node in world.cluster.nodes.values())
     assert used >= 0.9 * 12 * SLOT_MILLI
     assert fold(world.log).workload == world.cluster.workload

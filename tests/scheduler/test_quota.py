@@ -390,7 +390,7 @@ def test_slot_hours_stop_runs_in_time_and_the_next_period_starts_them() -> None:
     )
     world.wait(60)
     world.let_go()
-    assert world.cluster.ledger.spent_slot_h("a", None, 24, world.now.timestamp()) == pytest.approx(8)
+    assert world.cluster.usage.spent_slot_h("a", None, 24, world.now.timestamp()) == pytest.approx(8)
     code, text = world.why("r0")
     assert code == "quota"
     assert text == (
@@ -447,12 +447,12 @@ def check_limits(world: Teams) -> None:
         if quota.ceiling is not None:
             assert teams.get((quota.team, quota.accelerator), 0) <= quota.ceiling
         if quota.slot_hours is not None:
-            spent = world.cluster.ledger.spent_slot_h(quota.team, quota.accelerator, 2, world.now.timestamp())
+            spent = world.cluster.usage.spent_slot_h(quota.team, quota.accelerator, 2, world.now.timestamp())
             assert spent <= quota.slot_hours + 1e-6
     for used in users.values():
         assert used <= (world.policy.admit.max_slots_per_user or 10**6)
     for (name, kind), used in teams.items():
-        assert world.cluster.ledger.using(name, kind) == used
+        assert world.cluster.usage.using(name, kind) == used
 
 
 @settings(max_examples=20, deadline=None)
@@ -487,4 +487,4 @@ def any_history(rng: random.Random) -> None:
         for _ in range(rng.randint(0, 3)):
             at = world.now + timedelta(seconds=rng.choice([1, 20, 300]))
             world.pass_time(at)
-    assert world.cluster.ledger == fold(world.log).ledger
+    assert world.cluster.usage == fold(world.log).usage

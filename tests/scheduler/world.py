@@ -219,16 +219,16 @@ class World:
         for run in cluster.runs.values():
             for part in run.live:
                 node = cluster.nodes[part.node_id]
-                assert node.holders[(run.run_id, run.generation)].slots == part.slots
+                assert node.allocations[(run.run_id, run.generation)].slots == part.slots
                 for slot in part.slots if run.demand.milli else ():
                     given[node.node_id, slot] = given.get((node.node_id, slot), 0) + run.demand.milli
                     assert given[node.node_id, slot] <= SLOT_MILLI, f"slot {slot} of {node.node_id} is given twice"
             assert run.generation >= self.checked[run.run_id]
             self.checked[run.run_id] = run.generation
         for node in cluster.nodes.values():
-            assert node.left == [SLOT_MILLI - given.get((node.node_id, slot), 0) for slot in range(node.slots)]
-            assert not node.cpu_milli or node.cpu_left_milli >= 0
-            assert not node.memory_bytes or node.memory_left_bytes >= 0
+            assert node.free_milli == [SLOT_MILLI - given.get((node.node_id, slot), 0) for slot in range(node.slots)]
+            assert not node.cpu_milli or node.free_cpu_milli >= 0
+            assert not node.memory_bytes or node.free_memory_bytes >= 0
         used = sum(len(node.used) for node in cluster.nodes.values())
         assert used == len(given), "a slot is taken by nobody"
         last = self.log[-1][0]
@@ -326,7 +326,7 @@ class Chaos:
         elif deed < 0.55:
             world.unfit(node_id, *rng.choice([(), (0,)]))
         else:
-            holders = sorted(node.holders)
+            holders = sorted(node.allocations)
             self._join(node_id, tuple(holder for holder in holders if rng.random() < 0.5))
 
     def _user(self) -> None:
@@ -357,7 +357,7 @@ class Chaos:
         while world.late:
             self._late()
         for node_id in self.node_ids:
-            if not world.cluster.nodes[node_id].open:
+            if not world.cluster.nodes[node_id].is_schedulable:
                 self._join(node_id)
         for _ in range(300):
             world.settle()

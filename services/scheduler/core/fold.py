@@ -67,7 +67,7 @@ def apply(cluster: Cluster, fact: Fact, sequence: int, time: datetime, envelope:
     elif on_node := _NODE_FACTS.get(type(fact)):
         assert isinstance(fact, node.NodeFact)
         before = cluster.nodes.get(fact.node_id)
-        holders = [run_id for run_id, _ in before.holders] if before is not None else []
+        holders = [run_id for run_id, _ in before.allocations] if before is not None else []
         cluster.index.touch_nodes(holders)
         on_node(cluster, fact, time)
         for run_id in holders:
@@ -81,7 +81,7 @@ def apply(cluster: Cluster, fact: Fact, sequence: int, time: datetime, envelope:
             _predict(cluster, cluster.runs[run_id])
             # Its place in line follows from that.
             cluster.index.touch(run_id)
-        cluster.ledger.adopt(fact.policy.fair_share.half_life_s, periods_h(fact.policy), time.timestamp())
+        cluster.usage.adopt(fact.policy.fair_share.half_life_s, periods_h(fact.policy), time.timestamp())
 
 
 def seen(cluster: Cluster, subject: str, sequence: int) -> None:
@@ -222,8 +222,8 @@ def _placed(cluster: Cluster, known: Run, fact: run.RunPlaced, time: datetime) -
         if home is None or not home.alive:
             _end(cluster, known, part, "lost", time)
         else:
-            home.hold((known.run_id, fact.generation), Allocation(part.slots, known.demand))
-            home.count_free(time)
+            home.allocate((known.run_id, fact.generation), Allocation(part.slots, known.demand))
+            home.update_idle_times(time)
             part.accelerator = home.accelerator
             _account(cluster, known, part, 1, time)
     cluster.moved_at = time
@@ -233,7 +233,7 @@ def _account(cluster: Cluster, known: Run, part: MemberState, sign: int, time: d
     """The part has its slots from now on, or (-1) until now."""
     if part.accelerator is not None and known.demand.milli:
         slots = sign * len(part.slots) * known.demand.milli / SLOT_MILLI
-        cluster.ledger.change(known.spec.team, known.spec.user, part.accelerator, slots, time.timestamp())
+        cluster.usage.change(known.spec.team, known.spec.user, part.accelerator, slots, time.timestamp())
 
 
 def _started(cluster: Cluster, known: Run, fact: run.RunStarted, time: datetime) -> None:
@@ -266,7 +266,7 @@ def _preempting(cluster: Cluster, known: Run, fact: RunPreempting, time: datetim
         return
     known.preempting, known.preempting_at = fact, time
     if fact.preemptor is not None:
-        known.yielded = cluster.sequence
+        known.yielded_at = cluster.sequence
     if not known.terminal:
         _enter(cluster, known, Phase.PREEMPTING)
 
@@ -292,8 +292,8 @@ def _end(cluster: Cluster, known: Run, part: MemberState, how: Ending, time: dat
     known.served_slot_s += len(part.slots) * max((time - known.placed_at).total_seconds(), 0.0)
     home = cluster.nodes.get(part.node_id)
     if home is not None:
-        home.let_go((known.run_id, known.generation))
-        home.count_free(time)
+        home.release((known.run_id, known.generation))
+        home.update_idle_times(time)
     cluster.moved_at = time
     if not known.live:
         known.ended_at = time
@@ -390,9 +390,9 @@ def _joined(cluster: Cluster, fact: node.NodeJoined, time: datetime) -> None:
     old = cluster.nodes.get(fact.node_id)
     past: set[str] = set()
     if old is not None:
-        if fact.incarnation == old.incarnation or fact.incarnation in old.past:
+        if fact.incarnation == old.incarnation or fact.incarnation in old.past_incarnations:
             return
-        past = old.past | {old.incarnation}
+        past = old.past_incarnations | {old.incarnation}
     new = Node(
         fact.node_id,
         fact.incarnation,
@@ -405,16 +405,16 @@ def _joined(cluster: Cluster, fact: node.NodeJoined, time: datetime) -> None:
         cpu_milli=round(fact.cpus * 1000),
         memory_bytes=fact.memory_bytes,
         datasets=set(fact.datasets),
-        past=past,
+        past_incarnations=past,
     )
     if old is not None:
         kept = set(fact.running)
-        for holder, held in old.holders.items():
+        for holder, held in old.allocations.items():
             if holder in kept:
-                new.hold(holder, held)
+                new.allocate(holder, held)
         _lose_parts(cluster, old, kept, time)
     cluster.nodes[fact.node_id] = new
-    new.count_free(time)
+    new.update_idle_times(time)
     cluster.moved_at = time
 
 
@@ -457,7 +457,7 @@ def _unfit(cluster: Cluster, fact: node.NodeUnfit, time: datetime) -> None:
 
 
 def _lose_parts(cluster: Cluster, home: Node, kept: set[tuple[str, int]], time: datetime) -> None:
-    for run_id, generation in list(home.holders):
+    for run_id, generation in list(home.allocations):
         holder = cluster.runs[run_id]
         part = holder.parts.get(home.node_id)
         if (run_id, generation) not in kept and part is not None and holder.generation == generation:

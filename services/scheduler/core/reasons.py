@@ -37,12 +37,12 @@ class Why:
 
 def too_large(cluster: Cluster, run: Run, capacity: int) -> Why:
     """The reason of a run that wants more slots than it could ever have of the present nodes: ``capacity``."""
-    whole = sum(node.slots for node in cluster.nodes.values() if node.open)
+    whole = sum(node.slots for node in cluster.nodes.values() if node.is_schedulable)
     if not any(node.alive for node in cluster.nodes.values()):
         return Why("no nodes")
     if run.exact and whole >= run.spec.slots.min:
         return Why("fragmented", capacity=capacity)
-    going = any(node.alive and not node.open for node in cluster.nodes.values())
+    going = any(node.alive and not node.is_schedulable for node in cluster.nodes.values())
     return Why("draining" if going else "infeasible", capacity=capacity)
 
 
@@ -59,7 +59,9 @@ def message(cluster: Cluster, run: Run, why: Why) -> str:
                 f"{why.capacity}"
             )
         case "draining":
-            names = ", ".join(sorted(n.node_id for n in cluster.nodes.values() if n.alive and not n.open)[:NAMED])
+            names = ", ".join(
+                sorted(n.node_id for n in cluster.nodes.values() if n.alive and not n.is_schedulable)[:NAMED]
+            )
             return (
                 f"needs at least {_slots(need)}, but only {why.capacity} are left while these nodes are being "
                 f"drained, are about to be taken away or are unfit: {names}; it runs when they, or others, join again"
@@ -89,7 +91,7 @@ def _unlike(cluster: Cluster, run: Run, why: Why) -> str:
     """Why an exact run does not take slots that would do for any other."""
     homes: dict[str, list[str]] = {}
     for node in sorted(cluster.nodes.values(), key=lambda node: node.node_id):
-        if node.open:
+        if node.is_schedulable:
             homes.setdefault(node.machine, []).append(node.node_id)
     there = "; ".join(_named(names, "node") for names in homes.values())
     of_one_kind = (
@@ -125,7 +127,7 @@ def _holders(cluster: Cluster) -> list[str]:
     """The runs that hold slots, in order. Many are told of them in one pass."""
     index = cluster.index
     if index.holders_at != cluster.sequence:
-        holding = {run_id for node in cluster.nodes.values() for run_id, _ in node.holders}
+        holding = {run_id for node in cluster.nodes.values() for run_id, _ in node.allocations}
         index.holders, index.holders_at = sorted(holding), cluster.sequence
     return index.holders
 
@@ -216,7 +218,7 @@ def summary(cluster: Cluster, limit: int = 100) -> dict[str, Any]:
                 "reason": _node_reason(node),
                 "slots": node.slots,
                 "used": node.used_slots,
-                "free": node.slots - node.used_slots if node.open else 0,
+                "free": node.slots - node.used_slots if node.is_schedulable else 0,
                 "accelerator": node.accelerator,
             }
             for _, node in sorted(cluster.nodes.items())

@@ -110,17 +110,17 @@ class Nodes:
                 return []
             kind = NodeLost if node.state == "lost" else NodeLeft
             return [kind(node_id=node_id, incarnation=self._facts[node_id].incarnation)]
-        self._open[node_id] = node.open
-        if was_open == node.open and joined.slots == self._facts[node_id].slots:
+        self._open[node_id] = node.is_schedulable
+        if was_open == node.is_schedulable and joined.slots == self._facts[node_id].slots:
             return []
-        if was_open and not node.open:
+        if was_open and not node.is_schedulable:
             return [NodeDraining(node_id=node_id, incarnation=self._facts[node_id].incarnation)]
         self._lives[node_id] = self._lives.get(node_id, 0) + 1
         # Nothing of what really ran there is running in the simulation.
         life = {"incarnation": f"life-{self._lives[node_id]}", "running": (), "lease_ttl_s": LEASE_TTL_S}
         self._facts[node_id] = joined.model_copy(update=life)
         back: list[NodeFact] = [self._facts[node_id]]
-        if not node.open:
+        if not node.is_schedulable:
             back.append(NodeDraining(node_id=node_id, incarnation=self._facts[node_id].incarnation))
         return back
 

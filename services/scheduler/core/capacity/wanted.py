@@ -50,9 +50,9 @@ def wanted_fact(want: WantCapacity, now: datetime, made: DecisionRecord) -> Capa
 
 def _present(cluster: Cluster) -> Iterator[Present]:
     for node in cluster.nodes.values():
-        if node.open:
+        if node.is_schedulable:
             idle_since = node.idle_since if node.idle_since != EPOCH else None
-            yield Present(node.node_id, node.labels, node.accelerator, tuple(node.left), idle_since)
+            yield Present(node.node_id, node.labels, node.accelerator, tuple(node.free_milli), idle_since)
 
 
 def _waiting(cluster: Cluster, now: datetime, policy: Policy) -> list[Waiting]:

@@ -39,8 +39,8 @@ class Claims:
         self.cluster, self.policy, self.now_s, self.placer = cluster, policy, now_s, placer
         admit = policy.admit
         limited = admit.quotas or admit.max_slots_per_user is not None or admit.max_slots_per_run is not None
-        self.quotas = Quotas(policy, cluster.ledger, now_s) if limited else None
-        self.shares = Shares(cluster.ledger, policy.fair_share, now_s) if "fair-share" in policy.order.by else None
+        self.quotas = Quotas(policy, cluster.usage, now_s) if limited else None
+        self.shares = Shares(cluster.usage, policy.fair_share, now_s) if "fair-share" in policy.order.by else None
         self._share_at = policy.order.by.index("fair-share") if self.shares is not None else 0
         self._by_hours = any(quota.slot_hours is not None for quota in admit.quotas)
         if self.quotas is not None and self._by_hours:

@@ -82,8 +82,8 @@ def _with_own(cluster: Cluster, run: Run, idle: Space) -> Space:
     trial = idle.copy()
     for part in run.live:
         node = cluster.nodes[part.node_id]
-        if part.node_id not in trial.rooms and node.open:
+        if part.node_id not in trial.rooms and node.is_schedulable:
             # All of it is taken, but what the run itself has.
-            trial.put(part.node_id, Room(node, [0] * node.slots, node.cpu_left_milli, node.memory_left_bytes, 0, 0))
+            trial.put(part.node_id, Room(node, [0] * node.slots, node.free_cpu_milli, node.free_memory_bytes, 0, 0))
     trial.release(run)
     return trial

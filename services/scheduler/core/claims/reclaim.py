@@ -73,7 +73,7 @@ def holdings(cluster: Cluster, now: datetime, policy: Policy) -> list[Holding]:
         index.holdings, index.holdings_of = {}, state
     # A key changes a little before it has changed for sure.
     soon_s = now.timestamp() + 2 * queue.AFTER_S
-    closed = {node.node_id for node in cluster.nodes.values() if not node.open}
+    closed = {node.node_id for node in cluster.nodes.values() if not node.is_schedulable}
     found = []
     for run_id in cluster.active:
         each: Holding | None = index.holdings.get(run_id)
@@ -261,7 +261,7 @@ class Reclaim:
         granted = {reclaim.min_run_s, reclaim.quantum_s if by_service else 0.0, reclaim.time_slice_s or 0.0} - {0.0}
         if "fair-share" in reclaim.by and self._preemptible:
             # Standing changes all the time; as often as this is soon enough.
-            found = now_s + self.cluster.ledger.half_life_s * AHEAD_HALF_LIVES / 4
+            found = now_s + self.cluster.usage.half_life_s * AHEAD_HALF_LIVES / 4
         if not granted and not by_service:
             return found
         for each in self._preemptible:

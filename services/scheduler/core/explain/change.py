@@ -156,7 +156,7 @@ def _other_lie(attempt: Attempt, why: Why) -> Iterator[Change]:
 
 def _other_kind(attempt: Attempt, why: Why) -> Iterator[Change]:
     """Other accelerators, capacity or clusters."""
-    spec, nodes = attempt.run.spec, [node for node in attempt.cluster.nodes.values() if node.open]
+    spec, nodes = attempt.run.spec, [node for node in attempt.cluster.nodes.values() if node.is_schedulable]
     others: list[dict[str, Any]] = []
     if spec.resources.accelerators:
         kinds = sorted({node.accelerator for node in nodes} - set(spec.resources.accelerators))

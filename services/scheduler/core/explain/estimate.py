@@ -254,12 +254,12 @@ class Situation:
         self.free: list[int] = []
         self._whole: list[int] = []
         for node in cluster.nodes.values():
-            if node.open:
+            if node.is_schedulable:
                 pool = self._pools.setdefault(node.accelerator, len(self._pools))
                 if pool == len(self.free):
                     self.free.append(0)
                     self._whole.append(0)
-                self.free[pool] += sum(node.left)
+                self.free[pool] += sum(node.free_milli)
                 self._whole[pool] += node.slots * SLOT_MILLI
         active = [cluster.runs[run_id] for run_id in cluster.active]
         self.holders = [holder for run in active for holder in self._held(run)]
@@ -271,7 +271,7 @@ class Situation:
         by_pool: dict[int, int] = {}
         for part in run.live:
             node = self._cluster.nodes.get(part.node_id)
-            if node is not None and node.open:
+            if node is not None and node.is_schedulable:
                 pool = self._pools[node.accelerator]
                 by_pool[pool] = by_pool.get(pool, 0) + len(part.slots) * run.demand.milli
         if not by_pool:
@@ -496,7 +496,7 @@ def _largest(cluster: Cluster) -> dict[str, int]:
     """Thousandths of slots of each kind of accelerator that there are."""
     found: dict[str, int] = {}
     for node in cluster.nodes.values():
-        if node.open:
+        if node.is_schedulable:
             found[node.accelerator] = found.get(node.accelerator, 0) + node.slots * SLOT_MILLI
     return found
 

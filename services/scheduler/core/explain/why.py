@@ -80,7 +80,7 @@ def _room_at(
     cluster: Cluster, run: Run, wanted: Iterable[str], ends: Iterable[tuple[datetime, int]]
 ) -> datetime | None:
     """When so much will have been let go that the run has enough, were it the only one that waits."""
-    missing = run.spec.slots.min * run.demand.milli - sum(sum(cluster.nodes[node_id].left) for node_id in wanted)
+    missing = run.spec.slots.min * run.demand.milli - sum(sum(cluster.nodes[node_id].free_milli) for node_id in wanted)
     for ends_at, milli in sorted(ends):
         if missing <= 0:
             break

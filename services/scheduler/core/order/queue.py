@@ -111,7 +111,7 @@ def current_key(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> Ke
 
 def _turn(run: Run) -> float:
     """When it began to wait: a run that takes turns stands behind all that waited when it had had its own."""
-    return max(run.submitted, run.yielded) if run.spec.scheduling.time_slice else run.submitted
+    return max(run.submitted, run.yielded_at) if run.spec.scheduling.time_slice else run.submitted
 
 
 def promoted_at_s(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> float:

@@ -51,7 +51,7 @@ class Placer:
             found = {
                 node.node_id: node
                 for node in self.cluster.nodes.values()
-                if node.open and suits(node, wants) and node.labels.get(CAPACITY, "on-demand") in tier
+                if node.is_schedulable and suits(node, wants) and node.labels.get(CAPACITY, "on-demand") in tier
             }
             self._memory[key] = found
         return found

@@ -38,8 +38,8 @@ class Room:
 
     @classmethod
     def of(cls, node: Node, *, empty: bool = False) -> Room:
-        left = [SLOT_MILLI] * node.slots if empty else list(node.left)
-        cpu, memory = (node.cpu_milli, node.memory_bytes) if empty else (node.cpu_left_milli, node.memory_left_bytes)
+        left = [SLOT_MILLI] * node.slots if empty else list(node.free_milli)
+        cpu, memory = (node.cpu_milli, node.memory_bytes) if empty else (node.free_cpu_milli, node.free_memory_bytes)
         return cls(node, left, cpu, memory, left.count(SLOT_MILLI), sum(left), node.version)
 
     def copy(self) -> Room:
@@ -175,7 +175,7 @@ class Space:
         """What is free now."""
         known, rooms = cluster.index.rooms, {}
         for node_id, node in cluster.nodes.items():
-            if node.open:
+            if node.is_schedulable:
                 room = known.get(node_id)
                 if room is None or room.version != node.version or room.node is not node:
                     room = known[node_id] = Room.of(node)
@@ -185,7 +185,7 @@ class Space:
     @classmethod
     def empty(cls, cluster: Cluster) -> Space:
         """What there would be if nobody had anything."""
-        return cls({node.node_id: Room.of(node, empty=True) for node in cluster.nodes.values() if node.open})
+        return cls({node.node_id: Room.of(node, empty=True) for node in cluster.nodes.values() if node.is_schedulable})
 
     def copy(self) -> Space:
         self._own.clear()

@@ -98,7 +98,7 @@ class Run:
     queued_at: datetime = EPOCH
     queue_reason: str = "new"
     #: Sequence at which others last took its slots: where runs take turns it stands behind those that waited then.
-    yielded: int = 0
+    yielded_at: int = 0
     #: The parts of the current generation, also those that ended, until what follows is decided.
     parts: dict[str, MemberState] = field(default_factory=dict)
     placed_at: datetime = EPOCH
@@ -237,29 +237,29 @@ class Node:
     #: Datasets whose shards it has.
     datasets: set[str] = field(default_factory=set)
     #: Thousandths of each slot that nobody has, and what is left of the rest.
-    left: list[int] = field(default_factory=list)
-    cpu_left_milli: int = 0
-    memory_left_bytes: int = 0
+    free_milli: list[int] = field(default_factory=list)
+    free_cpu_milli: int = 0
+    free_memory_bytes: int = 0
     #: (run_id, generation) -> what it has.
-    holders: dict[tuple[str, int], Allocation] = field(default_factory=dict)
+    allocations: dict[tuple[str, int], Allocation] = field(default_factory=dict)
     #: Counts what was held and let go.
     version: int = field(default=0, compare=False)
-    past: set[str] = field(default_factory=set)
+    past_incarnations: set[str] = field(default_factory=set)
     #: Since when it has had a free slot; EPOCH: it has none. Since when it has had nothing on it; EPOCH: it has.
     free_since: datetime = EPOCH
     idle_since: datetime = EPOCH
 
     def __post_init__(self) -> None:
-        self.left = self.left or [SLOT_MILLI] * self.slots
-        self.cpu_left_milli = self.cpu_left_milli or self.cpu_milli
-        self.memory_left_bytes = self.memory_left_bytes or self.memory_bytes
+        self.free_milli = self.free_milli or [SLOT_MILLI] * self.slots
+        self.free_cpu_milli = self.free_cpu_milli or self.cpu_milli
+        self.free_memory_bytes = self.free_memory_bytes or self.memory_bytes
 
     @property
     def alive(self) -> bool:
         return self.state == "alive"
 
     @property
-    def open(self) -> bool:
+    def is_schedulable(self) -> bool:
         """Whether something new may be placed here."""
         return self.state == "alive" and not self.draining and self.notice is None and self.unfit is None
 
@@ -273,26 +273,26 @@ class Node:
     @property
     def used(self) -> dict[int, tuple[str, int]]:
         """Slot -> one of the (run_id, generation) that have it or a share of it."""
-        return {slot: holder for holder, held in self.holders.items() for slot in held.slots if held.demand.milli}
+        return {slot: holder for holder, held in self.allocations.items() for slot in held.slots if held.demand.milli}
 
     @property
     def used_slots(self) -> int:
         """Slots of which somebody has something."""
-        return sum(milli < SLOT_MILLI for milli in self.left)
+        return sum(milli < SLOT_MILLI for milli in self.free_milli)
 
     @property
     def free(self) -> list[int]:
-        return [slot for slot, milli in enumerate(self.left) if milli == SLOT_MILLI]
+        return [slot for slot, milli in enumerate(self.free_milli) if milli == SLOT_MILLI]
 
-    def hold(self, holder: tuple[str, int], held: Allocation) -> None:
+    def allocate(self, holder: tuple[str, int], held: Allocation) -> None:
         """Somebody has this from now on."""
-        if holder in self.holders:
+        if holder in self.allocations:
             return
-        self.holders[holder] = held
+        self.allocations[holder] = held
         self._count(held, -1)
 
-    def let_go(self, holder: tuple[str, int]) -> None:
-        held = self.holders.pop(holder, None)
+    def release(self, holder: tuple[str, int]) -> None:
+        held = self.allocations.pop(holder, None)
         if held is not None:
             self._count(held, 1)
 
@@ -300,17 +300,17 @@ class Node:
         self.version += 1
         for slot in held.slots:
             if slot < self.slots:
-                self.left[slot] += sign * held.demand.milli
-        self.cpu_left_milli += sign * held.demand.cpu_milli * len(held.slots)
-        self.memory_left_bytes += sign * held.demand.memory_bytes * len(held.slots)
+                self.free_milli[slot] += sign * held.demand.milli
+        self.free_cpu_milli += sign * held.demand.cpu_milli * len(held.slots)
+        self.free_memory_bytes += sign * held.demand.memory_bytes * len(held.slots)
 
-    def count_free(self, time: datetime) -> None:
+    def update_idle_times(self, time: datetime) -> None:
         """Keep ``free_since`` and ``idle_since`` in step with what is held."""
-        if self.holders:
+        if self.allocations:
             self.idle_since = EPOCH
         elif self.idle_since == EPOCH:
             self.idle_since = time
-        if SLOT_MILLI not in self.left:
+        if SLOT_MILLI not in self.free_milli:
             self.free_since = EPOCH
         elif self.free_since == EPOCH:
             self.free_since = time
@@ -348,7 +348,7 @@ class Cluster:
     policy: Policy | None = None
     policy_sequence: int = 0
     #: Who uses, and has used, how many slots.
-    ledger: TeamUsage = field(default_factory=TeamUsage)
+    usage: TeamUsage = field(default_factory=TeamUsage)
     #: Pool -> what was last said of the nodes that are wanted of it.
     capacity: dict[str, PoolDemand] = field(default_factory=dict)
     #: What deciding remembers of one pass for the next; it follows from all the rest.

@@ -60,27 +60,27 @@ def _over(sections: Mapping[str, bytes | memoryview]) -> Iterator[tuple[str, byt
 
 
 #: What is in a node beside its plain fields.
-_NODE_EXTRA = ("holders", "left", "cpu_left_milli", "memory_left_bytes")
+_NODE_EXTRA = ("allocations", "free_milli", "free_cpu_milli", "free_memory_bytes")
 
 
 def _saved_node(node: Node) -> dict[str, Any]:
     plain = _nodes().dump_python([node], mode="json", exclude={0: set(_NODE_EXTRA)})[0]
-    holders = _holders().dump_python(list(node.holders.items()), mode="json")
+    allocations = _allocations().dump_python(list(node.allocations.items()), mode="json")
     return {
         "node": plain,
-        "holders": holders,
-        "left": node.left,
-        "cpu_left_milli": node.cpu_left_milli,
-        "memory_left_bytes": node.memory_left_bytes,
+        "allocations": allocations,
+        "free_milli": node.free_milli,
+        "free_cpu_milli": node.free_cpu_milli,
+        "free_memory_bytes": node.free_memory_bytes,
     }
 
 
 def _restored_node(saved: dict[str, Any]) -> Node:
     (node,) = _nodes().validate_python([saved["node"]])
-    node.holders = dict(_holders().validate_python(saved["holders"]))
+    node.allocations = dict(_allocations().validate_python(saved["allocations"]))
     # Set here, since a node that is made new has all of it left.
-    node.left = saved["left"]
-    node.cpu_left_milli, node.memory_left_bytes = saved["cpu_left_milli"], saved["memory_left_bytes"]
+    node.free_milli = saved["free_milli"]
+    node.free_cpu_milli, node.free_memory_bytes = saved["free_cpu_milli"], saved["free_memory_bytes"]
     return node
 
 
@@ -90,7 +90,7 @@ def _nodes() -> TypeAdapter[list[Node]]:
 
 
 @cache
-def _holders() -> TypeAdapter[list[tuple[tuple[str, int], Allocation]]]:
+def _allocations() -> TypeAdapter[list[tuple[tuple[str, int], Allocation]]]:
     return TypeAdapter(list[tuple[tuple[str, int], Allocation]])
 
 

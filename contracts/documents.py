@@ -16,12 +16,23 @@ Json = dict[str, Any]
 def schema_for(event: type[Event]) -> Json:
     """The JSON Schema (draft 2020-12) of an event's body."""
     schema = event.model_json_schema(mode="validation")
+    if issubclass(event, Fact):
+        schema = _open(schema)
     head = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": f"urn:trainbus:{event.type}",
         "x-nats-subject": event.subject_filter(),
     }
     return {**head, **schema}
+
+
+def _open(node: Any) -> Any:
+    """Return a fact's schema without the refusal of unknown fields: newer publishers add optional ones."""
+    if isinstance(node, list):
+        return [_open(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    return {name: _open(value) for name, value in node.items() if (name, value) != ("additionalProperties", False)}
 
 
 def schema_text(event: type[Event]) -> str:

@@ -126,8 +126,7 @@ def parse(envelope: Envelope, data: Any) -> Event:
     if not isinstance(data, dict):
         raise InvalidData(envelope, [("", f"the body must be a JSON object, not {type(data).__name__}")])
     try:
-        # Facts are read leniently all the way down: the spec inside one may come from a newer publisher.
-        return model.model_validate(data, extra="ignore" if issubclass(model, Fact) else None)
+        return model.model_validate(data)
     except ValidationError as error:
         raise InvalidData(envelope, [_problem(detail) for detail in error.errors()]) from error
 

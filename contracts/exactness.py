@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from contracts.events.checkpoint import Exactness
-from contracts.events.train import TrainRequested
+from contracts.spec.run import RunFields
 
 #: How many differences between two environments a sentence names.
 MAX_NAMED_DIFFERENCES = 4
@@ -33,11 +33,11 @@ class Assessment:
     since: int | None = None
 
 
-def assess(spec: TrainRequested | Mapping[str, Any] | None, starts: Iterable[GenerationStart]) -> Assessment | None:
+def assess(spec: RunFields | Mapping[str, Any] | None, starts: Iterable[GenerationStart]) -> Assessment | None:
     """How exact a run is by what it asked for and how each generation started; None before anything is known."""
     if spec is None:
         return None
-    body = spec.model_dump(mode="json", exclude_defaults=True) if isinstance(spec, TrainRequested) else spec
+    body = spec.model_dump(mode="json", exclude_defaults=True) if isinstance(spec, RunFields) else spec
     training = body.get("training") or {}
     if body.get("kind", "train") != "train" or not body.get("task"):
         return None

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from contracts.base import Sha256
 from contracts.events.run import CheckpointRef
-from contracts.events.train import TrainRequested
+from contracts.spec.run import RunSpec
 
 LAUNCH_VARIABLE = "TRAINBUS_LAUNCH"
 #: Part of its device's memory that a rank's tensors may take, where the run has a share of the device.
@@ -42,7 +42,7 @@ class Launch(Line):
     generation: int
     node_id: str
     world_size: int
-    spec: TrainRequested
+    spec: RunSpec
     #: Folder of this generation on this node: journals, logs, checkpoints under ``checkpoints/``.
     folder: str
     socket: str

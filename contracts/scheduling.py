@@ -11,7 +11,9 @@ from datetime import datetime
 from functools import cached_property
 from typing import Literal, Self
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AwareDatetime, Field, model_validator
+
+from contracts.spec.base import SpecPart
 
 #: What a queue can be ordered by. Runs that are equal in all of them go in the order of submission.
 OrderKey = Literal[
@@ -26,10 +28,8 @@ OrderKey = Literal[
 ]
 
 
-class PolicySection(BaseModel):
-    """A part of a policy: frozen, and strict about unknown fields."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class PolicySection(SpecPart):
+    """A part of a policy."""
 
 
 class LeastAttained(PolicySection):

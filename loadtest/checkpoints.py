@@ -30,7 +30,7 @@ from safetensors.numpy import save_file
 
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointRefused, CheckpointStaged
 from contracts.events.run import Member, RunPlaced
-from contracts.events.train import TrainRequested
+from contracts.spec.run import RunSpec
 from loadtest.common import report
 from services.checkpoint.app import build
 from services.checkpoint.settings import CheckpointSettings
@@ -103,7 +103,7 @@ class _Node:
         self.run_id = f"r{os.getpid()}"
 
     async def place(self) -> None:
-        spec = TrainRequested.model_validate({"name": "checkpoints", "command": ["true"]})
+        spec = RunSpec.model_validate({"name": "checkpoints", "command": ["true"]})
         placed = RunPlaced(
             run_id=self.run_id,
             generation=1,

@@ -9,7 +9,8 @@ import random
 from PIL import Image
 
 from contracts.events.run import RunAccepted
-from contracts.events.train import DatasetRef, DataSource, TrainRequested
+from contracts.events.train import DatasetRef, DataSource
+from contracts.spec.run import RunSpec
 from services.kit.store.objects import ObjectStore
 
 
@@ -39,5 +40,5 @@ async def fill(objects: ObjectStore, prefix_uri: str, files: dict[str, bytes]) -
 
 def accepted(run_id: str, data: DataSource | DatasetRef | None) -> RunAccepted:
     """A run that brings ``data``; what it would train is no matter here."""
-    spec = TrainRequested(name="test", command=["true"], data=data)
+    spec = RunSpec(name="test", command=["true"], data=data)
     return RunAccepted(run_id=run_id, spec=spec, request_id=run_id, request_source="test")

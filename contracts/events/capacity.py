@@ -8,6 +8,7 @@ from pydantic import Field
 
 from contracts.base import Fact, Token
 from contracts.events.run import DecisionRecord
+from contracts.lenient import Lenient
 from contracts.scheduling import Policy
 
 
@@ -40,7 +41,7 @@ class PolicyAdopted(Fact, aggregate="policy", fact="adopted"):
     """The leading scheduler decides by this policy from now on."""
 
     digest: Token
-    policy: Policy
+    policy: Lenient[Policy]
     instance: str = ""
     #: Sequence of the fact before it, which tells two adoptions of one policy apart.
     after_sequence: int = 0

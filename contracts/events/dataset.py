@@ -14,7 +14,8 @@ from pydantic import Field
 from contracts import subjects
 from contracts.base import Fact, ObjectUri, Sha256, Token
 from contracts.events.run import FactPart
-from contracts.events.train import DataSource
+from contracts.lenient import Lenient
+from contracts.spec.data import DataSource
 
 
 class DatasetFact(Fact, aggregate="dataset"):
@@ -42,7 +43,7 @@ class DatasetIngested(IngestionFact, fact="ingested"):
 
     #: The run that waits for it, if one does.
     run_id: Token | None = None
-    data: DataSource
+    data: Lenient[DataSource]
     #: Hash of the listing and the settings: the same input gives the same one.
     fingerprint: Sha256
     #: Where the list of accepted records is, in the order of their keys.

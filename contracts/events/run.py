@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from contracts import subjects
 from contracts.base import Fact, ObjectUri, Sha256, Token
-from contracts.events.train import TrainRequested
+from contracts.spec.run import RunSpec
 
 
 class FactPart(BaseModel):
@@ -79,7 +79,7 @@ class DecisionRecord(FactPart):
 class RunAccepted(RunFact, fact="accepted"):
     """The request is valid and will be run as soon as its data and its slots are there."""
 
-    spec: TrainRequested
+    spec: RunSpec
     request_id: str
     request_source: str
     #: Set when the request starts from another run's checkpoint.
@@ -152,7 +152,7 @@ class RunPlaced(GenerationFact, fact="placed"):
     resume: CheckpointRef | None = None
     #: The checkpoint whose weights it begins with (``spec.init_from``), as long as there is nothing to resume.
     init: CheckpointRef | None = None
-    spec: TrainRequested
+    spec: RunSpec
     dataset: RunPrepared | None = None
     #: Sequence of the last fact, and the time, that the decision was made from: it can be re-made.
     decided_at_sequence: int

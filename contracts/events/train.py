@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Self
 
 from pydantic import Field, field_validator, model_validator
 
-from contracts.base import ObjectUri, Request, Sha256, Token
+from contracts.base import Request, Token
 from contracts.spec.base import SpecPart
 from contracts.spec.data import Bounds, DatasetRef, DataSource, FeatureJoin, FeatureTable, RecordChecks, Split
 from contracts.spec.resources import Gang, Resources, Scheduling, Slots
+from contracts.spec.run import Code, RunFields, RunSpec
 from contracts.spec.training import (
     Checkpoints,
     EarlyStopping,
@@ -21,62 +22,12 @@ from contracts.spec.training import (
     Watch,
 )
 
-NamePattern = Annotated[str, Field(min_length=1, max_length=300)]
 
-
-class Code(SpecPart):
-    """A code package: a gzipped tar in the object store, named and checked by its hash."""
-
-    uri: ObjectUri
-    sha256: Sha256
-    git_commit: str | None = Field(None, max_length=64)
-    git_dirty: bool | None = None
-
-
-class TrainRequested(Request, verb="train"):
+class TrainRequested(RunFields, Request, verb="train"):
     """Train a model. Exactly one of ``task`` (with ``code``) and ``command`` says what runs.
 
     The run's id is derived from the event's source and id, so publishing it again changes nothing.
     """
-
-    name: str = Field(min_length=1, max_length=200)
-    kind: Literal["train", "evaluate"] = "train"
-    experiment: Token = "default"
-    user: str | None = Field(None, max_length=200)
-    #: A path (``research/vision``) where teams are parts of others.
-    team: str | None = Field(None, max_length=200)
-    priority: int = Field(0, ge=-1000, le=1000, description="a higher number goes first")
-    slots: Slots = Slots()
-    resources: Resources = Resources()
-    gang: Gang = Gang()
-    scheduling: Scheduling = Scheduling()
-    code: Code | None = None
-    task: str | None = Field(None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", max_length=300)
-    params: dict[str, Any] = Field(default_factory=dict, description="passed to the Task as keyword arguments")
-    command: Annotated[list[str], Field(min_length=1, max_length=1000)] | None = None
-    #: Name -> regular expression with one group, applied to the command's output lines.
-    metric_patterns: dict[str, str] = Field(default_factory=dict, max_length=50)
-    env: dict[str, str] = Field(default_factory=dict, max_length=200)
-    data: DataSource | DatasetRef | None = None
-    training: Training | None = None
-    retention: Retention = Retention()
-    checkpoints: Checkpoints = Checkpoints()
-    watch: Watch = Watch()
-    evaluation: Evaluation | None = None
-    evaluate: EvaluationTarget | None = None
-    #: The registered model that this run's result competes for.
-    model: Token | None = None
-    #: A committed checkpoint (its manifest) to go on from: its weights, its optimizer, its step, its place in the data.
-    resume_from: ObjectUri | None = None
-    #: A committed checkpoint (its manifest) whose weights training begins with, on other data too; optimizer, schedule
-    #: and step begin anew. Its moving average counts where it has one: that is what was evaluated.
-    init_from: ObjectUri | None = None
-    #: Names of tensors that are not taken from ``init_from`` and stay as the task makes them, ``*`` for anything:
-    #: ``head.*``. All others must be in both, in one shape.
-    init_exclude: tuple[NamePattern, ...] = Field((), max_length=1000)
-    max_attempts: int = Field(3, ge=1, le=100, description="failures by its own fault before the run fails")
-    grace_s: float = Field(30.0, ge=0, le=3600, description="time to complete a checkpoint when preempted")
-    tags: dict[str, str] = Field(default_factory=dict, max_length=50)
 
     @field_validator("env")
     @classmethod
@@ -122,6 +73,13 @@ class TrainRequested(Request, verb="train"):
         if self.task is None or self.kind != "train":
             raise ValueError("'init_from' needs a 'task' to train: nothing else has weights of which trainbus knows")
         return self
+
+    @property
+    def run_spec(self) -> RunSpec:
+        """What the facts of the run carry of this request."""
+        return RunSpec.model_construct(
+            self.model_fields_set, **{name: getattr(self, name) for name in RunFields.model_fields}
+        )
 
 
 class CancelRequested(Request, verb="cancel"):

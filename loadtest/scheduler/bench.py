@@ -31,7 +31,8 @@ from contracts.events.run import (
     RunQueued,
     RunStarted,
 )
-from contracts.events.train import Slots, TrainRequested
+from contracts.events.train import Slots
+from contracts.spec.run import RunSpec
 from services.kit.batch import MOST, Batches
 from services.kit.bus import Bus, Outgoing
 from services.kit.follow import follow
@@ -202,7 +203,7 @@ class Prefill:
         found = []
         for number in range(count):
             run_id = f"{prefix}{number:06}"
-            spec = TrainRequested(name=run_id, command=["true"], slots=Slots(min=slots(number), max=slots(number)))
+            spec = RunSpec(name=run_id, command=["true"], slots=Slots(min=slots(number), max=slots(number)))
             accepted = RunAccepted(run_id=run_id, spec=spec, request_id=run_id, request_source=SOURCE)
             await self.say(accepted, RunQueued(run_id=run_id, next_generation=1))
             found.append(run_id)
@@ -234,7 +235,7 @@ class Prefill:
     def _accepted(self, run_id: str, slots: int) -> RunAccepted:
         user = f"user{zlib.crc32(run_id.encode()) % 50}"
         training = {"task": "project.train:Task", "code": CODE, "training": {"epochs": 3, "global_batch": 256}}
-        spec = TrainRequested.model_validate(
+        spec = RunSpec.model_validate(
             {"name": f"train-{run_id}", "user": user, "team": "research/vision", "slots": slots, **training}
         )
         return RunAccepted(run_id=run_id, spec=spec, request_id=run_id, request_source=SOURCE)

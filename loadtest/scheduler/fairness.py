@@ -21,8 +21,9 @@ from typing import Any
 
 from contracts.base import Fact
 from contracts.events.run import RunAccepted, RunExited, RunPlaced, RunPreempting, RunReleased
-from contracts.events.train import Code, Slots, Training, TrainRequested
+from contracts.events.train import Code, Slots, Training
 from contracts.scheduling import Admit, FairShare, Order, Policy, Quota, Reclaim, Reserve
+from contracts.spec.run import RunSpec
 from loadtest.common import percentile, report
 from services.scheduler.simulate.agents import Agents
 from services.scheduler.simulate.engine import Core, WorldEvents, play_trace
@@ -81,7 +82,7 @@ class Audit:
     half_life_s: float
     quotas: tuple[Quota, ...] = ()
     last_s: float = 0.0
-    specs: dict[str, TrainRequested] = field(default_factory=dict)
+    specs: dict[str, RunSpec] = field(default_factory=dict)
     held: dict[tuple[str, str], int] = field(default_factory=dict)
     using: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     decayed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -160,7 +161,7 @@ class Audit:
 
 
 def job(number: int, team: str, submit_s: float, slots: int, duration_s: float, grace_s: float = 0.0) -> Job:
-    spec = TrainRequested(
+    spec = RunSpec(
         name="run",
         team=team,
         user=team,

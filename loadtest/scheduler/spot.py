@@ -21,8 +21,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy
+from contracts.spec.run import RunSpec
 from loadtest.common import report
 from services.scheduler.core.place import pools
 
@@ -98,7 +98,7 @@ def on_spot(trace: Trace, begin_s: float, job: Job, left_s: float, first: bool) 
         yield "gone", gone_s, left_s - kept_s
 
 
-def run(trace: Trace, begin_s: float, job: Job, policy: Policy | None, spec: TrainRequested) -> Outcome:
+def run(trace: Trace, begin_s: float, job: Job, policy: Policy | None, spec: RunSpec) -> Outcome:
     """One run: on spot alone, or as the policy chooses (its spot pool's rate is set to what is known by then)."""
     found, now_s, left_s = Outcome(), begin_s, job.work_s
     while True:
@@ -122,7 +122,7 @@ def run(trace: Trace, begin_s: float, job: Job, policy: Policy | None, spec: Tra
         now_s = until_s
 
 
-def _prefers_on_demand(trace: Trace, now_s: float, left_s: float, policy: Policy, spec: TrainRequested) -> bool:
+def _prefers_on_demand(trace: Trace, now_s: float, left_s: float, policy: Policy, spec: RunSpec) -> bool:
     spot, safe = policy.pools.pools
     known = spot.model_copy(update={"interruptions_per_hour": trace.per_hour(now_s)})
     now_policy = policy.model_copy(update={"pools": policy.pools.model_copy(update={"pools": (known, safe)})})
@@ -136,7 +136,7 @@ def _on_demand(found: Outcome, now_s: float, begin_s: float, left_s: float, job:
     return found
 
 
-def study(traces: list[Trace], job: Job, spec: TrainRequested, policy: Policy) -> dict[str, dict[str, Any]]:
+def study(traces: list[Trace], job: Job, spec: RunSpec, policy: Policy) -> dict[str, dict[str, Any]]:
     """Means: trace -> figures, and ``all``."""
     work_h = job.work_s / 3600
     found: dict[str, dict[str, Any]] = {}
@@ -175,14 +175,14 @@ def _means(outcomes: dict[str, list[Outcome]], work_h: float) -> dict[str, Any]:
     return found
 
 
-def spec_of(interval_s: float | None) -> TrainRequested:
+def spec_of(interval_s: float | None) -> RunSpec:
     """A run with checkpoints so often, or a command without any."""
     body: dict[str, Any] = {"name": "study", "slots": 1, "scheduling": {"tier": "research"}}
     if interval_s is None:
-        return TrainRequested.model_validate({**body, "command": ["true"]})
+        return RunSpec.model_validate({**body, "command": ["true"]})
     code = {"uri": "s3://code/p.tar.gz", "sha256": "0" * 64}
     training = {"max_steps": 1, "checkpoint_every_s": interval_s}
-    return TrainRequested.model_validate({**body, "task": "m:T", "code": code, "training": training})
+    return RunSpec.model_validate({**body, "task": "m:T", "code": code, "training": training})
 
 
 def main() -> None:

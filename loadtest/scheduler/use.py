@@ -17,7 +17,8 @@ from rich.progress import Progress
 
 from contracts.base import Fact
 from contracts.events.run import RunAccepted, RunExited, RunPlaced, RunReleased, RunReserved
-from contracts.events.train import Code, Scheduling, Slots, Training, TrainRequested
+from contracts.events.train import Code, Scheduling, Slots, Training
+from contracts.spec.run import RunSpec
 from loadtest.common import report
 from services.scheduler.policies import load
 from services.scheduler.simulate.engine import simulate
@@ -47,7 +48,7 @@ def day_of_runs(days: int, seed: int, load: float) -> Trace:
 
 
 def _job(number: int, submit_s: float, slots: int, duration_s: float, limit_s: float) -> Job:
-    spec = TrainRequested(
+    spec = RunSpec(
         name=f"run-{number}",
         task="m:T",
         code=Code(uri="s3://code/c.tar.gz", sha256="0" * 64),

@@ -11,13 +11,13 @@ from contracts.base import Fact
 from contracts.events.capacity import CapacityWanted, PolicyAdopted
 from contracts.events.node import NodeDraining, NodeJoined, NodeLeft, NodeLost, NodeNotice
 from contracts.events.run import Member, RunExited, RunPlaced, RunReleased
-from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy
+from contracts.spec.run import RunSpec
 from services.autoscaler.core.decide import Decision, Drain, Machine, Start, Stop, decide
 from services.autoscaler.core.state import State, apply
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
-SPEC = TrainRequested.model_validate({"name": "x", "command": ["true"]})
+SPEC = RunSpec.model_validate({"name": "x", "command": ["true"]})
 
 
 def adopted(most: int = 4) -> PolicyAdopted:

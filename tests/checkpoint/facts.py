@@ -7,7 +7,8 @@ from datetime import UTC, datetime
 
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointFile, CheckpointStaged, Chunk
 from contracts.events.run import CheckpointRef, Member, RunAccepted, RunPlaced
-from contracts.events.train import Retention, TrainRequested
+from contracts.events.train import Retention
+from contracts.spec.run import RunSpec
 from services.kit.store.objects import blob_key
 
 RUN = "rtest"
@@ -23,7 +24,7 @@ def blob_uri(bucket: str, content: bytes) -> str:
 
 
 def placed(generation: int = 1, *, run: str = RUN, retention: Retention | None = None, **fields: object) -> RunPlaced:
-    spec = TrainRequested(name="test", command=["true"], experiment="digits", retention=retention or Retention())
+    spec = RunSpec(name="test", command=["true"], experiment="digits", retention=retention or Retention())
     values: dict[str, object] = {
         "members": tuple(Member(node_id=n, slots=tuple(range(len(r))), ranks=r) for n, r in NODES.items()),
         "world_size": 4,
@@ -37,7 +38,7 @@ def placed(generation: int = 1, *, run: str = RUN, retention: Retention | None =
 def tuned(uri: str) -> RunAccepted:
     """A run that begins with a checkpoint's weights."""
     task = {"task": "t:T", "code": {"uri": "s3://code/c", "sha256": "0" * 64}, "training": {"epochs": 1}}
-    spec = TrainRequested.model_validate({"name": "tuned", **task, "init_from": uri})
+    spec = RunSpec.model_validate({"name": "tuned", **task, "init_from": uri})
     return RunAccepted(run_id="rtuned", spec=spec, request_id="1", request_source="s")
 
 

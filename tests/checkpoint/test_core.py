@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from contracts.events.checkpoint import CheckpointDeleted, CheckpointPinned, CheckpointStaged, Chunk
 from contracts.events.model import ModelPromoted
 from contracts.events.run import CheckpointRef, RunAccepted, RunCompleted, RunFailed
-from contracts.events.train import EvaluationTarget, Retention, TrainRequested
+from contracts.events.train import EvaluationTarget, Retention
+from contracts.spec.run import RunSpec
 from services.checkpoint.core import commit
 from services.checkpoint.core.commit import Assembled, Refusal, Sealed, Waiting, assemble, seal
 from services.checkpoint.core.digests import differences, state_digest
@@ -209,9 +210,7 @@ def test_the_newest_and_the_held_always_stay(losses: list[float | None], last: i
 def test_holds_follow_champions_for_ever_and_other_runs_until_they_end() -> None:
     holds = Holds()
     uri = committed(10).checkpoint.uri
-    spec = TrainRequested(
-        name="e", kind="evaluate", command=["x"], evaluate=EvaluationTarget(run_id=RUN, checkpoint_uri=uri)
-    )
+    spec = RunSpec(name="e", kind="evaluate", command=["x"], evaluate=EvaluationTarget(run_id=RUN, checkpoint_uri=uri))
     holds.apply(RunAccepted(run_id="re", spec=spec, request_id="1", request_source="s"))
     resume = CheckpointRef(uri=uri, step=10, epoch=1, samples_consumed=1)
     holds.apply(placed(run="rother", resume=resume))

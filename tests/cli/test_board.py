@@ -32,12 +32,12 @@ from contracts.events.run import (
     RunStarted,
     RunWaiting,
 )
-from contracts.events.train import TrainRequested
+from contracts.spec.run import RunSpec
 from trainbus.client.state import _TEXT, Board, fold
 from trainbus.commands.render import details, nodes, timeline
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
-SPEC = TrainRequested(name="digits", command=["true"], slots={"min": 1, "max": 4})
+SPEC = RunSpec(name="digits", command=["true"], slots={"min": 1, "max": 4})
 
 
 def board(*facts: Any) -> Board:
@@ -132,7 +132,7 @@ def test_the_end_of_a_life() -> None:
 def test_what_a_run_began_with_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     uri = "s3://models/digits/r1/checkpoints/epoch_8/step_00000471.g2.json"
     task = {"task": "t:T", "code": {"uri": "s3://code/c", "sha256": "0" * 64}, "training": {"epochs": 1}}
-    spec = TrainRequested.model_validate({"name": "tuned", **task, "init_from": uri, "init_exclude": ["head.*"]})
+    spec = RunSpec.model_validate({"name": "tuned", **task, "init_from": uri, "init_exclude": ["head.*"]})
     init = CheckpointRef(uri=uri, step=471, epoch=8, samples_consumed=9)
     began = placed(1, [("n0", (0,))]).model_copy(update={"init": init, "spec": spec})
     first = RunAccepted(run_id="r1", spec=spec, request_id="q", request_source="test")
@@ -224,7 +224,7 @@ def test_a_cancelled_run_that_still_lets_go_is_cancelling() -> None:
 
 def test_exactness_stalls_and_notices_are_shown() -> None:
     task = {"name": "r", "task": "m:T", "code": {"uri": "s3://code/c.tar.gz", "sha256": "0" * 64}}
-    spec = TrainRequested.model_validate({**task, "training": {"epochs": 1, "logical_ranks": 4}})
+    spec = RunSpec.model_validate({**task, "training": {"epochs": 1, "logical_ranks": 4}})
     start = {"run_id": "r1", "node_id": "n1", "environment_digest": "e" * 64}
     stalled = {"node_id": "n1", "rank": 1, "step": 7, "silent_s": 61, "median_step_s": 0.25, "on_stall": "restart"}
     ref = CheckpointRef(uri="s3://models/c.json", step=5, epoch=1, samples_consumed=5)

@@ -41,7 +41,8 @@ from contracts.events.dataset import (
 )
 from contracts.events.model import ModelPromoted
 from contracts.events.run import RunAccepted, RunCompleted, RunPrepared
-from contracts.events.train import DataSource, Split, TrainRequested
+from contracts.events.train import DataSource, Split
+from contracts.spec.run import RunSpec
 from services.kit.bus import Bus, Transient
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
@@ -321,7 +322,7 @@ SECOND = [
 
 def accepted(run_id: str, name: str) -> RunAccepted:
     task = {"task": "t:T", "code": {"uri": "s3://code/c", "sha256": "0" * 64}, "training": {"epochs": 1}}
-    spec = TrainRequested.model_validate({"name": name, **task, "init_from": "s3://models/base.json"})
+    spec = RunSpec.model_validate({"name": name, **task, "init_from": "s3://models/base.json"})
     return RunAccepted(run_id=run_id, spec=spec, request_id=run_id, request_source="test")
 
 

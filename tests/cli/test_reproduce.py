@@ -24,6 +24,7 @@ from contracts.events.run import (
     RunStarted,
 )
 from contracts.events.train import TrainRequested
+from contracts.spec.run import RunSpec
 from services.checkpoint.core.digests import state_digest
 from services.kit.bus import Bus
 from services.kit.settings import Settings
@@ -75,7 +76,7 @@ def started(run_id: str, generation: int = 1, exact: bool = True, cpu: str = "AV
 
 
 def accepted(run_id: str, body: dict[str, Any]) -> Fact:
-    spec = TrainRequested.model_validate(body)
+    spec = RunSpec.model_validate(body)
     return RunAccepted(run_id=run_id, spec=spec, request_id="q", request_source="test")
 
 
@@ -187,10 +188,10 @@ class Platform:
             for received in batch:
                 self.requests.append(received.event)
                 run_id = run_id_for(received.envelope.source, received.envelope.id)
-                await self._life(run_id, received.event)
+                await self._life(run_id, received.event.run_spec)
                 return
 
-    async def _life(self, run_id: str, spec: TrainRequested) -> None:
+    async def _life(self, run_id: str, spec: RunSpec) -> None:
         member = Member(node_id="n1", slots=(0,), ranks=(0,))
         now = self.bus.clock.now()
         facts: list[Fact] = [

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from contracts.events.run import RunAccepted, RunCancelled, RunFailed
-from contracts.events.train import TrainRequested
+from contracts.spec.run import RunSpec
 from trainbus.client.errors import CliError
 from trainbus.client.state import describe, fold
 from trainbus.commands import main, render
@@ -31,7 +31,7 @@ def test_every_character_that_acts_is_shown() -> None:
 
 
 def test_a_run_of_a_hostile_name() -> None:
-    spec = TrainRequested(name=HOSTILE, command=["true"])
+    spec = RunSpec(name=HOSTILE, command=["true"])
     facts = [
         RunAccepted(run_id="r1", spec=spec, request_id="q", request_source="s"),
         RunFailed(run_id="r1", generation=1, reason=HOSTILE),

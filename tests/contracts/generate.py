@@ -1,12 +1,15 @@
 """Write the generated contract documents: ``python -m tests.contracts.generate``.
 
-Refuses to write a schema that breaks users of the committed one; ``--breaking`` is for before 1.0.
+It refuses to write a schema that breaks users of the committed one, or of a released one. A release keeps its schemas
+in ``tests/upgrade/<version>/schemas`` (``--release <version>`` copies them there). ``--breaking`` overrides the
+comparison with the committed schemas, which nobody but us has seen before the first release; after it, nothing does.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -16,17 +19,23 @@ from contracts.compatibility import breaking_changes
 from contracts.documents import asyncapi, every_document
 
 CONTRACTS = Path(__file__).parents[2] / "contracts"
+RELEASES = Path(__file__).parents[1] / "upgrade"
 
 
 def asyncapi_text() -> str:
     return yaml.safe_dump(asyncapi(), sort_keys=False, allow_unicode=True, width=110)
 
 
-def breaks(folder: Path = CONTRACTS) -> list[str]:
-    """Every breaking change between the committed schemas and the code."""
+def released_schemas(releases: Path = RELEASES) -> list[Path]:
+    """Return the folders of the schemas of each release."""
+    return sorted(releases.glob("*/schemas"))
+
+
+def breaks(schemas: Path = CONTRACTS / "schemas") -> list[str]:
+    """Return every breaking change between the schemas in a folder and the code."""
     found = []
     generated = every_document()
-    for path in sorted((folder / "schemas").glob("*.json")):
+    for path in sorted(schemas.glob("*.json")):
         name = f"schemas/{path.name}"
         if name not in generated:
             found.append(f"{path.stem}: event removed")
@@ -38,12 +47,21 @@ def breaks(folder: Path = CONTRACTS) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--breaking", action="store_true", help="write even what breaks users of the committed schemas")
+    parser.add_argument("--breaking", action="store_true", help="before the first release: break the committed schemas")
+    parser.add_argument("--release", metavar="VERSION", help="keep the committed schemas as those of this release")
     arguments = parser.parse_args()
-    if (found := breaks()) and not arguments.breaking:
+    releases = released_schemas()
+    if arguments.breaking and releases:
+        print(f"{len(releases)} releases are out: --breaking is over", file=sys.stderr)
+        return 1
+    found = [change for folder in releases for change in breaks(folder)]
+    if found := found or ([] if arguments.breaking else breaks()):
         print("\n".join(found), file=sys.stderr)
         print("These changes break users: add a new version of the event instead.", file=sys.stderr)
         return 1
+    if arguments.release:
+        shutil.copytree(CONTRACTS / "schemas", RELEASES / arguments.release / "schemas")
+        return 0
     (CONTRACTS / "schemas").mkdir(exist_ok=True)
     for stale in {p.name for p in (CONTRACTS / "schemas").glob("*.json")} - {Path(n).name for n in every_document()}:
         (CONTRACTS / "schemas" / stale).unlink()

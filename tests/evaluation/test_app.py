@@ -26,6 +26,7 @@ from contracts.events.run import (
     RunRejected,
 )
 from contracts.events.train import Evaluation, PromoteRequested, RollbackRequested, TrainRequested
+from contracts.spec.run import RunSpec
 from services.evaluation.app import Evaluator, build
 from services.kit.bus import Ack, Bus, Outgoing, Poison, Received
 from services.kit.settings import Settings
@@ -70,7 +71,7 @@ class Rig:
     async def trained(self, run_id: str, dataset_id: str = D1, **fields: Any) -> Received[Any]:
         """A training from accepted to completed; its checkpoint is in the store."""
         gate = fields.pop("evaluation", Evaluation(metric="accuracy", mode="max"))
-        spec = TrainRequested(
+        spec = RunSpec(
             name="digits", experiment="digits", priority=5, command=["x"], evaluation=gate, model="m", **fields
         )
         await self.publish(RunAccepted(run_id=run_id, spec=spec, request_id=run_id, request_source="test"))
@@ -87,7 +88,7 @@ class Rig:
         return {run_id_for(each.envelope.source, each.envelope.id): each.event for each in found}
 
     async def accept(self, run_id: str) -> None:
-        spec = (await self.requests())[run_id]
+        spec = (await self.requests())[run_id].run_spec
         await self.publish(RunAccepted(run_id=run_id, spec=spec, request_id="x", request_source=SOURCE))
 
     async def measured(self, run_id: str, accuracy: float, **fields: Any) -> Received[Any]:
@@ -286,13 +287,13 @@ async def test_an_evaluation_that_gives_nothing_promotes_nothing(rig: Rig, end: 
 
 
 async def test_what_does_not_compete_is_left_alone(rig: Rig) -> None:
-    spec = TrainRequested(name="x", command=["x"])
+    spec = RunSpec(name="x", command=["x"])
     await rig.publish(RunAccepted(run_id="rplain", spec=spec, request_id="1", request_source="t"))
     await rig.evaluator.on_run_ended(await rig.publish(RunCompleted(run_id="rplain", generation=1)))
     await rig.evaluator.on_run_ended(await rig.publish(RunCompleted(run_id="runknown", generation=1)))
     await rig.evaluator.on_run_ended(await rig.publish(RunFailed(run_id="rbad", reason="x")))
     assert await rig.requests() == {}
-    competing = TrainRequested(name="x", command=["x"], model="m", evaluation=Evaluation(metric="a", mode="max"))
+    competing = RunSpec(name="x", command=["x"], model="m", evaluation=Evaluation(metric="a", mode="max"))
     await rig.publish(RunAccepted(run_id="rnone", spec=competing, request_id="1", request_source="t"))
     await rig.evaluator.on_run_ended(await rig.publish(RunCompleted(run_id="rnone", generation=1)))
     [refused] = await rig.facts("run.rnone.not_promoted")
@@ -351,7 +352,7 @@ BAD_REQUESTS: dict[str, tuple[Request, str]] = {
 
 async def test_a_request_that_cannot_be_met_says_why(rig: Rig) -> None:
     await rig.through("ra", 0.9)
-    spec = TrainRequested(name="x", command=["x"])
+    spec = RunSpec(name="x", command=["x"])
     await rig.publish(RunAccepted(run_id="rgoing", spec=spec, request_id="1", request_source="t"))
     await rig.trained("rgone")
     await rig.objects.delete(rig.checkpoint("rgone").uri)

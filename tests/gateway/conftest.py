@@ -31,12 +31,14 @@ from contracts.events.run import (
     RunStarted,
 )
 from contracts.events.train import Evaluation, TrainRequested
+from contracts.spec.run import RunSpec
 from services.gateway import projection
 from services.gateway.app import Gateway, build
 from services.gateway.settings import GatewaySettings
 from services.kit.settings import Settings
 
-SPEC = TrainRequested(name="digits", command=["python", "train.py"], slots={"min": 1, "max": 4})  # type: ignore[arg-type]
+REQUEST = TrainRequested(name="digits", command=["python", "train.py"], slots={"min": 1, "max": 4})  # type: ignore[arg-type]
+SPEC = REQUEST.run_spec
 BODY = {"name": "digits", "command": ["python", "train.py"], "slots": {"min": 1, "max": 4}}
 RUN = "rone"
 
@@ -79,7 +81,7 @@ def progress(
     )
 
 
-def life(run_id: str = RUN, spec: TrainRequested = SPEC) -> list[Any]:
+def life(run_id: str = RUN, spec: RunSpec = SPEC) -> list[Any]:
     """A run that is preempted once, shrinks, resumes and is promoted."""
     return [
         NodeJoined(node_id="n1", incarnation="a", address="127.0.0.1", slots=2, lease_ttl_s=3),

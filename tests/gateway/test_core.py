@@ -32,10 +32,11 @@ from contracts.events.run import (
     RunWaiting,
 )
 from contracts.events.train import DatasetRef, RestoreRequested, TrainRequested
+from contracts.spec.run import RunSpec
 from services.gateway.core.describe import describe
 from services.gateway.core.fold import At, Rows, apply, apply_progress, finite, survives
 from services.gateway.queries import thin
-from tests.gateway.conftest import RUN, SPEC, life, placed, progress, ref
+from tests.gateway.conftest import REQUEST, RUN, SPEC, life, placed, progress, ref
 
 SHA = "a" * 64
 
@@ -64,14 +65,14 @@ REJECTED = RunRejected(run_id=RUN, reason="no", problems=(Problem(field="slots",
 @pytest.mark.parametrize(
     ("events", "expected"),
     [
-        pytest.param([SPEC], "requested", id="requested"),
+        pytest.param([REQUEST], "requested", id="requested"),
         pytest.param([RestoreRequested(run_id="rother", epoch=1)], "requested", id="restore requested"),
-        pytest.param([SPEC, REJECTED], "rejected", id="rejected"),
+        pytest.param([REQUEST, REJECTED], "rejected", id="rejected"),
         pytest.param([REJECTED], "rejected", id="rejected, the request unreadable"),
         pytest.param([ACCEPTED], "accepted", id="accepted without data"),
         pytest.param([WITH_DATA], "preparing", id="accepted with data"),
         pytest.param([WITH_DATA, PREPARED], "accepted", id="prepared"),
-        pytest.param([ACCEPTED, SPEC], "accepted", id="the request read after the fact"),
+        pytest.param([ACCEPTED, REQUEST], "accepted", id="the request read after the fact"),
         pytest.param([ACCEPTED, QUEUED], "queued", id="queued"),
         pytest.param([ACCEPTED, QUEUED, PLACED], "placed", id="placed"),
         pytest.param([ACCEPTED, QUEUED, PLACED, STARTED], "running", id="running"),
@@ -168,7 +169,7 @@ AVX512, AVX2 = {"cpu": "AVX512", "torch": "2.13.0"}, {"cpu": "AVX2", "torch": "2
     ],
 )
 def test_how_exact_a_run_is_and_why(training: Any, starts: list[RunStarted], expected: tuple[Any, ...]) -> None:
-    spec = TrainRequested.model_validate({**TASK, "training": training})
+    spec = RunSpec.model_validate({**TASK, "training": training})
     events: list[Event] = [ACCEPTED.model_copy(update={"spec": spec}), QUEUED]
     for start in starts:
         events += [placed(start.generation, "n1"), start]
@@ -307,7 +308,7 @@ def test_every_fact_has_a_line() -> None:
     lines = [describe(event) for event in [*FACTS, REJECTED, PREPARED]]
     assert all(lines), lines
     assert "slots: too many" in lines
-    assert isinstance(SPEC, TrainRequested)
+    assert isinstance(REQUEST, TrainRequested)
     started = RunStarted(run_id=RUN, generation=1, node_id="n1", step=3, samples_consumed=192)
     init = ref(20)
     assert describe(placed(1, "n1").model_copy(update={"init": init})).endswith(f", with the weights of {init.uri}")

@@ -12,13 +12,14 @@ from contracts.base import run_id_for
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.run import CheckpointRef, RunCancelled, RunPlaced
 from contracts.events.train import TrainRequested
+from contracts.spec.run import RunSpec
 from services.kit import follow
 from services.kit.bus import Bus, Conflict, Expect, Poison, Unreadable
 from services.kit.clock import ManualClock
 from tests.kit.support import until
 from trainbus.embedded.servers import NatsServer
 
-SPEC = TrainRequested(name="a", command=["true"])
+SPEC = RunSpec(name="a", command=["true"])
 
 
 def placed(run_id: str, generation: int) -> RunPlaced:

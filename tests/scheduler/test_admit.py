@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from contracts.events.train import TrainRequested
+from contracts.spec.run import RunSpec
 from services.scheduler.core.admission import answer_train
 from services.scheduler.core.decisions import RejectRun
 from tests.scheduler.world import World
@@ -13,11 +13,11 @@ from tests.scheduler.world import World
 @pytest.mark.parametrize(
     ("field", "request_"),
     [
-        ("command", TrainRequested(name="a", command=["echo", "a\0b"])),
-        ("env", TrainRequested(name="a", command=["true"], env={"A": "\0"})),
+        ("command", RunSpec(name="a", command=["echo", "a\0b"])),
+        ("env", RunSpec(name="a", command=["true"], env={"A": "\0"})),
     ],
 )
-def test_no_program_can_be_given_nul(field: str, request_: TrainRequested) -> None:
+def test_no_program_can_be_given_nul(field: str, request_: RunSpec) -> None:
     answer = answer_train(World().cluster, "r1", request_)
     assert isinstance(answer, RejectRun)
     assert [problem.field for problem in answer.problems] == [field]

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contracts.events.train import TrainRequested
 from contracts.scheduling import Predict
+from contracts.spec.run import RunSpec
 from services.scheduler.core.state.durations import (
     MAX_PER_KEY,
     Distribution,
@@ -183,8 +183,8 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_kind_of_a_request() -> None:
-    def spec(**more: object) -> TrainRequested:
-        return TrainRequested.model_validate({"name": "n", "command": ["x"], **more})
+    def spec(**more: object) -> RunSpec:
+        return RunSpec.model_validate({"name": "n", "command": ["x"], **more})
 
     assert run_kind_of(spec(name="sweep-17")) == run_kind_of(spec(name="sweep-4"))
     assert run_kind_of(spec(user="ada")) != run_kind_of(spec(user="bob"))

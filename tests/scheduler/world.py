@@ -26,8 +26,8 @@ from contracts.events.run import (
     RunStalled,
     RunStarted,
 )
-from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy
+from contracts.spec.run import RunSpec
 from services.scheduler.core.decide import decide
 from services.scheduler.core.decisions import Decision, decision_record, fact_of
 from services.scheduler.core.fold import apply, fold
@@ -39,10 +39,10 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 CODE = {"uri": "s3://code/p.tar.gz", "sha256": "0" * 64}
 
 
-def spec(slots: Any = 1, priority: int = 0, *, command: bool = False, **more: Any) -> TrainRequested:
+def spec(slots: Any = 1, priority: int = 0, *, command: bool = False, **more: Any) -> RunSpec:
     """A small request; a task by default, so that it has checkpoints."""
     what = {"command": ["true"]} if command else {"task": "m:T", "code": CODE, "training": {"epochs": 1}}
-    return TrainRequested.model_validate({"name": "run", "slots": slots, "priority": priority, **what, **more})
+    return RunSpec.model_validate({"name": "run", "slots": slots, "priority": priority, **what, **more})
 
 
 class World:
@@ -165,7 +165,7 @@ class World:
         fact = {"generation": run.generation, "rank": 0, "step": 7, "silent_s": 61.0, "median_step_s": 0.25}
         self.hear(RunStalled.model_validate({"run_id": run_id, "node_id": node_id, "on_stall": on_stall, **fact}))
 
-    def accept(self, run_id: str, wanted: TrainRequested) -> None:
+    def accept(self, run_id: str, wanted: RunSpec) -> None:
         self.say(RunAccepted(run_id=run_id, spec=wanted, request_id=run_id, request_source="test"))
 
     def cancel(self, run_id: str) -> None:

@@ -28,7 +28,7 @@ from contracts.events.run import (
     RunPlaced,
     RunProgress,
 )
-from contracts.events.train import TrainRequested
+from contracts.spec.run import RunSpec
 from services.kit.bus import Bus
 from services.kit.settings import Settings
 from services.tracking.app import build
@@ -63,7 +63,7 @@ def tracking_settings(settings: Settings, template: Path) -> TrackingSettings:
 class Story:
     """One run's facts, published with times that count up by a second a fact."""
 
-    def __init__(self, bus: Bus, run_id: str, spec: TrainRequested) -> None:
+    def __init__(self, bus: Bus, run_id: str, spec: RunSpec) -> None:
         self.bus, self.run_id, self.spec = bus, run_id, spec
         self.facts: list[tuple[Fact, Any]] = []
 
@@ -132,7 +132,7 @@ class Story:
             await self.bus.publish_event(fact, fact.subject, twin)
 
 
-def task_spec(**changes: Any) -> TrainRequested:
+def task_spec(**changes: Any) -> RunSpec:
     base: dict[str, Any] = {
         "name": "digits",
         "task": "task:Digits",
@@ -140,11 +140,11 @@ def task_spec(**changes: Any) -> TrainRequested:
         "training": {"epochs": 1},
         "user": "ada",
     }
-    return TrainRequested.model_validate(base | changes)
+    return RunSpec.model_validate(base | changes)
 
 
-def command_spec(**changes: Any) -> TrainRequested:
-    return TrainRequested.model_validate({"name": "script", "command": ["python", "train.py"]} | changes)
+def command_spec(**changes: Any) -> RunSpec:
+    return RunSpec.model_validate({"name": "script", "command": ["python", "train.py"]} | changes)
 
 
 class World:
@@ -153,7 +153,7 @@ class World:
     def __init__(self, bus: Bus, settings: TrackingSettings, store: Store) -> None:
         self.bus, self.settings, self.store = bus, settings, store
 
-    def story(self, run_id: str = "r1", spec: TrainRequested | None = None) -> Story:
+    def story(self, run_id: str = "r1", spec: RunSpec | None = None) -> Story:
         return Story(self.bus, run_id, spec or task_spec())
 
     @property

@@ -20,7 +20,7 @@ from contracts.events.run import (
     RunProgress,
     RunStarted,
 )
-from contracts.events.train import TrainRequested
+from contracts.spec.run import RunSpec
 from services.tracking.core import describe
 from services.tracking.core.fold import Run, fold
 from services.tracking.core.points import NO_CEILING, NOTHING, Cursor, Point, Selector, ceilings
@@ -54,7 +54,7 @@ def new_run() -> Run:
 
 def test_how_exact_a_run_is_stands_in_its_tags() -> None:
     task = {"name": "r", "task": "m:T", "code": {"uri": "s3://code/c.tar.gz", "sha256": "0" * 64}}
-    spec = TrainRequested.model_validate({**task, "training": {"epochs": 1, "logical_ranks": 4}})
+    spec = RunSpec.model_validate({**task, "training": {"epochs": 1, "logical_ranks": 4}})
     run = Run("r1")
     fold(run, RunAccepted(run_id="r1", spec=spec, request_id="1", request_source="t"), AT, 1)
     assert "trainbus.exactness" not in describe.tags(run, 1, 1)
@@ -87,13 +87,13 @@ def test_what_a_run_begins_with_stands_in_its_tags_and_params() -> None:
     task = {"name": "r", "task": "m:T", "code": {"uri": "s3://code/c.tar.gz", "sha256": "0" * 64}}
     uri = "s3://models/base.json"
     given = {"training": {"epochs": 1}, "init_from": uri, "init_exclude": ["head.*"]}
-    spec = TrainRequested.model_validate(task | given)
+    spec = RunSpec.model_validate(task | given)
     run = Run("r1")
     fold(run, RunAccepted(run_id="r1", spec=spec, request_id="1", request_source="t"), AT, 1)
     assert describe.tags(run, 1, 1)["trainbus.init_from"] == uri
     params = describe.params(spec)
     assert (params["init_from"], params["init_exclude"]) == (uri, '["head.*"]')
-    plain = TrainRequested.model_validate(task | {"training": {"epochs": 1}})
+    plain = RunSpec.model_validate(task | {"training": {"epochs": 1}})
     assert not [name for name in describe.params(plain) if name.startswith("init")]
 
 

@@ -21,9 +21,10 @@ from typing import Any
 from contracts import shard_index
 from contracts.datasets import SPLITS, Format, Manifest, SplitFiles, split_config_hash
 from contracts.events.dataset import ShardFile
-from contracts.events.train import Split, TrainRequested
+from contracts.events.train import Split
 from contracts.progress import ring_name
 from contracts.ranks import JOURNAL_LINE, JournalLine, Launch
+from contracts.spec.run import RunSpec
 from services.worker.ranks.ring_reader import RingReader
 from trainbus.data.dataset import Dataset
 from trainbus.embedded.servers import free_ports
@@ -240,7 +241,7 @@ class FakeAgent:
         self.path.unlink(missing_ok=True)
 
 
-def request(**changes: Any) -> TrainRequested:
+def request(**changes: Any) -> RunSpec:
     training = {"epochs": 2, "global_batch": 16, **changes.pop("training", {})}
     defaults: dict[str, Any] = {
         "name": "test",
@@ -248,7 +249,7 @@ def request(**changes: Any) -> TrainRequested:
         "code": {"uri": "s3://code/package", "sha256": "0" * 64},
         "training": training,
     }
-    return TrainRequested.model_validate({**defaults, **changes})
+    return RunSpec.model_validate({**defaults, **changes})
 
 
 def rank_env(launch_path: Path, rank: int, world_size: int, port: int, **extra: str) -> dict[str, str]:
@@ -269,7 +270,7 @@ def rank_env(launch_path: Path, rank: int, world_size: int, port: int, **extra: 
 
 def write_launch(
     folder: Path,
-    spec: TrainRequested,
+    spec: RunSpec,
     dataset: Dataset,
     code_folder: Path,
     *,

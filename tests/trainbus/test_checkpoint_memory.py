@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from contracts.events.train import TrainRequested
 from contracts.ranks import CheckpointLine, Launch, MetricsLine, StartedLine
+from contracts.spec.run import RunSpec
 from tests.trainbus.support import (
     Gang,
     Warm,
@@ -34,7 +34,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return exact_dataset(tmp_path_factory.mktemp("memory") / "data")
 
 
-def spec_of(**changes: Any) -> TrainRequested:
+def spec_of(**changes: Any) -> RunSpec:
     training = {
         "epochs": 20,
         "global_batch": 24,

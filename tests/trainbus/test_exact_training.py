@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from contracts.events.train import TrainRequested
 from contracts.ranks import CheckpointLine, MetricsLine, StartedLine
+from contracts.spec.run import RunSpec
 from tests.trainbus import exact_tasks
 from tests.trainbus.support import Gang, Warm, exact_dataset, journal, keys_by_step, request, write_launch
 from trainbus.data.dataset import Dataset
@@ -25,7 +25,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return exact_dataset(tmp_path_factory.mktemp("exact") / "data")
 
 
-def spec(task: str, **changes: Any) -> TrainRequested:
+def spec(task: str, **changes: Any) -> RunSpec:
     """Two epochs of 90 samples in batches of 24: the steps cross the epoch's end, and the last one is short."""
     training = {
         "epochs": 2,
@@ -47,7 +47,7 @@ class Generation:
         self,
         warm: Warm,
         folder: Path,
-        spec: TrainRequested,
+        spec: RunSpec,
         dataset: Dataset,
         world_size: int,
         resume: Path | None = None,
@@ -109,7 +109,7 @@ def same(ours: Generation, theirs: Generation) -> None:
     assert keys == {step: value for step, value in whole.items() if step >= first}
 
 
-def disturbed(warm: Warm, tmp_path: Path, spec: TrainRequested, dataset: Dataset, worlds: list[int]) -> Generation:
+def disturbed(warm: Warm, tmp_path: Path, spec: RunSpec, dataset: Dataset, worlds: list[int]) -> Generation:
     """Train undisturbed on worlds[0]; resume from ever later checkpoints on the others; all of it must be the same."""
     whole = Generation(warm, tmp_path / f"g0_{worlds[0]}", spec, dataset, worlds[0])
     assert (whole.started.exactness, whole.started.step) == ("exact", 0)

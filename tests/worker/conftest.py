@@ -24,7 +24,7 @@ import pytest_asyncio
 from contracts import topology
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointStaged
 from contracts.events.run import CheckpointRef, Member, RunExited, RunPlaced, RunPrepared, RunReleased
-from contracts.events.train import TrainRequested
+from contracts.spec.run import RunSpec
 from services.kit.bus import Bus
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
@@ -68,11 +68,11 @@ class World:
         await self.objects.put(uri, content)
         self.code = {"uri": uri, "sha256": sha256}
 
-    def spec(self, **fields: Any) -> TrainRequested:
+    def spec(self, **fields: Any) -> RunSpec:
         base: dict[str, Any] = {"name": "fake", "task": "task:Fake", "code": self.code, "training": {"max_steps": 10}}
         if "command" in fields:
             base = {"name": "fake"}
-        return TrainRequested.model_validate({**base, "grace_s": 5, **fields})
+        return RunSpec.model_validate({**base, "grace_s": 5, **fields})
 
     async def place(
         self,

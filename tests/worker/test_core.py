@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.node import NodeLost
 from contracts.events.run import CheckpointRef, Member, RunCompleted, RunPlaced, RunPreempting
-from contracts.events.train import TrainRequested
 from contracts.ranks import CheckpointLine
+from contracts.spec.run import RunSpec
 from services.worker.core import journal, rank_environment, rank_exits
 from services.worker.core import node_decisions as plan
 from services.worker.core.checkpoint_steps import ready_steps
 
 
 def placed(generation: int = 1, node_id: str = "n1", run_id: str = "r", **spec: Any) -> RunPlaced:
-    request = TrainRequested.model_validate({"name": "x", "command": ["true"], **spec})
+    request = RunSpec.model_validate({"name": "x", "command": ["true"], **spec})
     return RunPlaced(
         run_id=run_id,
         generation=generation,

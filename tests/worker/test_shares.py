@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from contracts.events.run import Member, RunExited, RunPlaced, RunStarted
-from contracts.events.train import TrainRequested
+from contracts.spec.run import RunSpec
 from services.worker.core import rank_environment
 from services.worker.node.gpu_check import GpuCheck, UnfitDeviceError
 from services.worker.node_context import NodeContext
@@ -108,8 +108,8 @@ def test_a_rank_sees_its_own_slice_alone_and_without_a_device_none() -> None:
     assert environment(place())["CUDA_VISIBLE_DEVICES"] == "GPU-b,GPU-a"
 
 
-def spec(**more: Any) -> TrainRequested:
-    return TrainRequested.model_validate({"name": "x", "command": ["true"], **more})
+def spec(**more: Any) -> RunSpec:
+    return RunSpec.model_validate({"name": "x", "command": ["true"], **more})
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def spec(**more: Any) -> TrainRequested:
     ],
 )
 def test_what_cannot_be_run_is_said(
-    request_: TrainRequested, slots: tuple[int, ...], profiles: tuple[str, ...], problem: str | None
+    request_: RunSpec, slots: tuple[int, ...], profiles: tuple[str, ...], problem: str | None
 ) -> None:
     import re
 

@@ -10,6 +10,7 @@ from contracts import exactness
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted
 from contracts.events.run import CheckpointRef, RunAccepted, RunCompleted, RunPrepared, RunStarted
 from contracts.events.train import DatasetRef, Slots, TrainRequested
+from contracts.spec.run import RunSpec
 
 #: What ``training.checkpoint_at_steps`` takes.
 MAX_STEPS = 10_000
@@ -37,7 +38,7 @@ class Recorded:
     """What the log says about the run that is to be repeated."""
 
     run_id: str
-    spec: TrainRequested | None = None
+    spec: RunSpec | None = None
     dataset_id: str | None = None
     #: By step, the newest generation's: only those that are exact and have a digest.
     states: dict[int, State] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from typing import Any
 
 from contracts import exactness
 from contracts.events import capacity, checkpoint, dataset, model, node, run
-from contracts.events.train import TrainRequested
+from contracts.spec.run import RunSpec
 
 ENDED = ("completed", "failed", "cancelled", "rejected")
 #: A node's state gives way only to one that is as far or further from use.
@@ -78,7 +78,7 @@ class RunView:
     parent_run_id: str | None = None
     evaluates: str | None = None
     timeline: list[Moment] = field(default_factory=list)
-    spec: TrainRequested | None = None
+    spec: RunSpec | None = None
 
     @property
     def ended(self) -> bool:

@@ -13,6 +13,7 @@ from contracts.base import run_id_for
 from contracts.events.model import ModelPromoted
 from contracts.events.run import RunNotPromoted, RunPromoted
 from contracts.events.train import DatasetRef, EvaluationTarget, Slots, TrainRequested
+from contracts.spec.run import RunSpec
 from services.evaluation.core.gate import Verdict, gate, metric_value
 from services.evaluation.core.state import Candidate, Outcome, State, Version
 
@@ -133,7 +134,7 @@ def next_version(champion: Version | None) -> int:
     return champion.fact.version + 1 if champion else 1
 
 
-def evaluation_request(step: RequestEvaluation, trained: TrainRequested) -> TrainRequested:
+def evaluation_request(step: RequestEvaluation, trained: RunSpec) -> TrainRequested:
     """The request for a run that measures a checkpoint, with the code and parameters it was trained with."""
     return TrainRequested(
         name=f"evaluate {trained.name}"[:200],

@@ -20,7 +20,7 @@ from contracts.events.run import (
     RunPromoted,
     RunRejected,
 )
-from contracts.events.train import TrainRequested
+from contracts.spec.run import RunSpec
 
 #: The facts that ``State.apply`` folds.
 FOLDED: tuple[type[Event], ...] = (
@@ -42,7 +42,7 @@ class Candidate:
     """A training whose result competes for a model, until that is settled."""
 
     run_id: str
-    spec: TrainRequested
+    spec: RunSpec
     dataset_id: str | None = None
     checkpoint: CheckpointRef | None = None
     #: The envelope of its ``completed``: what everything done about it goes back to. None: it still trains.

@@ -37,6 +37,7 @@ from contracts.events.run import (
     RunWaiting,
 )
 from contracts.events.train import RestoreRequested, TrainRequested
+from contracts.spec.run import RunFields
 from services.gateway.core.rows import HOLDING, TERMINAL, Checkpoint, Dataset, Model, Node, Point, Progress, Run
 
 #: A node's state gives way only to one that is as far or further from use.
@@ -199,7 +200,7 @@ def fold_run(run: Run, fact: Event, at: At) -> Run:
     return run
 
 
-def _spec_columns(spec: TrainRequested) -> dict[str, Any]:
+def _spec_columns(spec: RunFields) -> dict[str, Any]:
     return {
         "name": spec.name,
         "kind": spec.kind,

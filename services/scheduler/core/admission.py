@@ -46,7 +46,7 @@ def answer_train(cluster: Cluster, run_id: str, spec: TrainRequested) -> AcceptR
     ]
     if problems:
         return RejectRun(run_id, spec.name, "the request cannot run as it is", tuple(problems))
-    return AcceptRun(run_id, spec)
+    return AcceptRun(run_id, spec.run_spec)
 
 
 def answer_invalid(run_id: str, data: Any, problems: Iterable[tuple[str, str]]) -> RejectRun:

@@ -27,8 +27,8 @@ from contracts.events.run import (
     RunReserved,
     RunWaiting,
 )
-from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy
+from contracts.spec.run import RunSpec
 from services.scheduler.core.place.wants import useful
 from services.scheduler.core.state.cluster import Cluster
 
@@ -51,7 +51,7 @@ Code = Literal[
 @dataclass(frozen=True, slots=True)
 class AcceptRun:
     run_id: str
-    spec: TrainRequested
+    spec: RunSpec
     parent_run_id: str | None = None
 
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from contracts.events.capacity import PolicyAdopted
 from contracts.events.node import NodeDraining, NodeFact, NodeJoined, NodeLeft, NodeLost
 from contracts.events.run import RunAccepted, RunFact, RunPlaced, RunPreempting, RunStarted
-from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy
+from contracts.spec.run import RunSpec
 from services.scheduler.core.state.cluster import TERMINAL, Cluster
 from services.scheduler.replay.log import Entry, fold_entry
 
@@ -51,7 +51,7 @@ class RunRecord:
     """One run as it went. Times with slots count from the beginning of the stretch on."""
 
     run_id: str
-    spec: TrainRequested
+    spec: RunSpec
     submitted_at: datetime
     #: Slots times the seconds for which it had them.
     work_slot_s: float = 0.0

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from contracts.events.node import NodeFact, NodeJoined
-from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy
+from contracts.spec.run import RunSpec
 from services.scheduler.replay.history import History, NodeKind, RunRecord, offered
 from services.scheduler.simulate.engine import simulate
 from services.scheduler.simulate.report import JobRecord, Recorder, quantile
@@ -163,7 +163,7 @@ def _usual(ended: Iterable[RunRecord]) -> Callable[[RunRecord], float]:
     return usual
 
 
-def _playable(spec: TrainRequested) -> TrainRequested:
+def _playable(spec: RunSpec) -> RunSpec:
     """The request as it competes for slots. Its data is there, and letting go takes no time."""
     alone = {"data": None, "resume_from": None, "init_from": None, "init_exclude": ()}
     return spec.model_copy(update={**alone, "grace_s": 0.0})

@@ -16,7 +16,8 @@ from pathlib import Path
 from contracts.base import token
 from contracts.events.node import NodeFact, NodeJoined
 from contracts.events.run import RunAccepted
-from contracts.events.train import Code, Gang, Resources, Scheduling, Slots, Training, TrainRequested
+from contracts.events.train import Code, Gang, Resources, Scheduling, Slots, Training
+from contracts.spec.run import RunSpec
 
 #: Virtual time begins here; a trace's times are seconds since.
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -40,7 +41,7 @@ class Job:
     submit_s: float
     #: Seconds of work on all of its slots; infinite where it never ends.
     duration_s: float
-    spec: TrainRequested
+    spec: RunSpec
 
     @property
     def slots(self) -> int:
@@ -83,7 +84,7 @@ class Trace:
 class Specs:
     """Makes the requests of a trace, one object for all jobs that ask for the same."""
 
-    made: dict[tuple[object, ...], TrainRequested] = field(default_factory=dict)
+    made: dict[tuple[object, ...], RunSpec] = field(default_factory=dict)
 
     def get(
         self,
@@ -98,10 +99,10 @@ class Specs:
         priority: int = 0,
         max_slots: int = 0,
         limit_s: float | None = None,
-    ) -> TrainRequested:
+    ) -> RunSpec:
         key = (slots, user, share, cpus, memory_bytes, accelerators, bundle, priority, max_slots, limit_s)
         if key not in self.made:
-            self.made[key] = TrainRequested(
+            self.made[key] = RunSpec(
                 name="job",
                 user=user or None,
                 team=user or None,
@@ -223,7 +224,7 @@ def tuned(pods: Sequence[Pod], gpu_milli: float, seed: int) -> list[Pod]:
     return found
 
 
-def pod_spec(pod: Pod, specs: Specs) -> TrainRequested:
+def pod_spec(pod: Pod, specs: Specs) -> RunSpec:
     """One bundle of all of the pod's GPUs; without any, one slot with no share of it."""
     slots = max(pod.gpus, 1)
     return specs.get(

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
-from contracts.events.train import TrainRequested
+from contracts.spec.run import RunSpec
 from services.tracking.core.fold import Run
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ def flatten(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
         yield prefix, value
 
 
-def params(spec: TrainRequested) -> dict[str, str]:
+def params(spec: RunSpec) -> dict[str, str]:
     """The run's settings as MLflow parameters. ``env`` stays out: people put secrets there."""
     shown = spec.model_dump(
         mode="json",

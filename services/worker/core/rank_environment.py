@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from contracts.events.run import Member, RunPlaced
-from contracts.events.train import TrainRequested
 from contracts.ranks import LAUNCH_VARIABLE, MEMORY_FRACTION_VARIABLE
+from contracts.spec.run import RunSpec
 
 #: All that a rank gets to see of the agent's environment. Nothing else can leak.
 INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "USER", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
@@ -119,14 +119,14 @@ def build_environment(
     return own | share_limits(spec, len(member.slots), place)
 
 
-def _threads(spec: TrainRequested, place: NodeEnvironment) -> int:
+def _threads(spec: RunSpec, place: NodeEnvironment) -> int:
     """Threads of a rank's arithmetic on CPU: what its run asked for, else its part of a GPU node, else one."""
     if spec.resources.cpus:
         return max(1, int(spec.resources.cpus))
     return max(1, place.cores // max(1, place.slots)) if place.gpus and spec.resources.share == 1 else 1
 
 
-def _devices(spec: TrainRequested, member: Member, index: int, place: NodeEnvironment) -> list[str]:
+def _devices(spec: RunSpec, member: Member, index: int, place: NodeEnvironment) -> list[str]:
     """What a rank sees. Of MIG slices a process can use one alone, so each rank sees its own."""
     if not place.gpus or spec.resources.share == 0:
         return []
@@ -135,7 +135,7 @@ def _devices(spec: TrainRequested, member: Member, index: int, place: NodeEnviro
     return [place.gpus[slot] for slot in member.slots]
 
 
-def share_limits(spec: TrainRequested, devices: int, place: NodeEnvironment) -> dict[str, str]:
+def share_limits(spec: RunSpec, devices: int, place: NodeEnvironment) -> dict[str, str]:
     """What keeps ranks that share a device to their part of it; nothing where they have it whole.
 
     The part of the memory is kept by the trainer, in other programs by torch's allocator (one too old to know the
@@ -175,7 +175,7 @@ def memory_fraction(share: float, device_bytes: int) -> float:
     return max(share - rest, share / 2)
 
 
-def slot_problem(spec: TrainRequested, member: Member, slots: int, profiles: Sequence[str] = ()) -> str | None:
+def slot_problem(spec: RunSpec, member: Member, slots: int, profiles: Sequence[str] = ()) -> str | None:
     """Why the placement cannot be run on a node of so many slots."""
     if spec.resources.share == 0:
         return None if len(member.slots) == len(member.ranks) else _unequal(member)
@@ -196,5 +196,5 @@ def _unequal(member: Member) -> str:
     return f"node {member.node_id} was given {len(member.ranks)} ranks for slots {list(member.slots)}"
 
 
-def is_command(spec: TrainRequested) -> bool:
+def is_command(spec: RunSpec) -> bool:
     return spec.command is not None

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
-from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy, Pool, Pools
+from contracts.spec.run import RunSpec
 from services.scheduler.core.place.pools import Preferences, capacity_of, checkpoint_interval_s, in_order
 from services.scheduler.core.state.pool_demand import PoolDemand
 from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest, slot_request_of
@@ -36,7 +36,7 @@ class Waiting:
     """A run that waits for nothing but slots."""
 
     run_id: str
-    spec: TrainRequested
+    spec: RunSpec
     work_s: float | None = None
 
 
@@ -289,7 +289,7 @@ class _Stock:
                 rooms[:] = [room for room in rooms if id(room) not in full]
 
 
-def _exact(spec: TrainRequested) -> bool:
+def _exact(spec: RunSpec) -> bool:
     """Whether it matters to the run that its nodes are alike."""
     training = spec.training
     return training is not None and training.logical_ranks is not None and training.heterogeneous_nodes == "avoid"

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy, Quota
+from contracts.spec.run import RunSpec
 from services.scheduler.core.state.usage import TeamUsage, lineage
 
 #: What a refusal is about.
@@ -33,7 +33,7 @@ class CapacityPublisher(Protocol):
     def run_id(self) -> str: ...
 
     @property
-    def spec(self) -> TrainRequested: ...
+    def spec(self) -> RunSpec: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class Quotas:
                 using = self._using(name, of)
                 yield limit - using, Refusal("quota", "borrowed", name, of, limit, using)
 
-    def _of_quota(self, quota: Quota, name: str, spec: TrainRequested) -> Iterator[tuple[float, Refusal]]:
+    def _of_quota(self, quota: Quota, name: str, spec: RunSpec) -> Iterator[tuple[float, Refusal]]:
         using = self._using(name, quota.accelerator)
         if quota.ceiling is not None:
             yield quota.ceiling - using, Refusal("ceiling", "team", name, quota.accelerator, quota.ceiling, using)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy
+from contracts.spec.run import RunSpec
 from services.scheduler.core.decide import plan
 from services.scheduler.core.decisions import PlaceRun, PreemptRun
 from services.scheduler.core.reasons import Why
@@ -72,7 +73,7 @@ class Attempt:
         victims = [each.run_id for each in made if isinstance(each, PreemptRun) and each.preemptor == self.run.run_id]
         return Change(fields, "after preemption", tuple(victims)) if victims else None
 
-    def changed(self, spec: TrainRequested) -> Cluster:
+    def changed(self, spec: RunSpec) -> Cluster:
         """The cluster as it would be with this request; it shares all else, and what is found out about it."""
         clone = copy.copy(self.cluster)
         slots, kind = spec.slots, run_kind_of(spec)
@@ -101,7 +102,7 @@ class Attempt:
         return clone
 
 
-def with_fields(spec: TrainRequested, fields: dict[str, Any]) -> TrainRequested:
+def with_fields(spec: RunSpec, fields: dict[str, Any]) -> RunSpec:
     """The request with these (dotted) fields changed; ValueError if it is then not valid."""
     data = spec.model_dump(exclude_unset=True)
     for name, value in fields.items():
@@ -114,7 +115,7 @@ def with_fields(spec: TrainRequested, fields: dict[str, Any]) -> TrainRequested:
         inner[last] = value
     if "slots.min" in fields and "max" not in data["slots"]:
         data["slots"]["max"] = max(spec.slots.max, fields["slots.min"])
-    return TrainRequested.model_validate(data)
+    return TrainRequested.model_validate(data).run_spec
 
 
 def _fewer_slots(attempt: Attempt, why: Why) -> Iterator[Change]:

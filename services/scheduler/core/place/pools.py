@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy, Pool, Pools
+from contracts.spec.run import RunSpec
 
 Capacity = Literal["on-demand", "spot"]
 
@@ -52,7 +52,7 @@ def expected_cost(pool: Pool, slots: int, work_s: float, checkpoint_interval_s: 
     return pool.price_per_slot_hour * slots * time_s / 3600
 
 
-def checkpoint_interval_s(spec: TrainRequested) -> float:
+def checkpoint_interval_s(spec: RunSpec) -> float:
     """Seconds of work that a run loses at most when its nodes are taken away; infinite if it has no checkpoints."""
     if spec.training is None or spec.kind != "train":
         return math.inf
@@ -63,7 +63,7 @@ def checkpoint_interval_s(spec: TrainRequested) -> float:
 # -- which pool a run should have -----------------------------------------------------------------
 
 
-def kinds(spec: TrainRequested, pools: Pools) -> tuple[Capacity, ...]:
+def kinds(spec: RunSpec, pools: Pools) -> tuple[Capacity, ...]:
     """The kinds of capacity that will do for a run; in the order of its tier, if it has one."""
     return kinds_of(spec.scheduling.capacity, spec.scheduling.tier or "", pools)
 
@@ -80,7 +80,7 @@ def capacity_of(labels: Mapping[str, str]) -> Capacity:
     return "spot" if labels.get("capacity") == "spot" else "on-demand"
 
 
-def in_order(spec: TrainRequested, policy: Policy, work_s: float | None = None) -> list[Pool]:
+def in_order(spec: RunSpec, policy: Policy, work_s: float | None = None) -> list[Pool]:
     """The pools whose nodes suit a run, its first choice first.
 
     That is the order of its tier, and within one kind the least expected cost. Spot that costs no less than on-demand,
@@ -90,14 +90,14 @@ def in_order(spec: TrainRequested, policy: Policy, work_s: float | None = None) 
     return [pool for pool in _permitted(spec, policy, work_s) if _suits(spec, pool)]
 
 
-def _suits(spec: TrainRequested, pool: Pool) -> bool:
+def _suits(spec: RunSpec, pool: Pool) -> bool:
     """Whether a run can use nodes as the pool has them. Pools do not say how they are cut into MIG slices."""
     resources = spec.resources
     accelerator = resources.share == 0 or not resources.accelerators or pool.accelerator in resources.accelerators
     return accelerator and resources.mig_profile is None and spec.gang.bundle <= pool.slots_per_node
 
 
-def _permitted(spec: TrainRequested, policy: Policy, work_s: float | None) -> list[Pool]:
+def _permitted(spec: RunSpec, policy: Policy, work_s: float | None) -> list[Pool]:
     pools, clusters = policy.pools, spec.scheduling.clusters
     positions = _positions(spec, pools)
     found = [pool for pool in pools.pools if pool.capacity in positions and (not clusters or pool.cluster in clusters)]
@@ -117,7 +117,7 @@ def _permitted(spec: TrainRequested, policy: Policy, work_s: float | None) -> li
     return sorted(found, key=key)
 
 
-def _positions(spec: TrainRequested, pools: Pools) -> dict[Capacity, int]:
+def _positions(spec: RunSpec, pools: Pools) -> dict[Capacity, int]:
     """Kind of capacity -> its place in the run's order; the same for all where the cost decides."""
     scheduling = spec.scheduling
     by_cost = scheduling.tier not in pools.tiers and scheduling.preemptible
@@ -132,7 +132,7 @@ class Preferences:
     by_capacity: Mapping[Capacity, int]
 
     @classmethod
-    def of(cls, spec: TrainRequested, policy: Policy, work_s: float | None = None) -> Preferences:
+    def of(cls, spec: RunSpec, policy: Policy, work_s: float | None = None) -> Preferences:
         """The preferences of a run that is expected to have ``work_s`` of work before it."""
         by_capacity: dict[Capacity, int] = {}
         by_pool = {pool.name: NEVER for pool in policy.pools.pools}
@@ -155,7 +155,7 @@ class Preferences:
         return None if known == NEVER else known
 
 
-def allowed(labels: Mapping[str, str], spec: TrainRequested, policy: Policy) -> bool:
+def allowed(labels: Mapping[str, str], spec: RunSpec, policy: Policy) -> bool:
     """Whether a run may have a node with these labels, by cluster and kind of capacity."""
     clusters = spec.scheduling.clusters
     if clusters and labels.get("cluster") not in clusters:

@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 
 from contracts.events import node
 from contracts.events.run import CheckpointRef, RunExited, RunPreempting, RunPrepared, RunReserved, RunStalled
-from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy
+from contracts.spec.run import RunSpec
 from services.scheduler.core.state.durations import History, RunKind
 from services.scheduler.core.state.index import Index
 from services.scheduler.core.state.pool_demand import PoolDemand
@@ -72,7 +72,7 @@ class Run:
     """What the log says about one run."""
 
     run_id: str
-    spec: TrainRequested
+    spec: RunSpec
     #: Sequence of its acceptance: the submit order.
     submitted: int
     submitted_at: datetime

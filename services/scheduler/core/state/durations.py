@@ -23,8 +23,9 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, Protocol
 
-from contracts.events.train import DatasetRef, TrainRequested
+from contracts.events.train import DatasetRef
 from contracts.scheduling import Predict
+from contracts.spec.run import RunSpec
 
 #: Durations kept of one key, whatever the policy's window.
 MAX_PER_KEY = 1_000
@@ -63,7 +64,7 @@ class RunKind:
         )
 
 
-def run_kind_of(spec: TrainRequested) -> RunKind:
+def run_kind_of(spec: RunSpec) -> RunKind:
     """The kind of a run that was asked for like this."""
     data = spec.data
     dataset = "" if data is None else data.dataset_id if isinstance(data, DatasetRef) else str(data.source)

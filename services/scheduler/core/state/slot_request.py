@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from contracts.events.train import TrainRequested
+from contracts.spec.run import RunSpec
 
 #: Thousandths in one whole accelerator.
 SLOT_MILLI = 1000
@@ -35,7 +35,7 @@ class SlotRequest(NamedTuple):
 SIMPLE = SlotRequest()
 
 
-def slot_request_of(spec: TrainRequested) -> SlotRequest:
+def slot_request_of(spec: RunSpec) -> SlotRequest:
     """The needs of one slot of this run."""
     needs, gang = spec.resources, spec.gang
     demand = SlotRequest(

@@ -1,0 +1,79 @@
+"""What a run is: the fields of a request to train, and the value that facts carry of it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
+
+from contracts.base import ObjectUri, Sha256, Token
+from contracts.lenient import without_rules
+from contracts.spec.base import SpecPart
+from contracts.spec.data import DatasetRef, DataSource
+from contracts.spec.resources import Gang, Resources, Scheduling, Slots
+from contracts.spec.training import Checkpoints, Evaluation, EvaluationTarget, Retention, Training, Watch
+
+NamePattern = Annotated[str, Field(min_length=1, max_length=300)]
+
+
+class Code(SpecPart):
+    """A code package: a gzipped tar in the object store, named and checked by its hash."""
+
+    uri: ObjectUri
+    sha256: Sha256
+    git_commit: str | None = Field(None, max_length=64)
+    git_dirty: bool | None = None
+
+
+class RunFields(SpecPart):
+    """The fields of a run. Exactly one of ``task`` (with ``code``) and ``command`` says what runs."""
+
+    name: str = Field(min_length=1, max_length=200)
+    kind: Literal["train", "evaluate"] = "train"
+    experiment: Token = "default"
+    user: str | None = Field(None, max_length=200)
+    #: A path (``research/vision``) where teams are parts of others.
+    team: str | None = Field(None, max_length=200)
+    priority: int = Field(0, ge=-1000, le=1000, description="a higher number goes first")
+    slots: Slots = Slots()
+    resources: Resources = Resources()
+    gang: Gang = Gang()
+    scheduling: Scheduling = Scheduling()
+    code: Code | None = None
+    task: str | None = Field(None, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$", max_length=300)
+    params: dict[str, Any] = Field(default_factory=dict, description="passed to the Task as keyword arguments")
+    command: Annotated[list[str], Field(min_length=1, max_length=1000)] | None = None
+    #: Name -> regular expression with one group, applied to the command's output lines.
+    metric_patterns: dict[str, str] = Field(default_factory=dict, max_length=50)
+    env: dict[str, str] = Field(default_factory=dict, max_length=200)
+    data: DataSource | DatasetRef | None = None
+    training: Training | None = None
+    retention: Retention = Retention()
+    checkpoints: Checkpoints = Checkpoints()
+    watch: Watch = Watch()
+    evaluation: Evaluation | None = None
+    evaluate: EvaluationTarget | None = None
+    #: The registered model that this run's result competes for.
+    model: Token | None = None
+    #: A committed checkpoint (its manifest) to go on from: its weights, its optimizer, its step, its place in the data.
+    resume_from: ObjectUri | None = None
+    #: A committed checkpoint (its manifest) whose weights training begins with, on other data too; optimizer, schedule
+    #: and step begin anew. Its moving average counts where it has one: that is what was evaluated.
+    init_from: ObjectUri | None = None
+    #: Names of tensors that are not taken from ``init_from`` and stay as the task makes them, ``*`` for anything:
+    #: ``head.*``. All others must be in both, in one shape.
+    init_exclude: tuple[NamePattern, ...] = Field((), max_length=1000)
+    max_attempts: int = Field(3, ge=1, le=100, description="failures by its own fault before the run fails")
+    grace_s: float = Field(30.0, ge=0, le=3600, description="time to complete a checkpoint when preempted")
+    tags: dict[str, str] = Field(default_factory=dict, max_length=50)
+
+
+class RunSpec(RunFields):
+    """A run as facts carry it: read by its types alone, whatever the rules of admission are by then."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return without_rules(handler(source), handler.resolve_ref_schema)

@@ -85,7 +85,7 @@ async def _stack(folder: Path) -> AsyncIterator[tuple[Bus, ObjectStore, Settings
         try:
             async with ObjectStore(settings) as objects:
                 await objects.ensure_bucket(settings.bucket_models)
-                while not all(service.readiness().values()):  # noqa: ASYNC110
+                while not all(service.check_readiness().values()):  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
                 yield bus, objects, settings
         finally:

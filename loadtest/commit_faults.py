@@ -152,7 +152,7 @@ async def settled(bus: Bus, trial: Trial, steps: int) -> None:
     """Wait until every step is committed or refused; what is not by then is a problem."""
     deadline = time.monotonic() + SETTLE_S
     names = [subjects.fact("run", trial.run_id, fact.fact) for fact in (CheckpointCommitted, CheckpointRefused)]
-    while len(await bus.history(*names)) < steps:
+    while len(await bus.read_history(*names)) < steps:
         if time.monotonic() > deadline:
             trial.problems.append(f"{trial.run_id}: a staged step was neither committed nor refused")
             return

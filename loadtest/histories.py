@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from loadtest.common import report
-from services.kit.concurrency import all_of
+from services.kit.concurrency import gather_limited
 from tests.e2e.history import Case, Config, Result, Theatre, any_config, draw
 from tests.e2e.support import Stack, connected
 from trainbus.embedded.launch import StackProcess
@@ -76,7 +76,7 @@ async def play_all(data_dir: Path, cases: list[Case], at_a_time: int, record: Re
             unlike = sum(bool(each["difference"]) for each in record.outcomes)
             progress.update(bar, advance=1, unlike=unlike, equal=len(record.outcomes) - unlike)
 
-        await all_of((one(case) for case in cases), at_a_time=at_a_time)
+        await gather_limited((one(case) for case in cases), limit=at_a_time)
         controls = await theatre.negative_controls(Config("CNN", 4))
     await bus.close()
     return controls

@@ -109,7 +109,7 @@ class Recorder(Theatre):
         self.done = []
         history = History(await self.run(body, deeds))
         run_id = history.result.run_id
-        points = await self.stack.bus.history(subjects.progress(run_id), stream=topology.PROGRESS.name)
+        points = await self.stack.bus.read_history(subjects.progress(run_id), stream=topology.PROGRESS.name)
         for received in points:
             for point in received.event.points:
                 if LOSS in point.values:
@@ -120,7 +120,7 @@ class Recorder(Theatre):
 
     async def _bars(self, history: History) -> float:
         """Fill in who held which slot; return the time of the request."""
-        facts = await self.stack.bus.history(subjects.run(history.result.run_id), subjects.node())
+        facts = await self.stack.bus.read_history(subjects.run(history.result.run_id), subjects.node())
         placed: dict[int, Any] = {}
         running: dict[tuple[int, str], tuple[float, str]] = {}
         begin = next(each for each in facts if each.event.fact == "accepted").envelope.time.timestamp()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from contracts import subjects, topology
 from contracts.events.node import NodeJoined, NodeLeft
 from contracts.events.run import RunExited, RunPlaced, RunPreempting, RunReleased, RunStarted
-from services.kit.bus import Bus, Received
+from services.kit.bus import Bus, Message
 from services.kit.lease import Lease
 
 #: How often simulated nodes renew their leases, as a share of the time to live.
@@ -38,7 +38,7 @@ class SimulatedAgents:
 
     async def join(self) -> None:
         """Announce every node and take its lease."""
-        bucket = await self.bus.bucket(topology.LEASES)
+        bucket = await self.bus.open_bucket(topology.LEASES)
         for first in range(0, self.nodes, 50):
             numbers = range(first, min(first + 50, self.nodes))
             await asyncio.gather(*(self._join(number, bucket) for number in numbers))
@@ -69,7 +69,7 @@ class SimulatedAgents:
                 if placed := self._running.pop((run_id, generation), None):
                     self._spawn(self._exit(placed))
 
-    async def _on(self, received: Received[RunPlaced] | Received[RunPreempting], now_s: float) -> None:
+    async def _on(self, received: Message[RunPlaced] | Message[RunPreempting], now_s: float) -> None:
         event = received.event
         if isinstance(event, RunPlaced):
             self._running[event.run_id, event.generation] = event

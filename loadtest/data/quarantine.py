@@ -28,7 +28,7 @@ from services.ingestion.decoders import Decoders
 from services.ingestion.ingest import Ingest, Ingested
 from services.ingestion.progress import Progress
 from services.ingestion.sources import FolderSource
-from services.kit.bus import Poison
+from services.kit.bus import PoisonMessage
 from services.kit.clock import SystemClock
 from services.kit.store.errors import ObjectExists, ObjectNotFound
 
@@ -98,7 +98,7 @@ async def try_one(seed: int, decoders: Decoders, findings: Findings) -> None:
     with tempfile.TemporaryDirectory() as folder:
         try:
             result, store = await ingest(case, decoders, Path(folder))
-        except Poison as error:
+        except PoisonMessage as error:
             findings.refused += 1
             if not case.may_be_refused:
                 findings.crashes.append(f"case {seed} ({case.format}) refused: {error}")

@@ -33,8 +33,8 @@ from contracts.events.run import (
 )
 from contracts.events.train import Slots
 from contracts.spec.run import RunSpec
-from services.kit.batch import MOST, Batches
-from services.kit.bus import Bus, Outgoing
+from services.kit.batch import MAX_BATCH_MESSAGES, BatchPublisher
+from services.kit.bus import Bus, OutgoingMessage
 from services.kit.follow import follow
 from services.kit.settings import Settings
 from trainbus.embedded.servers import NatsServer
@@ -176,12 +176,12 @@ class Prefill:
     """Writes a history into the log as a scheduler would have, without one: many thousand runs in seconds."""
 
     def __init__(self, bus: Bus) -> None:
-        self.bus, self._batches = bus, Batches(bus)
-        self._waiting: list[Outgoing] = []
+        self.bus, self._batches = bus, BatchPublisher(bus)
+        self._waiting: list[OutgoingMessage] = []
 
     async def say(self, *facts: Fact) -> None:
-        self._waiting += [self.bus.outgoing(fact) for fact in facts]
-        if len(self._waiting) >= MOST - 10:
+        self._waiting += [self.bus.build_message(fact) for fact in facts]
+        if len(self._waiting) >= MAX_BATCH_MESSAGES - 10:
             await self.flush()
 
     async def flush(self) -> None:
@@ -219,7 +219,7 @@ class Prefill:
         await self.say(self._accepted(run_id, len(node_ids) * slots), RunQueued(run_id=run_id, next_generation=1))
         await self.say(*self._lived(run_id, len(node_ids) * slots, members)[:1])
         await self.flush()
-        return await self.bus.last_sequence(f"run.{run_id}.placed")
+        return await self.bus.get_last_sequence(f"run.{run_id}.placed")
 
     async def past(self, count: int, progress: Callable[[int], None] = lambda done: None) -> None:
         """Runs that are over, each with a checkpoint, as a training has them."""

@@ -44,7 +44,7 @@ from loadtest.scheduler.check import Checker
 from loadtest.scheduler.players import Players
 from loadtest.server import nats_server
 from services.kit.bus import Bus
-from services.kit.concurrency import end
+from services.kit.concurrency import cancel_and_wait
 from services.kit.follow import follow
 from services.kit.settings import Settings
 from services.scheduler.cluster_cache import FOLLOWED, ClusterCache
@@ -83,7 +83,7 @@ class Link:
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        await end(*self._tasks)
+        await cancel_and_wait(*self._tasks)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there_reader, there_writer = await asyncio.open_connection("127.0.0.1", self.port)
@@ -118,7 +118,7 @@ class Scheduler:
             "TRAINBUS_HTTP_PORT": "-1",
             "TRAINBUS_INSTANCE": self.name,
             "TRAINBUS_LEASE_TTL_S": str(LEASE_TTL_S),
-            "TRAINBUS_CHAOS_TWICE": "true",
+            "TRAINBUS_INJECT_DUPLICATES": "true",
         }
         with (self._folder / "schedulers.log").open("ab") as log:
             command = (sys.executable, "-m", "services.scheduler")
@@ -181,10 +181,10 @@ class Trial:
                         problem = f"nobody led within {ROUND_LIMIT_S:.0f} s after {self.outcome.rounds} rounds"
                         self.outcome.problems.append(f"{problem}: {end_of_log}")
                         break
-            await end(asking)
+            await cancel_and_wait(asking)
             await self._all_over()
         finally:
-            await end(asking, playing)
+            await cancel_and_wait(asking, playing)
             for scheduler in self._schedulers.values():
                 await scheduler.kill()
         await self._judge()
@@ -237,7 +237,7 @@ class Trial:
 
     async def _holder(self) -> str:
         with contextlib.suppress(KeyNotFoundError):
-            bucket = await self.bus.bucket(topology.LEASES)
+            bucket = await self.bus.open_bucket(topology.LEASES)
             entry = await bucket.get("scheduler")
             return str(json.loads(entry.value or b"{}").get("holder", "")).partition("-")[0]
         return ""
@@ -254,7 +254,7 @@ class Trial:
                 await asyncio.sleep(0.02)
 
     async def _placements(self) -> int:
-        return await self.bus.last_sequence("run.*.placed")
+        return await self.bus.get_last_sequence("run.*.placed")
 
     async def _placed_more(self, count: int, before: int | None = None) -> None:
         """Wait until so many placements more stand in the log."""
@@ -332,7 +332,7 @@ async def folded(bus: Bus) -> AsyncIterator[ClusterCache]:
         await asyncio.wait_for(cache.caught_up.wait(), 60)
         yield cache
     finally:
-        await end(task)
+        await cancel_and_wait(task)
 
 
 async def trial(rounds: int, folder: Path, seed: int = 0, late_s: float = LATE_S) -> Outcome:

@@ -38,7 +38,7 @@ from loadtest.scheduler.bench import (
 )
 from loadtest.server import nats_server, raw_publish_rate
 from services.kit.bus import Bus
-from services.kit.concurrency import end
+from services.kit.concurrency import cancel_and_wait
 from trainbus.embedded.servers import NatsServer
 
 NODES, SLOTS = 250, 8
@@ -148,7 +148,7 @@ async def trial(bus: Bus, server: NatsServer) -> AsyncIterator[Trial]:
             await until_leading(bus)
             yield Trial(bus, watch, server, child.pid)
     finally:
-        await end(watching)
+        await cancel_and_wait(watching)
 
 
 async def small(given: argparse.Namespace, server: NatsServer) -> Figures:

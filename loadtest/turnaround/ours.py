@@ -24,7 +24,7 @@ from contracts.base import run_id_for
 from contracts.envelope import ANONYMOUS_SOURCE
 from loadtest.checkpoints import PUT_BYTES, puts
 from loadtest.turnaround import loop
-from services.kit.bus import Bus, Received
+from services.kit.bus import Bus, Message
 from tests.e2e.support import LAKE, Stack, package
 
 HERE = Path(__file__).parent
@@ -161,14 +161,14 @@ class Loop:
     async def _committed(self, run_id: str, generation: int) -> None:
         await self._of_generation(run_id, "checkpoint_committed", generation)
 
-    async def _of_generation(self, run_id: str, name: str, generation: int) -> Received[Any]:
+    async def _of_generation(self, run_id: str, name: str, generation: int) -> Message[Any]:
         return await self._fact(run_id, name, lambda event: event.generation == generation)
 
     async def _cancel(self, run_id: str) -> None:
         await self.stack.bus.js.publish("cancel.requested", json.dumps({"run_id": run_id}).encode())
         await self._fact(run_id, "cancelled")
 
-    async def _fact(self, run_id: str, name: str, condition: Callable[[Any], bool] = lambda _: True) -> Received[Any]:
+    async def _fact(self, run_id: str, name: str, condition: Callable[[Any], bool] = lambda _: True) -> Message[Any]:
         async with asyncio.timeout(LIMIT_S):
             return await first(
                 self.stack.bus, "FACTS", f"run.{run_id}.*", lambda event: event.fact == name and condition(event)
@@ -183,7 +183,7 @@ class Loop:
         return min(event.points, key=lambda point: float(point.time))
 
     async def _points(self, run_id: str, generation: int) -> list[Any]:
-        batches = await self.stack.bus.history(f"progress.{run_id}", stream="PROGRESS")
+        batches = await self.stack.bus.read_history(f"progress.{run_id}", stream="PROGRESS")
         return [
             point
             for received in batches
@@ -192,7 +192,7 @@ class Loop:
         ]
 
 
-async def first(bus: Bus, stream: str, subject: str, condition: Callable[[Any], bool]) -> Received[Any]:
+async def first(bus: Bus, stream: str, subject: str, condition: Callable[[Any], bool]) -> Message[Any]:
     """The first event on a subject that fulfils the condition."""
     async for batch in bus.follow(stream, (subject,)):
         for received in batch:
@@ -234,5 +234,5 @@ def load_seconds(width: int) -> float:
         shutil.rmtree(folder)
 
 
-def _at(received: Received[Any]) -> float:
+def _at(received: Message[Any]) -> float:
     return float(received.envelope.time.timestamp())

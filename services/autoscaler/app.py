@@ -23,8 +23,8 @@ from services.autoscaler.adapters.command import CommandAdapter
 from services.autoscaler.adapters.local import LocalAdapter
 from services.autoscaler.core.decide import Decision, Drain, Machine, Start, Stop, decide
 from services.autoscaler.core.state import PASSING, STANDING, State, apply
-from services.kit.bus import Bus, Transient
-from services.kit.concurrency import end
+from services.kit.bus import Bus, TransientError
+from services.kit.concurrency import cancel_and_wait
 from services.kit.lease import Lease
 from services.kit.service import Service
 from services.kit.settings import Settings
@@ -52,9 +52,9 @@ def build(settings: Settings, adapter: Adapter | None = None) -> Service:
     own = settings if isinstance(settings, AutoscalerSettings) else AutoscalerSettings(**settings.model_dump())
     service = Service("autoscaler", own)
     scaler = Autoscaler(service.bus, adapter or _adapter(own), own)
-    service.background(scaler.follow)
-    service.background(scaler.lead)
-    service.ready_when("folded", scaler.caught_up.is_set)
+    service.add_background_task(scaler.follow)
+    service.add_background_task(scaler.lead)
+    service.add_readiness_check("folded", scaler.caught_up.is_set)
     return service
 
 
@@ -86,7 +86,7 @@ class Autoscaler:
     async def follow(self) -> None:
         """Fold the log for as long as the service runs."""
         # What lies on nodes is told from their joining on: of old runs nothing need be read.
-        for received in await self.bus.history(*(fact.subject_filter() for fact in STANDING)):
+        for received in await self.bus.read_history(*(fact.subject_filter() for fact in STANDING)):
             apply(self.state, received.event, received.sequence, received.stored_at or self.bus.clock.now())
         filters = tuple(fact.subject_filter() for fact in (*STANDING, *PASSING))
         start = self.state.first_of_interest()
@@ -101,7 +101,7 @@ class Autoscaler:
     async def lead(self) -> None:
         """Wait for the lease, act while it lasts, and wait again."""
         await self.caught_up.wait()
-        bucket = await self.bus.bucket(topology.LEASES)
+        bucket = await self.bus.open_bucket(topology.LEASES)
         while True:
             lease = Lease(bucket, LEASE_KEY, self._holder, self.settings.lease_ttl_s, clock=self.bus.clock)
             async with lease.leadership() as keeper:
@@ -111,10 +111,10 @@ class Autoscaler:
                     if acting.done():
                         acting.result()
                 finally:
-                    await end(acting)
+                    await cancel_and_wait(acting)
 
     async def _act_while_held(self, lease: Lease) -> None:
-        while lease.held:
+        while lease.is_held:
             self._news.clear()
             await self.step()
             try:
@@ -173,7 +173,7 @@ class Autoscaler:
         )
         try:
             ack = await self.bus.publish_event(request, request.subject, envelope)
-        except Transient as error:
+        except TransientError as error:
             log.warning("not asked to be drained, trying again", node_id=decision.node_id, error=str(error))
             return
         if not ack.duplicate:

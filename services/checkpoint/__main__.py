@@ -3,6 +3,6 @@
 from services.checkpoint.app import build
 from services.checkpoint.collect import GARBAGE
 from services.checkpoint.settings import CheckpointSettings
-from services.kit import alone
+from services.kit import garbage_collector
 
-alone.main("checkpoint", build, CheckpointSettings(), GARBAGE)
+garbage_collector.main("checkpoint", build, CheckpointSettings(), GARBAGE)

@@ -19,7 +19,7 @@ from services.checkpoint.keep import Keeper, commits, parts
 from services.checkpoint.scrub import Scrubber
 from services.checkpoint.settings import CheckpointSettings
 from services.checkpoint.verify import Verifier
-from services.kit.bus import Bus, Conflict, Expect, Received, Transient
+from services.kit.bus import Bus, Conflict, ExpectedSequence, Message, TransientError
 from services.kit.service import Service
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectExists
@@ -37,12 +37,14 @@ class Committer:
         self._verifier = Verifier(objects, settings)
         self._keeper = Keeper(bus, objects)
 
-    async def on_checkpoint_staged(self, received: Received[CheckpointStaged]) -> None:
+    async def on_checkpoint_staged(self, received: Message[CheckpointStaged]) -> None:
         """Commit the step if this part completes it."""
         staged, cause = received.event, received.envelope
-        last_placed = await self._bus.last(subjects.fact("run", staged.run_id, RunPlaced.fact))
+        last_placed = await self._bus.get_last_message(subjects.fact("run", staged.run_id, RunPlaced.fact))
         if last_placed is None or last_placed.event.generation < staged.generation:
-            raise Transient(f"generation {staged.generation} of run {staged.run_id} was staged but is not placed yet")
+            raise TransientError(
+                f"generation {staged.generation} of run {staged.run_id} was staged but is not placed yet"
+            )
         placed: RunPlaced = last_placed.event
         if placed.generation > staged.generation:
             metrics.IGNORED.labels("zombie").inc()
@@ -61,7 +63,7 @@ class Committer:
         for commit in await commits(self._bus, staged.run_id):
             if (commit.generation, commit.checkpoint.step) == (staged.generation, staged.step):
                 return True
-        refused = await self._bus.history(subjects.fact("run", staged.run_id, CheckpointRefused.fact))
+        refused = await self._bus.read_history(subjects.fact("run", staged.run_id, CheckpointRefused.fact))
         return any((r.event.generation, r.event.step) == (staged.generation, staged.step) for r in refused)
 
     async def _commit(self, placed: RunPlaced, placed_at: int, staged: CheckpointStaged, cause: Envelope) -> None:
@@ -90,9 +92,9 @@ class Committer:
             reason = f"{checkpoint.ref.uri} is there with another content: remove it if nobody needs it"
             await self._refuse(staged, reason, "manifest", cause)
             return
-        fence = Expect(placed_at, subjects.fact("run", placed.run_id, RunPlaced.fact))
+        fence = ExpectedSequence(placed_at, subjects.fact("run", placed.run_id, RunPlaced.fact))
         try:
-            await self._bus.publish(sealed.commit, cause, expect=fence)
+            await self._bus.publish(sealed.commit, cause, expected=fence)
         except Conflict:
             await self._withdraw(staged, checkpoint)
             return
@@ -130,14 +132,14 @@ def build(settings: Settings) -> Service:
     """The service, ready to be run."""
     own = CheckpointSettings.of(settings)
     service = Service("checkpoint", own)
-    objects: ObjectStore = service.resource(ObjectStore(own))
+    objects: ObjectStore = service.add_resource(ObjectStore(own))
     committer = Committer(service.bus, objects, own)
     keeper = Keeper(service.bus, objects)
     scrubber = Scrubber(service.bus, objects, own)
-    service.bus.on(topology.CHECKPOINT, CheckpointStaged)(committer.on_checkpoint_staged)
-    service.bus.on(topology.CHECKPOINT, CheckpointRepaired)(scrubber.on_checkpoint_repaired)
-    service.bus.on(topology.CHECKPOINT_REQUESTS, PinRequested)(keeper.on_pin_requested)
-    service.bus.on(topology.CHECKPOINT_REQUESTS, ScrubRequested)(scrubber.on_scrub_requested)
+    service.bus.subscriber(topology.CHECKPOINT, CheckpointStaged)(committer.on_checkpoint_staged)
+    service.bus.subscriber(topology.CHECKPOINT, CheckpointRepaired)(scrubber.on_checkpoint_repaired)
+    service.bus.subscriber(topology.CHECKPOINT_REQUESTS, PinRequested)(keeper.on_pin_requested)
+    service.bus.subscriber(topology.CHECKPOINT_REQUESTS, ScrubRequested)(scrubber.on_scrub_requested)
 
     @asynccontextmanager
     async def bucket() -> AsyncIterator[None]:
@@ -145,9 +147,9 @@ def build(settings: Settings) -> Service:
         yield
 
     async def collect() -> None:
-        await GARBAGE.rarely(own.checkpoint_gc_every_s, service.bus, objects, own)
+        await GARBAGE.run_periodically(own.checkpoint_gc_every_s, service.bus, objects, own)
 
-    service.resource(bucket())
-    service.background(collect)
-    service.background(scrubber.run)
+    service.add_resource(bucket())
+    service.add_background_task(collect)
+    service.add_background_task(scrubber.run)
     return service

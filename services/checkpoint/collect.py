@@ -20,8 +20,8 @@ from services.checkpoint.core.commit import BLOBS
 from services.checkpoint.core.garbage import Ledger, Stored, blobs_of, garbage, orphan_manifests
 from services.checkpoint.core.retention import HOLDING
 from services.checkpoint.settings import CheckpointSettings
-from services.kit.alone import Garbage
 from services.kit.bus import Bus
+from services.kit.garbage_collector import GarbageCollector
 from services.kit.store.errors import ObjectNotFound
 from services.kit.store.objects import ObjectInfo, ObjectStore
 
@@ -114,8 +114,8 @@ def _stored(info: ObjectInfo) -> Stored:
     return Stored(info.uri, info.key, info.size_bytes, info.modified_at)
 
 
-def _told(found: Collected) -> str:
+def _summary(found: Collected) -> str:
     return f"{found.blobs} blobs ({found.freed_bytes:,} bytes) and {found.manifests} manifests removed"
 
 
-GARBAGE = Garbage("checkpoint-gc", metrics.GC_RUNS, collect_garbage, _told)
+GARBAGE = GarbageCollector("checkpoint-gc", metrics.GC_RUNS, collect_garbage, _summary)

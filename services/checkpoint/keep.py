@@ -11,7 +11,7 @@ from contracts.events.run import RunAccepted, RunPlaced
 from contracts.events.train import PinRequested
 from services.checkpoint import metrics
 from services.checkpoint.core.retention import HOLDING, Holds, pinned, plan
-from services.kit.bus import Bus, Conflict, Expect, Poison, Received
+from services.kit.bus import Bus, Conflict, ExpectedSequence, Message, PoisonMessage
 from services.kit.store.objects import ObjectStore
 
 log = structlog.get_logger(__name__)
@@ -22,19 +22,19 @@ MAX_ROUNDS = 20
 
 async def commits(bus: Bus, run_id: str) -> list[CheckpointCommitted]:
     """A run's commits in stream order, those that were deleted included."""
-    found = await bus.history(subjects.fact("run", run_id, CheckpointCommitted.fact))
+    found = await bus.read_history(subjects.fact("run", run_id, CheckpointCommitted.fact))
     return [received.event for received in found]
 
 
 async def parts(bus: Bus, run_id: str, step: int) -> list[CheckpointStaged]:
     """What was staged of one step, in stream order."""
-    found = await bus.history(subjects.fact("run", run_id, CheckpointStaged.fact))
+    found = await bus.read_history(subjects.fact("run", run_id, CheckpointStaged.fact))
     return [received.event for received in found if received.event.step == step]
 
 
 async def deleted(bus: Bus, run_id: str) -> set[str]:
     """The manifests of a run that retention has removed."""
-    found = await bus.history(subjects.fact("run", run_id, CheckpointDeleted.fact))
+    found = await bus.read_history(subjects.fact("run", run_id, CheckpointDeleted.fact))
     return {received.event.uri for received in found}
 
 
@@ -62,12 +62,12 @@ class Keeper:
         if not plan(committed, gone, placed.spec.retention, ()):
             return
         await self._read_holds()
-        fence = await self._bus.last_sequence(pins_subject)
-        pins = pinned([each.event for each in await self._bus.history(pins_subject)]) if fence else set()
+        fence = await self._bus.get_last_sequence(pins_subject)
+        pins = pinned([each.event for each in await self._bus.read_history(pins_subject)]) if fence else set()
         for deletion in plan(committed, gone, placed.spec.retention, self._holds.uris | pins):
             fact = CheckpointDeleted(run_id=placed.run_id, uri=deletion.uri, step=deletion.step, reason=deletion.reason)
             try:
-                await self._bus.publish(fact, cause, expect=Expect(fence, pins_subject))
+                await self._bus.publish(fact, cause, expected=ExpectedSequence(fence, pins_subject))
             except Conflict:
                 log.info("a checkpoint was pinned meanwhile: what is left is decided at the next commit")
                 return
@@ -90,20 +90,20 @@ class Keeper:
 
     # -- pins ---------------------------------------------------------------
 
-    async def on_pin_requested(self, received: Received[PinRequested]) -> None:
+    async def on_pin_requested(self, received: Message[PinRequested]) -> None:
         """Pin or unpin the newest committed checkpoint of the step, once for each request.
 
         Raises:
-            Poison: there is no such run or checkpoint, or it was deleted.
+            PoisonMessage: there is no such run or checkpoint, or it was deleted.
         """
         request, cause = received.event, received.envelope
         run_id = request.run_id
         deletions = subjects.fact("run", run_id, CheckpointDeleted.fact)
         for _ in range(MAX_ROUNDS):
-            told = await self._bus.history(subjects.fact("run", run_id, CheckpointPinned.fact))
+            told = await self._bus.read_history(subjects.fact("run", run_id, CheckpointPinned.fact))
             if any(each.event.request_id == cause.id for each in told):
                 break
-            fence = await self._bus.last_sequence(deletions)
+            fence = await self._bus.get_last_sequence(deletions)
             fact = CheckpointPinned(
                 run_id=run_id,
                 uri=await self._checkpoint(run_id, request.step),
@@ -113,14 +113,14 @@ class Keeper:
                 reason=request.reason,
             )
             try:
-                await self._bus.publish(fact, cause, expect=Expect(fence, deletions))
+                await self._bus.publish(fact, cause, expected=ExpectedSequence(fence, deletions))
             except Conflict:
                 continue
             metrics.PINNED.labels("pinned" if request.pinned else "unpinned").inc()
             log.info("checkpoint pinned" if request.pinned else "checkpoint unpinned", run_id=run_id, step=request.step)
             break
         if not request.pinned:
-            placed = await self._bus.last(subjects.fact("run", run_id, RunPlaced.fact))
+            placed = await self._bus.get_last_message(subjects.fact("run", run_id, RunPlaced.fact))
             if placed is not None:
                 await self.retain(placed.event, cause)
 
@@ -128,15 +128,19 @@ class Keeper:
         """The manifest of a run's newest committed checkpoint of a step, if it is still there."""
         committed = await commits(self._bus, run_id)
         if not committed:
-            known = await self._bus.last(subjects.fact("run", run_id, RunAccepted.fact))
+            known = await self._bus.get_last_message(subjects.fact("run", run_id, RunAccepted.fact))
             what = "has no committed checkpoint" if known else "is unknown: give the id that `trainbus ps` lists"
-            raise Poison(f"run {run_id!r} {what}")
+            raise PoisonMessage(f"run {run_id!r} {what}")
         of_step = [commit.checkpoint.uri for commit in committed if commit.checkpoint.step == step]
         gone = await deleted(self._bus, run_id)
         there = [uri for uri in of_step if uri not in gone]
         if there:
             return there[-1]
         if of_step:
-            raise Poison(f"the checkpoint of step {step} of run {run_id} was deleted by retention: it is too late")
+            raise PoisonMessage(
+                f"the checkpoint of step {step} of run {run_id} was deleted by retention: it is too late"
+            )
         steps = ", ".join(str(each.checkpoint.step) for each in committed if each.checkpoint.uri not in gone)
-        raise Poison(f"run {run_id} has no committed checkpoint of step {step}; it has {steps or 'none any more'}")
+        raise PoisonMessage(
+            f"run {run_id} has no committed checkpoint of step {step}; it has {steps or 'none any more'}"
+        )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Histogram
 
-from services.kit.metrics import from_zero
+from services.kit.metrics import initialize_series
 
 COMMITTED = Counter("trainbus_checkpoints_committed_total", "Checkpoints that can be restored from now on.")
-REFUSED = from_zero(
+REFUSED = initialize_series(
     Counter(
         "trainbus_checkpoints_refused_total",
         "Checkpoints that will never be committed, by cause: parts (the ranks' parts do not fit), files (missing or "
@@ -16,7 +16,7 @@ REFUSED = from_zero(
     ),
     ("parts", "files", "digests", "manifest"),
 )
-IGNORED = from_zero(
+IGNORED = initialize_series(
     Counter(
         "trainbus_checkpoints_ignored_total",
         "Staged parts of no consequence, by cause: zombie (an older generation's), known (settled before).",
@@ -31,16 +31,16 @@ COMMIT_SECONDS = Histogram(
 )
 VERIFIED_BYTES = Counter("trainbus_checkpoint_verified_bytes_total", "Bytes read back from the store and hashed.")
 DELETED = Counter("trainbus_checkpoints_deleted_total", "Checkpoints removed by retention.")
-PINNED = from_zero(
+PINNED = initialize_series(
     Counter("trainbus_checkpoints_pinned_total", "Requests to pin or unpin that were done.", ["as"]),
     ("pinned", "unpinned"),
 )
-SCRUBS = from_zero(
+SCRUBS = initialize_series(
     Counter("trainbus_checkpoint_scrubs_total", "Scrubs, by outcome: done, failed.", ["outcome"]), ("done", "failed")
 )
 SCRUBBED_BYTES = Counter("trainbus_checkpoint_scrubbed_bytes_total", "Bytes read back from the store by scrubs.")
 ROTTEN = Counter("trainbus_checkpoint_rotten_blobs_total", "Blobs (or manifests) that are missing or no longer fit.")
-REPAIRED = from_zero(
+REPAIRED = initialize_series(
     Counter(
         "trainbus_checkpoint_repaired_blobs_total",
         "Repairs that were looked at: right, wrong (still rotten).",
@@ -48,11 +48,11 @@ REPAIRED = from_zero(
     ),
     ("right", "wrong"),
 )
-GC_RUNS = from_zero(
+GC_RUNS = initialize_series(
     Counter("trainbus_checkpoint_gc_runs_total", "Garbage collections, by outcome: done, failed.", ["outcome"]),
     ("done", "failed"),
 )
-GC_DELETED = from_zero(
+GC_DELETED = initialize_series(
     Counter("trainbus_checkpoint_gc_deleted_total", "Objects removed by garbage collection: blob, manifest.", ["kind"]),
     ("blob", "manifest"),
 )

@@ -34,8 +34,8 @@ from services.checkpoint.core.commit import Assembled, Sealed, assemble, blobs_o
 from services.checkpoint.keep import parts
 from services.checkpoint.settings import CheckpointSettings
 from services.checkpoint.verify import Verifier
-from services.kit.bus import Bus, Poison, Received, Transient
-from services.kit.jobs import Jobs
+from services.kit.bus import Bus, Message, PoisonMessage, TransientError
+from services.kit.jobs import JobQueue
 from services.kit.store.errors import ObjectNotFound
 from services.kit.store.objects import ObjectStore, blob_sha256
 
@@ -71,7 +71,7 @@ class Scrubber:
     def __init__(self, bus: Bus, objects: ObjectStore, settings: CheckpointSettings) -> None:
         self._bus, self._objects, self._settings = bus, objects, settings
         self._verifier = Verifier(objects, settings)
-        self._jobs = Jobs(bus, QUEUE, self.scrub, self._give_up)
+        self._jobs = JobQueue(bus, QUEUE, self.scrub, self._give_up)
 
     async def run(self) -> None:
         """Work on what was asked for, and ask for everything now and then, until cancelled."""
@@ -80,20 +80,22 @@ class Scrubber:
             if self._settings.checkpoint_scrub_every_s:
                 tasks.create_task(self._ask_rarely())
 
-    async def on_scrub_requested(self, received: Received[ScrubRequested]) -> None:
+    async def on_scrub_requested(self, received: Message[ScrubRequested]) -> None:
         """Make it a job.
 
         Raises:
-            Poison: there is no such run, or nothing of it to read.
+            PoisonMessage: there is no such run, or nothing of it to read.
         """
         run_id = received.event.run_id
-        if run_id and not await self._bus.last_sequence(subjects.fact("run", run_id, CheckpointCommitted.fact)):
-            raise Poison(f"run {run_id!r} has no committed checkpoint: give the id of one that `trainbus ps` lists")
+        if run_id and not await self._bus.get_last_sequence(subjects.fact("run", run_id, CheckpointCommitted.fact)):
+            raise PoisonMessage(
+                f"run {run_id!r} has no committed checkpoint: give the id of one that `trainbus ps` lists"
+            )
         await self._jobs.submit(hashlib.sha256(received.envelope.id.encode()).hexdigest()[:32], received)
 
     # -- scrubbing ----------------------------------------------------------
 
-    async def scrub(self, received: Received[ScrubRequested]) -> None:
+    async def scrub(self, received: Message[ScrubRequested]) -> None:
         """Read back every committed checkpoint (of the run), and tell what is rotten."""
         request, cause = received.event, received.envelope
         pace = Pace(self._settings.checkpoint_scrub_bytes_per_s)
@@ -175,13 +177,13 @@ class Scrubber:
             return await self._objects.hash(uri) == blob_sha256(uri)
         except ObjectNotFound:
             return False
-        except Transient:
+        except TransientError:
             # A store that keeps sums of its own gives no rotten bytes out: it fails, at this one object for ever.
             await self._objects.head(uri)
             return False
 
     async def _deleted_meanwhile(self, commit: CheckpointCommitted) -> bool:
-        gone = await self._bus.history(subjects.fact("run", commit.run_id, CheckpointDeleted.fact))
+        gone = await self._bus.read_history(subjects.fact("run", commit.run_id, CheckpointDeleted.fact))
         return any(each.event.uri == commit.checkpoint.uri for each in gone)
 
     async def _tell(
@@ -201,7 +203,7 @@ class Scrubber:
 
     async def _sealed_again(self, commit: CheckpointCommitted) -> Sealed | None:
         """The manifest made anew from the facts, if it comes out as it was committed."""
-        history = await self._bus.history(subjects.fact("run", commit.run_id, RunPlaced.fact))
+        history = await self._bus.read_history(subjects.fact("run", commit.run_id, RunPlaced.fact))
         placed = next((each.event for each in history if each.event.generation == commit.generation), None)
         if placed is None:
             return None
@@ -217,7 +219,7 @@ class Scrubber:
 
     # -- repairs ------------------------------------------------------------
 
-    async def on_checkpoint_repaired(self, received: Received[CheckpointRepaired]) -> None:
+    async def on_checkpoint_repaired(self, received: Message[CheckpointRepaired]) -> None:
         """Look at what a node says it has written anew; if it is still wrong, say so again, a few times."""
         repaired = received.event
         if not blob_sha256(repaired.blob) or await self._is_right(repaired.blob):
@@ -225,7 +227,7 @@ class Scrubber:
             log.info("rotten blob repaired", blob=repaired.blob, node_id=repaired.node_id)
             return
         metrics.REPAIRED.labels("wrong").inc()
-        told = await self._bus.history(subjects.fact("run", repaired.run_id, CheckpointRotten.fact))
+        told = await self._bus.read_history(subjects.fact("run", repaired.run_id, CheckpointRotten.fact))
         if sum(repaired.blob in each.event.blobs for each in told) >= MAX_TOLD:
             log.error("blob stays rotten after repairs: look at the store's disks", blob=repaired.blob)
             return
@@ -247,12 +249,12 @@ class Scrubber:
         while True:
             try:
                 await self._ask_if_due(every)
-            except (TimeoutError, Transient, OSError) as error:
+            except (TimeoutError, TransientError, OSError) as error:
                 log.warning("cannot see when the last scrub was", error=repr(error))
             await asyncio.sleep(min(LOOK_EVERY_S, self._settings.checkpoint_scrub_every_s))
 
     async def _ask_if_due(self, every: timedelta) -> None:
-        bucket = await self._bus.bucket(topology.JOBS)
+        bucket = await self._bus.open_bucket(topology.JOBS)
         now = self._bus.clock.now()
         mark = json.dumps({"at": now.isoformat()}).encode()
         try:
@@ -271,7 +273,7 @@ class Scrubber:
         envelope = Envelope(id=uuid.uuid4().hex, source=self._bus.source, type=ScrubRequested.type, time=now)
         await self._bus.publish_event(request, request.subject, envelope)
 
-    async def _give_up(self, received: Received[Any], reason: str) -> None:
+    async def _give_up(self, received: Message[Any], reason: str) -> None:
         metrics.SCRUBS.labels("failed").inc()
         log.error("scrub given up", run_id=received.event.run_id, reason=reason)
 

@@ -37,7 +37,7 @@ from services.evaluation.core.decide import (
     promoted,
 )
 from services.evaluation.core.state import FOLDED, Candidate, State, Version
-from services.kit.bus import Bus, Conflict, Expect, Poison, Received
+from services.kit.bus import Bus, Conflict, ExpectedSequence, Message, PoisonMessage
 from services.kit.service import Service
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectNotFound
@@ -68,7 +68,7 @@ class Evaluator:
 
     # -- what has ended -----------------------------------------------------
 
-    async def on_run_ended(self, _: Received[Any]) -> None:
+    async def on_run_ended(self, _: Message[Any]) -> None:
         """Go on with every candidate that is not settled: there are few, and any may have waited for this run."""
         await self.settle_all()
 
@@ -137,8 +137,8 @@ class Evaluator:
                     words := await lock.problem(self._bus, self._objects, fact.run_id, fact.checkpoint_uri)
                 ):
                     fact = RunNotPromoted(run_id=fact.run_id, model=fact.model, reason=words)
-                expect = None if sequence is None else Expect(sequence, step.fence)
-                ack = await self._bus.publish(fact, candidate.completed, expect=expect)
+                expected = None if sequence is None else ExpectedSequence(sequence, step.fence)
+                ack = await self._bus.publish(fact, candidate.completed, expected=expected)
                 # A rival's promotion to the same version has the same id as ours: then ours is not stored, and
                 # the facts, read again, lead to another decision.
                 if (label := SETTLED.get(type(fact), "")) and not ack.duplicate:
@@ -149,7 +149,7 @@ class Evaluator:
     async def _request(self, step: RequestEvaluation, candidate: Candidate) -> None:
         trained = candidate.spec
         if step.target_run_id != candidate.run_id:
-            accepted = await self._bus.last(subjects.fact("run", step.target_run_id, RunAccepted.fact))
+            accepted = await self._bus.get_last_message(subjects.fact("run", step.target_run_id, RunAccepted.fact))
             if accepted is None:
                 await self._cannot_compare(candidate, step.target_run_id)
                 return
@@ -215,11 +215,11 @@ class Evaluator:
             champion_metrics=step.champion_metrics,
             report=report,
         )
-        await self._bus.publish(fact, candidate.completed, expect=Expect(0))
+        await self._bus.publish(fact, candidate.completed, expected=ExpectedSequence(0))
 
     async def _committed(self, candidate: Candidate) -> CheckpointCommitted | None:
         """The fact that committed the checkpoint that was measured."""
-        history = await self._bus.history(subjects.fact("run", candidate.run_id, CheckpointCommitted.fact))
+        history = await self._bus.read_history(subjects.fact("run", candidate.run_id, CheckpointCommitted.fact))
         found = (received.event for received in history if isinstance(received.event, CheckpointCommitted))
         return next((fact for fact in found if fact.checkpoint == candidate.checkpoint), None)
 
@@ -242,17 +242,17 @@ class Evaluator:
 
     # -- an operator's word -------------------------------------------------
 
-    async def on_promote_requested(self, received: Received[PromoteRequested]) -> None:
+    async def on_promote_requested(self, received: Message[PromoteRequested]) -> None:
         """Make the run's final checkpoint the champion, once for each request."""
         request = received.event
         await self._by_request(received, request.model, lambda champion: self._promotion(request, champion))
 
-    async def on_rollback_requested(self, received: Received[RollbackRequested]) -> None:
+    async def on_rollback_requested(self, received: Message[RollbackRequested]) -> None:
         """Bring the champion before the present one back, once for each request."""
         request = received.event
         await self._by_request(received, request.model, lambda champion: self._rollback(request, champion))
 
-    async def _by_request(self, received: Received[Any], model: str, make: Make) -> None:
+    async def _by_request(self, received: Message[Any], model: str, make: Make) -> None:
         async with self._alone:
             for _ in range(MAX_ROUNDS):
                 await self._catch_up()
@@ -265,14 +265,14 @@ class Evaluator:
                 fact = await make(champion)
                 if fact is None:
                     break
-                fence = Expect(champion.sequence if champion else 0)
+                fence = ExpectedSequence(champion.sequence if champion else 0)
                 with suppress(Conflict):
-                    ack = await self._bus.publish(fact, received.envelope, expect=fence)
+                    ack = await self._bus.publish(fact, received.envelope, expected=fence)
                     if not ack.duplicate:  # else a rival's promotion has this version
                         metrics.DECIDED.labels("rolled_back" if fact.rollback else "by_request").inc()
                         log.info("champion changed by request", model=model, run_id=fact.run_id)
             if done is not None and not done.fact.rollback:
-                told = await self._bus.last(subjects.fact("run", done.fact.run_id, RunPromoted.fact))
+                told = await self._bus.get_last_message(subjects.fact("run", done.fact.run_id, RunPromoted.fact))
                 if told is None:
                     await self._bus.publish(promoted(done), received.envelope)
         # Those who compare themselves with the champion have another one now.
@@ -283,19 +283,19 @@ class Evaluator:
         if champion is not None and champion.fact.run_id == run_id:
             log.info("already the champion", model=request.model, run_id=run_id)
             return None
-        accepted = await self._bus.last(subjects.fact("run", run_id, RunAccepted.fact))
+        accepted = await self._bus.get_last_message(subjects.fact("run", run_id, RunAccepted.fact))
         if accepted is None:
-            raise Poison(f"there is no run {run_id!r}: promote one that `trainbus ps` lists")
+            raise PoisonMessage(f"there is no run {run_id!r}: promote one that `trainbus ps` lists")
         trained_for = accepted.event.spec.model
         if trained_for not in (None, request.model):
-            raise Poison(f"run {run_id} was trained for model {trained_for!r}, not for {request.model!r}")
-        completed = await self._bus.last(subjects.fact("run", run_id, RunCompleted.fact))
+            raise PoisonMessage(f"run {run_id} was trained for model {trained_for!r}, not for {request.model!r}")
+        completed = await self._bus.get_last_message(subjects.fact("run", run_id, RunCompleted.fact))
         if completed is None or completed.event.checkpoint is None:
             state = "has not completed" if completed is None else "has no committed checkpoint"
-            raise Poison(f"run {run_id} {state}: only a completed run with a checkpoint can be promoted")
+            raise PoisonMessage(f"run {run_id} {state}: only a completed run with a checkpoint can be promoted")
         await self._must_be_whole(completed.event.checkpoint.uri, run_id)
-        evaluated = await self._bus.last(subjects.fact("run", run_id, RunEvaluated.fact))
-        prepared = await self._bus.last(subjects.fact("run", run_id, RunPrepared.fact))
+        evaluated = await self._bus.get_last_message(subjects.fact("run", run_id, RunEvaluated.fact))
+        prepared = await self._bus.get_last_message(subjects.fact("run", run_id, RunPrepared.fact))
         return ModelPromoted(
             model=request.model,
             version=next_version(champion),
@@ -312,7 +312,7 @@ class Evaluator:
         before = self._state.before_champion(request.model)
         if champion is None or before is None:
             has = "has no champion" if champion is None else "has no champion before the present one"
-            raise Poison(f"model {request.model!r} {has}, so there is nothing to roll back to")
+            raise PoisonMessage(f"model {request.model!r} {has}, so there is nothing to roll back to")
         await self._must_be_whole(before.fact.checkpoint_uri, before.fact.run_id)
         return before.fact.model_copy(
             update={
@@ -325,17 +325,17 @@ class Evaluator:
 
     async def _must_be_whole(self, uri: str, run_id: str) -> None:
         if words := await lock.problem(self._bus, self._objects, run_id, uri):
-            raise Poison(words)
+            raise PoisonMessage(words)
 
 
 def build(settings: Settings) -> Service:
     """The service, ready to be run."""
     service = Service("evaluation", settings)
-    objects: ObjectStore = service.resource(ObjectStore(settings))
+    objects: ObjectStore = service.add_resource(ObjectStore(settings))
     evaluator = Evaluator(service.bus, objects, settings)
     for event in topology.EVALUATION.events:
-        service.bus.on(topology.EVALUATION, event)(evaluator.on_run_ended)
-    service.background(evaluator.settle_now_and_then)
-    service.bus.on(topology.EVALUATION_REQUESTS, PromoteRequested)(evaluator.on_promote_requested)
-    service.bus.on(topology.EVALUATION_REQUESTS, RollbackRequested)(evaluator.on_rollback_requested)
+        service.bus.subscriber(topology.EVALUATION, event)(evaluator.on_run_ended)
+    service.add_background_task(evaluator.settle_now_and_then)
+    service.bus.subscriber(topology.EVALUATION_REQUESTS, PromoteRequested)(evaluator.on_promote_requested)
+    service.bus.subscriber(topology.EVALUATION_REQUESTS, RollbackRequested)(evaluator.on_rollback_requested)
     return service

@@ -20,7 +20,7 @@ async def problem(bus: Bus, objects: ObjectStore, run_id: str, uri: str) -> str:
         manifest = await objects.get(uri)
     except ObjectNotFound:
         return f"the checkpoint of run {run_id} is no longer in the store ({uri}): promote another run"
-    commits = await bus.history(subjects.fact("run", run_id, CheckpointCommitted.fact))
+    commits = await bus.read_history(subjects.fact("run", run_id, CheckpointCommitted.fact))
     there = [each.event.manifest_sha256 for each in commits if each.event.checkpoint.uri == uri]
     expected = [sha256 for sha256 in there if sha256 is not None]
     found = hashlib.sha256(manifest).hexdigest()

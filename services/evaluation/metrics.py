@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.kit.metrics import from_zero
+from services.kit.metrics import initialize_series
 
-REQUESTED = from_zero(
+REQUESTED = initialize_series(
     Counter(
         "trainbus_evaluations_requested_total",
         "Evaluation runs asked for, by what they measure: candidate, champion (on another dataset).",
@@ -14,7 +14,7 @@ REQUESTED = from_zero(
     ),
     ("candidate", "champion"),
 )
-DECIDED = from_zero(
+DECIDED = initialize_series(
     Counter(
         "trainbus_promotions_decided_total",
         "What became of candidates and operators' requests: promoted, not_promoted, by_request, rolled_back.",

@@ -22,7 +22,7 @@ from services.gateway.page import CONTENT_SECURITY_POLICY, PAGE
 from services.gateway.projection import Projection, event_row
 from services.gateway.queries import Ambiguous, BadCursor, NotFound, Row
 from services.gateway.sse import HEADERS, EventStream
-from services.kit.bus import Received
+from services.kit.bus import Message
 from services.kit.service import Service
 
 Key = Annotated[
@@ -235,8 +235,8 @@ def _streams(service: Service, projection: Projection) -> APIRouter:
             return Response(status_code=204)  # tells an EventSource not to come back
         return StreamingResponse(events.body(service.stopping), media_type="text/event-stream", headers=HEADERS)
 
-    async def stored(stream: str, subject: str, after: int) -> list[Received[Any]]:
-        return await bus.history(subject, stream=stream, start_sequence=after + 1)
+    async def stored(stream: str, subject: str, after: int) -> list[Message[Any]]:
+        return await bus.read_history(subject, stream=stream, start_sequence=after + 1)
 
     @router.get("/training-runs/{run}/metrics", response_model=views.Metrics)
     async def get_metrics(run: str, follow: Follow = True, last_event_id: LastEventId = 0) -> Any:
@@ -279,7 +279,7 @@ def _terminal(row: Row) -> bool:
     return row["state"] in TERMINAL
 
 
-def _last(found: list[Received[Any]], default: int) -> int:
+def _last(found: list[Message[Any]], default: int) -> int:
     return found[-1].sequence if found else default
 
 
@@ -287,7 +287,7 @@ def _metrics(progress: RunProgress) -> views.MetricBatch:
     return views.MetricBatch.model_validate({**progress.model_dump(mode="json")})
 
 
-def _encode_metrics(item: Received[Any]) -> tuple[str, str]:
+def _encode_metrics(item: Message[Any]) -> tuple[str, str]:
     return "metrics", _metrics(item.event).model_dump_json()
 
 
@@ -295,11 +295,11 @@ def _log(log: RunLog) -> views.LogBatch:
     return views.LogBatch(generation=log.generation, rank=log.rank, offset=log.offset, lines=list(log.lines))
 
 
-def _encode_log(item: Received[Any]) -> tuple[str, str]:
+def _encode_log(item: Message[Any]) -> tuple[str, str]:
     return "log", _log(item.event).model_dump_json()
 
 
-def _encode_fact(item: Received[Any]) -> tuple[str, str]:
+def _encode_fact(item: Message[Any]) -> tuple[str, str]:
     fact = views.Fact.model_validate(views.timeline_fields(event_row(item)))
     return fact.fact, fact.model_dump_json()
 
@@ -341,7 +341,7 @@ def _operations(service: Service, projection: Projection) -> APIRouter:
 
     @router.get("/ready")
     async def ready() -> JSONResponse:
-        checks = service.readiness()
+        checks = service.check_readiness()
         good = all(checks.values())
         return JSONResponse({"service": service.name, "ready": good, "checks": checks}, 200 if good else 503)
 

@@ -45,9 +45,9 @@ def build(settings: Settings) -> Gateway:
     """The gateway, ready to run."""
     own = gateway_settings(settings)
     service = Gateway("gateway", own)
-    store = service.resource(Store(own.database_url))
+    store = service.add_resource(Store(own.database_url))
     projection = Projection(service.bus, store)
-    service.ready_when("projection", lambda: projection.ready)
+    service.add_readiness_check("projection", lambda: projection.ready)
 
     async def project() -> None:
         await projection.adopt()
@@ -55,10 +55,10 @@ def build(settings: Settings) -> Gateway:
             for stream in STREAMS:
                 group.create_task(projection.run(stream), name=f"project {stream}")
 
-    service.background(project)
-    service.background(lambda: watch_read_model(store))
-    service.background(lambda: watch_server(service.bus))
-    service.background(lambda: _prune(store))
+    service.add_background_task(project)
+    service.add_background_task(lambda: watch_read_model(store))
+    service.add_background_task(lambda: watch_server(service.bus))
+    service.add_background_task(lambda: _prune(store))
     _serve(service, own, projection)
     return service
 
@@ -93,8 +93,8 @@ def _serve(service: Gateway, settings: GatewaySettings, projection: Projection) 
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(ended.wait(), GRACE_S + 2)
 
-    service.background(serve)
-    service.on_stop(stop)
+    service.add_background_task(serve)
+    service.add_stop_action(stop)
 
 
 async def _prune(store: Store) -> None:

@@ -17,7 +17,7 @@ from services.gateway.core.fold import request_hash
 from services.gateway.core.rows import TERMINAL
 from services.gateway.queries import Row
 from services.kit import telemetry
-from services.kit.bus import Ack, Bus, Transient
+from services.kit.bus import Bus, PublishAck, TransientError
 
 #: How long a client waits for the bus before it is told to come back.
 PUBLISH_TIMEOUT_S = 10.0
@@ -66,12 +66,12 @@ class Commands:
     def run_id(self, envelope: Envelope) -> str:
         return run_id_for(envelope.source, envelope.id)
 
-    async def publish(self, request: Request, envelope: Envelope) -> Ack:
+    async def publish(self, request: Request, envelope: Envelope) -> PublishAck:
         """Publish and wait until it is stored."""
         try:
             async with asyncio.timeout(PUBLISH_TIMEOUT_S):
                 return await self._bus.publish_event(request, request.subject, envelope)
-        except (TimeoutError, Transient) as error:
+        except (TimeoutError, TransientError) as error:
             raise Unavailable("NATS does not answer: send the request again, with the same Idempotency-Key") from error
 
     async def ask_scheduler(self, row: Row) -> dict[str, Any] | None:

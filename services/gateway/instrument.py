@@ -77,4 +77,4 @@ def _traced(scope: Scope) -> AbstractContextManager[Any]:
     if scope["method"] in ("GET", "HEAD", "OPTIONS"):
         return nullcontext()
     caller = dict(scope["headers"]).get(b"traceparent", b"").decode("latin-1")
-    return telemetry.span(f"HTTP {scope['method']}", SpanKind.SERVER, caller)
+    return telemetry.start_span(f"HTTP {scope['method']}", SpanKind.SERVER, caller)

@@ -25,7 +25,7 @@ from services.gateway.core.describe import describe
 from services.gateway.core.fold import At, apply, apply_progress, keys
 from services.gateway.core.rows import Point
 from services.gateway.store import EVENTS, Moved, Store, is_about_values
-from services.kit.bus import Bus, Received
+from services.kit.bus import Bus, Message
 
 log = structlog.get_logger(__name__)
 
@@ -90,7 +90,7 @@ class Projection:
             async with self._advanced:
                 self._advanced.notify_all()
 
-    async def commit(self, stream: str, position: int, batch: Sequence[Received[Any]]) -> int:
+    async def commit(self, stream: str, position: int, batch: Sequence[Message[Any]]) -> int:
         """Fold a batch into the store; returns the new position.
 
         An event that the database cannot hold (a step beyond its integers) is left out, and said; the others count.
@@ -108,7 +108,7 @@ class Projection:
             position = await self.commit(stream, position, [item])
         return position
 
-    async def _commit(self, stream: str, position: int, batch: Sequence[Received[Any]]) -> int:
+    async def _commit(self, stream: str, position: int, batch: Sequence[Message[Any]]) -> int:
         to = batch[-1].sequence
         async with self.store.moving(stream, position, to) as connection:
             if stream == PROGRESS:
@@ -136,7 +136,7 @@ class Projection:
         ]
         await self.store.add_points(connection, (), abandoned)
 
-    async def _fold_progress(self, connection: AsyncConnection, batch: Sequence[Received[Any]]) -> None:
+    async def _fold_progress(self, connection: AsyncConnection, batch: Sequence[Message[Any]]) -> None:
         said = [(item.event, _at(item)) for item in batch if isinstance(item.event, RunProgress)]
         wanted = keys(said)
         runs = (await self.store.load(connection, wanted)).runs
@@ -175,7 +175,7 @@ class Projection:
         position = await self.store.position(stream)
         if (await self._stream_info(stream)).state.last_seq <= position:
             return position
-        ahead = await self.bus.history(stream=stream, start_sequence=position + 1)
+        ahead = await self.bus.read_history(stream=stream, start_sequence=position + 1)
         return ahead[-1].sequence if ahead else position
 
     async def _reached(self, stream: str, sequence: int) -> None:
@@ -219,11 +219,11 @@ class Projection:
         return count
 
 
-def _at(item: Received[Any]) -> At:
+def _at(item: Message[Any]) -> At:
     return At(item.sequence, item.envelope.time.timestamp(), run_id_for(item.envelope.source, item.envelope.id))
 
 
-def event_row(item: Received[Any]) -> dict[str, Any]:
+def event_row(item: Message[Any]) -> dict[str, Any]:
     return {
         "sequence": item.sequence,
         "time": item.envelope.time.timestamp(),
@@ -242,7 +242,7 @@ def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0]
 
 
-def _measure(stream: str, last: Received[Any]) -> None:
+def _measure(stream: str, last: Message[Any]) -> None:
     metrics.PROJECTION_BEHIND.labels(stream).set(last.pending)
     lag_s = time.time() - last.envelope.time.timestamp() if last.pending else 0.0
     metrics.PROJECTION_LAG_SECONDS.labels(stream).set(max(lag_s, 0.0))

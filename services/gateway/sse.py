@@ -11,7 +11,7 @@ from typing import Any
 from nats.js.errors import NotFoundError
 
 from services.gateway import metrics
-from services.kit.bus import Bus, Received
+from services.kit.bus import Bus, Message
 
 #: Seconds without an event after which a comment is sent, so that proxies keep the connection.
 HEARTBEAT_S = 10.0
@@ -20,7 +20,7 @@ IDLE_S = 0.25
 QUIET_END_S = 2.0
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
-Encode = Callable[[Received[Any]], tuple[str, str]]
+Encode = Callable[[Message[Any]], tuple[str, str]]
 Finished = Callable[[], Awaitable[bool]]
 
 

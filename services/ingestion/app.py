@@ -22,8 +22,8 @@ from services.ingestion.ingest import Ingest, Ingested
 from services.ingestion.progress import Progress
 from services.ingestion.settings import IngestionSettings
 from services.ingestion.sources import open_source
-from services.kit.bus import Conflict, Expect, Poison, Received
-from services.kit.jobs import Jobs
+from services.kit.bus import Conflict, ExpectedSequence, Message, PoisonMessage
+from services.kit.jobs import JobQueue
 from services.kit.service import Service
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectChanged, ObjectNotFound, StoreRefused
@@ -51,17 +51,17 @@ class Ingestion:
         # Two at a time: a long one does not hold up a short one. Decoding can starve the loop for a moment,
         # hence twice the usual patience.
         ttl_s = 2 * self._settings.lease_ttl_s
-        self.jobs = Jobs(self._bus, "ingestion", self.work, self.give_up, concurrency=2, ttl_s=ttl_s)
+        self.jobs = JobQueue(self._bus, "ingestion", self.work, self.give_up, concurrency=2, ttl_s=ttl_s)
 
-    async def on_run_accepted(self, received: Received[RunAccepted]) -> None:
+    async def on_run_accepted(self, received: Message[RunAccepted]) -> None:
         if isinstance(received.event.spec.data, DataSource):
             await self.jobs.submit(received.event.run_id, received)
 
-    async def on_ingest_requested(self, received: Received[IngestRequested]) -> None:
+    async def on_ingest_requested(self, received: Message[IngestRequested]) -> None:
         await self.jobs.submit(_ingestion(received)[0], received)
 
-    async def work(self, received: Received[Any]) -> None:
-        """Ingest, and say so. ``Poison`` is an ingestion that failed for good."""
+    async def work(self, received: Message[Any]) -> None:
+        """Ingest, and say so. ``PoisonMessage`` is an ingestion that failed for good."""
         ingestion_id, run_id, data = _ingestion(received)
         if await self._verdict(ingestion_id) is not None:
             # A second delivery, or a job whose result was out when its instance died.
@@ -70,7 +70,7 @@ class Ingestion:
         with self._workdir.temporary(f"{ingestion_id}-") as folder:
             result = await self._ingest(ingestion_id, data, Path(folder))
         if (problem := objection(result.outcome, data, result.quarantine_uri)) is not None:
-            raise Poison(problem)
+            raise PoisonMessage(problem)
         await self._say(ingested_fact(ingestion_id, run_id, data, result), received)
         took_s = self._bus.clock.monotonic() - started
         metrics.JOB_SECONDS.labels("reused" if result.reused else "ingested").observe(took_s)
@@ -86,7 +86,7 @@ class Ingestion:
             seconds=round(took_s, 2),
         )
 
-    async def give_up(self, received: Received[Any], reason: str) -> None:
+    async def give_up(self, received: Message[Any], reason: str) -> None:
         """Say that the source cannot be used, to whoever follows the data and to the run that waits."""
         ingestion_id, run_id, _ = _ingestion(received)
         metrics.JOB_SECONDS.labels("failed").observe(0)
@@ -106,37 +106,39 @@ class Ingestion:
             ingest = Ingest(bucket, self._objects, source, self._decoders, folder, data, progress, features=features)
             return await ingest.run()
         except ObjectChanged as error:
-            raise Poison(f"{error}: it was overwritten while it was read; send the request again") from error
+            raise PoisonMessage(f"{error}: it was overwritten while it was read; send the request again") from error
         except ObjectNotFound as error:
-            raise Poison(f"{error} was deleted while it was read; send the request again") from error
+            raise PoisonMessage(f"{error} was deleted while it was read; send the request again") from error
         except StoreRefused as error:
-            raise Poison(f"{error}; give the ingestion service read access, or check data.source") from error
+            raise PoisonMessage(f"{error}; give the ingestion service read access, or check data.source") from error
         except ClientError as error:
             if error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 500) >= 500:
                 raise
-            raise Poison(f"the object store refuses {data.source}: {error}; check data.source and access") from error
+            raise PoisonMessage(
+                f"the object store refuses {data.source}: {error}; check data.source and access"
+            ) from error
 
     async def _verdict(self, ingestion_id: str) -> DatasetIngested | DatasetIngestFailed | None:
-        last = await self._bus.last(subjects.fact("dataset", ingestion_id, subjects.WILDCARD))
+        last = await self._bus.get_last_message(subjects.fact("dataset", ingestion_id, subjects.WILDCARD))
         return last.event if last else None
 
-    async def _again(self, received: Received[Any]) -> None:
+    async def _again(self, received: Message[Any]) -> None:
         """Complete what the first verdict means; it stands, whatever came out later."""
         ingestion_id, run_id, _ = _ingestion(received)
         verdict = await self._verdict(ingestion_id)
         if isinstance(verdict, DatasetIngestFailed) and run_id is not None:
             await self._say(RunPrepareFailed(run_id=run_id, reason=verdict.reason), received)
 
-    async def _say(self, fact: Fact, received: Received[Any]) -> None:
+    async def _say(self, fact: Fact, received: Message[Any]) -> None:
         """Publish a fact unless its like is there: an ingestion ends once, one way or the other."""
         both = subjects.fact("dataset", fact.aggregate_id, subjects.WILDCARD) if fact.aggregate == "dataset" else ""
         try:
-            await self._bus.publish(fact, received.envelope, expect=Expect(0, both))
+            await self._bus.publish(fact, received.envelope, expected=ExpectedSequence(0, both))
         except Conflict:
             log.info("said before", subject=fact.subject)
 
 
-def _ingestion(received: Received[Any]) -> tuple[str, str | None, DataSource]:
+def _ingestion(received: Message[Any]) -> tuple[str, str | None, DataSource]:
     """Id of the ingestion, the run that waits for it, and the source."""
     event = received.event
     if isinstance(event, IngestRequested):
@@ -167,14 +169,14 @@ def ingested_fact(ingestion_id: str, run_id: str | None, data: DataSource, resul
 
 def build(settings: Settings) -> Service:
     service = Service("ingestion", settings)
-    objects = service.resource(ObjectStore(settings))
-    reader = service.resource(ObjectReader(settings))
+    objects = service.add_resource(ObjectStore(settings))
+    reader = service.add_resource(ObjectReader(settings))
     # What is this service's own in the environment, for those who give the settings of all services.
     own = settings if isinstance(settings, IngestionSettings) else IngestionSettings(**dict(settings))
-    decoders = service.resource(Decoders(own.decoders))
-    workdir = service.resource(Workdir(settings.data_dir / "ingestion"))
+    decoders = service.add_resource(Decoders(own.decoders))
+    workdir = service.add_resource(Workdir(settings.data_dir / "ingestion"))
     ingestion = Ingestion(service, own, objects, reader, decoders, workdir)
-    service.bus.on(topology.INGESTION, RunAccepted)(ingestion.on_run_accepted)
-    service.bus.on(topology.INGESTION_REQUESTS, IngestRequested)(ingestion.on_ingest_requested)
-    service.background(ingestion.jobs.run)
+    service.bus.subscriber(topology.INGESTION, RunAccepted)(ingestion.on_run_accepted)
+    service.bus.subscriber(topology.INGESTION_REQUESTS, IngestRequested)(ingestion.on_ingest_requested)
+    service.add_background_task(ingestion.jobs.run)
     return service

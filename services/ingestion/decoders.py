@@ -83,7 +83,7 @@ async def _working() -> ProcessPoolExecutor:
     """A process that was seen to work.
 
     Raises:
-        Transient: none can be started.
+        TransientError: none can be started.
     """
     pool = _pool(1)
     try:
@@ -91,9 +91,9 @@ async def _working() -> ProcessPoolExecutor:
     except (BrokenProcessPool, OSError) as error:
         _end(pool)
         # Imported here: most of what a process would import at its start is the bus, which it has no use for.
-        from services.kit.bus import Transient
+        from services.kit.bus import TransientError
 
-        raise Transient(f"no process can be started that decodes images: {error!r}") from error
+        raise TransientError(f"no process can be started that decodes images: {error!r}") from error
     return pool
 
 

@@ -29,8 +29,8 @@ from services.ingestion.progress import Progress
 from services.ingestion.sources import Listed, Source
 from services.ingestion.taking import Found, Intake, Take
 from services.ingestion.whole_files import Binaries, Images, WholeFiles
-from services.kit.bus import Poison
-from services.kit.concurrency import in_thread
+from services.kit.bus import PoisonMessage
+from services.kit.concurrency import run_in_thread
 from services.kit.store.errors import ObjectExists, ObjectNotFound
 from services.kit.store.objects import ObjectStore
 
@@ -93,11 +93,11 @@ class Ingest:
         """List the source and return its index, made now or earlier.
 
         Raises:
-            Poison: the source is missing or empty, or the request makes no sense.
+            PoisonMessage: the source is missing or empty, or the request makes no sense.
             ObjectChanged, ObjectNotFound: an object is no longer what was listed.
         """
         if (problem := impossible(self._data)) is not None:
-            raise Poison(problem)
+            raise PoisonMessage(problem)
         with closing(Catalog(self._folder / "catalog.sqlite")) as self._catalog:
             fingerprint = await self._list()
             folder_uri = ingestion_uri(self._bucket, fingerprint)
@@ -122,7 +122,7 @@ class Ingest:
     async def _make(self, fingerprint: str, folder_uri: str) -> None:
         with (self._folder / QUARANTINE).open("wb") as quarantine:
             await self._judge(quarantine, folder_uri)
-            await in_thread(finish, self._data, self._catalog, self._intake, self._tally, self._folder)
+            await run_in_thread(finish, self._data, self._catalog, self._intake, self._tally, self._folder)
         await self._store(folder_uri, {"version": 2, "fingerprint": fingerprint, **self._tally.to_dict()})
 
     # -- listing --------------------------------------------------------------
@@ -136,9 +136,9 @@ class Ingest:
         count, self._total_bytes = self._catalog.size_of_listing()
         if count == 0:
             where = self._data.source
-            raise Poison(f"there is no object under {where}: check data.source, or upload the data first")
+            raise PoisonMessage(f"there is no object under {where}: check data.source, or upload the data first")
         joined = await self._features.list() if self._features is not None else []
-        return await in_thread(self._fingerprint, joined)
+        return await run_in_thread(self._fingerprint, joined)
 
     def _fingerprint(self, joined: list[Version]) -> str:
         fingerprint = Fingerprint(self._data)
@@ -156,7 +156,7 @@ class Ingest:
         self._intake = intake
 
         async def take(found: list[Found]) -> None:
-            await in_thread(intake.take, found)
+            await run_in_thread(intake.take, found)
             await self._upload_packs(folder_uri)
             await self._progress.report(
                 "judging", intake.seen, done_bytes=self._done_bytes, total_bytes=self._total_bytes
@@ -173,7 +173,7 @@ class Ingest:
         tables = LABELS if is_images else MANIFEST
         naming = await read_naming(tables, self._source, self._catalog, self._intake, self._folder, is_images)
         if naming is None and not is_images:
-            raise Poison(
+            raise PoisonMessage(
                 f"there is no {' or '.join(MANIFEST)} in {self._data.source}: data.format 'binary' needs one that "
                 "names the files (file, label, more fields)"
             )
@@ -188,7 +188,7 @@ class Ingest:
         files = (listed for listed in self._files() if naming is None or listed.path != naming[1].path)
         await WholeFiles(self._data, self._source, judging, self._concurrency, self._ahead).run(files, take)
         if naming is not None:
-            await in_thread(missing, naming, self._catalog, self._intake)
+            await run_in_thread(missing, naming, self._catalog, self._intake)
 
     async def _judge_records(self, take: Take) -> None:
         """Each object holds records."""

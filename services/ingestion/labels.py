@@ -14,8 +14,8 @@ from services.ingestion.formats.parquet import python_rows
 from services.ingestion.formats.unpacking import Unpacker
 from services.ingestion.sources import Listed, Source
 from services.ingestion.taking import Intake
-from services.kit.bus import Poison
-from services.kit.concurrency import in_thread
+from services.kit.bus import PoisonMessage
+from services.kit.concurrency import run_in_thread
 
 LABELS = ("labels.csv", "labels.parquet")
 MANIFEST = ("manifest.jsonl", "manifest.csv")
@@ -52,13 +52,13 @@ async def read_naming(
     """Read the table that is beside the files; None if there is none.
 
     Raises:
-        Poison: there are two, or it cannot be read, or it does not name files.
+        PoisonMessage: there are two, or it cannot be read, or it does not name files.
     """
     found = [listed for name in names if (listed := catalog.find(name)) is not None]
     if not found:
         return None
     if len(found) > 1:
-        raise Poison(f"the source has both {' and '.join(listed.path for listed in found)}: leave one of them")
+        raise PoisonMessage(f"the source has both {' and '.join(listed.path for listed in found)}: leave one of them")
     listed, local = found[0], folder / f"naming-{found[0].path}"
     await source.download(listed, local)
     reader: dict[str, Callable[[str, Path, tuple[str, ...]], Rows]] = {
@@ -68,7 +68,7 @@ async def read_naming(
     }
     needed = (FILE, LABEL) if needs_label else (FILE,)
     rows = reader[listed.path.rpartition(".")[2]](source.uri(listed), local, needed)
-    await in_thread(_note, rows, listed, catalog, intake, needs_label)
+    await run_in_thread(_note, rows, listed, catalog, intake, needs_label)
     local.unlink()
     return Naming(listed.path, catalog), listed
 
@@ -125,7 +125,7 @@ def _csv(uri: str, local: Path, needed: tuple[str, ...]) -> Rows:
                 else:
                     yield rows.line_num, dict(zip(columns, row, strict=True))
     except (UnicodeDecodeError, csv.Error) as error:
-        raise Poison(f"{uri} cannot be read as CSV in UTF-8: {error}") from error
+        raise PoisonMessage(f"{uri} cannot be read as CSV in UTF-8: {error}") from error
 
 
 def _jsonl(uri: str, local: Path, _: tuple[str, ...]) -> Rows:
@@ -133,7 +133,7 @@ def _jsonl(uri: str, local: Path, _: tuple[str, ...]) -> Rows:
     with local.open("rb") as file:
         while line := file.readline(MAX_LINE_BYTES + 1):
             if len(line) > MAX_LINE_BYTES:
-                raise Poison(f"{uri} has a line of more than {MAX_LINE_BYTES:,} bytes: write one file a line")
+                raise PoisonMessage(f"{uri} has a line of more than {MAX_LINE_BYTES:,} bytes: write one file a line")
             start, offset = offset, offset + len(line)
             if not line.strip():
                 continue
@@ -151,7 +151,7 @@ def _parquet(uri: str, local: Path, needed: tuple[str, ...]) -> Rows:
     with closing(Unpacker()) as unpacker, closing(unpacker.read(local)) as read:
         for place, found in enumerate(read):
             if isinstance(found, Broken):
-                raise Poison(f"{uri} cannot be read as Parquet: {found.detail}")
+                raise PoisonMessage(f"{uri} cannot be read as Parquet: {found.detail}")
             if place == 0:
                 _check_columns(uri, found.table.schema.names, needed)
             for row in python_rows(found):
@@ -161,6 +161,6 @@ def _parquet(uri: str, local: Path, needed: tuple[str, ...]) -> Rows:
 
 def _check_columns(uri: str, columns: list[str], needed: tuple[str, ...]) -> None:
     if absent := [name for name in needed if name not in columns]:
-        raise Poison(f"{uri} needs the column {absent[0]!r}; it has {columns}")
+        raise PoisonMessage(f"{uri} needs the column {absent[0]!r}; it has {columns}")
     if len(set(columns)) < len(columns):
-        raise Poison(f"{uri} has two columns of one name: {columns}")
+        raise PoisonMessage(f"{uri} has two columns of one name: {columns}")

@@ -22,8 +22,8 @@ from services.ingestion.formats import images, mds, parquet, rows, tars
 from services.ingestion.formats.unpacking import Unpacker
 from services.ingestion.sources import Listed, Source
 from services.ingestion.taking import Found, Take
-from services.kit.bus import Poison
-from services.kit.concurrency import end, in_thread
+from services.kit.bus import PoisonMessage
+from services.kit.concurrency import cancel_and_wait, run_in_thread
 
 #: By format: how its files are called.
 EXTENSIONS = {
@@ -70,7 +70,7 @@ class ManyRecords:
                 await self._read(*pending.popleft(), take)
         finally:
             self._unpacker.close()
-            await end(*(task for _, task in pending))
+            await cancel_and_wait(*(task for _, task in pending))
 
     def drifted(self) -> Iterator[tuple[str, Broken]]:
         """Once all is read: paths of files that do not go with most of the others, whose records must go again."""
@@ -91,19 +91,21 @@ class ManyRecords:
         """Read the indexes of MDS folders; return what they name that does not exist.
 
         Raises:
-            Poison: there is none, or one cannot be read.
+            PoisonMessage: there is none, or one cannot be read.
         """
         missing: list[Found] = []
         if not indexes:
-            raise Poison(f"there is no {mds.INDEX} under {self._data.source}: is it an MDS folder?")
+            raise PoisonMessage(f"there is no {mds.INDEX} under {self._data.source}: is it an MDS folder?")
         for listed in indexes:
             folder = listed.path.removesuffix(mds.INDEX)
             if listed.size > mds.MAX_INDEX_BYTES:
-                raise Poison(f"{self._source.uri(listed)} has {listed.size:,} bytes, which no index.json should need")
+                raise PoisonMessage(
+                    f"{self._source.uri(listed)} has {listed.size:,} bytes, which no index.json should need"
+                )
             try:
                 shards = mds.read_index(await self._source.read(listed))
             except ValueError as error:
-                raise Poison(f"{self._source.uri(listed)}: {error}") from error
+                raise PoisonMessage(f"{self._source.uri(listed)}: {error}") from error
             self._shards |= {folder + name: shard for name, shard in shards.items()}
             for shard in {shard.raw_data.basename: shard for shard in shards.values()}.values():
                 names = [file.basename for file in (shard.raw_data, shard.zip_data) if file is not None]
@@ -142,7 +144,7 @@ class ManyRecords:
             await take([(listed, local)])
             return
         with closing(self._records(listed.path, local)) as records:
-            while found := await in_thread(_some, records):
+            while found := await run_in_thread(_some, records):
                 await take([(listed, record) for record in await self._decoded(found)])
         local.unlink()
 

@@ -7,12 +7,12 @@ from typing import get_args
 from prometheus_client import Counter, Histogram
 
 from contracts.events.train import DataSource
-from services.kit.metrics import from_zero
+from services.kit.metrics import initialize_series
 
 #: ``data.format``.
 FORMATS = get_args(DataSource.model_fields["format"].annotation)
 
-RECORDS = from_zero(
+RECORDS = initialize_series(
     Counter(
         "trainbus_ingestion_records_total",
         "Records judged, by the source's format and outcome: accepted, quarantined.",
@@ -21,10 +21,10 @@ RECORDS = from_zero(
     FORMATS,
     ("accepted", "quarantined"),
 )
-READ_BYTES = from_zero(
+READ_BYTES = initialize_series(
     Counter("trainbus_ingestion_read_bytes_total", "Bytes of source objects read.", ["format"]), FORMATS
 )
-JOB_SECONDS = from_zero(
+JOB_SECONDS = initialize_series(
     Histogram(
         "trainbus_ingestion_job_seconds",
         "Time one ingestion took, by outcome: ingested, reused (the same input was there), failed.",

@@ -13,7 +13,7 @@ from contextlib import suppress
 from multiprocessing import connection
 from typing import Any
 
-from services.kit.concurrency import in_thread
+from services.kit.concurrency import run_in_thread
 
 #: Address space of such a process: Python and its libraries, and an image of the most pixels in two copies.
 MEMORY_BYTES = 3 * 2**30
@@ -35,7 +35,7 @@ class Child:
         """Start ``work(connection, *args)``, and wait until it is ready.
 
         Raises:
-            Transient: no process can be started, or it has not enough memory to begin.
+            TransientError: no process can be started, or it has not enough memory to begin.
         """
         # Spawned: the service has threads, which a forked child would find in any state.
         context = multiprocessing.get_context("spawn")
@@ -50,9 +50,9 @@ class Child:
             theirs.close()
             self.connection.close()
             # Imported here: most of what a process would import at its start is the bus, which it has no use for.
-            from services.kit.bus import Transient
+            from services.kit.bus import TransientError
 
-            raise Transient(f"no process can be started that reads the source: {error!r}") from error
+            raise TransientError(f"no process can be started that reads the source: {error!r}") from error
 
     def send(self, message: Any) -> None:
         """Raises ``Died``."""
@@ -101,15 +101,15 @@ async def apart(
         Died: it died, or took more memory than it may have.
         Exception: what ``work`` raised.
     """
-    child = await in_thread(Child, _report_and_return, work, args, memory_bytes=memory_bytes)
-    following = asyncio.create_task(in_thread(_follow, child, report))
+    child = await run_in_thread(Child, _report_and_return, work, args, memory_bytes=memory_bytes)
+    following = asyncio.create_task(run_in_thread(_follow, child, report))
     try:
         return await asyncio.shield(following)
     finally:
         child.kill()
         with suppress(BaseException):
             await following
-        await in_thread(child.end)
+        await run_in_thread(child.end)
 
 
 def _follow(child: Child, report: Callable[..., None]) -> Any:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
-from services.kit.bus import Poison
-from services.kit.concurrency import in_thread
+from services.kit.bus import PoisonMessage
+from services.kit.concurrency import run_in_thread
 from services.kit.store.errors import ObjectChanged, ObjectNotFound
 from services.kit.store.objects import CHUNK, ObjectInfo, ObjectStore, split_uri
 from services.kit.store.reader import ObjectReader, ObjectVersion
@@ -61,7 +61,7 @@ def open_source(uri: str, objects: ObjectStore, reader: ObjectReader, folders: t
     """The source that ``uri`` names.
 
     Raises:
-        Poison: a folder that this service may not read.
+        PoisonMessage: a folder that this service may not read.
     """
     if uri.startswith("file:"):
         return FolderSource.of(uri, folders)
@@ -90,7 +90,7 @@ class StoreSource:
                 async for one in self._one_object():
                     yield one
         except ObjectNotFound as error:
-            raise Poison(f"there is no bucket {self._bucket!r}: check the source {self._uri}") from error
+            raise PoisonMessage(f"there is no bucket {self._bucket!r}: check the source {self._uri}") from error
 
     async def _one_object(self) -> AsyncIterator[list[Listed]]:
         try:
@@ -135,7 +135,7 @@ class FolderSource:
         """The folder, if it lies in one of those that may be read.
 
         Raises:
-            Poison: it does not, or there is none.
+            PoisonMessage: it does not, or there is none.
         """
         parts = urlsplit(uri)
         wanted = Path(unquote(parts.path))
@@ -144,7 +144,7 @@ class FolderSource:
         allowed = [Path(os.path.realpath(folder)) for folder in folders]
         if not any(path.is_relative_to(folder) for folder in allowed):
             names = ", ".join(map(str, allowed)) or "none"
-            raise Poison(
+            raise PoisonMessage(
                 f"the ingestion service may not read {wanted}; folders that it may read: {names}. Copy the data into "
                 "the lake and give its s3:// address, or start the stack with the folder in TRAINBUS_SOURCE_FOLDERS "
                 f"(a JSON list)"
@@ -152,12 +152,12 @@ class FolderSource:
         if path.is_file():
             return cls(path.parent, path.name)
         if not path.is_dir():
-            raise Poison(f"there is no folder {path}: check data.source ({uri})")
+            raise PoisonMessage(f"there is no folder {path}: check data.source ({uri})")
         return cls(path)
 
     async def listing(self) -> AsyncIterator[list[Listed]]:
         walk = self._walk()
-        while found := await in_thread(lambda: list(islice(walk, LISTED_A_TURN))):
+        while found := await run_in_thread(lambda: list(islice(walk, LISTED_A_TURN))):
             yield found
 
     def _walk(self) -> Iterator[Listed]:
@@ -188,7 +188,7 @@ class FolderSource:
             with open(self._open(listed), "rb") as file:
                 return self._whole(listed, file.read(listed.size + 1))
 
-        return await in_thread(read)
+        return await run_in_thread(read)
 
     async def download(self, listed: Listed, local: Path) -> None:
         def copy() -> None:
@@ -200,7 +200,7 @@ class FolderSource:
                 if _version(os.fstat(handle)) != listed.etag:
                     raise ObjectChanged(f"{self.uri(listed)} was written to")
 
-        await in_thread(copy)
+        await run_in_thread(copy)
 
     def _open(self, listed: Listed) -> int:
         path = self.root / listed.path

@@ -16,7 +16,7 @@ from services.ingestion.formats import images
 from services.ingestion.labels import Named, Naming
 from services.ingestion.sources import Listed, Source
 from services.ingestion.taking import Found, Take
-from services.kit.concurrency import all_of, end
+from services.kit.concurrency import cancel_and_wait, gather_limited
 
 #: Files are read and judged in batches of at most so many, and of about so many bytes.
 BATCH_FILES, BATCH_BYTES = 128, 8 * 2**20
@@ -56,7 +56,7 @@ class WholeFiles:
             while pending:
                 await take(await pending.popleft())
         finally:
-            await end(*pending)
+            await cancel_and_wait(*pending)
 
     def _batches(self, files: Iterator[Listed]) -> Iterator[list[tuple[Listed, Broken | None]]]:
         batch: list[tuple[Listed, Broken | None]] = []
@@ -74,7 +74,7 @@ class WholeFiles:
 
     async def _judge(self, batch: list[tuple[Listed, Broken | None]]) -> list[Found]:
         wanted = [listed for listed, broken in batch if broken is None]
-        contents = await all_of((self._read(listed) for listed in wanted), at_a_time=self._concurrency)
+        contents = await gather_limited((self._read(listed) for listed in wanted), limit=self._concurrency)
         verdicts = iter(await self._judging.judge(list(zip(wanted, contents, strict=True))))
         return [(listed, broken or next(verdicts)) for listed, broken in batch]
 

@@ -19,23 +19,23 @@ from nats.js.errors import APIError
 from contracts import topology
 from services.kit import metrics
 from services.kit.bus import PUBLISH_TIMEOUT_S, Bus
-from services.kit.messages import WRONG_LAST_SEQUENCE, Conflict, Outgoing, Transient
+from services.kit.messages import WRONG_LAST_SEQUENCE, Conflict, OutgoingMessage, TransientError
 
 #: The most messages that the server takes in one batch, with its default limits.
-MOST = 1000
+MAX_BATCH_MESSAGES = 1000
 #: Bytes of one batch: what a slow link carries well within the timeout.
-MOST_BYTES = 4 * 2**20
+MAX_BATCH_BYTES = 4 * 2**20
 ID, SEQUENCE, COMMIT = "Nats-Batch-Id", "Nats-Batch-Sequence", "Nats-Batch-Commit"
 DUPLICATE = 10201
 #: The stream's setting was taken away, or too many batches are open at this moment.
-NOT_NOW = (10174, 10210, 10211)
+NOT_AVAILABLE_NOW = (10174, 10210, 10211)
 
 
-class AlreadyThere(Exception):
+class DuplicateMessage(Exception):
     """The server has at least one of the facts already: nothing of the batch was stored now."""
 
 
-class Mismatch(Conflict):
+class WrongLastSequence(Conflict):
     """An expectation did not hold: nothing was stored. ``sequence`` is the last one where another was expected."""
 
     def __init__(self, text: str, sequence: int) -> None:
@@ -44,43 +44,43 @@ class Mismatch(Conflict):
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class BatchAck:
     """The facts of a batch stand at ``first`` and the sequences after it, in the order given."""
 
     first: int
     last: int
 
 
-class Batches:
+class BatchPublisher:
     """Atomic publishing on one stream, over one connection."""
 
     def __init__(self, bus: Bus, stream: str = topology.FACTS.name) -> None:
         self.bus, self.stream = bus, stream
         #: What the server said, and how often the connection had been made when it did: a server that
         #: comes back may be another one, and one that does not know the headers would store each message as it comes.
-        self._asked: tuple[int, bool] | None = None
+        self._availability: tuple[int, bool] | None = None
 
-    async def available(self) -> bool:
+    async def is_available(self) -> bool:
         """Whether the server publishes batches on this stream. Asked once a connection."""
         connection = self.bus.nc.stats["reconnects"]
-        if self._asked is None or self._asked[0] != connection:
+        if self._availability is None or self._availability[0] != connection:
             try:
                 config = (await self.bus.js.stream_info(self.stream)).config
             except (TimeoutError, nats.errors.Error, APIError):
                 return False
-            self._asked = (connection, bool(config.allow_atomic))
-        return self._asked[1]
+            self._availability = (connection, bool(config.allow_atomic))
+        return self._availability[1]
 
-    async def publish(self, facts: Sequence[Outgoing]) -> Stored:
+    async def publish(self, facts: Sequence[OutgoingMessage]) -> BatchAck:
         """Store ``facts`` in this order, all or none. Never tried again by itself.
 
         Raises:
-            Mismatch: an expectation does not hold.
-            AlreadyThere: one of them was stored before, by us or by another.
-            Transient: no answer came, or the server takes no batch now. Publishing them one by one tells.
+            WrongLastSequence: an expectation does not hold.
+            DuplicateMessage: one of them was stored before, by us or by another.
+            TransientError: no answer came, or the server takes no batch now. Publishing them one by one tells.
         """
-        if not await self.available():
-            raise Transient("the server does not publish batches on this stream")
+        if not await self.is_available():
+            raise TransientError("the server does not publish batches on this stream")
         batch_id = uuid.uuid4().hex
         nc = self.bus.nc
         try:
@@ -90,46 +90,48 @@ class Batches:
             headers = {**last.headers, ID: batch_id, SEQUENCE: str(len(facts)), COMMIT: "1"}
             answer = await nc.request(last.subject, last.body, timeout=PUBLISH_TIMEOUT_S, headers=headers)
         except (TimeoutError, nats.errors.Error) as error:
-            raise Transient(f"NATS did not answer to a batch of {len(facts)}: {error!r}") from error
+            raise TransientError(f"NATS did not answer to a batch of {len(facts)}: {error!r}") from error
         stored = self._read(json.loads(answer.data or b"{}"), len(facts))
         for one in facts:
             metrics.PUBLISHED.labels(one.type).inc()
-        if self.bus.settings.chaos_twice:
-            await self._once_more(facts)
+        if self.bus.settings.inject_duplicates:
+            await self._publish_duplicates(facts)
         return stored
 
-    def _read(self, answer: dict[str, object], count: int) -> Stored:
+    def _read(self, answer: dict[str, object], count: int) -> BatchAck:
         error = answer.get("error")
         if not isinstance(error, dict):
             last = answer.get("seq")
             if not isinstance(last, int) or answer.get("count") != count:
-                raise Transient(f"no answer to a batch of {count}: {answer}")
-            return Stored(last - count + 1, last)
+                raise TransientError(f"no answer to a batch of {count}: {answer}")
+            return BatchAck(last - count + 1, last)
         code, text = error.get("err_code"), str(error.get("description"))
         if code in WRONG_LAST_SEQUENCE:
             number = text.rsplit(" ", 1)[-1]
-            raise Mismatch(text, int(number) if number.isdigit() else 0)
+            raise WrongLastSequence(text, int(number) if number.isdigit() else 0)
         if code == DUPLICATE:
-            raise AlreadyThere(text)
-        if code in NOT_NOW:
-            self._asked = None
-        raise Transient(f"NATS did not take a batch of {count}: {text}")
+            raise DuplicateMessage(text)
+        if code in NOT_AVAILABLE_NOW:
+            self._availability = None
+        raise TransientError(f"NATS did not take a batch of {count}: {text}")
 
-    async def _once_more(self, facts: Sequence[Outgoing]) -> None:
+    async def _publish_duplicates(self, facts: Sequence[OutgoingMessage]) -> None:
         """Fault injection: each fact comes a second time, by itself, some time later."""
         with suppress(nats.errors.Error):
             for one in facts:
                 await self.bus.nc.publish(one.subject, one.body, headers=one.headers)
 
 
-def parts(facts: Sequence[Outgoing], most: int = MOST, most_bytes: int = MOST_BYTES) -> list[list[Outgoing]]:
+def split_into_batches(
+    facts: Sequence[OutgoingMessage], max_messages: int = MAX_BATCH_MESSAGES, max_bytes: int = MAX_BATCH_BYTES
+) -> list[list[OutgoingMessage]]:
     """``facts`` in batches that the server takes, in order."""
-    found: list[list[Outgoing]] = []
+    found: list[list[OutgoingMessage]] = []
     room = 0
     for one in facts:
-        if not found or len(found[-1]) == most or one.size > room:
+        if not found or len(found[-1]) == max_messages or one.size > room:
             found.append([])
-            room = most_bytes
+            room = max_bytes
         found[-1].append(one)
         room -= one.size
     return found

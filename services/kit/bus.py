@@ -31,20 +31,20 @@ from services.kit.messages import (
     EXPECTED_LAST,
     EXPECTED_LAST_SUBJECT,
     WRONG_LAST_SEQUENCE,
-    Ack,
+    BucketEntry,
     Conflict,
     E,
-    Entry,
-    Expect,
-    Outgoing,
-    Poison,
-    Received,
-    Transient,
-    Unreadable,
-    decoded,
-    entry,
-    from_stored,
-    outgoing,
+    ExpectedSequence,
+    Message,
+    OutgoingMessage,
+    PoisonMessage,
+    PublishAck,
+    TransientError,
+    UndecodableEvent,
+    bucket_entry_of,
+    decode_followed,
+    decode_stored,
+    encode_message,
 )
 from services.kit.reconcile import reconcile
 from services.kit.settings import Settings
@@ -66,7 +66,7 @@ class Bus:
         self.settings = settings
         self.clock: Clock = clock or SystemClock()
         self.source = f"trainbus/{service}"
-        self._handlers = Handlers(service, self.clock, self._bury, twice=settings.chaos_twice)
+        self._handlers = Handlers(service, self.clock, self._dead_letter, twice=settings.inject_duplicates)
         self._connection: Client | None = None
         password = settings.nats_password.get_secret_value() if settings.nats_password else None
         self.broker = NatsBroker(
@@ -101,10 +101,12 @@ class Bus:
                 await asyncio.sleep(0.3)
         metrics.CONNECTED.set(1)
         if reconcile_topology:
-            await self._patiently(lambda: reconcile(self.js, topology.Topology(), replicas=self.settings.nats_replicas))
+            await self._retry_while_away(
+                lambda: reconcile(self.js, topology.Topology(), replicas=self.settings.nats_replicas)
+            )
 
     async def start(self) -> None:
-        """Start every handler registered with ``on``. Call ``connect`` first."""
+        """Start every handler registered with ``subscriber``. Call ``connect`` first."""
         self._handlers.subscribe(self.broker)
         await self.broker.start()
 
@@ -145,35 +147,41 @@ class Bus:
         fact: Fact,
         cause: Envelope | None = None,
         *,
-        expect: Expect | None = None,
-    ) -> Ack:
+        expected: ExpectedSequence | None = None,
+    ) -> PublishAck:
         """Publish a fact and wait until the server has stored it. Safe to repeat.
 
         Raises:
-            Conflict: ``expect`` does not hold, and what is there is not this fact.
-            Transient: the server did not answer for PUBLISH_PATIENCE_S.
-            Poison: the fact is larger than the server takes.
+            Conflict: ``expected`` does not hold, and what is there is not this fact.
+            TransientError: the server did not answer for PUBLISH_PATIENCE_S.
+            PoisonMessage: the fact is larger than the server takes.
         """
-        parent = telemetry.within(cause.traceparent) if cause else ""
-        with telemetry.span(f"publish {fact.type}", SpanKind.PRODUCER, parent):
-            return await self.send(self._outgoing_fact(fact, cause, expect, telemetry.current_traceparent(parent)))
+        parent = telemetry.select_parent(cause.traceparent) if cause else ""
+        with telemetry.start_span(f"publish {fact.type}", SpanKind.PRODUCER, parent):
+            return await self.send(
+                self._build_fact_message(fact, cause, expected, telemetry.current_traceparent(parent))
+            )
 
     async def publish_event(
-        self, event: Event, subject: str, envelope: Envelope, *, expect: Expect | None = None
-    ) -> Ack:
+        self, event: Event, subject: str, envelope: Envelope, *, expected: ExpectedSequence | None = None
+    ) -> PublishAck:
         """Publish any event under an envelope of the caller's making."""
-        return await self.send(outgoing(event, subject, envelope, expect))
+        return await self.send(encode_message(event, subject, envelope, expected))
 
-    def outgoing(self, fact: Fact, cause: Envelope | None = None, *, expect: Expect | None = None) -> Outgoing:
+    def build_message(
+        self, fact: Fact, cause: Envelope | None = None, *, expected: ExpectedSequence | None = None
+    ) -> OutgoingMessage:
         """The message that a fact is published as, for ``send`` or a batch."""
-        traceparent = telemetry.within(cause.traceparent) if cause and cause.traceparent else ""
-        return self._outgoing_fact(fact, cause, expect, traceparent)
+        traceparent = telemetry.select_parent(cause.traceparent) if cause and cause.traceparent else ""
+        return self._build_fact_message(fact, cause, expected, traceparent)
 
-    def _outgoing_fact(self, fact: Fact, cause: Envelope | None, expect: Expect | None, traceparent: str) -> Outgoing:
+    def _build_fact_message(
+        self, fact: Fact, cause: Envelope | None, expected: ExpectedSequence | None, traceparent: str
+    ) -> OutgoingMessage:
         envelope = fact_envelope(fact, self.source, self.clock.now(), cause, traceparent)
-        return outgoing(fact, fact.subject, envelope, expect)
+        return encode_message(fact, fact.subject, envelope, expected)
 
-    async def send(self, message: Outgoing) -> Ack:
+    async def send(self, message: OutgoingMessage) -> PublishAck:
         """Publish a message and wait until the server has stored it; see ``publish``."""
         subject, headers, body = message.subject, message.headers, message.body
         deadline = time.monotonic() + PUBLISH_PATIENCE_S
@@ -183,68 +191,70 @@ class Bus:
             except BadRequestError as error:
                 if error.err_code not in WRONG_LAST_SEQUENCE:
                     raise
-                return await self._already_there(subject, message.id, error)
+                return await self._find_own_publish(subject, message.id, error)
             except nats.errors.MaxPayloadError as error:
                 # Trying again, which is what publishers do, would never end.
-                raise Poison(
+                raise PoisonMessage(
                     f"{message.type} has {len(body):,} bytes, more than the server takes: raise max_payload in its "
                     "configuration, or publish less at once"
                 ) from error
             except (TimeoutError, nats.errors.Error, APIError) as error:
                 if time.monotonic() > deadline:
-                    raise Transient(f"NATS did not take {message.type}: {error!r}") from error
+                    raise TransientError(f"NATS did not take {message.type}: {error!r}") from error
                 metrics.PUBLISH_RETRIES.labels(message.type).inc()
                 await asyncio.sleep(min(0.1 * 2**attempt, 2.0))
                 continue
             metrics.PUBLISHED.labels(message.type).inc()
-            if self.settings.chaos_twice:
+            if self.settings.inject_duplicates:
                 with suppress(nats.errors.Error, TimeoutError):
                     await self.js.publish(subject, body, headers=headers, timeout=PUBLISH_TIMEOUT_S)
-            return Ack(ack.seq, bool(ack.duplicate))
+            return PublishAck(ack.seq, bool(ack.duplicate))
         raise AssertionError("unreachable")
 
-    async def _already_there(self, subject: str, event_id: str, error: Exception) -> Ack:
+    async def _find_own_publish(self, subject: str, event_id: str, error: Exception) -> PublishAck:
         """A refused publish that was in fact ours, stored by an earlier try whose answer was lost."""
-        last = await self.last(subject)
+        last = await self.get_last_message(subject)
         if last is not None and last.envelope.id == event_id:
-            return Ack(last.sequence, True)
+            return PublishAck(last.sequence, True)
         raise Conflict(str(error)) from error
 
     # -- reading ------------------------------------------------------------
 
-    async def last(self, subject: str, stream: str = topology.FACTS.name) -> Received[Any] | None:
+    async def get_last_message(self, subject: str, stream: str = topology.FACTS.name) -> Message[Any] | None:
         """The newest event on ``subject`` (wildcards allowed), or None.
 
-        What somebody published there and cannot be decoded is passed over, but ``sequence`` is always
-        that of the last message, readable or not: it is what an ``Expect`` is compared with.
+        What somebody published there and cannot be decode_followed is passed over, but ``sequence`` is always
+        that of the last message, readable or not: it is what an ``ExpectedSequence`` is compared with.
         """
         message = await self._last_message(subject, stream)
         if message is None:
             return None
         try:
-            return from_stored(message, stream)
+            return decode_stored(message, stream)
         except EnvelopeError as error:
-            log.warning("passed over what cannot be decoded", subject=message.subject, error=str(error))
-        readable = await self.history(subject, stream=stream)
+            log.warning("passed over what cannot be decode_followed", subject=message.subject, error=str(error))
+        readable = await self.read_history(subject, stream=stream)
         return replace(readable[-1], sequence=message.seq or 0) if readable else None
 
-    async def last_sequence(self, subject: str, stream: str = topology.FACTS.name) -> int:
+    async def get_last_sequence(self, subject: str, stream: str = topology.FACTS.name) -> int:
         """The sequence of the last message on ``subject`` (wildcards allowed), readable or not; 0 if none."""
         message = await self._last_message(subject, stream)
         return (message.seq or 0) if message is not None else 0
 
     async def _last_message(self, subject: str, stream: str) -> RawStreamMsg | None:
         try:
-            found = await self._patiently(lambda: self.js.get_last_msg(stream, subject, direct="*" not in subject))
+            found = await self._retry_while_away(
+                lambda: self.js.get_last_msg(stream, subject, direct="*" not in subject)
+            )
         except NotFoundError:
             return None
         return cast(RawStreamMsg, found)
 
-    async def history(
+    async def read_history(
         self, *filters: str, stream: str = topology.FACTS.name, start_sequence: int = 1
-    ) -> list[Received[Any]]:
+    ) -> list[Message[Any]]:
         """Every event on ``filters`` that is stored now, oldest first. For bounded subjects alone."""
-        found: list[Received[Any]] = []
+        found: list[Message[Any]] = []
         async for batch in self.follow(stream, filters, start_sequence, until_caught_up=True):
             found += batch
         return found
@@ -257,23 +267,23 @@ class Bus:
         *,
         idle_s: float = 0.25,
         until_caught_up: bool = False,
-        unreadable: bool = False,
-    ) -> AsyncIterator[list[Received[Any]]]:
+        include_undecodable: bool = False,
+    ) -> AsyncIterator[list[Message[Any]]]:
         """Yield batches of events in stream order, each exactly once, from ``start_sequence`` on.
 
         An empty batch comes every ``idle_s`` while nothing happens: time to look at the clock.
         ``batch[-1].pending == 0`` means that the reader has caught up. Survives server restarts.
-        What cannot be decoded is skipped with a warning: facts are read leniently. With ``unreadable``
-        it is yielded as an ``Unreadable``, for readers who must know each place in the stream.
+        What cannot be decode_followed is skipped with a warning: facts are read leniently. With ``include_undecodable``
+        it is yielded as an ``UndecodableEvent``, for readers who must know each place in the stream.
         """
         messages = follow(
             lambda: self.nc, stream, filters, start_sequence, idle_s=idle_s, until_caught_up=until_caught_up
         )
         try:
             async for raw_batch in messages:
-                batch = [decoded(raw, stream) for raw in raw_batch]
-                if not unreadable:
-                    batch = [received for received in batch if not isinstance(received.event, Unreadable)]
+                batch = [decode_followed(raw, stream) for raw in raw_batch]
+                if not include_undecodable:
+                    batch = [message for message in batch if not isinstance(message.event, UndecodableEvent)]
                 if raw_batch:
                     metrics.FOLLOW_SEQUENCE.labels(stream).set(raw_batch[-1].metadata.sequence.stream)
                     if not batch:
@@ -282,13 +292,13 @@ class Bus:
         finally:
             await messages.aclose()
 
-    async def bucket(self, bucket: topology.Bucket) -> KeyValue:
+    async def open_bucket(self, bucket: topology.Bucket) -> KeyValue:
         """A key-value bucket of the topology."""
-        return cast(KeyValue, await self._patiently(lambda: self.js.key_value(bucket.name)))
+        return cast(KeyValue, await self._retry_while_away(lambda: self.js.key_value(bucket.name)))
 
-    async def entries(
+    async def follow_bucket(
         self, bucket: topology.Bucket, pattern: str, *, idle_s: float, until_caught_up: bool = False
-    ) -> AsyncIterator[list[Entry]]:
+    ) -> AsyncIterator[list[BucketEntry]]:
         """Every key on ``pattern`` as it is, then each change, in order. For buckets that keep no history.
 
         One subscription that stays open, so that waiting costs the server nothing. Empty batches and
@@ -300,11 +310,11 @@ class Bus:
         )
         try:
             async for batch in messages:
-                yield [entry(msg, prefix) for msg in batch]
+                yield [bucket_entry_of(msg, prefix) for msg in batch]
         finally:
             await messages.aclose()
 
-    async def _patiently(self, call: Callable[[], Awaitable[Any]]) -> Any:
+    async def _retry_while_away(self, call: Callable[[], Awaitable[Any]]) -> Any:
         """Try ``call`` again while the server does not answer."""
         deadline = time.monotonic() + PUBLISH_PATIENCE_S
         while True:
@@ -314,22 +324,22 @@ class Bus:
                 raise
             except (TimeoutError, nats.errors.Error, APIError) as error:
                 if time.monotonic() > deadline:
-                    raise Transient(f"NATS does not answer: {error!r}") from error
+                    raise TransientError(f"NATS does not answer: {error!r}") from error
                 await asyncio.sleep(0.2)
 
     # -- handling -----------------------------------------------------------
 
-    def on(
+    def subscriber(
         self, consumer: topology.Consumer, event: type[E], *, on_invalid: InvalidHandler | None = None
-    ) -> Callable[[Callable[[Received[E]], Awaitable[None]]], Callable[[Received[E]], Awaitable[None]]]:
+    ) -> Callable[[Callable[[Message[E]], Awaitable[None]]], Callable[[Message[E]], Awaitable[None]]]:
         """Register a handler for one event type of a consumer.
 
         The message is acknowledged when the handler returns. ``on_invalid`` gets messages whose
         data does not fit their type, before they go to DEAD_LETTERS.
         """
-        return self._handlers.on(consumer, event, on_invalid=on_invalid)
+        return self._handlers.add(consumer, event, on_invalid=on_invalid)
 
-    async def _bury(self, consumer: topology.Consumer, raw: RawMessage, reason: str) -> None:
+    async def _dead_letter(self, consumer: topology.Consumer, raw: RawMessage, reason: str) -> None:
         """Store what cannot be handled in DEAD_LETTERS."""
         headers = {
             **raw.headers,
@@ -347,7 +357,9 @@ class Bus:
         if len(raw.body) > room:
             headers["trainbus-dead-bytes"] = str(len(raw.body))
         body = raw.body[:room]
-        await self._patiently(lambda: self.js.publish(subjects.dead(consumer.name, raw.subject), body, headers=headers))
+        await self._retry_while_away(
+            lambda: self.js.publish(subjects.dead(consumer.name, raw.subject), body, headers=headers)
+        )
 
     # -- connection events --------------------------------------------------
 
@@ -373,14 +385,14 @@ def _security(user: str | None, password: str | None) -> Any:
 
 
 __all__ = [
-    "Ack",
+    "BucketEntry",
     "Bus",
     "Conflict",
-    "Entry",
-    "Expect",
-    "Outgoing",
-    "Poison",
-    "Received",
-    "Transient",
-    "Unreadable",
+    "ExpectedSequence",
+    "Message",
+    "OutgoingMessage",
+    "PoisonMessage",
+    "PublishAck",
+    "TransientError",
+    "UndecodableEvent",
 ]

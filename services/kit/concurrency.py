@@ -11,7 +11,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Like ``asyncio.to_thread``, but a cancelled caller waits until the thread has let go.
 
     A thread cannot be stopped; files and databases that it uses must not be closed under it.
@@ -25,7 +25,7 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
         raise
 
 
-async def end(*tasks: asyncio.Future[Any]) -> None:
+async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
     """Cancel ``tasks`` until they are over, however they end.
 
     Once is not enough: on Python 3.11 ``asyncio.wait_for``, which nats-py uses, swallows a cancellation
@@ -39,12 +39,12 @@ async def end(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def all_of(work: Iterable[Coroutine[Any, Any, T]], *, at_a_time: int) -> list[T]:
+async def gather_limited(work: Iterable[Coroutine[Any, Any, T]], *, limit: int) -> list[T]:
     """Run everything, so many at a time; the results in order.
 
     The first error ends the rest and is raised as it is, not wrapped as a TaskGroup does it.
     """
-    gate = asyncio.Semaphore(at_a_time)
+    gate = asyncio.Semaphore(limit)
 
     async def one(coroutine: Coroutine[Any, Any, T]) -> T:
         async with gate:
@@ -55,6 +55,6 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]], *, at_a_time: int) -> l
     try:
         return await asyncio.gather(*tasks)
     finally:
-        await end(*tasks)
+        await cancel_and_wait(*tasks)
         for coroutine in coroutines:
             coroutine.close()  # those that were never started

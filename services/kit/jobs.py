@@ -1,4 +1,4 @@
-"""Work that takes minutes, taken off a message and held by a lease.
+"""JobHandler that takes minutes, taken off a message and held by a lease.
 
 A handler submits a job (durable, idempotent) and its message is acknowledged; a runner on any
 instance claims it with a compare-and-set, renews the claim while it works, and deletes the job once
@@ -25,20 +25,20 @@ from contracts import topology
 from contracts.base import Event
 from contracts.envelope import Envelope, EnvelopeError, RawMessage, decode, encode
 from services.kit import metrics, telemetry
-from services.kit.bus import Bus, Poison, Received, Transient
-from services.kit.concurrency import end
+from services.kit.bus import Bus, Message, PoisonMessage, TransientError
+from services.kit.concurrency import cancel_and_wait
 from services.kit.handlers import RETRY_DELAYS_S
-from services.kit.lease import RENEW_SHARE, Record, Watch
+from services.kit.lease import RENEW_SHARE, LeaseRecord, LeaseWatch
 
 log = structlog.get_logger(__name__)
 
 #: How often the clock is looked at while there are jobs (a delay that is over, a claim that is no longer
 #: renewed); while there are none, a job's arrival is what wakes the runner.
-LOOK_EVERY_S = 0.25
+POLL_INTERVAL_S = 0.25
 IDLE_S = 1.0
 
-Work = Callable[[Received[Any]], Awaitable[None]]
-GiveUp = Callable[[Received[Any], str], Awaitable[None]]
+JobHandler = Callable[[Message[Any]], Awaitable[None]]
+FailureHandler = Callable[[Message[Any], str], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,34 +48,34 @@ class _Job:
     value: dict[str, object]
 
 
-class Jobs:
+class JobQueue:
     """One service's queue of long jobs."""
 
     def __init__(
         self,
         bus: Bus,
         queue: str,
-        work: Work,
-        give_up: GiveUp,
+        work: JobHandler,
+        give_up: FailureHandler,
         *,
         max_attempts: int = 20,
         concurrency: int = 1,
         ttl_s: float = 6.0,
     ) -> None:
         self._bus, self._queue, self._work, self._give_up = bus, queue, work, give_up
-        metrics.from_zero(metrics.JOBS_FINISHED, [queue], ("done", "retried", "failed", "taken over"))
+        metrics.initialize_series(metrics.JOBS_FINISHED, [queue], ("done", "retried", "failed", "taken over"))
         self._max_attempts, self._ttl_s = max_attempts, ttl_s
         self._concurrency = concurrency
         # Two processes with the same instance name are two holders all the same.
         self._holder = f"{bus.settings.instance}-{uuid.uuid4().hex[:8]}"
-        self._watch = Watch(bus.clock)
+        self._watch = LeaseWatch(bus.clock)
         self._not_before: dict[str, float] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
         #: Every job of the queue, as far as the bucket has told.
         self._open: dict[str, _Job] = {}
         self._wake = asyncio.Event()
 
-    async def submit(self, job_id: str, received: Received[Any]) -> None:
+    async def submit(self, job_id: str, received: Message[Any]) -> None:
         """Make the job durable. Submitting it again changes nothing."""
         # Whoever runs it goes on with the trace that it was submitted in.
         traceparent = telemetry.current_traceparent(received.envelope.traceparent)
@@ -95,20 +95,20 @@ class Jobs:
                 self._wake.clear()
                 try:
                     await self._claim_all()
-                except (TimeoutError, nats.errors.Error, APIError, Transient) as error:
+                except (TimeoutError, nats.errors.Error, APIError, TransientError) as error:
                     log.warning("cannot claim jobs", queue=self._queue, error=repr(error))
                 if following.done():
                     following.result()
                 # Not wait_for: on Python 3.11 it swallows a cancellation that comes together with the event.
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_EVERY_S if self._open else IDLE_S):
+                    async with asyncio.timeout(POLL_INTERVAL_S if self._open else IDLE_S):
                         await self._wake.wait()
         finally:
-            await end(following, *self._running.values())
+            await cancel_and_wait(following, *self._running.values())
 
     async def _follow(self) -> None:
         """Keep the jobs that are open in mind, as the bucket says."""
-        async for batch in self._bus.entries(topology.JOBS, f"{self._queue}.>", idle_s=IDLE_S):
+        async for batch in self._bus.follow_bucket(topology.JOBS, f"{self._queue}.>", idle_s=IDLE_S):
             for entry in batch:
                 if entry.value is None:
                     self._forget(entry.key)
@@ -123,7 +123,7 @@ class Jobs:
         self._watch.forget(key)
 
     async def _bucket(self) -> KeyValue:
-        return await self._bus.bucket(topology.JOBS)
+        return await self._bus.open_bucket(topology.JOBS)
 
     async def _claim_all(self) -> None:
         for job in list(self._open.values()):
@@ -133,8 +133,8 @@ class Jobs:
             if self._bus.clock.monotonic() < self._not_before.get(job.key, 0):
                 continue
             holder = str(job.value["holder"])
-            record = Record(holder, self._ttl_s, job.revision, {})
-            if holder and holder != self._holder and not self._watch.expired(job.key, record, self._ttl_s):
+            record = LeaseRecord(holder, self._ttl_s, job.revision, {})
+            if holder and holder != self._holder and not self._watch.is_expired(job.key, record, self._ttl_s):
                 continue
             value = {**job.value, "holder": self._holder, "attempt": int(str(job.value["attempt"])) + 1}
             bucket = await self._bucket()
@@ -174,11 +174,11 @@ class Jobs:
             await work
         except asyncio.CancelledError:
             raise
-        except Poison as error:
+        except PoisonMessage as error:
             await self._give_up(received, str(error))
         except Exception as error:
             attempt = int(str(job.value["attempt"]))
-            level = log.info if isinstance(error, Transient) else log.exception
+            level = log.info if isinstance(error, TransientError) else log.exception
             level("job failed", job=job.key, attempt=attempt, error=repr(error))
             if attempt < self._max_attempts:
                 delay_s = RETRY_DELAYS_S[min(attempt, len(RETRY_DELAYS_S)) - 1]
@@ -186,15 +186,15 @@ class Jobs:
                 return "retried"
             await self._give_up(received, f"given up after {attempt} attempts: {error}")
         finally:
-            await end(work, keeper)
+            await cancel_and_wait(work, keeper)
         await bucket.delete(job.key)
         self._forget(job.key)
         return "done"
 
-    async def _traced(self, received: Received[Any]) -> None:
+    async def _traced(self, received: Message[Any]) -> None:
         with (
-            telemetry.span(f"job {self._queue}", traceparent=received.envelope.traceparent),
-            telemetry.bound({"run_id": getattr(received.event, "run_id", None) or "", "queue": self._queue}),
+            telemetry.start_span(f"job {self._queue}", traceparent=received.envelope.traceparent),
+            telemetry.bind_log_context({"run_id": getattr(received.event, "run_id", None) or "", "queue": self._queue}),
         ):
             await self._work(received)
 
@@ -230,11 +230,11 @@ def _value(key: str, raw: bytes) -> dict[str, object] | None:
     return value
 
 
-def _received(job: _Job) -> Received[Any]:
+def _received(job: _Job) -> Message[Any]:
     headers = job.value["headers"]
     assert isinstance(headers, dict)
     raw = RawMessage(str(job.value["subject"]), str(job.value["body"]).encode(), headers)
     envelope: Envelope
     event: Event
     envelope, event = decode(raw)
-    return Received(event, envelope, raw.subject, deliveries=int(str(job.value["attempt"])))
+    return Message(event, envelope, raw.subject, deliveries=int(str(job.value["attempt"])))

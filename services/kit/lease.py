@@ -23,7 +23,7 @@ from contracts import topology
 from services.kit import metrics
 from services.kit.bus import Bus
 from services.kit.clock import Clock, SystemClock
-from services.kit.concurrency import end
+from services.kit.concurrency import cancel_and_wait
 
 log = structlog.get_logger(__name__)
 
@@ -33,7 +33,7 @@ TRUST_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class LeaseRecord:
     """What the bucket says about a lease."""
 
     holder: str
@@ -64,7 +64,7 @@ class Lease:
         self._seen: tuple[int, float] = (-1, 0.0)  # revision, when it was first seen
 
     @property
-    def held(self) -> bool:
+    def is_held(self) -> bool:
         """Whether the lease is ours beyond doubt. Turns false before a rival may take over."""
         return self._revision is not None and self._clock.monotonic() - self._renewed_at < self.ttl_s * TRUST_SHARE
 
@@ -79,10 +79,10 @@ class Lease:
         """Take the lease if it is free, expired or already ours. Never waits for a holder."""
         asked_at = self._clock.monotonic()
         try:
-            record = await read(self._bucket, self.key)
+            record = await read_record(self._bucket, self.key)
             if record is None:
                 self._revision = await self._bucket.create(self.key, self._value())
-            elif record.holder == self.holder or self._expired(record):
+            elif record.holder == self.holder or self._is_expired(record):
                 self._revision = await self._bucket.update(self.key, self._value(), last=record.revision)
             else:
                 return False
@@ -100,7 +100,7 @@ class Lease:
             self._revision = await self._bucket.update(self.key, self._value(), last=self._revision)
         except BadRequestError:
             # Either a rival has it, or an earlier write of ours arrived whose answer was lost.
-            record = await read(self._bucket, self.key)
+            record = await read_record(self._bucket, self.key)
             if record is None or record.holder != self.holder:
                 self._revision = None
                 return False
@@ -115,7 +115,7 @@ class Lease:
             with suppress(APIError, nats.errors.Error, asyncio.TimeoutError):
                 await self._bucket.delete(self.key, last=revision)
 
-    async def keep(self) -> None:
+    async def renew_until_lost(self) -> None:
         """Renew until the lease is lost. Returns then; cancel it to stop."""
         while True:
             await asyncio.sleep(self.ttl_s * RENEW_SHARE)
@@ -125,7 +125,7 @@ class Lease:
                     return
             except (TimeoutError, nats.errors.Error, APIError) as error:
                 log.warning("lease not renewed", key=self.key, error=repr(error))
-            if not self.held:
+            if not self.is_held:
                 log.warning("lease expired", key=self.key)
                 self._revision = None
                 return
@@ -143,17 +143,17 @@ class Lease:
             except (TimeoutError, nats.errors.Error, APIError) as error:
                 log.warning("lease not acquired", key=self.key, error=repr(error))
             await asyncio.sleep(self.ttl_s * RENEW_SHARE / 2)
-        keeper = asyncio.create_task(self.keep())
+        keeper = asyncio.create_task(self.renew_until_lost())
         metrics.LEADER.labels(self.key).set(1)
         log.info("lease acquired", key=self.key, token=self._revision)
         try:
             yield keeper
         finally:
             metrics.LEADER.labels(self.key).set(0)
-            await end(keeper)
+            await cancel_and_wait(keeper)
             await self.release()
 
-    def _expired(self, record: Record) -> bool:
+    def _is_expired(self, record: LeaseRecord) -> bool:
         revision, since = self._seen
         now = self._clock.monotonic()
         if record.revision != revision:
@@ -165,14 +165,14 @@ class Lease:
         return json.dumps({"holder": self.holder, "ttl_s": self.ttl_s, "data": self._data}).encode()
 
 
-class Watch:
+class LeaseWatch:
     """Tells which of many leases have expired, by our own clock. Feed it every record that is read."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock: Clock = clock or SystemClock()
         self._seen: dict[str, tuple[int, float]] = {}
 
-    def expired(self, key: str, record: Record | None, ttl_s: float) -> bool:
+    def is_expired(self, key: str, record: LeaseRecord | None, ttl_s: float) -> bool:
         """Whether ``key`` has not changed for ``ttl_s``. A missing record counts from when it was missed."""
         revision, now = (record.revision if record else 0), self._clock.monotonic()
         known = self._seen.get(key)
@@ -185,7 +185,7 @@ class Watch:
         self._seen.pop(key, None)
 
 
-async def read(bucket: KeyValue, key: str) -> Record | None:
+async def read_record(bucket: KeyValue, key: str) -> LeaseRecord | None:
     """The lease's record, or None if nobody holds it."""
     try:
         entry = await bucket.get(key)
@@ -194,14 +194,14 @@ async def read(bucket: KeyValue, key: str) -> Record | None:
     return _record(key, entry.value, entry.revision or 0)
 
 
-async def read_all(bus: Bus, prefix: str) -> dict[str, Record]:
+async def read_records(bus: Bus, prefix: str) -> dict[str, LeaseRecord]:
     """Every lease whose key starts with ``prefix``, read in one pass.
 
     By the kit's own reader: nats-py's ``watch`` takes a bucket for empty if the server's word that all
     has been sent overtakes what it sent.
     """
-    records: dict[str, Record] = {}
-    async for batch in bus.entries(topology.LEASES, f"{prefix}>", idle_s=1.0, until_caught_up=True):
+    records: dict[str, LeaseRecord] = {}
+    async for batch in bus.follow_bucket(topology.LEASES, f"{prefix}>", idle_s=1.0, until_caught_up=True):
         for entry in batch:
             if entry.value is None:
                 records.pop(entry.key, None)
@@ -210,11 +210,11 @@ async def read_all(bus: Bus, prefix: str) -> dict[str, Record]:
     return records
 
 
-def _record(key: str, raw: bytes | None, revision: int) -> Record:
+def _record(key: str, raw: bytes | None, revision: int) -> LeaseRecord:
     """What the bucket holds; what is no lease counts as one of nobody that has run out."""
     try:
         value = json.loads(raw or b"{}")
-        return Record(str(value["holder"]), float(value["ttl_s"]), revision, dict(value.get("data", {})))
+        return LeaseRecord(str(value["holder"]), float(value["ttl_s"]), revision, dict(value.get("data", {})))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         log.warning("no lease, taken for one that has run out", key=key, error=repr(error))
-        return Record("", 0.0, revision, {})
+        return LeaseRecord("", 0.0, revision, {})

@@ -23,11 +23,11 @@ EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
 EXPECTED_LAST_SUBJECT = "Nats-Expected-Last-Subject-Sequence-Subject"
 
 
-class Poison(Exception):
+class PoisonMessage(Exception):
     """This message can never be handled: it goes to DEAD_LETTERS with this text and is not retried."""
 
 
-class Transient(Exception):
+class TransientError(Exception):
     """This message cannot be handled now: it is delivered again, later and later."""
 
 
@@ -36,7 +36,7 @@ class Conflict(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Expect:
+class ExpectedSequence:
     """A condition on publishing: ``sequence`` is the last one stored on ``subject`` (0: none yet).
 
     ``subject`` may hold wildcards, and may be another than the one published to: a checkpoint is
@@ -48,14 +48,14 @@ class Expect:
 
 
 @dataclass(frozen=True, slots=True)
-class Unreadable:
+class UndecodableEvent:
     """In the place of an event: a message that somebody published and nobody can decode."""
 
     problem: str
 
 
 @dataclass(frozen=True, slots=True)
-class Received(Generic[E]):
+class Message(Generic[E]):
     """An event as it arrived, with its place in the stream."""
 
     event: E
@@ -71,7 +71,7 @@ class Received(Generic[E]):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class BucketEntry:
     """A key of a bucket as it has become: its revision, and its value or None where it was deleted."""
 
     key: str
@@ -80,7 +80,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Outgoing:
+class OutgoingMessage:
     """An event as it will stand on the wire."""
 
     id: str
@@ -94,30 +94,32 @@ class Outgoing:
         """Bytes, about."""
         return len(self.body) + 64 * len(self.headers)
 
-    def expecting(self, expect: Expect) -> Outgoing:
-        """The same, to be stored only if ``expect`` holds."""
-        return replace(self, headers={**self.headers, **_expected(expect)})
+    def with_expected(self, expected: ExpectedSequence) -> OutgoingMessage:
+        """The same, to be stored only if ``expected`` holds."""
+        return replace(self, headers={**self.headers, **_expected_headers(expected)})
 
 
 @dataclass(frozen=True, slots=True)
-class Ack:
+class PublishAck:
     """The server has it: at this sequence; ``duplicate`` if it had it already."""
 
     sequence: int
     duplicate: bool
 
 
-def outgoing(event: Event, subject: str, envelope: Envelope, expect: Expect | None) -> Outgoing:
+def encode_message(
+    event: Event, subject: str, envelope: Envelope, expected: ExpectedSequence | None
+) -> OutgoingMessage:
     """The message that an event is published as."""
     headers, body = encode(event, envelope)
-    if expect is not None:
-        headers |= _expected(expect)
-    return Outgoing(envelope.id, envelope.type, subject, headers, body)
+    if expected is not None:
+        headers |= _expected_headers(expected)
+    return OutgoingMessage(envelope.id, envelope.type, subject, headers, body)
 
 
-def _expected(expect: Expect) -> dict[str, str]:
-    found = {EXPECTED_LAST: str(expect.sequence)}
-    return {**found, EXPECTED_LAST_SUBJECT: expect.subject} if expect.subject else found
+def _expected_headers(expected: ExpectedSequence) -> dict[str, str]:
+    found = {EXPECTED_LAST: str(expected.sequence)}
+    return {**found, EXPECTED_LAST_SUBJECT: expected.subject} if expected.subject else found
 
 
 def raw_of(msg: Msg, stream: str) -> RawMessage:
@@ -126,31 +128,31 @@ def raw_of(msg: Msg, stream: str) -> RawMessage:
     return RawMessage(msg.subject, msg.data, msg.headers or {}, stream, metadata.sequence.stream, metadata.timestamp)
 
 
-def entry(msg: Msg, prefix: str) -> Entry:
+def bucket_entry_of(msg: Msg, prefix: str) -> BucketEntry:
     """A message of a bucket's stream; ``prefix`` is what its subjects begin with."""
     deleted = (msg.headers or {}).get("KV-Operation") in ("DEL", "PURGE")
-    return Entry(msg.subject.removeprefix(prefix), msg.metadata.sequence.stream, None if deleted else msg.data)
+    return BucketEntry(msg.subject.removeprefix(prefix), msg.metadata.sequence.stream, None if deleted else msg.data)
 
 
-def from_stored(message: RawStreamMsg, stream: str) -> Received[Any]:
+def decode_stored(message: RawStreamMsg, stream: str) -> Message[Any]:
     """A message that was asked for by itself. Raises ``EnvelopeError`` if it cannot be decoded."""
     raw = RawMessage(
         message.subject or "", message.data or b"", message.headers or {}, stream, message.seq or 0, message.time
     )
     envelope, event = decode(raw)
-    return Received(event, envelope, raw.subject, stream, raw.sequence, stored_at=raw.stored_at)
+    return Message(event, envelope, raw.subject, stream, raw.sequence, stored_at=raw.stored_at)
 
 
-def decoded(msg: Msg, stream: str) -> Received[Any]:
-    """A followed message; its event is an ``Unreadable`` if it cannot be decoded."""
+def decode_followed(msg: Msg, stream: str) -> Message[Any]:
+    """A followed message; its event is an ``UndecodableEvent`` if it cannot be decoded."""
     raw = raw_of(msg, stream)
-    event: Event | Unreadable
+    event: Event | UndecodableEvent
     try:
         envelope, event = decode(raw)
     except EnvelopeError as error:
         log.warning("skipped what cannot be decoded", subject=raw.subject, sequence=raw.sequence, error=str(error))
         envelope = Envelope(id="", source="", type="", time=msg.metadata.timestamp)
-        event = Unreadable(str(error))
-    return Received(
+        event = UndecodableEvent(str(error))
+    return Message(
         event, envelope, raw.subject, stream, raw.sequence, msg.metadata.num_pending, stored_at=raw.stored_at
     )

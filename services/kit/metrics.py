@@ -1,7 +1,7 @@
 """The metrics that every service has. A service's own are in its ``metrics.py``, one list each.
 
 Labels are bounded: event types, consumers and outcomes, never a run, a subject or a node. Whose values are known
-stand at 0 from the start (``from_zero``).
+stand at 0 from the start (``initialize_series``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from prometheus_client import Counter, Gauge, Histogram
 M = TypeVar("M", Counter, Histogram)
 
 
-def from_zero(metric: M, *values: Iterable[str]) -> M:
+def initialize_series(metric: M, *values: Iterable[str]) -> M:
     """The metric with each combination of its labels' values at 0: ``rate`` does not see a series' first increase."""
     for combination in product(*values):
         metric.labels(*combination)
@@ -52,6 +52,6 @@ LOOP_LAG_SECONDS = Histogram(
 )
 JOBS_RUNNING = Gauge("trainbus_jobs_running", "Long jobs running here.", ["queue"])
 JOBS_FINISHED = Counter("trainbus_jobs_finished_total", "Long jobs ended here.", ["queue", "outcome"])
-OBJECT_BYTES = from_zero(
+OBJECT_BYTES = initialize_series(
     Counter("trainbus_object_bytes_total", "Bytes moved to and from the object store.", ["direction"]), ("up", "down")
 )

@@ -16,21 +16,21 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from services.kit import metrics, telemetry
 from services.kit.bus import Bus
 from services.kit.clock import Clock
-from services.kit.concurrency import end
+from services.kit.concurrency import cancel_and_wait
 from services.kit.settings import Settings
 
 log = structlog.get_logger(__name__)
 
 #: Seconds between two looks at whether the event loop keeps up, and from when on that is worth a line in the log.
 LAG_INTERVAL_S = 0.5
-LAG_WORTH_SAYING_S = 1.0
+LAG_WARNING_S = 1.0
 
 
 class Service:
     """One service instance: a bus, background tasks, and the endpoints an operator looks at.
 
     ``/health`` says that the process works (liveness), ``/ready`` that it can do its job (connected,
-    started, and whatever ``ready_when`` adds), ``/metrics`` is for Prometheus.
+    started, and whatever ``add_readiness_check`` adds), ``/metrics`` is for Prometheus.
     """
 
     def __init__(self, name: str, settings: Settings, clock: Clock | None = None) -> None:
@@ -43,40 +43,40 @@ class Service:
         self._resources: list[Any] = []
         self._checks: dict[str, Callable[[], bool]] = {"bus": lambda: self.bus.connected}
         self._on_stop: list[Callable[[], Awaitable[None]]] = []
-        self._on_stop_unheard: list[Callable[[], Awaitable[None]]] = []
+        self._on_early_stop: list[Callable[[], Awaitable[None]]] = []
         self._started = False
 
     # -- wiring -------------------------------------------------------------
 
-    def background(self, task: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def add_background_task(self, task: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run ``task`` beside the handlers. If it ends with an error the service ends with it."""
         self._background.append(task)
 
-    def resource(self, manager: Any) -> Any:
+    def add_resource(self, manager: Any) -> Any:
         """Enter an async context manager before the handlers start and leave it after they end."""
         self._resources.append(manager)
         return manager
 
-    def ready_when(self, name: str, check: Callable[[], bool]) -> None:
+    def add_readiness_check(self, name: str, check: Callable[[], bool]) -> None:
         """Add a condition to /ready."""
         self._checks[name] = check
 
-    def on_stop(
-        self, action: Callable[[], Awaitable[None]], *, unheard: Callable[[], Awaitable[None]] | None = None
+    def add_stop_action(
+        self, action: Callable[[], Awaitable[None]], *, before_start: Callable[[], Awaitable[None]] | None = None
     ) -> None:
         """Run ``action`` when the service is asked to stop, while the bus still works.
 
-        ``unheard`` is run instead if it is asked to stop before it has started, for want of a bus perhaps.
+        ``before_start`` is run instead if it is asked to stop before it has started, for want of a bus perhaps.
         """
         self._on_stop.append(action)
-        if unheard is not None:
-            self._on_stop_unheard.append(unheard)
+        if before_start is not None:
+            self._on_early_stop.append(before_start)
 
     # -- life ---------------------------------------------------------------
 
     def main(self) -> None:
         """Run until SIGTERM or SIGINT. For ``trainbus service NAME``."""
-        telemetry.setup(self.name, self.settings)
+        telemetry.set_up(self.name, self.settings)
         asyncio.run(self._main())
 
     async def _main(self) -> None:
@@ -89,14 +89,14 @@ class Service:
         """Run until ``stopping`` is set or a background task fails."""
         async with AsyncExitStack() as stack:
             lag = asyncio.create_task(measure_lag())
-            stack.push_async_callback(end, lag)
+            stack.push_async_callback(cancel_and_wait, lag)
             await self._serve_http(stack)
             starting = asyncio.create_task(self._start(stack))
-            await self._unless_stopping(starting)
+            await self._wait_unless_stopping(starting)
             if not starting.done():
                 # The server or the store is away, perhaps for hours: that must not keep the service from ending.
-                await end(starting)
-                for action in self._on_stop_unheard:
+                await cancel_and_wait(starting)
+                for action in self._on_early_stop:
                     await action()
                 return
             await starting
@@ -111,7 +111,7 @@ class Service:
                     for action in self._on_stop:
                         await action()
                 finally:
-                    await end(*tasks)
+                    await cancel_and_wait(*tasks)
                 log.info("service stopped")
 
     async def _start(self, stack: AsyncExitStack) -> None:
@@ -122,7 +122,7 @@ class Service:
         stack.push_async_callback(self.bus.stop)
         await self.bus.start()
 
-    async def _unless_stopping(self, task: asyncio.Task[Any]) -> None:
+    async def _wait_unless_stopping(self, task: asyncio.Task[Any]) -> None:
         stop = asyncio.create_task(self.stopping.wait())
         await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
         stop.cancel()
@@ -162,7 +162,7 @@ class Service:
         await site.start()
         self.http_port = runner.addresses[0][1]
 
-    def readiness(self) -> dict[str, bool]:
+    def check_readiness(self) -> dict[str, bool]:
         """Each condition for being ready, and whether it holds."""
         return {"started": self._started, **{name: check() for name, check in self._checks.items()}}
 
@@ -170,7 +170,7 @@ class Service:
         return web.json_response({"service": self.name, "status": "ok"})
 
     async def _ready(self, _: web.Request) -> web.Response:
-        checks = self.readiness()
+        checks = self.check_readiness()
         ready = all(checks.values())
         return web.json_response({"service": self.name, "ready": ready, "checks": checks}, status=200 if ready else 503)
 
@@ -186,7 +186,7 @@ async def measure_lag() -> None:
         await asyncio.sleep(LAG_INTERVAL_S)
         late_s = loop.time() - due_s
         metrics.LOOP_LAG_SECONDS.observe(late_s)
-        if late_s > LAG_WORTH_SAYING_S:
+        if late_s > LAG_WARNING_S:
             # Little of it computed: a call waited, for a disk most likely, or others had the processors.
             computed_s = round(time.thread_time() - busy_s, 3)
             log.warning("the event loop was held up", late_s=round(late_s, 3), computed_s=computed_s)

@@ -48,7 +48,7 @@ class Settings(BaseSettings):
     lease_ttl_s: float = Field(3.0, gt=0.2)
 
     #: Fault injection for tests: every fact is published twice and every message is handled twice.
-    chaos_twice: bool = False
+    inject_duplicates: bool = False
 
     @property
     def nats_servers(self) -> list[str]:

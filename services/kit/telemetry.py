@@ -22,7 +22,7 @@ from services.kit.settings import Settings
 _tracer = trace.get_tracer("trainbus")
 
 
-def setup(service: str, settings: Settings) -> None:
+def set_up(service: str, settings: Settings) -> None:
     """Configure logging and tracing for this process."""
     level = logging.getLevelName(settings.log_level.upper())
     renderer: structlog.typing.Processor = (
@@ -71,14 +71,16 @@ def _export_traces(service: str, settings: Settings) -> None:
 
 
 @contextmanager
-def span(name: str, kind: SpanKind = SpanKind.INTERNAL, traceparent: str = "", **attributes: str) -> Iterator[Span]:
+def start_span(
+    name: str, kind: SpanKind = SpanKind.INTERNAL, traceparent: str = "", **attributes: str
+) -> Iterator[Span]:
     """Open a span, as a child of ``traceparent`` when one is given, else of the current one."""
     context = propagate.extract({"traceparent": traceparent}) if traceparent else None
     with _tracer.start_as_current_span(name, context=context, kind=kind, attributes=attributes) as current:
         yield current
 
 
-def within(traceparent: str) -> str:
+def select_parent(traceparent: str) -> str:
     """What a span should be a child of: the one that is open, if it belongs to that trace, else ``traceparent``."""
     current = current_traceparent()
     return current if same_trace(current, traceparent) else traceparent
@@ -92,7 +94,7 @@ def current_traceparent(fallback: str = "") -> str:
 
 
 @contextmanager
-def bound(ids: Mapping[str, str]) -> Iterator[None]:
+def bind_log_context(ids: Mapping[str, str]) -> Iterator[None]:
     """Add ids (run_id and such) to every log line written inside."""
     with structlog.contextvars.bound_contextvars(**ids):
         yield

@@ -20,7 +20,7 @@ from contracts.events.node import NodeDraining
 from contracts.events.run import DecisionRecord, RunCancelling
 from contracts.events.train import CancelRequested, DrainRequested, RestoreRequested, TrainRequested
 from contracts.scheduling import Policy
-from services.kit.bus import Conflict, Expect, Poison, Received, Transient
+from services.kit.bus import Conflict, ExpectedSequence, Message, PoisonMessage, TransientError
 from services.kit.clock import Clock
 from services.kit.service import Service
 from services.kit.settings import Settings
@@ -104,14 +104,14 @@ def assemble(
     cache = ClusterCache(service.bus, virtual=clock is not None)
     leader = Leader(service.bus, cache, policy, own, pace)
     Requests(service, cache).register()
-    service.background(cache.follow)
-    service.background(leader.lead)
-    service.background(leader.watch_nodes)
-    service.background(CapacityPublisher(service.bus, cache, leader).run)
+    service.add_background_task(cache.follow)
+    service.add_background_task(leader.lead)
+    service.add_background_task(leader.watch_nodes)
+    service.add_background_task(CapacityPublisher(service.bus, cache, leader).run)
     forecast = Forecast(service.bus, cache, policy)
-    service.background(forecast.run)
-    service.resource(serve_queries(service.bus, cache, leader, policy, forecast))
-    service.ready_when("folded", lambda: cache.caught_up.is_set())
+    service.add_background_task(forecast.run)
+    service.add_resource(serve_queries(service.bus, cache, leader, policy, forecast))
+    service.add_readiness_check("folded", lambda: cache.caught_up.is_set())
     return Scheduler(service, cache, leader)
 
 
@@ -124,24 +124,24 @@ class Requests:
 
     def register(self) -> None:
         consumer = topology.SCHEDULER_REQUESTS
-        self.bus.on(consumer, TrainRequested, on_invalid=self.on_invalid)(self.on_train)
-        self.bus.on(consumer, CancelRequested)(self.on_cancel)
-        self.bus.on(consumer, RestoreRequested)(self.on_restore)
-        self.bus.on(consumer, DrainRequested)(self.on_drain)
+        self.bus.subscriber(consumer, TrainRequested, on_invalid=self.on_invalid)(self.on_train)
+        self.bus.subscriber(consumer, CancelRequested)(self.on_cancel)
+        self.bus.subscriber(consumer, RestoreRequested)(self.on_restore)
+        self.bus.subscriber(consumer, DrainRequested)(self.on_drain)
 
-    async def on_train(self, received: Received[TrainRequested]) -> None:
+    async def on_train(self, received: Message[TrainRequested]) -> None:
         run_id = run_id_for(received.envelope.source, received.envelope.id)
         if admission.depends_on_log(received.event):
             await self.cache.catch_up()
         await self._answer(received, admission.answer_train(self.cache.cluster, run_id, received.event))
 
-    async def on_restore(self, received: Received[RestoreRequested]) -> None:
+    async def on_restore(self, received: Message[RestoreRequested]) -> None:
         await self.cache.catch_up()
         parent = self._run(received, "restore")
         run_id = run_id_for(received.envelope.source, received.envelope.id)
         await self._answer(received, admission.answer_restore(parent, run_id, received.event))
 
-    async def on_cancel(self, received: Received[CancelRequested]) -> None:
+    async def on_cancel(self, received: Message[CancelRequested]) -> None:
         if received.event.run_id not in self.cache.cluster.runs:
             await self.cache.catch_up()
         run = self._run(received, "cancel")
@@ -151,12 +151,12 @@ class Requests:
         fact = RunCancelling(run_id=run.run_id, reason=received.event.reason)
         await self.bus.publish(fact, received.envelope)
 
-    async def on_drain(self, received: Received[DrainRequested]) -> None:
+    async def on_drain(self, received: Message[DrainRequested]) -> None:
         await self.cache.catch_up()
         node = self.cache.cluster.nodes.get(received.event.node_id)
         if node is None or not node.alive:
             known = ", ".join(sorted(n.node_id for n in self.cache.cluster.nodes.values() if n.alive)) or "none"
-            raise Poison(f"no node {received.event.node_id!r} to drain; these have joined: {known}")
+            raise PoisonMessage(f"no node {received.event.node_id!r} to drain; these have joined: {known}")
         fact = NodeDraining(node_id=node.node_id, incarnation=node.incarnation, reason=received.event.reason)
         await self.bus.publish(fact, received.envelope)
 
@@ -169,16 +169,16 @@ class Requests:
         rejection = admission.answer_invalid(run_id, data, error.problems)
         fact = answer_fact(rejection, error.envelope.id, error.envelope.source, self._made())
         try:
-            await self.bus.publish(fact, error.envelope, expect=_nothing_yet(run_id))
+            await self.bus.publish(fact, error.envelope, expected=_nothing_yet(run_id))
         except Conflict:
             log.info("already answered", run_id=run_id)
 
     async def _answer(
-        self, received: Received[TrainRequested] | Received[RestoreRequested], answer: AcceptRun | RejectRun
+        self, received: Message[TrainRequested] | Message[RestoreRequested], answer: AcceptRun | RejectRun
     ) -> None:
         fact = answer_fact(answer, received.envelope.id, received.envelope.source, self._made())
         try:
-            await self.bus.publish(fact, received.envelope, expect=_nothing_yet(answer.run_id))
+            await self.bus.publish(fact, received.envelope, expected=_nothing_yet(answer.run_id))
         except Conflict:
             # The same request came before: it is one run for ever.
             log.info("already answered", run_id=answer.run_id)
@@ -187,14 +187,14 @@ class Requests:
         """From what an answer is made that is made now."""
         return DecisionRecord(at_sequence=self.cache.cluster.sequence, at=self.bus.clock.now())
 
-    def _run(self, received: Received[CancelRequested] | Received[RestoreRequested], verb: str) -> Run:
+    def _run(self, received: Message[CancelRequested] | Message[RestoreRequested], verb: str) -> Run:
         run_id = received.event.run_id
         run = self.cache.cluster.runs.get(run_id)
         if run is not None:
             return run
         text = f"no run has the id {run_id!r}, so there is nothing to {verb}: take it from the accepted fact"
-        raise Transient(text) if received.deliveries <= UNKNOWN_RETRIES else Poison(text)
+        raise TransientError(text) if received.deliveries <= UNKNOWN_RETRIES else PoisonMessage(text)
 
 
-def _nothing_yet(run_id: str) -> Expect:
-    return Expect(0, subjects.run(run_id))
+def _nothing_yet(run_id: str) -> ExpectedSequence:
+    return ExpectedSequence(0, subjects.run(run_id))

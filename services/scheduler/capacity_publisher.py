@@ -7,7 +7,7 @@ import time
 
 import structlog
 
-from services.kit.bus import Bus, Transient
+from services.kit.bus import Bus, TransientError
 from services.scheduler import metrics
 from services.scheduler.cluster_cache import ClusterCache
 from services.scheduler.core.capacity.wanted import wake_at, want, wanted_fact
@@ -56,7 +56,7 @@ class CapacityPublisher:
             try:
                 # Without a fence: should a former leader say something after us, we see it and say ours again.
                 ack = await self.bus.publish(fact)
-            except Transient as error:
+            except TransientError as error:
                 log.info("not said, looking again", pool=each.pool, error=str(error))
                 continue
             said += 1

@@ -11,7 +11,7 @@ from contracts import subjects, topology
 from contracts.base import Fact
 from contracts.events.capacity import CapacityWanted, PolicyAdopted
 from contracts.events.run import RunPlaced
-from services.kit.bus import Bus, Received
+from services.kit.bus import Bus, Message
 from services.scheduler import metrics
 from services.scheduler.core.fold import apply, seen
 from services.scheduler.core.state.cluster import Cluster, Phase
@@ -49,9 +49,9 @@ class ClusterCache:
         """Fold the log for as long as the service runs, from the newest snapshot on."""
         if not self._virtual:
             await self._load_snapshot()
-        target = max([await self.bus.last_sequence(subject) for subject in FOLLOWED])
+        target = max([await self.bus.get_last_sequence(subject) for subject in FOLLOWED])
         self._check_caught_up(target)
-        messages = self.bus.follow(topology.FACTS.name, FOLLOWED, self.cluster.sequence + 1, unreadable=True)
+        messages = self.bus.follow(topology.FACTS.name, FOLLOWED, self.cluster.sequence + 1, include_undecodable=True)
         async for batch in messages:
             for received in batch:
                 self._fold(received)
@@ -91,7 +91,7 @@ class ClusterCache:
         """Fold at least everything that is in the log now, so that "unknown" means unknown."""
         await self.caught_up.wait()
         for subject in FOLLOWED:
-            await self.wait_for_sequence(await self.bus.last_sequence(subject))
+            await self.wait_for_sequence(await self.bus.get_last_sequence(subject))
 
     def _observe(self, *, idle: bool) -> None:
         """Bring the gauges in step now and then: it costs a look at every node."""
@@ -100,7 +100,7 @@ class ClusterCache:
             self._observed_at = now
             observe(self.cluster)
 
-    def _fold(self, received: Received[Any]) -> None:
+    def _fold(self, received: Message[Any]) -> None:
         """Fold a fact; of anything else on these subjects only the place counts, for the fences."""
         fact = received.event
         if isinstance(fact, Fact) and fact.subject == received.subject:
@@ -109,7 +109,7 @@ class ClusterCache:
             log.warning("no fact of its subject, ignored", subject=received.subject, sequence=received.sequence)
         seen(self.cluster, received.subject, received.sequence)
 
-    def _apply(self, fact: Fact, received: Received[Any]) -> None:
+    def _apply(self, fact: Fact, received: Message[Any]) -> None:
         stored_at = received.envelope.time if self._virtual else received.stored_at
         time = stored_at or self.bus.clock.now()
         if isinstance(fact, RunPlaced) and (run := self.cluster.runs.get(fact.run_id)) and self.caught_up.is_set():

@@ -14,9 +14,9 @@ from nats.js.errors import APIError
 from contracts import subjects, topology
 from contracts.events.capacity import PolicyAdopted
 from contracts.scheduling import Policy
-from services.kit.bus import Bus, Conflict, Expect, Transient
-from services.kit.concurrency import end
-from services.kit.lease import Lease, Watch, read_all
+from services.kit.bus import Bus, Conflict, ExpectedSequence, TransientError
+from services.kit.concurrency import cancel_and_wait
+from services.kit.lease import Lease, LeaseWatch, read_records
 from services.kit.settings import Settings
 from services.scheduler import metrics
 from services.scheduler.cluster_cache import ClusterCache
@@ -57,7 +57,7 @@ class Leader:
 
     @property
     def leads(self) -> bool:
-        return self._lease is not None and self._lease.held
+        return self._lease is not None and self._lease.is_held
 
     @property
     def reachable_since(self) -> datetime:
@@ -66,7 +66,7 @@ class Leader:
     async def lead(self) -> None:
         """Wait for the lease, decide while it lasts, and wait again."""
         await self.cache.caught_up.wait()
-        bucket = await self.bus.bucket(topology.LEASES)
+        bucket = await self.bus.open_bucket(topology.LEASES)
         while True:
             lease = Lease(bucket, LEASE_KEY, self._holder, self._ttl_s, clock=self.bus.clock)
             async with lease.leadership() as keeper:
@@ -80,7 +80,7 @@ class Leader:
                         deciding.result()
                 finally:
                     self._lease = None
-                    await end(deciding, taking)
+                    await cancel_and_wait(deciding, taking)
 
     async def _decide_while_held(self) -> None:
         # What a former leader has published must be folded before anything is added to it.
@@ -136,10 +136,10 @@ class Leader:
                 digest=self.policy.digest, policy=self.policy, instance=self._instance, after_sequence=last
             )
             try:
-                ack = await self.bus.publish(adopted, expect=Expect(last, PolicyAdopted.subject_filter()))
+                ack = await self.bus.publish(adopted, expected=ExpectedSequence(last, PolicyAdopted.subject_filter()))
             except Conflict:
                 await self.cache.catch_up()
-            except Transient as error:
+            except TransientError as error:
                 log.warning("policy not published, trying again", error=str(error))
             else:
                 log.info("policy adopted", policy=self.policy.name, digest=self.policy.digest)
@@ -153,7 +153,7 @@ class Leader:
 
         Standbys watch as well, so that a new leader need not start counting.
         """
-        watch, last_read = Watch(self.bus.clock), self.bus.clock.monotonic()
+        watch, last_read = LeaseWatch(self.bus.clock), self.bus.clock.monotonic()
         while True:
             await asyncio.sleep(LEASE_POLL_S)
             try:
@@ -164,21 +164,21 @@ class Leader:
             silence_s, last_read = self.bus.clock.monotonic() - last_read, self.bus.clock.monotonic()
             if silence_s > 4 * LEASE_POLL_S:
                 # Nobody could renew, or we could not look: every node gets its whole time again.
-                watch, self._reachable_since = Watch(self.bus.clock), self.bus.clock.now()
+                watch, self._reachable_since = LeaseWatch(self.bus.clock), self.bus.clock.now()
             elif self.leads:
                 unresponsive = unresponsive_nodes(
                     self.cache.cluster, self.bus.clock.now(), self.policy, self._reachable_since
                 )
                 await self._lose(lost_nodes(self.cache.cluster, expired) + unresponsive)
 
-    async def _expired(self, watch: Watch) -> set[str]:
+    async def _expired(self, watch: LeaseWatch) -> set[str]:
         alive = [node for node in self.cache.cluster.nodes.values() if node.alive]
-        records = await read_all(self.bus, NODE_LEASES) if alive else {}
+        records = await read_records(self.bus, NODE_LEASES) if alive else {}
         expired = set()
         for node in alive:
             key = f"{NODE_LEASES}{node.node_id}"
             # A new incarnation has its own time, whatever the last one left behind.
-            if watch.expired(f"{key}/{node.incarnation}", records.get(key), node.lease_ttl_s):
+            if watch.is_expired(f"{key}/{node.incarnation}", records.get(key), node.lease_ttl_s):
                 expired.add(node.node_id)
         return expired
 
@@ -187,7 +187,7 @@ class Leader:
             log.warning("node lost", node_id=decision.node_id, reason=decision.reason)
             try:
                 ack = await self.bus.publish(lost_fact(decision))
-            except Transient as error:
+            except TransientError as error:
                 log.warning("not published, trying again", node_id=decision.node_id, error=str(error))
                 return
             await self.cache.wait_for_sequence(ack.sequence)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.kit.metrics import LATENCY_BUCKETS, from_zero
+from services.kit.metrics import LATENCY_BUCKETS, initialize_series
 
 QUEUE_LENGTH = Gauge("trainbus_scheduler_queue_length", "Runs that wait for slots.")
 RUNS = Gauge("trainbus_scheduler_runs", "Runs by phase, as folded from the log.", ["phase"])
 SLOTS = Gauge("trainbus_scheduler_slots", "Slots of living nodes: total, used.", ["kind"])
 NODES = Gauge("trainbus_scheduler_nodes", "Nodes by state: alive, draining, notice, unfit, lost, left.", ["state"])
 PLACEMENTS = Counter("trainbus_scheduler_placements_total", "Placements published by this instance.")
-PREEMPTIONS = from_zero(
+PREEMPTIONS = initialize_series(
     Counter(
         "trainbus_scheduler_preemptions_total",
         "Generations asked to let go by this instance, by reason: preempted, resized, crashed, node lost.",

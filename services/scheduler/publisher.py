@@ -20,8 +20,8 @@ from nats.js.errors import APIError, NotFoundError
 from contracts import subjects
 from contracts.envelope import Envelope
 from contracts.events.run import DecisionRecord, RunFact, RunPlaced
-from services.kit.batch import AlreadyThere, Batches, Mismatch, parts
-from services.kit.bus import Ack, Bus, Conflict, Expect, Outgoing, Transient
+from services.kit.batch import BatchPublisher, DuplicateMessage, WrongLastSequence, split_into_batches
+from services.kit.bus import Bus, Conflict, ExpectedSequence, OutgoingMessage, PublishAck, TransientError
 from services.scheduler import metrics
 from services.scheduler.core.decisions import Decision, ExplainRun, PlaceRun, PreemptRun, fact_of
 from services.scheduler.core.state.cluster import Cluster
@@ -41,7 +41,7 @@ class PendingFact:
 
     __slots__ = ("cause", "decision", "fact", "fence")
 
-    def __init__(self, decision: Decision, fact: RunFact, cause: Envelope, fence: Expect) -> None:
+    def __init__(self, decision: Decision, fact: RunFact, cause: Envelope, fence: ExpectedSequence) -> None:
         self.decision, self.fact, self.cause, self.fence = decision, fact, cause, fence
 
     @classmethod
@@ -59,7 +59,7 @@ class PendingFact:
             correlation_id=run.correlation_id,
             traceparent=run.traceparent,
         )
-        return cls(decision, fact, cause, Expect(run.last_sequence, subjects.run(run.run_id)))
+        return cls(decision, fact, cause, ExpectedSequence(run.last_sequence, subjects.run(run.run_id)))
 
     @property
     def run_id(self) -> str:
@@ -82,14 +82,14 @@ class Publisher:
     def __init__(self, bus: Bus, leads: Callable[[], bool]) -> None:
         self.bus = bus
         self._leads = leads
-        self._batches = Batches(bus)
+        self._batches = BatchPublisher(bus)
 
     async def publish(self, said: list[PendingFact], fence: int) -> int:
         """Make facts of ``said``, which was decided when the last placement had the sequence ``fence``.
 
         Returns the highest sequence published; 0 if nothing was. What is refused is decided again from newer facts.
         """
-        if len(said) >= BATCH_FROM and await self._batches.available():
+        if len(said) >= BATCH_FROM and await self._batches.is_available():
             highest, rest, fence = await self._publish_batch(said, fence)
         else:
             highest, rest = 0, said
@@ -99,9 +99,9 @@ class Publisher:
 
     async def _publish_batch(self, said: list[PendingFact], fence: int) -> tuple[int, list[PendingFact], int]:
         """(highest sequence, what is left to be published one by one, the last placement by then)."""
-        messages = {id(saying): self.bus.outgoing(saying.fact, saying.cause) for saying in said}
+        messages = {id(saying): self.bus.build_message(saying.fact, saying.cause) for saying in said}
         highest, behind = 0, said
-        for part in parts([messages[id(saying)] for saying in said]):
+        for part in split_into_batches([messages[id(saying)] for saying in said]):
             mine, behind = behind[: len(part)], behind[len(part) :]
             (last, placed), undone = await self._batch(mine, messages, fence)
             if undone:
@@ -110,7 +110,7 @@ class Publisher:
         return highest, [], fence
 
     async def _batch(
-        self, said: list[PendingFact], messages: dict[int, Outgoing], fence: int
+        self, said: list[PendingFact], messages: dict[int, OutgoingMessage], fence: int
     ) -> tuple[tuple[int, int], list[PendingFact]]:
         """Publish one batch, without those that are outdated: ((last sequence, last placement's), what is undone)."""
         for _ in range(RETRIES):
@@ -118,13 +118,13 @@ class Publisher:
                 return (0, 0), []
             try:
                 stored = await self._batches.publish(_fenced(said, messages, fence))
-            except Mismatch as conflict:
+            except WrongLastSequence as conflict:
                 metrics.CONFLICTS.inc()
                 fresh = await self._without_outdated(said, conflict.sequence, fence)
                 if len(fresh) == len(said):
                     break
                 said = fresh
-            except (AlreadyThere, Transient) as reason:
+            except (DuplicateMessage, TransientError) as reason:
                 # Perhaps all of it was stored and the answer was lost: one by one, each tells.
                 log.info("no batch, publishing one by one", facts=len(said), reason=str(reason))
                 break
@@ -169,7 +169,7 @@ class Publisher:
         """Publish what is independent side by side; (highest sequence, whether all of it was taken)."""
         gate = asyncio.Semaphore(WIDTH)
 
-        async def one(saying: PendingFact) -> Ack | None:
+        async def one(saying: PendingFact) -> PublishAck | None:
             async with gate:
                 return await self._publish(saying, saying.fence)
 
@@ -182,7 +182,7 @@ class Publisher:
         for saying in said:
             if not self._leads():
                 break
-            ack = await self._publish(saying, Expect(fence, RunPlaced.subject_filter()))
+            ack = await self._publish(saying, ExpectedSequence(fence, RunPlaced.subject_filter()))
             if ack is None:
                 break
             highest = fence = ack.sequence
@@ -191,36 +191,36 @@ class Publisher:
                 break
         return highest
 
-    async def _publish(self, saying: PendingFact, expect: Expect) -> Ack | None:
+    async def _publish(self, saying: PendingFact, expected: ExpectedSequence) -> PublishAck | None:
         try:
-            ack = await self.bus.publish(saying.fact, saying.cause, expect=expect)
+            ack = await self.bus.publish(saying.fact, saying.cause, expected=expected)
         except Conflict:
             metrics.CONFLICTS.inc()
             log.info("a newer fact was there first, deciding anew", run_id=saying.run_id)
             return None
-        except Transient as error:
+        except TransientError as error:
             log.warning("not published, deciding anew", run_id=saying.run_id, error=str(error))
             return None
         saying.count()
         return ack
 
 
-def _fenced(said: Iterable[PendingFact], messages: dict[int, Outgoing], fence: int) -> list[Outgoing]:
+def _fenced(said: Iterable[PendingFact], messages: dict[int, OutgoingMessage], fence: int) -> list[OutgoingMessage]:
     """The messages of a batch, with what must hold before it.
 
     The first placement stands for all: no other can come between them. Of a run's several facts the first one
     carries what is expected of the run, unless it is a placement.
     """
-    found: list[Outgoing] = []
+    found: list[OutgoingMessage] = []
     fenced, runs = False, set()
     for saying in said:
-        expect: Expect | None = None
+        expected: ExpectedSequence | None = None
         if saying.places:
             if not fenced:
-                expect, fenced = Expect(fence, RunPlaced.subject_filter()), True
+                expected, fenced = ExpectedSequence(fence, RunPlaced.subject_filter()), True
         elif saying.run_id not in runs:
-            expect = saying.fence
+            expected = saying.fence
         runs.add(saying.run_id)
         message = messages[id(saying)]
-        found.append(message.expecting(expect) if expect is not None else message)
+        found.append(message.with_expected(expected) if expected is not None else message)
     return found

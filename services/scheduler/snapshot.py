@@ -34,7 +34,7 @@ from nats.js.object_store import ObjectStore
 from contracts import topology
 from services.kit import telemetry
 from services.kit.bus import Bus
-from services.kit.concurrency import end
+from services.kit.concurrency import cancel_and_wait
 from services.kit.settings import Settings
 from services.scheduler.core import fold
 from services.scheduler.core.state import codec
@@ -295,7 +295,7 @@ async def take(settings: Settings) -> str:
         await asyncio.wait({folding, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if folding.done():
             folding.result()
-        await end(folding, waiting)
+        await cancel_and_wait(folding, waiting)
         return await SnapshotStore(bus).write(cache.cluster)
     finally:
         await bus.close()
@@ -305,7 +305,7 @@ def main() -> None:
     """Take one snapshot, without getting in anybody's way."""
     os.nice(10)
     settings = Settings()
-    telemetry.setup("scheduler-snapshot", settings)
+    telemetry.set_up("scheduler-snapshot", settings)
     # The leader that wanted it may be dead, and the bus gone: it must not wait for them for ever.
     asyncio.run(asyncio.wait_for(take(settings), MAKING_S))
 

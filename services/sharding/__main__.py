@@ -1,8 +1,8 @@
 """Turns an index of records into shards, their offsets and a manifest; ``gc`` removes what nobody needs."""
 
-from services.kit import alone
+from services.kit import garbage_collector
 from services.sharding.app import build
 from services.sharding.collect import GARBAGE
 from services.sharding.settings import ShardingSettings
 
-alone.main("sharding", build, ShardingSettings(), GARBAGE)
+garbage_collector.main("sharding", build, ShardingSettings(), GARBAGE)

@@ -13,8 +13,8 @@ from contracts.datasets import SPLITS
 from contracts.events.dataset import DatasetIngested, DatasetSharded, DatasetShardFailed
 from contracts.events.run import RunAccepted, RunPrepared, RunPrepareFailed
 from contracts.events.train import DatasetRef
-from services.kit.bus import Conflict, Expect, Poison, Received
-from services.kit.jobs import Jobs
+from services.kit.bus import Conflict, ExpectedSequence, Message, PoisonMessage
+from services.kit.jobs import JobQueue
 from services.kit.service import Service
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectChanged, ObjectNotFound, StoreRefused
@@ -43,12 +43,12 @@ class Sharding:
         # Two at a time: a long one does not hold up a short one. Decoding can starve the loop for a moment,
         # hence twice the usual patience.
         ttl_s = 2 * self._settings.lease_ttl_s
-        self.jobs = Jobs(self._bus, "sharding", self.work, self.give_up, concurrency=2, ttl_s=ttl_s)
+        self.jobs = JobQueue(self._bus, "sharding", self.work, self.give_up, concurrency=2, ttl_s=ttl_s)
 
-    async def on_dataset_ingested(self, received: Received[DatasetIngested]) -> None:
+    async def on_dataset_ingested(self, received: Message[DatasetIngested]) -> None:
         await self.jobs.submit(received.event.ingestion_id, received)
 
-    async def on_run_accepted(self, received: Received[RunAccepted]) -> None:
+    async def on_run_accepted(self, received: Message[RunAccepted]) -> None:
         """Look up the dataset that a run names."""
         run_id, data = received.event.run_id, received.event.spec.data
         if not isinstance(data, DatasetRef):
@@ -64,8 +64,8 @@ class Sharding:
         else:
             await self._say(_prepared(run_id, dataset), received)
 
-    async def work(self, received: Received[DatasetIngested]) -> None:
-        """Make the dataset, and say so. ``Poison`` is one that can never be made from this index."""
+    async def work(self, received: Message[DatasetIngested]) -> None:
+        """Make the dataset, and say so. ``PoisonMessage`` is one that can never be made from this index."""
         event, started = received.event, self._bus.clock.monotonic()
         with self._workdir.temporary(f"{event.ingestion_id}-") as folder:
             progress = Progress()
@@ -85,7 +85,7 @@ class Sharding:
             seconds=round(took_s, 2),
         )
 
-    async def give_up(self, received: Received[DatasetIngested], reason: str) -> None:
+    async def give_up(self, received: Message[DatasetIngested], reason: str) -> None:
         metrics.JOB_SECONDS.labels("failed").observe(0)
         log.warning("sharding failed", ingestion_id=received.event.ingestion_id, reason=reason)
         ingestion_id, run_id = received.event.ingestion_id, received.event.run_id
@@ -109,9 +109,9 @@ class Sharding:
         try:
             return await shard.run()
         except (ObjectChanged, ObjectNotFound) as error:
-            raise Poison(f"{error}: changed or deleted after it was ingested; send the request again") from error
+            raise PoisonMessage(f"{error}: changed or deleted after it was ingested; send the request again") from error
         except StoreRefused as error:
-            raise Poison(f"{error}; give the sharding service read access") from error
+            raise PoisonMessage(f"{error}; give the sharding service read access") from error
 
     def _sharded(self, event: DatasetIngested, dataset: Dataset) -> DatasetSharded:
         manifest = dataset.manifest
@@ -129,10 +129,10 @@ class Sharding:
             created_at=self._bus.clock.now(),
         )
 
-    async def _say(self, fact: Fact, received: Received[DatasetIngested] | Received[RunAccepted]) -> None:
+    async def _say(self, fact: Fact, received: Message[DatasetIngested] | Message[RunAccepted]) -> None:
         """Publish a fact unless it is there: a dataset is made once, a run prepared once."""
         try:
-            await self._bus.publish(fact, received.envelope, expect=Expect(0))
+            await self._bus.publish(fact, received.envelope, expected=ExpectedSequence(0))
         except Conflict:
             log.info("said before", subject=fact.subject)
 
@@ -152,16 +152,16 @@ def _prepared(run_id: str, dataset: Dataset) -> RunPrepared:
 def build(settings: Settings) -> Service:
     own = ShardingSettings.of(settings)
     service = Service("sharding", own)
-    objects: ObjectStore = service.resource(ObjectStore(own))
-    reader = service.resource(ObjectReader(own))
-    workdir = service.resource(Workdir(own.data_dir / "sharding"))
+    objects: ObjectStore = service.add_resource(ObjectStore(own))
+    reader = service.add_resource(ObjectReader(own))
+    workdir = service.add_resource(Workdir(own.data_dir / "sharding"))
     sharding = Sharding(service, own, objects, reader, workdir)
-    service.bus.on(topology.SHARDING, DatasetIngested)(sharding.on_dataset_ingested)
-    service.bus.on(topology.SHARDING, RunAccepted)(sharding.on_run_accepted)
+    service.bus.subscriber(topology.SHARDING, DatasetIngested)(sharding.on_dataset_ingested)
+    service.bus.subscriber(topology.SHARDING, RunAccepted)(sharding.on_run_accepted)
 
     async def collect() -> None:
-        await GARBAGE.rarely(own.dataset_gc_every_s, service.bus, objects, own)
+        await GARBAGE.run_periodically(own.dataset_gc_every_s, service.bus, objects, own)
 
-    service.background(sharding.jobs.run)
-    service.background(collect)
+    service.add_background_task(sharding.jobs.run)
+    service.add_background_task(collect)
     return service

@@ -13,9 +13,9 @@ import structlog
 from contracts import topology
 from contracts.datasets import Manifest
 from contracts.events.dataset import ShardFile
-from services.kit.alone import Garbage
 from services.kit.bus import Bus
-from services.kit.concurrency import all_of
+from services.kit.concurrency import gather_limited
+from services.kit.garbage_collector import GarbageCollector
 from services.kit.store.errors import ObjectNotFound
 from services.kit.store.objects import ObjectInfo, ObjectStore
 from services.sharding import metrics
@@ -54,7 +54,7 @@ async def collect_garbage(bus: Bus, objects: ObjectStore, settings: ShardingSett
             ingestions[match["fingerprint"]].append(stored)
     now = bus.clock.now()
     young = [s for found in ingestions.values() for s in found if garbage.is_young_journal(s, now, grace)]
-    journals = await all_of((_journal(objects, s) for s in young), at_a_time=PARALLEL_READS)
+    journals = await gather_limited((_journal(objects, s) for s in young), limit=PARALLEL_READS)
     working = await _working(bus)
     manifests = await _manifests(objects, f"{root}datasets/")
     named = garbage.named_by(manifests, journals, working)
@@ -111,7 +111,7 @@ async def _journal(objects: ObjectStore, stored: Stored) -> dict[str, ShardFile]
 
 async def _manifests(objects: ObjectStore, uri: str) -> list[Manifest]:
     listed = [s async for s in _listed(objects, uri) if s.key.endswith("/manifest.json")]
-    found = await all_of((_manifest(objects, s) for s in listed), at_a_time=PARALLEL_READS)
+    found = await gather_limited((_manifest(objects, s) for s in listed), limit=PARALLEL_READS)
     return [manifest for manifest in found if manifest is not None]
 
 
@@ -128,7 +128,7 @@ async def _working(bus: Bus) -> set[str]:
     """Fingerprints of the ingestions that wait to be sharded."""
     found: dict[str, str] = {}
     # Not the client's own list of keys, which may end early while the server is busy.
-    async for batch in bus.entries(topology.JOBS, "sharding.>", idle_s=1.0, until_caught_up=True):
+    async for batch in bus.follow_bucket(topology.JOBS, "sharding.>", idle_s=1.0, until_caught_up=True):
         for entry in batch:
             found.pop(entry.key, None)
             if entry.value is None:
@@ -140,11 +140,11 @@ async def _working(bus: Bus) -> set[str]:
     return set(found.values())
 
 
-def _told(found: Collected) -> str:
+def _summary(found: Collected) -> str:
     return (
         f"{found.shards} shards and {found.ingestion_objects} objects of ingestions removed "
         f"({found.freed_bytes:,} bytes)"
     )
 
 
-GARBAGE = Garbage("dataset-gc", metrics.GC_RUNS, collect_garbage, _told)
+GARBAGE = GarbageCollector("dataset-gc", metrics.GC_RUNS, collect_garbage, _summary)

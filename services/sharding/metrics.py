@@ -5,11 +5,13 @@ from __future__ import annotations
 from prometheus_client import Counter, Histogram
 
 from contracts.datasets import SPLITS
-from services.kit.metrics import from_zero
+from services.kit.metrics import initialize_series
 
-SAMPLES = from_zero(Counter("trainbus_sharding_samples_total", "Samples written into shards.", ["split"]), SPLITS)
-SHARDS = from_zero(Counter("trainbus_sharding_shards_total", "Shards made.", ["split"]), SPLITS)
-SHARD_BYTES = from_zero(
+SAMPLES = initialize_series(
+    Counter("trainbus_sharding_samples_total", "Samples written into shards.", ["split"]), SPLITS
+)
+SHARDS = initialize_series(Counter("trainbus_sharding_shards_total", "Shards made.", ["split"]), SPLITS)
+SHARD_BYTES = initialize_series(
     Counter(
         "trainbus_sharding_bytes_total",
         "Bytes of shards and indexes, by outcome: sent, there (the store had them already).",
@@ -17,7 +19,7 @@ SHARD_BYTES = from_zero(
     ),
     ("sent", "there"),
 )
-JOB_SECONDS = from_zero(
+JOB_SECONDS = initialize_series(
     Histogram(
         "trainbus_sharding_job_seconds",
         "Time one dataset took, by outcome: sharded, reused (it was there already), failed.",
@@ -26,11 +28,11 @@ JOB_SECONDS = from_zero(
     ),
     ("sharded", "reused", "failed"),
 )
-GC_RUNS = from_zero(
+GC_RUNS = initialize_series(
     Counter("trainbus_dataset_gc_runs_total", "Garbage collections, by outcome: done, failed.", ["outcome"]),
     ("done", "failed"),
 )
-GC_DELETED = from_zero(
+GC_DELETED = initialize_series(
     Counter("trainbus_dataset_gc_deleted_total", "Objects removed by garbage collection: shard, ingestion.", ["kind"]),
     ("shard", "ingestion"),
 )

@@ -16,7 +16,7 @@ import numpy as np
 from pydantic_core import from_json
 
 from contracts.datasets import SPLITS
-from services.kit.bus import Poison
+from services.kit.bus import PoisonMessage
 from services.kit.shuffle import place
 from services.sharding.core import rows as core
 from services.sharding.core import tar
@@ -67,7 +67,7 @@ class Plan:
         """Read the index and cut it into shards.
 
         Raises:
-            Poison: a record cannot be in a shard.
+            PoisonMessage: a record cannot be in a shard.
         """
         parts = self._deal(index)
         self._cut(parts)
@@ -119,7 +119,7 @@ class Plan:
         try:
             return self.encoder.rows(records, places, [_keep_extra(record, extras) for record in records])
         except ValueError as error:
-            raise Poison(f"{error}: rename the file that it comes from") from error
+            raise PoisonMessage(f"{error}: rename the file that it comes from") from error
 
     def _spill(self, waiting: list[list[bytes]]) -> None:
         for part, waits in enumerate(waiting):

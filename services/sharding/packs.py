@@ -11,7 +11,7 @@ from pathlib import Path
 import structlog
 
 from contracts.datasets import pack_name
-from services.kit.concurrency import all_of, end
+from services.kit.concurrency import cancel_and_wait, gather_limited
 from services.kit.store.errors import ObjectNotFound
 from services.kit.store.objects import ObjectStore
 
@@ -66,7 +66,7 @@ class Packs:
         for number in wanted:
             self._holders[number] = self._holders.get(number, 0) + 1
         try:
-            paths = await all_of(map(self._have, wanted), at_a_time=max(len(wanted), 1))
+            paths = await gather_limited(map(self._have, wanted), limit=max(len(wanted), 1))
             yield dict(zip(wanted, paths, strict=True))
         finally:
             for number in wanted:
@@ -81,7 +81,7 @@ class Packs:
 
     async def close(self) -> None:
         """End what is under way."""
-        await end(*self._fetching.values())
+        await cancel_and_wait(*self._fetching.values())
 
     async def _have(self, number: int) -> Path:
         task = self._fetching.get(number)

@@ -11,8 +11,8 @@ import structlog
 
 from contracts.envelope import Envelope
 from contracts.events.dataset import DatasetProgress
-from services.kit.bus import Bus, Conflict, Poison, Transient
-from services.kit.concurrency import end
+from services.kit.bus import Bus, Conflict, PoisonMessage, TransientError
+from services.kit.concurrency import cancel_and_wait
 
 log = structlog.get_logger(__name__)
 EVERY_S = 2.0
@@ -44,7 +44,7 @@ class Progress:
         try:
             yield
         finally:
-            await end(task)
+            await cancel_and_wait(task)
 
     async def _say(self, bus: Bus, ingestion_id: str, cause: Envelope) -> None:
         began, number = bus.clock.monotonic(), 0
@@ -54,7 +54,7 @@ class Progress:
             fact = self.fact(ingestion_id, number, elapsed_s, bus.clock.now().timestamp())
             try:
                 await bus.publish(fact, cause)
-            except (Transient, Conflict, Poison) as error:
+            except (TransientError, Conflict, PoisonMessage) as error:
                 log.info("progress not said", error=repr(error))
             log.info("sharding", samples=self.done, of=self.total, samples_per_s=round(fact.records_per_s))
             number += 1

@@ -19,8 +19,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from contracts.datasets import SPLITS, FieldStatistics, Manifest, canonical_json, dataset_uri, pack_name, shard_uri
 from contracts.events.dataset import DatasetIngested, ShardFile
-from services.kit.bus import Poison, Transient
-from services.kit.concurrency import all_of, in_thread
+from services.kit.bus import PoisonMessage, TransientError
+from services.kit.concurrency import gather_limited, run_in_thread
 from services.kit.store.errors import ObjectExists, ObjectNotFound
 from services.kit.store.objects import ObjectStore, is_young, split_uri
 from services.kit.store.reader import ObjectReader, ObjectVersion
@@ -103,7 +103,7 @@ class Shard:
         """Return the dataset, found or made.
 
         Raises:
-            Poison: a record's content is not what was ingested.
+            PoisonMessage: a record's content is not what was ingested.
         """
         if (found := await self._found()) is not None:
             return found
@@ -126,7 +126,7 @@ class Shard:
         except ObjectNotFound:
             return None
         except (ValueError, KeyError, TypeError) as error:
-            raise Poison(f"{error!r}; remove {self._link} to have the dataset made anew") from error
+            raise PoisonMessage(f"{error!r}; remove {self._link} to have the dataset made anew") from error
 
         async def is_missing(sha256: str, size_bytes: int) -> bool:
             try:
@@ -136,7 +136,7 @@ class Shard:
 
         files = [file for split in dataset.manifest.splits.values() for file in split.shards]
         parts = [(f.sha256, f.size_bytes) for f in files] + [(f.index_sha256, f.index_bytes) for f in files]
-        missing = sum(await all_of((is_missing(*part) for part in parts), at_a_time=PARALLEL_LOOKS))
+        missing = sum(await gather_limited((is_missing(*part) for part in parts), limit=PARALLEL_LOOKS))
         if missing:
             log.warning("a dataset is not whole any more, making it anew", dataset_id=dataset_id, missing=missing)
             return None
@@ -149,14 +149,14 @@ class Shard:
         try:
             return STATISTICS.validate_json(await self._objects.get(uri))
         except ValidationError as error:
-            raise Poison(
+            raise PoisonMessage(
                 f"{uri} holds no statistics: remove it and done.json beside it, and send the request again"
             ) from error
 
     async def _make_plan(self) -> None:
         index = self._folder / "index.jsonl"
         await self._objects.download(self._ingested.index_uri, index)
-        await in_thread(self._plan.build, index)
+        await run_in_thread(self._plan.build, index)
         index.unlink()
         self._progress.total = self._plan.samples
 
@@ -166,7 +166,7 @@ class Shard:
         finished = await self._journal.read()
         await self._packs.look()
         work = (self._shard(shard, finished.get(shard.name)) for shard in self._plan.shards)
-        made = await all_of(work, at_a_time=self._under_way)
+        made = await gather_limited(work, limit=self._under_way)
         named = sorted(zip(self._plan.shards, made, strict=True), key=lambda pair: pair[0].number)
         return {split: [file for shard, file in named if shard.split == split] for split in SPLITS}
 
@@ -205,7 +205,7 @@ class Shard:
         """Write the shard and upload it.
 
         Raises:
-            Poison: a record's content is not what was ingested.
+            PoisonMessage: a record's content is not what was ingested.
         """
         try:
             return await self._write_and_upload(shard)
@@ -217,7 +217,7 @@ class Shard:
             return await self._write_and_upload(shard)
         except _Damaged as error:
             uri = f"{self._source_uri}/{pack_name(error.pack)}"
-            raise Poison(
+            raise PoisonMessage(
                 f"{uri} is damaged (record {error.key}): remove {self._source_uri}/done.json and send the request "
                 "again, to have the source read anew"
             ) from error
@@ -253,18 +253,18 @@ class Shard:
         encoder, flat = self._plan.encoder, self._plan.flat
         open_writer = partial(ShardWriter, path, shard.name, encoder.extensions, encoder.class_contents, flat=flat)
         try:
-            async with self._packs.held(await in_thread(self._packs_of, shard)) as packs:
+            async with self._packs.held(await run_in_thread(self._packs_of, shard)) as packs:
                 with closing(open_writer()) as writer:
                     for read in self._plan.rows(shard, BATCH_ROWS):
                         for batch in batches(read):
                             await self._add(writer, batch, packs, path)
-                    return await in_thread(writer.finish, index_path)
+                    return await run_in_thread(writer.finish, index_path)
         except ObjectNotFound as error:
             if "/pack-" not in str(error):
                 raise
             # Collected after a dataset was made of them. Without done.json the next request reads the source anew.
             await self._objects.delete(f"{self._source_uri}/done.json")
-            raise Poison(f"{error} is gone, since it was not needed for long; send the request again") from error
+            raise PoisonMessage(f"{error} is gone, since it was not needed for long; send the request again") from error
 
     def _packs_of(self, shard: ShardPlan) -> list[int]:
         found = [np.unique(rows["pack"]) for rows in self._plan.rows(shard, BATCH_ROWS)]
@@ -282,17 +282,17 @@ class Shard:
             await self._reader.download(ObjectVersion(bucket, key, int(batch["size"][row]), extra["etag"]), local[row])
 
         try:
-            await all_of(map(fetch, unpacked), at_a_time=PARALLEL_READS)
+            await gather_limited(map(fetch, unpacked), limit=PARALLEL_READS)
             async with self._writing:
-                await in_thread(_append, writer, batch, extras, packs, local)
+                await run_in_thread(_append, writer, batch, extras, packs, local)
         except Wrong as error:
             row = batch[error.row]
             if row["pack"] >= 0:
                 raise _Damaged(int(row["pack"]), row["key"].decode()) from error
             uri = extras[int(row["extra"])]["uri"]
-            raise Poison(f"{uri} changed after it was ingested: send the request again") from error
+            raise PoisonMessage(f"{uri} changed after it was ingested: send the request again") from error
         except ValueError as error:
-            raise Poison(f"{error}: it cannot be in a shard; rename it, or leave it out") from error
+            raise PoisonMessage(f"{error}: it cannot be in a shard; rename it, or leave it out") from error
         finally:
             for source in local.values():
                 source.unlink(missing_ok=True)
@@ -303,10 +303,12 @@ class Shard:
         """Write the manifest, once all that it names is seen to be there."""
         self._progress.phase = "uploading"
         files = [file for split in shards.values() for file in split]
-        there = await all_of(map(self._is_there, files), at_a_time=PARALLEL_LOOKS)
+        there = await gather_limited(map(self._is_there, files), limit=PARALLEL_LOOKS)
         if not all(there):
             await self._journal.remove()
-            raise Transient(f"{there.count(False)} shards were removed from the store meanwhile: making them again")
+            raise TransientError(
+                f"{there.count(False)} shards were removed from the store meanwhile: making them again"
+            )
         manifest = plan.manifest(self._ingested, shards, statistics)
         content = manifest.to_bytes()
         dataset_id = hashlib.sha256(content).hexdigest()

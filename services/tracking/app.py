@@ -29,7 +29,7 @@ from contracts import subjects, topology
 from contracts.envelope import Envelope
 from contracts.events.model import ModelPromoted
 from contracts.events.run import Artifact, RunFact, RunTracked
-from services.kit.bus import Bus, Poison, Received, Transient
+from services.kit.bus import Bus, Message, PoisonMessage, TransientError
 from services.kit.service import Service
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectNotFound
@@ -111,12 +111,12 @@ class Projector:
 
     # -- handlers -----------------------------------------------------------
 
-    async def on_run_fact(self, received: Received[Any]) -> None:
+    async def on_run_fact(self, received: Message[Any]) -> None:
         """Bring the run's pages up to date."""
         async with self._lock:
             await self._twice(lambda: self._update(received.event.run_id, received.envelope))
 
-    async def on_model_promoted(self, received: Received[ModelPromoted]) -> None:
+    async def on_model_promoted(self, received: Message[ModelPromoted]) -> None:
         """Bring the registry up to date."""
         async with self._lock:
             await self._twice(lambda: self._promote(received.event))
@@ -132,7 +132,7 @@ class Projector:
                     found = True
                 for run_id in sorted(self._live):
                     await self._tick(run_id)
-            except (Poison, Transient, Refused, Gone) as error:
+            except (PoisonMessage, TransientError, Refused, Gone) as error:
                 log.warning("live metrics have to wait", error=str(error))
             await self._pause(self._settings.live_interval_s)
 
@@ -164,7 +164,7 @@ class Projector:
                 self._store.forget()
                 await work()
         except (Gone, Refused) as error:
-            raise Poison(str(error)) from error
+            raise PoisonMessage(str(error)) from error
 
     # -- one run ------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class Projector:
         known = await self._catch_up(run_id)
         run = known.run
         if run.accepted is None:
-            raise Poison(f"run {run_id} was never accepted: its facts are not this platform's")
+            raise PoisonMessage(f"run {run_id} was never accepted: its facts are not this platform's")
         for number, generation in run.attempts():
             last = generation == run.generation
             attempt = known.attempts.get(number)
@@ -195,7 +195,7 @@ class Projector:
         """The run with every fact that is stored by now."""
         known = self._runs.setdefault(run_id, Known(Run(run_id)))
         self._runs.move_to_end(run_id)
-        for received in await self._bus.history(*filters(run_id), start_sequence=known.run.sequence + 1):
+        for received in await self._bus.read_history(*filters(run_id), start_sequence=known.run.sequence + 1):
             fold(known.run, received.event, received.envelope.time, received.sequence)
         while len(self._runs) > MAX_RUNS:
             self._runs.popitem(last=False)
@@ -334,7 +334,7 @@ class Projector:
         if page.mlflow_run_id in self._announced:
             return
         tracked = RunTracked(run_id=run_id, mlflow_run_id=page.mlflow_run_id, mlflow_experiment_id=page.experiment_id)
-        last = await self._bus.last(tracked.subject)
+        last = await self._bus.get_last_message(tracked.subject)
         if last is None or last.event.mlflow_run_id != page.mlflow_run_id:
             await self._bus.publish(tracked, cause)
         self._announced.add(page.mlflow_run_id)
@@ -384,7 +384,7 @@ class Projector:
         unclear = 0
         while True:
             if self._stopping.is_set():
-                raise Transient("the service is stopping")
+                raise TransientError("the service is stopping")
             try:
                 result = await loop.run_in_executor(self._thread, partial(work, *args))
             except Away as error:
@@ -426,13 +426,13 @@ def build(settings: Settings, store: Store | None = None) -> Service:
         settings = TrackingSettings(**settings.model_dump())
     service = Service("tracking", settings)
     store = store or Store(settings.tracking_uri, settings.artifact_location)
-    projector = service.resource(Projector(service.bus, settings, store, service.stopping))
+    projector = service.add_resource(Projector(service.bus, settings, store, service.stopping))
     for event in topology.TRACKING.events:
         if issubclass(event, RunFact):
-            service.bus.on(topology.TRACKING, event)(projector.on_run_fact)
-    service.bus.on(topology.TRACKING, ModelPromoted)(projector.on_model_promoted)
-    service.background(projector.warm_up)
-    service.background(projector.follow_live)
-    service.background(projector.watch_behind)
-    service.ready_when("mlflow", lambda: not projector.away)
+            service.bus.subscriber(topology.TRACKING, event)(projector.on_run_fact)
+    service.bus.subscriber(topology.TRACKING, ModelPromoted)(projector.on_model_promoted)
+    service.add_background_task(projector.warm_up)
+    service.add_background_task(projector.follow_live)
+    service.add_background_task(projector.watch_behind)
+    service.add_readiness_check("mlflow", lambda: not projector.away)
     return service

@@ -34,8 +34,8 @@ def build(settings: Settings, executor: Executor | None = None) -> Service:
     if not isinstance(settings, WorkerSettings):
         settings = WorkerSettings(**settings.model_dump())
     service = Service("worker", settings)
-    objects = service.resource(ObjectStore(settings))
-    reader = service.resource(ObjectReader(settings))
+    objects = service.add_resource(ObjectStore(settings))
+    reader = service.add_resource(ObjectReader(settings))
     cache_folder = (settings.cache_dir or settings.data_dir / "cache").resolve()
     shard_files = ShardFiles(
         cache_folder / SHARDS_FOLDER,
@@ -43,7 +43,7 @@ def build(settings: Settings, executor: Executor | None = None) -> Service:
         Ranged(reader, stall_s=settings.cache_stall_s),
         settings.cache_warm_dir,
     )
-    shards = service.resource(ShardCache(shard_files, settings.cache_max_bytes, ahead_s=settings.cache_ahead_s))
+    shards = service.add_resource(ShardCache(shard_files, settings.cache_max_bytes, ahead_s=settings.cache_ahead_s))
     found = inventory(settings)
     agent_folder = settings.data_dir.resolve() / "agent"
     warm = _warm(settings) if settings.warm and executor is None else None
@@ -74,9 +74,9 @@ def build(settings: Settings, executor: Executor | None = None) -> Service:
             with suppress(OSError):
                 await context.executor.close()
 
-    service.background(agent.run)
-    service.background(keep_warm)
-    service.background(lambda: listen_for_notices(settings, agent))
+    service.add_background_task(agent.run)
+    service.add_background_task(keep_warm)
+    service.add_background_task(lambda: listen_for_notices(settings, agent))
 
     async def leave_unheard() -> None:
         try:
@@ -85,8 +85,8 @@ def build(settings: Settings, executor: Executor | None = None) -> Service:
             with suppress(OSError):
                 await context.executor.close()
 
-    service.on_stop(leave, unheard=leave_unheard)
-    service.ready_when("joined", agent.joined.is_set)
+    service.add_stop_action(leave, before_start=leave_unheard)
+    service.add_readiness_check("joined", agent.joined.is_set)
     return service
 
 

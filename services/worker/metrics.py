@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.kit.metrics import from_zero
+from services.kit.metrics import initialize_series
 
 #: Where a shard was: here, in the shared folder, in the store.
 TIERS = ("hot", "warm", "cold")
@@ -12,7 +12,7 @@ TIERS = ("hot", "warm", "cold")
 SLOTS = Gauge("trainbus_worker_slots", "Slots that this node offers.")
 SLOTS_USED = Gauge("trainbus_worker_slots_used", "Slots held by placements on this node.")
 RANKS_RUNNING = Gauge("trainbus_worker_ranks_running", "Rank processes alive on this node.")
-PLACEMENTS = from_zero(
+PLACEMENTS = initialize_series(
     Counter(
         "trainbus_worker_placements_total",
         "Placements that ended here, by how: succeeded, failed, released, dropped.",
@@ -20,7 +20,7 @@ PLACEMENTS = from_zero(
     ),
     ("succeeded", "failed", "released", "dropped"),
 )
-RANK_STARTS = from_zero(
+RANK_STARTS = initialize_series(
     Counter("trainbus_worker_rank_starts_total", "Ranks started, by way: warm (forked) or cold.", ["way"]),
     ("warm", "cold"),
 )
@@ -38,27 +38,27 @@ UPLOAD_BYTES = Counter("trainbus_worker_checkpoint_bytes_total", "Bytes of stage
 SENT_BYTES = Counter("trainbus_worker_checkpoint_sent_bytes_total", "Bytes of checkpoints that the store did not have.")
 JOURNAL_LAG_BYTES = Gauge("trainbus_worker_journal_lag_bytes", "Journal bytes written by ranks and not yet published.")
 BAD_LINES = Counter("trainbus_worker_bad_journal_lines_total", "Journal lines that could not be read and were skipped.")
-CACHE_LOOKUPS = from_zero(
+CACHE_LOOKUPS = initialize_series(
     Counter("trainbus_worker_cache_lookups_total", "Files asked of the node's cache.", ["result"]), ("hit", "miss")
 )
 CACHE_BYTES = Gauge("trainbus_worker_cache_bytes", "Size of the node's cache.")
 JOINS = Counter("trainbus_worker_joins_total", "Lives of this agent: starts, and returns after it was taken for lost.")
 REATTACHED = Counter("trainbus_worker_reattached_total", "Placements whose ranks a restarted agent took up again.")
 STALLS = Counter("trainbus_worker_stalls_total", "Times that a rank here made no progress for too long.")
-STARVED = from_zero(
+STARVED = initialize_series(
     Counter("trainbus_worker_starved_total", "Times that a rank here waited for its data, by cause.", ["bound_by"]),
     ("fetch", "read", "decode", "transfer"),
 )
-NOTICES = from_zero(
+NOTICES = initialize_series(
     Counter("trainbus_worker_notices_total", "Notices that the machine will be taken away, or may.", ["source"]),
     ("signal", "slurm", "kubernetes", "ec2", "gcp", "azure"),
 )
-DEVICE_CHECKS = from_zero(
+DEVICE_CHECKS = initialize_series(
     Counter("trainbus_worker_device_checks_total", "Checks of devices before a run, by result.", ["result"]),
     ("passed", "failed"),
 )
 SHARDS_BYTES = Gauge("trainbus_worker_shards_bytes", "Size of the dataset shards on this node.")
-SHARD_BYTES = from_zero(
+SHARD_BYTES = initialize_series(
     Counter(
         "trainbus_worker_shard_bytes_total",
         "Bytes of shards taken into use, by where they were: hot (here), warm (the shared folder), cold (the store).",
@@ -67,7 +67,7 @@ SHARD_BYTES = from_zero(
     TIERS,
 )
 SHARD_EVICTIONS = Counter("trainbus_worker_shard_evictions_total", "Shards deleted to make room for others.")
-SHARDS_DAMAGED = from_zero(
+SHARDS_DAMAGED = initialize_series(
     Counter("trainbus_worker_shards_damaged_total", "Shards that were not what their hashes say, by where.", ["tier"]),
     TIERS,
 )

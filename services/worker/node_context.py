@@ -82,7 +82,7 @@ class NodeContext:
 
     async def said(self, fact: Fact) -> bool:
         """Whether the stream has this very fact already."""
-        return any(each.envelope.id == fact.event_id for each in await self.bus.history(fact.subject))
+        return any(each.envelope.id == fact.event_id for each in await self.bus.read_history(fact.subject))
 
 
 def python_root() -> Path:

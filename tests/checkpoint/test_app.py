@@ -19,7 +19,7 @@ from services.checkpoint.app import Committer, build
 from services.checkpoint.collect import collect_garbage
 from services.checkpoint.core.commit import manifest_uri
 from services.checkpoint.settings import CheckpointSettings
-from services.kit.bus import Bus, Received, Transient
+from services.kit.bus import Bus, Message, TransientError
 from services.kit.clock import ManualClock
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore, split_uri
@@ -48,7 +48,7 @@ class Rig:
             rank = int(each.path.split("_")[1].split(".")[0])
             await self.objects.put(each.chunks[0].uri, content(rank, part.step, part.generation))
 
-    async def stage(self, step: int = 100, generation: int = 1, **fields: Any) -> list[Received[Any]]:
+    async def stage(self, step: int = 100, generation: int = 1, **fields: Any) -> list[Message[Any]]:
         """Both nodes' parts, uploaded and published; the messages as a consumer gets them."""
         messages = []
         for node in ("a", "b"):
@@ -62,18 +62,18 @@ class Rig:
         bucket, key = split_uri(uri)
         await self.objects._client.put_object(Bucket=bucket, Key=key, Body=body)
 
-    async def publish(self, fact: Fact) -> Received[Any]:
+    async def publish(self, fact: Fact) -> Message[Any]:
         await self.bus.publish(fact)
-        stored = await self.bus.last(fact.subject)
+        stored = await self.bus.get_last_message(fact.subject)
         assert stored is not None
         return stored
 
-    async def deliver(self, messages: list[Received[Any]]) -> None:
+    async def deliver(self, messages: list[Message[Any]]) -> None:
         for message in messages:
             await self.committer.on_checkpoint_staged(message)
 
     async def facts(self, name: str, run: str = RUN) -> list[Any]:
-        return [received.event for received in await self.bus.history(f"run.{run}.{name}")]
+        return [received.event for received in await self.bus.read_history(f"run.{run}.{name}")]
 
     async def commits(self) -> list[tuple[int, int]]:
         return [(c.generation, c.checkpoint.step) for c in await self.facts("checkpoint_committed")]
@@ -133,7 +133,7 @@ async def test_the_running_service_commits_once_what_two_nodes_staged(
     manifest = json.loads(await rig.objects.get(commit.checkpoint.uri))
     assert sum(each["size_bytes"] for each in manifest["files"]) == commit.size_bytes
     assert await rig.facts("checkpoint_refused") == []
-    cause = await bus.last(f"run.{RUN}.checkpoint_committed")
+    cause = await bus.get_last_message(f"run.{RUN}.checkpoint_committed")
     assert cause is not None
     assert cause.envelope.causation_id.startswith(f"run/{RUN}/checkpoint_staged/1/100/")
 
@@ -149,7 +149,7 @@ async def test_one_part_alone_commits_nothing(rig: Rig) -> None:
 
 async def test_what_is_staged_before_it_is_placed_waits(rig: Rig) -> None:
     messages = await rig.stage()
-    with pytest.raises(Transient):
+    with pytest.raises(TransientError):
         await rig.deliver(messages)
     await rig.publish(placed())
     await rig.deliver(messages)

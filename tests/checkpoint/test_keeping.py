@@ -22,7 +22,7 @@ from services.checkpoint.core.digests import state_digest
 from services.checkpoint.keep import Keeper
 from services.checkpoint.scrub import Scrubber
 from services.checkpoint.settings import CheckpointSettings
-from services.kit.bus import Bus, Poison, Received
+from services.kit.bus import Bus, Message, PoisonMessage
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore, split_uri
 from tests.checkpoint.facts import RUN, blob_uri, content, file, placed, sha, staged, tuned
@@ -43,9 +43,9 @@ class Rig:
         self.keeper = Keeper(bus, objects)
         self.scrubber = Scrubber(bus, objects, self.settings)
 
-    async def publish(self, fact: Fact) -> Received[Any]:
+    async def publish(self, fact: Fact) -> Message[Any]:
         await self.bus.publish(fact)
-        found = await self.bus.last(fact.subject)
+        found = await self.bus.get_last_message(fact.subject)
         assert found is not None
         return found
 
@@ -71,14 +71,14 @@ class Rig:
         return str((await self.facts("checkpoint_committed"))[-1].checkpoint.uri)
 
     async def facts(self, name: str) -> list[Any]:
-        return [received.event for received in await self.bus.history(f"run.{RUN}.{name}")]
+        return [received.event for received in await self.bus.read_history(f"run.{RUN}.{name}")]
 
     async def kept(self) -> list[int]:
         gone = {fact.uri for fact in await self.facts("checkpoint_deleted")}
         return [c.checkpoint.step for c in await self.facts("checkpoint_committed") if c.checkpoint.uri not in gone]
 
-    def ask(self, request: Request, request_id: str) -> Received[Any]:
-        return Received(request, Envelope(request_id, "test", request.type, self.bus.clock.now()), request.subject)
+    def ask(self, request: Request, request_id: str) -> Message[Any]:
+        return Message(request, Envelope(request_id, "test", request.type, self.bus.clock.now()), request.subject)
 
     async def overwrite(self, uri: str, body: bytes) -> None:
         bucket, key = split_uri(uri)
@@ -120,7 +120,7 @@ async def test_a_pinned_checkpoint_outlives_retention_until_it_is_unpinned(rig: 
         (PinRequested(run_id=RUN, step=11), "it has 30, 40"),
         (PinRequested(run_id="rnone", step=1), "is unknown"),
     ):
-        with pytest.raises(Poison, match=words):
+        with pytest.raises(PoisonMessage, match=words):
             await rig.keeper.on_pin_requested(rig.ask(request, f"bad {words}"))
 
 
@@ -149,7 +149,7 @@ async def test_of_a_pin_and_a_deletion_that_cross_the_first_stands(
         await rig.commit(30)
         assert await rig.kept() == [10, 20, 30]
     else:
-        with pytest.raises(Poison, match="was deleted"):
+        with pytest.raises(PoisonMessage, match="was deleted"):
             await rig.keeper.on_pin_requested(pin)
         assert await rig.kept() == [20, 30]
     for commit in await rig.facts("checkpoint_committed"):

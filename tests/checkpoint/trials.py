@@ -39,7 +39,7 @@ from services.checkpoint.core.commit import files_of
 from services.checkpoint.keep import Keeper
 from services.checkpoint.settings import CheckpointSettings
 from services.kit import chunks
-from services.kit.bus import Bus, Conflict, Poison, Received, Transient
+from services.kit.bus import Bus, Conflict, Message, PoisonMessage, TransientError
 from services.kit.clock import ManualClock
 from services.kit.store.errors import ObjectExists, ObjectNotFound
 from services.kit.store.objects import ObjectStore, blob_sha256, split_uri
@@ -84,12 +84,12 @@ class Faults:
         if kind == "kill before":
             raise Killed(line)
         if kind == "fail before":
-            raise Transient(f"{line} does not answer")
+            raise TransientError(f"{line} does not answer")
         result = await call()
         if kind == "kill after":
             raise Killed(line)
         if kind == "fail after":
-            raise Transient(f"the answer of {line} was lost")
+            raise TransientError(f"the answer of {line} was lost")
         return result
 
     def over(self, target: Any, names: tuple[str, ...]) -> Any:
@@ -133,7 +133,7 @@ class Trial:
         self.faulty_bus: Any = self.faults.over(bus, BUS_CALLS)
         self.faulty_objects: Any = self.faults.over(objects, OBJECT_CALLS)
         self.generation = 0
-        self.queue: list[Received[Any]] = []
+        self.queue: list[Message[Any]] = []
         self.corrupted: set[str] = set()
         self.problems: list[str] = []
         self.pins = 0
@@ -183,7 +183,7 @@ class Trial:
 
     async def bases(self, node: str) -> dict[int, tuple[Chunk, bytes]]:
         """What differences are told from: the newest committed checkpoint, as agents do it."""
-        commits = await self.bus.history(subjects.fact("run", self.run_id, CheckpointCommitted.fact))
+        commits = await self.bus.read_history(subjects.fact("run", self.run_id, CheckpointCommitted.fact))
         newest = max(((each.event.generation, each.event.checkpoint.step) for each in commits), default=(0, 0))
         return self.parts.get((*newest, node), {})
 
@@ -199,7 +199,7 @@ class Trial:
 
     async def publish(self, fact: Fact) -> None:
         await self.faulty_bus.publish(fact)
-        stored = await self.bus.last(fact.subject)
+        stored = await self.bus.get_last_message(fact.subject)
         assert stored is not None
         self.queue += [stored] * self.random.choice((1, 1, 2))
 
@@ -207,7 +207,7 @@ class Trial:
         self.pins += 1
         request = PinRequested(run_id=self.run_id, step=step)
         envelope = Envelope(f"{self.run_id}-pin-{self.pins}", "test", request.type, self.bus.clock.now())
-        self.queue.append(Received(request, envelope, request.subject))
+        self.queue.append(Message(request, envelope, request.subject))
 
     async def deliver(self) -> None:
         """Hand out what waits, each message until it is handled. Old ones come again now and then."""
@@ -215,11 +215,11 @@ class Trial:
         for message in waiting:
             await self.again(partial(self.handle, message))
 
-    async def handle(self, message: Received[Any]) -> None:
+    async def handle(self, message: Message[Any]) -> None:
         if isinstance(message.event, CheckpointStaged):
             await self.committer.on_checkpoint_staged(message)
             return
-        with suppress(Poison):  # deleted before: a dead letter
+        with suppress(PoisonMessage):  # deleted before: a dead letter
             await self.keeper.on_pin_requested(message)
 
     async def collect(self) -> None:
@@ -241,7 +241,7 @@ class Trial:
                 return
             except Killed:
                 self.start_service()
-            except (Transient, Conflict, ObjectExists, ObjectNotFound):
+            except (TransientError, Conflict, ObjectExists, ObjectNotFound):
                 pass
             await self.check()
         self.problems.append("not done after 30 tries")
@@ -291,8 +291,8 @@ class Trial:
     async def check(self, *, last: bool = False) -> None:
         """Hold the log against the store: what counts as committed is whole, and nothing it names is gone."""
         run = self.run_id
-        deleted = {r.event.uri for r in await self.bus.history(subjects.fact("run", run, CheckpointDeleted.fact))}
-        commits = [r.event for r in await self.bus.history(subjects.fact("run", run, CheckpointCommitted.fact))]
+        deleted = {r.event.uri for r in await self.bus.read_history(subjects.fact("run", run, CheckpointDeleted.fact))}
+        commits = [r.event for r in await self.bus.read_history(subjects.fact("run", run, CheckpointCommitted.fact))]
         there = {info.uri async for info in self.objects.list(f"s3://{self.bucket}/")}
         for commit in commits:
             if commit.checkpoint.uri not in deleted:
@@ -300,7 +300,7 @@ class Trial:
         if last:
             await self._check_pins(deleted)
             if not self.corrupted and not commits:
-                refused = await self.bus.history(subjects.fact("run", run, CheckpointRefused.fact))
+                refused = await self.bus.read_history(subjects.fact("run", run, CheckpointRefused.fact))
                 why = [f"step {each.event.step}.g{each.event.generation}: {each.event.reason}" for each in refused]
                 self.problems.append(f"{run}: nothing was committed; refused: {why}; struck: {self.faults.struck}")
 
@@ -340,13 +340,13 @@ class Trial:
         """Whether retention took it while we looked: a service of its own goes on."""
         subject = subjects.fact("run", self.run_id, CheckpointDeleted.fact)
         for _ in range(20):
-            if commit.checkpoint.uri in {each.event.uri for each in await self.bus.history(subject)}:
+            if commit.checkpoint.uri in {each.event.uri for each in await self.bus.read_history(subject)}:
                 return True
             await asyncio.sleep(0.1)
         return False
 
     async def _check_pins(self, deleted: set[str]) -> None:
-        pins = await self.bus.history(subjects.fact("run", self.run_id, CheckpointPinned.fact))
+        pins = await self.bus.read_history(subjects.fact("run", self.run_id, CheckpointPinned.fact))
         for each in pins:
             if each.event.uri in deleted:
                 self.problems.append(f"{self.run_id} step {each.event.step}: pinned, and deleted")

@@ -43,7 +43,7 @@ from contracts.events.model import ModelPromoted
 from contracts.events.run import RunAccepted, RunCompleted, RunPrepared
 from contracts.events.train import DataSource, Split
 from contracts.spec.run import RunSpec
-from services.kit.bus import Bus, Transient
+from services.kit.bus import Bus, TransientError
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 from services.sharding.core import plan
@@ -605,7 +605,7 @@ async def test_a_dataset_as_a_folder(
 async def test_a_full_disk_is_not_laid_to_the_store(address: Address) -> None:
     with pytest.raises(CliError, match=r"^/here cannot be written: No space left on device$"):
         async with store(address):
-            raise Transient("/here cannot be written: No space left on device") from OSError(errno.ENOSPC, "full")
+            raise TransientError("/here cannot be written: No space left on device") from OSError(errno.ENOSPC, "full")
 
 
 async def test_an_index_that_hashes_right_but_tells_other_places(objects: ObjectStore, s3_settings: Settings) -> None:

@@ -254,7 +254,9 @@ async def test_the_states_of_two_trainings_are_compared(
     finally:
         training.cancel()
     text = capsys.readouterr().out
-    cancels = [received.event for received in await bus.history(stream="REQUESTS") if received.event.verb == "cancel"]
+    cancels = [
+        received.event for received in await bus.read_history(stream="REQUESTS") if received.event.verb == "cancel"
+    ]
     if case == "same":
         assert code == 0
         assert f"identical at 3 checkpoints, final digest {state_digest(ours[20])} at step 20" in text

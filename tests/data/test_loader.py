@@ -76,11 +76,11 @@ def test_workers_give_the_batches_of_the_thread(
     rng = np.random.default_rng(0)
     batches = [(rng.integers(0, 200, size), rng.integers(0, 3, size)) for size in (1, 17, 0, 64, 5, 9, 30)]
 
-    def all_of(loading: Loading, depth: int) -> list[Any]:
+    def gather_limited(loading: Loading, depth: int) -> list[Any]:
         return list(pipelined((loading.start(ids, epochs, seed=7) for ids, epochs in batches), depth))
 
-    alone = all_of(Loading(task, reader), 0)
-    together = all_of(Loading(task, reader, workers=workers(count, task)), 4)
+    alone = gather_limited(Loading(task, reader), 0)
+    together = gather_limited(Loading(task, reader, workers=workers(count, task)), 4)
     for (ids, _), one, other in zip(batches, alone, together, strict=True):
         assert one.samples == other.samples == len(ids)
         assert one.keys == other.keys == tuple(f"s{i:05d}" for i in ids.tolist())

@@ -50,7 +50,7 @@ async def test_handlers_count_from_zero(make_bus: Any) -> None:
 
     async def on_rollback_requested(_: Any) -> None: ...
 
-    bus.on(topology.EVALUATION_REQUESTS, RollbackRequested)(on_rollback_requested)
+    bus.subscriber(topology.EVALUATION_REQUESTS, RollbackRequested)(on_rollback_requested)
     await bus.start()
     for outcome in ("ok", "retried", "dead"):
         labels = {"consumer": topology.EVALUATION_REQUESTS.name, "type": RollbackRequested.type, "outcome": outcome}

@@ -21,7 +21,7 @@ from typing import Any
 
 from contracts.base import run_id_for
 from contracts.events.run import RunFact, RunPlaced, RunStarted
-from services.kit.bus import Bus, Received
+from services.kit.bus import Bus, Message
 from services.kit.store.objects import ObjectStore
 from trainbus.client.address import find
 from trainbus.embedded.launch import read_stack
@@ -147,8 +147,8 @@ class Stack:
 
     # -- output -------------------------------------------------------------
 
-    async def facts(self, run_id: str) -> list[Received[Any]]:
-        return await self.bus.history(f"run.{run_id}.*")
+    async def facts(self, run_id: str) -> list[Message[Any]]:
+        return await self.bus.read_history(f"run.{run_id}.*")
 
     async def wait_for(
         self,
@@ -243,11 +243,13 @@ class Stack:
         prepared = next(r.event for r in facts if r.event.fact == "prepared")
         assert len(trained) == prepared.train_samples
         verdict = await self.wait_for(run_id, "promoted")
-        promotions = [r for r in await self.bus.history(f"model.{verdict.model}.promoted") if r.event.run_id == run_id]
+        promotions = [
+            r for r in await self.bus.read_history(f"model.{verdict.model}.promoted") if r.event.run_id == run_id
+        ]
         assert len(promotions) == 1
         await self._audit_metrics(run_id, last_step=math.ceil(prepared.train_samples * epochs / 16))
 
-    def _surviving_samples(self, run_id: str, placed: list[RunPlaced], facts: list[Received[Any]]) -> Counter[str]:
+    def _surviving_samples(self, run_id: str, placed: list[RunPlaced], facts: list[Message[Any]]) -> Counter[str]:
         """How often each sample was trained in the history that led to the result."""
         trained: Counter[str] = Counter()
         starts = {p.generation: (p.resume.step if p.resume else 0) for p in placed}

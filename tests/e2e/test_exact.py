@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.kit.concurrency import all_of
+from services.kit.concurrency import gather_limited
 from tests.e2e.history import Case, Config, Theatre, draw
 from tests.e2e.support import Stack
 
@@ -36,7 +36,7 @@ async def test_random_histories_end_with_the_same_bits(stack: Stack, tmp_path: P
         if difference:
             unlike.append(f"{case}: {difference}")
 
-    await all_of((play(draw(number, seed=1, config=config)) for number in range(HISTORIES)), at_a_time=3)
+    await gather_limited((play(draw(number, seed=1, config=config)) for number in range(HISTORIES)), limit=3)
     assert unlike == []
 
 

@@ -84,7 +84,7 @@ async def test_the_object_store_is_away_for_five_seconds(stack: Stack) -> None:
 
 
 async def test_everything_is_delivered_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRAINBUS_CHAOS_TWICE", "1")
+    monkeypatch.setenv("TRAINBUS_INJECT_DUPLICATES", "1")
     folder = tmp_path / "data"
     with StackProcess(StackOptions(folder), output=tmp_path / "output.log") as process:
         process.wait_ready()
@@ -95,7 +95,7 @@ async def test_everything_is_delivered_twice(tmp_path: Path, monkeypatch: pytest
             await stack.fill_lake()
             run_id = await start(stack)
             await finish(stack, run_id)
-            staged = len(await bus.history(f"run.{run_id}.checkpoint_staged"))
+            staged = len(await bus.read_history(f"run.{run_id}.checkpoint_staged"))
             info = await bus.js.consumer_info("FACTS", "checkpoint")
             assert info.delivered.consumer_seq >= 2 * staged, "the fault was not there"
         await bus.close()

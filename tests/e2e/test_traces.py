@@ -130,10 +130,10 @@ def test_without_a_collector_nothing_is_traced() -> None:
         from services.kit import telemetry
         from services.kit.settings import Settings
 
-        telemetry.setup("test", Settings())
-        with telemetry.span("quiet"):
+        telemetry.set_up("test", Settings())
+        with telemetry.start_span("quiet"):
             print(repr(telemetry.current_traceparent()), "opentelemetry.sdk.trace.export" in sys.modules)
-        with telemetry.span("passed on", traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"):
+        with telemetry.start_span("passed on", traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"):
             print(telemetry.current_traceparent())
     """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)

@@ -28,7 +28,7 @@ from contracts.events.run import (
 from contracts.events.train import Evaluation, PromoteRequested, RollbackRequested, TrainRequested
 from contracts.spec.run import RunSpec
 from services.evaluation.app import Evaluator, build
-from services.kit.bus import Ack, Bus, Outgoing, Poison, Received
+from services.kit.bus import Bus, Message, OutgoingMessage, PoisonMessage, PublishAck
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 
@@ -59,16 +59,16 @@ class Rig:
         uri = f"s3://{self.settings.bucket_models}/digits/{run_id}/checkpoints/epoch_1/step_00000100.g1.json"
         return CheckpointRef(uri=uri, step=100, epoch=1, samples_consumed=6400)
 
-    async def publish(self, fact: Fact) -> Received[Any]:
+    async def publish(self, fact: Fact) -> Message[Any]:
         await self.bus.publish(fact)
         return await self.last(fact.subject)
 
-    async def last(self, subject: str) -> Received[Any]:
-        found = await self.bus.last(subject)
+    async def last(self, subject: str) -> Message[Any]:
+        found = await self.bus.get_last_message(subject)
         assert found is not None
         return found
 
-    async def trained(self, run_id: str, dataset_id: str = D1, **fields: Any) -> Received[Any]:
+    async def trained(self, run_id: str, dataset_id: str = D1, **fields: Any) -> Message[Any]:
         """A training from accepted to completed; its checkpoint is in the store."""
         gate = fields.pop("evaluation", Evaluation(metric="accuracy", mode="max"))
         spec = RunSpec(
@@ -84,14 +84,14 @@ class Rig:
 
     async def requests(self) -> dict[str, TrainRequested]:
         """The evaluations asked for, by run id: like the scheduler, which knows a repeated request."""
-        found = await self.bus.history("train.requested", stream="REQUESTS")
+        found = await self.bus.read_history("train.requested", stream="REQUESTS")
         return {run_id_for(each.envelope.source, each.envelope.id): each.event for each in found}
 
     async def accept(self, run_id: str) -> None:
         spec = (await self.requests())[run_id].run_spec
         await self.publish(RunAccepted(run_id=run_id, spec=spec, request_id="x", request_source=SOURCE))
 
-    async def measured(self, run_id: str, accuracy: float, **fields: Any) -> Received[Any]:
+    async def measured(self, run_id: str, accuracy: float, **fields: Any) -> Message[Any]:
         """The evaluation ``run_id`` is placed and gives ``accuracy``."""
         await self.accept(run_id)
         metrics = {"accuracy": accuracy, "loss": 1 - accuracy}
@@ -103,15 +103,15 @@ class Rig:
         await self.evaluator.on_run_ended(await self.measured(evaluation_id(run_id), accuracy))
 
     async def facts(self, subject: str) -> list[Any]:
-        return [received.event for received in await self.bus.history(subject)]
+        return [received.event for received in await self.bus.read_history(subject)]
 
     async def champions(self) -> list[tuple[int, str]]:
         return [(fact.version, fact.run_id) for fact in await self.facts("model.m.promoted")]
 
-    def ask(self, request: Request, request_id: str) -> Received[Any]:
+    def ask(self, request: Request, request_id: str) -> Message[Any]:
         """An operator's request, as it is delivered."""
         envelope = Envelope(request_id, "test", request.type, self.bus.clock.now())
-        return Received(request, envelope, request.subject)
+        return Message(request, envelope, request.subject)
 
 
 @pytest_asyncio.fixture
@@ -123,7 +123,7 @@ async def test_the_running_service_measures_reports_and_promotes(rig: Rig, s3_se
     service = build(s3_settings)
     task = asyncio.create_task(service.run())
 
-    async def until(subject: str) -> Received[Any]:
+    async def until(subject: str) -> Message[Any]:
         async with asyncio.timeout(90):
             async for batch in rig.bus.follow("FACTS" if subject != "train.requested" else "REQUESTS", (subject,)):
                 if batch:
@@ -183,7 +183,7 @@ async def test_a_kill_before_and_after_each_publish_and_every_event_twice(
     send = rig.bus.send
     kills: list[tuple[str, str]] = []
 
-    async def dying(message: Outgoing) -> Ack:
+    async def dying(message: OutgoingMessage) -> PublishAck:
         if (message.id, "before") not in kills:
             kills.append((message.id, "before"))
             raise Killed
@@ -193,7 +193,7 @@ async def test_a_kill_before_and_after_each_publish_and_every_event_twice(
             raise Killed
         return ack
 
-    async def deliver(message: Received[Any]) -> None:
+    async def deliver(message: Message[Any]) -> None:
         monkeypatch.setattr(rig.bus, "send", dying)
         for _ in range(20):
             try:
@@ -212,7 +212,7 @@ async def test_a_kill_before_and_after_each_publish_and_every_event_twice(
     assert kills == [(step, when) for step in steps for when in ("before", "after")]
     assert set(await rig.requests()) == {evaluation_id(run_id) for run_id in ("ra", "rb", "rc")}
     assert await rig.champions() == [(1, "ra"), (2, "rb")]
-    told = [received.envelope.id for received in await rig.bus.history("run.rb.*", "run.rc.*")]
+    told = [received.envelope.id for received in await rig.bus.read_history("run.rb.*", "run.rc.*")]
     settled = ["run/rb/evaluated", "run/rb/promoted", "run/rc/evaluated", "run/rc/not_promoted"]
     assert [event_id for event_id in told if event_id.split("/")[2].endswith(("evaluated", "promoted"))] == settled
 
@@ -239,7 +239,7 @@ async def test_the_champion_changes_between_decision_and_promotion(rig: Rig, mon
     ended = await rig.measured(evaluation_id("ra"), 0.8)
     send = rig.bus.send
 
-    async def rival_first(message: Outgoing) -> Ack:
+    async def rival_first(message: OutgoingMessage) -> PublishAck:
         if message.type == ModelPromoted.type:
             monkeypatch.setattr(rig.bus, "send", send)
             rival = ModelPromoted(
@@ -336,7 +336,7 @@ async def test_a_manifest_that_is_not_the_committed_one_is_never_promoted(rig: R
     assert await rig.champions() == [(1, "rwhole")]
     [refused] = await rig.facts("run.rbent.not_promoted")
     assert "is not the one that was committed" in refused.reason
-    with pytest.raises(Poison, match="is not the one that was committed"):
+    with pytest.raises(PoisonMessage, match="is not the one that was committed"):
         await rig.evaluator.on_promote_requested(rig.ask(PromoteRequested(model="m", run_id="rbent"), "p"))
 
 
@@ -363,6 +363,6 @@ async def test_a_request_that_cannot_be_met_says_why(rig: Rig) -> None:
             if isinstance(request, PromoteRequested)
             else rig.evaluator.on_rollback_requested
         )
-        with pytest.raises(Poison, match=words):
+        with pytest.raises(PoisonMessage, match=words):
             await on_request(received)
     assert await rig.champions() == [(1, "ra")]

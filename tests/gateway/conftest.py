@@ -150,7 +150,7 @@ async def running(settings: GatewaySettings) -> AsyncIterator[Running]:
     service = build(settings)
     task = asyncio.create_task(service.run())
     try:
-        await until(lambda: task.done() or all(service.readiness().values()))
+        await until(lambda: task.done() or all(service.check_readiness().values()))
         if task.done():
             task.result()
         await until(lambda: service.gateway_port is not None)

@@ -71,7 +71,7 @@ async def test_post_then_get_at_once(gateway: Running, bus: Bus) -> None:
     assert answers[1].json()["duplicate"] is True
     run = await gateway.get(f"/training-runs/{run_id}")
     assert (run["state"], run["name"], run["slots"]["max"]) == ("requested", "digits", 4)
-    stored = await bus.history(subjects.request("train"), stream="REQUESTS")
+    stored = await bus.read_history(subjects.request("train"), stream="REQUESTS")
     assert [(s.event.name, s.envelope.id) for s in stored] == [("digits", "k1")]
     other = await gateway.client.post(
         "/training-runs", json={**BODY, "name": "other"}, headers={"Idempotency-Key": "k1"}
@@ -211,7 +211,7 @@ async def test_cancel_and_restore(gateway: Running, bus: Bus) -> None:
     child = await gateway.get(f"/training-runs/{restored.json()['run_id']}")
     assert (child["state"], child["parent_run_id"]) == ("requested", RUN)
     assert (await gateway.client.post(f"/training-runs/{RUN}/cancel", params={"reason": "enough"})).status_code == 202
-    asked = await bus.history(subjects.request("restore"), subjects.request("cancel"), stream="REQUESTS")
+    asked = await bus.read_history(subjects.request("restore"), subjects.request("cancel"), stream="REQUESTS")
     assert [a.event for a in asked] == [
         RestoreRequested(run_id=RUN, epoch=1),
         CancelRequested(run_id=RUN, reason="enough"),
@@ -282,7 +282,7 @@ async def test_nats_is_killed_and_comes_back(
     assert again.status_code == 202, again.text
     run_id = again.json()["run_id"]
     assert (await gateway.get(f"/training-runs/{run_id}"))["state"] == "requested"
-    assert len(await bus.history(subjects.request("train"), stream="REQUESTS")) == 1
+    assert len(await bus.read_history(subjects.request("train"), stream="REQUESTS")) == 1
 
 
 @pytest.mark.parametrize(("site", "status"), [("cross-site", 403), ("same-site", 403), ("same-origin", 404)])

@@ -76,7 +76,7 @@ async def test_rebuild_gives_the_same_rows(bus: Bus, gateway_settings: GatewaySe
 async def test_a_batch_counts_once(bus: Bus, gateway_settings: GatewaySettings) -> None:
     """A crash before the commit leaves nothing; the same batch after the commit is refused."""
     await publish(bus, *life())
-    batch = await bus.history(stream=FACTS)
+    batch = await bus.read_history(stream=FACTS)
     async with Store(gateway_settings.database_url) as store:
         projection = Projection(bus, store)
         await projection.adopt()

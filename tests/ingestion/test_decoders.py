@@ -16,7 +16,7 @@ from services.ingestion.core.records import Broken, Sound
 from services.ingestion.decoders import Decoders
 from services.ingestion.formats.images import ImageJudge, Labelled
 from services.ingestion.processes import MEMORY_BYTES
-from services.kit.bus import Transient
+from services.kit.bus import TransientError
 from tests.kit.support import until
 from tests.support_data import image_bytes
 
@@ -67,7 +67,7 @@ async def test_only_the_culprit_is_set_aside() -> None:
 async def test_no_image_is_blamed_when_no_process_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoders_module, "bound", _refuse)
     async with Decoders(2) as decoders:
-        with pytest.raises(Transient, match="no process can be started"):
+        with pytest.raises(TransientError, match="no process can be started"):
             await decoders.judge(Deadly(DATA), batch(0).images)
 
 

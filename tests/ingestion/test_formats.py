@@ -28,7 +28,7 @@ from loadtest.data.quarantine import Findings, MemoryStore, ingest, try_one
 from services.ingestion.core.verdict import objection
 from services.ingestion.decoders import Decoders
 from services.ingestion.ingest import Ingested
-from services.kit.bus import Poison
+from services.kit.bus import PoisonMessage
 from tests.support_data import image_bytes
 
 TRAIN = {"train": 1, "validation": 0, "test": 0}
@@ -102,7 +102,7 @@ async def test_binary(run: Ingesting) -> None:
 
 
 async def test_binary_needs_a_manifest(run: Ingesting) -> None:
-    with pytest.raises(Poison, match=r"there is no manifest.jsonl or manifest.csv"):
+    with pytest.raises(PoisonMessage, match=r"there is no manifest.jsonl or manifest.csv"):
         await run("binary", {"a.dat": b"1"})
 
 
@@ -123,10 +123,10 @@ async def test_images_by_labels_parquet(run: Ingesting) -> None:
 @pytest.mark.parametrize(("columns", "lacks"), [(["name", "label"], "file"), (["file", "class"], "label")])
 async def test_images_by_a_table_that_is_none(run: Ingesting, columns: list[str], lacks: str) -> None:
     files = {"0.png": image_bytes(0), "labels.csv": ",".join(columns).encode() + b"\n0.png,a\n"}
-    with pytest.raises(Poison, match=f"needs the column '{lacks}'; it has {re.escape(str(columns))}"):
+    with pytest.raises(PoisonMessage, match=f"needs the column '{lacks}'; it has {re.escape(str(columns))}"):
         await run("images", files)
     files |= {"labels.parquet": b"PAR1"}
-    with pytest.raises(Poison, match=r"both labels.csv and labels.parquet"):
+    with pytest.raises(PoisonMessage, match=r"both labels.csv and labels.parquet"):
         await run("images", files)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from contracts.events.train import DataSource, Split
 from services.ingestion import packs, whole_files
-from services.kit.bus import Poison
+from services.kit.bus import PoisonMessage
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectChanged
 from services.kit.store.objects import ObjectStore
@@ -169,7 +169,7 @@ async def test_growing_data_keeps_every_split(ingest: Ingesting, objects: Object
     ],
 )
 async def test_a_missing_source(ingest: Ingesting, objects: ObjectStore, lake: str, path: str, says: str) -> None:
-    with pytest.raises(Poison, match=says):
+    with pytest.raises(PoisonMessage, match=says):
         await ingest(DataSource(source=path.format(lake=lake), format="images"))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.ingestion.sources import FolderSource, Listed
-from services.kit.bus import Poison
+from services.kit.bus import PoisonMessage
 from services.kit.store.errors import ObjectChanged
 
 
@@ -48,17 +48,17 @@ async def test_a_folder_is_read(folder: Path, tmp_path: Path) -> None:
 def test_nothing_else_may_be_named(folder: Path, tmp_path: Path, path: str) -> None:
     (tmp_path / "allowedness").mkdir()
     (tmp_path / "allowed" / "link").symlink_to(tmp_path / "secret")
-    with pytest.raises(Poison, match=r"may not read .*TRAINBUS_SOURCE_FOLDERS"):
+    with pytest.raises(PoisonMessage, match=r"may not read .*TRAINBUS_SOURCE_FOLDERS"):
         FolderSource.of(f"file://{tmp_path}/{path}", (tmp_path / "allowed",))
 
 
 def test_no_folder_is_allowed_unless_somebody_says_so(folder: Path) -> None:
-    with pytest.raises(Poison, match="folders that it may read: none"):
+    with pytest.raises(PoisonMessage, match="folders that it may read: none"):
         FolderSource.of(folder.as_uri(), ())
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(Poison, match="there is no folder"):
+    with pytest.raises(PoisonMessage, match="there is no folder"):
         FolderSource.of(f"file://{tmp_path}/nothing", (tmp_path,))
 
 

@@ -31,7 +31,7 @@ from services.ingestion.formats import unpacking
 from services.ingestion.formats.parquet import python_rows
 from services.ingestion.formats.unpacking import Unpacker
 from services.ingestion.sources import FolderSource
-from services.kit.bus import Poison, Transient
+from services.kit.bus import PoisonMessage, TransientError
 
 ROWS = 2500  # three batches
 TRAIN = {"train": 1, "validation": 0, "test": 0}
@@ -117,7 +117,7 @@ def test_a_file_that_is_given_up_in_the_middle_is_not_read_on(tmp_path: Path) ->
 def test_no_file_is_blamed_when_no_process_can_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(processes, "_run", refuse)
     (tmp_path / "it").write_bytes(table(x=[1]))
-    with closing(Unpacker()) as unpacker, pytest.raises(Transient, match="no process can be started"):
+    with closing(Unpacker()) as unpacker, pytest.raises(TransientError, match="no process can be started"):
         read(unpacker, tmp_path / "it")
 
 
@@ -170,7 +170,7 @@ async def test_an_ingestion_goes_on_after_it(planted: None, decoders: Decoders, 
 async def test_labels_that_their_reader_dies_of(planted: None, decoders: Decoders, tmp_path: Path) -> None:
     labels = table(file=[f"{n}.png" for n in range(ROWS)], label=["a"] * ROWS, crash=[1] * ROWS)
     case = fuzzed.Case("images", {"0.png": b"x", "labels.parquet": labels})
-    with pytest.raises(Poison, match=r"labels\.parquet cannot be read as Parquet: its reader dies"):
+    with pytest.raises(PoisonMessage, match=r"labels\.parquet cannot be read as Parquet: its reader dies"):
         await ingest(case, decoders, tmp_path)
 
 
@@ -217,5 +217,7 @@ async def test_a_join_goes_on_without_the_entity_file_that_it_died_of(lake: Any)
 
 
 async def test_a_join_that_died_of_a_feature_file_names_it(lake: Any, tmp_path: Path) -> None:
-    with pytest.raises(Poison, match=r"g\.parquet of feature table 't' cannot be read as Parquet \(its reader dies"):
+    with pytest.raises(
+        PoisonMessage, match=r"g\.parquet of feature table 't' cannot be read as Parquet \(its reader dies"
+    ):
         await lake({"a": "label"}, {"f": "value", "g": "crash"})

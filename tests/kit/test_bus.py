@@ -14,7 +14,7 @@ from contracts.events.run import CheckpointRef, RunCancelled, RunPlaced
 from contracts.events.train import TrainRequested
 from contracts.spec.run import RunSpec
 from services.kit import follow
-from services.kit.bus import Bus, Conflict, Expect, Poison, Unreadable
+from services.kit.bus import Bus, Conflict, ExpectedSequence, PoisonMessage, UndecodableEvent
 from services.kit.clock import ManualClock
 from tests.kit.support import until
 from trainbus.embedded.servers import NatsServer
@@ -42,61 +42,61 @@ async def test_the_same_fact_twice_is_stored_once(bus: Bus) -> None:
 
 async def test_two_leaders_cannot_both_place(bus: Bus) -> None:
     """The condition is over the wildcard: whoever has not seen the other's placement is refused."""
-    await bus.publish(placed("r1", 1), expect=Expect(0, "run.*.placed"))
+    await bus.publish(placed("r1", 1), expected=ExpectedSequence(0, "run.*.placed"))
     with pytest.raises(Conflict):
-        await bus.publish(placed("r2", 1), expect=Expect(0, "run.*.placed"))
+        await bus.publish(placed("r2", 1), expected=ExpectedSequence(0, "run.*.placed"))
 
 
 async def test_a_zombie_cannot_commit(bus: Bus) -> None:
     old = await bus.publish(placed("r1", 1))
     new = await bus.publish(placed("r1", 2))
     with pytest.raises(Conflict):
-        await bus.publish(committed("r1", 1), expect=Expect(old.sequence, "run.r1.placed"))
-    await bus.publish(committed("r1", 2), expect=Expect(new.sequence, "run.r1.placed"))
+        await bus.publish(committed("r1", 1), expected=ExpectedSequence(old.sequence, "run.r1.placed"))
+    await bus.publish(committed("r1", 2), expected=ExpectedSequence(new.sequence, "run.r1.placed"))
 
 
 async def test_a_publish_whose_answer_was_lost_is_recognised(bus: Bus) -> None:
     """Repeating a conditional publish that did succeed is no conflict, even past the duplicate window."""
     fact = RunCancelled(run_id="r1", reason="x")
-    ack = await bus.publish(fact, expect=Expect(0))
+    ack = await bus.publish(fact, expected=ExpectedSequence(0))
     await bus.js.update_stream((await bus.js.stream_info("FACTS")).config.evolve(duplicate_window=0.1))
     await asyncio.sleep(0.5)  # the server forgets ids after its window
-    again = await bus.publish(fact, expect=Expect(0))
+    again = await bus.publish(fact, expected=ExpectedSequence(0))
     assert again.sequence == ack.sequence
 
 
 async def test_last_and_history(bus: Bus) -> None:
-    assert await bus.last("run.r1.placed") is None
+    assert await bus.get_last_message("run.r1.placed") is None
     for generation in (1, 2, 3):
         await bus.publish(placed("r1", generation))
     await bus.publish(placed("r2", 1))
-    newest = await bus.last("run.r1.placed")
+    newest = await bus.get_last_message("run.r1.placed")
     assert newest is not None
     assert newest.event.generation == 3
-    wildcard = await bus.last("run.*.placed")
+    wildcard = await bus.get_last_message("run.*.placed")
     assert wildcard is not None
     assert wildcard.event.run_id == "r2"
-    assert [r.event.generation for r in await bus.history("run.r1.placed")] == [1, 2, 3]
-    assert await bus.history("run.nobody.*") == []
+    assert [r.event.generation for r in await bus.read_history("run.r1.placed")] == [1, 2, 3]
+    assert await bus.read_history("run.nobody.*") == []
 
 
 async def test_nonsense_hides_no_event_and_moves_the_fence(bus: Bus) -> None:
     """What anybody may publish must not bury the event before it, nor shut its fence for ever."""
     await bus.publish(placed("r1", 1))
     nonsense = (await bus.js.publish("run.r1.placed", b"\x00 no json")).seq
-    newest = await bus.last("run.r1.placed")
+    newest = await bus.get_last_message("run.r1.placed")
     assert newest is not None
     assert (newest.event.generation, newest.sequence) == (1, nonsense)
-    assert await bus.last_sequence("run.*.placed") == nonsense
-    await bus.publish(placed("r1", 2), expect=Expect(newest.sequence, "run.r1.placed"))
+    assert await bus.get_last_sequence("run.*.placed") == nonsense
+    await bus.publish(placed("r1", 2), expected=ExpectedSequence(newest.sequence, "run.r1.placed"))
     await bus.js.publish("run.r2.placed", b"[]")
-    assert await bus.last("run.r2.placed") is None
-    kept = [r async for batch in bus.follow("FACTS", until_caught_up=True, unreadable=True) for r in batch]
-    assert [isinstance(r.event, Unreadable) for r in kept] == [False, True, False, True]
+    assert await bus.get_last_message("run.r2.placed") is None
+    kept = [r async for batch in bus.follow("FACTS", until_caught_up=True, include_undecodable=True) for r in batch]
+    assert [isinstance(r.event, UndecodableEvent) for r in kept] == [False, True, False, True]
 
 
 async def test_a_fact_that_no_server_takes_is_refused_at_once(bus: Bus) -> None:
-    with pytest.raises(Poison, match="max_payload"):
+    with pytest.raises(PoisonMessage, match="max_payload"):
         await bus.publish(RunCancelled(run_id="r1", reason="x" * (bus.nc.max_payload + 1)))
 
 
@@ -138,7 +138,7 @@ async def test_reading_ends_although_what_was_to_come_is_deleted(bus: Bus, at_fi
     await bus.publish(RunCancelled(run_id="r1", reason="x"))
     at_first_opening.append(lambda _: bus.js.purge_stream("FACTS"))
     async with asyncio.timeout(60):
-        assert await bus.history() == []
+        assert await bus.read_history() == []
     assert at_first_opening == []
 
 
@@ -149,7 +149,7 @@ async def test_the_last_message_is_missed_although_none_follows_it(bus: Bus, at_
     await bus.publish(RunCancelled(run_id="r1", reason="x"))
     at_first_opening.append(narrow)
     async with asyncio.timeout(60):
-        assert [received.event.run_id for received in await bus.history()] == ["r1"]
+        assert [received.event.run_id for received in await bus.read_history()] == ["r1"]
 
 
 async def test_it_is_closed_while_the_server_is_away(bus: Bus, nats_server: NatsServer) -> None:
@@ -164,7 +164,7 @@ async def test_a_bare_publish_from_a_shell_is_a_request(make_bus: Any) -> None:
     bus: Bus = await make_bus("scheduler")
     seen: list[Any] = []
 
-    @bus.on(topology.SCHEDULER_REQUESTS, TrainRequested)
+    @bus.subscriber(topology.SCHEDULER_REQUESTS, TrainRequested)
     async def on_train_requested(received: Any) -> None:
         seen.append(received)
 
@@ -178,7 +178,7 @@ async def test_a_bare_publish_from_a_shell_is_a_request(make_bus: Any) -> None:
 async def test_a_request_nobody_handles_is_told_so(make_bus: Any) -> None:
     bus: Bus = await make_bus("scheduler")
 
-    @bus.on(topology.SCHEDULER_REQUESTS, TrainRequested)
+    @bus.subscriber(topology.SCHEDULER_REQUESTS, TrainRequested)
     async def on_train_requested(_: Any) -> None: ...
 
     await bus.start()

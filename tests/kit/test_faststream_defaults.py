@@ -21,7 +21,7 @@ from faststream.nats.prometheus import NatsPrometheusMiddleware
 from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 
 from contracts.events.run import RunCancelled
-from services.kit.bus import Bus, Poison, Received
+from services.kit.bus import Bus, Message, PoisonMessage
 from services.kit.reconcile import reconcile
 from services.kit.settings import Settings
 from tests.kit.support import CONSUMER, TOPOLOGY, until
@@ -50,7 +50,7 @@ class World:
     async def subscribe(self, side: str, handle: Handle, *, ack_policy: AckPolicy | None = None) -> None:
         if side == "kit":
 
-            @self.bus.on(CONSUMER, RunCancelled)
+            @self.bus.subscriber(CONSUMER, RunCancelled)
             async def on_cancelled(_: object) -> None:
                 await handle()
 
@@ -119,7 +119,7 @@ async def test_a_bad_message_is_not_redelivered_at_once(world: World, side: str)
 @fails_by_default
 async def test_what_cannot_be_handled_is_kept_with_its_reason(world: World, side: str) -> None:
     async def handle() -> None:
-        raise Poison("no such run: check run_id")
+        raise PoisonMessage("no such run: check run_id")
 
     await world.subscribe(side, handle)
     await world.bus.js.publish(SUBJECT, BODY)
@@ -216,7 +216,7 @@ async def test_the_client_never_stops_reconnecting(world: World, side: str) -> N
 async def test_a_restart_of_the_server_loses_nothing(world: World, nats_server: NatsServer) -> None:
     seen: list[str] = []
 
-    @world.bus.on(CONSUMER, RunCancelled)
+    @world.bus.subscriber(CONSUMER, RunCancelled)
     async def on_cancelled(received: object) -> None:
         seen.append(received.event.run_id)  # type: ignore[attr-defined]
 
@@ -234,7 +234,7 @@ async def test_a_restart_of_the_server_loses_nothing(world: World, nats_server: 
 async def test_shutting_down_lets_a_running_handler_finish(world: World) -> None:
     entered, finished = asyncio.Event(), []
 
-    @world.bus.on(CONSUMER, RunCancelled)
+    @world.bus.subscriber(CONSUMER, RunCancelled)
     async def on_cancelled(_: object) -> None:
         entered.set()
         await asyncio.sleep(0.3)  # the work that is under way when the end comes
@@ -248,7 +248,7 @@ async def test_shutting_down_lets_a_running_handler_finish(world: World) -> None
 
 
 async def test_given_up_after_max_deliver(world: World) -> None:
-    @world.bus.on(CONSUMER, RunCancelled)
+    @world.bus.subscriber(CONSUMER, RunCancelled)
     async def on_cancelled(_: object) -> None:
         raise RuntimeError("always")
 
@@ -265,12 +265,12 @@ async def test_given_up_after_max_deliver(world: World) -> None:
 
 async def test_the_fault_that_delivers_everything_twice_does(world: World) -> None:
     """The end-to-end tests rely on this fault injection: here it is seen to work."""
-    bus = Bus("twice", world.settings.model_copy(update={"chaos_twice": True}))
+    bus = Bus("twice", world.settings.model_copy(update={"inject_duplicates": True}))
     await bus.connect(reconcile_topology=False)
     seen: list[int] = []
 
-    @bus.on(CONSUMER, RunCancelled)
-    async def on_cancelled(received: Received[RunCancelled]) -> None:
+    @bus.subscriber(CONSUMER, RunCancelled)
+    async def on_cancelled(received: Message[RunCancelled]) -> None:
         seen.append(received.deliveries)
 
     await bus.start()

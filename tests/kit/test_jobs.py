@@ -12,9 +12,9 @@ from nats.js.kv import KeyValue
 
 from contracts import topology
 from contracts.events.run import RunCancelled
-from services.kit.bus import Bus, Poison, Transient
-from services.kit.concurrency import end
-from services.kit.jobs import Jobs
+from services.kit.bus import Bus, PoisonMessage, TransientError
+from services.kit.concurrency import cancel_and_wait
+from services.kit.jobs import JobQueue
 from tests.kit.support import until
 from trainbus.embedded.servers import NatsServer
 
@@ -33,19 +33,19 @@ class Recorder:
 
 async def received(bus: Bus, run_id: str) -> Any:
     await bus.publish(RunCancelled(run_id=run_id, reason="x"))
-    return await bus.last(f"run.{run_id}.cancelled")
+    return await bus.get_last_message(f"run.{run_id}.cancelled")
 
 
 async def empty(bus: Bus) -> bool:
     jobs: dict[str, bytes | None] = {}
-    async for batch in bus.entries(topology.JOBS, ">", idle_s=1.0, until_caught_up=True):
+    async for batch in bus.follow_bucket(topology.JOBS, ">", idle_s=1.0, until_caught_up=True):
         jobs.update({entry.key: entry.value for entry in batch})
     return not any(value is not None for value in jobs.values())
 
 
 async def test_a_job_runs_once_however_often_it_is_submitted(bus: Bus) -> None:
     recorder = Recorder()
-    runners = [Jobs(bus, "q", recorder.work, recorder.give_up) for _ in range(3)]
+    runners = [JobQueue(bus, "q", recorder.work, recorder.give_up) for _ in range(3)]
     tasks = [asyncio.create_task(runner.run()) for runner in runners]
     job = await received(bus, "r1")
     await asyncio.gather(*(runner.submit("r1", job) for runner in runners))
@@ -65,13 +65,13 @@ async def test_a_job_of_a_dead_runner_is_taken_over(bus: Bus) -> None:
         stuck.set()
         await asyncio.Event().wait()
 
-    dying = Jobs(bus, "q", never_ends, recorder.give_up, ttl_s=0.6)
+    dying = JobQueue(bus, "q", never_ends, recorder.give_up, ttl_s=0.6)
     task = asyncio.create_task(dying.run())
     await dying.submit("r1", await received(bus, "r1"))
     await stuck.wait()
     task.cancel()  # its claim stays behind, no longer renewed
     await asyncio.gather(task, return_exceptions=True)
-    heir = asyncio.create_task(Jobs(bus, "q", recorder.work, recorder.give_up, ttl_s=0.6).run())
+    heir = asyncio.create_task(JobQueue(bus, "q", recorder.work, recorder.give_up, ttl_s=0.6).run())
     await until(lambda: recorder.worked == ["r1"], "the takeover")
     heir.cancel()
     await asyncio.gather(heir, return_exceptions=True)
@@ -104,7 +104,7 @@ class Silent:
 
 
 async def test_a_renewal_of_which_nothing_is_heard_costs_no_work(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    silent, recorder = Silent(await bus.bucket(topology.JOBS)), Recorder()
+    silent, recorder = Silent(await bus.open_bucket(topology.JOBS)), Recorder()
     begun: list[str] = []
 
     async def work(job: Any) -> None:
@@ -115,12 +115,12 @@ async def test_a_renewal_of_which_nothing_is_heard_costs_no_work(bus: Bus, monke
     async def bucket() -> Any:
         return silent
 
-    jobs = Jobs(bus, "q", work, recorder.give_up, ttl_s=0.3)
+    jobs = JobQueue(bus, "q", work, recorder.give_up, ttl_s=0.3)
     monkeypatch.setattr(jobs, "_bucket", bucket)
     task = asyncio.create_task(jobs.run())
     await jobs.submit("r1", await received(bus, "r1"))
     await until(lambda: recorder.worked == ["r1"], "the job")
-    await end(task)
+    await cancel_and_wait(task)
     assert begun == ["r1"]
 
 
@@ -132,12 +132,12 @@ async def test_passing_trouble_is_retried_and_lasting_trouble_is_told(bus: Bus) 
         run_id = job.event.run_id
         tries[run_id] = tries.get(run_id, 0) + 1
         if run_id == "poison":
-            raise Poison("the source is empty")
+            raise PoisonMessage("the source is empty")
         if run_id == "stubborn" or tries[run_id] < 2:
-            raise Transient("the store is away")
+            raise TransientError("the store is away")
         recorder.worked.append(run_id)
 
-    jobs = Jobs(bus, "q", work, recorder.give_up, max_attempts=2, concurrency=3)
+    jobs = JobQueue(bus, "q", work, recorder.give_up, max_attempts=2, concurrency=3)
     task = asyncio.create_task(jobs.run())
     for run_id in ("passing", "stubborn", "poison"):
         await jobs.submit(run_id, await received(bus, run_id))
@@ -151,7 +151,7 @@ async def test_passing_trouble_is_retried_and_lasting_trouble_is_told(bus: Bus) 
 
 async def test_jobs_are_found_again_after_the_server_was_killed(bus: Bus, nats_server: NatsServer) -> None:
     recorder = Recorder()
-    jobs = Jobs(bus, "q", recorder.work, recorder.give_up)
+    jobs = JobQueue(bus, "q", recorder.work, recorder.give_up)
     task = asyncio.create_task(jobs.run())
     for run_id in ("r1", "r2"):
         if run_id == "r2":
@@ -169,7 +169,7 @@ async def test_jobs_are_found_again_after_the_server_was_killed(bus: Bus, nats_s
 async def test_waiting_for_jobs_asks_next_to_nothing_of_the_server(bus: Bus, make_bus: Callable[..., Any]) -> None:
     runner = await make_bus("idle")
     recorder = Recorder()
-    task = asyncio.create_task(Jobs(runner, "q", recorder.work, recorder.give_up).run())
+    task = asyncio.create_task(JobQueue(runner, "q", recorder.work, recorder.give_up).run())
     stream = f"KV_{topology.JOBS.name}"
 
     async def followed() -> bool:
@@ -195,28 +195,28 @@ async def test_a_runner_claims_no_more_than_it_can_begin(bus: Bus) -> None:
         await may_end.wait()
         recorder.worked.append(job.event.run_id)
 
-    jobs = Jobs(bus, "q", work, recorder.give_up)
+    jobs = JobQueue(bus, "q", work, recorder.give_up)
     for run_id in ("r1", "r2", "r3"):
         await jobs.submit(run_id, await received(bus, run_id))
     task = asyncio.create_task(jobs.run())
     await busy.wait()
     other = Recorder()
-    idle = asyncio.create_task(Jobs(bus, "q", other.work, other.give_up).run())
+    idle = asyncio.create_task(JobQueue(bus, "q", other.work, other.give_up).run())
     await until(lambda: len(other.worked) == 2, "the idle runner to have the others")
     may_end.set()
     await until(lambda: len(recorder.worked) == 1, "the first")
-    await end(task, idle)
+    await cancel_and_wait(task, idle)
     assert sorted(recorder.worked + other.worked) == ["r1", "r2", "r3"]
 
 
 async def test_nonsense_in_the_bucket_holds_up_nobody(bus: Bus) -> None:
-    bucket = await bus.bucket(topology.JOBS)
+    bucket = await bus.open_bucket(topology.JOBS)
     for number, nonsense in enumerate((b"", b"no json", b"[]", b'{"holder": ""}', b'{"subject": 7, "headers": []}')):
         await bucket.put(f"q.nonsense{number}", nonsense)
     recorder = Recorder()
-    jobs = Jobs(bus, "q", recorder.work, recorder.give_up)
+    jobs = JobQueue(bus, "q", recorder.work, recorder.give_up)
     task = asyncio.create_task(jobs.run())
     await jobs.submit("r1", await received(bus, "r1"))
     await until(lambda: recorder.worked == ["r1"], "the job")
     assert not task.done()
-    await end(task)
+    await cancel_and_wait(task)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from services.kit.bus import Transient
-from services.kit.concurrency import end
+from services.kit.bus import TransientError
+from services.kit.concurrency import cancel_and_wait
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectExists, ObjectNotFound
 from services.kit.store.objects import ObjectStore
@@ -71,7 +71,7 @@ async def test_an_object_is_written_into_its_place_in_a_file(
 async def test_a_full_disk_is_named_and_not_waited_for(objects: ObjectStore, s3_settings: Settings) -> None:
     uri = f"s3://{s3_settings.bucket_models}/thing"
     await objects.put(uri, b"something")
-    with pytest.raises(Transient, match="/dev/full cannot be written: No space left on device"):
+    with pytest.raises(TransientError, match="/dev/full cannot be written: No space left on device"):
         await objects.read_into(uri, Path("/dev/full"), 0, 9)
 
 
@@ -132,7 +132,7 @@ async def moody(
             yield objects, asked
     finally:
         server.close()
-        await end(*serving)
+        await cancel_and_wait(*serving)
 
 
 def _answer(content: bytes, announced: int | None = None) -> bytes:
@@ -202,7 +202,7 @@ async def test_an_outage_is_waited_out(tmp_path: Path, s3_settings: Settings) ->
             assert (await store.get("s3://models/a"), await store.get("s3://models/b")) == (b"1", b"2")
             server.kill()
         async with ObjectStore(settings, patience_s=0.5) as store:
-            with pytest.raises(Transient, match="object store"):
+            with pytest.raises(TransientError, match="object store"):
                 await store.get("s3://models/a")
     finally:
         server.stop()

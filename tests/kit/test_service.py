@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from services.kit import service as service_module
-from services.kit.concurrency import end
+from services.kit.concurrency import cancel_and_wait
 from services.kit.service import Service
 from services.kit.settings import Settings
 from tests.kit.support import until
@@ -27,9 +27,9 @@ def http_settings(settings: Settings) -> Settings:
 async def test_health_readiness_and_metrics(http_settings: Settings) -> None:
     service = Service("test", http_settings)
     warm = False
-    service.ready_when("warm", lambda: warm)
+    service.add_readiness_check("warm", lambda: warm)
     running = asyncio.create_task(service.run())
-    await until(lambda: service.readiness()["started"], "the start")
+    await until(lambda: service.check_readiness()["started"], "the start")
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{service.http_port}") as client:
         assert (await client.get("/health")).json()["status"] == "ok"
         assert (await client.get("/ready")).status_code == 503
@@ -51,7 +51,7 @@ async def test_a_service_waits_for_its_server_and_is_healthy_meanwhile(
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/ready")).status_code == 503
         nats_server.start()
-        await until(lambda: service.readiness()["started"], "the start")
+        await until(lambda: service.check_readiness()["started"], "the start")
         assert (await client.get("/ready")).status_code == 200
     service.stopping.set()
     await asyncio.wait_for(running, 60)
@@ -63,7 +63,7 @@ async def test_a_broken_background_task_ends_the_service(settings: Settings) -> 
     async def breaks() -> None:
         raise RuntimeError("broken")
 
-    service.background(breaks)
+    service.add_background_task(breaks)
     with pytest.raises(RuntimeError, match="broken"):
         await asyncio.wait_for(service.run(), 60)
 
@@ -85,11 +85,11 @@ async def test_a_service_stopped_before_it_has_started_ends_and_says_so(
     async def say(what: str) -> None:
         ended.append(what)
 
-    service.on_stop(lambda: say("heard"), unheard=lambda: say("unheard"))
+    service.add_stop_action(lambda: say("heard"), before_start=lambda: say("unheard"))
     if away == "bus":
         nats_server.kill()
     else:
-        service.resource(store())
+        service.add_resource(store())
     running = asyncio.create_task(service.run())
     if away == "store":
         await asyncio.wait_for(entering.wait(), 60)
@@ -108,9 +108,9 @@ async def test_stop_actions_run_while_the_bus_still_works(settings: Settings) ->
         await service.bus.nc.flush()
         said.append(service.bus.connected)
 
-    service.on_stop(say_goodbye)
+    service.add_stop_action(say_goodbye)
     running = asyncio.create_task(service.run())
-    await until(lambda: service.readiness()["started"], "the start")
+    await until(lambda: service.check_readiness()["started"], "the start")
     service.stopping.set()
     await asyncio.wait_for(running, 60)
     assert said == [True]
@@ -125,4 +125,4 @@ async def test_an_event_loop_that_is_held_up_shows_in_the_metrics(monkeypatch: p
     await asyncio.sleep(0)
     time.sleep(0.2)  # noqa: ASYNC251  what no code may do on the loop
     await until(lambda: late_s() >= before + 0.15, "the delay to show")
-    await end(measuring)
+    await cancel_and_wait(measuring)

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from contracts import topology
 from contracts.events.train import CancelRequested
-from services.kit.bus import Received
+from services.kit.bus import Message
 from services.kit.service import Service
 from services.kit.settings import Settings
 from tests.kit.support import until
@@ -24,7 +24,7 @@ async def test_a_handler_ends_before_what_it_uses(settings: Settings) -> None:
         yield
         happened.append("store left")
 
-    async def on_cancel_requested(_: Received[CancelRequested]) -> None:
+    async def on_cancel_requested(_: Message[CancelRequested]) -> None:
         happened.append("handler begins")
         await stopped.wait()
         # A turn for everything else that the end brings with it.
@@ -35,11 +35,11 @@ async def test_a_handler_ends_before_what_it_uses(settings: Settings) -> None:
     async def notice_the_end() -> None:
         stopped.set()
 
-    service.resource(store())
-    service.on_stop(notice_the_end)
-    service.bus.on(topology.SCHEDULER_REQUESTS, CancelRequested)(on_cancel_requested)
+    service.add_resource(store())
+    service.add_stop_action(notice_the_end)
+    service.bus.subscriber(topology.SCHEDULER_REQUESTS, CancelRequested)(on_cancel_requested)
     running = asyncio.create_task(service.run())
-    await until(lambda: service.readiness()["started"], "the start")
+    await until(lambda: service.check_readiness()["started"], "the start")
     await service.bus.nc.publish("cancel.requested", b'{"run_id": "r1"}')
     await until(lambda: happened == ["handler begins"], "the handler")
     service.stopping.set()

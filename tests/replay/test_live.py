@@ -28,7 +28,7 @@ from contracts.events.run import (
 )
 from contracts.scheduling import Policy
 from services.kit.bus import Bus
-from services.kit.concurrency import end
+from services.kit.concurrency import cancel_and_wait
 from services.kit.settings import Settings
 from services.scheduler.replay.log import Entry, line_of
 from tests.scheduler.test_shell import ask, join, request, running, until
@@ -65,7 +65,7 @@ class Agents:
                 for received in batch:
                     self._hear(received.event)
         finally:
-            await end(*self._tasks)
+            await cancel_and_wait(*self._tasks)
 
     def _hear(self, fact: Any) -> None:
         if isinstance(fact, RunPlaced):
@@ -111,7 +111,7 @@ async def agents(bus: Bus, seed: int = 1) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        await end(task)
+        await cancel_and_wait(task)
 
 
 async def lively(bus: Bus, runs: int = 24, seed: int = 1) -> list[str]:
@@ -165,7 +165,7 @@ async def entries_of(settings: Settings) -> list[Entry]:
 async def test_what_the_service_decided_is_decided_again_without_a_difference(
     settings: Settings, make_bus: Callable[..., Any], bus: Bus, twice: bool, tmp_path: Path, capsys: Any
 ) -> None:
-    own = settings.model_copy(update={"chaos_twice": twice})
+    own = settings.model_copy(update={"inject_duplicates": twice})
     async with running(own), agents(bus):
         await lively(bus)
     async with connect(address(settings)) as link:
@@ -274,7 +274,7 @@ async def test_a_shadow_follows_the_service_and_speaks_apart(settings: Settings,
         assert said.event.members[0].node_id == "n1"
         assert said.event.decision is not None
         assert said.subject == f"shadow.{said.event.decision.policy}.run.{small}.placed"
-        assert await bus.history(f"run.{small}.placed") == []
+        assert await bus.read_history(f"run.{small}.placed") == []
         following.cancel()
         with suppress(asyncio.CancelledError):
             await following
@@ -284,5 +284,5 @@ async def test_a_shadow_follows_the_service_and_speaks_apart(settings: Settings,
     assert told["candidate"]["name"] == "fifo-skip"
     assert told["would_start_now"] == 1
     assert told["candidate_starts_while"] == {"priority": 1}
-    assert len(await bus.history(f"shadow.*.run.{small}.placed", stream="SHADOW")) == 1
+    assert len(await bus.read_history(f"shadow.*.run.{small}.placed", stream="SHADOW")) == 1
     assert all(entry.fact is not None for entry in await entries_of(settings))

@@ -31,7 +31,7 @@ from contracts.events.run import (
 )
 from contracts.scheduling import Policy
 from services.kit.bus import Bus
-from services.kit.concurrency import end
+from services.kit.concurrency import cancel_and_wait
 from services.kit.lease import Lease
 from services.kit.service import Service
 from services.kit.settings import Settings
@@ -104,7 +104,7 @@ async def test_a_run_from_its_request_to_its_end(settings: Settings, bus: Bus) -
         completed = (await until(bus, f"run.{run_id}.completed"))[0].event
         assert completed.metrics == {"a": 1}
         assert completed.checkpoint is None
-        assert [f.event.fact for f in await bus.history(subjects.run(run_id))] == [
+        assert [f.event.fact for f in await bus.read_history(subjects.run(run_id))] == [
             "accepted", "queued", "placed", "started", "exited", "completed",
         ]  # fmt: skip
 
@@ -200,7 +200,7 @@ async def test_a_node_whose_lease_runs_out_is_lost_and_its_run_moves(settings: S
         await join(bus, "n1", 1, ttl_s=1.0)
         run_id = await request(bus, "train", COMMAND)
         await until(bus, f"run.{run_id}.placed")
-        bucket = await bus.bucket(topology.LEASES)
+        bucket = await bus.open_bucket(topology.LEASES)
         async with Lease(bucket, "node.n2", "n2", 60.0).leadership():
             await join(bus, "n2", 1, ttl_s=60.0)
             assert isinstance((await until(bus, "node.n1.lost"))[0].event, NodeLost)
@@ -266,7 +266,7 @@ async def test_two_that_both_believe_to_lead_never_place_twice(
                     used = {slot: run_id for slot, run_id in used.items() if run_id != fact.run_id}
             if len(placed) == total:
                 break
-    await end(*tasks)
+    await cancel_and_wait(*tasks)
 
 
 async def _publish(bus: Bus, fact: RunExited) -> None:
@@ -291,14 +291,14 @@ async def test_a_standby_takes_over_from_a_killed_leader(settings: Settings, bus
         resident_bytes = _resident_bytes(process.pid)
         async with running(settings.model_copy(update={"lease_ttl_s": 3.0})) as standby:
             async with asyncio.timeout(90):
-                while not standby.readiness()["folded"]:  # noqa: ASYNC110 (what /ready says is what counts)
+                while not standby.check_readiness()["folded"]:  # noqa: ASYNC110 (what /ready says is what counts)
                     await asyncio.sleep(0.01)
             process.send_signal(signal.SIGKILL)
             await process.wait()
             await bus.publish(RunExited(run_id=first, generation=1, node_id="n1", outcome="succeeded"))
             second = await request(bus, "train", COMMAND, "second")
             await until(bus, f"run.{second}.placed")
-            assert len(await bus.history("run.*.placed")) == 2
+            assert len(await bus.read_history("run.*.placed")) == 2
     finally:
         with suppress(ProcessLookupError):
             process.kill()

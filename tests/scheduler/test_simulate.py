@@ -35,7 +35,7 @@ def played(trace: Trace, policy: Policy = FIFO, **more: Any) -> tuple[Recorder, 
 
 
 def small(*jobs: tuple[float, float, int], gpus: int = 4, per_node: int = 4) -> Trace:
-    """Jobs of (submit time, duration, slots)."""
+    """JobQueue of (submit time, duration, slots)."""
     specs = Specs()
     made = [Job(f"j{i}", submit, duration, specs.get(slots)) for i, (submit, duration, slots) in enumerate(jobs)]
     return Trace(nodes_of(gpus, per_node), tuple(made))

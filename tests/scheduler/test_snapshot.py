@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from contracts import topology
 from contracts.events.run import RunExited
 from services.kit.bus import Bus
-from services.kit.concurrency import end
+from services.kit.concurrency import cancel_and_wait
 from services.kit.settings import Settings
 from services.scheduler.cluster_cache import ClusterCache
 from services.scheduler.core.decide import decide
@@ -191,7 +191,7 @@ async def remembering(bus: Bus) -> AsyncIterator[ClusterCache]:
             await cache.caught_up.wait()
         yield cache
     finally:
-        await end(task)
+        await cancel_and_wait(task)
 
 
 async def history(settings: Settings, bus: Bus) -> list[str]:

@@ -10,13 +10,13 @@ import pytest_asyncio
 
 from contracts.base import Fact
 from services.ingestion import app as ingestion_app
-from services.kit.bus import Bus, Received
+from services.kit.bus import Bus, Message
 from services.kit.service import Service
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 from services.sharding import app as sharding_app
 
-Until = Callable[..., Awaitable[Received[Fact]]]
+Until = Callable[..., Awaitable[Message[Fact]]]
 
 
 @asynccontextmanager
@@ -24,7 +24,7 @@ async def running(service: Service) -> AsyncIterator[Service]:
     """The service, started; stopped in good order at the end."""
     task = asyncio.create_task(service.run())
     try:
-        while not all(service.readiness().values()) and not task.done():  # noqa: ASYNC110
+        while not all(service.check_readiness().values()) and not task.done():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         yield service
     finally:
@@ -44,7 +44,7 @@ async def data_services(s3_settings: Settings, objects: ObjectStore) -> AsyncIte
 async def until(bus: Bus) -> Until:
     """Wait for the first fact on one of the subjects."""
 
-    async def first(*subjects: str, within_s: float = 90.0) -> Received[Fact]:
+    async def first(*subjects: str, within_s: float = 90.0) -> Message[Fact]:
         async with asyncio.timeout(within_s):
             async for batch in bus.follow("FACTS", subjects):
                 if batch:

@@ -118,7 +118,7 @@ async def test_a_run_s_images_become_its_dataset(
         assert isinstance(other, RunPrepared)
         assert other.dataset_id == prepared.dataset_id
     await no_open_jobs(bus)
-    facts = await bus.history("dataset.*.*", "run.*.prepared", "run.*.prepare_failed")
+    facts = await bus.read_history("dataset.*.*", "run.*.prepared", "run.*.prepare_failed")
     said = [fact.envelope.id for fact in facts if fact.envelope.id != "third"]
     assert len(said) == len(set(said)) == 6
 
@@ -129,7 +129,7 @@ async def no_open_jobs(bus: Bus) -> None:
     async def none() -> bool:
         jobs: dict[str, bytes | None] = {}
         # Not by nats-py's ``keys``: it takes a bucket for empty when the server's answers come in another order.
-        async for batch in bus.entries(topology.JOBS, ">", idle_s=1.0, until_caught_up=True):
+        async for batch in bus.follow_bucket(topology.JOBS, ">", idle_s=1.0, until_caught_up=True):
             jobs.update({entry.key: entry.value for entry in batch})
         return not any(value is not None for value in jobs.values())
 
@@ -222,14 +222,14 @@ async def test_another_instance_finishes_what_a_killed_one_began(
         try:
             await bus.publish(accepted("r1", DataSource(source=lake, format="images")))
             async with asyncio.timeout(90):
-                async for batch in bus.entries(topology.JOBS, "ingestion.r1", idle_s=1.0):
+                async for batch in bus.follow_bucket(topology.JOBS, "ingestion.r1", idle_s=1.0):
                     if any(json.loads(entry.value or b"{}").get("holder") for entry in batch):
                         break
         finally:
             victim.kill()
             await victim.wait()
     left_behind = list((s3_settings.data_dir / "ingestion").iterdir())
-    assert await bus.last("dataset.r1.*") is None, "the victim was done before it was killed"
+    assert await bus.get_last_message("dataset.r1.*") is None, "the victim was done before it was killed"
     async with running(ingestion_app.build(s3_settings)), running(sharding_app.build(s3_settings)):
         prepared = (await until(*verdict("r1"))).event
         assert isinstance(prepared, RunPrepared)

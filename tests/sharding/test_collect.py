@@ -23,7 +23,7 @@ from contracts.envelope import Envelope
 from contracts.events.dataset import DatasetIngested, DatasetProgress, ShardFile
 from contracts.events.train import DataSource, Split
 from loadtest.data.ingested import FolderStore, ingest
-from services.kit.bus import Bus, Transient
+from services.kit.bus import Bus, TransientError
 from services.kit.clock import ManualClock
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectExists, ObjectNotFound
@@ -222,7 +222,7 @@ async def test_a_manifest_that_cannot_be_read_stops_the_collection(world: World)
 
 async def test_what_waits_to_be_sharded_stays(world: World) -> None:
     ingested = await world.ingest(50)
-    bucket = await world.bus.bucket(topology.JOBS)
+    bucket = await world.bus.open_bucket(topology.JOBS)
     job = {"subject": "x", "headers": {}, "body": ingested.model_dump_json(), "attempt": 0, "holder": ""}
     await bucket.put("sharding.i1", json.dumps(job).encode())
     world.days(30)
@@ -235,7 +235,7 @@ async def test_what_waits_to_be_sharded_stays(world: World) -> None:
 
 async def test_one_collects_at_a_time(world: World) -> None:
     both = await asyncio.gather(
-        *(GARBAGE.alone(world.bus, world.objects, world.settings) for _ in range(2)), return_exceptions=False
+        *(GARBAGE.run_exclusive(world.bus, world.objects, world.settings) for _ in range(2)), return_exceptions=False
     )
     assert sum(found is None for found in both) <= 1
     assert any(found is not None for found in both)
@@ -269,7 +269,7 @@ async def test_a_collection_at_any_moment_of_the_making_costs_no_dataset(
     store = FolderStore(tmp_path / "store")
     data = DataSource(source="s3://lake/images", format="images", shard_bytes=2**16)
     ingested = ingest(store, images(100), data)
-    jobs = await bus.bucket(topology.JOBS)
+    jobs = await bus.open_bucket(topology.JOBS)
     job = {"subject": "x", "headers": {}, "body": ingested.model_dump_json(), "attempt": 0, "holder": ""}
     await jobs.put("sharding.i1", json.dumps(job).encode())
     settings = ShardingSettings.of(s3_settings.model_copy(update={"bucket_datasets": "datasets"}))
@@ -301,7 +301,7 @@ async def test_a_collection_at_any_moment_of_the_making_costs_no_dataset(
         watched = Watched(store, collect, at_call)
         try:
             dataset = await work(watched)
-        except Transient:
+        except TransientError:
             dataset = await work(store)  # as the queue of jobs does it
         assert dataset.dataset_id == whole.dataset_id
         for path, content in shards:
@@ -324,7 +324,7 @@ async def test_a_file_is_taken_in_only_as_what_it_is_called(world: World, tmp_pa
         await world.objects.put_file(path, uri, sha256=sha256, if_absent=True)
     path.write_bytes(content[:-1] + b"x")
     async with ObjectStore(world.settings, patience_s=0) as impatient:
-        with pytest.raises((Transient, ObjectExists)):
+        with pytest.raises((TransientError, ObjectExists)):
             await impatient.put_file(path, shard_uri(world.bucket, A), sha256=A)
     with pytest.raises(ObjectNotFound):
         await world.objects.head(shard_uri(world.bucket, A))
@@ -344,7 +344,7 @@ async def test_progress_is_said_while_the_work_goes_on(bus: Bus, monkeypatch: py
     cause = Envelope(id="c", source="test", type="dataset.ingested.v1", time=datetime.now(UTC))
     async with progress.said(bus, "i1", cause):
         async with asyncio.timeout(90):
-            while (last := await bus.last("progress.dataset.i1", topology.PROGRESS.name)) is None:  # noqa: ASYNC110
+            while (last := await bus.get_last_message("progress.dataset.i1", topology.PROGRESS.name)) is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
     fact = last.event
     assert isinstance(fact, DatasetProgress)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from contracts import shard_index
 from contracts.datasets import canonical_json
 from contracts.events.dataset import ShardFile
-from services.kit.bus import Poison
+from services.kit.bus import PoisonMessage
 from services.kit.shuffle import group, place
 from services.sharding.core import index, tar
 from services.sharding.core.plan import link_name
@@ -302,7 +302,7 @@ def test_groups_are_equal_runs_of_the_order() -> None:
 def test_a_key_that_no_archive_can_hold_is_refused(tmp_path: Path) -> None:
     samples = Samples(tmp_path)
     samples.add("k" * 101, [("bin", b"")])
-    with pytest.raises(Poison, match="longer than 100 bytes"):
+    with pytest.raises(PoisonMessage, match="longer than 100 bytes"):
         samples.plan(2**20)
 
 

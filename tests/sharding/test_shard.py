@@ -20,7 +20,7 @@ from contracts.events.dataset import DatasetIngested
 from contracts.events.train import DataSource
 from loadtest.data.identity import kill_and_go_on
 from loadtest.data.ingested import BUCKET, FolderStore, Record, digest, ingest
-from services.kit.bus import Poison, Transient
+from services.kit.bus import PoisonMessage, TransientError
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectNotFound
 from services.kit.store.reader import ObjectReader
@@ -232,7 +232,7 @@ def test_a_damaged_pack_fails_the_dataset_and_says_which(small: Small) -> None:
     content = bytearray(pack(1).read_bytes())
     content[777] ^= 1
     pack(1).write_bytes(content)
-    with pytest.raises(Poison, match=r"pack-00001 is damaged .*remove .*done\.json"):
+    with pytest.raises(PoisonMessage, match=r"pack-00001 is damaged .*remove .*done\.json"):
         work(store, ingested)
     assert not (store.root / BUCKET / "datasets").exists()
 
@@ -261,7 +261,7 @@ def test_packs_that_were_collected_have_the_source_read_anew(small: Small) -> No
     pack(0).unlink()
     done = store.path(ingestion_uri(BUCKET, ingested.fingerprint, "done.json"))
     done.write_text("{}")
-    with pytest.raises(Poison, match="send the request again"):
+    with pytest.raises(PoisonMessage, match="send the request again"):
         work(store, ingested)
     assert not done.exists()
 
@@ -278,7 +278,7 @@ def test_a_shard_that_is_removed_before_the_manifest_is_made_again(small: Small)
                 Losing.lost = True
                 self.path(uri).unlink()
 
-    with pytest.raises(Transient, match="removed from the store meanwhile"):
+    with pytest.raises(TransientError, match="removed from the store meanwhile"):
         work(Losing(store.root), ingested)
     assert not (store.root / BUCKET / "datasets").exists()
     dataset = work(Losing(store.root), ingested)
@@ -329,7 +329,7 @@ def test_a_link_to_a_damaged_manifest_is_refused(small: Small) -> None:
     dataset = work(store, ingested)
     path = store.path(dataset.manifest_uri)
     path.write_bytes(path.read_bytes().replace(b"k", b"l", 1))
-    with pytest.raises(Poison, match="damaged"):
+    with pytest.raises(PoisonMessage, match="damaged"):
         work(store, ingested)
     path.unlink()
     assert work(store, ingested).dataset_id == dataset.dataset_id

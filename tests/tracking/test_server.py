@@ -90,7 +90,7 @@ async def test_a_server_that_is_killed_loses_and_doubles_nothing(
     await story.committed(2, 45)
 
     async def unready() -> bool:
-        return not service.readiness()["mlflow"]
+        return not service.check_readiness()["mlflow"]
 
     await eventually(unready)
     server.spawn()

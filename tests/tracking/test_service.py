@@ -67,7 +67,7 @@ async def test_every_fact_twice_changes_nothing(world: World) -> None:
     assert _content(page) == _content(before)
     assert [len(world.client.get_metric_history(page.info.run_id, key)) for key in ("loss", "test/accuracy")] == [40, 1]
     assert len(page.inputs.dataset_inputs) == 1
-    tracked = await world.bus.history(RunTracked.subject_filter())
+    tracked = await world.bus.read_history(RunTracked.subject_filter())
     assert [received.event.mlflow_run_id for received in tracked] == [page.info.run_id]
 
 
@@ -153,14 +153,14 @@ async def test_an_outage_loses_and_doubles_nothing(
     await tell_of_a_kill(world)
 
     async def unready() -> bool:
-        return not service.readiness()["mlflow"]
+        return not service.check_readiness()["mlflow"]
 
     await eventually(unready)
     info = await bus.js.consumer_info("FACTS", "tracking")
     assert (info.num_pending or 0) + (info.num_ack_pending or 0) == 5
     store.away = False
     await world.settled()
-    assert service.readiness()["mlflow"]
+    assert service.check_readiness()["mlflow"]
     (page,) = world.pages()
     assert world.series(page) == SURVIVING
 
@@ -198,7 +198,7 @@ async def test_one_impossible_call_does_not_hold_up_the_others(
     await tell_of_a_kill(world)
     await world.settled()
     assert [world.series(page) for page in world.pages()] == [SURVIVING]
-    assert service.readiness()["mlflow"]
+    assert service.check_readiness()["mlflow"]
     assert (await bus.js.stream_info("DEAD_LETTERS")).state.messages == 1
 
 

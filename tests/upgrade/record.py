@@ -33,7 +33,7 @@ async def play(stack: Stack) -> None:
     done = await stack.cli("demo", "--running")
     if done.code:
         raise RuntimeError(f"the demo failed:\n{done.text}")
-    facts = [message.event for message in await stack.bus.history("run.*.*")]
+    facts = [message.event for message in await stack.bus.read_history("run.*.*")]
     assert any(isinstance(fact, RunPreempting) for fact in facts), "the demo preempted nothing"
     # Retention has deleted the early ones.
     checkpoint = next(fact for fact in reversed(facts) if isinstance(fact, CheckpointCommitted))

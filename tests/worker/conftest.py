@@ -102,7 +102,7 @@ class World:
         return placed
 
     async def facts(self, run_id: str = "r1", stream: str = "FACTS", subject: str = "run.{}.*") -> list[Any]:
-        return [each.event for each in await self.bus.history(subject.format(run_id), stream=stream)]
+        return [each.event for each in await self.bus.read_history(subject.format(run_id), stream=stream)]
 
     async def wait_for(self, kind: type[Any], run_id: str = "r1", count: int = 1, timeout_s: float = 90.0) -> Any:
         """The ``count``-th fact of a kind about the run."""
@@ -194,7 +194,7 @@ async def agent(world: World) -> AsyncIterator[Callable[..., Any]]:
         service = build(world.settings.model_copy(update=update), ProcessExecutor(rank_command=FAKE))
         running.append((service, asyncio.create_task(service.run())))
         task = running[-1][1]
-        await until(lambda: task.done() or service.readiness().get("joined", False), 90)
+        await until(lambda: task.done() or service.check_readiness().get("joined", False), 90)
         if task.done():
             task.result()
         return service

@@ -328,7 +328,7 @@ async def test_rotten_blobs_are_written_anew_from_a_node(
     context.cache, context.objects, context.bus, context.known = cache, objects, bus, known
     context.settings = type("Settings", (), {"node_id": "n1"})()
     assert await repair(context, rotten) == list(blobs[:2])
-    said = await bus.history("run.r1.checkpoint_repaired")
+    said = await bus.read_history("run.r1.checkpoint_repaired")
     assert [each.event.blob for each in said] == list(blobs[:2])
     await restore_file(objects, two, tmp_path / "restored")
     assert (tmp_path / "restored").read_bytes() == (tmp_path / "two.safetensors").read_bytes()

@@ -105,6 +105,6 @@ async def test_a_failing_device_takes_the_node_out_and_the_run_is_not_blamed(
     exited = await world.wait_for(RunExited)
     assert (exited.outcome, exited.infrastructure_failure) == ("failed", True)
     assert "memory errors" in exited.reason
-    (unfit,) = [received.event for received in await world.bus.history("node.n1.unfit")]
+    (unfit,) = [received.event for received in await world.bus.read_history("node.n1.unfit")]
     assert isinstance(unfit, NodeUnfit)
     assert unfit.slots == (1,)

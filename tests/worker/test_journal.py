@@ -8,7 +8,7 @@ from typing import Any
 from contracts.base import Fact
 from contracts.events.run import RunLog, RunProgress, RunStarted
 from contracts.ranks import MetricsLine, json_line
-from services.kit.bus import Transient
+from services.kit.bus import TransientError
 from services.kit.clock import ManualClock
 from services.worker.core.journal import JournalSource, compile_patterns
 from services.worker.ranks.journal_follower import JournalFollower
@@ -25,7 +25,7 @@ class Bus:
         self.stored.append(fact)
         if self.lose_answers:
             self.lose_answers -= 1
-            raise Transient("no answer")
+            raise TransientError("no answer")
 
     def distinct(self) -> list[Any]:
         """One of each id; all of an id must be equal."""
@@ -60,7 +60,7 @@ async def test_a_lost_answer_and_a_restart_much_later_change_nothing_that_was_sa
         bus.lose_answers = 1
         try:
             await first.poll()
-        except Transient:
+        except TransientError:
             clock.advance(1)
         # More is written before it is tried again.
         write(tmp_path, step, step + 1)

@@ -227,11 +227,11 @@ async def test_a_node_declared_lost_kills_its_ranks_and_joins_anew(world: World,
     await agent()
     await world.place(params={"steps": 100_000})
     await world.wait_steps(3)
-    joined = [r.event for r in await world.bus.history("node.n1.joined")]
+    joined = [r.event for r in await world.bus.read_history("node.n1.joined")]
     await world.bus.publish(NodeLost(node_id="n1", incarnation=joined[0].incarnation))
 
     async def anew() -> bool:
-        joined[:] = [r.event for r in await world.bus.history("node.n1.joined")]
+        joined[:] = [r.event for r in await world.bus.read_history("node.n1.joined")]
         return len(joined) == 2 and not ranks_of(world.settings.data_dir.resolve())
 
     await until(anew, "the node to join anew")
@@ -278,14 +278,14 @@ async def test_an_agent_that_is_stopped_lets_its_runs_go_and_leaves(world: World
     left: list[Any] = []
 
     async def gone() -> bool:
-        left[:] = await world.bus.history("node.n1.left")
+        left[:] = await world.bus.read_history("node.n1.left")
         return bool(left)
 
     await until(gone, "the node to leave")
     assert isinstance(left[0].event, NodeLeft)
-    (noticed,) = await world.bus.history("node.n1.notice")
+    (noticed,) = await world.bus.read_history("node.n1.notice")
     assert (noticed.event.source, noticed.event.kind) == ("signal", "terminate")
     # Said before the ranks were asked; the grace leaves each run the whole of its own.
-    staged = await world.bus.history("run.r1.checkpoint_staged")
+    staged = await world.bus.read_history("run.r1.checkpoint_staged")
     assert noticed.sequence < staged[-1].sequence < left[0].sequence
     assert noticed.event.grace_s > placed.spec.grace_s

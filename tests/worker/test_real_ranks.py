@@ -34,7 +34,7 @@ async def test_training_is_stopped_resumed_on_fewer_slots_and_evaluated(world: W
     running = asyncio.create_task(service.run())
     committing = asyncio.create_task(world.commit_all())
     try:
-        await until(lambda: service.readiness().get("joined", False), 90)
+        await until(lambda: service.check_readiness().get("joined", False), 90)
         steps, fields = 800, {"task": "task:Linear", "grace_s": 20, "dataset": prepared}
         training = {"max_steps": steps, "global_batch": 16, "checkpoint_every_steps": 50}
         await world.place(slots=(0, 1), training=training, **fields)
@@ -70,7 +70,7 @@ async def test_a_stop_whose_checkpoint_nobody_commits_loses_no_step(world: World
     committing = None
     left = world.settings.data_dir.resolve() / "runs" / "r1" / "left"
     try:
-        await until(lambda: service.readiness().get("joined", False), 90)
+        await until(lambda: service.check_readiness().get("joined", False), 90)
         training: dict[str, Any] = {"max_steps": 1000, "global_batch": 16, "checkpoint_every_steps": 400}
         training |= {"logical_ranks": 2, "strategy": "zero1", "validate_every_steps": 100_000}
         fields: dict[str, Any] = {"task": "task:Linear", "grace_s": 10, "dataset": prepared, "training": training}

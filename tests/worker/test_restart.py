@@ -23,7 +23,7 @@ async def _joined(world: World, count: int) -> NodeJoined:
     found: list[Any] = []
 
     async def joined() -> bool:
-        found[:] = await world.bus.history("node.n1.joined")
+        found[:] = await world.bus.read_history("node.n1.joined")
         return len(found) >= count
 
     await eventually(joined, "the agent to join", 90)  # a process of Python is slow to start on a busy machine
@@ -125,7 +125,7 @@ async def test_an_agent_stopped_before_it_has_joined_again_leaves_no_ranks(world
     assert ranks_of(folder)
     service = build(world.settings, ProcessExecutor(rank_command=FAKE))
     running = asyncio.create_task(service.run())
-    await until(lambda: service.readiness()["started"], 90)
+    await until(lambda: service.check_readiness()["started"], 90)
     service.stopping.set()
     await asyncio.wait_for(running, 90)
     await world.wait_for(RunReleased)

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from contracts.events.run import RunProgress, RunStraggler
-from services.kit.bus import Transient
+from services.kit.bus import TransientError
 from services.kit.clock import ManualClock
 from services.worker.ranks.journal_follower import JournalFollower
 from services.worker.ranks.ring_reader import RingReader
@@ -20,7 +20,7 @@ def steps(bus: Bus) -> list[int]:
 
 
 async def attempt(following: JournalFollower) -> None:
-    with suppress(Transient):
+    with suppress(TransientError):
         await following.poll()
 
 

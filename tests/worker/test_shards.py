@@ -20,7 +20,7 @@ from contracts.datasets import SPLITS, shard_uri
 from contracts.ranks import ShardPlanLine, ShardRequestLine
 from loadtest.data.proxy import FaultProxy
 from loadtest.data.stored import Stored, node, store
-from services.kit.bus import Transient
+from services.kit.bus import TransientError
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectCorrupted, ObjectNotFound
 from services.kit.store.objects import ObjectStore
@@ -100,7 +100,7 @@ async def test_a_connection_on_which_nothing_comes_is_given_up(
             assert proxy.answers >= 2
             proxy.freeze(60)
             impatient = Ranged(reader, stall_s=0.1, patience_s=0.3)
-            with pytest.raises(Transient):
+            with pytest.raises(TransientError):
                 await impatient.download(
                     shard_uri(stored.bucket, shard.sha256), tmp_path / "y", size_bytes=1, sha256=shard.sha256
                 )

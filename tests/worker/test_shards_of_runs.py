@@ -21,7 +21,7 @@ def prepared(stored: Stored) -> RunPrepared:
 
 
 async def joined(world: World) -> bool:
-    return bool(await world.bus.history("node.n1.joined"))
+    return bool(await world.bus.read_history("node.n1.joined"))
 
 
 async def test_ranks_get_their_shards_from_the_agent_that_comes_after_a_killed_one(

@@ -186,4 +186,4 @@ async def test_two_runs_share_a_slot(world: World, agent: Callable[..., Any]) ->
     await world.place("r3", params={"steps": 3}, **half)
     assert (await world.wait_for(RunExited, "r3")).outcome == "succeeded"
     assert isinstance(first, RunPlaced)
-    assert service.readiness()["joined"]
+    assert service.check_readiness()["joined"]

@@ -9,7 +9,7 @@ from prometheus_client import REGISTRY
 
 from contracts.events.run import RunStarved
 from contracts.events.train import Loading
-from services.kit.bus import Transient
+from services.kit.bus import TransientError
 from services.kit.clock import ManualClock
 from tests.worker.test_journal import Bus, follower
 from trainbus.agent_link import Journal
@@ -32,7 +32,7 @@ async def test_a_starved_rank_is_told_once_with_cause_and_hint(tmp_path: Path) -
     bus.lose_answers = 2
     agent = follower(tmp_path, bus, ManualClock(), homes={0: "n7"})
     for _ in range(4):
-        with suppress(Transient):
+        with suppress(TransientError):
             await agent.poll()
     starved = [fact for fact in bus.distinct() if isinstance(fact, RunStarved)]
     assert [(fact.node_id, fact.rank, fact.bound_by) for fact in starved] == [("n7", 0, "decode")]

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.kit.concurrency import end
+from services.kit.concurrency import cancel_and_wait
 from services.worker.core.rank_environment import ProcessSpec
 from services.worker.launch.executor import ProcessExecutor, read_exit
 from services.worker.launch.warm_server import WarmServer
@@ -40,7 +40,7 @@ async def test_ranks_are_forked_and_a_killed_warm_process_comes_back(tmp_path: P
                 psutil.Process(pid).kill()
                 await until(lambda: not warm.ready, 60)
     finally:
-        await end(keeping)
+        await cancel_and_wait(keeping)
         await executor.close()
     assert not psutil.pid_exists(pid)
 

@@ -17,7 +17,7 @@ from contracts.events.train import PinRequested, ScrubRequested
 from services.checkpoint.core import digests
 from services.checkpoint.core.commit import Blob, blobs_of_files, files_of
 from services.checkpoint.core.garbage import MANIFEST_KEY
-from services.kit.bus import Transient
+from services.kit.bus import TransientError
 from services.kit.chunks import piece_of, restore_file
 from services.kit.store.errors import ObjectCorrupted, ObjectNotFound
 from services.kit.store.objects import ObjectStore, blob_sha256, hash_file, split_uri
@@ -314,7 +314,7 @@ async def _rotten(objects: ObjectStore, found: dict[str, Kept], *, quiet: bool) 
                     right = await objects.hash(blob.uri) == blob_sha256(blob.uri)
                 except ObjectNotFound:
                     right = False
-                except Transient:
+                except TransientError:
                     # A store with sums of its own gives no rotten bytes out. If it is away altogether, this says so.
                     await objects.head(blob.uri)
                     right = False

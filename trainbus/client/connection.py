@@ -61,7 +61,7 @@ class Link:
     async def follow(
         self, stream: topology.Stream, *filters: str, start_sequence: int = 1, until_caught_up: bool = False
     ) -> AsyncIterator[list[Stored]]:
-        """Batches of events in order; an empty one now and then while nothing happens."""
+        """BatchPublisher of events in order; an empty one now and then while nothing happens."""
         batches = follow(
             lambda: self.nc,
             stream.name,

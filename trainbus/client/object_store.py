@@ -6,7 +6,7 @@ import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from services.kit.bus import Transient
+from services.kit.bus import TransientError
 from services.kit.store.objects import ObjectStore
 from trainbus.client.address import Address
 from trainbus.client.connection import hush
@@ -24,7 +24,7 @@ async def store(address: Address) -> AsyncIterator[ObjectStore]:
     try:
         async with ObjectStore(address.settings(), patience_s=PATIENCE_S) as objects:
             yield objects
-    except Transient as error:
+    except TransientError as error:
         if getattr(error.__cause__, "errno", None) in OURS:
             raise CliError(str(error)) from error
         raise CliError(f"the object store at {address.s3_endpoint} does not answer: {error}") from error

@@ -184,7 +184,7 @@ async def submit(
 
 async def upload_package(address: Address, package: Package, uri: str) -> None:
     """Store a package under its hash, unless it is there."""
-    from services.kit.bus import Transient
+    from services.kit.bus import TransientError
     from services.kit.store.errors import ObjectNotFound
     from services.kit.store.objects import ObjectStore
 
@@ -196,7 +196,7 @@ async def upload_package(address: Address, package: Package, uri: str) -> None:
             except ObjectNotFound:
                 pass
             await objects.put(uri, package.body, content_type="application/gzip")
-    except Transient as error:
+    except TransientError as error:
         raise CliError(f"the object store at {address.s3_endpoint} does not answer: {error}") from error
 
 

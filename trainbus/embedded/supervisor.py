@@ -376,7 +376,7 @@ def _make_buckets() -> int:
     from services.kit.store.objects import ObjectStore
 
     settings = Settings()
-    telemetry.setup("init", settings)
+    telemetry.set_up("init", settings)
 
     async def make() -> None:
         async with ObjectStore(settings) as objects:

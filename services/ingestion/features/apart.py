@@ -29,9 +29,9 @@ async def join_apart(
     """See ``enrich.join_files``.
 
     Raises:
-        Poison: the tables do not go together, or one of them cannot be read.
+        PoisonMessage: the tables do not go together, or one of them cannot be read.
         Died: the process died of it.
-        Transient: no process can be started.
+        TransientError: no process can be started.
     """
     found: list[Path | Broken] = await apart(
         _join, spec, entities, tables, folder, report=progress, memory_bytes=MEMORY_BYTES

@@ -16,7 +16,7 @@ from services.ingestion.core.records import Broken
 from services.ingestion.features.entities import EntityFile, broken
 from services.ingestion.features.table_join import LoadedTable, Located, TableJoin
 from services.ingestion.features.tables import DAMAGED, open_table
-from services.kit.bus import Poison
+from services.kit.bus import PoisonMessage
 
 #: What the entity rows that are under way at a time may take, about, and how many that is at the least and most.
 CHUNK_BYTES, CHUNK_ROWS_MIN, CHUNK_ROWS_MAX = 2**30, 1000, 4_000_000
@@ -35,7 +35,7 @@ def join_files(
     A file that cannot be read gives a ``Broken``. The local entity files are removed as they are used up.
 
     Raises:
-        Poison: a column is missing or of a wrong type, or a feature table cannot be read.
+        PoisonMessage: a column is missing or of a wrong type, or a feature table cannot be read.
     """
     files: list[EntityFile | Broken] = []
     for number, (uri, path) in enumerate(entities):
@@ -56,7 +56,9 @@ def _join_all(
     for file in files:
         counts = Counter([*file.source.schema.names, *names])
         if twice := [name for name in dict.fromkeys(names) if counts[name] > 1]:
-            raise Poison(f"{file.source} or two feature tables make more than one column {twice[0]!r}: rename one")
+            raise PoisonMessage(
+                f"{file.source} or two feature tables make more than one column {twice[0]!r}: rename one"
+            )
     added = [field for plan in plans for field in plan.schema]
     columns = sorted({join.time_field, *(name for plan in plans for name in plan.entity_keys)})
     done, total = 0, sum(file.source.rows for file in files)

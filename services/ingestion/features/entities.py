@@ -11,7 +11,7 @@ import pyarrow.parquet as parquet
 
 from services.ingestion.core.records import Broken
 from services.ingestion.features.tables import DAMAGED, TableFile, batches
-from services.kit.bus import Poison
+from services.kit.bus import PoisonMessage
 
 
 class EntityFile:
@@ -69,7 +69,7 @@ class EntityFile:
             try:
                 self._writer = parquet.ParquetWriter(self.joined, schema)
             except pyarrow.ArrowException as error:
-                raise Poison(f"{self.source} has a column that cannot be written again: {error}") from error
+                raise PoisonMessage(f"{self.source} has a column that cannot be written again: {error}") from error
         return self._writer
 
 

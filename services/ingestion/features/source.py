@@ -15,8 +15,8 @@ from services.ingestion.core.records import Broken
 from services.ingestion.features.apart import MEMORY_BYTES, Progress, join_apart, unreadable
 from services.ingestion.processes import Died
 from services.ingestion.sources import Listed, Source
-from services.kit.bus import Poison
-from services.kit.concurrency import all_of, in_thread
+from services.kit.bus import PoisonMessage
+from services.kit.concurrency import gather_limited, run_in_thread
 
 log = structlog.get_logger(__name__)
 
@@ -47,7 +47,7 @@ class FeatureSource:
         """Every file of every feature table, table by table, in the order of their names.
 
         Raises:
-            Poison: a table has no file, or one that is no Parquet file.
+            PoisonMessage: a table has no file, or one that is no Parquet file.
         """
         self._files = [
             await _list_table(table, source) for table, source in zip(self._spec.tables, self._sources, strict=True)
@@ -66,7 +66,7 @@ class FeatureSource:
         ``progress`` gets the rows done and all there are, from another thread.
 
         Raises:
-            Poison: the tables do not go together, or a feature table cannot be read.
+            PoisonMessage: the tables do not go together, or a feature table cannot be read.
             ObjectNotFound, ObjectChanged, StoreRefused: what was listed is there no more.
         """
         (first := folder / "join").mkdir()
@@ -80,7 +80,7 @@ class FeatureSource:
         try:
             return await self._join(source, entities, second, broken, progress)
         except Died:
-            raise Poison(
+            raise PoisonMessage(
                 "the process that joins the feature tables dies, though each of their files can be read: it may have "
                 f"{MEMORY_BYTES / 2**30:.0f} GiB of memory; name the columns to join (features), or join fewer tables"
             ) from None
@@ -103,17 +103,17 @@ class FeatureSource:
         return result | {listed.path: found for listed, found in zip(sound, joined, strict=True)}
 
     async def _unreadable(self, source: Source, entities: Sequence[Listed], folder: Path) -> dict[str, Broken]:
-        """The entity files that cannot be read. Raises ``Poison`` if one of a feature table cannot."""
+        """The entity files that cannot be read. Raises ``PoisonMessage`` if one of a feature table cannot."""
         for number, (table, each, files) in enumerate(zip(self._spec.tables, self._sources, self._files, strict=True)):
             copies = await _download(each, files, folder / f"look-{number}")
-            for uri, found in (await in_thread(unreadable, copies)).items():
-                raise Poison(
+            for uri, found in (await run_in_thread(unreadable, copies)).items():
+                raise PoisonMessage(
                     f"{uri} of feature table {table.name!r} cannot be read as Parquet ({found.detail}): without it "
                     "features would change silently; write it again, or remove it if it does not belong there"
                 )
             shutil.rmtree(folder / f"look-{number}")
         copies = await _download(source, entities, folder / "look")
-        broken = await in_thread(unreadable, copies)
+        broken = await run_in_thread(unreadable, copies)
         shutil.rmtree(folder / "look")
         return {listed.path: broken[uri] for listed, (uri, _) in zip(entities, copies, strict=True) if uri in broken}
 
@@ -123,7 +123,7 @@ async def _list_table(table: FeatureTable, source: Source) -> list[Listed]:
     async for page in source.listing():
         files += [listed for listed in page if is_data(listed.path)]
     if not files:
-        raise Poison(f"feature table {table.name!r} has no file under {table.source}: check its source")
+        raise PoisonMessage(f"feature table {table.name!r} has no file under {table.source}: check its source")
     for listed in files:
         objection = source.objection(listed)
         if objection is None and extension(listed.path) not in EXTENSIONS:
@@ -131,7 +131,7 @@ async def _list_table(table: FeatureTable, source: Source) -> list[Listed]:
         if objection is None and listed.size == 0:
             objection = "it is empty"
         if objection is not None:
-            raise Poison(
+            raise PoisonMessage(
                 f"{source.uri(listed)} of feature table {table.name!r} cannot be used: {objection}. Without it "
                 "features could change silently: repair it, or move it elsewhere"
             )
@@ -143,5 +143,5 @@ async def _download(source: Source, files: Sequence[Listed], folder: Path) -> li
     folder.mkdir()
     paths = [folder / str(number) for number in range(len(files))]
     copies = (source.download(listed, path) for listed, path in zip(files, paths, strict=True))
-    await all_of(copies, at_a_time=AT_A_TIME)
+    await gather_limited(copies, limit=AT_A_TIME)
     return [(source.uri(listed), path) for listed, path in zip(files, paths, strict=True)]

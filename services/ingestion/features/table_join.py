@@ -29,7 +29,7 @@ from services.ingestion.features.tables import (
     open_table,
     ticks_per_s,
 )
-from services.kit.bus import Poison
+from services.kit.bus import PoisonMessage
 
 #: Rows of a feature table that are sorted at a time, or as many as have keys and times of so many bytes.
 PIECE_ROWS, PIECE_BYTES = 2_500_000, 256 * 2**20
@@ -50,7 +50,7 @@ class LoadedTable:
 
 
 def load_table(spec: FeatureTable, files: Sequence[Located]) -> LoadedTable:
-    """Open the files of a feature table. Raises ``Poison``: without one of them values would change silently."""
+    """Open the files of a feature table. Raises ``PoisonMessage``: without one of them values would change silently."""
     table = f"feature table {spec.name!r}"
     opened = []
     for uri, path in files:
@@ -61,14 +61,14 @@ def load_table(spec: FeatureTable, files: Sequence[Located]) -> LoadedTable:
     needed = [*spec.keys, spec.event_time, *([spec.created_time] if spec.created_time is not None else [])]
     features = spec.features or tuple(name for name in opened[0].schema.names if name not in needed)
     if not features:
-        raise Poison(f"{opened[0]} has no column beside its keys and times: there is nothing to join")
+        raise PoisonMessage(f"{opened[0]} has no column beside its keys and times: there is nothing to join")
     chosen = [_one_type(opened, name) for name in features]
     for file in opened:
         check_time(file, spec.event_time, "event_time")
         if spec.created_time is not None:
             check_time(file, spec.created_time, "created_time; null if nobody noted when rows came to be known")
         if not spec.features and (extra := set(file.schema.names) - set(needed) - set(features)):
-            raise Poison(
+            raise PoisonMessage(
                 f"{file} has columns that {opened[0].uri} does not have: {', '.join(sorted(extra))}; "
                 "write all files alike, or name the columns to join (features)"
             )
@@ -88,7 +88,7 @@ class TableJoin:
 
     @classmethod
     def of(cls, entities: Sequence[TableFile], table: LoadedTable, join: FeatureJoin) -> TableJoin:
-        """Check that they go together. Raises ``Poison``."""
+        """Check that they go together. Raises ``PoisonMessage``."""
         spec = table.spec
         for file in entities:
             check_time(file, join.time_field, "features.time_field")
@@ -186,7 +186,7 @@ def _instant(at: datetime, per_s: int) -> int:
 
 
 def _sound(file: TableFile, columns: Sequence[str]) -> Iterator[Any]:
-    """The rows of a feature table's file. Raises ``Poison`` if it cannot be read."""
+    """The rows of a feature table's file. Raises ``PoisonMessage`` if it cannot be read."""
     try:
         yield from batches(file, columns)
     except DAMAGED as error:
@@ -199,7 +199,9 @@ def _one_type(files: Sequence[TableFile], feature: str) -> Any:
     for file, found in typed:
         first, wanted = typed[0]
         if found != wanted:
-            raise Poison(f"column {feature!r} is {found} in {file} and {wanted} in {first.uri}: write both alike")
+            raise PoisonMessage(
+                f"column {feature!r} is {found} in {file} and {wanted} in {first.uri}: write both alike"
+            )
     return _plain_type(typed[0][1]) if typed else pyarrow.null()
 
 
@@ -214,8 +216,8 @@ def _plain_type(found: Any) -> Any:
     return pyarrow.large_binary() if types.is_binary(value) or types.is_binary_view(value) else value
 
 
-def _damaged(table: str, uri: str, error: Exception) -> Poison:
-    return Poison(
+def _damaged(table: str, uri: str, error: Exception) -> PoisonMessage:
+    return PoisonMessage(
         f"{uri} of {table} cannot be read as Parquet ({type(error).__name__}: {str(error)[:200]}): without it features "
         "would change silently; write it again, or remove it if it does not belong there"
     )

@@ -18,7 +18,7 @@ import pyarrow.parquet as parquet
 from pyarrow import types
 
 from services.ingestion.features.join import CREATED, EVENT, ROW, TIME
-from services.kit.bus import Poison
+from services.kit.bus import PoisonMessage
 
 #: What reading a damaged file raises.
 DAMAGED = (pyarrow.ArrowException, OSError, UnicodeDecodeError)
@@ -44,13 +44,15 @@ class TableFile:
     schema: Any
 
     def type_of(self, column: str, setting: str) -> Any:
-        """The column's Arrow type. Raises ``Poison`` if it has no such column, or two."""
+        """The column's Arrow type. Raises ``PoisonMessage`` if it has no such column, or two."""
         places = self.schema.get_all_field_indices(column)
         if len(places) == 1:
             return self.schema.field(places[0]).type
         if places:
-            raise Poison(f"{self} has {len(places)} columns {column!r}: give each its own name")
-        raise Poison(f"{self} has no column {column!r} ({setting}); it has {', '.join(self.schema.names) or 'none'}")
+            raise PoisonMessage(f"{self} has {len(places)} columns {column!r}: give each its own name")
+        raise PoisonMessage(
+            f"{self} has no column {column!r} ({setting}); it has {', '.join(self.schema.names) or 'none'}"
+        )
 
     def __str__(self) -> str:
         return f"{self.table} ({self.uri})"
@@ -82,10 +84,10 @@ def batches(file: TableFile, columns: Sequence[str] | None) -> Generator[Any, No
 
 
 def check_time(file: TableFile, column: str, setting: str) -> None:
-    """Raise ``Poison`` unless the column holds times whose unit is beyond doubt."""
+    """Raise ``PoisonMessage`` unless the column holds times whose unit is beyond doubt."""
     found = file.type_of(column, setting)
     if not (types.is_timestamp(found) or types.is_date(found)):
-        raise Poison(
+        raise PoisonMessage(
             f"column {column!r} of {file} is {found}, not a time ({setting}): write it as a timestamp (of UTC, "
             "where it has no time zone) or a date"
         )
@@ -140,12 +142,12 @@ class Key:
 
 
 def one_key(columns: Sequence[tuple[TableFile, str, str]]) -> Key:
-    """How to compare these columns (file, name, setting), the entity table's first. Raises ``Poison``."""
+    """How to compare these columns (file, name, setting), the entity table's first. Raises ``PoisonMessage``."""
     first, name, setting = columns[0]
     kind = _kind(first, name, setting)
     for file, other, other_setting in columns[1:]:
         if (found := _kind(file, other, other_setting)) != kind:
-            raise Poison(
+            raise PoisonMessage(
                 f"key {name!r} of {first} is {first.type_of(name, setting)} and key {other!r} of {file} is "
                 f"{file.type_of(other, other_setting)}: write both as one type, {kind} or {found}"
             )
@@ -171,7 +173,7 @@ def _kind(file: TableFile, column: str, setting: str) -> str:
     if types.is_date32(found):
         return "date"
     hint = " (pandas writes integers with gaps as floats: use Int64)" if types.is_floating(found) else ""
-    raise Poison(
+    raise PoisonMessage(
         f"key {column!r} of {file} is {found}, which is not compared exactly{hint}: "
         f"write it as an integer or as text ({setting})"
     )

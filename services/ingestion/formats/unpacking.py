@@ -47,7 +47,7 @@ class Unpacker:
         """The columns and rows of a file; last, ``Broken`` if it cannot be read to its end.
 
         Raises:
-            Transient: no process can be started.
+            TransientError: no process can be started.
         """
         done = 0
         for _ in range(ATTEMPTS):

@@ -23,7 +23,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 from urllib.parse import quote, urlsplit
 
 from services.kit import metrics
-from services.kit.bus import Transient
+from services.kit.bus import TransientError
 from services.kit.settings import Settings
 from services.kit.signing import signed_headers
 from services.kit.store.errors import ObjectNotFound, StoreRefused
@@ -74,7 +74,7 @@ class Bulk:
 
         Raises:
             ValueError: the object has not ``size_bytes``; None takes any.
-            Transient: the file cannot be written.
+            TransientError: the file cannot be written.
             ObjectNotFound, StoreRefused: there is no such object, or the store will not answer.
             OSError: the connection broke, or nothing came; to be tried again.
         """
@@ -282,6 +282,6 @@ def _read_into(read: _Read, path: Path, offset: int, size_bytes: int | None, has
     return digest.hexdigest()
 
 
-def _unwritable(path: Path, error: OSError) -> Transient:
+def _unwritable(path: Path, error: OSError) -> TransientError:
     # Said as what it is: the store's errors are OSErrors too, and trying again would not help.
-    return Transient(f"{path} cannot be written: {error.strerror or repr(error)}")
+    return TransientError(f"{path} cannot be written: {error.strerror or repr(error)}")

@@ -1,4 +1,4 @@
-"""What can be wrong with an object or the store. What passes by itself is ``Transient``, as on the bus."""
+"""What can be wrong with an object or the store. What passes by itself is ``TransientError``, as on the bus."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The object store (S3), once: retries, conditional puts, content-addressed blobs, streaming.
 
-Errors that pass (connection refused, 5xx, time-outs) become ``Transient``; a missing object becomes
+Errors that pass (connection refused, 5xx, time-outs) become ``TransientError``; a missing object becomes
 ``ObjectNotFound``. aioboto3 is imported on first use, so a service without objects does not pay for it.
 """
 
@@ -25,7 +25,7 @@ from typing import Any, Self, TypeVar
 import structlog
 
 from services.kit import metrics
-from services.kit.bus import Transient
+from services.kit.bus import TransientError
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectExists, ObjectNotFound
 
@@ -326,7 +326,7 @@ class ObjectStore:
 
         Raises:
             ValueError: the object has not ``size_bytes``.
-            Transient: the store is away, or the file cannot be written.
+            TransientError: the store is away, or the file cannot be written.
         """
         return await self._try(lambda: self._bulk.read_into(uri, path, offset, size_bytes, hasher), uri)
 
@@ -354,14 +354,14 @@ class ObjectStore:
                 if code in EXISTS or status in (409, 412):
                     raise ObjectExists(what) from error
                 if code in DAMAGED:
-                    raise Transient(f"object store: {what} arrived as other bytes than its name says") from error
+                    raise TransientError(f"object store: {what} arrived as other bytes than its name says") from error
                 if status < 500 and code not in ("SlowDown", "RequestTimeout"):
                     raise
                 problem: Exception = error
             except (TimeoutError, BotoCoreError, HttpError, OSError) as error:
                 problem = error
             if asyncio.get_running_loop().time() > deadline:
-                raise Transient(f"object store: {what}: {problem!r}") from problem
+                raise TransientError(f"object store: {what}: {problem!r}") from problem
             log.info("object store does not answer, trying again", what=what, error=repr(problem))
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, 2.0)

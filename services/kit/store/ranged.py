@@ -18,8 +18,8 @@ import aiohttp
 import structlog
 import xxhash
 
-from services.kit.bus import Transient
-from services.kit.concurrency import in_thread
+from services.kit.bus import TransientError
+from services.kit.concurrency import run_in_thread
 from services.kit.store.errors import ObjectChanged, ObjectCorrupted
 from services.kit.store.objects import PATIENCE_S, READ_BYTES, write_at
 from services.kit.store.reader import ObjectReader
@@ -74,7 +74,7 @@ class Ranged:
             ObjectNotFound: there is no such object.
             ObjectCorrupted: it is not of this size, or its hash is another.
             StoreRefused: the store will not answer.
-            Transient: the store gave no byte for ``patience_s``.
+            TransientError: the store gave no byte for ``patience_s``.
         """
         borders = [*range(0, size_bytes, self._range_bytes), size_bytes]
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
@@ -148,7 +148,7 @@ class Ranged:
             if start > before:
                 deadline, delay_s = loop.time() + self._patience_s, RETRY_S
             if loop.time() > deadline:
-                raise Transient(f"object store: {uri}: {problem!r}") from problem
+                raise TransientError(f"object store: {uri}: {problem!r}") from problem
             log.info("a download broke, going on where it did", what=uri, at=start, error=repr(problem))
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, RETRY_MAX_S)
@@ -166,12 +166,12 @@ class Ranged:
                         raise ObjectChanged(f"{uri} has ETag {found}, not {version[0]} as before")
                     portion.append(chunk)
                     if sum(map(len, portion)) >= WRITE_BYTES:
-                        start = await in_thread(_write, handle, portion, start)
+                        start = await run_in_thread(_write, handle, portion, start)
                         portion = []
-            return await in_thread(_write, handle, portion, start)
+            return await run_in_thread(_write, handle, portion, start)
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             # What has come is not asked for again.
-            raise _Broken(await in_thread(_write, handle, portion, start), error) from error
+            raise _Broken(await run_in_thread(_write, handle, portion, start), error) from error
 
 
 def _write(handle: int, chunks: Sequence[bytes], start: int) -> int:

@@ -21,7 +21,7 @@ import structlog
 from yarl import URL
 
 from services.kit import metrics
-from services.kit.bus import Transient
+from services.kit.bus import TransientError
 from services.kit.settings import Settings
 from services.kit.signing import signed_headers
 from services.kit.store.errors import ObjectChanged, ObjectNotFound, StoreRefused
@@ -115,7 +115,7 @@ class ObjectReader:
         Raises:
             ObjectNotFound, ObjectChanged: the object is gone, or is another than the one listed.
             StoreRefused: no permission, or a request the store does not take.
-            Transient: the store does not answer.
+            TransientError: the store does not answer.
         """
         loop = asyncio.get_running_loop()
         deadline, delay_s = loop.time() + self._patience_s, 0.1
@@ -124,7 +124,7 @@ class ObjectReader:
                 return await self._once(info, chunks, local)
             except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
                 if loop.time() > deadline:
-                    raise Transient(f"object store: {info.uri}: {error!r}") from error
+                    raise TransientError(f"object store: {info.uri}: {error!r}") from error
                 log.info("object store does not answer, trying again", what=info.uri, error=repr(error))
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, 2.0)

@@ -20,7 +20,7 @@ from contracts import topology
 from contracts.base import Fact
 from contracts.scheduling import Policy
 from services.kit.bus import Bus
-from services.kit.concurrency import end
+from services.kit.concurrency import cancel_and_wait
 from services.kit.settings import Settings
 from services.scheduler.app import Scheduler, assemble
 from services.scheduler.simulate.agents import Agents
@@ -192,7 +192,7 @@ async def _driver(
             try:
                 yield Driver(scheduler, pace, clock, bus, log, listeners), running
             finally:
-                await end(following)
+                await cancel_and_wait(following)
         finally:
             scheduler.service.stopping.set()
             await running
@@ -208,7 +208,7 @@ async def _unless_ended(wanted: Coroutine[Any, Any, T], running: asyncio.Task[No
     await asyncio.wait({waiting, running}, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
     if waiting.done():
         return waiting.result()
-    await end(waiting)
+    await cancel_and_wait(waiting)
     if running.done():
         running.result()
         raise RuntimeError("the scheduler ended in the middle of the simulation")

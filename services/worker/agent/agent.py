@@ -22,9 +22,9 @@ from contracts.base import Event
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointRefused, CheckpointRotten
 from contracts.events.node import NodeDraining, NodeJoined, NodeLeft, NodeLost, NodeNotice, NodeUnfit
 from contracts.events.run import RunCancelled, RunCompleted, RunFailed, RunPlaced, RunPreempting
-from services.kit.bus import Received, Transient
-from services.kit.concurrency import end, in_thread
-from services.kit.lease import Lease, read
+from services.kit.bus import Message, TransientError
+from services.kit.concurrency import cancel_and_wait, run_in_thread
+from services.kit.lease import Lease, read_record
 from services.worker import metrics
 from services.worker.checkpoints import survivor_checkpoints
 from services.worker.checkpoints.blob_repair import BlobRepairer
@@ -99,7 +99,7 @@ class Agent:
             while not self._leaving:
                 try:
                     await self._one_life()
-                except Transient as error:
+                except TransientError as error:
                     # The ranks train on; ending them because the bus is away for long would help nobody.
                     log.warning("the bus is away, joining anew", error=str(error))
 
@@ -163,7 +163,7 @@ class Agent:
                 try:
                     await self._context.bus.publish(fact)
                     break
-                except Transient as error:
+                except TransientError as error:
                     log.warning("a notice could not be told", error=str(error))
 
     def _held_beside(self, placed: RunPlaced) -> dict[int, list[float]]:
@@ -203,15 +203,15 @@ class Agent:
             patience_s = longest_s + self._settings.kill_after_s + REPORT_PATIENCE_S
             _, late = await asyncio.wait(running, timeout=patience_s)
             # Their ranks are dead. What could not be said is on disk, and is said by the next life.
-            await end(*late)
+            await cancel_and_wait(*late)
         if saying is not None:
             await asyncio.wait([saying], timeout=1 if self.joined.is_set() else 0)
-            await end(saying)
+            await cancel_and_wait(saying)
         if self.joined.is_set():
             left = NodeLeft(
                 node_id=self._settings.node_id, incarnation=self._state.incarnation, reason="the agent was stopped"
             )
-            with suppress(Transient):
+            with suppress(TransientError):
                 await asyncio.wait_for(self._context.bus.publish(left), 10)
         self._left = True
         self._context.memory.clear()
@@ -253,7 +253,7 @@ class Agent:
                 if keeper.done():
                     keeper.result()
         finally:
-            await end(keeper)
+            await cancel_and_wait(keeper)
 
     async def _join(self, incarnation: str) -> None:
         found = self._context.inventory
@@ -286,7 +286,7 @@ class Agent:
     async def _catch_up(self) -> None:
         """Read what happened while no agent was here. A node that is new starts at the stream's end."""
         if self._position is None:
-            self._position = await self._context.bus.last_sequence(">")
+            self._position = await self._context.bus.get_last_sequence(">")
             await self._save()
             return
         async for batch in self._context.bus.follow(
@@ -311,9 +311,9 @@ class Agent:
         """Hold the lease for as long as this life lasts, whatever the bus does in between."""
         while not self._left:
             try:
-                bucket = await self._context.bus.bucket(topology.LEASES)
+                bucket = await self._context.bus.open_bucket(topology.LEASES)
                 key = subjects.node_lease(self._settings.node_id)
-                record = await read(bucket, key)
+                record = await read_record(bucket, key)
                 if record is not None and self._previous_incarnation and record.holder == self._previous_incarnation:
                     # Our own, from before we were killed: no need to wait until it expires.
                     await bucket.delete(key, last=record.revision)
@@ -323,7 +323,7 @@ class Agent:
                 async with self._lease.leadership() as keeper:
                     held.set()
                     await keeper
-            except (nats.errors.Error, APIError, TimeoutError, Transient) as error:
+            except (nats.errors.Error, APIError, TimeoutError, TransientError) as error:
                 log.warning("the node's lease cannot be kept", error=repr(error))
                 await asyncio.sleep(0.2)
 
@@ -333,7 +333,7 @@ class Agent:
         own = (subjects.fact("node", self._settings.node_id, fact.fact) for fact in (NodeLost, NodeDraining))
         return (*(event.subject_filter() for event in FOLLOWED), *own)
 
-    async def _apply(self, batch: list[Received[Any]]) -> bool:
+    async def _apply(self, batch: list[Message[Any]]) -> bool:
         """Act on the facts and remember the place; True when this life is over."""
         rejoin = False
         for received in batch:
@@ -346,7 +346,7 @@ class Agent:
             await self._save()
         return rejoin
 
-    def _carry_out(self, decision: node_decisions.Decision, received: Received[Any]) -> bool:
+    def _carry_out(self, decision: node_decisions.Decision, received: Message[Any]) -> bool:
         match decision:
             case node_decisions.StartGeneration():
                 self._take_up(decision, received)
@@ -382,7 +382,7 @@ class Agent:
         if placement is not None:
             action(placement)
 
-    def _take_up(self, place: node_decisions.StartGeneration, received: Received[Any]) -> None:
+    def _take_up(self, place: node_decisions.StartGeneration, received: Message[Any]) -> None:
         """Make the placement durable; its work begins once we have joined."""
         envelope = received.envelope
         record = PlacementRecord(
@@ -441,15 +441,15 @@ class Agent:
             if (placement.folder / "done.json").exists():
                 continue
             ends = await asyncio.gather(
-                *(self._context.bus.last(subjects.fact("run", run_id, end.fact)) for end in ENDS)
+                *(self._context.bus.get_last_message(subjects.fact("run", run_id, end.fact)) for end in ENDS)
             )
-            placed = await self._context.bus.last(subjects.fact("run", run_id, RunPlaced.fact))
+            placed = await self._context.bus.get_last_message(subjects.fact("run", run_id, RunPlaced.fact))
             if any(ends):
                 placement.drop("the run is over")
             elif placed is not None and placed.event.generation > generation:
                 placement.drop("a newer generation was placed")
             else:
-                for received in await self._context.bus.history(
+                for received in await self._context.bus.read_history(
                     subjects.fact("run", run_id, CheckpointCommitted.fact), start_sequence=placement.record.sequence
                 ):
                     if received.event.generation == generation:
@@ -486,8 +486,10 @@ class Agent:
     async def _is_void(self, placement: GenerationRunner) -> bool:
         """Whether the fact is a repetition: somebody published an old placement again."""
         run_id = placement.placed.run_id
-        ends = await asyncio.gather(*(self._context.bus.last(subjects.fact("run", run_id, end.fact)) for end in ENDS))
-        placed = await self._context.bus.last(subjects.fact("run", run_id, RunPlaced.fact))
+        ends = await asyncio.gather(
+            *(self._context.bus.get_last_message(subjects.fact("run", run_id, end.fact)) for end in ENDS)
+        )
+        placed = await self._context.bus.get_last_message(subjects.fact("run", run_id, RunPlaced.fact))
         return any(ends) or (placed is not None and placed.event.generation > placement.placed.generation)
 
     def _reap(self) -> None:
@@ -531,7 +533,7 @@ class Agent:
 
     async def _save(self) -> None:
         state = {"position": self._position, "incarnation": self._state.incarnation or self._previous_incarnation}
-        await in_thread(write_atomically, self._state_file, json.dumps(state))
+        await run_in_thread(write_atomically, self._state_file, json.dumps(state))
 
     @contextmanager
     def _only_one(self) -> Iterator[None]:

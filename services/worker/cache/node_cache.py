@@ -125,7 +125,7 @@ class NodeCache:
             content = await self._manifest(manifest_uri, dataset_id, manifest)
             reading = self._shards.open(content, dataset_id, manifest_uri, folder)
             hold.readings.append(reading)
-            await reading.all_of(whole)
+            await reading.gather_limited(whole)
         except ObjectNotFound as error:
             raise CacheError(f"dataset {dataset_id} is not in the store ({error}): ingest it") from error
         except ShardError as error:

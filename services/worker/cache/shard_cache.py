@@ -23,8 +23,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from contracts.datasets import SplitFiles
 from contracts.events.dataset import ShardFile
 from contracts.ranks import ShardPlanLine, ShardRequestLine
-from services.kit.bus import Transient
-from services.kit.concurrency import end
+from services.kit.bus import TransientError
+from services.kit.concurrency import cancel_and_wait
 from services.kit.store.errors import ObjectCorrupted, ObjectNotFound, StoreRefused
 from services.kit.store.objects import split_uri
 from services.worker import metrics
@@ -195,12 +195,12 @@ class DatasetView:
             if not waiting.done():
                 waiting.set_result(problem)
 
-    async def all_of(self, splits: Iterable[str]) -> None:
+    async def gather_limited(self, splits: Iterable[str]) -> None:
         """Have every shard of these splits, and keep them.
 
         Raises:
             ShardError: one cannot be had.
-            Transient, OSError: the store does not answer, or there is no room.
+            TransientError, OSError: the store does not answer, or there is no room.
         """
         files = [shard for split in splits for shard in self.splits.get(split, ())]
         if files:
@@ -261,7 +261,7 @@ class ShardCache:
         self._readings.clear()
         if self._again is not None:
             self._again.cancel()
-        await end(*self._fetching.values(), *self._checking.values())
+        await cancel_and_wait(*self._fetching.values(), *self._checking.values())
 
     @property
     def size_bytes(self) -> int:
@@ -447,7 +447,7 @@ class ShardCache:
         """Fetch a shard out of ``bucket``, or check the one that is here; wait a little if that cannot be done now."""
         try:
             await (self._check(shard) if bucket is None else self._fetch(shard, bucket))
-        except (Transient, OSError) as error:
+        except (TransientError, OSError) as error:
             # The ranks wait, and say that they do; giving up would help nobody.
             log.warning("a shard cannot be brought now, trying again", shard=shard.path, error=repr(error))
             if isinstance(error, OSError) and error.errno in FULL:

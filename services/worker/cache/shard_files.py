@@ -22,7 +22,7 @@ import xxhash
 
 from contracts.datasets import shard_uri
 from contracts.events.dataset import ShardFile
-from services.kit.concurrency import in_thread
+from services.kit.concurrency import run_in_thread
 from services.kit.store.errors import ObjectCorrupted
 from services.kit.store.objects import READ_BYTES, ObjectStore
 from services.kit.store.ranged import Ranged
@@ -54,7 +54,7 @@ class ShardFiles:
 
         Raises:
             ObjectNotFound, ObjectCorrupted, StoreRefused: it cannot be had.
-            Transient: the store does not answer.
+            TransientError: the store does not answer.
             OSError: there is no room.
         """
         path = self.path(shard.sha256)
@@ -68,7 +68,7 @@ class ShardFiles:
                 tier = "cold"
                 fast = await self._from_store(shard, bucket, part, turn)
             try:
-                await in_thread(self._place, shard, part, fast)
+                await run_in_thread(self._place, shard, part, fast)
             finally:  # also when nobody needs it any more: it takes room
                 if self.path(shard.sha256).exists():
                     self._note(shard)

@@ -10,8 +10,8 @@ import structlog
 from contracts.base import Event
 from contracts.events.checkpoint import CheckpointRefused, CheckpointRepaired, CheckpointRotten, Chunk
 from services.kit import chunks as kit
-from services.kit.bus import Transient
-from services.kit.concurrency import end
+from services.kit.bus import TransientError
+from services.kit.concurrency import cancel_and_wait
 from services.kit.store.objects import blob_sha256
 from services.worker.cache.node_cache import CacheError
 from services.worker.node_context import NodeContext
@@ -44,13 +44,13 @@ class BlobRepairer:
                 pass
 
     async def close(self) -> None:
-        await end(*self._tasks)
+        await cancel_and_wait(*self._tasks)
 
     async def _repair(self, rotten: CheckpointRotten) -> None:
         async with self._one_at_a_time:
             try:
                 await repair(self._context, rotten)
-            except Transient as error:
+            except TransientError as error:
                 log.warning("what is rotten could not be mended", uri=rotten.uri, error=str(error))
 
 

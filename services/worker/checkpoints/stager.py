@@ -13,7 +13,7 @@ import structlog
 from contracts import subjects
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointStaged
 from contracts.events.run import Artifact, Member, RunPlaced
-from services.kit.bus import Transient
+from services.kit.bus import TransientError
 from services.worker import metrics
 from services.worker.cache.node_cache import CacheError
 from services.worker.checkpoints.dvc import pointer_key, write_pointer
@@ -64,7 +64,7 @@ class CheckpointStager:
         while True:
             try:
                 return await upload_artifacts(names, self._folder, self._context.objects, base)
-            except Transient as error:
+            except TransientError as error:
                 log.warning("the store does not take artifacts", error=str(error))
 
     async def _stage_ready(self, *, at_end: bool) -> None:
@@ -74,7 +74,7 @@ class CheckpointStager:
                 try:
                     await self._stage(step)
                     break
-                except Transient as error:
+                except TransientError as error:
                     log.warning("the checkpoint is not staged yet", step=step, error=str(error))
 
     async def _stage(self, step: int) -> None:
@@ -138,7 +138,9 @@ class CheckpointStager:
 
     async def _bases(self) -> DeltaBases:
         """The run's last committed checkpoint, as far as this node has it; what the run began with, before that."""
-        last = await self._context.bus.last(subjects.fact("run", self._placed.run_id, CheckpointCommitted.fact))
+        last = await self._context.bus.get_last_message(
+            subjects.fact("run", self._placed.run_id, CheckpointCommitted.fact)
+        )
         ref = last.event.checkpoint if last is not None else self._placed.resume
         if ref is None:
             return DeltaBases()

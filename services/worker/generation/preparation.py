@@ -15,7 +15,7 @@ from nats.js.errors import APIError, BadRequestError
 from contracts import topology
 from contracts.datasets import SPLITS
 from contracts.events.run import CheckpointRef, Member, RunPlaced
-from services.kit.bus import Transient
+from services.kit.bus import TransientError
 from services.worker.cache.node_cache import CacheError, CachePins
 from services.worker.cache.shard_cache import DatasetView
 from services.worker.core.rank_environment import slot_problem
@@ -49,7 +49,7 @@ async def prepare_inputs(
 
     Raises:
         PackageError, CacheError: what was asked for cannot be used; the text says what to change.
-        Transient: the store or the bus was away for too long.
+        TransientError: the store or the bus was away for too long.
         Unfit: the node's devices are not; the scheduler knows.
     """
     problem = slot_problem(placed.spec, member, context.inventory.slots, context.inventory.slot_profiles)
@@ -152,18 +152,18 @@ async def _meet(context: NodeContext, placed: RunPlaced, member: Member) -> tupl
             if 0 in member.ranks:
                 await _say(context, key, f"{address}:{free_port(address)}".encode())
             # One subscription: the others learn of it the moment it is said. What was said first stands.
-            async for entries in context.bus.entries(topology.RENDEZVOUS, key, idle_s=1.0):
+            async for entries in context.bus.follow_bucket(topology.RENDEZVOUS, key, idle_s=1.0):
                 for entry in entries:
                     if entry.value:
                         return _parse(entry.value)
     except TimeoutError:
         pass
-    raise Transient(f"rank 0's node did not say within {patience_s:.0f} s where to meet")
+    raise TransientError(f"rank 0's node did not say within {patience_s:.0f} s where to meet")
 
 
 async def _say(context: NodeContext, key: str, offer: bytes) -> None:
     """Say where to meet, unless an earlier life of this agent has."""
-    bucket = await context.bus.bucket(topology.RENDEZVOUS)
+    bucket = await context.bus.open_bucket(topology.RENDEZVOUS)
     while True:
         try:
             await bucket.create(key, offer)

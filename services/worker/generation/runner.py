@@ -23,8 +23,8 @@ from contracts.envelope import Envelope
 from contracts.events.run import Member, ProgressPoint, RunExited, RunPlaced, RunProgress, RunReleased
 from contracts.ranks import Launch
 from services.kit import telemetry
-from services.kit.bus import Transient
-from services.kit.concurrency import end, in_thread
+from services.kit.bus import TransientError
+from services.kit.concurrency import cancel_and_wait, run_in_thread
 from services.worker import metrics
 from services.worker.cache.node_cache import CacheError, CachePins
 from services.worker.cache.shard_cache import DatasetView
@@ -115,8 +115,10 @@ class GenerationRunner:
         """Run to the end and report it, exactly once."""
         run_id, generation = self.placed.run_id, str(self.placed.generation)
         with (
-            telemetry.bound({"run_id": run_id, "generation": generation}),
-            telemetry.span("placement", traceparent=self.record.traceparent, run_id=run_id, generation=generation),
+            telemetry.bind_log_context({"run_id": run_id, "generation": generation}),
+            telemetry.start_span(
+                "placement", traceparent=self.record.traceparent, run_id=run_id, generation=generation
+            ),
             self._group,
         ):
             try:
@@ -206,7 +208,7 @@ class GenerationRunner:
                 async with _running(stager.run()) as staging, _running(self._measure(follower)) as measuring:
                     async with _running(watcher.run()) as watching:
                         await _traced("ranks", self._watch(control, following, staging, measuring, watching))
-                    await end(following)
+                    await cancel_and_wait(following)
                     await follower.drain()
                     await self._finish_uploads(follower, stager, staging)
                 return await self._judge(follower, stager)
@@ -228,10 +230,10 @@ class GenerationRunner:
             return StartFailure(str(error), False)
         except UnfitDeviceError as error:
             return StartFailure(f"node {self.member.node_id} has a device that failed its check: {error}", True)
-        except (Transient, OSError, TimeoutError) as error:
+        except (TransientError, OSError, TimeoutError) as error:
             return StartFailure(f"node {self.member.node_id} could not prepare the run: {error}", True)
         finally:
-            await end(task)
+            await cancel_and_wait(task)
             work.close()  # stopped before its first step, it was never begun
             metrics.PREPARE_SECONDS.observe(time.monotonic() - started)
 
@@ -239,7 +241,7 @@ class GenerationRunner:
         """Go on bringing shards to ranks that an earlier life of the agent started."""
         try:
             return await open_dataset(self._context, self.placed, self.member, self.folder, hold)
-        except (CacheError, Transient, OSError) as error:
+        except (CacheError, TransientError, OSError) as error:
             # They may have all that they need; if not, they end when nobody answers them.
             log.warning("the dataset cannot be taken up again", error=str(error))
             return None
@@ -326,14 +328,14 @@ class GenerationRunner:
         patience_s = self._orders.stop_time_left_s()
         if patience_s is None and rank_exits.first_failure(self._group.ended):
             patience_s = 0.0 if self._memory_is_newer(follower) else CRASH_UPLOAD_PATIENCE_S
-        await end(staging)
+        await cancel_and_wait(staging)
         if patience_s == 0:
             return
         work = asyncio.create_task(stager.finish())
         try:
             await self._await_until(work, patience_s)
         finally:
-            await end(work)
+            await cancel_and_wait(work)
 
     async def _await_until(self, work: asyncio.Task[None], patience_s: float | None) -> None:
         deadline = None if patience_s is None else time.monotonic() + patience_s
@@ -373,7 +375,7 @@ class GenerationRunner:
             )
             try:
                 await self._publish(point)
-            except Transient as error:
+            except TransientError as error:
                 log.warning("a measurement of the node was not taken", error=str(error))
 
     # -- its end ------------------------------------------------------------
@@ -412,12 +414,12 @@ class GenerationRunner:
         done = report.clean if isinstance(report, RunReleased) else report.outcome == "succeeded"
         if self._trains and not done:
             # Before anybody can be placed on what the report frees.
-            await in_thread(survivor_checkpoints.keep, self.folder, self._orders.may_count)
+            await run_in_thread(survivor_checkpoints.keep, self.folder, self._orders.may_count)
         while True:
             try:
                 await self._publish(report)
                 break
-            except Transient as error:
+            except TransientError as error:
                 log.warning("the bus does not take the report", error=str(error))
         self._mark(report.outcome if isinstance(report, RunExited) else "released")
         log.info(
@@ -462,13 +464,13 @@ async def _running(work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Tas
     try:
         yield task
     finally:
-        await end(task)
+        await cancel_and_wait(task)
     if not task.cancelled() and (error := task.exception()) is not None:
         raise error
 
 
 async def _traced(name: str, work: Coroutine[Any, Any, T]) -> T:
-    with telemetry.span(name):
+    with telemetry.start_span(name):
         return await work
 
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 
 import aiohttp
 
-from services.kit.concurrency import end
+from services.kit.concurrency import cancel_and_wait
 from services.worker.notices.base import PROBE_TIMEOUT_S, MetadataServer, Notice, RetryBackoff
 
 HEADERS = {"Metadata-Flavor": "Google"}
@@ -44,7 +44,7 @@ class GcpSource:
             while True:
                 yield await found.get()
         finally:
-            await end(*tasks)
+            await cancel_and_wait(*tasks)
 
     async def acknowledge(self, notice: Notice) -> None:
         """Compute Engine takes no answer."""

@@ -18,8 +18,8 @@ from contracts.base import Fact
 from contracts.events.run import RunLog, RunStarted
 from contracts.progress import ring_name
 from contracts.ranks import JournalLine, StartedLine, StarvationLine, StragglerLine
-from services.kit.bus import Transient
-from services.kit.concurrency import in_thread
+from services.kit.bus import TransientError
+from services.kit.concurrency import run_in_thread
 from services.worker import metrics
 from services.worker.core import journal
 from services.worker.local_files import write_atomically
@@ -92,7 +92,7 @@ class JournalFollower:
         async with self._saving:
             content = self.state.model_dump_json()
             said = {rank: state.ring_start for rank, state in self.state.ranks.items()}
-            await in_thread(write_atomically, self._path, content)
+            await run_in_thread(write_atomically, self._path, content)
             for rank, ring in self._rings.items():
                 # Only now: after a crash, what is being published is read once more.
                 ring.done(said[rank])
@@ -305,7 +305,7 @@ class JournalFollower:
         while True:
             try:
                 return bool(await work())
-            except Transient as error:
+            except TransientError as error:
                 log.warning("the bus does not take what ranks report", error=str(error))
 
 

@@ -12,7 +12,7 @@ import structlog
 
 from contracts.base import Fact
 from contracts.events.run import Artifact, RunPlaced, RunStalled
-from services.kit.bus import Transient
+from services.kit.bus import TransientError
 from services.worker import metrics
 from services.worker.core.stall_detector import Stall, StallDetector
 from services.worker.launch.executor import RankProcess
@@ -115,7 +115,7 @@ class StallWatcher:
         )
         try:
             await self._publish(fact)
-        except Transient as error:
+        except TransientError as error:
             log.warning("a stall could not be told", error=str(error))
 
     async def _flights(self) -> dict[int, str]:
@@ -126,6 +126,6 @@ class StallWatcher:
             try:
                 kept = await asyncio.wait_for(self._keep([path.name for path in found.values()]), KEEP_PATIENCE_S)
                 uris = {each.name: each.uri for each in kept}
-            except (Transient, OSError, TimeoutError) as error:
+            except (TransientError, OSError, TimeoutError) as error:
                 log.warning("flight recorders stay on the node", error=repr(error))
         return {rank: flight_recorder.told(rank, path, uris.get(path.name)) for rank, path in found.items()}

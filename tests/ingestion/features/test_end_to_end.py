@@ -16,7 +16,7 @@ from contracts.datasets import SPLITS, Manifest, shard_uri
 from contracts.events.dataset import DatasetSharded
 from contracts.events.run import RunPrepared, RunPrepareFailed
 from contracts.events.train import DataSource, FeatureJoin, FeatureTable, Split
-from services.kit.bus import Bus, Poison
+from services.kit.bus import Bus, PoisonMessage
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectChanged
 from services.kit.store.objects import ObjectStore
@@ -226,7 +226,7 @@ async def test_what_does_not_belong_in_a_feature_table(
 ) -> None:
     data = await tables(objects, lake)
     await fill(objects, f"{lake}/spending", {name: content, "_SUCCESS": b"", ".hidden": b"?"})
-    with pytest.raises(Poison, match=reason):
+    with pytest.raises(PoisonMessage, match=reason):
         await ingest(data)
 
 
@@ -234,7 +234,7 @@ async def test_no_such_table(ingest: Ingesting, objects: ObjectStore, lake: str)
     data = await tables(objects, lake)
     assert data.features is not None
     gone = data.features.tables[0].model_copy(update={"source": f"{lake}/nowhere"})
-    with pytest.raises(Poison, match=r"feature table 'spending' has no file under s3://.*/nowhere"):
+    with pytest.raises(PoisonMessage, match=r"feature table 'spending' has no file under s3://.*/nowhere"):
         await ingest(data.model_copy(update={"features": FeatureJoin(tables=(gone,))}))
 
 

@@ -16,7 +16,7 @@ from services.ingestion.core.records import Broken
 from services.ingestion.features import enrich, table_join, tables
 from services.ingestion.features.enrich import join_files
 from services.ingestion.features.table_join import load_table
-from services.kit.bus import Poison
+from services.kit.bus import PoisonMessage
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -210,14 +210,14 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], FeatureTable, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(lake: Lake, name: str) -> None:
     asked, feature, spec, reason = REFUSED[name]
-    with pytest.raises(Poison, match=reason):
+    with pytest.raises(PoisonMessage, match=reason):
         lake.join([lake.file(**asked)], (spec, [lake.file(**feature)]))
 
 
 def test_two_tables_that_make_one_name(lake: Lake) -> None:
     one = (table(name="a", features=("b__c",)), [lake.file(**_less("v"), b__c=[1])])
     two = (table(name="a__b", features=("c",)), [lake.file(**_less("v"), c=[1])])
-    with pytest.raises(Poison, match="more than one column 'a__b__c'"):
+    with pytest.raises(PoisonMessage, match="more than one column 'a__b__c'"):
         lake.join([lake.file(**_less("v"))], one, two)
 
 
@@ -228,7 +228,7 @@ def test_files_of_a_feature_table_must_be_alike(lake: Lake) -> None:
         (_less("v"), "has no column 'v'"),
         (_sound(w=[1]), "has columns that .* does not have: w"),
     ):
-        with pytest.raises(Poison, match=reason):
+        with pytest.raises(PoisonMessage, match=reason):
             lake.join([lake.file(**_sound())], (table(), [first, lake.file(**other)]))
     # What is not joined may differ.
     found = lake.join([lake.file(**_less("v"))], (table(features=("v",)), [first, lake.file(**_sound(w=[1]))]))
@@ -240,7 +240,7 @@ def test_a_damaged_feature_file_ends_it(lake: Lake) -> None:
     whole = path.read_bytes()
     for damaged in (whole[:-20], whole[:100], b"", whole[:40] + bytes(4000) + whole[4040:]):
         path.write_bytes(damaged)
-        with pytest.raises(Poison, match=f"{uri} of feature table 't' cannot be read"):
+        with pytest.raises(PoisonMessage, match=f"{uri} of feature table 't' cannot be read"):
             lake.join([lake.file(**_sound())], (table(), [lake.file(**_sound()), (uri, path)]))
 
 
@@ -286,7 +286,7 @@ def test_flipped_and_lost_bytes_crash_nothing(lake: Lake) -> None:
         path.write_bytes(content)
         try:
             (found,) = lake.join([asked], (table(), [feature]))
-        except Poison as error:
+        except PoisonMessage as error:
             reasons.append(str(error))
             ends["refused"] += 1
         except OverflowError:

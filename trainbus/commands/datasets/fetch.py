@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from contracts.datasets import shard_uri
 from contracts.events.dataset import ShardFile
-from services.kit.concurrency import all_of
+from services.kit.concurrency import gather_limited
 from services.kit.store.errors import ObjectNotFound
 from services.kit.store.objects import ObjectStore, hash_file
 from trainbus.client.address import Address
@@ -80,7 +80,7 @@ async def _fetch_all(
                 fetched += 1
             bar.advance(task, size)
 
-        await all_of((one(*each) for each in wanted), at_a_time=PARALLEL)
+        await gather_limited((one(*each) for each in wanted), limit=PARALLEL)
     return fetched
 
 

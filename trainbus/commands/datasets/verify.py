@@ -12,7 +12,7 @@ from pathlib import Path
 from contracts.datasets import shard_uri
 from contracts.events.dataset import DatasetIngested, ShardFile
 from contracts.events.train import IngestRequested
-from services.kit.bus import Transient
+from services.kit.bus import TransientError
 from services.kit.store.errors import ObjectNotFound
 from services.kit.store.objects import ObjectStore
 from services.sharding.core import plan
@@ -186,7 +186,7 @@ async def _look_at(objects: ObjectStore, bucket: str, shard: ShardFile) -> tuple
                 hashed = await objects.download(uri, path)
             except ObjectNotFound:
                 return uri, "is missing"
-            except Transient:
+            except TransientError:
                 # A store with sums of its own gives no rotten bytes out. If it is away altogether, this says so.
                 await objects.head(uri)
                 return uri, "cannot be read: the store finds it damaged"

@@ -16,8 +16,8 @@ from prometheus_client import Counter
 
 from contracts import topology
 from services.kit import telemetry
-from services.kit.bus import Bus, Transient
-from services.kit.concurrency import end
+from services.kit.bus import Bus, TransientError
+from services.kit.concurrency import cancel_and_wait
 from services.kit.lease import Lease
 from services.kit.service import Service
 from services.kit.settings import Settings
@@ -30,68 +30,68 @@ S = TypeVar("S", bound=Settings)
 
 
 @dataclass(frozen=True, slots=True)
-class Garbage(Generic[S, T]):
+class GarbageCollector(Generic[S, T]):
     """How a service collects its garbage, and when and by whom that is done."""
 
     lease: str
     runs: Counter
     #: Raises ``ValueError`` if nobody can tell what is garbage.
     collect: Callable[[Bus, ObjectStore, S], Awaitable[T]]
-    told: Callable[[T], str]
+    summary: Callable[[T], str]
 
-    async def alone(self, bus: Bus, objects: ObjectStore, settings: S) -> T | None:
+    async def run_exclusive(self, bus: Bus, objects: ObjectStore, settings: S) -> T | None:
         """Collect under the lease; None if another instance is at it.
 
         Raises:
-            Transient: the lease was lost meanwhile.
+            TransientError: the lease was lost meanwhile.
         """
-        bucket = await bus.bucket(topology.LEASES)
+        bucket = await bus.open_bucket(topology.LEASES)
         owner = f"{settings.instance}-{uuid.uuid4().hex[:8]}"
         lease = Lease(bucket, self.lease, owner, settings.lease_ttl_s * 3)
         if not await lease.try_acquire():
             return None
-        keeper = asyncio.create_task(lease.keep())
+        keeper = asyncio.create_task(lease.renew_until_lost())
         work = asyncio.ensure_future(self.collect(bus, objects, settings))
         try:
             await asyncio.wait({keeper, work}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
-                raise Transient("the lease was lost while garbage was collected")
+                raise TransientError("the lease was lost while garbage was collected")
             found = await work
             self.runs.labels("done").inc()
             return found
         finally:
-            await end(keeper, work)
+            await cancel_and_wait(keeper, work)
             await lease.release()
 
-    async def rarely(self, every_s: float, bus: Bus, objects: ObjectStore, settings: S) -> None:
+    async def run_periodically(self, every_s: float, bus: Bus, objects: ObjectStore, settings: S) -> None:
         """Collect every ``every_s``, for ever; what goes wrong is logged, counted and tried again."""
         while True:
             await asyncio.sleep(every_s)
             try:
-                await self.alone(bus, objects, settings)
-            except (ValueError, Transient, TimeoutError, OSError, nats.errors.Error, APIError) as error:
+                await self.run_exclusive(bus, objects, settings)
+            except (ValueError, TransientError, TimeoutError, OSError, nats.errors.Error, APIError) as error:
                 self.runs.labels("failed").inc()
                 log.error("garbage was not collected", reason=str(error))
 
-    async def once(self, settings: S) -> str:
+    async def run_once(self, settings: S) -> str:
         """Collect once, over a connection of its own, and say what went."""
         bus = Bus(self.lease, settings)
         await bus.connect()
         try:
             async with ObjectStore(settings) as objects:
-                found = await self.alone(bus, objects, settings)
+                found = await self.run_exclusive(bus, objects, settings)
         finally:
             await bus.close()
-        return "another instance is collecting: nothing done" if found is None else self.told(found)
+        return "another instance is collecting: nothing done" if found is None else self.summary(found)
 
 
-def main(name: str, build: Callable[[Settings], Service], settings: S, garbage: Garbage[S, T]) -> None:
+def main(name: str, build: Callable[[Settings], Service], settings: S, collector: GarbageCollector[S, T]) -> None:
     """``python -m services.NAME [gc]``: run the service, or collect garbage once."""
     match sys.argv[1:]:
         case []:
             build(settings).main()
         case ["gc"]:
-            telemetry.setup(garbage.lease, settings)
-            print(asyncio.run(garbage.once(settings)))
+            telemetry.set_up(collector.lease, settings)
+            print(asyncio.run(collector.run_once(settings)))
         case _:
             sys.exit(f"usage: python -m services.{name} [gc]")

@@ -7,7 +7,6 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
-from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from contracts.events.run import QueueReason
@@ -23,9 +22,7 @@ from services.scheduler.core.place.wants import Wants, wants_of
 from services.scheduler.core.reasons import Why
 from services.scheduler.core.state.cluster import Cluster, Run
 from services.scheduler.core.state.index import Key
-
-#: How many of the chosen are looked at again, whether it could be done without them.
-SPARED = 64
+from services.scheduler.core.victims import Candidate, PreemptionProblem, Victim, select_victims
 
 
 class Taking(NamedTuple):
@@ -275,28 +272,84 @@ class Reclaim:
     def _victims(
         self, key: Key, run: Run, wants: Wants, coming: Space, closed: set[str]
     ) -> tuple[list[PreemptRun], list[Taken] | None]:
-        """The stops that free what ``run`` needs and where it then lies, or nothing if that cannot be.
-
-        The cheapest go first: least priority, then whoever loses least.
-        """
+        """The stops that free what ``run`` needs and where it then lies, or nothing if that cannot be."""
         least = run.spec.slots.min
         memo = (wants, self._standing(key, run), self.claims.alike(run))
         if self._in_vain.get(memo, least + 1) <= least:
             return [], None
-        candidates, takings = self._candidates(key, run)
-        need = least - self.placer.most(self._for(run, coming), run, wants, closed)
-        chosen = self._enough(candidates, max(need, 1), run, wants, coming, closed) if candidates else None
-        if chosen is None:
+        victims, takings = self._cheapest_victims(key, run, wants, coming, closed)
+        trial = coming.copy()
+        for victim in victims:
+            trial.give(self.cluster.runs[victim.run_id].demand, victim.freed)
+        found = self.placer.find(self._for(run, trial), run, least, wants, closed=closed) if victims else None
+        if found is None:
             self._in_vain[memo] = least
             return [], None
         stops = []
-        for each, by in chosen:
-            coming.release(each.run)
-            self.claims.release(each.run)
-            self._takeable.remove(each)
-            self._leaving.add(each.run.run_id)
-            stops.append(self._stop(takings[each.run.run_id], each.run, run, by))
-        return stops, self.placer.find(self._for(run, coming), run, least, wants, closed=closed)
+        for victim in victims:
+            preempted = self.cluster.runs[victim.run_id]
+            coming.give(preempted.demand, victim.freed)
+            self.claims.take(preempted, victim.freed)
+            self._leaving.add(victim.run_id)
+            stops.append(self._stop(takings[victim.run_id], preempted, run, victim.by))
+        self._takeable = [each for each in self._takeable if each.run.run_id not in self._leaving]
+        return stops, found
+
+    def _cheapest_victims(
+        self, key: Key, run: Run, wants: Wants, coming: Space, closed: set[str]
+    ) -> tuple[list[Victim], dict[str, Taking]]:
+        """The victims for a run, and the rule by which each is preempted; none if no set of them is enough.
+
+        Where a rule depends on who else is preempted (a team gives back what it has borrowed, and no more), the set is
+        chosen again among those that may go together, the ones chosen first before all others.
+        """
+        cells = self.placer.open_cells(run, wants, closed)
+        reserved = self._reserve.kept_on_nodes(run) if self._reserve is not None else {}
+
+        def select(candidates: list[Holding]) -> list[Victim]:
+            if not candidates:
+                return []
+            known = self._as_candidates(candidates)
+            problem = PreemptionProblem(wants.demand, run.spec.slots.min, coming.rooms, cells, known, reserved)
+            return select_victims(problem) or []
+
+        candidates, takings = self._candidates(key, run, self._takeable, together=False)
+        victims = select(candidates)
+        if not victims or not self.claims.at_work:
+            return victims, takings
+        chosen = {victim.run_id for victim in victims}
+        for order in (sorted(self._takeable, key=lambda each: each.run.run_id not in chosen), self._takeable):
+            candidates, takings = self._candidates(key, run, order, together=True)
+            if chosen <= takings.keys():
+                return victims, takings
+            if others := select(candidates):
+                return others, takings
+        return [], {}
+
+    def _as_candidates(self, allocated: Iterable[Holding]) -> list[Candidate]:
+        counts = self._counts
+        ranks = {count: rank for rank, count in enumerate(sorted(set(counts.values()), reverse=True))}
+        return [
+            Candidate(
+                each.run.run_id,
+                each.run.demand,
+                tuple((part.node_id, part.slots) for part in each.run.live),
+                each.run.spec.priority,
+                each.spare,
+                ranks[counts[each.run.run_id]] if counts else 0,
+                each.at_stake(self.now),
+            )
+            for each in allocated
+        ]
+
+    @cached_property
+    def _counts(self) -> dict[str, float]:
+        """What each run counts where the policy preempts by it: the one that counts most goes first."""
+        by = self.policy.order.by
+        if "even-wait" not in self.policy.reclaim.by or "even-wait" not in by:
+            return {}
+        at = by.index("even-wait")
+        return {each.run.run_id: each.key[at] for each in self._preemptible}
 
     def _standing(self, key: Key, run: Run) -> Key:
         """The part of its key that tells what a run may take: the same for all that came one after the other."""
@@ -305,10 +358,12 @@ class Reclaim:
         whole = self.claims.shares is not None or run.spec.scheduling.time_slice
         return key[:-1] if whole else key[: self._depth]
 
-    def _candidates(self, key: Key, run: Run) -> tuple[list[Holding], dict[str, Taking]]:
-        """Whose slots the run may have, the cheapest first, and by what rules.
+    def _candidates(
+        self, key: Key, run: Run, order: Iterable[Holding], *, together: bool
+    ) -> tuple[list[Holding], dict[str, Taking]]:
+        """Whose slots the run may have, and by what rules.
 
-        Each one as if those before it were gone: a team gives back what it has borrowed, and not more.
+        ``together``: each one as if those before it were gone.
         """
         found: list[Holding] = []
         takings: dict[str, Taking] = {}
@@ -317,15 +372,16 @@ class Reclaim:
         by_order_alone = not self.claims.at_work and not self.policy.reclaim.overtakers and not turns
         if by_order_alone and all(each.key[:depth] <= standing for each in self._preemptible):
             return [], {}  # at most looks: it goes before nobody
-        for each in self._takeable:
+        for each in order:
             if by_order_alone and each.key[:depth] <= standing:
                 continue
             taking = self._taking(key, run, each)
             if taking is not None:
                 found.append(each)
                 takings[each.run.run_id] = taking
-                self.claims.release(each.run)
-        for each in found:
+                if together:
+                    self.claims.release(each.run)
+        for each in found if together else ():
             self.claims.give(each.run, held(each.run))
         return found, takings
 
@@ -350,45 +406,6 @@ class Reclaim:
         queue_reason: QueueReason = "preempted" if by is None else "resized"
         return PreemptRun(run.run_id, run.generation, reason, queue_reason, run.spec.grace_s, preemptor=waiter.run_id)
 
-    def _enough(
-        self, candidates: list[Holding], need: int, run: Run, wants: Wants, coming: Space, closed: set[str]
-    ) -> list[tuple[Holding, int | None]] | None:
-        """Which of the candidates stop, and by how much those shrink that need not stop whole."""
-        freed = [0, *accumulate(each.slots for each in candidates)]
-        spare = [*reversed([*accumulate((each.spare for each in reversed(candidates)), initial=0)])]
-        for whole in range(len(candidates) + 1):
-            if freed[whole] + spare[whole] < need:
-                continue
-            chosen: list[tuple[Holding, int | None]] = [(each, None) for each in candidates[:whole]]
-            chosen += _shrinks(candidates[whole:], need - freed[whole])
-            if self._fits_after(chosen, run, wants, coming, closed):
-                return self._spared(chosen, run, wants, coming, closed)
-            if run.demand.simple and not run.exact:
-                # Counting is all there is to it, unless the candidates lie where the run cannot.
-                need = min(need + 1, freed[-1] + 1)
-        return None
-
-    def _fits_after(
-        self, chosen: list[tuple[Holding, int | None]], run: Run, wants: Wants, coming: Space, closed: set[str]
-    ) -> bool:
-        trial = coming.copy()
-        for each, _ in chosen:
-            trial.release(each.run)
-        return self.placer.find(self._for(run, trial), run, run.spec.slots.min, wants, closed=closed) is not None
-
-    def _spared(
-        self, chosen: list[tuple[Holding, int | None]], run: Run, wants: Wants, coming: Space, closed: set[str]
-    ) -> list[tuple[Holding, int | None]]:
-        """Without those that are not needed: they lie where the run cannot, or bundles do not need them."""
-        if run.demand.simple and not run.exact and not wants.clusters and not wants.together:
-            return chosen
-        kept = list(chosen)
-        for each in list(reversed(chosen))[:SPARED]:
-            without = [other for other in kept if other is not each]
-            if self._fits_after(without, run, wants, coming, closed):
-                kept = without
-        return kept
-
     def _freeing(self, why: Why, taken: Iterable[Taken]) -> Why:
         """Who has been asked to let go of slots for it."""
         nodes = {node_id for node_id, _ in taken}
@@ -398,19 +415,6 @@ class Reclaim:
             if self._goes(each.run) and any(part.node_id in nodes for part in each.run.live)
         )
         return replace(why, freeing=tuple(sorted(names)))
-
-
-def _shrinks(candidates: list[Holding], missing: int) -> list[tuple[Holding, int | None]]:
-    """Who shrinks by how much to free ``missing`` slots."""
-    chosen: list[tuple[Holding, int | None]] = []
-    for each in candidates:
-        if missing <= 0:
-            break
-        by = min(each.spare, missing)
-        if by > 0:
-            chosen.append((each, by))
-            missing -= by
-    return chosen
 
 
 def _standing(run: Run, waiter: Run, *, shrinks: bool) -> str:

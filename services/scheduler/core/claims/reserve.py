@@ -194,6 +194,14 @@ class Reserve:
         """What the run may have of what is free now."""
         return self._beside(space, self._binding(run))
 
+    def kept_on_nodes(self, run: Run) -> dict[str, list[tuple[SlotRequest, tuple[int, ...]]]]:
+        """What is reserved on each node that the run may not have."""
+        found: dict[str, list[tuple[SlotRequest, tuple[int, ...]]]] = {}
+        for number in self._binding(run):
+            for node_id, slots in self.made[number].taken:
+                found.setdefault(node_id, []).append((self.made[number].run.demand, slots))
+        return found
+
     def _binding(self, run: Run) -> list[int]:
         return [number for number, each in enumerate(self.made) if not self._done_by(run, each)]
 

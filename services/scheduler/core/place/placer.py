@@ -82,6 +82,24 @@ class Placer:
             found = self._memory[key] = [_divided(nodes, traits) for traits in _divisions(wants)]
         return found
 
+    def open_cells(self, run: Run, wants: Wants, closed: Collection[str]) -> list[list[str]]:
+        """The cells in which the run may lie now, the best first; without those that are all of a later one.
+
+        A cell that is a part of another one stays only where the run asked to lie together.
+        """
+        shut = self.shut(run)
+        found: list[list[str]] = []
+        for division in self.cells(wants):
+            for cell in division:
+                if self._may_lie(cell, wants, run.spec.slots.min):
+                    nodes = [node_id for node_id in cell if node_id not in closed and node_id not in shut]
+                    if nodes and nodes not in found:
+                        found.append(nodes)
+        if wants.together:
+            return found
+        sets = [frozenset(nodes) for nodes in found]
+        return [nodes for nodes, own in zip(found, sets, strict=True) if not any(own < other for other in sets)]
+
     def largest(self, wants: Wants) -> int:
         """The most slots that such a run could have if nobody else had any."""
         key: Hashable = ("largest", wants)

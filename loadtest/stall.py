@@ -34,6 +34,7 @@ from trainbus.trainer.checkpoint import Progress
 from trainbus.trainer.checkpoint_manager import CheckpointManager
 from trainbus.trainer.strategies import make_strategy
 from trainbus.trainer.survivor_store import SurvivorStore
+from trainbus.trainer.training_state import assemble
 from trainbus.trainer.world import World
 
 WIDTH = 1024
@@ -89,7 +90,7 @@ class Loop:
         return time.perf_counter() - started, held
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        state = self.strategy.state()
+        state = assemble(self.strategy.state_entries(), World())
         return {**state.model, **{f"optimizer.{name}": tensor for name, tensor in state.optimizer.tensors.items()}}
 
 

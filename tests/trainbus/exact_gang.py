@@ -20,7 +20,8 @@ from contracts.events.train import Training
 from trainbus.data.sampler import slice_bounds
 from trainbus.task import Task
 from trainbus.trainer.strategies import make_strategy
-from trainbus.trainer.strategies.base import State, Strategy
+from trainbus.trainer.strategies.base import Strategy
+from trainbus.trainer.training_state import State, assemble
 from trainbus.trainer.world import World, seed_all
 
 BATCH = 28
@@ -201,10 +202,11 @@ def _rank(rank: int, world_size: int, case: Case, steps: range, state: State | N
         torch.set_num_threads(1)
         if world_size > 1:
             dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
-        strategy, norms = train(case, World(rank, world_size, 0), steps, state)
+        world = World(rank, world_size, 0)
+        strategy, norms = train(case, world, steps, state)
         tree = getattr(strategy, "_tree", None)
         sent = tree.wire.sent_bytes if tree is not None and tree.wire is not None else 0
-        torch.save((strategy.state(), norms, sent), Path(folder) / f"{rank}.pt")
+        torch.save((assemble(strategy.state_entries(), world), norms, sent), Path(folder) / f"{rank}.pt")
         if world_size > 1:
             dist.barrier()
     except BaseException:

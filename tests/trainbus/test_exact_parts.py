@@ -136,7 +136,7 @@ def test_overflow_in_fp16_skips_steps_and_does_not_end_the_run(tmp_path: Path) -
     seldom = {"precision": "fp16", "checkpoint_every_steps": 1000, "validate_every_steps": 1000}
     trainer, outcome = train(tmp_path / "run", dataset, Loud(), ema_decay=0.9, **seldom)
     assert (outcome.outcome, outcome.step) == ("succeeded", trainer.total_steps)
-    scaler = trainer.strategy.state().scaler
+    scaler = trainer.strategy.state_entries().scaler
     assert scaler is not None
     assert scaler["scale"] < 2.0**16
     assert outcome.metrics["validation/accuracy"] > 0.5

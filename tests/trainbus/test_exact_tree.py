@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainbus.trainer.exact.tree import leaves_of_ranks, maximal_nodes, plan, reduce_tree, split
-from trainbus.trainer.strategies.base import shares
+from trainbus.trainer.training_state import divide_by_bytes
 
 
 def written(left: str, right: str) -> str:
@@ -56,7 +56,7 @@ def test_leaves_are_divided_evenly_and_nodes_are_few(leaf_count: int, data: st.D
 
 @given(st.dictionaries(st.text("abc", min_size=1), st.integers(0, 10**9), max_size=40), st.integers(1, 9))
 def test_shares_are_disjoint_whole_and_as_even_as_the_largest_allows(sizes: dict[str, int], parts: int) -> None:
-    found = shares(sizes, parts)
+    found = divide_by_bytes(sizes, parts)
     assert sorted(name for part in found for name in part) == sorted(sizes)
     loads = [sum(sizes[name] for name in part) for part in found]
     assert max(loads) - min(loads) <= max(sizes.values(), default=0)

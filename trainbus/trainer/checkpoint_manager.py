@@ -32,8 +32,9 @@ from trainbus.trainer.checkpoint import (
 )
 from trainbus.trainer.checkpoint.files import state_digest, state_json, tensors_file
 from trainbus.trainer.checkpoint.staging import copy_all
-from trainbus.trainer.strategies.base import State, Strategy
+from trainbus.trainer.strategies.base import Strategy
 from trainbus.trainer.survivor_store import SurvivorStore
+from trainbus.trainer.training_state import State, assemble
 from trainbus.trainer.world import World
 
 Pairs = list[tuple[Tensor, Tensor]]
@@ -75,7 +76,7 @@ class CheckpointManager:
 
     def prepare(self, ema: Mapping[str, Tensor] | None) -> None:
         """Make room for a checkpoint before one is due; after the first step, when the optimizer has its state."""
-        self._staging.lay_out(self._files(self._strategy.state(ema)))
+        self._staging.lay_out(self._files(assemble(self._strategy.state_entries(ema), self._world)))
         for image in self._staging.images.values():
             image.touch()
 
@@ -110,7 +111,7 @@ class CheckpointManager:
             self._writer.join()
         self._copied.wait()
         progress.about["parts"] = self._world.size
-        state = self._strategy.state(ema)
+        state = assemble(self._strategy.state_entries(ema), self._world)
         files = self._files(state)
         self._staging.lay_out(files)
         content = self._content(state, progress)
@@ -153,7 +154,7 @@ class CheckpointManager:
         """The step is done in all its parts: from here on its state may be left behind."""
         self._progress = progress
         if self._world.size == 1 and self._memory.wants_snapshot(self._clock()):
-            state = self._strategy.survivor_state(ema)
+            state = self._whole_state(ema)
             if state is not None:
                 # The next forward pass changes buffers while the snapshot is read: it gets copies of them.
                 trained = self._trained()
@@ -170,7 +171,8 @@ class CheckpointManager:
             return None
         self._copied.wait()
         self._memory.copied()
-        state = self._strategy.survivor_state(ema)
+        self._strategy.discard_unfinished_step()
+        state = self._whole_state(ema)
         if state is None:
             return None
         self._memory.leave(self._files(state, rank=0), checkpoint_json(state, self._progress, 1))
@@ -179,6 +181,12 @@ class CheckpointManager:
     def join(self) -> None:
         """Wait until everything is on disk."""
         self._writer.join()
+
+    def _whole_state(self, ema: Mapping[str, Tensor] | None) -> State | None:
+        """Return the whole state from this rank alone, or None where it has but a share of it."""
+        if not self._strategy.holds_whole_state:
+            return None
+        return assemble(self._strategy.state_entries(ema), World())
 
     def _update_begins(self, *_: Any) -> None:
         self._progress = None
@@ -192,10 +200,11 @@ class CheckpointManager:
 
     def _files(self, state: State, rank: int | None = None) -> dict[str, dict[str, Tensor]]:
         number = self._world.rank if rank is None else rank
-        kinds = {"model": state.model, "optimizer": state.optimizer.tensors}
-        if state.ema:
-            kinds["ema"] = state.ema
-        return {tensors_file(kind, number): dict(tensors) for kind, tensors in kinds.items()}
+        return {
+            tensors_file(kind, number): dict(tensors)
+            for kind, tensors in state.tensors.items()
+            if tensors or kind != "ema"
+        }
 
     def _trained(self) -> set[str]:
         """Names of what the optimizer alone changes."""

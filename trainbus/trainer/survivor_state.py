@@ -19,16 +19,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainbus.trainer.checkpoint import CheckpointError, LoadedCheckpoint, Progress, tensor_digest
-from trainbus.trainer.checkpoint.files import KINDS, digests_file
+from trainbus.trainer.checkpoint.files import digests_file
 from trainbus.trainer.checkpoint.reader import load_tensors, read_state
-from trainbus.trainer.strategies.base import State
+from trainbus.trainer.training_state import KINDS, Kind, State
 from trainbus.trainer.world import World
 
 _GENERATION = re.compile(r"g(\d+)")
 _STEP = re.compile(r"step_(\d+)-rank_\d+")
 _MODEL = re.compile(r"model-(\d+)\.safetensors")
 
-Kinds = dict[str, dict[str, Tensor]]
+TensorsByKind = dict[Kind, dict[str, Tensor]]
 
 
 class Key(NamedTuple):
@@ -105,7 +105,7 @@ def load_newest_state(world: World, mine: Mapping[Key, LocalParts]) -> LoadedChe
 class StatePart(NamedTuple):
     #: Part 0's alone: all that is no tensor.
     head: tuple[Progress, State] | None
-    kinds: Kinds
+    kinds: TensorsByKind
 
 
 def _load(offer: LocalParts, parts: Iterable[int]) -> dict[int, StatePart] | None:
@@ -133,7 +133,7 @@ def _load_part(folder: Path, part: int) -> StatePart:
 
 
 def _together(parts: Iterable[StatePart]) -> LoadedCheckpoint:
-    whole: Kinds = {kind: {} for kind in KINDS}
+    whole: TensorsByKind = {kind: {} for kind in KINDS}
     heads = []
     for part in parts:
         heads += [part.head] if part.head is not None else []
@@ -157,7 +157,7 @@ def _passed_on(world: World, holders: Mapping[int, int], loaded: Mapping[int, St
             box = [(mine.head, table)]
         dist.broadcast_object_list(box, src=holder, device=world.device)
         head, table = box[0]
-        kinds: Kinds = {}
+        kinds: TensorsByKind = {}
         for kind, said in table.items():
             own = {} if mine is None else mine.kinds[kind]
             kinds[kind] = {name: _tensor(world, holder, f"{kind}/{name}", own.get(name), *said[name]) for name in said}

@@ -16,7 +16,6 @@ from typing import Any
 from trainbus.trainer.checkpoint.digest import json_digest
 
 VERSION = 2
-KINDS = ("model", "optimizer", "ema")
 STATE = "state.json"
 #: More than any state without tensors needs; a larger file is not one of ours.
 MAX_STATE_BYTES = 64 * 2**20

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from trainbus.trainer.checkpoint.files import (
-    KINDS,
     MAX_STATE_BYTES,
     STATE,
     VERSION,
@@ -23,7 +22,7 @@ from trainbus.trainer.checkpoint.files import (
     tensors_file,
 )
 from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
-from trainbus.trainer.strategies.base import State
+from trainbus.trainer.training_state import KINDS, State
 
 
 @dataclass(frozen=True, slots=True)

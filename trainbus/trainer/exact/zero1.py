@@ -7,12 +7,12 @@ ranks, so that no kernel ever sees a tensor whose shape depends on it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
@@ -21,8 +21,9 @@ from trainbus.trainer import optimizer_state as packing
 from trainbus.trainer.exact.gradient_tree import GradientTree
 from trainbus.trainer.exact.layout import Piece, in_memory_order
 from trainbus.trainer.exact.norm import piece_norms
+from trainbus.trainer.exact.wire import Message
 from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
-from trainbus.trainer.strategies.base import State, shares
+from trainbus.trainer.training_state import StateEntry, local_entries
 
 #: Optimizers that treat each element by itself, so that a parameter may be cut into pieces.
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -74,6 +75,7 @@ class ShardedOptimizer:
         self._pieces: dict[str, list[tuple[Piece, int]]] = {name: [] for name in named}
         for piece in pieces:
             self._pieces[self._tree.names[piece.index]].append((piece, self._owner[piece]))
+        self._parameters = {own.piece: own.parameter for own in self._owned}
         self._own_numbers = [self._number[own.piece] for own in self._owned]
         before = packing.pack(optimizer, model, copy=False)
         by_name: dict[str, list[nn.Parameter]] = {}
@@ -120,69 +122,51 @@ class ShardedOptimizer:
                 mine[key] = value
         packing.restore_groups(self._optimizer.param_groups, state.groups)
 
-    def gathered(self, state: State) -> State:
-        """Return this rank's share of ``state``, whose weights are whole here, with the optimizer's whole tensors."""
-        world = self._tree.world
-        by_rank: list[dict[str, dict[str, Any]]] = [{}] * world.size
-        if world.size > 1:
-            dist.all_gather_object(by_rank, self._described())
-        else:
-            by_rank = [self._described()]
-        described = {name: values for part in by_rank for name, values in part.items()}
-        kinds: dict[str, Mapping[str, int]] = {
-            "model": {name: tensor.nbytes for name, tensor in state.model.items()},
-            "ema": {name: tensor.nbytes for name, tensor in state.ema.items()},
-            "optimizer": {
-                f"{name}/{key}": value.nbytes if isinstance(value, Tensor) else self._bytes(name, value)
-                for name, values in sorted(described.items())
-                for key, value in values.items()
-                if isinstance(value, Tensor | torch.dtype)
-            },
-        }
-        sizes = {f"{kind}/{name}": size for kind, names in kinds.items() for name, size in names.items()}
-        owner = {name: rank for rank, names in enumerate(shares(sizes, world.size)) for name in names}
-        mine = OptimizerState(self._put_together(described, owner))
-        if world.is_first:
-            members = [list(names) for names in self._group_names]
-            mine.groups = packing.pack_groups(self._optimizer.param_groups, members)
-            for name, values in described.items():
-                plain = {key: v for key, v in values.items() if not isinstance(v, Tensor | torch.dtype)}
-                if plain:
-                    mine.values[name] = plain
-        return State(
-            {name: tensor for name, tensor in state.model.items() if owner[f"model/{name}"] == world.rank},
-            mine,
-            {name: tensor for name, tensor in state.ema.items() if owner[f"ema/{name}"] == world.rank},
-            state.scaler,
-        )
+    def state_entries(self) -> tuple[list[StateEntry], dict[str, dict[str, Any]], list[dict[str, Any]]]:
+        """List the optimizer's tensors, whole; return them, its other values, and its groups. Every rank calls it."""
+        entries: list[StateEntry] = []
+        plain: dict[str, dict[str, Any]] = {}
+        everywhere = self._tree.world.all_gather_objects(self._described())
+        for name, values in sorted((name, values) for described in everywhere for name, values in described.items()):
+            for key, value in sorted(values.items()):
+                if isinstance(value, torch.dtype):
+                    size_bytes = self._named[name].numel() * value.itemsize
+                    fetch = partial(self._fetch, name, key, value)
+                    entries.append(StateEntry("optimizer", f"{name}/{key}", size_bytes, fetch))
+                elif isinstance(value, Tensor):
+                    entries += local_entries("optimizer", {f"{name}/{key}": value})
+                else:
+                    plain.setdefault(name, {})[key] = value
+        groups = packing.pack_groups(self._optimizer.param_groups, self._group_names)
+        return entries, plain, groups
 
-    def _put_together(self, described: Mapping[str, Mapping[str, Any]], owner: Mapping[str, int]) -> dict[str, Tensor]:
-        """Send the pieces of each state tensor to the tensor's owner; return what this rank owns."""
-        world, found, sends, receives = self._tree.world, {}, [], []
-        mine = {own.piece: own.parameter for own in self._owned}
-        for name in sorted(described):
-            whole_like = self._named[name]
-            for key, value in sorted(described[name].items()):
-                target = owner.get(f"optimizer/{name}/{key}")
-                if isinstance(value, Tensor) and target == world.rank:
-                    found[f"{name}/{key}"] = value
-                if not isinstance(value, torch.dtype) or target is None:
-                    continue
-                if target == world.rank:
-                    whole = torch.empty_like(whole_like, dtype=value)
-                    found[f"{name}/{key}"] = whole
-                for piece, rank in self._pieces[name]:
-                    if target == world.rank:
-                        place = in_memory_order(whole)[piece.start : piece.stop]
-                        if rank == world.rank:
-                            place.copy_(self._optimizer.state[mine[piece]][key])
-                        else:
-                            receives.append((place, rank))
-                    elif rank == world.rank:
-                        sends.append((self._optimizer.state[mine[piece]][key], target))
-        if self._tree.wire is not None:
-            self._tree.wire.start(sends, receives, 0)()
-        return {name: tensor.contiguous() for name, tensor in found.items()}
+    def _fetch(self, name: str, key: str, dtype: torch.dtype, owner: int) -> Callable[[], Tensor | None]:
+        """Start to send the pieces of a state tensor to ``owner``."""
+        rank = self._tree.world.rank
+        whole = torch.empty_like(self._named[name], dtype=dtype) if rank == owner else None
+        sends: list[Message] = []
+        receives: list[Message] = []
+        for piece, holder in self._pieces[name]:
+            if whole is not None:
+                place = in_memory_order(whole)[piece.start : piece.stop]
+                if holder == rank:
+                    place.copy_(self._piece_state(piece)[key])
+                else:
+                    receives.append((place, holder))
+            elif holder == rank:
+                sends.append((self._piece_state(piece)[key], owner))
+        landed = self._tree.wire.start(sends, receives, 0) if self._tree.wire is not None else None
+
+        def wait() -> Tensor | None:
+            if landed is not None:
+                landed()
+            return None if whole is None else whole.contiguous()
+
+        return wait
+
+    def _piece_state(self, piece: Piece) -> dict[str, Any]:
+        state: dict[str, Any] = self._optimizer.state[self._parameters[piece]]
+        return state
 
     def _described(self) -> dict[str, dict[str, Any]]:
         """Return the state of the parameters whose first piece is here; a dtype stands for a sharded tensor."""
@@ -194,9 +178,6 @@ class ShardedOptimizer:
                     for key, value in self._optimizer.state[own.parameter].items()
                 }
         return described
-
-    def _bytes(self, name: str, dtype: torch.dtype) -> int:
-        return self._named[name].numel() * dtype.itemsize
 
     def _slots(self) -> list[Any]:
         return [slot for bucket in self._tree.buckets for slot in bucket.slots]

@@ -14,12 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from contracts.events.train import Training
 from trainbus.task import Task
 from trainbus.trainer import optimizer_state as packing
-from trainbus.trainer.strategies.base import LossModule, State, StepResult, share_of
+from trainbus.trainer.strategies.base import LossModule, StepResult, Strategy
 from trainbus.trainer.strategies.loss_scale import LossScale
+from trainbus.trainer.training_state import State, StateEntries, local_entries
 from trainbus.trainer.world import World
 
 
-class DDPStrategy:
+class DDPStrategy(Strategy):
     """Every rank holds everything. The step is the exact mean over the global batch, whatever the slices."""
 
     def __init__(self, task: Task, model: nn.Module, training: Training, world: World) -> None:
@@ -62,20 +63,18 @@ class DDPStrategy:
             for buffer in self.model.buffers():
                 dist.broadcast(buffer, src=0)
 
-    def parameters_for_ema(self) -> dict[str, Tensor]:
-        return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+    @property
+    def holds_whole_state(self) -> bool:
+        return True
 
-    def load_ema(self, ema: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-        for name, tensor in ema.items():
-            tensor.copy_(saved[name])
-
-    def state(self, ema: Mapping[str, Tensor] | None = None) -> State:
-        return share_of(self.survivor_state(ema), self._world.size, self._world.rank)
-
-    def survivor_state(self, ema: Mapping[str, Tensor] | None = None) -> State:
-        model = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
+    def state_entries(self, ema: Mapping[str, Tensor] | None = None) -> StateEntries:
         optimizer = packing.pack(self.optimizer, self.model, copy=False)
-        return State(model, optimizer, dict(ema or {}), self._scale.state())
+        tensors = [
+            *local_entries("model", self.model.state_dict()),
+            *local_entries("optimizer", optimizer.tensors),
+            *local_entries("ema", ema or {}),
+        ]
+        return StateEntries(tensors, optimizer.values, optimizer.groups, self._scale.state())
 
     def load_state(self, state: State) -> None:
         if state.model:

@@ -21,7 +21,8 @@ from contracts.events.train import Training
 from trainbus.task import Task, TaskError
 from trainbus.trainer import optimizer_state as packing
 from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
-from trainbus.trainer.strategies.base import LossModule, State, StepResult, shares
+from trainbus.trainer.strategies.base import LossModule, StepResult, Strategy
+from trainbus.trainer.training_state import Kind, State, StateEntries, StateEntry, local_entries
 from trainbus.trainer.world import World
 
 
@@ -49,7 +50,7 @@ def import_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
-class DeepSpeedStrategy:
+class DeepSpeedStrategy(Strategy):
     """Optimizer state (stage 1), gradients (2) and weights (3) are sharded over the ranks; weights are fp32."""
 
     def __init__(self, task: Task, model: nn.Module, training: Training, world: World) -> None:
@@ -102,36 +103,27 @@ class DeepSpeedStrategy:
         for buffer in self.model.buffers():
             dist.broadcast(buffer, src=0)
 
-    def parameters_for_ema(self) -> dict[str, Tensor]:
-        return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+    @property
+    def holds_whole_state(self) -> bool:
+        return False
 
-    def load_ema(self, ema: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-        for name, tensor in ema.items():
-            tensor.copy_(saved[name])
+    def state_entries(self, ema: Mapping[str, Tensor] | None = None) -> StateEntries:
+        model = [
+            self._gathered("model", name, tensor, partial(self._gather_weight, tensor))
+            for name, tensor in self.model.state_dict(keep_vars=True).items()
+        ]
+        optimizer, values, groups = self._optimizer_entries()
+        return StateEntries([*model, *optimizer, *local_entries("ema", ema or {})], values, groups)
 
-    def state(self, ema: Mapping[str, Tensor] | None = None) -> State:
-        """Put the shards together, one tensor at a time, each for the rank that saves it."""
-        world, mine = self._world, State()
-        everything: dict[str, tuple[int, Callable[[], Tensor]]] = {}
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            everything[f"model/{name}"] = (_bytes(tensor), partial(self._whole_weight, tensor))
-        packed = self._packed(everything)
-        for name, tensor in (ema or {}).items():
-            everything[f"ema/{name}"] = (tensor.nbytes, partial(_itself, tensor))
-        kinds = {"model": mine.model, "optimizer": mine.optimizer.tensors, "ema": mine.ema}
-        for owner, names in enumerate(shares({name: size for name, (size, _) in everything.items()}, world.size)):
-            for name in names:
-                whole = everything[name][1]()  # a collective, for all but rank 0's own
-                if world.rank == owner:
-                    kind, _, key = name.partition("/")
-                    kinds[kind][key] = whole
-        if world.is_first:
-            mine.optimizer.values, mine.optimizer.groups = packed.values, packed.groups
-        return mine
+    def _gathered(self, kind: Kind, name: str, like: Tensor, gather: Callable[[], Tensor]) -> StateEntry:
+        """List a tensor that a collective call puts together on all ranks at once."""
 
-    def survivor_state(self, ema: Mapping[str, Tensor] | None = None) -> State | None:
-        """A rank has only its shard."""
-        return None
+        def fetch(owner: int) -> Callable[[], Tensor | None]:
+            whole = gather()
+            kept = whole if owner == self._world.rank else None
+            return lambda: kept
+
+        return StateEntry(kind, name, _bytes(like), fetch)
 
     def load_state(self, state: State) -> None:
         for name, tensor in self.model.state_dict(keep_vars=True).items():
@@ -139,7 +131,7 @@ class DeepSpeedStrategy:
                 self._set_weight(tensor, state.model[name])
         self._load_optimizer(state.optimizer)
 
-    def _whole_weight(self, tensor: Tensor) -> Tensor:
+    def _gather_weight(self, tensor: Tensor) -> Tensor:
         if self._stage < 3 or not hasattr(tensor, "ds_id"):
             return tensor.detach()
         if tensor.requires_grad:
@@ -169,30 +161,29 @@ class DeepSpeedStrategy:
         part[: own.numel()] = own
         return part
 
-    def _packed(self, everything: dict[str, tuple[int, Callable[[], Tensor]]]) -> OptimizerState:
-        """Name the optimizer's tensors in ``everything``, with how to get each whole; return what is no tensor."""
-        state = OptimizerState()
+    def _optimizer_entries(self) -> tuple[list[StateEntry], dict[str, dict[str, Any]], list[dict[str, Any]]]:
+        """List the optimizer's tensors; return them, its other values, and its groups."""
         if not self._stage:
             state = packing.pack(self.optimizer, self.model, copy=False)
-            for name, tensor in state.tensors.items():
-                everything[f"optimizer/{name}"] = (tensor.nbytes, partial(_itself, tensor))
-            return state
+            return local_entries("optimizer", state.tensors), state.values, state.groups
+        entries: list[StateEntry] = []
+        plain: dict[str, dict[str, Any]] = {}
+        groups: list[dict[str, Any]] = []
         for group, flat, parameters in self._groups():
-            values = self.optimizer.state.get(flat, {})
             members = [self._names[id(parameter)] for parameter in parameters]
-            state.groups += packing.pack_groups([group], [members])
+            groups += packing.pack_groups([group], [members])
             for parameter, name in zip(parameters, members, strict=True):
-                for key, value in values.items():
+                for key, value in self.optimizer.state.get(flat, {}).items():
                     if isinstance(value, Tensor) and value.shape == flat.shape:
-                        size = _bytes(parameter)
-                        everything[f"optimizer/{name}/{key}"] = (size, partial(self._whole_of, parameter, key, value))
+                        gather = partial(self._gather_optimizer_tensor, parameter, key, value)
+                        entries.append(self._gathered("optimizer", f"{name}/{key}", parameter, gather))
                     elif isinstance(value, Tensor):
-                        everything[f"optimizer/{name}/{key}"] = (value.nbytes, partial(_itself, value))
+                        entries += local_entries("optimizer", {f"{name}/{key}": value})
                     else:
-                        state.values.setdefault(name, {})[key] = value
-        return state
+                        plain.setdefault(name, {})[key] = value
+        return entries, plain, groups
 
-    def _whole_of(self, parameter: Tensor, key: str, shard: Tensor) -> Tensor:
+    def _gather_optimizer_tensor(self, parameter: Tensor, key: str, shard: Tensor) -> Tensor:
         """Put an optimizer tensor together from its parts in the ranks' flat shards."""
         if self._stage == 3:
             from deepspeed.utils import safe_get_full_optimizer_state
@@ -255,10 +246,6 @@ class DeepSpeedStrategy:
         else:
             shards, members = self._zero.single_partition_of_fp32_groups, self._zero.bit16_groups
         return list(zip(self.optimizer.param_groups, shards, members, strict=True))
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _shape(parameter: Any) -> torch.Size:

@@ -18,12 +18,13 @@ from trainbus.trainer.exact.layout import Slot, in_memory_order, is_dense
 from trainbus.trainer.exact.norm import clip_factor, piece_norms, total_norm
 from trainbus.trainer.exact.tree import leaves_of_ranks
 from trainbus.trainer.exact.zero1 import ShardedOptimizer
-from trainbus.trainer.strategies.base import LossModule, State, StepResult, share_of
+from trainbus.trainer.strategies.base import LossModule, StepResult, Strategy
 from trainbus.trainer.strategies.loss_scale import LossScale
+from trainbus.trainer.training_state import State, StateEntries, local_entries
 from trainbus.trainer.world import World
 
 
-class ExactDDPStrategy:
+class ExactDDPStrategy(Strategy):
     """A step is the sum over V leaves along a fixed tree: the same bits for any number of processes up to V."""
 
     def __init__(self, task: Task, model: nn.Module, training: Training, world: World) -> None:
@@ -106,31 +107,23 @@ class ExactDDPStrategy:
         if factor is not None and gradients:
             torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
 
-    def sync_buffers(self) -> None:
-        """They are the same after every step."""
+    # Buffers are the same after every step: ``sync_buffers`` has nothing to do.
 
-    def parameters_for_ema(self) -> dict[str, Tensor]:
-        return {name: parameter.detach() for name, parameter in self._named.items()}
+    @property
+    def holds_whole_state(self) -> bool:
+        return self._sharded is None or self._world.size == 1
 
-    def load_ema(self, ema: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-        for name, tensor in ema.items():
-            tensor.copy_(saved[name])
-
-    def state(self, ema: Mapping[str, Tensor] | None = None) -> State:
-        if self._sharded is not None:
-            return self._sharded.gathered(self._whole_model(ema))
-        return share_of(self._whole(ema), self._world.size, self._world.rank)
-
-    def survivor_state(self, ema: Mapping[str, Tensor] | None = None) -> State | None:
-        if self._sharded is not None and self._world.size > 1:
-            return None
+    def discard_unfinished_step(self) -> None:
         self._buffers.roll_back()
-        return self.state(ema) if self._sharded is not None else self._whole(ema)
 
-    def _whole(self, ema: Mapping[str, Tensor] | None) -> State:
-        state = self._whole_model(ema)
-        state.optimizer = packing.pack(self.optimizer, self.model, copy=False)
-        return state
+    def state_entries(self, ema: Mapping[str, Tensor] | None = None) -> StateEntries:
+        if self._sharded is not None:
+            optimizer, values, groups = self._sharded.state_entries()
+        else:
+            state = packing.pack(self.optimizer, self.model, copy=False)
+            optimizer, values, groups = local_entries("optimizer", state.tensors), state.values, state.groups
+        weights, averages = local_entries("model", self.model.state_dict()), local_entries("ema", ema or {})
+        return StateEntries([*weights, *optimizer, *averages], values, groups, self._scale.state())
 
     def load_state(self, state: State) -> None:
         if state.model:
@@ -141,7 +134,3 @@ class ExactDDPStrategy:
         else:
             packing.unpack(state.optimizer, self.optimizer, self.model)
         self._scale.load(state.scaler)
-
-    def _whole_model(self, ema: Mapping[str, Tensor] | None) -> State:
-        model = {name: tensor.detach() for name, tensor in self.model.state_dict().items()}
-        return State(model, ema=dict(ema or {}), scaler=self._scale.state())

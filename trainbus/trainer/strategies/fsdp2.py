@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +23,13 @@ from trainbus.trainer.exact.reduce_scatter import LeafTurn, TreeReduceScatter
 from trainbus.trainer.exact.tree import leaves_of_ranks, plan
 from trainbus.trainer.exact.zero1 import check_elementwise
 from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
-from trainbus.trainer.strategies.base import LossModule, State, StepResult, shares
+from trainbus.trainer.strategies.base import LossModule, StepResult, Strategy
 from trainbus.trainer.strategies.loss_scale import LossScale
+from trainbus.trainer.training_state import Kind, State, StateEntries, StateEntry
 from trainbus.trainer.world import World
 
 
-class FSDP2Strategy:
+class FSDP2Strategy(Strategy):
     """Each rank holds a shard, by rows, of every weight, its gradient and its optimizer state.
 
     In exact mode the reduce-scatter adds the leaves up along the fixed tree, and the norm is an exact sum, so that the
@@ -136,33 +138,29 @@ class FSDP2Strategy:
         for name, tensor in ema.items():
             tensor.copy_(_rows_of(saved[name], parameters[name]))
 
-    def state(self, ema: Mapping[str, Tensor] | None = None) -> State:
-        """Gather one tensor at a time, each on the rank that saves it: no rank ever holds more than its share whole."""
+    @property
+    def holds_whole_state(self) -> bool:
+        return self._world.size == 1
+
+    def state_entries(self, ema: Mapping[str, Tensor] | None = None) -> StateEntries:
         self._reshard()
-        world, mine = self._world, State(scaler=self._scale.state())
         parameters = dict(self.model.named_parameters())
         optimizer = packing.pack(self.optimizer, self.model, copy=False)
-        whole = {f"model/{name}": tensor.detach() for name, tensor in self.model.state_dict().items()}
-        whole |= {f"optimizer/{name}": tensor for name, tensor in optimizer.tensors.items()}
         # The moving average is kept of local shards; its whole is shaped as the parameter.
-        whole |= {f"ema/{name}": _like(parameters[name], tensor) for name, tensor in (ema or {}).items()}
-        sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in whole.items()}
-        kinds = {"model": mine.model, "optimizer": mine.optimizer.tensors, "ema": mine.ema}
-        for owner, names in enumerate(shares(sizes, world.size)):
-            for name in names:
-                tensor = _gather(whole[name], owner, world)
-                if tensor is not None:
-                    kind, _, key = name.partition("/")
-                    kinds[kind][key] = tensor
-        if world.is_first:
-            mine.optimizer.values, mine.optimizer.groups = optimizer.values, optimizer.groups
-        return mine
-
-    def survivor_state(self, ema: Mapping[str, Tensor] | None = None) -> State | None:
-        """One rank alone has a shard, which is all there is where it is the only rank."""
-        if self._world.size > 1:
-            return None
-        return self.state(ema)
+        averages = {name: _like(parameters[name], tensor) for name, tensor in (ema or {}).items()}
+        tensors: dict[Kind, Mapping[str, Tensor]] = {
+            "model": self.model.state_dict(),
+            "optimizer": optimizer.tensors,
+            "ema": averages,
+        }
+        entries = [
+            StateEntry(
+                kind, name, tensor.numel() * tensor.element_size(), partial(_gather, tensor.detach(), self._world)
+            )
+            for kind, named in tensors.items()
+            for name, tensor in named.items()
+        ]
+        return StateEntries(entries, optimizer.values, optimizer.groups, self._scale.state())
 
     def load_state(self, state: State) -> None:
         self._reshard()
@@ -232,21 +230,27 @@ def _rows_of(whole: Tensor, like: Tensor) -> Tensor:
     return whole[start:stop]
 
 
-def _gather(tensor: Tensor, owner: int, world: World) -> Tensor | None:
-    """Return the whole tensor on ``owner`` and None elsewhere; every rank calls it with its shard."""
+def _gather(tensor: Tensor, world: World, owner: int) -> Callable[[], Tensor | None]:
+    """Start to gather a sharded tensor on ``owner``; every rank calls it with its shard."""
     if not isinstance(tensor, DTensor):
-        return tensor if world.rank == owner else None
+        return lambda: tensor
     local = tensor.to_local()
     if world.size == 1:
-        return local
+        return lambda: local
     spans = list(_row_spans(tensor.shape[0], world.size))
     padded = local.new_zeros((spans[0][1], *tensor.shape[1:]))
     padded[: local.shape[0]] = local
     parts = [torch.empty_like(padded) for _ in spans] if world.rank == owner else None
-    dist.gather(padded, parts, dst=owner)
-    if parts is None:
-        return None
-    return torch.cat([part[: stop - start] for part, (start, stop) in zip(parts, spans, strict=True)])
+    work = dist.gather(padded, parts, dst=owner, async_op=True)
+    assert work is not None
+
+    def wait() -> Tensor | None:
+        work.wait()
+        if parts is None:
+            return None
+        return torch.cat([part[: stop - start] for part, (start, stop) in zip(parts, spans, strict=True)])
+
+    return wait
 
 
 def outermost_lists(model: nn.Module) -> Iterable[nn.Module]:

@@ -1,0 +1,117 @@
+"""The training state as named tensors, and how the ranks divide it among them to save it.
+
+A strategy lists the tensors: one entry each, with its size and a way to bring it, whole, to one rank. ``assemble``
+gives every rank about as many bytes to save, and brings each tensor to the rank that saves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import zip_longest
+from typing import Any, Literal
+
+from torch import Tensor
+
+from trainbus.trainer.optimizer_state import OptimizerState
+from trainbus.trainer.world import World
+
+Kind = Literal["model", "optimizer", "ema"]
+KINDS: tuple[Kind, ...] = ("model", "optimizer", "ema")
+
+#: Starts to bring a tensor to the rank ``owner`` and returns a function that waits for it. On the owner that function
+#: returns the whole tensor; on other ranks its result has no meaning.
+Fetch = Callable[[int], Callable[[], Tensor | None]]
+
+
+@dataclass(slots=True)
+class State:
+    """Whole tensors by name: all of them when loaded; one rank's share, disjoint from the others', when saved.
+
+    Saved tensors are the live ones where the rank has them, on its device and not copied: they may share memory
+    (tied weights), and the next step changes them.
+    """
+
+    #: Weights and buffers under the names of ``model.state_dict()``.
+    model: dict[str, Tensor] = field(default_factory=dict)
+    #: When saved, ``values`` and ``groups`` are complete on rank 0 and empty elsewhere.
+    optimizer: OptimizerState = field(default_factory=OptimizerState)
+    #: The moving average of the weights, by parameter name.
+    ema: dict[str, Tensor] = field(default_factory=dict)
+    #: The loss scale of fp16, as JSON. On every rank.
+    scaler: dict[str, Any] | None = None
+
+    @property
+    def tensors(self) -> dict[Kind, dict[str, Tensor]]:
+        """The tensors by kind and name."""
+        return {"model": self.model, "optimizer": self.optimizer.tensors, "ema": self.ema}
+
+
+@dataclass(frozen=True, slots=True)
+class StateEntry:
+    """One tensor of the state. All ranks list the same entries in the same order."""
+
+    kind: Kind
+    name: str
+    #: Of the whole tensor.
+    size_bytes: int
+    fetch: Fetch
+
+    @property
+    def key(self) -> str:
+        return f"{self.kind}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class StateEntries:
+    """A whole training state: its tensors as entries, and everything else as plain values."""
+
+    tensors: list[StateEntry]
+    values: dict[str, dict[str, Any]]
+    groups: list[dict[str, Any]]
+    scaler: dict[str, Any] | None = None
+
+
+def local_entries(kind: Kind, tensors: Mapping[str, Tensor]) -> list[StateEntry]:
+    """List tensors that every rank holds whole."""
+    return [
+        StateEntry(kind, name, tensor.nbytes, partial(_return_local, tensor.detach()))
+        for name, tensor in tensors.items()
+    ]
+
+
+def _return_local(tensor: Tensor, owner: int) -> Callable[[], Tensor]:
+    return lambda: tensor
+
+
+def assemble(entries: StateEntries, world: World) -> State:
+    """Return the share of the state that this rank saves; every rank calls it with the same entries.
+
+    The ranks take turns as owners, so that each round brings one tensor to each rank at the same time, and no rank
+    holds more whole tensors than its share.
+    """
+    state = State(scaler=entries.scaler)
+    by_key = {entry.key: entry for entry in entries.tensors}
+    owned = divide_by_bytes({entry.key: entry.size_bytes for entry in entries.tensors}, world.size)
+    for keys in zip_longest(*owned):
+        started = [(by_key[key], by_key[key].fetch(owner)) for owner, key in enumerate(keys) if key is not None]
+        arrived = {entry.key: wait() for entry, wait in started}
+        if (own := keys[world.rank]) is not None:
+            tensor, entry = arrived[own], by_key[own]
+            assert tensor is not None
+            state.tensors[entry.kind][entry.name] = tensor
+    if world.is_first:
+        state.optimizer.values, state.optimizer.groups = entries.values, entries.groups
+    return state
+
+
+def divide_by_bytes(sizes_bytes: Mapping[str, int], parts: int) -> list[list[str]]:
+    """Divide names among ``parts`` owners, alike on every rank: largest first, each to the owner with the least."""
+    owned: list[list[str]] = [[] for _ in range(parts)]
+    load = [0] * parts
+    for name in sorted(sizes_bytes, key=lambda name: (-sizes_bytes[name], name)):
+        least = min(range(parts), key=lambda part: (load[part], part))
+        owned[least].append(name)
+        load[least] += sizes_bytes[name]
+    return owned

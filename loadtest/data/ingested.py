@@ -18,7 +18,9 @@ from contracts.events.dataset import DatasetIngested
 from contracts.events.train import DataSource
 from services.kit.shuffle import group
 from services.kit.store.errors import ObjectExists, ObjectNotFound
-from services.kit.store.objects import ObjectInfo, hash_file, split_uri
+from services.kit.store.files import hash_file
+from services.kit.store.objects import ObjectInfo
+from services.kit.store.uris import split_uri
 
 BUCKET = "datasets"
 

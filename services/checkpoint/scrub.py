@@ -37,7 +37,8 @@ from services.checkpoint.verify import Verifier
 from services.kit.bus import Bus, Message, PoisonMessage, TransientError
 from services.kit.jobs import JobQueue
 from services.kit.store.errors import ObjectNotFound
-from services.kit.store.objects import ObjectStore, blob_sha256
+from services.kit.store.objects import ObjectStore
+from services.kit.store.uris import blob_sha256
 
 log = structlog.get_logger(__name__)
 

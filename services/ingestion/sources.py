@@ -15,7 +15,8 @@ from urllib.parse import unquote, urlsplit
 from services.kit.bus import PoisonMessage
 from services.kit.concurrency import run_in_thread
 from services.kit.store.errors import ObjectChanged, ObjectNotFound
-from services.kit.store.objects import CHUNK, ObjectInfo, ObjectStore, split_uri
+from services.kit.store.objects import CHUNK, ObjectInfo, ObjectStore
+from services.kit.store.uris import split_uri
 from services.kit.store.reader import ObjectReader, ObjectVersion
 
 LISTED_A_TURN = 1000

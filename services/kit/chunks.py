@@ -23,7 +23,8 @@ from blake3 import blake3
 
 from contracts.events.checkpoint import CheckpointFile, Chunk
 from services.kit.store.errors import ObjectCorrupted
-from services.kit.store.objects import ObjectStore, write_at
+from services.kit.store.files import write_at
+from services.kit.store.objects import ObjectStore
 
 MAGIC = b"TBXZ\x01"
 #: Differences one upon the other, at most; the next one is stored whole.

@@ -22,7 +22,8 @@ from contracts.events.dataset import DatasetIngested, ShardFile
 from services.kit.bus import PoisonMessage, TransientError
 from services.kit.concurrency import gather_limited, run_in_thread
 from services.kit.store.errors import ObjectExists, ObjectNotFound
-from services.kit.store.objects import ObjectStore, is_young, split_uri
+from services.kit.store.objects import ObjectStore, is_young
+from services.kit.store.uris import split_uri
 from services.kit.store.reader import ObjectReader, ObjectVersion
 from services.sharding import metrics
 from services.sharding.core import plan

@@ -22,7 +22,8 @@ from services.checkpoint.settings import CheckpointSettings
 from services.kit.bus import Bus, Message, TransientError
 from services.kit.clock import ManualClock
 from services.kit.settings import Settings
-from services.kit.store.objects import ObjectStore, split_uri
+from services.kit.store.objects import ObjectStore
+from services.kit.store.uris import split_uri
 from tests.checkpoint.facts import RUN, blob_uri, content, file, placed, staged
 
 

@@ -24,7 +24,8 @@ from services.checkpoint.scrub import Scrubber
 from services.checkpoint.settings import CheckpointSettings
 from services.kit.bus import Bus, Message, PoisonMessage
 from services.kit.settings import Settings
-from services.kit.store.objects import ObjectStore, split_uri
+from services.kit.store.objects import ObjectStore
+from services.kit.store.uris import split_uri
 from tests.checkpoint.facts import RUN, blob_uri, content, file, placed, sha, staged, tuned
 from tests.checkpoint.trials import Trial
 from trainbus.client import checkpoints as stored

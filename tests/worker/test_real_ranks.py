@@ -9,7 +9,7 @@ from typing import Any
 from contracts.datasets import dataset_uri, shard_uri
 from contracts.events.checkpoint import CheckpointStaged
 from contracts.events.run import CheckpointRef, RunExited, RunPreempting, RunPrepared, RunReleased, RunStarted
-from services.kit.store.objects import hash_file
+from services.kit.store.files import hash_file
 from services.worker.app import build
 from tests.trainbus.support import LINEAR_TASK, linear_dataset
 from tests.worker.conftest import World, package, ranks_of, until

@@ -1,7 +1,7 @@
 """The object store (S3), once: retries, conditional puts, content-addressed blobs, streaming.
 
-Errors that pass (connection refused, 5xx, time-outs) become ``TransientError``; a missing object becomes
-``ObjectNotFound``. aioboto3 is imported on first use, so a service without objects does not pay for it.
+A failure that passes (connection refused, 5xx, time-out) becomes ``Transient``; the others have names in ``errors``.
+aioboto3 is imported on first use, so a service without objects does not pay for it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import base64
 import hashlib
 import io
 import os
-import re
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -25,26 +24,24 @@ from typing import Any, Self, TypeVar
 import structlog
 
 from services.kit import metrics
-from services.kit.bus import TransientError
+from services.kit.bus import Transient
 from services.kit.settings import Settings
-from services.kit.store.errors import ObjectExists, ObjectNotFound
+from services.kit.store.credentials import aws_session
+from services.kit.store.errors import ObjectCorrupted, ObjectExists, ObjectNotFound
+from services.kit.store.files import FileSink, Hasher
+from services.kit.store.reader import PATIENCE_S, ObjectReader
+from services.kit.store.uris import blob_sha256, split_uri
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
-CHUNK = 2**20
-#: Read at a time where hashing is done in a thread: less would be spent on changing threads.
-READ_BYTES = 4 * 2**20
-#: Seconds to keep trying while the store is away.
-PATIENCE_S = 60.0
 #: A blob that is there already is written anew when it is older than this, so that garbage collection,
 #: which spares what is young, never takes one that an upload has just relied upon.
 FRESHEN_S = 6 * 3600.0
-MISSING = {"404", "NoSuchKey", "NoSuchBucket", "NotFound"}
-EXISTS = {"PreconditionFailed", "412", "ConditionalRequestConflict"}
-#: The store received other bytes than were announced to it.
-DAMAGED = {"BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"}
-BLOB_KEY = re.compile(r"^blobs/sha256/[0-9a-f]{2}/([0-9a-f]{64})$")
+NOT_FOUND_CODES = {"404", "NoSuchKey", "NoSuchBucket", "NotFound"}
+EXISTS_CODES = {"PreconditionFailed", "412", "ConditionalRequestConflict"}
+#: The store received other bytes than the announced ones.
+CORRUPTED_CODES = {"BadDigest", "XAmzContentChecksumMismatch", "XAmzContentSHA256Mismatch"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,54 +59,9 @@ class ObjectInfo:
         return f"s3://{self.bucket}/{self.key}"
 
 
-def split_uri(uri: str) -> tuple[str, str]:
-    """``s3://bucket/key`` -> (bucket, key)."""
-    if not uri.startswith("s3://") or "/" not in uri[5:]:
-        raise ValueError(f"{uri!r} is not of the form s3://bucket/key")
-    bucket, _, key = uri[5:].partition("/")
-    return bucket, key
-
-
 def is_young(written_at: datetime) -> bool:
     """Whether an upload may rely on a blob without writing it anew."""
     return datetime.now(UTC) - written_at < timedelta(seconds=FRESHEN_S)
-
-
-def blob_key(sha256: str) -> str:
-    """The key of a content-addressed blob."""
-    return f"blobs/sha256/{sha256[:2]}/{sha256}"
-
-
-def blob_sha256(uri: str) -> str:
-    """The hash that a blob's name promises; '' for any other object."""
-    match = BLOB_KEY.match(split_uri(uri)[1])
-    return match[1] if match else ""
-
-
-def write_at(handle: int, content: bytes | memoryview, offset: int) -> None:
-    """Write all of ``content`` at ``offset``; the system may take less at a time."""
-    view = memoryview(content)
-    while view:
-        written = os.pwrite(handle, view, offset)
-        view, offset = view[written:], offset + written
-
-
-def hash_file(path: Path) -> str:
-    """Lower-case hex SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def aws_session(settings: Settings) -> Any:
-    """An aioboto3 session with the credentials of the settings, else those that boto finds by itself."""
-    import aioboto3
-
-    secret = settings.s3_secret_key
-    return aioboto3.Session(
-        aws_access_key_id=settings.s3_access_key,
-        aws_secret_access_key=secret.get_secret_value() if secret else None,
-        region_name=settings.s3_region,
-    )
 
 
 def _parse_time(text: str) -> datetime:
@@ -129,15 +81,13 @@ class ObjectStore:
         self._settings, self._patience_s = settings, patience_s
         self._stack = AsyncExitStack()
         self._client: Any = None
+        self.reader = ObjectReader(settings, patience_s=patience_s)
 
     async def __aenter__(self) -> Self:
         from botocore.config import Config
 
-        from services.kit.store.bulk import Bulk
-
         session = aws_session(self._settings)
-        self._bulk = Bulk(self._settings, session)
-        self._stack.push_async_callback(self._bulk.close)
+        self._stack.push_async_callback(self.reader.close)
         # Listings hold a time an object; boto's general parser would take half of the time they cost.
         session._session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=_parse_time)
         config = Config(
@@ -186,21 +136,9 @@ class ObjectStore:
         await self._try(lambda: self._client.put_object(Bucket=bucket, Key=key, Body=io.BytesIO(body), **extra), uri)
         metrics.OBJECT_BYTES.labels("up").inc(len(body))
 
-    async def get(self, uri: str, *, if_match: str | None = None) -> bytes:
-        """The whole object. For what is known to be small."""
-        bucket, key = split_uri(uri)
-        extra = {"IfMatch": if_match} if if_match else {}
-
-        async def read() -> bytes:
-            answer = await self._client.get_object(Bucket=bucket, Key=key, **extra)
-            body = answer["Body"]
-            async with body:
-                content: bytes = await body.read()
-                return content
-
-        content = await self._try(read, uri)
-        metrics.OBJECT_BYTES.labels("down").inc(len(content))
-        return content
+    async def get(self, uri: str, *, etag: str = "", size_bytes: int | None = None) -> bytes:
+        """Return a whole object, which is known to be small; arguments and errors as in ``ObjectReader.read``."""
+        return await self.reader.get(uri, etag=etag, size_bytes=size_bytes)
 
     async def head(self, uri: str) -> ObjectInfo:
         """Size, ETag and, where the store keeps it, hash; raises ``ObjectNotFound``."""
@@ -282,62 +220,59 @@ class ObjectStore:
         call = partial(self._client.copy_object, Bucket=bucket, Key=key, CopySource=source, MetadataDirective="REPLACE")
         await self._try(call, uri)
 
-    async def upload_blob(self, path: Path, bucket: str, *, sha256: str | None = None) -> tuple[str, str]:
-        """Store a file under its hash unless it is there already and young; return (uri, sha256)."""
-        digest = sha256 if sha256 is not None else await asyncio.to_thread(hash_file, path)
-        uri = f"s3://{bucket}/{blob_key(digest)}"
-        try:
-            there = await self.head(uri)
-            if there.size_bytes == path.stat().st_size and is_young(there.modified_at):
-                return uri, digest
-        except ObjectNotFound:
-            pass
-        await self.upload(path, uri)
-        return uri, digest
-
-    async def download(self, uri: str, path: Path, *, sha256: str | None = None) -> str:
-        """Fetch an object into ``path``, atomically, and return its hash.
+    async def download(
+        self, uri: str, path: Path, *, sha256: str | None = None, etag: str = "", size_bytes: int | None = None
+    ) -> str:
+        """Fetch an object into ``path``, atomically, and return its hash; errors as in ``ObjectReader.read``.
 
         Raises:
-            ObjectNotFound: there is no such object.
-            ValueError: the content's hash is not ``sha256``; nothing is left at ``path``.
+            ObjectCorrupted: the content's hash is not ``sha256``; nothing is left at ``path``.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        digest = await self._try(lambda: self._fetch(uri, path, sha256), uri)
-        return digest
-
-    async def _fetch(self, uri: str, path: Path, sha256: str | None) -> str:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         os.close(handle)
         partial = Path(name)
         try:
-            digest = await self._bulk.read_into(uri, partial, 0, None)
+            digest = await self._read_to_file(uri, partial, 0, hashlib.sha256, etag=etag, size_bytes=size_bytes)
             if sha256 is not None and digest != sha256:
-                raise ValueError(f"{uri} has hash {digest}, expected {sha256}")
+                raise ObjectCorrupted(f"{uri} has hash {digest}, expected {sha256}")
             partial.replace(path)
             return digest
         finally:
             partial.unlink(missing_ok=True)
 
     async def read_into(
-        self, uri: str, path: Path, offset: int, size_bytes: int, hasher: Callable[[], Any] = hashlib.sha256
+        self, uri: str, path: Path, offset: int, size_bytes: int, hasher: Callable[[], Hasher] = hashlib.sha256
     ) -> str:
         """Write an object's content into an existing file from ``offset`` on, and return its hash by ``hasher``.
 
         Raises:
-            ValueError: the object has not ``size_bytes``.
-            TransientError: the store is away, or the file cannot be written.
+            ObjectCorrupted: the object does not have ``size_bytes``.
+            Transient: the store is away, or the file cannot be written.
         """
-        return await self._try(lambda: self._bulk.read_into(uri, path, offset, size_bytes, hasher), uri)
+        return await self._read_to_file(uri, path, offset, hasher, etag="", size_bytes=size_bytes)
 
     async def hash(self, uri: str) -> str:
-        """Lower-case hex SHA-256 of an object's content, read as a stream; raises ``ObjectNotFound``."""
-        return await self._try(lambda: self._bulk.hash(uri), uri)
+        """Return the lower-case hex SHA-256 of an object's content; errors as in ``ObjectReader.read``."""
+        digest = hashlib.sha256()
+        await self.reader.read(uri, digest.update)
+        return digest.hexdigest()
+
+    async def _read_to_file(
+        self, uri: str, path: Path, offset: int, hasher: Callable[[], Hasher], *, etag: str, size_bytes: int | None
+    ) -> str:
+        digest = hasher()
+        try:
+            with FileSink(path, offset, digest) as sink:
+                await self.reader.read(uri, sink, etag=etag, size_bytes=size_bytes)
+        except OSError as error:
+            raise Transient(f"{path} cannot be written: {error.strerror or repr(error)}") from error
+        return digest.hexdigest()
 
     # -- errors -------------------------------------------------------------
 
     async def _try(self, call: Callable[[], Awaitable[T]], what: str) -> T:
-        """Run ``call`` again while the store is away; give its other errors our names."""
+        """Repeat ``call`` while the store is away; translate its other errors."""
         from aiohttp import ClientError as HttpError
         from botocore.exceptions import BotoCoreError, ClientError
 
@@ -349,19 +284,19 @@ class ObjectStore:
             except ClientError as error:
                 code = str(error.response.get("Error", {}).get("Code", ""))
                 status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-                if code in MISSING or status == 404:
+                if code in NOT_FOUND_CODES or status == 404:
                     raise ObjectNotFound(what) from error
-                if code in EXISTS or status in (409, 412):
+                if code in EXISTS_CODES or status in (409, 412):
                     raise ObjectExists(what) from error
-                if code in DAMAGED:
-                    raise TransientError(f"object store: {what} arrived as other bytes than its name says") from error
+                if code in CORRUPTED_CODES:
+                    raise Transient(f"object store: {what} did not arrive as it was sent") from error
                 if status < 500 and code not in ("SlowDown", "RequestTimeout"):
                     raise
                 problem: Exception = error
             except (TimeoutError, BotoCoreError, HttpError, OSError) as error:
                 problem = error
             if asyncio.get_running_loop().time() > deadline:
-                raise TransientError(f"object store: {what}: {problem!r}") from problem
-            log.info("object store does not answer, trying again", what=what, error=repr(problem))
+                raise Transient(f"object store: {what}: {problem!r}") from problem
+            log.info("the object store does not answer, trying again", object=what, error=repr(problem))
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, 2.0)

@@ -30,7 +30,8 @@ from contracts.events.run import CheckpointRef
 from contracts.events.train import Code
 from services.kit.chunks import Range, restore_file
 from services.kit.store.errors import ObjectNotFound
-from services.kit.store.objects import ObjectStore, hash_file
+from services.kit.store.files import hash_file
+from services.kit.store.objects import ObjectStore
 from services.worker import metrics
 from services.worker.cache.shard_cache import DatasetView, ShardCache, ShardError
 from services.worker.cache.shard_files import shard_path

@@ -26,7 +26,7 @@ from contracts.ranks import ShardPlanLine, ShardRequestLine
 from services.kit.bus import TransientError
 from services.kit.concurrency import cancel_and_wait
 from services.kit.store.errors import ObjectCorrupted, ObjectNotFound, StoreRefused
-from services.kit.store.objects import split_uri
+from services.kit.store.uris import split_uri
 from services.worker import metrics
 from services.worker.cache.shard_files import ShardFiles
 from services.worker.core.prefetch_schedule import SOMETIME_S, PrefetchSchedule, ReadSequence

@@ -24,7 +24,8 @@ from contracts.datasets import shard_uri
 from contracts.events.dataset import ShardFile
 from services.kit.concurrency import run_in_thread
 from services.kit.store.errors import ObjectCorrupted
-from services.kit.store.objects import READ_BYTES, ObjectStore
+from services.kit.store.files import READ_BYTES
+from services.kit.store.objects import ObjectStore
 from services.kit.store.ranged import Ranged
 from services.worker import metrics
 from services.worker.core.prefetch_schedule import CachedShard

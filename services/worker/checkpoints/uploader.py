@@ -17,7 +17,9 @@ from contracts.events.run import Artifact
 from contracts.ranks import CheckpointLine
 from services.kit import chunks as kit
 from services.kit.store.errors import ObjectNotFound
-from services.kit.store.objects import ObjectStore, blob_key, blob_sha256, hash_file, is_young
+from services.kit.store.files import hash_file
+from services.kit.store.objects import ObjectStore, is_young
+from services.kit.store.uris import blob_key, blob_sha256
 from services.worker import metrics
 from services.worker.cache.node_cache import NodeCache
 from services.worker.checkpoints.known_blobs import KnownBlobs

@@ -61,7 +61,7 @@ async def fill(settings: Settings, bucket: str, files: dict[str, bytes], on_stor
     import aiohttp
     from botocore.credentials import Credentials
 
-    from services.kit.signing import signed_headers
+    from services.kit.store.credentials import sign_request
     from services.kit.store.objects import ObjectStore
 
     async with ObjectStore(settings) as objects:
@@ -77,7 +77,7 @@ async def fill(settings: Settings, bucket: str, files: dict[str, bytes], on_stor
         nonlocal done
         for name, body in queue:
             url = f"{endpoint}/{bucket}/{PREFIX}{name}"
-            headers = signed_headers(credentials, settings.s3_region, "PUT", url, body)
+            headers = sign_request(credentials, settings.s3_region, "PUT", url, body)
             async with session.put(url, data=body, headers=headers) as answer:
                 if answer.status != 200:
                     raise CliError(f"S3 did not take {url}: {answer.status} {(await answer.text())[:300]}")

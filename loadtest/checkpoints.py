@@ -36,7 +36,8 @@ from services.checkpoint.app import build
 from services.checkpoint.settings import CheckpointSettings
 from services.kit.bus import Bus
 from services.kit.settings import Settings
-from services.kit.store.objects import ObjectStore, write_at
+from services.kit.store.files import write_at
+from services.kit.store.objects import ObjectStore
 from services.worker.cache.node_cache import NodeCache
 from services.worker.checkpoints.known_blobs import KnownBlobs
 from services.worker.checkpoints.uploader import CheckpointUploader

@@ -47,7 +47,7 @@ class FolderStore:
         bucket, key = split_uri(uri)
         return self.root / bucket / key
 
-    async def get(self, uri: str) -> bytes:
+    async def get(self, uri: str, **_: object) -> bytes:
         try:
             return self.path(uri).read_bytes()
         except FileNotFoundError as error:
@@ -98,7 +98,7 @@ class FolderStore:
         for key in sorted(key for key in keys if key.startswith(prefix)):
             yield await self.head(f"s3://{bucket}/{key}")
 
-    async def download(self, uri: str, path: Path) -> str:
+    async def download(self, uri: str, path: Path, **_: object) -> str:
         try:
             shutil.copyfile(self.path(uri), path)
         except FileNotFoundError as error:

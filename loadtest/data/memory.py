@@ -91,13 +91,11 @@ def ingest(root: Path, work: Path, data: DataSource) -> None:
 
 def shard(root: Path, work: Path, data: DataSource) -> None:
     """The whole of sharding, as the service does it with two workers."""
-    from services.kit.settings import Settings
-    from services.kit.store.reader import ObjectReader
     from services.sharding.shard import Shard
 
     store: Any = Forgetful(root / "store")
     told = DatasetIngested.model_validate_json((root / "ingested.json").read_text())
-    job = Shard(store, ObjectReader(Settings()), work, told, BUCKET, workers=2, disk_bytes=2**30)
+    job = Shard(store, work, told, BUCKET, workers=2, disk_bytes=2**30)
     asyncio.run(job.run())
 
 

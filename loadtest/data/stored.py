@@ -19,8 +19,7 @@ from contracts.events.dataset import ShardFile
 from contracts.events.train import Split
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
-from services.kit.store.ranged import Ranged
-from services.kit.store.reader import ObjectReader
+from services.kit.store.ranged import RangedDownloader
 from services.worker.cache.node_cache import SHARDS_FOLDER, NodeCache
 from services.worker.cache.shard_cache import ShardCache
 from services.worker.cache.shard_files import ShardFiles
@@ -125,8 +124,8 @@ async def node(
 ) -> AsyncIterator[tuple[NodeCache, ShardCache]]:
     """One life of a node's cache in a folder."""
     made = nullcontext(objects) if objects is not None else ObjectStore(settings)
-    async with made as objects, ObjectReader(settings) as reader:
-        ranged = Ranged(reader, range_bytes=range_bytes, stall_s=stall_s, patience_s=patience_s)
-        files = await asyncio.to_thread(ShardFiles, folder / SHARDS_FOLDER, objects, ranged, warm)
+    async with made as objects:
+        downloader = RangedDownloader(objects.reader, range_bytes=range_bytes, stall_s=stall_s, patience_s=patience_s)
+        files = await asyncio.to_thread(ShardFiles, folder / SHARDS_FOLDER, objects, downloader, warm)
         async with ShardCache(files, max_bytes) as shards:
             yield NodeCache(folder, objects, max_bytes, shards), shards

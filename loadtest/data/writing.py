@@ -25,8 +25,6 @@ from pathlib import Path
 from contracts.events.train import DataSource
 from loadtest.data import memory
 from loadtest.data.ingested import BUCKET, FolderStore, Record, ingest
-from services.kit.settings import Settings
-from services.kit.store.reader import ObjectReader
 from services.sharding.shard import Shard
 
 RECORD_BYTES = 10_240
@@ -61,9 +59,9 @@ def shard(root: Path, workers: int = 1, disk_bytes: int = 8 * 2**30) -> str:
     from contracts.events.dataset import DatasetIngested
 
     ingested = DatasetIngested.model_validate_json((root / "ingested.json").read_text())
-    store, reader = FolderStore(root), ObjectReader(Settings())
+    store = FolderStore(root)
     with tempfile.TemporaryDirectory(dir=root) as folder:
-        job = Shard(store, reader, Path(folder), ingested, BUCKET, workers=workers, disk_bytes=disk_bytes)  # type: ignore[arg-type]
+        job = Shard(store, Path(folder), ingested, BUCKET, workers=workers, disk_bytes=disk_bytes)  # type: ignore[arg-type]
         return asyncio.run(job.run()).dataset_id
 
 

@@ -28,7 +28,6 @@ from services.kit.service import Service
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectChanged, ObjectNotFound, StoreRefused
 from services.kit.store.objects import ObjectStore
-from services.kit.store.reader import ObjectReader
 from services.kit.workdir import Workdir
 
 log = structlog.get_logger(__name__)
@@ -42,12 +41,11 @@ class Ingestion:
         service: Service,
         settings: IngestionSettings,
         objects: ObjectStore,
-        reader: ObjectReader,
         decoders: Decoders,
         workdir: Workdir,
     ) -> None:
         self._bus, self._settings = service.bus, settings
-        self._objects, self._reader, self._decoders, self._workdir = objects, reader, decoders, workdir
+        self._objects, self._decoders, self._workdir = objects, decoders, workdir
         # Two at a time: a long one does not hold up a short one. Decoding can starve the loop for a moment,
         # hence twice the usual patience.
         ttl_s = 2 * self._settings.lease_ttl_s
@@ -98,9 +96,7 @@ class Ingestion:
         """Run it, with the store's refusals told apart from its being away."""
         progress = Progress(ingestion_id, self._bus.clock, self._bus.publish)
         try:
-            opened = partial(
-                open_source, objects=self._objects, reader=self._reader, folders=self._settings.source_folders
-            )
+            opened = partial(open_source, objects=self._objects, folders=self._settings.source_folders)
             features = FeatureSource(opened, data.features) if data.features is not None else None
             bucket, source = self._settings.bucket_datasets, opened(data.source)
             ingest = Ingest(bucket, self._objects, source, self._decoders, folder, data, progress, features=features)
@@ -170,12 +166,11 @@ def ingested_fact(ingestion_id: str, run_id: str | None, data: DataSource, resul
 def build(settings: Settings) -> Service:
     service = Service("ingestion", settings)
     objects = service.add_resource(ObjectStore(settings))
-    reader = service.add_resource(ObjectReader(settings))
     # What is this service's own in the environment, for those who give the settings of all services.
     own = settings if isinstance(settings, IngestionSettings) else IngestionSettings(**dict(settings))
     decoders = service.add_resource(Decoders(own.decoders))
     workdir = service.add_resource(Workdir(settings.data_dir / "ingestion"))
-    ingestion = Ingestion(service, own, objects, reader, decoders, workdir)
+    ingestion = Ingestion(service, own, objects, decoders, workdir)
     service.bus.subscriber(topology.INGESTION, RunAccepted)(ingestion.on_run_accepted)
     service.bus.subscriber(topology.INGESTION_REQUESTS, IngestRequested)(ingestion.on_ingest_requested)
     service.add_background_task(ingestion.jobs.run)

@@ -15,9 +15,9 @@ from urllib.parse import unquote, urlsplit
 from services.kit.bus import PoisonMessage
 from services.kit.concurrency import run_in_thread
 from services.kit.store.errors import ObjectChanged, ObjectNotFound
-from services.kit.store.objects import CHUNK, ObjectInfo, ObjectStore
+from services.kit.store.files import READ_BYTES
+from services.kit.store.objects import ObjectInfo, ObjectStore
 from services.kit.store.uris import split_uri
-from services.kit.store.reader import ObjectReader, ObjectVersion
 
 LISTED_A_TURN = 1000
 
@@ -58,7 +58,7 @@ class Source(Protocol):
         ...
 
 
-def open_source(uri: str, objects: ObjectStore, reader: ObjectReader, folders: tuple[Path, ...] = ()) -> Source:
+def open_source(uri: str, objects: ObjectStore, folders: tuple[Path, ...] = ()) -> Source:
     """The source that ``uri`` names.
 
     Raises:
@@ -66,7 +66,7 @@ def open_source(uri: str, objects: ObjectStore, reader: ObjectReader, folders: t
     """
     if uri.startswith("file:"):
         return FolderSource.of(uri, folders)
-    return StoreSource(objects, reader, uri)
+    return StoreSource(objects, uri)
 
 
 class StoreSource:
@@ -74,8 +74,8 @@ class StoreSource:
 
     shared = True
 
-    def __init__(self, objects: ObjectStore, reader: ObjectReader, uri: str) -> None:
-        self._objects, self._reader, self._uri = objects, reader, uri
+    def __init__(self, objects: ObjectStore, uri: str) -> None:
+        self._objects, self._uri = objects, uri
         self._bucket, prefix = split_uri(uri)
         # With the slash, digits/ does not take in digits2/.
         self._folder = prefix if not prefix or prefix.endswith("/") else f"{prefix}/"
@@ -113,13 +113,10 @@ class StoreSource:
         return None
 
     async def read(self, listed: Listed) -> bytes:
-        return await self._reader.read(self._pinned(listed))
+        return await self._objects.get(self.uri(listed), etag=listed.etag, size_bytes=listed.size)
 
     async def download(self, listed: Listed, local: Path) -> None:
-        await self._reader.download(self._pinned(listed), local)
-
-    def _pinned(self, listed: Listed) -> ObjectVersion:
-        return ObjectVersion(self._bucket, self._folder + listed.path, listed.size, listed.etag)
+        await self._objects.download(self.uri(listed), local, etag=listed.etag, size_bytes=listed.size)
 
 
 @dataclass
@@ -195,7 +192,7 @@ class FolderSource:
         def copy() -> None:
             handle = self._open(listed)
             with open(handle, "rb") as file, local.open("wb") as target:
-                while chunk := file.read(CHUNK):
+                while chunk := file.read(READ_BYTES):
                     target.write(chunk)
                 # Written to in the meantime: what was copied may be half old and half new.
                 if _version(os.fstat(handle)) != listed.etag:

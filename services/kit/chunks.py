@@ -175,11 +175,8 @@ async def restore_file(
 
 async def _fetch(objects: ObjectStore, chunk: Chunk, path: Path, offset: int, local: Local | None) -> None:
     if chunk.encoding == "plain":
-        try:
-            hasher = hashlib.sha256 if chunk.blake3 is None else blake3
-            digest = await objects.read_into(chunk.uri, path, offset, chunk.size_bytes, hasher)
-        except ValueError as error:
-            raise ObjectCorrupted(str(error)) from error
+        hasher = hashlib.sha256 if chunk.blake3 is None else blake3
+        digest = await objects.read_into(chunk.uri, path, offset, chunk.size_bytes, hasher)
         if digest != (chunk.blake3 or chunk.sha256):
             raise ObjectCorrupted(f"{chunk.uri} has hash {digest}, expected {chunk.blake3 or chunk.sha256}")
         return

@@ -19,7 +19,6 @@ from services.kit.service import Service
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectChanged, ObjectNotFound, StoreRefused
 from services.kit.store.objects import ObjectStore
-from services.kit.store.reader import ObjectReader
 from services.kit.workdir import Workdir
 from services.sharding import metrics
 from services.sharding.collect import GARBAGE
@@ -33,13 +32,11 @@ log = structlog.get_logger(__name__)
 class Sharding:
     """The handlers. Everything in them may happen twice."""
 
-    def __init__(
-        self, service: Service, settings: ShardingSettings, objects: ObjectStore, reader: ObjectReader, workdir: Workdir
-    ) -> None:
+    def __init__(self, service: Service, settings: ShardingSettings, objects: ObjectStore, workdir: Workdir) -> None:
         self._bus, self._settings = service.bus, settings
         #: Shards that are written at a time, of all jobs together.
         self._room = asyncio.Semaphore(settings.sharding_workers)
-        self._objects, self._reader, self._workdir = objects, reader, workdir
+        self._objects, self._workdir = objects, workdir
         # Two at a time: a long one does not hold up a short one. Decoding can starve the loop for a moment,
         # hence twice the usual patience.
         ttl_s = 2 * self._settings.lease_ttl_s
@@ -97,7 +94,6 @@ class Sharding:
         """Run it, with what can never succeed told apart from what passes."""
         shard = Shard(
             self._objects,
-            self._reader,
             folder,
             event,
             self._settings.bucket_datasets,
@@ -153,9 +149,8 @@ def build(settings: Settings) -> Service:
     own = ShardingSettings.of(settings)
     service = Service("sharding", own)
     objects: ObjectStore = service.add_resource(ObjectStore(own))
-    reader = service.add_resource(ObjectReader(own))
     workdir = service.add_resource(Workdir(own.data_dir / "sharding"))
-    sharding = Sharding(service, own, objects, reader, workdir)
+    sharding = Sharding(service, own, objects, workdir)
     service.bus.subscriber(topology.SHARDING, DatasetIngested)(sharding.on_dataset_ingested)
     service.bus.subscriber(topology.SHARDING, RunAccepted)(sharding.on_run_accepted)
 

@@ -23,7 +23,7 @@ PARALLEL_TRANSFERS = 4
 class _Unhashed:
     """In place of a hash: each record of a pack is compared with its own."""
 
-    def update(self, content: bytes) -> None:
+    def update(self, content: memoryview, /) -> None:
         return None
 
     def hexdigest(self) -> str:

@@ -23,8 +23,6 @@ from services.kit.bus import PoisonMessage, TransientError
 from services.kit.concurrency import gather_limited, run_in_thread
 from services.kit.store.errors import ObjectExists, ObjectNotFound
 from services.kit.store.objects import ObjectStore, is_young
-from services.kit.store.uris import split_uri
-from services.kit.store.reader import ObjectReader, ObjectVersion
 from services.sharding import metrics
 from services.sharding.core import plan
 from services.sharding.core.rows import Rows
@@ -73,7 +71,6 @@ class Shard:
     def __init__(
         self,
         objects: ObjectStore,
-        reader: ObjectReader,
         folder: Path,
         ingested: DatasetIngested,
         bucket: str,
@@ -84,7 +81,7 @@ class Shard:
         progress: Progress | None = None,
     ) -> None:
         """``workers`` shards are written at a time, or as many as ``room`` lets, which other jobs may share."""
-        self._objects, self._reader, self._folder = objects, reader, folder
+        self._objects, self._folder = objects, folder
         self._ingested, self._bucket = ingested, bucket
         self._source_uri = ingested.index_uri.rpartition("/")[0]
         self._writing = room or asyncio.Semaphore(workers)
@@ -279,8 +276,8 @@ class Shard:
 
         async def fetch(row: int) -> None:
             extra = extras[int(batch["extra"][row])]
-            bucket, key = split_uri(extra["uri"])
-            await self._reader.download(ObjectVersion(bucket, key, int(batch["size"][row]), extra["etag"]), local[row])
+            size_bytes = int(batch["size"][row])
+            await self._objects.download(extra["uri"], local[row], etag=extra["etag"], size_bytes=size_bytes)
 
         try:
             await gather_limited(map(fetch, unpacked), limit=PARALLEL_READS)

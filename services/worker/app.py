@@ -10,8 +10,7 @@ from pathlib import Path
 from services.kit.service import Service
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
-from services.kit.store.ranged import Ranged
-from services.kit.store.reader import ObjectReader
+from services.kit.store.ranged import RangedDownloader
 from services.worker.agent.agent import Agent
 from services.worker.cache.node_cache import SHARDS_FOLDER, NodeCache
 from services.worker.cache.shard_cache import ShardCache
@@ -35,12 +34,11 @@ def build(settings: Settings, executor: Executor | None = None) -> Service:
         settings = WorkerSettings(**settings.model_dump())
     service = Service("worker", settings)
     objects = service.add_resource(ObjectStore(settings))
-    reader = service.add_resource(ObjectReader(settings))
     cache_folder = (settings.cache_dir or settings.data_dir / "cache").resolve()
     shard_files = ShardFiles(
         cache_folder / SHARDS_FOLDER,
         objects,
-        Ranged(reader, stall_s=settings.cache_stall_s),
+        RangedDownloader(objects.reader, stall_s=settings.cache_stall_s),
         settings.cache_warm_dir,
     )
     shards = service.add_resource(ShardCache(shard_files, settings.cache_max_bytes, ahead_s=settings.cache_ahead_s))

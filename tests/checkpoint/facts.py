@@ -9,7 +9,7 @@ from contracts.events.checkpoint import CheckpointCommitted, CheckpointFile, Che
 from contracts.events.run import CheckpointRef, Member, RunAccepted, RunPlaced
 from contracts.events.train import Retention
 from contracts.spec.run import RunSpec
-from services.kit.store.objects import blob_key
+from services.kit.store.uris import blob_key
 
 RUN = "rtest"
 NODES = {"a": (0, 1), "b": (2, 3)}

@@ -21,7 +21,6 @@ from services.ingestion.sources import open_source
 from services.kit.clock import SystemClock
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectInfo, ObjectStore
-from services.kit.store.reader import ObjectReader
 
 Ingesting = Callable[..., Awaitable[Ingested]]
 
@@ -43,21 +42,13 @@ class Shuffled:
 
 
 @pytest_asyncio.fixture
-async def reader(s3_settings: Settings) -> AsyncIterator[ObjectReader]:
-    async with ObjectReader(s3_settings) as opened:
-        yield opened
-
-
-@pytest_asyncio.fixture
 async def decoders() -> AsyncIterator[Decoders]:
     async with Decoders(1) as opened:
         yield opened
 
 
 @pytest.fixture
-def ingest(
-    s3_settings: Settings, objects: ObjectStore, reader: ObjectReader, decoders: Decoders, tmp_path: Path
-) -> Ingesting:
+def ingest(s3_settings: Settings, objects: ObjectStore, decoders: Decoders, tmp_path: Path) -> Ingesting:
     """Run one ingestion; ``bucket`` takes the result, so that it need not be the earlier one's."""
 
     async def run(
@@ -71,7 +62,7 @@ def ingest(
     ) -> Ingested:
         bucket = bucket or s3_settings.bucket_datasets
         store: Any = Shuffled(objects) if shuffled else objects
-        opened = partial(open_source, objects=store, reader=replaced.get("reader", reader), folders=folders)
+        opened = partial(open_source, objects=replaced.get("read_from", store), folders=folders)
         source = opened(data.source)
         features = FeatureSource(opened, data.features) if data.features is not None else None
         progress = Progress("test", SystemClock(), None)

@@ -17,7 +17,6 @@ from services.kit.bus import PoisonMessage
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectChanged
 from services.kit.store.objects import ObjectStore
-from services.kit.store.reader import ObjectReader, ObjectVersion
 from tests.ingestion.conftest import Ingesting
 from tests.support_data import digits_lake, fill, image_bytes
 
@@ -137,13 +136,15 @@ async def test_timing_never_shows_in_the_result(
 
 async def test_the_same_input_is_not_read_again(ingest: Ingesting, objects: ObjectStore, lake: str) -> None:
     class NoReads:
-        async def read(self, _: ObjectVersion) -> bytes:
+        list, head = objects.list, objects.head
+
+        async def get(self, uri: str, **_: Any) -> bytes:
             raise AssertionError("an object was read again")
 
     await fill(objects, f"{lake}/digits", digits_lake(12))
     data = DataSource(source=f"{lake}/digits", format="images")
     first = await ingest(data)
-    again = await ingest(data, reader=NoReads())
+    again = await ingest(data, read_from=NoReads())
     assert (first.reused, again.reused) == (False, True)
     assert (again.outcome, again.index_uri) == (first.outcome, first.index_uri)
     other = await ingest(data.model_copy(update={"split": Split(seed=5)}))
@@ -179,16 +180,16 @@ async def test_one_file_can_be_the_source(ingest: Ingesting, objects: ObjectStor
     assert found.outcome.accepted == 2
 
 
-async def test_an_object_that_changes_while_it_is_read(
-    ingest: Ingesting, objects: ObjectStore, reader: ObjectReader, lake: str
-) -> None:
+async def test_an_object_that_changes_while_it_is_read(ingest: Ingesting, objects: ObjectStore, lake: str) -> None:
     class Meddling:
         """Overwrites each object just before it is read."""
 
-        async def read(self, info: ObjectVersion) -> bytes:
-            await objects.put(info.uri, image_bytes(99))
-            return await reader.read(info)
+        list, head = objects.list, objects.head
+
+        async def get(self, uri: str, **expected: Any) -> bytes:
+            await objects.put(uri, image_bytes(99))
+            return await objects.get(uri, **expected)
 
     await fill(objects, f"{lake}/digits", digits_lake(5))
-    with pytest.raises(ObjectChanged, match="listed with"):
-        await ingest(DataSource(source=f"{lake}/digits", format="images"), reader=Meddling())
+    with pytest.raises(ObjectChanged, match="expected"):
+        await ingest(DataSource(source=f"{lake}/digits", format="images"), read_from=Meddling())

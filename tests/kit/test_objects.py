@@ -16,6 +16,7 @@ from services.kit.settings import Settings
 from services.kit.store.errors import ObjectExists, ObjectNotFound
 from services.kit.store.objects import ObjectStore
 from services.kit.store.reader import STALL_S
+from services.kit.store.uris import blob_key
 from tests.conftest import ACCESS_KEY, SECRET_KEY
 from trainbus.embedded.servers import S3Server, free_ports
 
@@ -30,10 +31,10 @@ async def test_a_conditional_put_never_replaces(objects: ObjectStore, s3_setting
 
 
 async def test_blobs_are_named_by_their_content(objects: ObjectStore, s3_settings: Settings, tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"x" * 100_000)
-    uri, digest = await objects.upload_blob(tmp_path / "a", s3_settings.bucket_models)
-    assert digest == hashlib.sha256(b"x" * 100_000).hexdigest()
-    assert digest in uri
+    digest = hashlib.sha256(b"x" * 100_000).hexdigest()
+    uri = f"s3://{s3_settings.bucket_models}/{blob_key(digest)}"
+    await objects.put(uri, b"x" * 100_000)
+    assert (await objects.head(uri)).sha256 == digest
     assert await objects.download(uri, tmp_path / "copy", sha256=digest) == digest
     assert (tmp_path / "copy").read_bytes() == b"x" * 100_000
 

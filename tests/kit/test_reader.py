@@ -9,7 +9,6 @@ import pytest
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectChanged, ObjectNotFound, StoreRefused
 from services.kit.store.objects import ObjectStore
-from services.kit.store.reader import ObjectReader, ObjectVersion
 from services.kit.workdir import Workdir
 
 NAMES = ["plain.png", "with space & ümläut.png", "a+b=c?d#e%41.png", "deep/er/~x(1)!*'.png", "a//b.png"]
@@ -19,11 +18,8 @@ async def test_any_key_is_read_as_it_was_listed(objects: ObjectStore, s3_setting
     prefix = f"s3://{s3_settings.bucket_lake}/x/"
     for name in NAMES:
         await objects.put(prefix + name, name.encode())
-    async with ObjectReader(s3_settings) as reader:
-        read = [
-            await reader.read(ObjectVersion(info.bucket, info.key, info.size_bytes, info.etag))
-            async for info in objects.list(prefix)
-        ]
+    listed = [info async for info in objects.list(prefix)]
+    read = [await objects.get(info.uri, etag=info.etag, size_bytes=info.size_bytes) for info in listed]
     assert sorted(read) == sorted(name.encode() for name in NAMES)
 
 
@@ -31,19 +27,21 @@ async def test_another_version_is_not_read(objects: ObjectStore, s3_settings: Se
     uri = f"s3://{s3_settings.bucket_lake}/x"
     await objects.put(uri, b"one")
     info = await objects.head(uri)
-    pinned = ObjectVersion(info.bucket, info.key, info.size_bytes, info.etag)
-    async with ObjectReader(s3_settings) as reader:
-        await reader.download(pinned, tmp_path / "x")
-        assert (tmp_path / "x").read_bytes() == b"one"
-        await objects.put(uri, b"two")
-        with pytest.raises(ObjectChanged):
-            await reader.read(pinned)
-        await objects.delete(uri)
-        with pytest.raises(ObjectNotFound):
-            await reader.read(pinned)
-    async with ObjectReader(s3_settings.model_copy(update={"s3_access_key": "wrong"})) as stranger:
+    await objects.download(info.uri, tmp_path / "x", etag=info.etag)
+    assert (tmp_path / "x").read_bytes() == b"one"
+    await objects.put(uri, b"two")
+    with pytest.raises(ObjectChanged):
+        await objects.get(uri, etag=info.etag)
+    with pytest.raises(ObjectChanged):
+        await objects.download(uri, tmp_path / "x", etag=info.etag)
+    await objects.delete(uri)
+    with pytest.raises(ObjectNotFound):
+        await objects.get(uri, etag=info.etag)
+    async with ObjectStore(s3_settings.model_copy(update={"s3_access_key": "wrong"})) as stranger:
         with pytest.raises(StoreRefused):
-            await stranger.read(pinned)
+            await stranger.get(uri, etag=info.etag)
+        with pytest.raises(StoreRefused):
+            await stranger.download(uri, tmp_path / "x")
 
 
 async def test_folders_left_behind_are_removed_and_those_in_use_are_not(tmp_path: Path) -> None:

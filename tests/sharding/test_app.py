@@ -36,7 +36,6 @@ from services.kit.bus import Bus
 from services.kit.clock import SystemClock
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
-from services.kit.store.reader import ObjectReader
 from services.sharding import app as sharding_app
 from services.sharding.shard import Shard
 from tests.kit.support import until as eventually
@@ -274,13 +273,13 @@ async def test_a_crash_at_any_write_changes_nothing(
 
     async def work(store: Any, bucket: str) -> str:
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
-        source = open_source(data.source, store, reader)
+        source = open_source(data.source, store)
         said = IngestProgress("r1", SystemClock(), None)
         result = await Ingest(bucket, store, source, decoders, folder, data, said).run()
         ingested = ingestion_app.ingested_fact("r1", "r1", data, result)
-        return (await Shard(store, reader, folder, ingested, bucket).run()).dataset_id
+        return (await Shard(store, folder, ingested, bucket).run()).dataset_id
 
-    async with ObjectReader(s3_settings) as reader, Decoders(1) as decoders:
+    async with Decoders(1) as decoders:
         for at_write in itertools.count():
             bucket = f"crash-{s3_settings.bucket_datasets}-{at_write}"
             crashed = False

@@ -28,7 +28,6 @@ from services.kit.clock import ManualClock
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectExists, ObjectNotFound
 from services.kit.store.objects import ObjectStore
-from services.kit.store.reader import ObjectReader
 from services.sharding.collect import GARBAGE, collect_garbage
 from services.sharding.core import garbage
 from services.sharding.core.garbage import Named, Stored
@@ -169,7 +168,7 @@ class World:
 
     async def shard(self, ingested: DatasetIngested, objects: Any = None) -> Dataset:
         folder = Path(tempfile.mkdtemp(dir=self.folder))
-        return await Shard(objects or self.objects, ObjectReader(self.settings), folder, ingested, self.bucket).run()
+        return await Shard(objects or self.objects, folder, ingested, self.bucket).run()
 
     async def keys(self, prefix: str) -> set[str]:
         return {info.key async for info in self.objects.list(f"s3://{self.bucket}/{prefix}")}
@@ -278,7 +277,7 @@ async def test_a_collection_at_any_moment_of_the_making_costs_no_dataset(
 
     async def work(objects: Any) -> Dataset:
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
-        return await Shard(objects, ObjectReader(settings), folder, ingested, "datasets", workers=1).run()
+        return await Shard(objects, folder, ingested, "datasets", workers=1).run()
 
     async def collect() -> object:
         return await collect_garbage(bus, store, settings)  # type: ignore[arg-type]

@@ -21,9 +21,7 @@ from contracts.events.train import DataSource
 from loadtest.data.identity import kill_and_go_on
 from loadtest.data.ingested import BUCKET, FolderStore, Record, digest, ingest
 from services.kit.bus import PoisonMessage, TransientError
-from services.kit.settings import Settings
 from services.kit.store.errors import ObjectNotFound
-from services.kit.store.reader import ObjectReader
 from services.sharding import journal as journal_module
 from services.sharding import packs
 from services.sharding.core.plan import journal_name, link_name
@@ -55,7 +53,7 @@ def made(
 
 def work(store: Any, ingested: DatasetIngested, *, workers: int = 2, **given: Any) -> Dataset:
     with tempfile.TemporaryDirectory() as folder:
-        job = Shard(store, ObjectReader(Settings()), Path(folder), ingested, BUCKET, workers=workers, **given)
+        job = Shard(store, Path(folder), ingested, BUCKET, workers=workers, **given)
         return asyncio.run(job.run())
 
 

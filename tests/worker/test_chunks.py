@@ -23,7 +23,8 @@ from services.kit.bus import Bus
 from services.kit.chunks import restore_file
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectCorrupted
-from services.kit.store.objects import ObjectStore, blob_sha256
+from services.kit.store.objects import ObjectStore
+from services.kit.store.uris import blob_sha256
 from services.worker.cache.node_cache import NodeCache
 from services.worker.checkpoints.blob_repair import repair
 from services.worker.checkpoints.dvc import pointer_key, write_pointer

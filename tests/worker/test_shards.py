@@ -24,8 +24,7 @@ from services.kit.bus import TransientError
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectCorrupted, ObjectNotFound
 from services.kit.store.objects import ObjectStore
-from services.kit.store.ranged import Ranged
-from services.kit.store.reader import ObjectReader
+from services.kit.store.ranged import RangedDownloader
 from services.worker.cache import shard_cache as shards_module
 from services.worker.cache.node_cache import CacheError, NodeCache
 from services.worker.cache.shard_cache import DatasetView
@@ -76,9 +75,9 @@ async def test_an_object_in_ranges_through_a_bad_network(
     sha256 = hashlib.sha256(content).hexdigest()
     async with FaultProxy(s3_server.port, error_share=0.5, seed=size_bytes) as proxy:
         through = s3_settings.model_copy(update={"s3_endpoint": proxy.endpoint})
-        async with ObjectReader(through) as reader:
-            ranged = Ranged(reader, range_bytes=2**14, stall_s=5.0)
-            fast = await ranged.download(uri, tmp_path / "x", size_bytes=size_bytes, sha256=sha256)
+        async with ObjectStore(through) as proxied:
+            downloader = RangedDownloader(proxied.reader, range_bytes=2**14, stall_s=5.0)
+            fast = await downloader.download(uri, tmp_path / "x", size_bytes=size_bytes, sha256=sha256)
     assert (tmp_path / "x").read_bytes() == content
     assert fast == xxhash.xxh3_128(content).hexdigest()
     assert proxy.egress_bytes < 1.05 * size_bytes + proxy.answers * 300  # what came is not asked for again
@@ -91,15 +90,15 @@ async def test_a_connection_on_which_nothing_comes_is_given_up(
     shard = stored.shards()[0]
     async with FaultProxy(s3_server.port) as proxy:
         through = s3_settings.model_copy(update={"s3_endpoint": proxy.endpoint})
-        async with ObjectReader(through) as reader:
-            ranged = Ranged(reader, stall_s=0.5)
+        async with ObjectStore(through) as proxied:
+            downloader = RangedDownloader(proxied.reader, stall_s=0.5)
             proxy.freeze(1.5)
-            await ranged.download(
+            await downloader.download(
                 shard_uri(stored.bucket, shard.sha256), tmp_path / "x", size_bytes=shard.size_bytes, sha256=shard.sha256
             )
             assert proxy.answers >= 2
             proxy.freeze(60)
-            impatient = Ranged(reader, stall_s=0.1, patience_s=0.3)
+            impatient = RangedDownloader(proxied.reader, stall_s=0.1, patience_s=0.3)
             with pytest.raises(TransientError):
                 await impatient.download(
                     shard_uri(stored.bucket, shard.sha256), tmp_path / "y", size_bytes=1, sha256=shard.sha256
@@ -112,13 +111,12 @@ async def test_what_is_not_what_was_promised_is_refused(
     stored = await store(objects, s3_settings.bucket_datasets, shards=1)
     shard = stored.shards()[0]
     uri, size_bytes = shard_uri(stored.bucket, shard.sha256), shard.size_bytes
-    async with ObjectReader(s3_settings) as reader:
-        ranged = Ranged(reader, range_bytes=1000)
-        for size, sha256 in ((size_bytes, "0" * 64), (size_bytes - 1, shard.sha256), (size_bytes + 2000, shard.sha256)):
-            with pytest.raises(ObjectCorrupted):
-                await ranged.download(uri, tmp_path / "x", size_bytes=size, sha256=sha256)
-        with pytest.raises(ObjectNotFound):
-            await ranged.download(uri + "0", tmp_path / "x", size_bytes=size_bytes, sha256=shard.sha256)
+    downloader = RangedDownloader(objects.reader, range_bytes=1000)
+    for size, sha256 in ((size_bytes, "0" * 64), (size_bytes - 1, shard.sha256), (size_bytes + 2000, shard.sha256)):
+        with pytest.raises(ObjectCorrupted):
+            await downloader.download(uri, tmp_path / "x", size_bytes=size, sha256=sha256)
+    with pytest.raises(ObjectNotFound):
+        await downloader.download(uri + "0", tmp_path / "x", size_bytes=size_bytes, sha256=shard.sha256)
 
 
 # -- ahead of need -----------------------------------------------------------------------------------

@@ -20,7 +20,9 @@ from services.checkpoint.core.garbage import MANIFEST_KEY
 from services.kit.bus import TransientError
 from services.kit.chunks import piece_of, restore_file
 from services.kit.store.errors import ObjectCorrupted, ObjectNotFound
-from services.kit.store.objects import ObjectStore, blob_sha256, hash_file, split_uri
+from services.kit.store.files import hash_file
+from services.kit.store.objects import ObjectStore
+from services.kit.store.uris import blob_sha256, split_uri
 from trainbus.client.address import Address
 from trainbus.client.connection import Link, Stored, connect
 from trainbus.client.errors import USAGE, CliError

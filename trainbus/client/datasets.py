@@ -13,7 +13,8 @@ from pydantic import ValidationError
 from contracts import subjects
 from contracts.datasets import IndexRecord, Manifest, dataset_uri, ingestion_uri
 from services.kit.store.errors import ObjectNotFound
-from services.kit.store.objects import ObjectStore, split_uri
+from services.kit.store.objects import ObjectStore
+from services.kit.store.uris import split_uri
 from trainbus.client.address import Address
 from trainbus.client.connection import Link
 from trainbus.client.errors import USAGE, CliError

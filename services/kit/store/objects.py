@@ -1,6 +1,6 @@
 """The object store (S3), once: retries, conditional puts, content-addressed blobs, streaming.
 
-A failure that passes (connection refused, 5xx, time-out) becomes ``Transient``; the others have names in ``errors``.
+What passes by itself (connection refused, 5xx, time-out) becomes ``TransientError``; the rest has names in ``errors``.
 aioboto3 is imported on first use, so a service without objects does not pay for it.
 """
 
@@ -24,7 +24,7 @@ from typing import Any, Self, TypeVar
 import structlog
 
 from services.kit import metrics
-from services.kit.bus import Transient
+from services.kit.messages import TransientError
 from services.kit.settings import Settings
 from services.kit.store.credentials import aws_session
 from services.kit.store.errors import ObjectCorrupted, ObjectExists, ObjectNotFound
@@ -248,7 +248,7 @@ class ObjectStore:
 
         Raises:
             ObjectCorrupted: the object does not have ``size_bytes``.
-            Transient: the store is away, or the file cannot be written.
+            TransientError: the store is away, or the file cannot be written.
         """
         return await self._read_to_file(uri, path, offset, hasher, etag="", size_bytes=size_bytes)
 
@@ -266,7 +266,7 @@ class ObjectStore:
             with FileSink(path, offset, digest) as sink:
                 await self.reader.read(uri, sink, etag=etag, size_bytes=size_bytes)
         except OSError as error:
-            raise Transient(f"{path} cannot be written: {error.strerror or repr(error)}") from error
+            raise TransientError(f"{path} cannot be written: {error.strerror or repr(error)}") from error
         return digest.hexdigest()
 
     # -- errors -------------------------------------------------------------
@@ -289,14 +289,14 @@ class ObjectStore:
                 if code in EXISTS_CODES or status in (409, 412):
                     raise ObjectExists(what) from error
                 if code in CORRUPTED_CODES:
-                    raise Transient(f"object store: {what} did not arrive as it was sent") from error
+                    raise TransientError(f"object store: {what} did not arrive as it was sent") from error
                 if status < 500 and code not in ("SlowDown", "RequestTimeout"):
                     raise
                 problem: Exception = error
             except (TimeoutError, BotoCoreError, HttpError, OSError) as error:
                 problem = error
             if asyncio.get_running_loop().time() > deadline:
-                raise Transient(f"object store: {what}: {problem!r}") from problem
+                raise TransientError(f"object store: {what}: {problem!r}") from problem
             log.info("the object store does not answer, trying again", object=what, error=repr(problem))
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, 2.0)

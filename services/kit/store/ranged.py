@@ -11,7 +11,7 @@ from pathlib import Path
 
 import xxhash
 
-from services.kit.concurrency import end, in_thread
+from services.kit.concurrency import cancel_and_wait, run_in_thread
 from services.kit.store.errors import ObjectChanged, ObjectCorrupted
 from services.kit.store.files import READ_BYTES, FileSink
 from services.kit.store.reader import PATIENCE_S, ObjectReader
@@ -59,7 +59,7 @@ class RangedDownloader:
             ObjectNotFound: there is no such object.
             ObjectCorrupted: its size or hash is another, or it changed during the download.
             StoreRefused: no permission, or a request that the store does not support.
-            Transient: no byte came for ``patience_s``.
+            TransientError: no byte came for ``patience_s``.
             OSError: the file cannot be written.
         """
         borders = [*range(0, size_bytes, self._range_bytes), size_bytes]
@@ -92,7 +92,7 @@ class RangedDownloader:
         except ObjectChanged as error:
             raise ObjectCorrupted(str(error)) from error
         finally:
-            await end(*ranges, hashing)
+            await cancel_and_wait(*ranges, hashing)
         digest, fast_digest = hashing.result()
         if digest != sha256:
             raise ObjectCorrupted(f"{uri} has hash {digest}, expected {sha256}")
@@ -117,5 +117,5 @@ async def _hash_in_order(path: Path, ranges: Sequence[asyncio.Future[None]], bor
             await asyncio.wait([fetched])
             if fetched.cancelled() or fetched.exception() is not None:
                 break  # the caller raises it
-            await in_thread(hash_range, start, stop)
+            await run_in_thread(hash_range, start, stop)
     return digest.hexdigest(), fast_digest.hexdigest()

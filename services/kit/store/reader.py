@@ -24,7 +24,7 @@ from urllib.parse import quote, urlsplit
 import structlog
 
 from services.kit import metrics
-from services.kit.bus import Transient
+from services.kit.messages import TransientError
 from services.kit.settings import Settings
 from services.kit.store.credentials import aws_session, sign_request
 from services.kit.store.errors import ObjectChanged, ObjectCorrupted, ObjectNotFound, StoreRefused
@@ -126,7 +126,7 @@ class ObjectReader:
             ObjectChanged: the object is another version, or changed during the read.
             ObjectCorrupted: the object does not have ``size_bytes``.
             StoreRefused: no permission, or a request that the store does not support.
-            Transient: the store does not answer.
+            TransientError: the store does not answer.
         """
         target = self._target(uri, etag, size_bytes, start)
         transfer = _Transfer(self._connections, target, sink, stop, stall_s)
@@ -149,7 +149,7 @@ class ObjectReader:
                 if target.position > position:
                     deadline, delay_s = loop.time() + patience_s, RETRY_S
                 if loop.time() > deadline:
-                    raise Transient(f"object store: {target.uri}: {error}") from error
+                    raise TransientError(f"object store: {target.uri}: {error}") from error
                 log.info("resuming an interrupted read", object=target.uri, position=target.position, error=str(error))
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, RETRY_MAX_S)

@@ -26,7 +26,7 @@ from services.kit.concurrency import run_in_thread
 from services.kit.store.errors import ObjectCorrupted
 from services.kit.store.files import READ_BYTES
 from services.kit.store.objects import ObjectStore
-from services.kit.store.ranged import Ranged
+from services.kit.store.ranged import RangedDownloader
 from services.worker import metrics
 from services.worker.core.prefetch_schedule import CachedShard
 from services.worker.local_files import write_atomically
@@ -37,8 +37,14 @@ log = structlog.get_logger(__name__)
 class ShardFiles:
     """The shards in one folder. ``warm``: a folder shared by nodes that is looked into before the store."""
 
-    def __init__(self, folder: Path, objects: ObjectStore, ranged: Ranged, warm: Path | None = None) -> None:
-        self.folder, self._objects, self._ranged, self._warm = folder, objects, ranged, warm
+    def __init__(
+        self,
+        folder: Path,
+        objects: ObjectStore,
+        downloader: RangedDownloader,
+        warm: Path | None = None,
+    ) -> None:
+        self.folder, self._objects, self._downloader, self._warm = folder, objects, downloader, warm
         self._numbers = itertools.count()
         self.present = self._scan()
         #: Bytes of all that is present.
@@ -114,14 +120,13 @@ class ShardFiles:
     async def _from_store(self, shard: ShardFile, bucket: str, part: Path, turn: Callable[[], Awaitable[None]]) -> str:
         index, uri = _beside(part, ".idx"), shard_uri(bucket, shard.index_sha256)
         if shard.index_bytes:
-            await self._ranged.download(uri, index, size_bytes=shard.index_bytes, sha256=shard.index_sha256, turn=turn)
+            await self._downloader.download(
+                uri, index, size_bytes=shard.index_bytes, sha256=shard.index_sha256, before_range=turn
+            )
         else:  # a manifest that does not say how large it is
-            try:
-                await self._objects.download(uri, index, sha256=shard.index_sha256)
-            except ValueError as error:
-                raise ObjectCorrupted(str(error)) from error
-        return await self._ranged.download(
-            shard_uri(bucket, shard.sha256), part, size_bytes=shard.size_bytes, sha256=shard.sha256, turn=turn
+            await self._objects.download(uri, index, sha256=shard.index_sha256)
+        return await self._downloader.download(
+            shard_uri(bucket, shard.sha256), part, size_bytes=shard.size_bytes, sha256=shard.sha256, before_range=turn
         )
 
     def _place(self, shard: ShardFile, part: Path, fast: str) -> None:

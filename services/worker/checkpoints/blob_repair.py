@@ -12,7 +12,7 @@ from contracts.events.checkpoint import CheckpointRefused, CheckpointRepaired, C
 from services.kit import chunks as kit
 from services.kit.bus import TransientError
 from services.kit.concurrency import cancel_and_wait
-from services.kit.store.objects import blob_sha256
+from services.kit.store.uris import blob_sha256
 from services.worker.cache.node_cache import CacheError
 from services.worker.node_context import NodeContext
 

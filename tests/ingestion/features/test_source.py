@@ -27,7 +27,7 @@ async def opened(folder: Path) -> tuple[FeatureSource, Source, list[Listed]]:
         rows = {"user": [1, 2, 3], "event_timestamp": times, "value": [column + n for n in range(3)]}
         parquet.write_table(pyarrow.table(rows), path)
     nothing: Any = None
-    open_one = partial(open_source, objects=nothing, reader=nothing, folders=(folder,))
+    open_one = partial(open_source, objects=nothing, folders=(folder,))
     spec = FeatureTable(name="t", source=f"file://{folder}/features", keys=("user",), created_time=None)
     features = FeatureSource(open_one, FeatureJoin(tables=(spec,)))
     entities = open_one(f"file://{folder}/entities")

@@ -10,7 +10,8 @@ from contracts.datasets import shard_uri
 from contracts.events.dataset import ShardFile
 from services.kit.concurrency import gather_limited
 from services.kit.store.errors import ObjectNotFound
-from services.kit.store.objects import ObjectStore, hash_file
+from services.kit.store.files import hash_file
+from services.kit.store.objects import ObjectStore
 from trainbus.client.address import Address
 from trainbus.client.connection import connect
 from trainbus.client.datasets import Loaded, find, load, read_history

@@ -19,7 +19,8 @@ from contracts.base import short_hash
 from contracts.datasets import dataset_uri
 from contracts.events.dataset import DatasetIngested, DatasetIngestFailed, DatasetProgress, DatasetShardFailed
 from contracts.events.train import IngestRequested
-from services.kit.store.objects import ObjectStore, split_uri
+from services.kit.store.objects import ObjectStore
+from services.kit.store.uris import split_uri
 from trainbus.client.address import Address
 from trainbus.client.connection import SOURCE, Link, connect
 from trainbus.client.datasets import find, read_history

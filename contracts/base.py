@@ -37,6 +37,11 @@ def run_id_for(source: str, event_id: str) -> str:
     return "r" + short_hash(source, event_id)
 
 
+def study_id_for(source: str, event_id: str) -> str:
+    """Return the study that a request means, as ``run_id_for`` does for a run."""
+    return "s" + short_hash(source, event_id)
+
+
 def token(name: str) -> str:
     """Make ``name`` safe as one subject token; two names that differ stay different."""
     safe = re.sub(r"[^A-Za-z0-9_-]", "-", name)[:100]
@@ -56,6 +61,11 @@ class Event(BaseModel):
     def subject_filter(cls) -> str:
         """The NATS subject, with ``*`` for the aggregate's id, that carries every event of this type."""
         raise TypeError(f"{cls.__name__} is abstract")
+
+    @property
+    def subject(self) -> str:
+        """The NATS subject of this event."""
+        raise TypeError(f"{type(self).__name__} is abstract")
 
 
 class Request(Event):

@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from contracts import subjects
 from contracts.base import Event, Fact
 from contracts.events import BY_TYPE
 
@@ -92,11 +93,24 @@ def decode(raw: RawMessage) -> tuple[Envelope, Event]:
     """Return the envelope and the typed event of a message.
 
     Raises:
-        EnvelopeError: the body is too large or no JSON object, or the type is unknown.
+        EnvelopeError: the body is too large or no JSON object, the type is unknown, or the event belongs to another
+            subject.
         InvalidData: the data does not fit its type.
     """
     envelope, data = open_envelope(raw)
-    return envelope, parse(envelope, data)
+    event = parse(envelope, data)
+    check_subject(event, raw.subject)
+    return envelope, event
+
+
+def check_subject(event: Event, subject: str) -> None:
+    """Refuse an event that is not on its own subject: who may write to one run's subject may not write about another.
+
+    Raises:
+        EnvelopeError: the event's type or aggregate belongs to another subject.
+    """
+    if event.subject != subjects.unwrap(subject):
+        raise EnvelopeError(f"{event.type} about {event.subject} is on another subject, {subject}")
 
 
 def open_envelope(raw: RawMessage) -> tuple[Envelope, Any]:

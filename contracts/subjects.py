@@ -51,6 +51,12 @@ def dead(consumer: str, subject: str) -> str:
     return f"dead.{consumer}.{subject}"
 
 
+def unwrap(subject: str) -> str:
+    """Return the subject that a dead letter or a shadow fact is about; any other subject as it is."""
+    prefix, _, rest = subject.partition(".")
+    return rest.partition(".")[2] if prefix in ("dead", "shadow") else subject
+
+
 #: What the streams hold.
 ALL_FACTS = ("run.*.*", "dataset.*.*", "node.*.*", "model.*.*", "study.*.*", "capacity.*.*", "policy.*.*")
 ALL_PROGRESS = (progress(), dataset_progress())

@@ -96,7 +96,7 @@ OBJECT_BUCKETS: tuple[ObjectBucket, ...] = (SNAPSHOTS,)
 SCHEDULER_REQUESTS = Consumer(
     "scheduler-requests",
     REQUESTS.name,
-    (train.TrainRequested, train.CancelRequested, train.RestoreRequested, train.DrainRequested),
+    (train.TrainRequested, train.CancelRequested, train.RestoreRequested, train.DrainRequested, train.TuneRequested),
     "Requests the scheduler decides on.",
     # Each answer is fenced on its own, so their order does not matter.
     concurrency=16,

@@ -1,7 +1,7 @@
 """Every event there is, by its CloudEvents type."""
 
 from contracts.base import Event, Fact, Request
-from contracts.events import capacity, checkpoint, dataset, model, node, run, train
+from contracts.events import capacity, checkpoint, dataset, model, node, run, study, train
 
 
 def _concrete(cls: type[Event]) -> list[type[Event]]:
@@ -13,4 +13,16 @@ BY_TYPE: dict[str, type[Event]] = {cls.type: cls for cls in _concrete(Event)}
 REQUESTS: tuple[type[Request], ...] = tuple(c for c in BY_TYPE.values() if issubclass(c, Request))
 FACTS: tuple[type[Fact], ...] = tuple(c for c in BY_TYPE.values() if issubclass(c, Fact))
 
-__all__ = ["BY_TYPE", "FACTS", "REQUESTS", "capacity", "checkpoint", "dataset", "model", "node", "run", "train"]
+__all__ = [
+    "BY_TYPE",
+    "FACTS",
+    "REQUESTS",
+    "capacity",
+    "checkpoint",
+    "dataset",
+    "model",
+    "node",
+    "run",
+    "study",
+    "train",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from contracts.base import Request, Token
 from contracts.spec.base import SpecPart
@@ -80,6 +80,15 @@ class TrainRequested(RunFields, Request, verb="train"):
         return RunSpec.model_construct(
             self.model_fields_set, **{name: getattr(self, name) for name in RunFields.model_fields}
         )
+
+
+class TuneRequested(Request, verb="tune"):
+    """Search for hyper-parameters. Studies do not exist yet: the answer is ``study.<study_id>.rejected``."""
+
+    # Whatever a study holds one day, today's answer is the same.
+    model_config = ConfigDict(extra="ignore")
+
+    name: str | None = Field(None, max_length=200)
 
 
 class CancelRequested(Request, verb="cancel"):
@@ -178,5 +187,6 @@ __all__ = [
     "Split",
     "TrainRequested",
     "Training",
+    "TuneRequested",
     "Watch",
 ]

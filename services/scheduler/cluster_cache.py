@@ -103,10 +103,8 @@ class ClusterCache:
     def _fold(self, received: Message[Any]) -> None:
         """Fold a fact; of anything else on these subjects only the place counts, for the fences."""
         fact = received.event
-        if isinstance(fact, Fact) and fact.subject == received.subject:
+        if isinstance(fact, Fact):
             self._apply(fact, received)
-        else:
-            log.warning("no fact of its subject, ignored", subject=received.subject, sequence=received.sequence)
         seen(self.cluster, received.subject, received.sequence)
 
     def _apply(self, fact: Fact, received: Message[Any]) -> None:

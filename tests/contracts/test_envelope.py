@@ -130,3 +130,30 @@ def test_tokens_are_safe_and_differ(one: str, other: str) -> None:
 def test_run_id_depends_on_source_and_id_alone() -> None:
     assert run_id_for("a", "b") == run_id_for("a", "b") != run_id_for("ab", "")
     assert short_hash("ab", "c") != short_hash("a", "bc")
+
+
+CANCELLED = json.dumps({"run_id": "r1", "reason": "because"}).encode()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pytest.param(raw(CANCELLED, "run.r2.cancelled"), id="a fact about another run"),
+        pytest.param(raw(CANCELLED, "run.r1.failed", ce_type="trainbus.run.cancelled.v1"), id="a fact of another type"),
+        pytest.param(raw(CANCELLED, "train.requested", ce_type="trainbus.run.cancelled.v1"), id="a fact as a request"),
+        pytest.param(raw(BODY, "run.r1.cancelled", ce_type="trainbus.train.requested.v1"), id="a request as a fact"),
+        pytest.param(raw(BODY, "ingest.requested", ce_type="trainbus.train.requested.v1"), id="another request"),
+        pytest.param(raw(CANCELLED, "shadow.p1.run.r2.cancelled", ce_type="trainbus.run.cancelled.v1"), id="a shadow"),
+    ],
+)
+def test_an_event_on_another_subject_is_refused(message: RawMessage) -> None:
+    with pytest.raises(EnvelopeError, match="is on another subject"):
+        decode(message)
+
+
+@pytest.mark.parametrize(
+    "subject", ["run.r1.cancelled", "shadow.p1.run.r1.cancelled", "dead.tracking.run.r1.cancelled"]
+)
+def test_a_fact_is_read_from_its_subject_its_shadow_and_its_dead_letter(subject: str) -> None:
+    _, event = decode(raw(CANCELLED, subject, ce_type="trainbus.run.cancelled.v1"))
+    assert isinstance(event, RunCancelled)

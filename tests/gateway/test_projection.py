@@ -158,6 +158,18 @@ async def test_what_cannot_be_read_holds_nothing_up(bus: Bus, gateway_settings: 
         assert (await gateway.get("/training-runs/rgood"))["state"] == "accepted"
 
 
+async def test_a_forged_fact_changes_no_run(bus: Bus, gateway_settings: GatewaySettings) -> None:
+    """Who may publish about one run can say nothing about another."""
+    async with Store(gateway_settings.database_url) as store:
+        await publish(bus, RunAccepted(run_id="rgood", spec=SPEC, request_id="e", request_source="t"))
+        await bus.js.publish("run.rother.cancelled", b'{"run_id": "rgood", "reason": "forged"}')
+        await bus.js.publish(
+            "run.rother.queued", b'{"run_id": "rgood"}', headers={"ce-type": "trainbus.run.cancelled.v1"}
+        )
+        await project(bus, store)
+        assert [(row["run_id"], row["state"]) for row in (await contents(store))["runs"]] == [("rgood", "accepted")]
+
+
 async def test_kill_minus_nine_in_mid_projection(bus: Bus, gateway_settings: GatewaySettings) -> None:
     """A gateway process killed at any moment goes on where its last commit was."""
     environment = {

@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from contracts import exactness
-from contracts.events import capacity, checkpoint, dataset, model, node, run
+from contracts.events import capacity, checkpoint, dataset, model, node, run, study
 from contracts.spec.run import RunSpec
 
 ENDED = ("completed", "failed", "cancelled", "rejected")
@@ -507,6 +507,7 @@ _TEXT: dict[type[Any], Callable[[Any], str]] = {
         + (f": {e.detail}" if e.detail else "")
     ),
     node.NodeUnfit: lambda e: f"unfit: {e.reason}",
+    study.StudyRejected: lambda e: f"rejected: {e.reason}",
     capacity.CapacityWanted: lambda e: f"{e.nodes} nodes of pool {e.pool} are wanted: {e.reason}",
     capacity.PolicyAdopted: lambda e: f"policy {e.policy.name} ({e.digest}) decides from now on",
 }

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from contracts import subjects
-from contracts.base import Fact
+from contracts.base import Event, Fact
 from contracts.envelope import EnvelopeError, RawMessage, decode, type_for_subject
 from contracts.events import BY_TYPE
 from services.scheduler.core.fold import apply, seen
@@ -50,14 +50,12 @@ def fold_entry(cluster: Cluster, entry: Entry) -> None:
 
 
 def entry_of(raw: RawMessage) -> Entry:
-    """A message of the stream of facts. Only a fact on its own subject is one."""
-    fact: Any = None
+    """Return the log entry of a message of the stream of facts; one that cannot be decoded has no fact."""
     try:
-        _, fact = decode(raw)
+        event: Event | None = decode(raw)[1]
     except EnvelopeError:
-        fact = None
-    if not isinstance(fact, Fact) or fact.subject != raw.subject:
-        fact = None
+        event = None
+    fact = event if isinstance(event, Fact) else None
     return Entry(fact, raw.sequence, raw.stored_at or datetime.fromtimestamp(0, UTC), raw.subject)
 
 

@@ -24,7 +24,7 @@ from contracts.scheduling import Policy
 from loadtest.common import report
 from services.scheduler.core.decide import decide
 from services.scheduler.core.decisions import PlaceRun, PreemptRun
-from services.scheduler.core.explain.change import with_fields
+from services.scheduler.core.explain.request_changes import with_fields
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.fold import fold
 from services.scheduler.core.state.cluster import Cluster

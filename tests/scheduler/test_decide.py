@@ -24,8 +24,8 @@ from services.scheduler.core.decide import decide, unresponsive_nodes
 from services.scheduler.core.decisions import fact_of
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.fold import apply
-from services.scheduler.core.place.choices import pack
-from services.scheduler.core.place.space import Room
+from services.scheduler.core.place.snapshot import NodeCapacity
+from services.scheduler.core.place.strategies import pack
 from services.scheduler.core.state.cluster import Cluster, Node
 from services.scheduler.core.state.slot_request import SlotRequest
 from tests.scheduler.world import START, World, spec
@@ -540,7 +540,7 @@ def test_a_placement_of_a_run_that_is_over_is_taken_back() -> None:
 def test_gangs_go_on_few_nodes_and_fill_the_tightest(
     free: dict[str, int], count: int, expected: dict[str, int]
 ) -> None:
-    rooms = [Room.of(Node(node_id, "1", slots, 3.0)) for node_id, slots in free.items()]
+    rooms = [NodeCapacity.of(Node(node_id, "1", slots, 3.0)) for node_id, slots in free.items()]
     assert {node_id: len(slots) for node_id, slots in pack(rooms, SlotRequest(), count)} == expected
 
 

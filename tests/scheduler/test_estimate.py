@@ -87,8 +87,8 @@ def claim(run_id: str, milli: int, *takes_s: float, pools: tuple[int, ...] = (0,
     return Claim(run_id, pools, milli, takes_s)
 
 
-def starts(free: list[int], holders: list[Holder], claims: list[Claim]) -> list[float]:
-    return play(free, holders, claims, random.Random(1))
+def starts(free: list[int], holders: list[Holder], entitlements: list[Claim]) -> list[float]:
+    return play(free, holders, entitlements, random.Random(1))
 
 
 def test_claims_start_as_holders_let_go() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from contracts.events.run import RunFailed, RunPlaced, RunPreempting, RunQueued, RunWaiting
 from contracts.scheduling import Faults, Policy
-from services.scheduler.core.place.wants import useful
+from services.scheduler.core.place.resource_request import useful
 from services.scheduler.core.reasons import summary
 from tests.scheduler.world import World, spec
 

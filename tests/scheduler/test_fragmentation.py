@@ -14,7 +14,7 @@ from contracts.events.node import NodeJoined
 from contracts.scheduling import Policy
 from services.scheduler.core.fold import fold
 from services.scheduler.core.place.fragmentation import UNCOUNTED, Packing, Worth
-from services.scheduler.core.place.space import Room
+from services.scheduler.core.place.snapshot import NodeCapacity
 from services.scheduler.core.state.cluster import Node
 from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
 from services.scheduler.core.state.workload import TYPICAL, Shape, Workload, piece_of, typical_of
@@ -27,11 +27,13 @@ def shape(accelerators: int = 1, milli: int = SLOT_MILLI, cpus: float = 0, **mor
     return Shape(accelerators, milli, int(cpus * 1000), 0)._replace(**more)
 
 
-def room(name: str, left: list[int], cpus: float = 0, *, model: str = "A", memory: int = 0, of: int = 0) -> Room:
+def room(
+    name: str, left: list[int], cpus: float = 0, *, model: str = "A", memory: int = 0, of: int = 0
+) -> NodeCapacity:
     """A node with so much left of its accelerators; ``of`` processors it has all in all (0: as many as are left)."""
     cpu_milli = int((of or cpus) * 1000)
     node = Node(name, "1", len(left), 1.0, accelerator=model, cpu_milli=cpu_milli, memory_bytes=memory)
-    return Room(node, list(left), int(cpus * 1000), memory, left.count(SLOT_MILLI), sum(left))
+    return NodeCapacity(node, list(left), int(cpus * 1000), memory, left.count(SLOT_MILLI), sum(left))
 
 
 # -- the measure --------------------------------------------------------------------------------------
@@ -130,7 +132,7 @@ def test_nodes_to_avoid_are_taken_when_there_are_no_others() -> None:
 def test_mig_slices_are_counted_by_profile() -> None:
     node = Node("a", "1", 3, 1.0, accelerator="A", profiles=("1g", "2g", "1g"))
     packing = Packing(((shape(profile="1g"), 1),))
-    mig = Room(node, [1000, 1000, 1000], 0, 0, 3, 3000)
+    mig = NodeCapacity(node, [1000, 1000, 1000], 0, 0, 3, 3000)
     assert packing.choose([mig], SlotRequest(profile="2g"), 1) == [("a", (1,))]
     assert packing.choose([mig], SlotRequest(profile="1g"), 2) == [("a", (0, 2))]
 
@@ -218,7 +220,9 @@ def test_nothing_is_over_committed_and_what_is_remembered_is_what_is_computed(
     nodes: list[tuple[int, int, int, str]], asked: list[tuple[SlotRequest, int, bool]]
 ) -> None:
     rooms = [
-        Room.of(Node(f"n{i}", "1", slots, 1.0, accelerator=model, cpu_milli=cpus * 1000, memory_bytes=gib * GIB))
+        NodeCapacity.of(
+            Node(f"n{i}", "1", slots, 1.0, accelerator=model, cpu_milli=cpus * 1000, memory_bytes=gib * GIB)
+        )
         for i, (slots, cpus, gib, model) in enumerate(nodes)
     ]
     workload = Workload()
@@ -242,7 +246,7 @@ def test_nothing_is_over_committed_and_what_is_remembered_is_what_is_computed(
         for name, slots in taken:
             each = rooms[int(name[1:])]
             assert len(set(slots)) == len(slots)
-            each.take(demand, slots)
+            each.allocate(demand, slots)
             assert min(each.left) >= 0
             assert each.cpu_milli >= 0 or not each.node.cpu_milli
             assert each.memory_bytes >= 0 or not each.node.memory_bytes

@@ -14,10 +14,10 @@ from contracts.events.capacity import PolicyAdopted
 from contracts.events.node import NodeJoined
 from contracts.events.run import RunPreempting, RunWaiting
 from contracts.scheduling import Admit, FairShare, Order, Policy, Quota, Reclaim
-from services.scheduler.core.claims.quota import Quotas
 from services.scheduler.core.decide import plan
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.fold import fold
+from services.scheduler.core.quota.quotas import Quotas
 from services.scheduler.core.state.cluster import Run
 from services.scheduler.core.state.usage import TeamUsage, lineage
 from tests.scheduler.world import START, World, spec
@@ -74,14 +74,14 @@ def test_ceilings_of_users_and_runs() -> None:
     ann, nobody = run_of("a", user="ann"), run_of("a")
     assert quotas.room(ann, "h100") == 6
     assert quotas.room(ann, "h100", held=4) == 2
-    quotas.give(ann, 5, "h100")
+    quotas.charge(ann, 5, "h100")
     assert quotas.room(ann, "a100") == 3
     refusal = quotas.allows(ann, 4, "a100")
     assert refusal is not None
     assert (refusal.bound, refusal.name, refusal.used, refusal.limit) == ("user", "ann", 5, 8)
-    quotas.give(nobody, 6, "h100")
+    quotas.charge(nobody, 6, "h100")
     assert quotas.room(run_of("b"), "h100") == 2
-    quotas.give(nobody, -6, "h100")
+    quotas.charge(nobody, -6, "h100")
     assert quotas.room(run_of("b"), "h100") == 6
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from contracts.events.run import RunFailed, RunPlaced, RunPreempting, RunReserved
 from contracts.scheduling import Maintenance, Order, Policy, Reclaim, Reserve
-from services.scheduler.core.claims.reserve import Reserve as Reserving
 from services.scheduler.core.explain.why import answer
+from services.scheduler.core.steps.reserve import Reservations
 from tests.scheduler.world import START, World, spec
 
 
@@ -195,7 +195,7 @@ def test_the_quick_look_leaves_out_nothing_that_the_thorough_one_finds(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     quick = lived(seed)
-    monkeypatch.setattr(Reserving, "_whole", lambda *_: 1_000_000)
-    monkeypatch.setattr(Reserving, "_may_fit", lambda *_: True)
+    monkeypatch.setattr(Reservations, "_whole", lambda *_: 1_000_000)
+    monkeypatch.setattr(Reservations, "_may_fit", lambda *_: True)
     assert lived(seed).log == quick.log
     assert quick.facts(RunPlaced)

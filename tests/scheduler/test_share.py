@@ -80,7 +80,7 @@ def test_slots_given_in_a_pass_count_as_if_they_were_held() -> None:
     given_ones, held = TeamUsage(HALF_LIFE_S), TeamUsage(HALF_LIFE_S)
     held.change("r/x", None, "cpu", 3, 0.0)
     shares = Shares(given_ones, config, 0.0)
-    shares.give("r/x", 3)
+    shares.charge("r/x", 3)
     assert [shares.key(team) for team in ("r/x", "r", "s")] == [
         pytest.approx(standing(held, config, team, 0.0)) for team in ("r/x", "r", "s")
     ]
@@ -92,7 +92,7 @@ def test_free_slots_are_shared_out_within_one_pass() -> None:
     shares = Shares(TeamUsage(HALF_LIFE_S), config, 0.0)
     taken: list[str] = []
     for team, _ in in_turns([(team, 1) for team in "cba" for _ in range(60)], shares):
-        shares.give(team, 1)
+        shares.charge(team, 1)
         taken.append(team)
         if len(taken) == 60:
             break
@@ -120,8 +120,8 @@ def test_turns_are_those_of_the_key_at_the_time(items: list[tuple[str, int]]) ->
         assert (team, slots) == expected
         left.remove((index, expected))
         if slots % 2:
-            shares.give(team, slots)
-            check.give(team, slots)
+            shares.charge(team, slots)
+            check.charge(team, slots)
     assert not left
 
 
@@ -161,7 +161,7 @@ def saturated(rng: random.Random, sizes: dict[str, list[int]], weights: dict[str
             size, heads[team] = heads[team], rng.choice(sizes[team])
             free -= size
             ledger.change(team, None, "cpu", size, now)
-            shares.give(team, size)
+            shares.charge(team, size)
             heapq.heappush(ends, (now + rng.uniform(60, 600), len(ends), team, size))
         now, _, team, size = heapq.heappop(ends)
         free += size

@@ -10,15 +10,17 @@ import pytest
 
 from contracts.events.run import RunPreempting
 from contracts.scheduling import Policy
-from services.scheduler.core.place.space import Room
+from services.scheduler.core.place.snapshot import NodeCapacity
 from services.scheduler.core.state.cluster import Node
 from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
 from services.scheduler.core.victims import Candidate, PreemptionProblem, Victim, select_victims
 from tests.scheduler.world import World, spec
 
 
-def room(node_id: str, slots: int, left: list[int] | None = None) -> Room:
-    return Room.of(Node(node_id, "1", slots, 3.0, free_milli=left if left is not None else [SLOT_MILLI] * slots))
+def room(node_id: str, slots: int, left: list[int] | None = None) -> NodeCapacity:
+    return NodeCapacity.of(
+        Node(node_id, "1", slots, 3.0, free_milli=left if left is not None else [SLOT_MILLI] * slots)
+    )
 
 
 def bundles_after(problem: PreemptionProblem, cell: tuple[str, ...], victims: list[Victim]) -> int:
@@ -26,7 +28,7 @@ def bundles_after(problem: PreemptionProblem, cell: tuple[str, ...], victims: li
     total = 0
     by_id = {each.run_id: each for each in problem.candidates}
     for node_id in cell:
-        left = list(problem.rooms[node_id].left)
+        left = list(problem.nodes[node_id].left)
         for victim in victims:
             for home, slots in victim.freed:
                 for slot in slots if home == node_id else ():

@@ -15,11 +15,6 @@ from datetime import datetime, timedelta
 from itertools import chain
 
 from contracts.scheduling import Policy
-from services.scheduler.core.claims.claims import Claims, refusal_text
-from services.scheduler.core.claims.elastic import growing
-from services.scheduler.core.claims.quota import Refusal
-from services.scheduler.core.claims.reclaim import Reclaim, in_vain
-from services.scheduler.core.claims.reserve import Reserve, as_time
 from services.scheduler.core.decisions import (
     MAX_PLACEMENTS_PER_CYCLE,
     CancelRun,
@@ -33,17 +28,22 @@ from services.scheduler.core.decisions import (
 )
 from services.scheduler.core.order import queue
 from services.scheduler.core.place.placer import Placer, members_of
-from services.scheduler.core.place.space import Space, Taken
-from services.scheduler.core.place.wants import Wants, avoided, useful, wants_of
+from services.scheduler.core.place.resource_request import ResourceRequest, avoided, resource_request_of, useful
+from services.scheduler.core.place.snapshot import ClusterSnapshot, NodeSlots
+from services.scheduler.core.quota.entitlements import Entitlements, refusal_text
+from services.scheduler.core.quota.quotas import Refusal
 from services.scheduler.core.reasons import Why, message, too_large
-from services.scheduler.core.settle import next_check_s, settle_active, settle_unqueued
 from services.scheduler.core.state.cluster import EPOCH, Cluster, Run
 from services.scheduler.core.state.index import Key
+from services.scheduler.core.steps.grow import grow_runs
+from services.scheduler.core.steps.preempt import Preemption, is_preemption_in_vain
+from services.scheduler.core.steps.reserve import Reservations, as_time
+from services.scheduler.core.steps.settle import next_check_s, settle_active, settle_unqueued
 
 #: How many runs are told in one pass why they wait, besides those that can never run. The rest is told in the next.
-TOLD = 200
+MAX_EXPLAINED_RUNS = 200
 #: How many runs that do not fit are looked at when all of it is full; whoever asks about one is told all the same.
-LOOKED_AT = 200
+MAX_EXAMINED_RUNS = 200
 #: More slots than anybody asks for.
 NEVER = 1 << 60
 #: The reason of most, made once.
@@ -75,7 +75,7 @@ def plan(
     policy: Policy,
     reachable_since: datetime = EPOCH,
     about: str | None = None,
-    told: int = TOLD,
+    told: int = MAX_EXPLAINED_RUNS,
 ) -> Plan:
     """``decide``, with the reasons for which others wait: of the first ones, and of the run ``about``.
 
@@ -129,28 +129,28 @@ class Pass:
         self.about, self.told = about, told
         self.now_s = now.timestamp()
         self.result = Plan()
-        self._space: Space | None = None
+        self._snapshot: ClusterSnapshot | None = None
         self.placer = Placer(cluster, policy, now)
-        self.claims = Claims(cluster, policy, self.now_s, self.placer)
+        self.entitlements = Entitlements(cluster, policy, self.now_s, self.placer)
         self._wake_s = math.inf
         #: What did not fit: the needs -> the least number of slots that was too much. Room only shrinks in a pass.
         self._too_much: dict[object, int] = {}
         #: Runs queued by this very pass compete in it.
         self._fresh: dict[str, Run] = {}
-        self._placed: list[tuple[Run, Wants, list[Taken]]] = []
+        self._placed: list[tuple[Run, ResourceRequest, list[NodeSlots]]] = []
         self._blocked: list[Run] = []
         #: What is kept for runs that wait, where others may go ahead of them.
-        self._kept: Reserve | None = None
+        self._kept: Reservations | None = None
         #: Idle slots that are not lent, since their owner is about to get the rest.
-        self._owed: list[tuple[Wants, list[Taken]]] | None = None if self.claims.lent else []
+        self._owed: list[tuple[ResourceRequest, list[NodeSlots]]] | None = None if self.entitlements.lent else []
         self._leaving: set[str] = set()
 
     @property
-    def space(self) -> Space:
+    def snapshot(self) -> ClusterSnapshot:
         """What is free in this pass; looked at only if somebody could use it."""
-        if self._space is None:
-            self._space = Space.free(self.cluster)
-        return self._space
+        if self._snapshot is None:
+            self._snapshot = ClusterSnapshot.free(self.cluster)
+        return self._snapshot
 
     def made(self) -> Plan:
         """Go through the steps."""
@@ -165,15 +165,17 @@ class Pass:
         self._keep_owed()
         self._widen()
         for wants, taken in self._owed or ():
-            self.space.give(wants.demand, taken)
+            self.snapshot.release(wants.demand, taken)
         # 4. Take slots for those in vain; 5. put idle ones to use if there are none.
         if self._blocked:
             self._reclaim(leaving)
         elif not leaving and not self._placed and not self._paused():
-            grown, wake_s = growing(self.cluster, lambda: self.space, self.now, self.policy, self.placer, self.claims)
+            grown, wake_s = grow_runs(
+                self.cluster, lambda: self.snapshot, self.now, self.policy, self.placer, self.entitlements
+            )
             self.result.decisions += grown
             self._wake_at(wake_s)
-        self._wake_at(self.claims.wake_s)
+        self._wake_at(self.entitlements.wake_s)
         self._tell()
         if self.about in self.result.waits:
             run = self.cluster.runs[self.about]
@@ -184,10 +186,10 @@ class Pass:
 
     def _reclaim(self, leaving: set[str]) -> None:
         """Take slots for those that do not fit, from those from whom they may be taken."""
-        if in_vain(self.cluster, self.policy, self.claims, self._blocked, leaving):
+        if is_preemption_in_vain(self.cluster, self.policy, self.entitlements, self._blocked, leaving):
             return
-        reclaim = Reclaim(
-            self.cluster, self.now, self.policy, self.placer, self.space, self.claims, leaving, self._kept
+        reclaim = Preemption(
+            self.cluster, self.now, self.policy, self.placer, self.snapshot, self.entitlements, leaving, self._kept
         )
         self.result.decisions += reclaim.for_blocked(self._blocked, self.result.waits)
         self._wake_at(reclaim.wake_s)
@@ -215,7 +217,7 @@ class Pass:
 
     def _stop_spent(self, leaving: set[str]) -> None:
         """Stop runs whose team has used up its slot-hours."""
-        stops, wake_s = self.claims.spent(leaving)
+        stops, wake_s = self.entitlements.spent(leaving)
         self.result.decisions += stops
         leaving |= {stop.run_id for stop in stops}
         self._wake_at(wake_s)
@@ -257,7 +259,7 @@ class Pass:
         for _, run_id in promised:
             if (run := runs[run_id]).cancel_reason is None:
                 yield (), run
-        yield from self.claims.in_order(self._line)
+        yield from self.entitlements.in_order(self._line)
 
     def _line(self) -> Iterator[tuple[Key, Run]]:
         """The line by the keys of the policy, with those that are queued by this very pass."""
@@ -268,7 +270,7 @@ class Pass:
                 entry = (queue.key_of(self.cluster, run, self.now, self.policy), run_id)
                 fresh.setdefault(queue.group_of(run, self.policy), []).append(entry)
             groups = groups | {group: sorted([*groups.get(group, ()), *new]) for group, new in fresh.items()}
-        for key, run_id in queue.iterate(groups, self.claims.share, self.policy):
+        for key, run_id in queue.iterate(groups, self.entitlements.share, self.policy):
             run = runs[run_id]
             if run.cancel_reason is None and run_id not in self.cluster.promised:
                 yield key, run
@@ -283,28 +285,28 @@ class Pass:
         #: Node -> the first run that waits for it, where nothing may overtake.
         closed: dict[str, str] = {}
         if policy.reserve.backfill != "none":
-            self._kept = Reserve(self.cluster, self.now, policy, self.placer)
+            self._kept = Reservations(self.cluster, self.now, policy, self.placer)
         reserve, passed = self._kept, 0
         # Where whatever fits may go ahead, and no rule but room counts, most of a long line is passed over at once.
-        counted = policy.order.skip and reserve is None and self.claims.quotas is None and not self.placer.windows
+        counted = policy.order.skip and reserve is None and self.entitlements.quotas is None and not self.placer.windows
         for _, run in self.in_order():
             if len(self._placed) >= MAX_PLACEMENTS_PER_CYCLE:
                 break  # no more can be said in this pass
-            if self.claims.borrowing:
+            if self.entitlements.borrowing:
                 self._keep_owed()
-            if passed >= LOOKED_AT and passed % LOOKED_AT == 0 and self._hopeless(closed, counted):
+            if passed >= MAX_EXAMINED_RUNS and passed % MAX_EXAMINED_RUNS == 0 and self._hopeless(closed, counted):
                 break
             if counted and not run.setbacks and self._is_too_much(run):
                 passed += 1
                 self._blocked.append(run)
                 waits[run.run_id] = FOR_SLOTS
                 continue
-            wants, least = wants_of(self.cluster, run), run.least
+            wants, least = resource_request_of(self.cluster, run), run.least
             why, shut = self._ruled_out(run, wants)
             taken = self._fit(run, wants, least, closed, shut, reserve) if why is None else None
             if taken is not None:
-                self.space.take(wants.demand, taken)
-                self.claims.give(run, taken)
+                self.snapshot.allocate(wants.demand, taken)
+                self.entitlements.charge(run, taken)
                 self._placed.append((run, wants, taken))
                 continue
             if why is None and self.placer.windows:
@@ -322,7 +324,7 @@ class Pass:
             if passed >= policy.reserve.depth:
                 break
 
-    def _ruled_out(self, run: Run, wants: Wants) -> tuple[Why | None, frozenset[str]]:
+    def _ruled_out(self, run: Run, wants: ResourceRequest) -> tuple[Why | None, frozenset[str]]:
         """Why the run may not have slots now however many are free; and the nodes on which it may not."""
         if run.setbacks and (retry_at := self._retry_at(run)) > self.now:
             self._wake_at(retry_at.timestamp())
@@ -330,7 +332,7 @@ class Pass:
         if (largest := self.placer.largest(wants)) < run.least:
             # It can wait for nodes, but must not keep anybody else waiting.
             return too_large(self.cluster, run, largest), frozenset()
-        shut, refusal = self.claims.shut(run, wants, run.least)
+        shut, refusal = self.entitlements.shut(run, wants, run.least)
         return (self._refused(run, refusal) if refusal is not None else None), shut
 
     def _in_turn(self, run: Run, wanted: frozenset[str], closed: dict[str, str]) -> Why:
@@ -346,7 +348,7 @@ class Pass:
         """Whether no more than it needs has not fitted in this pass, of what there is: it need not be tried."""
         wants = run.wants
         # What there can never be is another reason to wait.
-        if not isinstance(wants, Wants):
+        if not isinstance(wants, ResourceRequest):
             return False
         return self._too_much.get(wants, NEVER) <= run.least <= self.placer.largest(wants)
 
@@ -355,32 +357,35 @@ class Pass:
         if self._owed is not None:
             return
         self._owed = []
-        for run in self.claims.owners(self._blocked):
-            wants, least = wants_of(self.cluster, run), run.spec.slots.min
-            if not self.claims.gets_back(run, wants, self.space, self._leaving):
+        for run in self.entitlements.owners(self._blocked):
+            wants, least = resource_request_of(self.cluster, run), run.spec.slots.min
+            if not self.entitlements.gets_back(run, wants, self.snapshot, self._leaving):
                 continue
-            shut, _ = self.claims.shut(run, wants, least)
-            idle = min(self.placer.most(self.space, run, wants, shut), least)
-            if idle and (taken := self.placer.find(self.space, run, idle, wants, closed=shut)) is not None:
-                self.space.take(wants.demand, taken)
+            shut, _ = self.entitlements.shut(run, wants, least)
+            idle = min(self.placer.most(self.snapshot, run, wants, shut), least)
+            if idle and (taken := self.placer.find(self.snapshot, run, idle, wants, closed=shut)) is not None:
+                self.snapshot.allocate(wants.demand, taken)
                 self._owed.append((wants, taken))
 
     def _hopeless(self, closed: Collection[str], counted: bool) -> bool:
         """Whether nobody further down the line can be placed, and nobody is asked about."""
         if self.about is not None and self.about not in self.result.waits:
             return False
-        if self._nothing_left or len(closed) >= len(self.space.rooms):
+        if self._nothing_left or len(closed) >= len(self.snapshot.nodes):
             return True
         if not counted:
             return False
-        fresh = ((wants_of(self.cluster, run), run.least) for run in self._fresh.values())
+        fresh = ((resource_request_of(self.cluster, run), run.least) for run in self._fresh.values())
         sizes = chain(self.cluster.index.sizes, fresh)
         return all(self._too_much.get(wants, NEVER) <= least for wants, least in sizes)
 
-    def _in_maintenance(self, run: Run, wants: Wants) -> Why | None:
+    def _in_maintenance(self, run: Run, wants: ResourceRequest) -> Why | None:
         """The reason of a run that would fit, were it not for maintenance that is to begin before it is done."""
         out = self.placer.shut(run)
-        if not out or self.placer.find(self.space, run, run.spec.slots.min, wants, heed=False) is None:
+        if (
+            not out
+            or self.placer.find(self.snapshot, run, run.spec.slots.min, wants, respect_maintenance=False) is None
+        ):
             return None
         ends = min(window.end for window in self.placer.windows)
         names = ", ".join(sorted(out)[:5])
@@ -397,9 +402,9 @@ class Pass:
         text = "" if told and run.run_id != self.about else refusal_text(self.cluster, run, refusal)
         return Why(refusal.code, detail=text)
 
-    def _reserve(self, reserve: Reserve, run: Run, wants: Wants) -> Why:
+    def _reserve(self, reserve: Reservations, run: Run, wants: ResourceRequest) -> Why:
         """Keep slots for a run that does not fit, if it is its turn; say for whom slots are kept from it."""
-        made = reserve.hold(run, wants, self.space)
+        made = reserve.hold(run, wants, self.snapshot)
         if made is not None:
             least, known = self.policy.reserve.promise_slots, run.reserved
             start_by = as_time(made.start_s)
@@ -409,7 +414,7 @@ class Pass:
                 node_ids = tuple(sorted({node_id for node_id, _ in made.taken}))
                 self.result.decisions.append(ReserveRun(run.run_id, run.next_generation, start_by, node_ids))
             return Why("slots", start_by=start_by, firm=made.firm)
-        kept_for = reserve.kept_from(run, wants, self.space)
+        kept_for = reserve.kept_from(run, wants, self.snapshot)
         return (
             Why("reserved", ahead=kept_for.run.run_id, start_by=as_time(kept_for.start_s)) if kept_for else Why("slots")
         )
@@ -417,12 +422,12 @@ class Pass:
     def _fit(
         self,
         run: Run,
-        wants: Wants,
+        wants: ResourceRequest,
         count: int,
         closed: dict[str, str],
         shut: frozenset[str],
-        reserve: Reserve | None,
-    ) -> list[Taken] | None:
+        reserve: Reservations | None,
+    ) -> list[NodeSlots] | None:
         """So many slots for the run, if they are there and nobody before it waits for them."""
         avoid = avoided(self.cluster, run, self.policy) if run.strikes or run.stalled else ()
         # Room only shrinks in a pass, and more nodes are closed: what did not fit will not fit.
@@ -431,8 +436,8 @@ class Pass:
             return None
         out = {**dict.fromkeys(shut, ""), **closed} if shut else closed
         if reserve is not None:
-            return reserve.find(run, count, wants, self.space, avoid, out)
-        taken = self.placer.find(self.space, run, count, wants, avoid, out)
+            return reserve.find(run, count, wants, self.snapshot, avoid, out)
+        taken = self.placer.find(self.snapshot, run, count, wants, avoid, out)
         if taken is None and plain:
             self._too_much[wants] = min(count, self._too_much.get(wants, count))
         return taken
@@ -442,23 +447,23 @@ class Pass:
         for run, wants, taken in self._placed:
             most = run.spec.slots.max
             if most > run.spec.slots.min and len(self._placed) < MAX_PLACEMENTS_PER_CYCLE:
-                self.space.give(wants.demand, taken)
-                self.claims.take(run, taken)
+                self.snapshot.release(wants.demand, taken)
+                self.entitlements.refund(run, taken)
                 taken = self._widest(run, wants, most) or taken
-                self.space.take(wants.demand, taken)
-                self.claims.give(run, taken)
+                self.snapshot.allocate(wants.demand, taken)
+                self.entitlements.charge(run, taken)
             self.result.decisions.append(PlaceRun(run.run_id, run.next_generation, members_of(taken), run.resume))
 
-    def _widest(self, run: Run, wants: Wants, most: int) -> list[Taken] | None:
+    def _widest(self, run: Run, wants: ResourceRequest, most: int) -> list[NodeSlots] | None:
         """As many slots as bring something, up to ``most``; None if that is no more than it needs."""
         # More slots are no gain on nodes where it fails.
         avoid = avoided(self.cluster, run, self.policy)
-        most, shut = self.claims.most(run, wants, most)
+        most, shut = self.entitlements.most(run, wants, most)
         if most <= run.spec.slots.min:
             return None
-        space = self.space if self._kept is None else self._kept.space_for(run, self.space)
-        count = useful(run, min(most, self.placer.most(space, run, wants, avoid | shut)))
-        return self.placer.find(space, run, count, wants, avoid, shut) if count > run.spec.slots.min else None
+        snapshot = self.snapshot if self._kept is None else self._kept.space_for(run, self.snapshot)
+        count = useful(run, min(most, self.placer.most(snapshot, run, wants, avoid | shut)))
+        return self.placer.find(snapshot, run, count, wants, avoid, shut) if count > run.spec.slots.min else None
 
     def _retry_at(self, run: Run) -> datetime:
         if run.run_id not in self.cluster.queued:
@@ -468,7 +473,7 @@ class Pass:
     @property
     def _nothing_left(self) -> bool:
         """Whether nothing is left for anybody: runs that need no accelerator are always looked at."""
-        return self.space.milli <= 0 and not self.cluster.index.light
+        return self.snapshot.milli <= 0 and not self.cluster.index.light
 
     def _paused(self) -> bool:
         return any(why.code == "paused" for why in self.result.waits.values())
@@ -500,7 +505,7 @@ class Pass:
                 continue
             if run_id not in cluster.queued or run_id in self.result.waits:
                 del index.untold[run_id]
-            elif self.placer.largest(wants := wants_of(cluster, run)) < run.spec.slots.min:
+            elif self.placer.largest(wants := resource_request_of(cluster, run)) < run.spec.slots.min:
                 if not self._said(run_id, too_large(cluster, run, self.placer.largest(wants))):
                     del index.untold[run_id]
             else:
@@ -523,8 +528,8 @@ class Pass:
         """The reason with how much is free for the run, after this pass, and how much there is."""
         if why.code not in ("slots", "priority", "reserved"):
             return why
-        wanted = self.placer.waits_for(run, wants_of(self.cluster, run))
-        free = sum(room.whole for node_id in wanted if (room := self.space.rooms.get(node_id)) is not None)
+        wanted = self.placer.waits_for(run, resource_request_of(self.cluster, run))
+        free = sum(capacity.whole for node_id in wanted if (capacity := self.snapshot.nodes.get(node_id)) is not None)
         return replace(why, idle=free, capacity=sum(self.cluster.nodes[node_id].slots for node_id in wanted))
 
     def _said(self, run_id: str, why: Why) -> bool:

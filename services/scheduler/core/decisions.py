@@ -29,7 +29,7 @@ from contracts.events.run import (
 )
 from contracts.scheduling import Policy
 from contracts.spec.run import RunSpec
-from services.scheduler.core.place.wants import useful
+from services.scheduler.core.place.resource_request import useful
 from services.scheduler.core.state.cluster import Cluster
 
 #: Which constraint binds, in a word.

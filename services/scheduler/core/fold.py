@@ -16,7 +16,7 @@ from contracts.envelope import Envelope, same_trace
 from contracts.events import checkpoint, node, run
 from contracts.events.capacity import CapacityWanted, PolicyAdopted
 from contracts.events.run import RunExited, RunPreempting, RunPrepared, RunStalled
-from services.scheduler.core.claims.quota import periods_h
+from services.scheduler.core.quota.quotas import periods_h
 from services.scheduler.core.state.cluster import Allocation, Cluster, Committed, Ending, MemberState, Node, Phase, Run
 from services.scheduler.core.state.durations import run_kind_of, wait_kind_of
 from services.scheduler.core.state.pool_demand import reset_patience, update_demand

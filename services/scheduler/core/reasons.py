@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from services.scheduler.core.decisions import Code
-from services.scheduler.core.place.wants import useful
+from services.scheduler.core.place.resource_request import useful
 from services.scheduler.core.state.cluster import Cluster, Node, Phase, Run
 
 #: How many runs or nodes a message names.

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import chain, combinations, product
 from typing import Any, NamedTuple
 
-from services.scheduler.core.place.space import Room, Taken
+from services.scheduler.core.place.snapshot import NodeCapacity, NodeSlots
 from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
 
 #: Sets of runs of one node that are compared; with more, those that are cheapest by themselves are taken.
@@ -38,7 +38,7 @@ class Candidate:
 
     run_id: str
     demand: SlotRequest
-    parts: tuple[Taken, ...]
+    parts: tuple[NodeSlots, ...]
     priority: int = 0
     #: Slots by which it can shrink, in steps of its own bundle.
     spare: int = 0
@@ -56,7 +56,7 @@ class Victim(NamedTuple):
     """A run to be preempted, and what that frees."""
 
     run_id: str
-    freed: tuple[Taken, ...]
+    freed: tuple[NodeSlots, ...]
     #: By how many slots it shrinks; None: it stops altogether.
     by: int | None = None
 
@@ -68,7 +68,7 @@ class PreemptionProblem:
     demand: SlotRequest
     count: int
     #: What is free of each node.
-    rooms: Mapping[str, Room]
+    nodes: Mapping[str, NodeCapacity]
     #: Sets of nodes within which the run may lie; of equal costs the first set is preferred.
     cells: Sequence[Sequence[str]]
     candidates: Sequence[Candidate]
@@ -158,7 +158,7 @@ class _CellSearch:
         self, problem: PreemptionProblem, cell: Sequence[str], costs: _Costs, limit: int | None = None
     ) -> None:
         self.problem, self.costs = problem, costs
-        self.nodes = [node_id for node_id in cell if node_id in problem.rooms]
+        self.nodes = [node_id for node_id in cell if node_id in problem.nodes]
         #: What costs as much as this is of no use.
         self.limit = limit
         self._local: dict[str, list[Candidate]] = {}
@@ -247,7 +247,7 @@ class _CellSearch:
         gains = {node_id: self._gain(node_id, (Victim(gang.run_id, ((node_id, slots),)),)) for node_id, slots in parts}
         parts.sort(key=lambda part: (-gains[part[0]] / len(part[1]), part[0]))
         # (What a bundle of its own lies on is given up together.)
-        freed: list[Taken] = []
+        freed: list[NodeSlots] = []
         for node_id, slots in parts:
             given = min(spare, len(slots)) // step * step
             if given:
@@ -316,7 +316,7 @@ class _CellSearch:
 
     def _groups(self, node_id: str) -> list[list[tuple[Victim, ...]]]:
         """What is chosen independently on a node. Of runs that free the same the cheapest go first."""
-        profiles = bool(self.problem.rooms[node_id].node.profiles)
+        profiles = bool(self.problem.nodes[node_id].node.profiles)
         alike: dict[object, list[Candidate]] = {}
         groups: list[list[tuple[Victim, ...]]] = []
         for candidate in self._local[node_id]:
@@ -490,19 +490,21 @@ class _CellSearch:
     def _bundles(self, node_id: str, victims: Sequence[Victim]) -> int:
         """The bundles that fit on the node with these victims gone."""
         problem, demand = self.problem, self.problem.demand
-        room = problem.rooms[node_id]
+        capacity = problem.nodes[node_id]
         reserved = problem.reserved.get(node_id, ())
         if not victims and not reserved:
-            return room.fits(demand) // self._bundle
-        room = room.copy()
+            return capacity.fits(demand) // self._bundle
+        capacity = capacity.copy()
         for victim in victims:
             candidate = self.costs._of[victim.run_id]
             for home, slots in victim.freed:
                 if home == node_id:
-                    room.give(candidate.demand, slots)
+                    capacity.release(candidate.demand, slots)
         for other, slots in reserved:
-            room.take(other, tuple(s for s in slots if s >= len(room.left) or room.left[s] >= other.milli))
-        return room.fits(demand) // self._bundle
+            capacity.allocate(
+                other, tuple(s for s in slots if s >= len(capacity.left) or capacity.left[s] >= other.milli)
+            )
+        return capacity.fits(demand) // self._bundle
 
 
 def _beyond(options: Sequence[_Option], taken: _Option) -> list[_Option]:

@@ -112,7 +112,9 @@ class Claim:
     priority: int = 0
 
 
-def play(free: Sequence[int], holders: Sequence[Holder], claims: Sequence[Claim], rng: random.Random) -> list[float]:
+def play(
+    free: Sequence[int], holders: Sequence[Holder], entitlements: Sequence[Claim], rng: random.Random
+) -> list[float]:
     """One way in which the line may go: when each claim starts, in seconds. Nobody overtakes."""
     draw = rng.random
     left, clock = list(free), [0.0] * len(free)
@@ -123,7 +125,7 @@ def play(free: Sequence[int], holders: Sequence[Holder], claims: Sequence[Claim]
         heapify(heap)
     alike: dict[str, float] = {}
     starts: list[float] = []
-    for claim in claims:
+    for claim in entitlements:
         pool = (
             claim.pools[0] if len(claim.pools) == 1 else min(claim.pools, key=lambda each: (clock[each], -left[each]))
         )
@@ -144,22 +146,22 @@ def play(free: Sequence[int], holders: Sequence[Holder], claims: Sequence[Claim]
 
 
 def played(
-    free: Sequence[int], holders: Sequence[Holder], claims: Sequence[Claim], rng: random.Random
+    free: Sequence[int], holders: Sequence[Holder], entitlements: Sequence[Claim], rng: random.Random
 ) -> list[list[float]]:
     """For each claim, when it starts in each of many plays, ascending."""
-    times = max(PLAYED_AT_LEAST, min(PLAYED, STEPS // (len(holders) + len(claims) + 1)))
-    found: list[list[float]] = [[] for _ in claims]
+    times = max(PLAYED_AT_LEAST, min(PLAYED, STEPS // (len(holders) + len(entitlements) + 1)))
+    found: list[list[float]] = [[] for _ in entitlements]
     for _ in range(times):
-        for start, starts in zip(play(free, holders, claims, rng), found, strict=True):
+        for start, starts in zip(play(free, holders, entitlements, rng), found, strict=True):
             insort(starts, start)
     return found
 
 
-def taken_from(free: Sequence[int], holders: Sequence[Holder], claims: Sequence[Claim]) -> list[Holder]:
+def taken_from(free: Sequence[int], holders: Sequence[Holder], entitlements: Sequence[Claim]) -> list[Holder]:
     """The holders, those ending sooner whose slots are taken for claims of a higher priority."""
     left, after = list(free), list(holders)
     lowest_first = sorted(range(len(after)), key=lambda each: after[each].priority)
-    for claim in claims:
+    for claim in entitlements:
         pool = claim.pools[0]
         victims, room = [], left[pool]
         for each in lowest_first:
@@ -196,7 +198,7 @@ def levels(found: Distribution, attained_s: float, count: int) -> list[float]:
     return [found.quantile((step + 0.5) / count, attained_s) - attained_s for step in range(count)]
 
 
-class Lets:
+class ReleaseTimes:
     """When those that have slots let them go, as estimates of starts and what is said of holders both take it."""
 
     def __init__(self, cluster: Cluster, policy: Policy, now: datetime) -> None:
@@ -248,7 +250,7 @@ class Situation:
 
     def __init__(self, cluster: Cluster, policy: Policy, now: datetime) -> None:
         self._cluster = cluster
-        self._lets = Lets(cluster, policy, now)
+        self._lets = ReleaseTimes(cluster, policy, now)
         self._levels: dict[RunKind, list[float]] = {}
         self._pools: dict[str, int] = {}
         self.free: list[int] = []
@@ -263,9 +265,9 @@ class Situation:
                 self._whole[pool] += node.slots * SLOT_MILLI
         active = [cluster.runs[run_id] for run_id in cluster.active]
         self.holders = [holder for run in active for holder in self._held(run)]
-        self.claims = [claim for run in _in_line(cluster, policy, now) if (claim := self._claim(run)) is not None]
+        self.entitlements = [claim for run in _in_line(cluster, policy, now) if (claim := self._claim(run)) is not None]
         if "priority" in policy.reclaim.by:
-            self.holders = taken_from(self.free, self.holders, self.claims)
+            self.holders = taken_from(self.free, self.holders, self.entitlements)
 
     def _held(self, run: Run) -> Iterable[Holder]:
         by_pool: dict[int, int] = {}
@@ -448,8 +450,8 @@ def expected_waits_s(cluster: Cluster, policy: Policy, now: datetime, rng: rando
     situation = Situation(cluster, policy, now)
     rate = cluster.waits.rate_per_s(now, PACE_S, PACE_OF)
     found: dict[str, float] = {}
-    starts = played(situation.free, situation.holders, situation.claims, rng)
-    for place, (claim, planned) in enumerate(zip(situation.claims, starts, strict=True), 1):
+    starts = played(situation.free, situation.holders, situation.entitlements, rng)
+    for place, (claim, planned) in enumerate(zip(situation.entitlements, starts, strict=True), 1):
         found[claim.run_id] = _both(quantile(planned, 0.5), place, rate)
     return found
 

@@ -9,10 +9,10 @@ from typing import Any
 from contracts.scheduling import Policy
 from services.scheduler.core import reasons
 from services.scheduler.core.decide import plan
-from services.scheduler.core.explain.change import smallest_changes
-from services.scheduler.core.explain.estimate import Lets
+from services.scheduler.core.explain.estimate import ReleaseTimes
+from services.scheduler.core.explain.request_changes import smallest_changes
 from services.scheduler.core.place.placer import Placer
-from services.scheduler.core.place.wants import wants_of
+from services.scheduler.core.place.resource_request import resource_request_of
 from services.scheduler.core.state.cluster import EPOCH, Cluster, Run
 from services.scheduler.core.state.remaining_time import expected_end_s
 
@@ -49,8 +49,8 @@ def holders(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> tuple[
     """Who holds slots of the nodes that would do for the run, whoever is expected to let go first first; and when
     enough of them are expected to have let go, None if that will not do.
     """
-    wanted = Placer(cluster, policy, now).waits_for(run, wants_of(cluster, run))
-    lets = Lets(cluster, policy, now)
+    wanted = Placer(cluster, policy, now).waits_for(run, resource_request_of(cluster, run))
+    release_times = ReleaseTimes(cluster, policy, now)
     found: list[dict[str, Any]] = []
     ends: list[tuple[datetime, int]] = []
     for run_id in cluster.active:
@@ -58,7 +58,7 @@ def holders(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> tuple[
         slots = sum(len(part.slots) for part in holder.live if part.node_id in wanted)
         if slots:
             latest_s, limit = expected_end_s(cluster, holder, now, policy)
-            ends_at = now + timedelta(seconds=lets.middle_s(holder, run))
+            ends_at = now + timedelta(seconds=release_times.middle_s(holder, run))
             ends.append((ends_at, slots * holder.demand.milli))
             found.append(
                 {

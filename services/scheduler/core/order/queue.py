@@ -14,7 +14,7 @@ from heapq import heappop, heappush, heapreplace
 
 from contracts.scheduling import OrderKey, Policy
 from services.scheduler.core.order import even_wait
-from services.scheduler.core.place.wants import wants_of
+from services.scheduler.core.place.resource_request import resource_request_of
 from services.scheduler.core.state.cluster import Cluster, Run
 from services.scheduler.core.state.index import Index, Key, RunQueue
 
@@ -186,7 +186,7 @@ def place_run(cluster: Cluster, index: Index, run_id: str, now: datetime, policy
     run = cluster.runs[run_id]
     if not run.demand.milli:
         index.light.add(run_id)
-    index.count(run_id, (wants_of(cluster, run), run.least))
+    index.count(run_id, (resource_request_of(cluster, run), run.least))
     index.queue.put(run_id, group_of(run, policy), key_of(cluster, run, now, policy))
     if (at_s := promoted_at_s(cluster, run, now, policy)) < math.inf:
         index.alarm(at_s, run_id)

@@ -49,7 +49,7 @@ class Shares:
             known = self._keys[team] = tuple(key)
         return known
 
-    def give(self, team: str | None, slots: float) -> None:
+    def charge(self, team: str | None, slots: float) -> None:
         """These slots go to the team (below 0: are taken from it): it stands behind by as much from now on."""
         self._keys.clear()
         for name in self._path(team):

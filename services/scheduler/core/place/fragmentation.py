@@ -20,7 +20,7 @@ from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
 from services.scheduler.core.state.workload import Shape, shape_of
 
 if TYPE_CHECKING:
-    from services.scheduler.core.place.space import Room, Taken
+    from services.scheduler.core.place.snapshot import NodeCapacity, NodeSlots
 
 #: What a node has left of something that is not counted there.
 UNCOUNTED = 1 << 62
@@ -181,31 +181,33 @@ class Packing:
 
     # -- nodes --------------------------------------------------------------------
 
-    def choose(self, rooms: list[Room], demand: SlotRequest, count: int, avoid: Collection[str] = ()) -> list[Taken]:
-        """``count`` slots out of ``rooms``, which have them: on few nodes, each piece where it fragments least."""
-        found: list[Taken] = []
+    def choose(
+        self, capacities: list[NodeCapacity], demand: SlotRequest, count: int, avoid: Collection[str] = ()
+    ) -> list[NodeSlots]:
+        """``count`` slots out of ``capacities``, which have them: on few nodes, each piece where it fragments least."""
+        found: list[NodeSlots] = []
         while count > 0:
-            size, fitting = _largest_piece(rooms, demand, count)
-            preferred = [room for room in fitting if room.node.node_id not in avoid] if avoid else fitting
-            room, score = self.best(preferred or fitting, shape_of(demand, size))
-            found.append((room.node.node_id, _slots(room, demand, size, score.share_of)))
-            rooms = [each for each in rooms if each is not room] if size < count else rooms
+            size, fitting = _largest_piece(capacities, demand, count)
+            preferred = [capacity for capacity in fitting if capacity.node.node_id not in avoid] if avoid else fitting
+            capacity, score = self.best(preferred or fitting, shape_of(demand, size))
+            found.append((capacity.node.node_id, _slots(capacity, demand, size, score.share_of)))
+            capacities = [each for each in capacities if each is not capacity] if size < count else capacities
             count -= size
         return found
 
-    def best(self, rooms: list[Room], shape: Shape) -> tuple[Room, Score]:
-        """The room in which the shape fragments least; of equal ones that with the least left.
+    def best(self, capacities: list[NodeCapacity], shape: Shape) -> tuple[NodeCapacity, Score]:
+        """The node on which the shape fragments least; of equal ones that with the least left.
 
         Raises:
-            ValueError: there is room for it in none of them.
+            ValueError: it fits on none of them.
         """
-        best: tuple[Room, Score] | None = None
+        best: tuple[NodeCapacity, Score] | None = None
         least: tuple[int, int, str] = (0, 0, "")
         scores = self._scores.setdefault(shape, {})
-        for room in rooms:
-            state = room.state
-            if state is None or room.node.profiles:
-                state = room.state = self._look(room, shape.profile)
+        for capacity in capacities:
+            state = capacity.state
+            if state is None or capacity.node.profiles:
+                state = capacity.state = self._look(capacity, shape.profile)
             try:
                 score = scores[state]
             except KeyError:
@@ -213,22 +215,22 @@ class Packing:
                 scores = self._scores.setdefault(shape, {})
             if score is None or (best is not None and score.increase > least[0]):
                 continue
-            rank = (score.increase, state.milli, room.node.node_id)
+            rank = (score.increase, state.milli, capacity.node.node_id)
             if best is None or rank < least:
-                best, least = (room, score), rank
+                best, least = (capacity, score), rank
         if best is None:
             raise ValueError(f"there is no room for {shape}")
         return best
 
-    def _look(self, room: Room, profile: str) -> State:
-        """The room's state, as a shape of that MIG profile sees it."""
-        node, left = room.node, list(room.left)
+    def _look(self, capacity: NodeCapacity, profile: str) -> State:
+        """The state of the node, as a shape of that MIG profile sees it."""
+        node, left = capacity.node, list(capacity.left)
         if node.profiles:
             seen = [milli for milli, each in zip(left, node.profiles, strict=False) if each == profile]
         else:
             seen, profile = left, ""
-        cpu_milli = room.cpu_milli if node.cpu_milli else UNCOUNTED
-        memory_bytes = room.memory_bytes if node.memory_bytes else UNCOUNTED
+        cpu_milli = capacity.cpu_milli if node.cpu_milli else UNCOUNTED
+        memory_bytes = capacity.memory_bytes if node.memory_bytes else UNCOUNTED
         return self.state(seen, cpu_milli, memory_bytes, node.accelerator, profile)
 
 
@@ -254,21 +256,21 @@ def _sorted(*parts: Sequence[int]) -> Left:
     return tuple(sorted((each for part in parts for each in part), reverse=True))
 
 
-def _largest_piece(rooms: list[Room], demand: SlotRequest, count: int) -> tuple[int, list[Room]]:
-    """As many of the slots as some room has, and the rooms that have them: few nodes keep gradients off the network."""
+def _largest_piece(capacities: list[NodeCapacity], demand: SlotRequest, count: int) -> tuple[int, list[NodeCapacity]]:
+    """As many of the slots as some node has, and the nodes that have them: few nodes keep gradients off the network."""
     if count == demand.bundle:
-        return count, rooms
-    fits = [(room.fits(demand), room) for room in rooms]
+        return count, capacities
+    fits = [(capacity.fits(demand), capacity) for capacity in capacities]
     size = min(max(slots for slots, _ in fits), count)
-    return size, [room for slots, room in fits if slots >= size]
+    return size, [capacity for slots, capacity in fits if slots >= size]
 
 
-def _slots(room: Room, demand: SlotRequest, count: int, share_of: int) -> tuple[int, ...]:
-    """Which slots of the room to take."""
+def _slots(capacity: NodeCapacity, demand: SlotRequest, count: int, share_of: int) -> tuple[int, ...]:
+    """Return the slots of the node to take."""
     if not share_of:
-        return room.pick(demand, count)
-    profiles = room.node.profiles
-    for slot, milli in enumerate(room.left):
+        return capacity.pick(demand, count)
+    profiles = capacity.node.profiles
+    for slot, milli in enumerate(capacity.left):
         if milli == share_of and (not profiles or profiles[slot] == demand.profile):
             return (slot,)
-    raise ValueError(f"node {room.node.node_id} has no accelerator with {share_of} thousandths left")
+    raise ValueError(f"node {capacity.node.node_id} has no accelerator with {share_of} thousandths left")

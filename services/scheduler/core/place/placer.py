@@ -13,13 +13,13 @@ from datetime import datetime, timedelta
 
 from contracts.events.run import Member
 from contracts.scheduling import Policy
-from services.scheduler.core.place.choices import CHOICES, pack
 from services.scheduler.core.place.clusters import FETCH_S, Candidate, choose_cluster
 from services.scheduler.core.place.fragmentation import Packing
 from services.scheduler.core.place.maintenance import closed as closed_for
 from services.scheduler.core.place.pools import Preferences, kinds_of
-from services.scheduler.core.place.space import Room, Space, Taken
-from services.scheduler.core.place.wants import CAPACITY, CLUSTER, NODE, Wants, suits
+from services.scheduler.core.place.resource_request import CAPACITY, CLUSTER, NODE, ResourceRequest, suits
+from services.scheduler.core.place.snapshot import ClusterSnapshot, NodeCapacity, NodeSlots
+from services.scheduler.core.place.strategies import CHOICES, pack
 from services.scheduler.core.state.cluster import Cluster, Node, Run
 from services.scheduler.core.state.remaining_time import left_s
 from services.scheduler.core.state.slot_request import SIMPLE, SlotRequest
@@ -42,7 +42,7 @@ class Placer:
         #: Cluster -> slots that runs wait for which can go nowhere else; found out when it is needed.
         self._bound: dict[str, int] | None = None
 
-    def eligible(self, wants: Wants) -> dict[str, Node]:
+    def eligible(self, wants: ResourceRequest) -> dict[str, Node]:
         """The open nodes that will do."""
         key: Hashable = ("eligible", wants)
         found: dict[str, Node] | None = self._memory.get(key)
@@ -56,7 +56,7 @@ class Placer:
             self._memory[key] = found
         return found
 
-    def waits_for(self, run: Run, wants: Wants) -> frozenset[str]:
+    def waits_for(self, run: Run, wants: ResourceRequest) -> frozenset[str]:
         """The nodes on which the run could lie if nobody else had any: what it waits for when it does not fit."""
         least = run.spec.slots.min
         key: Hashable = ("waits for", wants, least)
@@ -68,12 +68,12 @@ class Placer:
                 for division in self.cells(wants)
                 for cell in division
                 if self._may_lie(cell, wants, least)
-                and sum(empty.rooms[each].fits(wants.demand) for each in cell) >= least
+                and sum(empty.nodes[each].fits(wants.demand) for each in cell) >= least
                 for node_id in cell
             )
         return found
 
-    def cells(self, wants: Wants) -> list[list[tuple[str, ...]]]:
+    def cells(self, wants: ResourceRequest) -> list[list[tuple[str, ...]]]:
         """Divisions of the eligible nodes, the one that would be best first."""
         key: Hashable = ("cells", wants)
         found: list[list[tuple[str, ...]]] | None = self._memory.get(key)
@@ -82,7 +82,7 @@ class Placer:
             found = self._memory[key] = [_divided(nodes, traits) for traits in _divisions(wants)]
         return found
 
-    def open_cells(self, run: Run, wants: Wants, closed: Collection[str]) -> list[list[str]]:
+    def open_cells(self, run: Run, wants: ResourceRequest, closed: Collection[str]) -> list[list[str]]:
         """The cells in which the run may lie now, the best first; without those that are all of a later one.
 
         A cell that is a part of another one stays only where the run asked to lie together.
@@ -100,7 +100,7 @@ class Placer:
         sets = [frozenset(nodes) for nodes in found]
         return [nodes for nodes, own in zip(found, sets, strict=True) if not any(own < other for other in sets)]
 
-    def largest(self, wants: Wants) -> int:
+    def largest(self, wants: ResourceRequest) -> int:
         """The most slots that such a run could have if nobody else had any."""
         key: Hashable = ("largest", wants)
         found: int | None = self._memory.get(key)
@@ -108,28 +108,28 @@ class Placer:
             found = self._memory[key] = self._most(wants, own_kind=wants.bound)
         return found
 
-    def _empty(self) -> Space:
+    def _empty(self) -> ClusterSnapshot:
         """The present nodes as if nobody had anything; nothing is taken out of it."""
-        found: Space | None = self._memory.get("empty")
+        found: ClusterSnapshot | None = self._memory.get("empty")
         if found is None:
-            found = self._memory["empty"] = Space.empty(self.cluster)
+            found = self._memory["empty"] = ClusterSnapshot.empty(self.cluster)
         return found
 
-    def _most(self, wants: Wants, *, own_kind: bool) -> int:
+    def _most(self, wants: ResourceRequest, *, own_kind: bool) -> int:
         empty = self._empty()
         counts = [
-            sum(empty.rooms[node_id].fits(wants.demand) for node_id in cell)
+            sum(empty.nodes[node_id].fits(wants.demand) for node_id in cell)
             for division in self.cells(wants)
             for cell in division
             if not own_kind or self._alike(cell, wants)
         ]
         return max(counts, default=0)
 
-    def _alike(self, cell: tuple[str, ...], wants: Wants) -> bool:
+    def _alike(self, cell: tuple[str, ...], wants: ResourceRequest) -> bool:
         """Whether the cell's machines are those on which an exact run's state came about."""
         return not wants.machine or self.cluster.nodes[cell[0]].machine == wants.machine
 
-    def _may_lie(self, cell: tuple[str, ...], wants: Wants, least: int) -> bool:
+    def _may_lie(self, cell: tuple[str, ...], wants: ResourceRequest, least: int) -> bool:
         """An exact run goes where its state came about; if that can never be, and it is not bound, anywhere."""
         if self._alike(cell, wants):
             return True
@@ -142,52 +142,63 @@ class Placer:
 
     def find(
         self,
-        space: Space,
+        snapshot: ClusterSnapshot,
         run: Run,
         count: int,
-        wants: Wants,
+        wants: ResourceRequest,
         avoid: Collection[str] = (),
         closed: Collection[str] = (),
-        heed: bool = True,
-    ) -> list[Taken] | None:
+        respect_maintenance: bool = True,
+    ) -> list[NodeSlots] | None:
         """``count`` slots for the run out of ``space``, or None. Nothing is taken yet.
 
         ``heed``: whether maintenance is looked at.
         """
-        if not avoid and not closed and (quick := self._packed(space, count, wants)) is not None:
+        if not avoid and not closed and (quick := self._packed(snapshot, count, wants)) is not None:
             return quick
-        best = self.roomiest(space, run, count, wants, closed, heed)
+        best = self.roomiest(snapshot, run, count, wants, closed, respect_maintenance)
         if best is None:
             return None
-        rooms, demand = best, wants.demand
-        good = [room for room in rooms if room.node.node_id not in avoid] if avoid else rooms
+        capacities, demand = best, wants.demand
+        good = [capacity for capacity in capacities if capacity.node.node_id not in avoid] if avoid else capacities
         plain = self._plain(good, wants)
-        for candidates in (plain, good, rooms):
-            if candidates is rooms or _enough(candidates, demand, count):
+        for candidates in (plain, good, capacities):
+            if candidates is capacities or _enough(candidates, demand, count):
                 break
         preferred, _ = self._preferred(candidates, run, demand, count)
         return self.choose(preferred, demand, count, avoid)
 
     def fits(
-        self, space: Space, run: Run, count: int, wants: Wants, closed: Collection[str] = (), heed: bool = True
+        self,
+        snapshot: ClusterSnapshot,
+        run: Run,
+        count: int,
+        wants: ResourceRequest,
+        closed: Collection[str] = (),
+        respect_maintenance: bool = True,
     ) -> bool:
         """Whether ``find`` finds anything, which it does not in a part of a space where it does not in all of it."""
-        if not closed and (cell := self._only_cell(wants)) and count > 0 and space.shelf(cell).total >= count:
+        if (
+            not closed
+            and (cell := self._only_cell(wants))
+            and count > 0
+            and snapshot.free_slot_index(cell).total >= count
+        ):
             return True
-        return self.roomiest(space, run, count, wants, closed, heed) is not None
+        return self.roomiest(snapshot, run, count, wants, closed, respect_maintenance) is not None
 
-    def _packed(self, space: Space, count: int, wants: Wants) -> list[Taken] | None:
+    def _packed(self, snapshot: ClusterSnapshot, count: int, wants: ResourceRequest) -> list[NodeSlots] | None:
         """What ``find`` comes to where nothing but the number of whole slots counts, without a look at every node;
         None: that is not so, or there are too few."""
         cell = self._only_cell(wants)
         if not cell or count <= 0:
             return None
-        shelf = space.shelf(cell)
-        if shelf.total < count:
+        index = snapshot.free_slot_index(cell)
+        if index.total < count:
             return None
-        return [(node_id, space.rooms[node_id].pick(wants.demand, slots)) for node_id, slots in shelf.packed(count)]
+        return [(node_id, snapshot.nodes[node_id].pick(wants.demand, slots)) for node_id, slots in index.packed(count)]
 
-    def _only_cell(self, wants: Wants) -> tuple[str, ...]:
+    def _only_cell(self, wants: ResourceRequest) -> tuple[str, ...]:
         """The nodes of which any will do, if they only differ in how many whole slots they have; () otherwise."""
         key: Hashable = ("only cell", wants, self.policy.digest)
         found: tuple[str, ...] | None = self._memory.get(key)
@@ -195,7 +206,7 @@ class Placer:
             found = self._memory[key] = self._alike_nodes(wants)
         return found
 
-    def _alike_nodes(self, wants: Wants) -> tuple[str, ...]:
+    def _alike_nodes(self, wants: ResourceRequest) -> tuple[str, ...]:
         demand, policy = wants.demand, self.policy
         plain = demand._replace(accelerators=frozenset()) == SIMPLE and self.choose is pack and not wants.machine
         chosen = policy.place.scarce or policy.pools.pools or policy.pools.tiers or self.windows
@@ -224,42 +235,48 @@ class Placer:
             if any(closed_for(node.node_id, node.labels, window, start, end) for window in self.windows)
         )
 
-    def _preferred(self, rooms: list[Room], run: Run, demand: SlotRequest, count: int) -> tuple[list[Room], int]:
+    def _preferred(
+        self, capacities: list[NodeCapacity], run: Run, demand: SlotRequest, count: int
+    ) -> tuple[list[NodeCapacity], int]:
         """Of these rooms those of the pools that the run would rather have, as many pools as it takes; and how far
         down its order that went."""
         pools = self.policy.pools
         if not pools.pools and not pools.tiers:
-            return rooms, 0
+            return capacities, 0
         preferences = self._preferences.get(run.run_id)
         if preferences is None:
             preferences = Preferences.of(run.spec, self.policy, left_s(self.cluster, run, self.now, self.policy, 0.5))
             self._preferences[run.run_id] = preferences
-        numbers = [preferences.number(room.node.labels) for room in rooms]
+        numbers = [preferences.number(capacity.node.labels) for capacity in capacities]
         there = 0
         for best in sorted({number for number in numbers if number is not None}):
-            there += sum(room.fits(demand) for room, number in zip(rooms, numbers, strict=True) if number == best)
+            there += sum(
+                capacity.fits(demand) for capacity, number in zip(capacities, numbers, strict=True) if number == best
+            )
             if there >= count:
                 kept = [
-                    room for room, number in zip(rooms, numbers, strict=True) if number is not None and number <= best
+                    capacity
+                    for capacity, number in zip(capacities, numbers, strict=True)
+                    if number is not None and number <= best
                 ]
                 return kept, best
-        return rooms, len(pools.pools) + 2
+        return capacities, len(pools.pools) + 2
 
-    def _plain(self, rooms: list[Room], wants: Wants) -> list[Room]:
+    def _plain(self, capacities: list[NodeCapacity], wants: ResourceRequest) -> list[NodeCapacity]:
         """Those that are not of a scarce kind, unless the run asked for it."""
         scarce = self.policy.place.scarce
         if not scarce or wants.demand.accelerators:
-            return rooms
-        return [room for room in rooms if room.node.accelerator not in scarce]
+            return capacities
+        return [capacity for capacity in capacities if capacity.node.accelerator not in scarce]
 
-    def most(self, space: Space, run: Run, wants: Wants, closed: Collection[str] = ()) -> int:
+    def most(self, snapshot: ClusterSnapshot, run: Run, wants: ResourceRequest, closed: Collection[str] = ()) -> int:
         """The most slots that the run could have out of ``space``."""
         shut = self.shut(run)
         counts = [
             sum(
-                space.rooms[node_id].fits(wants.demand)
+                snapshot.nodes[node_id].fits(wants.demand)
                 for node_id in cell
-                if node_id in space.rooms and node_id not in closed and node_id not in shut
+                if node_id in snapshot.nodes and node_id not in closed and node_id not in shut
             )
             for division in self.cells(wants)
             for cell in division
@@ -268,35 +285,41 @@ class Placer:
         return max(counts, default=0)
 
     def roomiest(
-        self, space: Space, run: Run, count: int, wants: Wants, closed: Collection[str] = (), heed: bool = True
-    ) -> list[Room] | None:
+        self,
+        snapshot: ClusterSnapshot,
+        run: Run,
+        count: int,
+        wants: ResourceRequest,
+        closed: Collection[str] = (),
+        respect_maintenance: bool = True,
+    ) -> list[NodeCapacity] | None:
         """The rooms of the best cell that has ``count`` slots for the run."""
-        demand, shut = wants.demand, self.shut(run) if heed else ()
-        if space.milli < count * demand.milli:
+        demand, shut = wants.demand, self.shut(run) if respect_maintenance else ()
+        if snapshot.milli < count * demand.milli:
             return None  # in a full cluster most looks end here
         dataset = run.dataset.dataset_id if run.dataset is not None else None
         for division in self.cells(wants):
-            fitting: list[tuple[str, Candidate, tuple[float, ...], list[Room]]] = []
+            fitting: list[tuple[str, Candidate, tuple[float, ...], list[NodeCapacity]]] = []
             for cell in division:
                 if not self._may_lie(cell, wants, run.spec.slots.min):
                     continue
-                rooms, total, cached = [], 0, 0
+                capacities, total, cached = [], 0, 0
                 for node_id in cell:
-                    room = space.rooms.get(node_id)
-                    if room is None or node_id in closed or node_id in shut:
+                    capacity = snapshot.nodes.get(node_id)
+                    if capacity is None or node_id in closed or node_id in shut:
                         continue
-                    slots = room.fits(demand)
+                    slots = capacity.fits(demand)
                     if slots:
-                        rooms.append(room)
+                        capacities.append(capacity)
                         total += slots
-                        cached += dataset is not None and dataset in room.node.datasets
+                        cached += dataset is not None and dataset in capacity.node.datasets
                 if total >= count:
                     # An exact run can grow on its own kind alone; any other leaves the large holes to those.
-                    room_left = -total if wants.machine is not None else total
-                    _, down = self._preferred(rooms, run, demand, count)
-                    name = rooms[0].node.labels.get(CLUSTER, "")
-                    seen = Candidate(name, total, total, 0, cached / len(rooms), down)
-                    fitting.append((name, seen, (down, -min(cached, 1), room_left), rooms))
+                    slots_left = -total if wants.machine is not None else total
+                    _, down = self._preferred(capacities, run, demand, count)
+                    name = capacities[0].node.labels.get(CLUSTER, "")
+                    seen = Candidate(name, total, total, 0, cached / len(capacities), down)
+                    fitting.append((name, seen, (down, -min(cached, 1), slots_left), capacities))
             if len(fitting) == 1:
                 return fitting[0][3]
             if fitting:
@@ -332,7 +355,7 @@ class Placer:
         return {} if len(own) == 1 else self._bound
 
 
-def _divisions(wants: Wants) -> list[tuple[str, ...]]:
+def _divisions(wants: ResourceRequest) -> list[tuple[str, ...]]:
     """By what the nodes are divided, the best first: machines alike, one zone; then less of it."""
     zone = (wants.together,) if wants.together else ()
     if wants.machine is not None:
@@ -367,16 +390,16 @@ def _packing(cluster: Cluster) -> Packing:
     return packing
 
 
-def _enough(rooms: list[Room], demand: SlotRequest, count: int) -> bool:
+def _enough(capacities: list[NodeCapacity], demand: SlotRequest, count: int) -> bool:
     """Whether they have so many slots."""
-    for room in rooms:
+    for capacity in capacities:
         if count <= 0:
             break
-        count -= room.fits(demand)
+        count -= capacity.fits(demand)
     return count <= 0
 
 
-def members_of(taken: list[Taken]) -> tuple[Member, ...]:
+def members_of(taken: list[NodeSlots]) -> tuple[Member, ...]:
     """The gang's members; ranks count on from node to node."""
     found, rank = [], 0
     for node_id, slots in taken:

@@ -51,8 +51,8 @@ class Index:
     longest_wait: tuple[int, float] | None = None
     #: Runs that have slots -> what could be taken of them (``claims.reclaim.Holding``); and what all of these follow
     #: from beside what is said about the run itself.
-    holdings: dict[str, Any] = field(default_factory=dict)
-    holdings_of: Any = None
+    allocated_runs: dict[str, Any] = field(default_factory=dict)
+    allocated_runs_state: Any = None
     #: Runs about which something was said since the last pass.
     touched: dict[str, None] = field(default_factory=dict)
     #: Runs for which something may be to be decided, each on its own.
@@ -74,7 +74,7 @@ class Index:
     priorities: Counter[int] = field(default_factory=Counter)
     going: set[str] = field(default_factory=set)
     #: What is free on each node, as of the last pass in which it had changed (``place.space.Room``).
-    rooms: dict[str, Any] = field(default_factory=dict)
+    nodes: dict[str, Any] = field(default_factory=dict)
     #: One object for all runs that want the same.
     wants: dict[Any, Any] = field(default_factory=dict)
     #: Counts up with every change of the nodes; what is remembered about them holds for one value.
@@ -108,7 +108,7 @@ class Index:
 
     def holds(self, run_id: str, priority: int | None, *, going: bool) -> None:
         """The run has slots, with this priority; None: it has none. Something was said about it."""
-        self.holdings.pop(run_id, None)
+        self.allocated_runs.pop(run_id, None)
         known = self.priority.pop(run_id, None)
         if known is not None:
             self.priorities[known] -= 1

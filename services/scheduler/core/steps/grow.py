@@ -7,17 +7,22 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 
 from contracts.scheduling import Policy
-from services.scheduler.core.claims.claims import Claims, held
 from services.scheduler.core.decisions import PreemptRun
 from services.scheduler.core.order import queue
 from services.scheduler.core.place.placer import Placer
-from services.scheduler.core.place.space import Room, Space
-from services.scheduler.core.place.wants import avoided, useful, wants_of
+from services.scheduler.core.place.resource_request import avoided, resource_request_of, useful
+from services.scheduler.core.place.snapshot import ClusterSnapshot, NodeCapacity
+from services.scheduler.core.quota.entitlements import Entitlements, held
 from services.scheduler.core.state.cluster import EPOCH, Cluster, Phase, Run
 
 
-def growing(
-    cluster: Cluster, free: Callable[[], Space], now: datetime, policy: Policy, placer: Placer, claims: Claims
+def grow_runs(
+    cluster: Cluster,
+    free: Callable[[], ClusterSnapshot],
+    now: datetime,
+    policy: Policy,
+    placer: Placer,
+    entitlements: Entitlements,
 ) -> tuple[list[PreemptRun], float]:
     """The restarts that put idle slots to use, and when to look again (seconds since the epoch).
 
@@ -30,9 +35,9 @@ def growing(
             return [], math.inf
         if run.least < run.most and run.slot_count < run.most and _resumable(run):
             candidates.append(run)
-    if not candidates or not (space := free()).whole():
+    if not candidates or not (snapshot := free()).whole():
         return [], math.inf
-    idle, wake_s = _at_rest(cluster, space, now, policy)
+    idle, wake_s = _at_rest(cluster, snapshot, now, policy)
     chosen: list[PreemptRun] = []
     for run in sorted(candidates, key=lambda run: queue.key_of(cluster, run, now, policy)):
         settled_s = run.placed_at.timestamp() + policy.elastic.resize_interval_s
@@ -40,18 +45,20 @@ def growing(
             wake_s = min(wake_s, settled_s)
             continue
         trial = _with_own(cluster, run, idle)
-        wants, avoid = wants_of(cluster, run), avoided(cluster, run, policy)
-        claims.release(run)
-        most, shut = claims.most(run, wants, run.spec.slots.max)
+        wants, avoid = resource_request_of(cluster, run), avoided(cluster, run, policy)
+        entitlements.refund_run(run)
+        most, shut = entitlements.most(run, wants, run.spec.slots.max)
         count = useful(run, min(most, placer.most(trial, run, wants, avoid | shut))) if most > run.slot_count else 0
         found = placer.find(trial, run, count, wants, avoid, shut) if count > run.slot_count else None
-        claims.give(run, found or held(run))
+        entitlements.charge(run, found or held(run))
         if found is None:
             continue
         reason = f"grows from {run.slot_count} to {count} slots"
         chosen.append(PreemptRun(run.run_id, run.generation, reason, "resized", run.spec.grace_s))
-        trial.take(wants.demand, found)
-        idle = Space({node_id: room for node_id, room in trial.rooms.items() if node_id in idle.rooms})
+        trial.allocate(wants.demand, found)
+        idle = ClusterSnapshot(
+            {node_id: capacity for node_id, capacity in trial.nodes.items() if node_id in idle.nodes}
+        )
     return chosen, wake_s
 
 
@@ -61,29 +68,33 @@ def _resumable(run: Run) -> bool:
     return trains and run.phase is Phase.RUNNING and all(part.ended is None for part in run.parts.values())
 
 
-def _at_rest(cluster: Cluster, space: Space, now: datetime, policy: Policy) -> tuple[Space, float]:
+def _at_rest(
+    cluster: Cluster, snapshot: ClusterSnapshot, now: datetime, policy: Policy
+) -> tuple[ClusterSnapshot, float]:
     """The rooms that are worth a restart: nobody has come for them while things were at rest; and when more are."""
     elastic = policy.elastic
     rest_at = cluster.moved_at + timedelta(seconds=elastic.resize_interval_s)
-    rooms: dict[str, Room] = {}
+    capacities: dict[str, NodeCapacity] = {}
     wake_s = math.inf if rest_at <= now else rest_at.timestamp()
-    for node_id, room in space.rooms.items():
-        since = room.node.free_since
+    for node_id, capacity in snapshot.nodes.items():
+        since = capacity.node.free_since
         anyway_at = since + timedelta(seconds=elastic.grow_anyway_s)
         if rest_at <= now or (since != EPOCH and anyway_at <= now):
-            rooms[node_id] = room
+            capacities[node_id] = capacity
         elif since != EPOCH:
             wake_s = min(wake_s, anyway_at.timestamp())
-    return Space(rooms), wake_s
+    return ClusterSnapshot(capacities), wake_s
 
 
-def _with_own(cluster: Cluster, run: Run, idle: Space) -> Space:
+def _with_own(cluster: Cluster, run: Run, idle: ClusterSnapshot) -> ClusterSnapshot:
     """What is idle, and what the run has already."""
     trial = idle.copy()
     for part in run.live:
         node = cluster.nodes[part.node_id]
-        if part.node_id not in trial.rooms and node.is_schedulable:
+        if part.node_id not in trial.nodes and node.is_schedulable:
             # All of it is taken, but what the run itself has.
-            trial.put(part.node_id, Room(node, [0] * node.slots, node.free_cpu_milli, node.free_memory_bytes, 0, 0))
-    trial.release(run)
+            trial.put(
+                part.node_id, NodeCapacity(node, [0] * node.slots, node.free_cpu_milli, node.free_memory_bytes, 0, 0)
+            )
+    trial.release_run(run)
     return trial

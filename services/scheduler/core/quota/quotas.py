@@ -105,7 +105,7 @@ class Quotas:
         """How many slots of this kind the run may have, besides the ``held`` ones that it keeps."""
         return max(min((room for room, _ in self._limits(run, kind, held)), default=math.inf), 0.0)
 
-    def give(self, run: CapacityPublisher, slots: float, kind: str) -> None:
+    def charge(self, run: CapacityPublisher, slots: float, kind: str) -> None:
         """The run gets these slots in this pass; below 0: they are taken from it."""
         for name in lineage(run.spec.team):
             self._given[name, kind] += slots

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from contracts.scheduling import Policy
 from services.scheduler.core.place.placer import Placer
-from services.scheduler.core.place.space import Room, Space, Taken
-from services.scheduler.core.place.wants import Wants
+from services.scheduler.core.place.resource_request import ResourceRequest
+from services.scheduler.core.place.snapshot import ClusterSnapshot, NodeCapacity, NodeSlots
 from services.scheduler.core.state.cluster import Cluster, Run
 from services.scheduler.core.state.remaining_time import expected_end_s, expected_s
 from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
@@ -32,7 +32,7 @@ class Reservation(NamedTuple):
     run: Run
     start_s: float
     end_s: float
-    taken: list[Taken]
+    taken: list[NodeSlots]
     #: Whether only limits were counted on, so that it can be promised.
     firm: bool
 
@@ -55,30 +55,30 @@ class _Bits:
     alone, and who needs more whole slots than that need not be tried.
     """
 
-    def __init__(self, space: Space) -> None:
+    def __init__(self, snapshot: ClusterSnapshot) -> None:
         self._first: dict[str, int] = {}
         count = 0
-        for node_id, room in space.rooms.items():
+        for node_id, capacity in snapshot.nodes.items():
             self._first[node_id] = count
-            count += len(room.left)
+            count += len(capacity.left)
 
-    def of_room(self, room: Room) -> int:
-        bits = sum(1 << slot for slot, milli in enumerate(room.left) if milli == SLOT_MILLI)
-        return bits << self._first[room.node.node_id]
+    def of_capacity(self, capacity: NodeCapacity) -> int:
+        bits = sum(1 << slot for slot, milli in enumerate(capacity.left) if milli == SLOT_MILLI)
+        return bits << self._first[capacity.node.node_id]
 
-    def of_node(self, room: Room) -> int:
-        return ((1 << len(room.left)) - 1) << self._first[room.node.node_id]
+    def of_node(self, capacity: NodeCapacity) -> int:
+        return ((1 << len(capacity.left)) - 1) << self._first[capacity.node.node_id]
 
-    def of_space(self, space: Space) -> int:
-        return sum(map(self.of_room, space.rooms.values()))
+    def of_space(self, snapshot: ClusterSnapshot) -> int:
+        return sum(map(self.of_capacity, snapshot.nodes.values()))
 
-    def of_taken(self, demand: SlotRequest, taken: Iterable[Taken]) -> int:
+    def of_taken(self, demand: SlotRequest, taken: Iterable[NodeSlots]) -> int:
         if not demand.milli:
             return 0
         return sum(1 << self._first[node_id] + slot for node_id, slots in taken for slot in slots)
 
 
-class Reserve:
+class Reservations:
     """Reservations of one pass, in the order of the line."""
 
     def __init__(self, cluster: Cluster, now: datetime, policy: Policy, placer: Placer) -> None:
@@ -97,16 +97,16 @@ class Reserve:
         #: The whole slots of each reservation.
         self._kept: list[int] = []
         #: What is to come, and of which state of which space it is.
-        self._futures: tuple[Space, int, list[_Future]] | None = None
-        self._spaces: dict[int, Space] = {}
+        self._futures: tuple[ClusterSnapshot, int, list[_Future]] | None = None
+        self._spaces: dict[int, ClusterSnapshot] = {}
 
-    def hold(self, run: Run, wants: Wants, space: Space) -> Reservation | None:
+    def hold(self, run: Run, wants: ResourceRequest, snapshot: ClusterSnapshot) -> Reservation | None:
         """Reserve for a run that does not fit now, if its turn has come for a reservation."""
         if len(self.made) >= self._most or run.spec.slots.min < self.policy.reserve.from_slots:
             return None
         count, needs = run.spec.slots.min, run.demand.milli * run.spec.slots.min
         length_s = max(self._expected(run)[0] - run.ran_s(self.now), 1.0)
-        futures, seen = self._to_come(space), 0
+        futures, seen = self._to_come(snapshot), 0
         # Slots come back as those that have them end, and those for which they are kept.
         times = {each[0] for each in self._ends} | {each.end_s for each in self.made}
         times |= {window.end.timestamp() for window in self.placer.windows}
@@ -124,10 +124,10 @@ class Reserve:
                 continue
             future = self._space_at(seen)
             out = self.placer.shut_from(run, as_time(start_s))
-            if not self.placer.fits(future, run, count, wants, closed=out, heed=False):
+            if not self.placer.fits(future, run, count, wants, closed=out, respect_maintenance=False):
                 continue
             there = _without(future, [self.made[number] for number in numbers]) if numbers else future
-            if (taken := self.placer.find(there, run, count, wants, closed=out, heed=False)) is not None:
+            if (taken := self.placer.find(there, run, count, wants, closed=out, respect_maintenance=False)) is not None:
                 firm = futures[seen].firm and all(each.firm for each in self.made)
                 return self._make(Reservation(run, start_s, start_s + length_s, taken, firm))
         return None
@@ -138,24 +138,24 @@ class Reserve:
         self._kept.append(self._bits.of_taken(made.run.demand, made.taken))
         return made
 
-    def _to_come(self, space: Space) -> list[_Future]:
+    def _to_come(self, snapshot: ClusterSnapshot) -> list[_Future]:
         """What is free now, and after each of those that hold slots has let go, the first first."""
-        if self._futures is not None and self._futures[0] is space and self._futures[1] == space.changes:
+        if self._futures is not None and self._futures[0] is snapshot and self._futures[1] == snapshot.changes:
             return self._futures[2]
-        bits = self._bits = self._bits or _Bits(space)
-        future = space.copy()
+        bits = self._bits = self._bits or _Bits(snapshot)
+        future = snapshot.copy()
         found = [_Future(-math.inf, None, future.milli, True, bits.of_space(future))]
         for at_s, holder, firm in self._ends:
-            future.release(holder)
+            future.release_run(holder)
             whole = found[-1].whole
-            for node_id in {part.node_id for part in holder.live} & future.rooms.keys():
-                room = future.rooms[node_id]
-                whole = whole & ~bits.of_node(room) | bits.of_room(room)
+            for node_id in {part.node_id for part in holder.live} & future.nodes.keys():
+                capacity = future.nodes[node_id]
+                whole = whole & ~bits.of_node(capacity) | bits.of_capacity(capacity)
             found.append(_Future(at_s, holder, future.milli, found[-1].firm and firm, whole))
-        self._futures, self._spaces = (space, space.changes, found), {0: space.copy()}
+        self._futures, self._spaces = (snapshot, snapshot.changes, found), {0: snapshot.copy()}
         return found
 
-    def _space_at(self, seen: int) -> Space:
+    def _space_at(self, seen: int) -> ClusterSnapshot:
         """All that is free once so many have let go; nothing is taken out of it."""
         assert self._futures is not None
         found = self._spaces.get(seen)
@@ -164,7 +164,7 @@ class Reserve:
             found = self._spaces[seen] = self._spaces[before].copy()
             for each in self._futures[2][before + 1 : seen + 1]:
                 assert each.run is not None
-                found.release(each.run)
+                found.release_run(each.run)
         return found
 
     def _whole(self, whole: int, numbers: Iterable[int]) -> int:
@@ -174,25 +174,37 @@ class Reserve:
         return whole.bit_count()
 
     def find(
-        self, run: Run, count: int, wants: Wants, space: Space, avoid: Collection[str], closed: Collection[str]
-    ) -> list[Taken] | None:
+        self,
+        run: Run,
+        count: int,
+        wants: ResourceRequest,
+        snapshot: ClusterSnapshot,
+        avoid: Collection[str],
+        closed: Collection[str],
+    ) -> list[NodeSlots] | None:
         """``Placer.find`` in what the run may have of what is free now."""
         binding = self._binding(run)
-        if binding and not self._may_fit(run, count, wants, space, binding, closed):
+        if binding and not self._may_fit(run, count, wants, snapshot, binding, closed):
             return None
-        return self.placer.find(self._beside(space, binding), run, count, wants, avoid, closed)
+        return self.placer.find(self._beside(snapshot, binding), run, count, wants, avoid, closed)
 
     def _may_fit(
-        self, run: Run, count: int, wants: Wants, space: Space, binding: list[int], closed: Collection[str]
+        self,
+        run: Run,
+        count: int,
+        wants: ResourceRequest,
+        snapshot: ClusterSnapshot,
+        binding: list[int],
+        closed: Collection[str],
     ) -> bool:
         """The quick look: False if it certainly does not fit."""
-        if not self.placer.fits(space, run, count, wants, closed):
+        if not self.placer.fits(snapshot, run, count, wants, closed):
             return False
-        return wants.demand.milli != SLOT_MILLI or self._whole(self._to_come(space)[0].whole, binding) >= count
+        return wants.demand.milli != SLOT_MILLI or self._whole(self._to_come(snapshot)[0].whole, binding) >= count
 
-    def space_for(self, run: Run, space: Space) -> Space:
+    def space_for(self, run: Run, snapshot: ClusterSnapshot) -> ClusterSnapshot:
         """What the run may have of what is free now."""
-        return self._beside(space, self._binding(run))
+        return self._beside(snapshot, self._binding(run))
 
     def kept_on_nodes(self, run: Run) -> dict[str, list[tuple[SlotRequest, tuple[int, ...]]]]:
         """What is reserved on each node that the run may not have."""
@@ -205,8 +217,8 @@ class Reserve:
     def _binding(self, run: Run) -> list[int]:
         return [number for number, each in enumerate(self.made) if not self._done_by(run, each)]
 
-    def _beside(self, space: Space, binding: list[int]) -> Space:
-        return _without(space, [self.made[number] for number in binding]) if binding else space
+    def _beside(self, snapshot: ClusterSnapshot, binding: list[int]) -> ClusterSnapshot:
+        return _without(snapshot, [self.made[number] for number in binding]) if binding else snapshot
 
     def _expected(self, run: Run) -> tuple[float, bool]:
         """How long it has slots at most, and whether that is a limit; the same all through a pass."""
@@ -228,24 +240,24 @@ class Reserve:
             return False
         return self.now.timestamp() + max(expected - run.run_s, 0.0) + run.spec.grace_s <= each.start_s
 
-    def kept_from(self, run: Run, wants: Wants, space: Space) -> Reservation | None:
+    def kept_from(self, run: Run, wants: ResourceRequest, snapshot: ClusterSnapshot) -> Reservation | None:
         """The reservation for which the run may not have what is free."""
-        if not self.made or not self.placer.fits(space, run, run.spec.slots.min, wants):
+        if not self.made or not self.placer.fits(snapshot, run, run.spec.slots.min, wants):
             return None
         return next((each for each in self.made if not self._done_by(run, each)), None)
 
 
-def _without(space: Space, reservations: Iterable[Reservation]) -> Space:
+def _without(snapshot: ClusterSnapshot, reservations: Iterable[Reservation]) -> ClusterSnapshot:
     """What is left beside what is kept for others."""
-    left = space.copy()
+    left = snapshot.copy()
     for each in reservations:
         for node_id, slots in each.taken:
-            room = left.rooms.get(node_id)
-            if room is not None:
+            capacity = left.nodes.get(node_id)
+            if capacity is not None:
                 free = tuple(
-                    slot for slot in slots if slot >= len(room.left) or room.left[slot] >= each.run.demand.milli
+                    slot for slot in slots if slot >= len(capacity.left) or capacity.left[slot] >= each.run.demand.milli
                 )
-                left.take(each.run.demand, [(node_id, free)])
+                left.allocate(each.run.demand, [(node_id, free)])
     return left
 
 

@@ -12,12 +12,12 @@ from datetime import UTC, datetime
 from itertools import islice
 
 from contracts.scheduling import Policy
-from services.scheduler.core.claims.quota import Quotas, Refusal, SpentOut
 from services.scheduler.core.decisions import PreemptRun
 from services.scheduler.core.order.share import Shares
 from services.scheduler.core.place.placer import Placer
-from services.scheduler.core.place.space import Space, Taken
-from services.scheduler.core.place.wants import Wants, wants_of
+from services.scheduler.core.place.resource_request import ResourceRequest, resource_request_of
+from services.scheduler.core.place.snapshot import ClusterSnapshot, NodeSlots
+from services.scheduler.core.quota.quotas import Quotas, Refusal, SpentOut
 from services.scheduler.core.state.cluster import Cluster, Run
 from services.scheduler.core.state.index import Key
 from services.scheduler.core.state.slot_request import SLOT_MILLI
@@ -27,12 +27,12 @@ NONE: frozenset[str] = frozenset()
 #: How many runs a text names.
 NAMED = 5
 #: For how many runs idle slots are kept from those that would borrow them.
-OWNERS = 16
+MAX_OWNERS = 16
 #: A quota that is used up within so long is: the clock of facts is no finer.
 AT_ONCE_S = 1e-3
 
 
-class Claims:
+class Entitlements:
     """What each team has and may have in one pass, as slots are given and taken in it."""
 
     def __init__(self, cluster: Cluster, policy: Policy, now_s: float, placer: Placer) -> None:
@@ -66,7 +66,7 @@ class Claims:
 
     # -- what a run may have ----------------------------------------------------
 
-    def shut(self, run: Run, wants: Wants, count: int) -> tuple[frozenset[str], Refusal | None]:
+    def shut(self, run: Run, wants: ResourceRequest, count: int) -> tuple[frozenset[str], Refusal | None]:
         """The nodes whose kind the run may not have so many slots of; and why, if that is all of them."""
         if self.quotas is None or not run.demand.milli:
             return NONE, None
@@ -77,7 +77,9 @@ class Claims:
             found = self._shut[alike] = self._shut_for(self.quotas, run, wants, count)
         return found
 
-    def _shut_for(self, quotas: Quotas, run: Run, wants: Wants, count: int) -> tuple[frozenset[str], Refusal | None]:
+    def _shut_for(
+        self, quotas: Quotas, run: Run, wants: ResourceRequest, count: int
+    ) -> tuple[frozenset[str], Refusal | None]:
         slots = slots_of(run, count)
         kinds = self.kinds(wants)
         refusals = {kind: found for kind in kinds if (found := quotas.allows(run, slots, kind)) is not None}
@@ -87,7 +89,7 @@ class Claims:
         # The one that is the soonest over.
         return nodes, min(refusals.values(), key=lambda refusal: (refusal.never, refusal.needs - refusal.room))
 
-    def most(self, run: Run, wants: Wants, count: int) -> tuple[int, frozenset[str]]:
+    def most(self, run: Run, wants: ResourceRequest, count: int) -> tuple[int, frozenset[str]]:
         """How many of ``count`` slots the run may have, and on which nodes none of them can be.
 
         What it has already must have been given back.
@@ -99,7 +101,7 @@ class Claims:
         most = math.floor(min(max(rooms.values(), default=0.0) + 1e-6, count))
         return most, NONE.union(*(kinds[kind] for kind, room in rooms.items() if room + 1e-6 < most))
 
-    def kinds(self, wants: Wants) -> dict[str, frozenset[str]]:
+    def kinds(self, wants: ResourceRequest) -> dict[str, frozenset[str]]:
         """The kinds of accelerators that will do, and the nodes that have them."""
         memory = self.cluster.index.memory()
         key = ("kinds", wants)
@@ -113,19 +115,19 @@ class Claims:
 
     # -- what is given and taken --------------------------------------------------
 
-    def give(self, run: Run, taken: Iterable[Taken]) -> None:
+    def charge(self, run: Run, taken: Iterable[NodeSlots]) -> None:
         """The run gets these slots in this pass."""
         self._change(run, taken, 1)
 
-    def take(self, run: Run, taken: Iterable[Taken]) -> None:
+    def refund(self, run: Run, taken: Iterable[NodeSlots]) -> None:
         """The run loses these slots in this pass."""
         self._change(run, taken, -1)
 
-    def release(self, run: Run) -> None:
+    def refund_run(self, run: Run) -> None:
         """The run loses all that it still has."""
         self._change(run, held(run), -1)
 
-    def _change(self, run: Run, taken: Iterable[Taken], sign: int) -> None:
+    def _change(self, run: Run, taken: Iterable[NodeSlots], sign: int) -> None:
         if (self.quotas is None and self.shares is None) or not run.demand.milli:
             return
         self._shut.clear()
@@ -133,9 +135,9 @@ class Claims:
         for node_id, slots in taken:
             amount = sign * slots_of(run, len(slots))
             if self.quotas is not None and (node := self.cluster.nodes.get(node_id)) is not None:
-                self.quotas.give(run, amount, node.accelerator)
+                self.quotas.charge(run, amount, node.accelerator)
             if self.shares is not None:
-                self.shares.give(run.spec.team, amount)
+                self.shares.charge(run.spec.team, amount)
 
     # -- who goes first -------------------------------------------------------------
 
@@ -162,7 +164,7 @@ class Claims:
         """Whether the run would borrow nothing."""
         if self.quotas is None or not self.lent or not run.demand.milli:
             return True
-        wants, least = wants_of(self.cluster, run), run.spec.slots.min
+        wants, least = resource_request_of(self.cluster, run), run.spec.slots.min
         alike = (run.spec.team, wants, least)
         found = self._within.get(alike)
         if found is None:
@@ -190,7 +192,7 @@ class Claims:
         """Whether quotas let the waiter have slots of the holder, forbid it, or say nothing about it (None)."""
         if self.quotas is None or not self.lent:
             return None
-        slots, allowed = slots_of(waiter, count), self.kinds(wants_of(self.cluster, waiter))
+        slots, allowed = slots_of(waiter, count), self.kinds(resource_request_of(self.cluster, waiter))
         verdicts = {
             self.quotas.verdict(waiter, slots, holder, node.accelerator)
             for part in holder.live
@@ -200,28 +202,28 @@ class Claims:
 
     def owners(self, blocked: Iterable[Run]) -> list[Run]:
         """The first of these runs that have a right to slots."""
-        return list(islice((run for run in blocked if run.demand.milli and self.within(run)), OWNERS))
+        return list(islice((run for run in blocked if run.demand.milli and self.within(run)), MAX_OWNERS))
 
-    def gets_back(self, run: Run, wants: Wants, space: Space, leaving: Collection[str]) -> bool:
+    def gets_back(self, run: Run, wants: ResourceRequest, snapshot: ClusterSnapshot, leaving: Collection[str]) -> bool:
         """Whether the run finds room once those have let go that are asked to, or may be asked for it."""
-        trial, gone = space.copy(), []
+        trial, gone = snapshot.copy(), []
         least_s = self.policy.reclaim.min_run_s
         holders = [each for run_id in self.cluster.active if (each := self.cluster.runs[run_id]).live]
         asked = {each.run_id for each in holders if each.preempting is not None or each.run_id in leaving}
         for each in holders:
             if each.run_id in asked:
-                trial.release(each)
-                self.release(each)
+                trial.release_run(each)
+                self.refund_run(each)
                 gone.append(each)
         for each in holders:
             granted = self.now_s - each.placed_at.timestamp() >= least_s
             may_go = granted and each.spec.scheduling.preemptible and not each.terminal and each.run_id not in asked
             if may_go and self.verdict(run, run.spec.slots.min, each):
-                trial.release(each)
-                self.release(each)
+                trial.release_run(each)
+                self.refund_run(each)
                 gone.append(each)
         for each in gone:
-            self.give(each, held(each))
+            self.charge(each, held(each))
         shut, refusal = self.shut(run, wants, run.spec.slots.min)
         return refusal is None and self.placer.find(trial, run, run.spec.slots.min, wants, closed=shut) is not None
 
@@ -267,7 +269,7 @@ def slots_of(run: Run, count: int) -> float:
     return count * run.demand.milli / SLOT_MILLI
 
 
-def held(run: Run) -> list[Taken]:
+def held(run: Run) -> list[NodeSlots]:
     """What the run has."""
     return [(part.node_id, part.slots) for part in run.live]
 

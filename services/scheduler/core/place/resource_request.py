@@ -13,7 +13,7 @@ CLUSTER, CAPACITY, NODE = "cluster", "capacity", "node"
 
 
 @dataclass(frozen=True, slots=True)
-class Wants:
+class ResourceRequest:
     """All of a run that decides where it may lie: runs that are alike in it share what was found out."""
 
     demand: SlotRequest
@@ -46,19 +46,19 @@ class Wants:
         return self.hashed
 
 
-def wants_of(cluster: Cluster, run: Run) -> Wants:
+def resource_request_of(cluster: Cluster, run: Run) -> ResourceRequest:
     """What decides where the run may lie; one object for all runs that are alike."""
     if run.wants is None:
-        found = _wants(run)
+        found = _resource_request(run)
         run.wants = cluster.index.wants.setdefault(found, found)
-    assert isinstance(run.wants, Wants)
+    assert isinstance(run.wants, ResourceRequest)
     return run.wants
 
 
-def _wants(run: Run) -> Wants:
+def _resource_request(run: Run) -> ResourceRequest:
     spec = run.spec
     exact = run.exact
-    return Wants(
+    return ResourceRequest(
         demand=run.demand,
         clusters=spec.scheduling.clusters,
         capacity=spec.scheduling.capacity,
@@ -100,7 +100,7 @@ def useful(run: Run, slots: int) -> int:
     return max(least + -least % bundle, run.spec.slots.min)
 
 
-def suits(node: Node, wants: Wants) -> bool:
+def suits(node: Node, wants: ResourceRequest) -> bool:
     """Whether such a run may ever lie on this node, however full it is."""
     demand = wants.demand
     if demand.accelerators and node.accelerator not in demand.accelerators:

@@ -15,11 +15,11 @@ from services.scheduler.core.state.cluster import Cluster, Node, Run
 from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
 
 #: Slots of a node that a run takes.
-Taken = tuple[str, tuple[int, ...]]
+NodeSlots = tuple[str, tuple[int, ...]]
 
 
 @dataclass(slots=True)
-class Room:
+class NodeCapacity:
     """What is left of one node."""
 
     node: Node
@@ -37,13 +37,15 @@ class Room:
     state: Any = None
 
     @classmethod
-    def of(cls, node: Node, *, empty: bool = False) -> Room:
+    def of(cls, node: Node, *, empty: bool = False) -> NodeCapacity:
         left = [SLOT_MILLI] * node.slots if empty else list(node.free_milli)
         cpu, memory = (node.cpu_milli, node.memory_bytes) if empty else (node.free_cpu_milli, node.free_memory_bytes)
         return cls(node, left, cpu, memory, left.count(SLOT_MILLI), sum(left), node.version)
 
-    def copy(self) -> Room:
-        return Room(self.node, list(self.left), self.cpu_milli, self.memory_bytes, self.whole, self.milli, self.version)
+    def copy(self) -> NodeCapacity:
+        return NodeCapacity(
+            self.node, list(self.left), self.cpu_milli, self.memory_bytes, self.whole, self.milli, self.version
+        )
 
     def fits(self, demand: SlotRequest) -> int:
         """How many slots of this demand there is room for, in whole bundles."""
@@ -87,10 +89,10 @@ class Room:
             usable.sort(key=lambda slot: (self.left[slot], slot))
         return tuple(sorted(usable[:count]))
 
-    def take(self, demand: SlotRequest, slots: tuple[int, ...]) -> None:
+    def allocate(self, demand: SlotRequest, slots: tuple[int, ...]) -> None:
         self._count(demand, slots, -1)
 
-    def give(self, demand: SlotRequest, slots: tuple[int, ...]) -> None:
+    def release(self, demand: SlotRequest, slots: tuple[int, ...]) -> None:
         self._count(demand, slots, 1)
 
     def _count(self, demand: SlotRequest, slots: tuple[int, ...], sign: int) -> None:
@@ -108,25 +110,25 @@ class Room:
         self.memory_bytes += sign * demand.memory_bytes * len(slots)
 
 
-class Shelf:
+class FreeSlotIndex:
     """Rooms by how many whole slots they have, so that the best one is found without a look at all of them."""
 
-    def __init__(self, rooms: Iterable[Room]) -> None:
-        self._order = sorted((room.whole, room.node.node_id) for room in rooms)
+    def __init__(self, capacities: Iterable[NodeCapacity]) -> None:
+        self._order = sorted((capacity.whole, capacity.node.node_id) for capacity in capacities)
         self._whole = {node_id: whole for whole, node_id in self._order}
         #: Whole slots, all in all.
         self.total = sum(self._whole.values())
 
-    def changed(self, room: Room) -> None:
+    def changed(self, capacity: NodeCapacity) -> None:
         """Something was taken from the room, or given back."""
-        node_id = room.node.node_id
+        node_id = capacity.node.node_id
         before = self._whole.get(node_id)
-        if before is None or before == room.whole:
+        if before is None or before == capacity.whole:
             return
         del self._order[bisect_left(self._order, (before, node_id))]
-        insort(self._order, (room.whole, node_id))
-        self._whole[node_id] = room.whole
-        self.total += room.whole - before
+        insort(self._order, (capacity.whole, node_id))
+        self._whole[node_id] = capacity.whole
+        self.total += capacity.whole - before
 
     def packed(self, count: int) -> list[tuple[str, int]]:
         """(node, slots) that ``count`` go to, filling the fullest that fits, on as few nodes as can be."""
@@ -145,92 +147,94 @@ class Shelf:
         return found
 
 
-class Space:
+class ClusterSnapshot:
     """The rooms of all open nodes.
 
     Spaces share rooms that nothing was taken from: a copy costs next to nothing, and a room is copied when it changes.
     """
 
-    def __init__(self, rooms: dict[str, Room]) -> None:
-        self.rooms = rooms
+    def __init__(self, capacities: dict[str, NodeCapacity]) -> None:
+        self.nodes = capacities
         #: Thousandths of accelerators that are left, all in all.
-        self.milli = sum(room.milli for room in rooms.values())
+        self.milli = sum(capacity.milli for capacity in capacities.values())
         #: Grows with whatever is taken or given back.
         self.changes = 0
         #: Nodes whose rooms nobody else has.
         self._own: set[str] = set()
         #: The shelves of cells of nodes that were asked for.
-        self._shelves: dict[tuple[str, ...], Shelf] = {}
+        self._indexes: dict[tuple[str, ...], FreeSlotIndex] = {}
 
-    def shelf(self, cell: tuple[str, ...]) -> Shelf:
+    def free_slot_index(self, cell: tuple[str, ...]) -> FreeSlotIndex:
         """The rooms of these nodes in order, kept so as they are taken from."""
-        found = self._shelves.get(cell)
+        found = self._indexes.get(cell)
         if found is None:
-            rooms = [self.rooms[node_id] for node_id in cell if node_id in self.rooms]
-            found = self._shelves[cell] = Shelf(rooms)
+            capacities = [self.nodes[node_id] for node_id in cell if node_id in self.nodes]
+            found = self._indexes[cell] = FreeSlotIndex(capacities)
         return found
 
     @classmethod
-    def free(cls, cluster: Cluster) -> Space:
+    def free(cls, cluster: Cluster) -> ClusterSnapshot:
         """What is free now."""
-        known, rooms = cluster.index.rooms, {}
+        known, capacities = cluster.index.nodes, {}
         for node_id, node in cluster.nodes.items():
             if node.is_schedulable:
-                room = known.get(node_id)
-                if room is None or room.version != node.version or room.node is not node:
-                    room = known[node_id] = Room.of(node)
-                rooms[node_id] = room
-        return cls(rooms)
+                capacity = known.get(node_id)
+                if capacity is None or capacity.version != node.version or capacity.node is not node:
+                    capacity = known[node_id] = NodeCapacity.of(node)
+                capacities[node_id] = capacity
+        return cls(capacities)
 
     @classmethod
-    def empty(cls, cluster: Cluster) -> Space:
+    def empty(cls, cluster: Cluster) -> ClusterSnapshot:
         """What there would be if nobody had anything."""
-        return cls({node.node_id: Room.of(node, empty=True) for node in cluster.nodes.values() if node.is_schedulable})
+        return cls(
+            {node.node_id: NodeCapacity.of(node, empty=True) for node in cluster.nodes.values() if node.is_schedulable}
+        )
 
-    def copy(self) -> Space:
+    def copy(self) -> ClusterSnapshot:
         self._own.clear()
-        copied = Space.__new__(Space)
-        copied.rooms, copied.milli, copied.changes = dict(self.rooms), self.milli, 0
-        copied._own, copied._shelves = set(), {}
+        copied = ClusterSnapshot.__new__(ClusterSnapshot)
+        copied.nodes, copied.milli, copied.changes = dict(self.nodes), self.milli, 0
+        copied._own, copied._indexes = set(), {}
         return copied
 
-    def put(self, node_id: str, room: Room) -> None:
+    def put(self, node_id: str, capacity: NodeCapacity) -> None:
         """One more room."""
-        self.rooms[node_id] = room
+        self.nodes[node_id] = capacity
         self.changes += 1
-        self.milli += room.milli
+        self.milli += capacity.milli
         self._own.add(node_id)
 
-    def _room(self, node_id: str) -> Room:
+    def _own_capacity(self, node_id: str) -> NodeCapacity:
         """The node's room, to be changed."""
-        room = self.rooms[node_id]
+        capacity = self.nodes[node_id]
         if node_id not in self._own:
-            room = self.rooms[node_id] = room.copy()
+            capacity = self.nodes[node_id] = capacity.copy()
             self._own.add(node_id)
-        return room
+        return capacity
 
     def whole(self) -> int:
         """Slots of which nobody has anything."""
-        return sum(room.whole for room in self.rooms.values())
+        return sum(capacity.whole for capacity in self.nodes.values())
 
-    def take(self, demand: SlotRequest, taken: Iterable[Taken]) -> None:
+    def allocate(self, demand: SlotRequest, taken: Iterable[NodeSlots]) -> None:
         for node_id, slots in taken:
-            self._room(node_id).take(demand, slots)
+            self._own_capacity(node_id).allocate(demand, slots)
             self.milli -= demand.milli * len(slots)
             self._changed(node_id)
 
-    def give(self, demand: SlotRequest, taken: Iterable[Taken]) -> None:
+    def release(self, demand: SlotRequest, taken: Iterable[NodeSlots]) -> None:
         for node_id, slots in taken:
-            if node_id in self.rooms:
-                self._room(node_id).give(demand, slots)
+            if node_id in self.nodes:
+                self._own_capacity(node_id).release(demand, slots)
                 self.milli += demand.milli * len(slots)
                 self._changed(node_id)
 
     def _changed(self, node_id: str) -> None:
         self.changes += 1
-        for shelf in self._shelves.values():
-            shelf.changed(self.rooms[node_id])
+        for index in self._indexes.values():
+            index.changed(self.nodes[node_id])
 
-    def release(self, run: Run) -> None:
+    def release_run(self, run: Run) -> None:
         """The run lets go of all that it still has."""
-        self.give(run.demand, ((part.node_id, part.slots) for part in run.live))
+        self.release(run.demand, ((part.node_id, part.slots) for part in run.live))

@@ -11,21 +11,21 @@ from typing import Literal, NamedTuple
 
 from contracts.events.run import QueueReason
 from contracts.scheduling import Policy
-from services.scheduler.core.claims.claims import Claims, held
-from services.scheduler.core.claims.reserve import Reserve, resumable
 from services.scheduler.core.decisions import PreemptRun
 from services.scheduler.core.order import queue
 from services.scheduler.core.order.share import AHEAD_HALF_LIVES
 from services.scheduler.core.place.placer import Placer
-from services.scheduler.core.place.space import Space, Taken
-from services.scheduler.core.place.wants import Wants, wants_of
+from services.scheduler.core.place.resource_request import ResourceRequest, resource_request_of
+from services.scheduler.core.place.snapshot import ClusterSnapshot, NodeSlots
+from services.scheduler.core.quota.entitlements import Entitlements, held
 from services.scheduler.core.reasons import Why
 from services.scheduler.core.state.cluster import Cluster, Run
 from services.scheduler.core.state.index import Key
+from services.scheduler.core.steps.reserve import Reservations, resumable
 from services.scheduler.core.victims import Candidate, PreemptionProblem, Victim, select_victims
 
 
-class Taking(NamedTuple):
+class PreemptionRule(NamedTuple):
     """Why a run may have the slots of another, and how long that one keeps them at least."""
 
     rule: Literal["quota", "share", "order", "turn", "ahead"]
@@ -33,7 +33,7 @@ class Taking(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Holding:
+class AllocatedRun:
     """A run that holds slots which could be placed anew (those on draining nodes could not)."""
 
     run: Run
@@ -56,7 +56,7 @@ class Holding:
         return max(self.slots - self.run.spec.slots.min, 0)
 
 
-def holdings(cluster: Cluster, now: datetime, policy: Policy) -> list[Holding]:
+def allocated_runs(cluster: Cluster, now: datetime, policy: Policy) -> list[AllocatedRun]:
     """Every run that holds slots on open nodes. Those about which nothing was said since the last pass are known."""
     index = cluster.index
     # Where it is not known until when a key stays, it holds for this very time.
@@ -66,38 +66,40 @@ def holdings(cluster: Cluster, now: datetime, policy: Policy) -> list[Holding]:
         index.nodes_version,
         None if queue.has_stable_keys(policy) else now,
     )
-    if index.holdings_of != state:
-        index.holdings, index.holdings_of = {}, state
+    if index.allocated_runs_state != state:
+        index.allocated_runs, index.allocated_runs_state = {}, state
     # A key changes a little before it has changed for sure.
     soon_s = now.timestamp() + 2 * queue.AFTER_S
     closed = {node.node_id for node in cluster.nodes.values() if not node.is_schedulable}
     found = []
     for run_id in cluster.active:
-        each: Holding | None = index.holdings.get(run_id)
+        each: AllocatedRun | None = index.allocated_runs.get(run_id)
         if each is None or each.until_s <= soon_s:
-            each = _holding(cluster, cluster.runs[run_id], now, policy, closed)
+            each = _allocated_run(cluster, cluster.runs[run_id], now, policy, closed)
             if each is None:
                 continue
-            index.holdings[run_id] = each
+            index.allocated_runs[run_id] = each
         found.append(each)
     return found
 
 
-def _holding(cluster: Cluster, run: Run, now: datetime, policy: Policy, closed: set[str]) -> Holding | None:
+def _allocated_run(cluster: Cluster, run: Run, now: datetime, policy: Policy, closed: set[str]) -> AllocatedRun | None:
     slots = sum(len(part.slots) for part in run.live if part.node_id not in closed) if closed else run.slot_count
     if not slots:
         return None
     key, until_s = queue.holder_key(cluster, run, now, policy)
-    return Holding(run, key, slots, run.placed_at.timestamp(), max(run.committed_at, run.placed_at), until_s)
+    return AllocatedRun(run, key, slots, run.placed_at.timestamp(), max(run.committed_at, run.placed_at), until_s)
 
 
-def in_vain(cluster: Cluster, policy: Policy, claims: Claims, blocked: list[Run], leaving: set[str]) -> bool:
+def is_preemption_in_vain(
+    cluster: Cluster, policy: Policy, entitlements: Entitlements, blocked: list[Run], leaving: set[str]
+) -> bool:
     """Whether nobody lets go, and all who have slots are of a priority that nobody who waits is above.
 
     Known without a look at those that have slots, where nothing but the priority decides who may take from whom.
     """
     index, reclaim, by = cluster.index, policy.reclaim, policy.order.by
-    other_rules = claims.at_work or reclaim.overtakers or reclaim.time_slice_s is not None
+    other_rules = entitlements.at_work or reclaim.overtakers or reclaim.time_slice_s is not None
     if leaving or index.going or other_rules or not set(reclaim.by) & set(by) <= {"priority"}:
         return False
     if "priority" in reclaim.by and "priority" in by and index.priorities:
@@ -105,7 +107,7 @@ def in_vain(cluster: Cluster, policy: Policy, claims: Claims, blocked: list[Run]
     return True
 
 
-class Reclaim:
+class Preemption:
     """Taking slots in one pass."""
 
     def __init__(
@@ -114,44 +116,44 @@ class Reclaim:
         now: datetime,
         policy: Policy,
         placer: Placer,
-        space: Space,
-        claims: Claims,
+        snapshot: ClusterSnapshot,
+        entitlements: Entitlements,
         leaving: set[str],
-        reserve: Reserve | None = None,
+        reserve: Reservations | None = None,
     ) -> None:
         self._reserve = reserve
-        self.cluster, self.now, self.policy, self.placer, self.claims = cluster, now, policy, placer, claims
-        self._space, self._leaving = space, set(leaving)
+        self.cluster, self.now, self.policy, self.placer, self.entitlements = cluster, now, policy, placer, entitlements
+        self._snapshot, self._leaving = snapshot, set(leaving)
         #: By so many of the first keys it is decided who may take from whom.
         self._depth = max((at + 1 for at, name in enumerate(policy.order.by) if name in policy.reclaim.by), default=0)
         by_order = bool(self._depth) or policy.reclaim.time_slice_s is not None
-        self._may_take = by_order or claims.at_work or policy.reclaim.overtakers
+        self._may_take = by_order or entitlements.at_work or policy.reclaim.overtakers
         going = bool(self._leaving or cluster.index.going)
-        self._holdings = holdings(cluster, now, policy) if self._may_take or going else []
-        self._preemptible = [each for each in self._holdings if self._may_take and self._can_be_taken(each.run)]
+        self._allocated_runs = allocated_runs(cluster, now, policy) if self._may_take or going else []
+        self._preemptible = [each for each in self._allocated_runs if self._may_take and self._can_be_taken(each.run)]
         #: When another look may find more, in seconds since the epoch.
         self.wake_s = self._next_change()
-        self._in_vain: dict[tuple[Wants, Key, Hashable], int] = {}
-        self._no_room: dict[Wants, int] = {}
+        self._in_vain: dict[tuple[ResourceRequest, Key, Hashable], int] = {}
+        self._no_room: dict[ResourceRequest, int] = {}
 
     def for_blocked(self, blocked: list[Run], waits: dict[str, Why]) -> list[PreemptRun]:
         """The stops that make room for the blocked runs, in order, as long as they make them fit."""
-        returning = [each for each in self._holdings if self._returns(each.run)]
-        if not self._preemptible and not any(self._goes(each.run) for each in self._holdings):
+        returning = [each for each in self._allocated_runs if self._returns(each.run)]
+        if not self._preemptible and not any(self._goes(each.run) for each in self._allocated_runs):
             return []
-        coming = self._space.copy()
-        for each in self._holdings:
+        coming = self._snapshot.copy()
+        for each in self._allocated_runs:
             if self._goes(each.run):
-                coming.release(each.run)
-                self.claims.release(each.run)
+                coming.release_run(each.run)
+                self.entitlements.refund_run(each.run)
         turns = self._turns(blocked, returning)
         #: What was looked for does not fit into what comes free: until more does, whoever wants as much need not look.
-        plain = self.policy.order.skip and self._reserve is None and self.claims.quotas is None
+        plain = self.policy.order.skip and self._reserve is None and self.entitlements.quotas is None
         made: list[PreemptRun] = []
         closed: set[str] = set()
         for key, run, blocked_now in turns:
-            wants, least = wants_of(self.cluster, run), run.spec.slots.min
-            shut, refusal = self.claims.shut(run, wants, least)
+            wants, least = resource_request_of(self.cluster, run), run.spec.slots.min
+            shut, refusal = self.entitlements.shut(run, wants, least)
             if refusal is not None:
                 continue
             out = closed | shut if shut else closed
@@ -163,8 +165,8 @@ class Reclaim:
                     self._no_room[wants] = least
             if not blocked_now:
                 # One that lets go and waits again, before others: what it needs is not there for them.
-                coming.take(wants.demand, found or ())
-                self.claims.give(run, found or ())
+                coming.allocate(wants.demand, found or ())
+                self.entitlements.charge(run, found or ())
                 continue
             chosen: list[PreemptRun] = []
             if found is None:
@@ -176,19 +178,19 @@ class Reclaim:
                 if not self.policy.order.skip:
                     closed.update(self.placer.waits_for(run, wants))
                 continue
-            coming.take(wants.demand, found)
-            self.claims.give(run, found)
+            coming.allocate(wants.demand, found)
+            self.entitlements.charge(run, found)
             waits[run.run_id] = self._freeing(waits[run.run_id], found)
         return made
 
-    def _turns(self, blocked: list[Run], returning: list[Holding]) -> list[tuple[Key, Run, bool]]:
+    def _turns(self, blocked: list[Run], returning: list[AllocatedRun]) -> list[tuple[Key, Run, bool]]:
         """In what order slots are looked for, for those that wait (True) and those that will wait again."""
         keys = {run.run_id: queue.current_key(self.cluster, run, self.now, self.policy) for run in blocked}
-        ranks = {run.run_id: self.claims.rank(run, keys[run.run_id]) for run in blocked}
+        ranks = {run.run_id: self.entitlements.rank(run, keys[run.run_id]) for run in blocked}
         # Whoever has a promise goes first, as in the line.
         turns = [((run.reserved is None, ranks[run.run_id]), 0, keys[run.run_id], run) for run in blocked]
         for each in returning:
-            rank = self.claims.rank(each.run, each.key)
+            rank = self.entitlements.rank(each.run, each.key)
             stop = each.run.preempting
             if stop is not None and stop.preemptor in ranks:
                 # Whoever it makes room for goes before it, or it would not have to.
@@ -197,9 +199,9 @@ class Reclaim:
         turns.sort(key=lambda turn: turn[:3])
         return [(key, run, not back) for _, back, key, run in turns]
 
-    def _for(self, run: Run, space: Space) -> Space:
+    def _for(self, run: Run, snapshot: ClusterSnapshot) -> ClusterSnapshot:
         """What the run may have of a space: not what is kept for others. To take slots for them would be in vain."""
-        return space if self._reserve is None else self._reserve.space_for(run, space)
+        return snapshot if self._reserve is None else self._reserve.space_for(run, snapshot)
 
     # -- whose ---------------------------------------------------------------
 
@@ -217,38 +219,38 @@ class Reclaim:
         return not self._goes(run) and run.spec.scheduling.preemptible and not run.terminal
 
     @cached_property
-    def _takeable(self) -> list[Holding]:
+    def _takeable(self) -> list[AllocatedRun]:
         """Those of whom slots may be taken by somebody, and have not been; the cheapest first."""
         return sorted(self._preemptible, key=self._cheapest)
 
-    def _taking(self, key: Key, run: Run, each: Holding) -> Taking | None:
+    def _taking(self, key: Key, run: Run, each: AllocatedRun) -> PreemptionRule | None:
         """By what rule the run may have the holder's slots now; None: it may not, or not yet."""
         found = self._rule(key, run, each)
         held_s = (self.now - each.run.placed_at).total_seconds()
         return found if found is not None and held_s >= found.granted_s else None
 
-    def _rule(self, key: Key, run: Run, each: Holding) -> Taking | None:
+    def _rule(self, key: Key, run: Run, each: AllocatedRun) -> PreemptionRule | None:
         reclaim, least = self.policy.reclaim, run.spec.slots.min
-        verdict = self.claims.verdict(run, least, each.run)
+        verdict = self.entitlements.verdict(run, least, each.run)
         if verdict is not None:
             # Rights go before standing: what the one may take back the other cannot keep by priority.
-            return Taking("quota", reclaim.min_run_s) if verdict else None
+            return PreemptionRule("quota", reclaim.min_run_s) if verdict else None
         if each.run.reserved is not None:
             return None  # whose start was promised is not stopped as soon as it has come
-        if self.claims.by_share(key, run, each.key, each.run):
-            may = "fair-share" in reclaim.by and self.claims.may_take_share(run, least, each.run)
-            return Taking("share", reclaim.min_run_s) if may else None
+        if self.entitlements.by_share(key, run, each.key, each.run):
+            may = "fair-share" in reclaim.by and self.entitlements.may_take_share(run, least, each.run)
+            return PreemptionRule("share", reclaim.min_run_s) if may else None
         if queue.may_preempt(key, each.key, self.policy):
             by = next((name for name, a, b in zip(self.policy.order.by, key, each.key, strict=False) if a != b), None)
-            return Taking("order", reclaim.quantum_s if by in queue.BY_SERVICE else reclaim.min_run_s)
+            return PreemptionRule("order", reclaim.quantum_s if by in queue.BY_SERVICE else reclaim.min_run_s)
         if reclaim.overtakers and each.run.placed_at > run.queued_at and resumable(each.run):
             if run.reserved is not None:
-                return Taking("ahead", 0.0)  # what was promised is kept
+                return PreemptionRule("ahead", 0.0)  # what was promised is kept
             if key < each.key:
-                return Taking("ahead", reclaim.min_run_s)
+                return PreemptionRule("ahead", reclaim.min_run_s)
         turns = run.spec.scheduling.time_slice and each.run.spec.scheduling.time_slice
         if turns and reclaim.time_slice_s is not None and key[:-1] == each.key[:-1]:
-            return Taking("turn", max(reclaim.time_slice_s, reclaim.min_run_s))
+            return PreemptionRule("turn", max(reclaim.time_slice_s, reclaim.min_run_s))
         return None
 
     def _next_change(self) -> float:
@@ -270,17 +272,17 @@ class Reclaim:
         return found
 
     def _victims(
-        self, key: Key, run: Run, wants: Wants, coming: Space, closed: set[str]
-    ) -> tuple[list[PreemptRun], list[Taken] | None]:
+        self, key: Key, run: Run, wants: ResourceRequest, coming: ClusterSnapshot, closed: set[str]
+    ) -> tuple[list[PreemptRun], list[NodeSlots] | None]:
         """The stops that free what ``run`` needs and where it then lies, or nothing if that cannot be."""
         least = run.spec.slots.min
-        memo = (wants, self._standing(key, run), self.claims.alike(run))
+        memo = (wants, self._standing(key, run), self.entitlements.alike(run))
         if self._in_vain.get(memo, least + 1) <= least:
             return [], None
         victims, takings = self._cheapest_victims(key, run, wants, coming, closed)
         trial = coming.copy()
         for victim in victims:
-            trial.give(self.cluster.runs[victim.run_id].demand, victim.freed)
+            trial.release(self.cluster.runs[victim.run_id].demand, victim.freed)
         found = self.placer.find(self._for(run, trial), run, least, wants, closed=closed) if victims else None
         if found is None:
             self._in_vain[memo] = least
@@ -288,16 +290,16 @@ class Reclaim:
         stops = []
         for victim in victims:
             preempted = self.cluster.runs[victim.run_id]
-            coming.give(preempted.demand, victim.freed)
-            self.claims.take(preempted, victim.freed)
+            coming.release(preempted.demand, victim.freed)
+            self.entitlements.refund(preempted, victim.freed)
             self._leaving.add(victim.run_id)
             stops.append(self._stop(takings[victim.run_id], preempted, run, victim.by))
         self._takeable = [each for each in self._takeable if each.run.run_id not in self._leaving]
         return stops, found
 
     def _cheapest_victims(
-        self, key: Key, run: Run, wants: Wants, coming: Space, closed: set[str]
-    ) -> tuple[list[Victim], dict[str, Taking]]:
+        self, key: Key, run: Run, wants: ResourceRequest, coming: ClusterSnapshot, closed: set[str]
+    ) -> tuple[list[Victim], dict[str, PreemptionRule]]:
         """The victims for a run, and the rule by which each is preempted; none if no set of them is enough.
 
         Where a rule depends on who else is preempted (a team gives back what it has borrowed, and no more), the set is
@@ -306,16 +308,16 @@ class Reclaim:
         cells = self.placer.open_cells(run, wants, closed)
         reserved = self._reserve.kept_on_nodes(run) if self._reserve is not None else {}
 
-        def select(candidates: list[Holding]) -> list[Victim]:
+        def select(candidates: list[AllocatedRun]) -> list[Victim]:
             if not candidates:
                 return []
             known = self._as_candidates(candidates)
-            problem = PreemptionProblem(wants.demand, run.spec.slots.min, coming.rooms, cells, known, reserved)
+            problem = PreemptionProblem(wants.demand, run.spec.slots.min, coming.nodes, cells, known, reserved)
             return select_victims(problem) or []
 
         candidates, takings = self._candidates(key, run, self._takeable, together=False)
         victims = select(candidates)
-        if not victims or not self.claims.at_work:
+        if not victims or not self.entitlements.at_work:
             return victims, takings
         chosen = {victim.run_id for victim in victims}
         for order in (sorted(self._takeable, key=lambda each: each.run.run_id not in chosen), self._takeable):
@@ -326,7 +328,7 @@ class Reclaim:
                 return others, takings
         return [], {}
 
-    def _as_candidates(self, allocated: Iterable[Holding]) -> list[Candidate]:
+    def _as_candidates(self, allocated: Iterable[AllocatedRun]) -> list[Candidate]:
         counts = self._counts
         ranks = {count: rank for rank, count in enumerate(sorted(set(counts.values()), reverse=True))}
         return [
@@ -355,21 +357,21 @@ class Reclaim:
         """The part of its key that tells what a run may take: the same for all that came one after the other."""
         if self.policy.reclaim.overtakers:
             return key  # who went ahead of it is another question for each run
-        whole = self.claims.shares is not None or run.spec.scheduling.time_slice
+        whole = self.entitlements.shares is not None or run.spec.scheduling.time_slice
         return key[:-1] if whole else key[: self._depth]
 
     def _candidates(
-        self, key: Key, run: Run, order: Iterable[Holding], *, together: bool
-    ) -> tuple[list[Holding], dict[str, Taking]]:
+        self, key: Key, run: Run, order: Iterable[AllocatedRun], *, together: bool
+    ) -> tuple[list[AllocatedRun], dict[str, PreemptionRule]]:
         """Whose slots the run may have, and by what rules.
 
         ``together``: each one as if those before it were gone.
         """
-        found: list[Holding] = []
-        takings: dict[str, Taking] = {}
+        found: list[AllocatedRun] = []
+        takings: dict[str, PreemptionRule] = {}
         depth, standing = self._depth, key[: self._depth]
         turns = run.spec.scheduling.time_slice and self.policy.reclaim.time_slice_s is not None
-        by_order_alone = not self.claims.at_work and not self.policy.reclaim.overtakers and not turns
+        by_order_alone = not self.entitlements.at_work and not self.policy.reclaim.overtakers and not turns
         if by_order_alone and all(each.key[:depth] <= standing for each in self._preemptible):
             return [], {}  # at most looks: it goes before nobody
         for each in order:
@@ -380,18 +382,18 @@ class Reclaim:
                 found.append(each)
                 takings[each.run.run_id] = taking
                 if together:
-                    self.claims.release(each.run)
+                    self.entitlements.refund_run(each.run)
         for each in found if together else ():
-            self.claims.give(each.run, held(each.run))
+            self.entitlements.charge(each.run, held(each.run))
         return found, takings
 
-    def _cheapest(self, each: Holding) -> tuple[float | str, ...]:
+    def _cheapest(self, each: AllocatedRun) -> tuple[float | str, ...]:
         """Least priority, then whoever counts most where that is how slots are taken, then whoever loses least."""
         by = self.policy.order.by
         counts = each.key[by.index("even-wait")] if "even-wait" in self.policy.reclaim.by and "even-wait" in by else 0.0
         return each.run.spec.priority, -counts, each.at_stake(self.now), each.run.run_id
 
-    def _stop(self, taking: Taking, run: Run, waiter: Run, by: int | None) -> PreemptRun:
+    def _stop(self, taking: PreemptionRule, run: Run, waiter: Run, by: int | None) -> PreemptRun:
         """The stop of a run for another; by how many slots it shrinks, None: by all."""
         does = "gives way to" if by is None else f"shrinks by {by} for"
         slice_s = self.policy.reclaim.time_slice_s or 0.0
@@ -406,12 +408,12 @@ class Reclaim:
         queue_reason: QueueReason = "preempted" if by is None else "resized"
         return PreemptRun(run.run_id, run.generation, reason, queue_reason, run.spec.grace_s, preemptor=waiter.run_id)
 
-    def _freeing(self, why: Why, taken: Iterable[Taken]) -> Why:
+    def _freeing(self, why: Why, taken: Iterable[NodeSlots]) -> Why:
         """Who has been asked to let go of slots for it."""
         nodes = {node_id for node_id, _ in taken}
         names = (
             each.run.run_id
-            for each in self._holdings
+            for each in self._allocated_runs
             if self._goes(each.run) and any(part.node_id in nodes for part in each.run.live)
         )
         return replace(why, freeing=tuple(sorted(names)))

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contracts.scheduling import Policy
-from services.scheduler.core.place.choices import pack
 from services.scheduler.core.place.placer import Placer
-from services.scheduler.core.place.space import Space
-from services.scheduler.core.place.wants import wants_of
+from services.scheduler.core.place.resource_request import resource_request_of
+from services.scheduler.core.place.snapshot import ClusterSnapshot
+from services.scheduler.core.place.strategies import pack
 from services.scheduler.core.state.slot_request import SIMPLE
 from tests.scheduler.world import World, spec
 
@@ -30,27 +30,29 @@ def cluster(sizes: list[int]) -> World:
 def test_the_quick_way_places_as_the_thorough_one(sizes: list[int], counts: list[int], back: int) -> None:
     world = cluster(sizes)
     run = world.run("r1")
-    placer, space = Placer(world.cluster, Policy(), world.now), Space.free(world.cluster)
-    wants = wants_of(world.cluster, run)
+    placer, space = Placer(world.cluster, Policy(), world.now), ClusterSnapshot.free(world.cluster)
+    wants = resource_request_of(world.cluster, run)
     assert placer._only_cell(wants)
     given_away = []
     for number, count in enumerate(counts):
-        rooms = [room for room in space.rooms.values() if room.whole]
+        rooms = [room for room in space.nodes.values() if room.whole]
         enough = sum(room.whole for room in rooms) >= count
         taken = placer.find(space, run, count, wants)
         assert taken == (pack(rooms, SIMPLE, count) if enough else None)
         if taken is not None:
-            space.take(SIMPLE, taken)
+            space.allocate(SIMPLE, taken)
             given_away.append(taken)
         if given_away and number % 4 == back:
-            space.give(SIMPLE, given_away.pop(0))
+            space.release(SIMPLE, given_away.pop(0))
 
 
 def test_where_nodes_differ_the_thorough_way_is_gone() -> None:
     world = cluster([2, 2])
     world.join("other", 2, machine="b")
     placer = Placer(world.cluster, Policy(), world.now)
-    assert placer._only_cell(wants_of(world.cluster, world.run("r1"))) == ()
+    assert placer._only_cell(resource_request_of(world.cluster, world.run("r1"))) == ()
     scarce = Policy.model_validate({"place": {"scarce": ["H100"]}})
     alone = cluster([2, 2])
-    assert Placer(alone.cluster, scarce, alone.now)._only_cell(wants_of(alone.cluster, alone.run("r1"))) == ()
+    assert (
+        Placer(alone.cluster, scarce, alone.now)._only_cell(resource_request_of(alone.cluster, alone.run("r1"))) == ()
+    )

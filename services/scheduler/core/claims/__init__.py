@@ -1,1 +1,0 @@
-"""Who may have what, and what is kept for, taken from or added to those that have it."""

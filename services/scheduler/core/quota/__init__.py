@@ -1,0 +1,1 @@
+"""What teams are owed, what they borrow, and what no one may exceed."""

@@ -29,6 +29,7 @@ PARTS = {
     "splits": "splits are stable and apart",
     "quarantine": "what is broken is set aside, what is sound is kept",
     "cache": "a store with faults",
+    "reads": "reads and listings of the store, beside obstore",
 }
 console = Console(stderr=True)
 

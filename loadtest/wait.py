@@ -31,7 +31,7 @@ from contracts.base import run_id_for
 from contracts.envelope import ANONYMOUS_SOURCE
 from loadtest.common import report
 from services.kit.bus import Bus
-from trainbus.client.address import find
+from trainbus.client.address import find_address
 from trainbus.commands.demo import lake as demo_lake
 from trainbus.commands.demo import main as demo
 from trainbus.embedded.launch import StackProcess
@@ -88,7 +88,7 @@ class Probe:
 
 
 async def measure(data_dir: Path, repeat: int, waits: Waits, progress: Progress) -> None:
-    address = find(data_dir)
+    address = find_address(data_dir)
     settings = address.settings()
     bus = Bus("loadtest", settings)
     await bus.connect(reconcile_topology=False)

@@ -1,29 +1,35 @@
 """trainbus: training runs that start, survive and finish. What a user's code imports.
 
-``Task`` and ``Trainer`` bring torch with them and are loaded when first used; ``report`` brings
-nothing, so that a script which only reports its metrics starts as fast as before.
+``Client`` and ``AsyncClient`` submit runs and read what came of them; ``Task`` and ``Trainer`` are what runs in a
+rank. Each is imported at its first use: in a rank ``import trainbus`` loads no bus, and a script that only calls
+``report`` loads no torch.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from trainbus.report import report
 
 if TYPE_CHECKING:
+    from trainbus.client.client import AsyncClient, Client
+    from trainbus.client.errors import TrainbusError
     from trainbus.task import Task
     from trainbus.trainer.trainer import Trainer
 
-__all__ = ["Task", "Trainer", "report"]
+__all__ = ["AsyncClient", "Client", "Task", "TrainbusError", "Trainer", "report"]
+
+_MODULES = {
+    "AsyncClient": "trainbus.client.client",
+    "Client": "trainbus.client.client",
+    "Task": "trainbus.task",
+    "Trainer": "trainbus.trainer.trainer",
+    "TrainbusError": "trainbus.client.errors",
+}
 
 
 def __getattr__(name: str) -> object:
-    if name == "Task":
-        from trainbus.task import Task
-
-        return Task
-    if name == "Trainer":
-        from trainbus.trainer.trainer import Trainer
-
-        return Trainer
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'trainbus' has no attribute {name!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,16 @@ from services.kit.store.objects import ObjectStore
 from services.kit.store.uris import split_uri
 from tests.checkpoint.facts import RUN, blob_uri, content, file, placed, sha, staged, tuned
 from tests.checkpoint.trials import Trial
-from trainbus.client import checkpoints as stored
-from trainbus.client.address import Address
+from trainbus.client.address import StackAddress
+from trainbus.client.checkpoints import find_checkpoint
+from trainbus.client.client import AsyncClient
 from trainbus.client.connection import connect
-from trainbus.client.errors import CliError
+from trainbus.client.errors import TrainbusError
+from trainbus.commands.checkpoints.diff import diff_checkpoints
+from trainbus.commands.checkpoints.fetch import fetch_checkpoint
+from trainbus.commands.checkpoints.pin import pin_checkpoint
+from trainbus.commands.checkpoints.tables import print_checkpoint
+from trainbus.commands.checkpoints.verify import verify_checkpoints
 
 
 class Rig:
@@ -85,10 +91,10 @@ class Rig:
         bucket, key = split_uri(uri)
         await self.objects._client.put_object(Bucket=bucket, Key=key, Body=body)
 
-    def address(self) -> Address:
+    def address(self) -> StackAddress:
         secret = self.settings.s3_secret_key
         assert secret is not None
-        return Address(
+        return StackAddress(
             nats_url=self.settings.nats_url,
             s3_endpoint=self.settings.s3_endpoint,
             s3_access_key=self.settings.s3_access_key,
@@ -180,13 +186,19 @@ async def test_what_a_run_begins_with_is_there_though_it_was_accepted_while_rete
     assert not await rig.objects.exists(second)  # nobody begins with this one
 
 
+@pytest_asyncio.fixture
+async def client(rig: Rig) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(address=rig.address()) as connected:
+        yield connected
+
+
 async def test_a_checkpoint_is_named_by_run_step_model_or_manifest(rig: Rig) -> None:
     await rig.begin(Retention(last=2, best=0))
     first, second = await rig.commit(10), await rig.commit(20)
     await rig.publish(ModelPromoted(model="digits", version=1, run_id=RUN, checkpoint_uri=first))
     await rig.publish(ModelPromoted(model="digits", version=2, run_id=RUN, checkpoint_uri=second))
     await rig.publish(ModelPromoted(model="other", version=1, run_id=RUN, checkpoint_uri=first))
-    async with connect(rig.address()) as link:
+    async with connect(rig.address()) as connection:
         for target, uri in (
             (RUN, second),
             (f"{RUN}@10", first),
@@ -194,7 +206,7 @@ async def test_a_checkpoint_is_named_by_run_step_model_or_manifest(rig: Rig) -> 
             ("models:/other@champion", first),
             (first, first),
         ):
-            assert (await stored.find(link, target)).uri == uri
+            assert (await find_checkpoint(connection, target)).uri == uri
         for target, words in (
             ("models:/digit@champion", "no champion of 'digit'; there are digits, other"),
             ("models:/digits@staging", "give models:/NAME@champion"),
@@ -202,8 +214,8 @@ async def test_a_checkpoint_is_named_by_run_step_model_or_manifest(rig: Rig) -> 
             (f"{RUN}@11", "it has steps 10, 20"),
             (f"{first}x", "is no committed checkpoint, or was deleted"),
         ):
-            with pytest.raises(CliError, match=words):
-                await stored.find(link, target)
+            with pytest.raises(TrainbusError, match=words):
+                await find_checkpoint(connection, target)
 
 
 async def test_the_commit_says_what_the_ranks_digested_and_refuses_ranks_that_drifted_apart(rig: Rig) -> None:
@@ -228,29 +240,28 @@ async def test_the_commit_says_what_the_ranks_digested_and_refuses_ranks_that_dr
 
 
 async def test_scrubbing_tells_what_is_rotten_and_repairs_a_manifest_from_the_facts(
-    rig: Rig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    rig: Rig, client: AsyncClient, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await rig.begin(Retention())
     first, second = await rig.commit(10), await rig.commit(20, differs=True)
-    address = rig.address()
-    await stored.verify(address, None, repair=False, wait_s=1, as_json=False)
-    await stored.fetch(address, f"{RUN}@10", tmp_path / "ten", None)
+    await verify_checkpoints(client, None, repair=False, wait_s=1, as_json=False)
+    await fetch_checkpoint(client, f"{RUN}@10", tmp_path / "ten", None)
     assert (tmp_path / "ten" / "rank_3.bin").read_bytes() == content(3, 10)
-    with pytest.raises(CliError, match="4 of 5 differ"):
-        await stored.diff(address, f"{RUN}@10", second, as_json=False)
-    with pytest.raises(CliError, match="refused: the manifest"):
-        await stored.fetch(address, first, tmp_path / "other", "0" * 64)
+    with pytest.raises(TrainbusError, match="4 of 5 differ"):
+        await diff_checkpoints(client, f"{RUN}@10", second, as_json=False)
+    with pytest.raises(TrainbusError, match="refused: the manifest"):
+        await fetch_checkpoint(client, first, tmp_path / "other", "0" * 64)
     # A byte of a blob, a blob, and a manifest.
     wrong, missing = blob_uri(rig.bucket, content(0, 10)), blob_uri(rig.bucket, content(1, 10))
     await rig.overwrite(wrong, b"X" + content(0, 10)[1:])
     await rig.objects.delete(missing)
     manifest = await rig.objects.get(second)
     await rig.overwrite(second, manifest.replace(b'"step":20', b'"step":21'))
-    with pytest.raises(CliError, match="2 of 2 checkpoints are rotten"):
-        await stored.verify(address, RUN, repair=False, wait_s=1, as_json=False)
+    with pytest.raises(TrainbusError, match="2 of 2 checkpoints are rotten"):
+        await verify_checkpoints(client, RUN, repair=False, wait_s=1, as_json=False)
     for target in (first, second):
-        with pytest.raises(CliError):
-            await stored.fetch(address, target, tmp_path / f"bad{target[-9:]}", None)
+        with pytest.raises(TrainbusError):
+            await fetch_checkpoint(client, target, tmp_path / f"bad{target[-9:]}", None)
     await rig.scrubber.scrub(rig.ask(ScrubRequested(run_id=RUN), "s1"))
     one, two = await rig.facts("checkpoint_rotten")
     assert (one.uri, set(one.blobs), one.repair) == (first, {wrong, missing}, True)
@@ -270,7 +281,7 @@ async def test_scrubbing_tells_what_is_rotten_and_repairs_a_manifest_from_the_fa
 
 
 async def test_the_running_service_pins_scrubs_and_repairs_by_request(
-    rig: Rig, s3_settings: Settings, capsys: pytest.CaptureFixture[str]
+    rig: Rig, client: AsyncClient, s3_settings: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from services.checkpoint.app import build
 
@@ -279,16 +290,15 @@ async def test_the_running_service_pins_scrubs_and_repairs_by_request(
     try:
         await rig.begin(Retention())
         uri = await rig.commit(10)
-        address = rig.address()
-        await stored.pin(address, f"{RUN}@10", pinned=True, reason="why")
+        await pin_checkpoint(client, f"{RUN}@10", pinned=True, reason="why")
         await rig.overwrite(uri, b"{}")
-        await stored.verify(address, None, repair=True, wait_s=90, as_json=False)
-        await stored.show(address, RUN, as_json=True)
+        await verify_checkpoints(client, None, repair=True, wait_s=90, as_json=False)
+        await print_checkpoint(client, RUN, as_json=True)
         shown = capsys.readouterr().out
         assert '"pinned": true' in shown
         assert "repaired by checkpoint" in shown
-        with pytest.raises(CliError, match="it has steps 10"):
-            await stored.pin(address, f"{RUN}@11", pinned=True, reason="")
+        with pytest.raises(TrainbusError, match="it has steps 10"):
+            await pin_checkpoint(client, f"{RUN}@11", pinned=True, reason="")
     finally:
         service.stopping.set()
         await task

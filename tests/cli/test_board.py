@@ -243,7 +243,7 @@ def test_exactness_stalls_and_notices_are_shown() -> None:
     view = shown.runs["r1"]
     plain = Console(width=200, no_color=True)
     with plain.capture() as captured:
-        plain.print(details(view, START), timeline(view.timeline), nodes(shown.nodes.values(), shown, START))
+        plain.print(details(view, START), timeline(view.timeline), nodes(shown.nodes.values(), {}, START))
     text = captured.get()
     assert "exact (4 logical ranks, environment eeeeeeeeeeee)" in text
     assert "d" * 64 in text

@@ -47,11 +47,17 @@ from services.kit.bus import Bus, TransientError
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 from services.sharding.core import plan
-from trainbus.client.address import Address
+from trainbus.client import dataset_verification
+from trainbus.client.address import StackAddress
 from trainbus.client.connection import connect
-from trainbus.client.errors import CliError
-from trainbus.client.object_store import store
-from trainbus.commands.datasets import diff, fetch, ingest, lineage, tables, verify
+from trainbus.client.errors import TrainbusError
+from trainbus.client.object_store import open_object_store
+from trainbus.commands.datasets.diff import diff_datasets
+from trainbus.commands.datasets.fetch import fetch_dataset
+from trainbus.commands.datasets.ingest import ingest_dataset
+from trainbus.commands.datasets.lineage import print_lineage
+from trainbus.commands.datasets.tables import print_dataset, print_datasets, print_urls
+from trainbus.commands.datasets.verify import verify_datasets
 from trainbus.data.dataset import Dataset as LocalDataset
 from trainbus.datasets.diff import KINDS, Unsorted, compare
 from trainbus.datasets.history import History, NotOne
@@ -398,8 +404,8 @@ def test_names_of_datasets(name: str, finds: int) -> None:
 
 
 @pytest.fixture
-def address(s3_settings: Settings) -> Address:
-    class Own(Address):
+def address(s3_settings: Settings) -> StackAddress:
+    class Own(StackAddress):
         def settings(self) -> Settings:
             return s3_settings
 
@@ -421,59 +427,59 @@ async def two(bus: Bus, objects: ObjectStore, s3_settings: Settings) -> tuple[Ma
     return first, second
 
 
-async def _ls(two: tuple[Made, Made], address: Address, capsys: pytest.CaptureFixture[str]) -> None:
-    await tables.ls(address, as_json=False)
+async def _ls(two: tuple[Made, Made], address: StackAddress, capsys: pytest.CaptureFixture[str]) -> None:
+    await print_datasets(address, as_json=False)
     printed = capsys.readouterr().out
     for made in two:
         assert made.dataset_id[:12] in printed
     assert "s3://lake/digits" in printed
     assert "3/1/1" in printed
     assert "failed i3: s3://lake/none has no usable images data" in printed
-    await tables.ls(address, as_json=True)
+    await print_datasets(address, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert [each["state"] for each in found] == ["sharded", "sharded", "failed"]
     assert found[0]["quarantined"] == {"truncated": 2}
     assert (found[0]["runs"], found[1]["runs"]) == (["r1"], [])
 
 
-async def _show(two: tuple[Made, Made], address: Address, capsys: pytest.CaptureFixture[str]) -> None:
+async def _show(two: tuple[Made, Made], address: StackAddress, capsys: pytest.CaptureFixture[str]) -> None:
     first, _ = two
-    await tables.show(address, first.dataset_id[:10], classes=True, as_json=False)
+    await print_dataset(address, first.dataset_id[:10], classes=True, as_json=False)
     printed = capsys.readouterr().out
     for text in (first.dataset_id, "by content, 0.8/0.1/0.1, seed 0", "2: a, b", "60.0%", "0.25", "2 truncated"):
         assert text in printed
-    await tables.show(address, "digits", classes=True, as_json=True)
+    await print_dataset(address, "digits", classes=True, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["class_counts"] == {"train": {"a": 2, "b": 1}, "validation": {"b": 1}, "test": {"a": 1}}
     assert Manifest.model_validate(found["manifest"]) == first.manifest
 
 
 async def _urls_are_of_objects(
-    two: tuple[Made, Made], address: Address, objects: ObjectStore, capsys: pytest.CaptureFixture[str]
+    two: tuple[Made, Made], address: StackAddress, objects: ObjectStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, _ = two
-    await tables.urls(address, first.dataset_id, "train", as_json=False)
+    await print_urls(address, first.dataset_id, "train", as_json=False)
     found = capsys.readouterr().out.split()
     names = []
     for uri in found:
         with tarfile.open(fileobj=io.BytesIO(await objects.get(uri))) as tar:
             names += tar.getnames()
     assert sorted(names) == ["0/a.png", "0/b.png", "1/a.png"]
-    with pytest.raises(CliError, match="there are train, validation, test"):
-        await tables.urls(address, first.dataset_id, "holdout", as_json=False)
+    with pytest.raises(TrainbusError, match="there are train, validation, test"):
+        await print_urls(address, first.dataset_id, "holdout", as_json=False)
 
 
-async def _diff(two: tuple[Made, Made], address: Address, capsys: pytest.CaptureFixture[str]) -> None:
+async def _diff(two: tuple[Made, Made], address: StackAddress, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = (made.dataset_id[:12] for made in two)
-    await diff.diff(address, first, first, examples=3, as_json=False)
+    await diff_datasets(address, first, first, examples=3, as_json=False)
     assert "5 records are the same" in capsys.readouterr().out
-    with pytest.raises(CliError, match="1 added, 1 removed, 1 relabelled, 1 moved"):
-        await diff.diff(address, first, second, examples=3, as_json=False)
+    with pytest.raises(TrainbusError, match="1 added, 1 removed, 1 relabelled, 1 moved"):
+        await diff_datasets(address, first, second, examples=3, as_json=False)
     printed = capsys.readouterr().out
     assert "moved train -> test: 1" in printed
     assert "relabelled b -> a: 1" in printed
-    with pytest.raises(CliError):
-        await diff.diff(address, first, second, examples=3, as_json=True)
+    with pytest.raises(TrainbusError):
+        await diff_datasets(address, first, second, examples=3, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["added"] == {
         "records": 1, "by_class": [{"split": "train", "class": "b", "records": 1}], "examples": ["1/c"]
@@ -481,16 +487,16 @@ async def _diff(two: tuple[Made, Made], address: Address, capsys: pytest.Capture
     assert found["removed"]["by_class"] == [{"split": "test", "class": "a", "records": 1}]
 
 
-async def _diff_without_the_index(two: tuple[Made, Made], address: Address, objects: ObjectStore) -> None:
+async def _diff_without_the_index(two: tuple[Made, Made], address: StackAddress, objects: ObjectStore) -> None:
     first, second = two
     await objects.delete(ingestion_uri(first.bucket, first.fingerprint, "index.jsonl"))
-    with pytest.raises(CliError, match="ingest s3://lake/digits again"):
-        await diff.diff(address, first.dataset_id, second.dataset_id, examples=3, as_json=False)
+    with pytest.raises(TrainbusError, match="ingest s3://lake/digits again"):
+        await diff_datasets(address, first.dataset_id, second.dataset_id, examples=3, as_json=False)
 
 
-async def _lineage(two: tuple[Made, Made], address: Address, capsys: pytest.CaptureFixture[str]) -> None:
+async def _lineage(two: tuple[Made, Made], address: StackAddress, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = two
-    await lineage.lineage(address, "i1", as_json=False)
+    await print_lineage(address, "i1", as_json=False)
     printed = capsys.readouterr().out
     for text in (
         "s3://lake/digits",
@@ -502,38 +508,38 @@ async def _lineage(two: tuple[Made, Made], address: Address, capsys: pytest.Capt
         "digits version 3",
     ):
         assert text in printed
-    await lineage.lineage(address, second.dataset_id, as_json=False)
+    await print_lineage(address, second.dataset_id, as_json=False)
     assert "no run has used it" in capsys.readouterr().out
-    await lineage.lineage(address, first.dataset_id, as_json=True)
+    await print_lineage(address, first.dataset_id, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["ingestions"][0]["fingerprint"] == first.fingerprint
     assert found["runs"][0]["champions"][0]["version"] == 3
 
 
-async def _names_that_mean_no_dataset(two: tuple[Made, Made], address: Address) -> None:
+async def _names_that_mean_no_dataset(two: tuple[Made, Made], address: StackAddress) -> None:
     for name, says in {
         "zzz": "there is no dataset 'zzz'",
         "": "means 2 datasets",
         "i3": "has no usable images data",
         "e" * 64: "not in the store",
     }.items():
-        with pytest.raises(CliError, match=says):
-            await tables.show(address, name, classes=False, as_json=False)
+        with pytest.raises(TrainbusError, match=says):
+            await print_dataset(address, name, classes=False, as_json=False)
 
 
 async def test_a_log_without_datasets(
-    bus: Bus, objects: ObjectStore, s3_settings: Settings, address: Address, capsys: pytest.CaptureFixture[str]
+    bus: Bus, objects: ObjectStore, s3_settings: Settings, address: StackAddress, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    await tables.ls(address, as_json=False)
+    await print_datasets(address, as_json=False)
     assert "no datasets yet" in capsys.readouterr().out
     made = Made(s3_settings.bucket_datasets, FIRST)
     await made.store(objects)
-    await tables.show(address, made.dataset_id, classes=False, as_json=False)
+    await print_dataset(address, made.dataset_id, classes=False, as_json=False)
     assert made.dataset_id in capsys.readouterr().out
 
 
 async def test_looking(
-    two: tuple[Made, Made], address: Address, objects: ObjectStore, capsys: pytest.CaptureFixture[str]
+    two: tuple[Made, Made], address: StackAddress, objects: ObjectStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All on one bus: none of them writes anything."""
     await _ls(two, address, capsys)
@@ -549,7 +555,7 @@ async def test_looking(
 
 
 async def test_every_damage_is_found(
-    two: tuple[Made, Made], address: Address, objects: ObjectStore, capsys: pytest.CaptureFixture[str]
+    two: tuple[Made, Made], address: StackAddress, objects: ObjectStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, _ = two
     shard = first.manifest.splits["test"].shards[0]
@@ -565,46 +571,50 @@ async def test_every_damage_is_found(
                 await objects.delete(uri)
             else:
                 await objects.put(uri, damaged)
-            with pytest.raises(CliError, match="1 of 2 datasets damaged"):
-                await verify.verify(address, None, repair=False, as_json=False)
+            with pytest.raises(TrainbusError, match="1 of 2 datasets damaged"):
+                await verify_datasets(address, None, repair=False, as_json=False)
             printed = capsys.readouterr().out
             assert uri in printed
             assert first.dataset_id in printed
         await objects.put(uri, content)
-    await verify.verify(address, None, repair=False, as_json=False)
+    await verify_datasets(address, None, repair=False, as_json=False)
     assert "2 datasets are whole: 10 samples" in capsys.readouterr().out
-    await verify.verify(address, first.dataset_id, repair=False, as_json=True)
-    assert json.loads(capsys.readouterr().out)["wrong"] == {}
+    await verify_datasets(address, first.dataset_id, repair=False, as_json=True)
+    assert json.loads(capsys.readouterr().out)["damaged"] == {}
 
 
 async def test_a_dataset_as_a_folder(
-    two: tuple[Made, Made], address: Address, objects: ObjectStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    two: tuple[Made, Made],
+    address: StackAddress,
+    objects: ObjectStore,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     first, second = two
     folder = tmp_path / "mine"
-    await fetch.fetch(address, first.dataset_id, folder, [], as_json=True)
+    await fetch_dataset(address, first.dataset_id, folder, [], as_json=True)
     files = json.loads(capsys.readouterr().out)["files"]
     readable = LocalDataset(folder, first.dataset_id)
     assert [len(readable.split(name)) for name in SPLITS] == [first.manifest.splits[name].samples for name in SPLITS]
     assert readable.split("train")[0].fields
     shard = first.manifest.splits["train"].shards[0]
     (folder / shard.path).write_bytes(b"cut")
-    await fetch.fetch(address, first.dataset_id, folder, [], as_json=True)
+    await fetch_dataset(address, first.dataset_id, folder, [], as_json=True)
     again = json.loads(capsys.readouterr().out)
     assert (again["files"], again["fetched"]) == (files, 1), "what is there and right stays"
-    with pytest.raises(CliError, match="another dataset"):
-        await fetch.fetch(address, second.dataset_id, folder, [], as_json=False)
-    with pytest.raises(CliError, match="no split 'tran'"):
-        await fetch.fetch(address, first.dataset_id, tmp_path / "other", ["tran"], as_json=False)
+    with pytest.raises(TrainbusError, match="another dataset"):
+        await fetch_dataset(address, second.dataset_id, folder, [], as_json=False)
+    with pytest.raises(TrainbusError, match="no split 'tran'"):
+        await fetch_dataset(address, first.dataset_id, tmp_path / "other", ["tran"], as_json=False)
     await objects.delete(shard_uri(first.bucket, shard.sha256))
-    with pytest.raises(CliError, match=r"cannot be had.*verify --repair"):
-        await fetch.fetch(address, first.dataset_id, tmp_path / "other", ["train"], as_json=False)
+    with pytest.raises(TrainbusError, match=r"cannot be had.*verify --repair"):
+        await fetch_dataset(address, first.dataset_id, tmp_path / "other", ["train"], as_json=False)
     assert not (tmp_path / "other/manifest.json").exists(), "a folder with a manifest is whole"
 
 
-async def test_a_full_disk_is_not_laid_to_the_store(address: Address) -> None:
-    with pytest.raises(CliError, match=r"^/here cannot be written: No space left on device$"):
-        async with store(address):
+async def test_a_full_disk_is_not_laid_to_the_store(address: StackAddress) -> None:
+    with pytest.raises(TrainbusError, match=r"^/here cannot be written: No space left on device$"):
+        async with open_object_store(address):
             raise TransientError("/here cannot be written: No space left on device") from OSError(errno.ENOSPC, "full")
 
 
@@ -618,14 +628,15 @@ async def test_an_index_that_hashes_right_but_tells_other_places(objects: Object
     made.manifest = made.manifest.model_copy(update={"splits": splits})
     made.dataset_id = hashlib.sha256(made.manifest.to_bytes()).hexdigest()
     await made.store(objects)
-    found = await verify.look(objects, [history(made.sharded(None)).find(made.dataset_id)], quiet=True)
-    assert "the archive has '0/c.png'" in found.wrong[made.dataset_id][0].what
+    known = history(made.sharded(None)).find(made.dataset_id)
+    found = await dataset_verification.verify_datasets(objects, [known], lambda done, total: None)
+    assert "the archive has '0/c.png'" in found.damaged[made.dataset_id][0].problem
 
 
 # -- ingest and repair --------------------------------------------------------------------
 
 
-async def serve(address: Address, bus: Bus, objects: ObjectStore, made: Made, requests: int) -> list[DataSource]:
+async def serve(address: StackAddress, bus: Bus, objects: ObjectStore, made: Made, requests: int) -> list[DataSource]:
     """Ingestion and sharding, for so many requests: what they leave behind when the input is known."""
     asked: list[DataSource] = []
     async with connect(address) as link:
@@ -643,7 +654,7 @@ async def serve(address: Address, bus: Bus, objects: ObjectStore, made: Made, re
 
 
 async def test_what_is_wrong_is_made_anew(
-    two: tuple[Made, Made], address: Address, bus: Bus, objects: ObjectStore, capsys: pytest.CaptureFixture[str]
+    two: tuple[Made, Made], address: StackAddress, bus: Bus, objects: ObjectStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = two
     shard = first.manifest.splits["test"].shards[0]
@@ -651,28 +662,28 @@ async def test_what_is_wrong_is_made_anew(
     await objects.put(rotten, b"rotten")
     await objects.delete(dataset_uri(first.bucket, first.dataset_id))
     serving = asyncio.create_task(serve(address, bus, objects, first, 2))
-    await verify.verify(address, first.dataset_id, repair=True, as_json=False)
+    await verify_datasets(address, first.dataset_id, repair=True, as_json=False)
     assert "1 dataset is whole: 5 samples" in capsys.readouterr().out
     # The same settings again are the same dataset, of which nothing more is said on the bus.
-    await ingest.ingest(address, None, given={}, settings=None, again=first.dataset_id, follow=True, as_json=True)
+    await ingest_dataset(address, None, given={}, settings=None, again=first.dataset_id, follow=True, as_json=True)
     assert json.loads(capsys.readouterr().out)["dataset_id"] == first.dataset_id
     assert await serving == [first.data, first.data]
     # A source that has changed since gives another dataset.
     await objects.delete(shard_uri(second.bucket, second.manifest.splits["test"].shards[0].sha256))
     serving = asyncio.create_task(serve(address, bus, objects, first, 3))
-    with pytest.raises(CliError, match="is no longer what dataset"):
-        await verify.verify(address, second.dataset_id, repair=True, as_json=False)
+    with pytest.raises(TrainbusError, match="is no longer what dataset"):
+        await verify_datasets(address, second.dataset_id, repair=True, as_json=False)
     await serving
 
 
-async def test_requests_that_make_no_sense(two: tuple[Made, Made], address: Address, tmp_path: Path) -> None:
+async def test_requests_that_make_no_sense(two: tuple[Made, Made], address: StackAddress, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "split.toml").write_text('[split]\nby = "time"\n')
 
     async def refused(source: str | None, says: str, **given: Any) -> None:
         settings = given.pop("settings", None)
-        with pytest.raises(CliError, match=says):
-            await ingest.ingest(
+        with pytest.raises(TrainbusError, match=says):
+            await ingest_dataset(
                 address, source, given=given, settings=settings, again=None, follow=False, as_json=False
             )
 

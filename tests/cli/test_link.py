@@ -13,22 +13,22 @@ from contracts import topology
 from services.kit.bus import Bus
 from tests.conftest import NatsServer
 from tests.kit.support import until
-from trainbus.client import connection as link
-from trainbus.client.address import Address
-from trainbus.client.errors import CliError
+from trainbus.client import connection
+from trainbus.client.address import StackAddress
+from trainbus.client.errors import TrainbusError
 from trainbus.embedded.servers import free_ports, port_is_free
 
 
-def address(url: str) -> Address:
-    return Address(nats_url=url, s3_endpoint=None, s3_access_key=None, s3_secret_key=None)
+def address(url: str) -> StackAddress:
+    return StackAddress(nats_url=url, s3_endpoint=None, s3_access_key=None, s3_secret_key=None)
 
 
 async def test_a_server_that_listens_and_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "CONNECT_S", 0.2)
+    monkeypatch.setattr(connection, "CONNECT_S", 0.2)
     silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     port = silent.sockets[0].getsockname()[1]
-    with pytest.raises(CliError, match="no answer"):
-        async with link.connect(address(f"nats://127.0.0.1:{port}")):
+    with pytest.raises(TrainbusError, match="no answer"):
+        async with connection.connect(address(f"nats://127.0.0.1:{port}")):
             pytest.fail("there is nobody to talk to")
     silent.close()
 
@@ -50,8 +50,8 @@ def guarded(tmp_path: Path) -> Iterator[NatsServer]:
 
 
 async def test_a_server_that_wants_to_know_who_asks(guarded: NatsServer) -> None:
-    with pytest.raises(CliError, match=r"Authorization Violation.*TRAINBUS_NATS_USER"):
-        async with link.connect(address(guarded.url)):
+    with pytest.raises(TrainbusError, match=r"Authorization Violation.*TRAINBUS_NATS_USER"):
+        async with connection.connect(address(guarded.url)):
             pytest.fail("it lets everybody in")
 
 
@@ -74,8 +74,8 @@ async def test_a_refusal_whose_reason_is_cut_off_is_asked_for_again() -> None:
 
     async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        with pytest.raises(CliError, match=r"Authorization Violation.*TRAINBUS_NATS_USER"):
-            async with link.connect(address(f"nats://127.0.0.1:{port}")):
+        with pytest.raises(TrainbusError, match=r"Authorization Violation.*TRAINBUS_NATS_USER"):
+            async with connection.connect(address(f"nats://127.0.0.1:{port}")):
                 pytest.fail("it lets nobody in")
     assert asked >= 2
 
@@ -83,7 +83,7 @@ async def test_a_refusal_whose_reason_is_cut_off_is_asked_for_again() -> None:
 async def test_who_waits_is_told_that_nats_is_away(
     bus: Bus, nats_server: NatsServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with link.connect(address(nats_server.url)) as connected:
+    async with connection.connect(address(nats_server.url)) as connected:
         nats_server.kill()
         told = ""
         async with asyncio.timeout(60):
@@ -100,6 +100,6 @@ async def test_who_waits_is_told_that_nats_is_away(
 
 
 async def test_a_question_without_an_answer(bus: Bus, nats_server: NatsServer) -> None:
-    with pytest.raises(CliError, match="does not answer: nats: timeout"):
-        async with link.connect(address(nats_server.url)):
+    with pytest.raises(TrainbusError, match="does not answer: nats: timeout"):
+        async with connection.connect(address(nats_server.url)):
             raise nats.errors.TimeoutError

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from trainbus.client import package as packing
-from trainbus.client.errors import CliError
-from trainbus.client.package import pack
+from trainbus.client.errors import TrainbusError
+from trainbus.client.package import pack_project
 
 
 def write(folder: Path, files: dict[str, str]) -> Path:
@@ -45,19 +45,19 @@ RULES: dict[str, tuple[dict[str, str], set[str]]] = {
 @pytest.mark.parametrize("name", RULES)
 def test_what_is_packed(name: str, tmp_path: Path) -> None:
     files, expected = RULES[name]
-    package = pack(write(tmp_path, {"task.py": "", **files}))
+    package = pack_project(write(tmp_path, {"task.py": "", **files}))
     packed = {each for each in package.files if not each.endswith("ignore")}
     assert packed == expected | {"task.py"}
 
 
 def test_the_same_content_gives_the_same_bytes(tmp_path: Path) -> None:
     files = {"task.py": "x = 1\n", "lib/b.py": "", "lib/a.py": ""}
-    one = pack(write(tmp_path / "one", files))
+    one = pack_project(write(tmp_path / "one", files))
     two = write(tmp_path / "two", dict(reversed(files.items())))
     os.utime(two / "task.py", (time.time() - 1e6, time.time() - 1e6))
-    assert pack(two).body == one.body
+    assert pack_project(two).body == one.body
     (two / "task.py").write_text("x = 2\n")
-    assert pack(two).sha256 != one.sha256
+    assert pack_project(two).sha256 != one.sha256
 
 
 def test_the_package_holds_plain_files_of_nobody(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_the_package_holds_plain_files_of_nobody(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text("#!/bin/sh\n")
     (tmp_path / "run.sh").chmod(0o755)
     (tmp_path / "link.py").symlink_to("task.py")
-    with tarfile.open(fileobj=io.BytesIO(pack(tmp_path).body)) as tar:
+    with tarfile.open(fileobj=io.BytesIO(pack_project(tmp_path).body)) as tar:
         members = {member.name: member for member in tar.getmembers()}
         content = tar.extractfile("link.py")
         assert content is not None
@@ -76,18 +76,18 @@ def test_the_package_holds_plain_files_of_nobody(tmp_path: Path) -> None:
 
 
 def test_refusals_say_what_to_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CliError, match="is no folder"):
-        pack(tmp_path / "nowhere")
-    with pytest.raises(CliError, match="no files to pack"):
-        pack(tmp_path)
+    with pytest.raises(TrainbusError, match="is no folder"):
+        pack_project(tmp_path / "nowhere")
+    with pytest.raises(TrainbusError, match="no files to pack"):
+        pack_project(tmp_path)
     write(tmp_path, {"task.py": "", "weights.bin": "x" * 100})
     monkeypatch.setattr(packing, "MAX_BYTES", 50)
-    with pytest.raises(CliError, match=r"(?s)trainbusignore.*weights\.bin"):
-        pack(tmp_path)
+    with pytest.raises(TrainbusError, match=r"(?s)trainbusignore.*weights\.bin"):
+        pack_project(tmp_path)
     monkeypatch.setattr(packing, "MAX_BYTES", 1000)
     (tmp_path / "passwd").symlink_to("/etc/hostname")
-    with pytest.raises(CliError, match="passwd is a link that leads out"):
-        pack(tmp_path)
+    with pytest.raises(TrainbusError, match="passwd is a link that leads out"):
+        pack_project(tmp_path)
 
 
 def test_the_commit_is_recorded(tmp_path: Path) -> None:
@@ -97,12 +97,12 @@ def test_the_commit_is_recorded(tmp_path: Path) -> None:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     project = write(tmp_path / "project", {"task.py": "x = 1\n"})
-    assert (pack(project).git_commit, pack(project).git_dirty) == (None, None)
+    assert (pack_project(project).git_commit, pack_project(project).git_dirty) == (None, None)
     git("init", "-q")
     git("add", ".")
     git("commit", "-qm", "first")
-    assert (pack(project).git_commit, pack(project).git_dirty) == (git("rev-parse", "HEAD"), False)
+    assert (pack_project(project).git_commit, pack_project(project).git_dirty) == (git("rev-parse", "HEAD"), False)
     write(tmp_path, {"elsewhere.txt": "not of this project"})
-    assert pack(project).git_dirty is False
+    assert pack_project(project).git_dirty is False
     write(project, {"task.py": "x = 2\n"})
-    assert pack(project).git_dirty is True
+    assert pack_project(project).git_dirty is True

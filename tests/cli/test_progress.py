@@ -11,7 +11,7 @@ import pytest
 
 from contracts.envelope import Envelope
 from contracts.events.run import ProgressPoint, RunProgress
-from trainbus.client.connection import Link, Stored
+from trainbus.client.connection import Connection, StoredEvent
 from trainbus.client.runs import NEWEST_PROGRESS, add_progress
 from trainbus.client.state import RunView
 
@@ -19,10 +19,10 @@ NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
 @dataclass
-class FakeLink:
+class FakeConnection:
     """A stream PROGRESS with one run alone in it."""
 
-    stored: list[Stored] = field(default_factory=list)
+    stored: list[StoredEvent] = field(default_factory=list)
 
     def add(self, kind: Any, step: int, generation: int = 2, **values: float) -> None:
         sequence = len(self.stored) + 1
@@ -38,12 +38,12 @@ class FakeLink:
             step=step,
         )
         envelope = Envelope(id=event.event_id, source="test", type=event.type, time=NOW)
-        self.stored.append(Stored(sequence, event.subject, envelope, event))
+        self.stored.append(StoredEvent(sequence, event.subject, envelope, event))
 
-    async def last(self, _stream: Any, _subject: str) -> Stored | None:
+    async def read_last(self, _stream: Any, _subject: str) -> StoredEvent | None:
         return self.stored[-1] if self.stored else None
 
-    async def read(self, *_filters: str, stream: Any, start_sequence: int) -> list[Stored]:
+    async def read(self, *_filters: str, stream: Any, start_sequence: int) -> list[StoredEvent]:
         return self.stored[start_sequence - 1 :]
 
 
@@ -57,13 +57,13 @@ class FakeLink:
     ],
 )
 def test_where_a_run_is(measurements_since: int, generation: int, step: int) -> None:
-    link = FakeLink()
-    link.add("training", 20, **{"validation/accuracy": 0.5})
-    link.add("training", 40, **{"train/loss": 0.1})
+    log = FakeConnection()
+    log.add("training", 20, **{"validation/accuracy": 0.5})
+    log.add("training", 40, **{"train/loss": 0.1})
     for _ in range(measurements_since):
-        link.add("system", 0, cpu=1.0)
+        log.add("system", 0, cpu=1.0)
     view = RunView("r1", generation=generation, step=7)
-    asyncio.run(add_progress(cast(Link, link), view))
+    asyncio.run(add_progress(cast(Connection, log), view))
     assert view.step == step
     if generation == 2 and measurements_since < NEWEST_PROGRESS:
         assert view.metrics == {"validation/accuracy": 0.5, "train/loss": 0.1}

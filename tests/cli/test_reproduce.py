@@ -29,10 +29,11 @@ from services.checkpoint.core.digests import state_digest
 from services.kit.bus import Bus
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
-from trainbus.client.address import Address
-from trainbus.client.errors import CliError
-from trainbus.client.reproduction import CannotReproduce, Recorded, first_differing, plan
-from trainbus.commands.reproduce import reproduce
+from trainbus.client.address import StackAddress
+from trainbus.client.client import AsyncClient
+from trainbus.client.errors import TrainbusError
+from trainbus.client.reproduction import NotReproducibleError, RecordedRun, first_different_tensor, plan_reproduction
+from trainbus.commands.runs.reproduce import reproduce_run
 
 SHA = "ab" * 32
 SOURCE = {"source": "s3://lake/digits", "format": "images"}
@@ -84,8 +85,8 @@ def prepared(run_id: str) -> Fact:
     return RunPrepared(run_id=run_id, dataset_id=SHA, manifest_uri="s3://datasets/m.json", train_samples=80)
 
 
-def recorded(*facts: Fact, **changes: Any) -> Recorded:
-    found = Recorded("r1")
+def recorded(*facts: Fact, **changes: Any) -> RecordedRun:
+    found = RecordedRun("r1")
     for fact in (accepted("r1", {**BODY, **changes}), prepared("r1"), *facts):
         found.apply(fact)
     return found
@@ -97,7 +98,7 @@ GONE = CheckpointDeleted(run_id="r1", uri=reference("r1", 5).uri, step=5, reason
 
 
 def test_the_request_is_the_recorded_one_and_competes_for_nothing() -> None:
-    planned = plan(recorded(started("r1"), *COMMITS, GONE, END), None, None)
+    planned = plan_reproduction(recorded(started("r1"), *COMMITS, GONE, END), None, None)
     request = planned.request
     assert (request.name, request.model, request.evaluation) == ("reproduce digits", None, None)
     assert request.data is not None
@@ -106,7 +107,7 @@ def test_the_request_is_the_recorded_one_and_competes_for_nothing() -> None:
     assert (request.training.seed, request.training.checkpoint_at_steps) == (7, (5, 10, 20))
     assert (request.resume_from, request.slots.max, planned.to_the_end) == (None, 4, True)
     assert request.tags == {"reproduces": "r1"}
-    later = plan(recorded(started("r1"), *COMMITS, GONE), 10, 2)
+    later = plan_reproduction(recorded(started("r1"), *COMMITS, GONE), 10, 2)
     assert later.request.resume_from == reference("r1", 10).uri
     assert (later.request.slots.min, later.request.slots.max, list(later.wanted)) == (2, 2, [20])
     assert later.to_the_end is False
@@ -115,9 +116,9 @@ def test_the_request_is_the_recorded_one_and_competes_for_nothing() -> None:
 def test_a_run_that_began_with_weights_does_so_again_unless_it_starts_from_its_own_checkpoint() -> None:
     weights = {"init_from": "s3://models/base.json", "init_exclude": ["head.*"]}
     found = recorded(started("r1"), *COMMITS, END, **weights)
-    whole = plan(found, None, None).request
+    whole = plan_reproduction(found, None, None).request
     assert (whole.resume_from, whole.init_from, whole.init_exclude) == (None, "s3://models/base.json", ("head.*",))
-    later = plan(found, 10, None).request
+    later = plan_reproduction(found, 10, None).request
     assert (later.resume_from, later.init_from, later.init_exclude) == (reference("r1", 10).uri, None, ())
 
 
@@ -137,25 +138,25 @@ def test_a_run_that_began_with_weights_does_so_again_unless_it_starts_from_its_o
         (recorded(started("r1"), *COMMITS), (7, None), "is not there, or not exact"),
         (recorded(started("r1"), *COMMITS), (20, None), "nothing beyond step 20"),
         (recorded(started("r1"), *COMMITS), (None, 5), "give 1 to 4"),
-        (Recorded("r1"), (None, None), "never accepted"),
+        (RecordedRun("r1"), (None, None), "never accepted"),
     ],
 )
-def test_what_cannot_be_reproduced_is_said(found: Recorded, options: tuple[Any, Any], words: str) -> None:
-    with pytest.raises(CannotReproduce, match=words):
-        plan(found, *options)
+def test_what_cannot_be_reproduced_is_said(found: RecordedRun, options: tuple[Any, Any], words: str) -> None:
+    with pytest.raises(NotReproducibleError, match=words):
+        plan_reproduction(found, *options)
 
 
 def test_a_run_that_stopped_being_exact_is_compared_as_far_as_it_was() -> None:
     lost = [started("r1", 2, exact=False, cpu="AVX2"), committed("r1", 30, "c" * 64, exact=False, generation=2)]
-    planned = plan(recorded(started("r1"), *COMMITS, *lost), None, None)
+    planned = plan_reproduction(recorded(started("r1"), *COMMITS, *lost), None, None)
     assert list(planned.wanted) == [5, 10, 20]
     assert "up to step 20" in planned.note
     assert "AVX2 instead of AVX512" in planned.note
 
 
 def test_the_tensor_to_look_at_first() -> None:
-    assert first_differing(["state", "optimizer/a/exp_avg", "model/z", "ema/a", "model/b"]) == "model/b"
-    assert first_differing([]) is None
+    assert first_different_tensor(["state", "optimizer/a/exp_avg", "model/z", "ema/a", "model/b"]) == "model/b"
+    assert first_different_tensor([]) is None
 
 
 @dataclass
@@ -235,7 +236,7 @@ async def test_the_states_of_two_trainings_are_compared(
     if case == "fails":
         platform.states = {5: tensors(5)}
         platform.end = lambda run_id: RunFailed(run_id=run_id, reason="the code is gone")
-    address = Address(
+    address = StackAddress(
         nats_url=s3_settings.nats_url,
         s3_endpoint=s3_settings.s3_endpoint,
         s3_access_key=s3_settings.s3_access_key,
@@ -244,13 +245,13 @@ async def test_the_states_of_two_trainings_are_compared(
     )
     training = asyncio.create_task(platform.train())
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(60), AsyncClient(address=address) as client:
             if case == "fails":
-                with pytest.raises(CliError, match=r"the code is gone.*1 of 3 states were compared") as failed:
-                    await reproduce(address, "r1", start_step=None, slots=None, as_json=False)
-                assert failed.value.code == 2
+                with pytest.raises(TrainbusError, match=r"the code is gone.*1 of 3 states were compared") as failed:
+                    await reproduce_run(client, "r1", start_step=None, slots=None, as_json=False)
+                assert failed.value.exit_code == 2
                 return
-            code = await reproduce(address, "r1", start_step=None, slots=2, as_json=case != "same")
+            code = await reproduce_run(client, "r1", start_step=None, slots=2, as_json=case != "same")
     finally:
         training.cancel()
     text = capsys.readouterr().out
@@ -274,5 +275,5 @@ async def test_the_states_of_two_trainings_are_compared(
 
 def test_cancelled_is_no_end_to_build_on() -> None:
     """Of a run that was cancelled all its exact states are compared; the reproduction is then cancelled, too."""
-    planned = plan(recorded(started("r1"), *COMMITS, RunCancelled(run_id="r1", reason="x")), None, None)
+    planned = plan_reproduction(recorded(started("r1"), *COMMITS, RunCancelled(run_id="r1", reason="x")), None, None)
     assert (list(planned.wanted), planned.to_the_end) == ([5, 10, 20], False)

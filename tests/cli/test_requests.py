@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from trainbus.client.errors import CliError
-from trainbus.client.package import Package
-from trainbus.client.source_location import data_location
-from trainbus.client.submission import Submission, build_request, parse_param, parse_slots
+from trainbus.client.errors import TrainbusError
+from trainbus.client.package import CodePackage
+from trainbus.client.source_location import resolve_source
+from trainbus.client.submission import Submission, build_request, parse_slots
+from trainbus.commands.options import parse_param
 
-PACKAGE = Package(b"", "ab" * 32, ("task.py",), 1, "c0ffee", True)
+PACKAGE = CodePackage(b"", "ab" * 32, ("task.py",), 1, "c0ffee", True)
 PROJECT = Path("/somewhere/digits")
 
 
@@ -38,7 +39,7 @@ def test_a_task_with_options() -> None:
         epochs=3,
         data="s3://lake/digits/",
         priority=5,
-        params=("lr=0.1",),
+        params={"lr": 0.1},
     )
     request = build_request(submission, PACKAGE, "code")
     assert request.name == "digits"
@@ -58,9 +59,9 @@ def test_fine_tuning_is_two_options(tmp_path: Path) -> None:
     assert (request.init_from, request.init_exclude) == ("s3://models/m.json", ("head.*",))
     file = tmp_path / "train.json"
     file.write_text(json.dumps({"init_from": "s3://models/other.json", "init_exclude": ["a.*"]}))
-    request = build_request(Submission(PROJECT, "task:A", request_file=file), PACKAGE, "code")
+    request = build_request(Submission(PROJECT, "task:A", request=file), PACKAGE, "code")
     assert (request.init_from, request.init_exclude) == ("s3://models/other.json", ("a.*",))
-    with pytest.raises(CliError, match="'init_exclude' needs 'init_from'"):
+    with pytest.raises(TrainbusError, match="'init_exclude' needs 'init_from'"):
         build_request(Submission(PROJECT, "task:A", init_exclude=("head.*",)), PACKAGE, "code")
 
 
@@ -68,7 +69,7 @@ def test_exact_mode_is_an_option() -> None:
     request = build_request(Submission(PROJECT, "task:A", slots="1..4", logical_ranks=4), PACKAGE, "code")
     assert request.training is not None
     assert (request.training.epochs, request.training.logical_ranks) == (1, 4)
-    with pytest.raises(CliError, match="ask for fewer slots or more logical ranks"):
+    with pytest.raises(TrainbusError, match="ask for fewer slots or more logical ranks"):
         build_request(Submission(PROJECT, "task:A", slots="1..6", logical_ranks=4), PACKAGE, "code")
 
 
@@ -77,7 +78,7 @@ def test_options_go_over_the_request_file(tmp_path: Path) -> None:
     file.write_text(
         json.dumps({"name": "base", "task": "task:A", "params": {"lr": 1, "width": 8}, "training": {"max_steps": 5}})
     )
-    submission = Submission(PROJECT, "task:B", request_file=file, epochs=2, params=("lr=0.5",))
+    submission = Submission(PROJECT, "task:B", request=file, epochs=2, params={"lr": 0.5})
     request = build_request(submission, PACKAGE, "code")
     assert (request.name, request.task, request.params) == ("base", "task:B", {"lr": 0.5, "width": 8})
     assert request.training is not None
@@ -97,7 +98,7 @@ def test_other_data_is_read_as_the_file_says(tmp_path: Path, options: dict[str, 
     file = tmp_path / "train.json"
     data = {"source": "s3://lake/theirs/", "format": "text", "window_length": 65}
     file.write_text(json.dumps({"task": "task:A", "data": data}))
-    request = build_request(Submission(PROJECT, request_file=file, **options), PACKAGE, "code")
+    request = build_request(Submission(PROJECT, request=file, **options), PACKAGE, "code")
     assert request.data is not None
     assert expected.items() <= request.data.model_dump().items()
 
@@ -105,44 +106,49 @@ def test_other_data_is_read_as_the_file_says(tmp_path: Path, options: dict[str, 
 def test_a_command_replaces_the_task(tmp_path: Path) -> None:
     file = tmp_path / "train.json"
     file.write_text(json.dumps({"name": "base", "task": "task:A"}))
-    request = build_request(Submission(PROJECT, command=("python", "train.py"), request_file=file), PACKAGE, "code")
+    request = build_request(Submission(PROJECT, command=("python", "train.py"), request=file), PACKAGE, "code")
     assert (request.task, request.command) == (None, ["python", "train.py"])
 
 
 WRONG: dict[str, tuple[Submission, str]] = {
     "slots upside down": (Submission(PROJECT, "t:A", slots="4..1"), "smaller than slots.min"),
     "slots of letters": (Submission(PROJECT, "t:A", slots="many"), "give a number"),
-    "param without a value": (Submission(PROJECT, "t:A", params=("lr",)), "name=value"),
     "data elsewhere": (Submission(PROJECT, "t:A", data="/no/such/data"), "give s3://bucket/prefix"),
-    "no such file": (Submission(request_file=Path("/nowhere.json")), "no readable JSON"),
+    "no such file": (Submission(request=Path("/nowhere.json")), "no readable JSON"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_options_say_what_to_change(name: str) -> None:
     submission, message = WRONG[name]
-    with pytest.raises(CliError, match=message) as caught:
+    with pytest.raises(TrainbusError, match=message) as caught:
         build_request(submission, PACKAGE, "code")
-    assert caught.value.code == 2
+    assert caught.value.exit_code == 2
+
+
+def test_a_param_without_a_value_is_refused() -> None:
+    with pytest.raises(TrainbusError, match="name=value") as caught:
+        parse_param("lr")
+    assert caught.value.exit_code == 2
 
 
 def test_an_unknown_field_in_the_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "train.json"
     file.write_text(json.dumps({"name": "x", "task": "t:A", "training": {"epoch": 3, "epochs": 1}}))
-    with pytest.raises(CliError, match=r"training\.epoch"):
-        build_request(Submission(PROJECT, request_file=file), PACKAGE, "code")
+    with pytest.raises(TrainbusError, match=r"training\.epoch"):
+        build_request(Submission(PROJECT, request=file), PACKAGE, "code")
 
 
 def test_a_folder_is_named_as_people_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my data").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert data_location("./my data") == (tmp_path / "my data").as_uri()
-    assert data_location("file:///elsewhere") == "file:///elsewhere"
-    assert data_location("s3://lake/mine") == "s3://lake/mine"
+    assert resolve_source("./my data") == (tmp_path / "my data").as_uri()
+    assert resolve_source("file:///elsewhere") == "file:///elsewhere"
+    assert resolve_source("s3://lake/mine") == "s3://lake/mine"
 
 
 @pytest.mark.parametrize("text", ["nothing-here", "s3://lake", "https://example.org/data", "file:relative"])
 def test_no_address_of_data(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CliError, match="s3://bucket/prefix"):
-        data_location(text)
+    with pytest.raises(TrainbusError, match="s3://bucket/prefix"):
+        resolve_source(text)

@@ -16,10 +16,10 @@ from services.scheduler.replay.log import line_of
 from services.scheduler.simulate import generate
 from services.scheduler.simulate.engine import simulate
 from services.scheduler.simulate.traces import at
-from trainbus.client.errors import CliError
+from trainbus.client.errors import TrainbusError
 from trainbus.commands.main import app
 from trainbus.commands.scheduler import toml_writer
-from trainbus.commands.times import moment, seconds
+from trainbus.commands.times import parse_duration, parse_time
 
 NOW = datetime(2026, 11, 20, 15, 30, tzinfo=UTC)
 DAY = datetime(2026, 11, 20, tzinfo=UTC)
@@ -41,20 +41,20 @@ MOMENTS = {
 
 @pytest.mark.parametrize("text", MOMENTS)
 def test_times(text: str) -> None:
-    assert moment(text, NOW) == MOMENTS[text]
+    assert parse_time(text, NOW) == MOMENTS[text]
 
 
 @pytest.mark.parametrize("text", ["", "soon", "ago", "25:99", "2 parsecs ago", "-3"])
 def test_what_is_no_time_says_how_to_write_one(text: str) -> None:
-    with pytest.raises(CliError, match="write"):
-        moment(text, NOW)
+    with pytest.raises(TrainbusError, match="write"):
+        parse_time(text, NOW)
 
 
 @pytest.mark.parametrize(
     ("text", "expected"), [("90", 90), ("10m", 600), ("2h", 7200), ("1 h 30 min", 5400), ("1.5d", 129_600)]
 )
 def test_lengths_of_time(text: str, expected: float) -> None:
-    assert seconds(text) == expected
+    assert parse_duration(text) == expected
 
 
 def test_toml_is_read_back_as_it_was() -> None:
@@ -88,9 +88,9 @@ def test_policies_are_listed_and_checked(tmp_path: Path) -> None:
     assert again["valid"]
     assert again["changes"]["fair_share"] == {"half_life_s": 60.0}
     file.write_text("[order]\nskipp = true\n")
-    with pytest.raises(CliError, match=r"order\.skipp is no field of a policy"):
+    with pytest.raises(TrainbusError, match=r"order\.skipp is no field of a policy"):
         run("policy", "check", str(file))
-    with pytest.raises(CliError, match="there is no policy"):
+    with pytest.raises(TrainbusError, match="there is no policy"):
         run("policy", "check", "no-such")
 
 
@@ -116,10 +116,10 @@ def test_a_file_is_replayed(log: Path) -> None:
     log.write_text(text.replace('"message":"', '"message":"not ', 1) if '"message":"' in text else text)
     told = json.loads(run("replay", "--log", str(log), "--json").stdout)
     assert told["difference_count"] == ('"message":"' in text)
-    with pytest.raises(CliError, match="there is no file"):
+    with pytest.raises(TrainbusError, match="there is no file"):
         run("replay", "--log", str(log.with_name("none")))
     log.write_text("nonsense\n")
-    with pytest.raises(CliError, match="line 1"):
+    with pytest.raises(TrainbusError, match="line 1"):
         run("replay", "--log", str(log))
 
 
@@ -139,5 +139,5 @@ def test_what_if_compares_scenarios(log: Path, tmp_path: Path) -> None:
         (("what-if", "--log", str(log), "--nodes", "many"), "are no nodes"),
         (("what-if", "--log", str(log), "--nodes", "1x8", "--from", "2030-01-01"), "nothing was submitted"),
     ):
-        with pytest.raises(CliError, match=text):
+        with pytest.raises(TrainbusError, match=text):
             run(*wrong)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from contracts.events.run import RunAccepted, RunCancelled, RunFailed
 from contracts.spec.run import RunSpec
-from trainbus.client.errors import CliError
+from trainbus.client.errors import UsageError
 from trainbus.client.state import describe, fold
 from trainbus.commands import main, render
 
@@ -50,7 +50,7 @@ def test_a_fact_is_one_line() -> None:
 @pytest.mark.parametrize(
     ("error", "code", "says"),
     [
-        (CliError("there is no run '\x1b[2J'", 2), 2, r"there is no run '\x1b[2J'"),
+        (UsageError("there is no run '\x1b[2J'"), 2, r"there is no run '\x1b[2J'"),
         (FileNotFoundError(2, "No such file or directory", "/nowhere"), 1, "/nowhere: No such file or directory"),
         (OSError("it broke"), 1, "it broke"),
     ],

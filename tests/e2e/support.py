@@ -23,7 +23,7 @@ from contracts.base import run_id_for
 from contracts.events.run import RunFact, RunPlaced, RunStarted
 from services.kit.bus import Bus, Message
 from services.kit.store.objects import ObjectStore
-from trainbus.client.address import find
+from trainbus.client.address import find_address
 from trainbus.embedded.launch import read_stack
 
 PROJECT = Path(__file__).parent / "project"
@@ -294,5 +294,5 @@ class Stack:
 
 def connected(data_dir: Path) -> tuple[Bus, ObjectStore]:
     """A bus and an object store for the stack on a data folder; neither is connected yet."""
-    settings = find(data_dir).settings()
+    settings = find_address(data_dir).settings()
     return Bus("e2e", settings), ObjectStore(settings)

@@ -33,14 +33,15 @@ from services.kit.settings import Settings
 from services.scheduler.replay.log import Entry, line_of
 from tests.scheduler.test_shell import ask, join, request, running, until
 from tests.scheduler.world import CODE
-from trainbus.client.address import Address
+from trainbus.client.address import StackAddress
+from trainbus.client.client import AsyncClient
 from trainbus.client.connection import connect
-from trainbus.client.errors import CliError
+from trainbus.client.errors import TrainbusError
 from trainbus.client.fact_log import BusLog
-from trainbus.commands.scheduler.policy import load, show
-from trainbus.commands.scheduler.replay import replay, replayed
-from trainbus.commands.scheduler.shadow import shadow
-from trainbus.commands.why_at import why_at
+from trainbus.commands.runs.why import print_past_reason
+from trainbus.commands.scheduler.policy import load_policy, print_policy
+from trainbus.commands.scheduler.replay import replay_decisions, replay_log
+from trainbus.commands.scheduler.shadow import shadow_scheduler
 
 #: Slots of all nodes that stay.
 SLOT_MILLI = 8
@@ -151,14 +152,14 @@ async def all_over(bus: Bus, run_ids: list[str], timeout_s: float = 240.0) -> No
                 return
 
 
-def address(settings: Settings) -> Address:
-    return Address(nats_url=settings.nats_url, s3_endpoint=None, s3_access_key=None, s3_secret_key=None)
+def address(settings: Settings) -> StackAddress:
+    return StackAddress(nats_url=settings.nats_url, s3_endpoint=None, s3_access_key=None, s3_secret_key=None)
 
 
 async def entries_of(settings: Settings) -> list[Entry]:
     async with connect(address(settings)) as link:
         past = BusLog(link, await link.last_sequence(topology.FACTS))
-        return [entry async for entry in past.entries("")]
+        return [entry async for entry in past.entries()]
 
 
 @pytest.mark.parametrize("twice", [False, True], ids=["once", "everything twice"])
@@ -170,8 +171,8 @@ async def test_what_the_service_decided_is_decided_again_without_a_difference(
         await lively(bus)
     async with connect(address(settings)) as link:
         past = BusLog(link, await link.last_sequence(topology.FACTS))
-        index, remaker, found = await replayed(past)
-        log = [entry async for entry in past.entries("")]
+        index, remaker, found = await replay_log(past)
+        log = [entry async for entry in past.entries()]
     assert found == []
     counts = remaker.counts
     assert index.policies
@@ -183,13 +184,13 @@ async def test_what_the_service_decided_is_decided_again_without_a_difference(
     # The same from a file, and with one word changed.
     file = tmp_path / "log.jsonl"
     write(file, log)
-    assert await replay(lambda: address(settings), file, limit=5, as_json=True) == 0
+    assert await replay_decisions(lambda: address(settings), file, limit=5, as_json=True) == 0
     capsys.readouterr()
     place = next(place for place, entry in enumerate(log) if isinstance(entry.fact, RunWaiting))
     changed: Any = log[place].fact
     log[place] = log[place]._replace(fact=changed.model_copy(update={"message": "because"}))
     write(file, log)
-    assert await replay(lambda: address(settings), file, limit=5, as_json=True) == 1
+    assert await replay_decisions(lambda: address(settings), file, limit=5, as_json=True) == 1
     said = json.loads(capsys.readouterr().out)
     assert said["difference_count"] == 1
     (difference,) = said["differences"]
@@ -215,25 +216,25 @@ async def test_a_leader_that_died_half_way_leaves_no_difference(
             second = [await request(bus, "train", {**COMMAND, "slots": 1}, f"b{i}") for i in range(6)]
             await all_over(bus, first + second)
     async with connect(address(settings)) as link:
-        _, remaker, found = await replayed(BusLog(link, await link.last_sequence(topology.FACTS)))
+        _, remaker, found = await replay_log(BusLog(link, await link.last_sequence(topology.FACTS)))
     assert found == []
     assert remaker.counts.decisions == remaker.counts.same > 20
 
 
 async def test_the_policy_in_force_is_shown(settings: Settings, bus: Bus, capsys: Any, tmp_path: Path) -> None:
-    with pytest.raises(CliError, match="no scheduler has adopted"):
-        await show(address(settings), as_json=False)
+    with pytest.raises(TrainbusError, match="no scheduler has adopted"):
+        await print_policy(address(settings), as_json=False)
     async with running(settings):
         await until(bus, "policy.*.adopted")
-    await show(address(settings), as_json=True)
+    await print_policy(address(settings), as_json=True)
     told = json.loads(capsys.readouterr().out)
     assert told["name"] == "priority-first-come"
     assert Policy.model_validate(told["policy"]).digest == told["digest"]
-    await show(address(settings), as_json=False)
+    await print_policy(address(settings), as_json=False)
     # What is shown can be used as a file.
     file = tmp_path / "policy.toml"
     file.write_text(capsys.readouterr().out)
-    assert load(str(file)).digest == told["digest"]
+    assert load_policy(str(file)).digest == told["digest"]
 
 
 async def test_why_at_says_what_why_said(settings: Settings, bus: Bus, capsys: Any) -> None:
@@ -249,13 +250,15 @@ async def test_why_at_says_what_why_said(settings: Settings, bus: Bus, capsys: A
         await bus.publish(RunStarted(run_id=first, generation=1, node_id="n1"))
         await bus.publish(RunExited(run_id=first, generation=1, node_id="n1", outcome="succeeded"))
         await until(bus, f"run.{second}.placed")
-    await why_at(address(settings), second, then.isoformat(), as_json=True)
+    async with AsyncClient(address=address(settings)) as client:
+        await print_past_reason(client, second, then.isoformat(), as_json=True)
     answer = json.loads(capsys.readouterr().out)
     for name in ("state", "code", "message", "slots_min"):
         assert answer[name] == said[name], name
     assert answer["sequence"] == entries[-1].sequence
     assert first in answer["message"]
-    await why_at(address(settings), second, then.isoformat(), as_json=False)
+    async with AsyncClient(address=address(settings)) as client:
+        await print_past_reason(client, second, then.isoformat(), as_json=False)
     text = capsys.readouterr().out
     assert "was queued at" in text
     assert "policy" in text
@@ -266,7 +269,7 @@ async def test_a_shadow_follows_the_service_and_speaks_apart(settings: Settings,
         await join(bus, "n1", 3)
         first = await request(bus, "train", {**TASK, "slots": 2}, "first")
         await until(bus, f"run.{first}.placed")
-        following = asyncio.create_task(shadow(address(settings), "fifo-skip", [], for_s=None, as_json=True))
+        following = asyncio.create_task(shadow_scheduler(address(settings), "fifo-skip", [], for_s=None, as_json=True))
         await request(bus, "train", {**COMMAND, "slots": 2}, "wide")
         small = await request(bus, "train", {**COMMAND, "slots": 1}, "small")
         said = (await until(bus, f"shadow.*.run.{small}.placed", stream="SHADOW"))[0]
@@ -279,7 +282,7 @@ async def test_a_shadow_follows_the_service_and_speaks_apart(settings: Settings,
         with suppress(asyncio.CancelledError):
             await following
         # Started again it says nothing that was said, and reports at its end.
-        assert await shadow(address(settings), "fifo-skip", [], for_s=5, as_json=True) == 0
+        assert await shadow_scheduler(address(settings), "fifo-skip", [], for_s=5, as_json=True) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["candidate"]["name"] == "fifo-skip"
     assert told["would_start_now"] == 1

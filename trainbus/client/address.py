@@ -1,4 +1,4 @@
-"""Where the stack is: an embedded one by its data folder, any other by the environment."""
+"""Where a stack is: an embedded one by its data folder, any other by the environment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainbus.client.errors import CliError
+from trainbus.client.errors import StackUnreachableError
 from trainbus.embedded.launch import read_stack
 from trainbus.embedded.layout import DEFAULT_DATA_DIR, mlflow_uri, secrets_file
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
-    """Everything needed to reach one stack. ``data_dir`` is set for an embedded one."""
+class StackAddress:
+    """Everything that a client needs to reach one stack. ``data_dir`` is set for an embedded one."""
 
     nats_url: str
     s3_endpoint: str | None
@@ -32,7 +32,7 @@ class Address:
     data_dir: Path | None = None
 
     def settings(self) -> Settings:
-        """The same as settings for the kit's own classes."""
+        """Return the settings that the kit's own classes take."""
         from pydantic import SecretStr
 
         from services.kit.settings import Settings
@@ -45,12 +45,12 @@ class Address:
             s3_access_key=self.s3_access_key,
             s3_secret_key=SecretStr(self.s3_secret_key or ""),
             bucket_code=self.bucket_code,
-            instance="cli",
+            instance="client",
         )
 
 
 def find_data_dir(given: Path | None) -> Path:
-    """The data folder meant: the one given, else ``.trainbus`` here or in a folder above, as git does it."""
+    """Return the given data folder, else ``.trainbus`` in this folder or one above it, as git finds ``.git``."""
     if given is not None:
         return given
     here = Path.cwd()
@@ -60,24 +60,23 @@ def find_data_dir(given: Path | None) -> Path:
     return DEFAULT_DATA_DIR
 
 
-def find(given: Path | None) -> Address:
-    """The stack to talk to: ``--data-dir``, else TRAINBUS_NATS_URL, else the embedded one that runs here.
+def find_address(given: Path | None = None) -> StackAddress:
+    """Return the stack of the given data folder, else of TRAINBUS_NATS_URL, else the embedded one that runs here.
 
     Raises:
-        CliError: there is none.
+        StackUnreachableError: no stack runs there.
     """
     if given is None and "TRAINBUS_NATS_URL" in os.environ:
         return _from_environment()
     data_dir = find_data_dir(given)
     stack = read_stack(data_dir)
     if stack is None:
-        raise CliError(
-            f"no stack runs on {data_dir}: start one with `trainbus up"
-            + (f" --data-dir {given}" if given else "")
-            + "`, or name another with TRAINBUS_NATS_URL"
+        option = f" --data-dir {given}" if given else ""
+        raise StackUnreachableError(
+            f"no stack runs on {data_dir}: start one with `trainbus up{option}`, or set TRAINBUS_NATS_URL"
         )
     keys = json.loads(secrets_file(data_dir).read_text())
-    return Address(
+    return StackAddress(
         nats_url=stack.nats_url,
         s3_endpoint=stack.s3_endpoint,
         s3_access_key=keys["s3_access_key"],
@@ -88,11 +87,11 @@ def find(given: Path | None) -> Address:
     )
 
 
-def _from_environment() -> Address:
+def _from_environment() -> StackAddress:
     def variable(name: str) -> str | None:
         return os.environ.get(f"TRAINBUS_{name}") or None
 
-    return Address(
+    return StackAddress(
         nats_url=os.environ["TRAINBUS_NATS_URL"],
         s3_endpoint=variable("S3_ENDPOINT"),
         s3_access_key=variable("S3_ACCESS_KEY"),

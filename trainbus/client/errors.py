@@ -1,16 +1,46 @@
-"""How a command ends when it does not end well."""
+"""What goes wrong between a client and a stack. Each message says what to do next."""
 
 from __future__ import annotations
 
-#: The thing itself went wrong: the run failed, the stack does not answer.
-FAILED = 1
-#: The command names something that does not exist, or is used wrongly.
-USAGE = 2
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
-class CliError(Exception):
-    """Ends the command with a message on stderr that says what to do, and an exit code."""
+class TrainbusError(Exception):
+    """An operation failed: the stack does not answer, a hash differs, a run failed."""
 
-    def __init__(self, message: str, code: int = FAILED) -> None:
-        super().__init__(message)
-        self.code = code
+    #: What the command line exits with.
+    exit_code: ClassVar[int] = 1
+
+
+class UsageError(TrainbusError):
+    """An argument is invalid, or the operation does not apply to what it names."""
+
+    exit_code = 2
+
+
+class NotFoundError(UsageError):
+    """There is no such run, node, checkpoint or dataset, or the name matches more than one."""
+
+
+class StackUnreachableError(TrainbusError):
+    """No stack runs, or its NATS or object store does not answer."""
+
+
+class RunFailedError(TrainbusError):
+    """A run ended without completing."""
+
+    def __init__(self, run_id: str, state: str, reason: str) -> None:
+        super().__init__(f"run {run_id} {state}: {reason}" if reason else f"run {run_id} {state}")
+        self.run_id, self.state, self.reason = run_id, state, reason
+
+
+def invalid_request(error: ValidationError) -> UsageError:
+    """Return an error that names each problem of a request with its field."""
+    problems = "\n".join(
+        f"  {'.'.join(str(part) for part in each['loc']) or 'request'}: {each['msg'].removeprefix('Value error, ')}"
+        for each in error.errors()
+    )
+    return UsageError(f"the request is not valid:\n{problems}")

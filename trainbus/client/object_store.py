@@ -1,4 +1,4 @@
-"""The object store, for commands that read it themselves."""
+"""The stack's object store, opened for a client."""
 
 from __future__ import annotations
 
@@ -8,23 +8,29 @@ from contextlib import asynccontextmanager
 
 from services.kit.bus import TransientError
 from services.kit.store.objects import ObjectStore
-from trainbus.client.address import Address
-from trainbus.client.connection import hush
-from trainbus.client.errors import CliError
+from trainbus.client.address import StackAddress
+from trainbus.client.errors import StackUnreachableError, TrainbusError
 
+#: Seconds for which a request is repeated while the store does not answer.
 PATIENCE_S = 5.0
-#: What a file of this machine fails with, and the store never.
-OURS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+#: Errors that come from this machine's disk, never from the store.
+LOCAL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 
 
 @asynccontextmanager
-async def store(address: Address) -> AsyncIterator[ObjectStore]:
-    """The object store; when it is away, or this machine cannot keep what it sends, the command ends in words."""
-    hush()
+async def open_object_store(address: StackAddress) -> AsyncIterator[ObjectStore]:
+    """Open the object store.
+
+    Raises:
+        StackUnreachableError: the store does not answer.
+        TrainbusError: this machine cannot write what the store sends.
+    """
     try:
         async with ObjectStore(address.settings(), patience_s=PATIENCE_S) as objects:
             yield objects
     except TransientError as error:
-        if getattr(error.__cause__, "errno", None) in OURS:
-            raise CliError(str(error)) from error
-        raise CliError(f"the object store at {address.s3_endpoint} does not answer: {error}") from error
+        if getattr(error.__cause__, "errno", None) in LOCAL_ERRORS:
+            raise TrainbusError(str(error)) from error
+        raise StackUnreachableError(
+            f"the object store at {address.s3_endpoint} does not answer: {error} (`trainbus doctor` shows more)"
+        ) from error

@@ -1,7 +1,7 @@
 """A project folder as a code package: one gzipped tar, the same bytes for the same content.
 
-What git would ignore stays out (``.gitignore`` files at every level), so does what ``.trainbusignore``
-names, and what is never code: repositories, virtual environments, caches, ``.env`` files.
+Left out are files that git ignores (``.gitignore`` at every level), files that ``.trainbusignore`` names, and what
+is never code: repositories, virtual environments, caches, ``.env`` files.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 
 from pathspec import GitIgnoreSpec
 
-from trainbus.client.errors import USAGE, CliError
+from trainbus.client.errors import UsageError
 
 MAX_BYTES = 64 * 2**20
 MAX_FILES = 5_000
 IGNORE_FILES = (".gitignore", ".trainbusignore")
-#: Kept out always, unless a ``.trainbusignore`` brings one back with ``!``.
-NEVER = [
+#: Always left out, unless a ``.trainbusignore`` includes one again with ``!``.
+ALWAYS_IGNORED = [
     ".git",
     ".hg",
     ".svn",
@@ -53,7 +53,7 @@ NEVER = [
 
 
 @dataclass(frozen=True, slots=True)
-class Package:
+class CodePackage:
     """A packed project."""
 
     body: bytes
@@ -65,7 +65,7 @@ class Package:
     git_dirty: bool | None
 
     def code(self, bucket: str) -> dict[str, Any]:
-        """The ``code`` of a request that runs this package out of ``bucket``."""
+        """Return the ``code`` of a request that runs this package from ``bucket``."""
         found = {
             "uri": f"s3://{bucket}/packages/{self.sha256}.tar.gz",
             "sha256": self.sha256,
@@ -75,23 +75,23 @@ class Package:
         return {name: value for name, value in found.items() if value is not None}
 
 
-def pack(folder: Path) -> Package:
-    """Pack a folder.
+def pack_project(folder: Path) -> CodePackage:
+    """Pack a project's folder.
 
     Raises:
-        CliError: it is no folder, holds nothing, is too large, or has a link that leads out of it.
+        UsageError: it is no folder, holds no files, is too large, or has a link that leads out of it.
     """
     if not folder.is_dir():
-        raise CliError(f"{folder} is no folder: give the folder that holds your code", USAGE)
+        raise UsageError(f"{folder} is no folder: give the folder that holds your code")
     found: list[tuple[str, Path, int]] = []
-    for name, path in sorted(project_files(folder)):
+    for name, path in sorted(walk_project(folder)):
         if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
-            raise CliError(
-                f"{name} is a link that leads out of {folder}: copy the file in, or name it in .trainbusignore", USAGE
+            raise UsageError(
+                f"{name} is a link that leads out of {folder}: copy the file in, or name it in .trainbusignore"
             )
         found.append((name, path, path.stat().st_size))
     _check_size(folder, found)
-    # A program that writes the same bytes for the same content: no times, owners or names of ours.
+    # No times and owners: the same content makes the same bytes.
     plain = io.BytesIO()
     with tarfile.open(fileobj=plain, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for name, path, _ in found:
@@ -101,8 +101,8 @@ def pack(folder: Path) -> Package:
             entry.mode = 0o755 if os.access(path, os.X_OK) else 0o644
             tar.addfile(entry, io.BytesIO(content))
     body = gzip.compress(plain.getvalue(), compresslevel=6, mtime=0)
-    commit, dirty = git_state(folder)
-    return Package(
+    commit, dirty = read_git_state(folder)
+    return CodePackage(
         body,
         hashlib.sha256(body).hexdigest(),
         tuple(name for name, _, _ in found),
@@ -112,11 +112,11 @@ def pack(folder: Path) -> Package:
     )
 
 
-def project_files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """(name in the package, path) of every file that belongs to a project, in no particular order."""
+def walk_project(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield (name in the package, path) of every file of a project, in no particular order."""
     root = folder.resolve()
-    # Ignore files of the folders above count as far up as the repository goes.
-    above: list[tuple[Path, GitIgnoreSpec]] = [(root, GitIgnoreSpec.from_lines(NEVER))]
+    # Ignore files of the folders above count, up to the repository's own folder.
+    above: list[tuple[Path, GitIgnoreSpec]] = [(root, GitIgnoreSpec.from_lines(ALWAYS_IGNORED))]
     repository = next((each for each in (root, *root.parents) if (each / ".git").exists()), None)
     if repository is not None and repository != root:
         between = [each for each in root.parents if each.is_relative_to(repository)]
@@ -130,17 +130,17 @@ def _walk(root: Path, folder: Path, above: list[tuple[Path, GitIgnoreSpec]]) -> 
     for entry in os.scandir(folder):
         path = Path(entry.path)
         is_folder = entry.is_dir()
-        if _ignored(path, is_folder, rules):
+        if _is_ignored(path, is_folder, rules):
             continue
         if not is_folder:
             if entry.is_file():
                 yield path.relative_to(root).as_posix(), path
         elif entry.is_symlink():
-            # Followed it could lead anywhere, or round in circles.
-            raise CliError(
-                f"{path.relative_to(root)} is a link to a folder: copy it in, or name it in .trainbusignore", USAGE
+            # A link to a folder could lead out of the project, or in a circle.
+            raise UsageError(
+                f"{path.relative_to(root)} is a link to a folder: copy it in, or name it in .trainbusignore"
             )
-        elif not (path / "pyvenv.cfg").exists():  # a virtual environment under whatever name
+        elif not (path / "pyvenv.cfg").exists():  # a virtual environment of any name
             yield from _walk(root, path, rules)
 
 
@@ -152,34 +152,33 @@ def _rules(folder: Path) -> list[tuple[Path, GitIgnoreSpec]]:
     ]
 
 
-def _ignored(path: Path, is_folder: bool, rules: list[tuple[Path, GitIgnoreSpec]]) -> bool:
-    """The last rule that says anything about ``path`` decides, as git has it."""
-    verdict = False
+def _is_ignored(path: Path, is_folder: bool, rules: list[tuple[Path, GitIgnoreSpec]]) -> bool:
+    """Whether ``path`` is ignored. The last rule that matches decides, as in git."""
+    ignored = False
     for base, spec in rules:
         name = path.relative_to(base).as_posix() + ("/" if is_folder else "")
         include = spec.check_file(name).include
         if include is not None:
-            verdict = include
-    return verdict
+            ignored = include
+    return ignored
 
 
 def _check_size(folder: Path, found: list[tuple[str, Path, int]]) -> None:
     if not found:
-        raise CliError(f"{folder} holds no files to pack (everything is ignored?)", USAGE)
+        raise UsageError(f"{folder} holds no files to pack (everything is ignored?)")
     total = sum(size for _, _, size in found)
     if total <= MAX_BYTES and len(found) <= MAX_FILES:
         return
     largest = sorted(found, key=lambda each: -each[2])[:5]
     listed = "\n".join(f"  {size / 2**20:8.1f} MiB  {name}" for name, _, size in largest)
-    raise CliError(
+    raise UsageError(
         f"{folder} has {len(found):,} files of {total / 2**20:.1f} MiB; a package holds at most {MAX_FILES:,} files of "
         f"{MAX_BYTES // 2**20} MiB together. Name data and results in .trainbusignore. The largest:\n{listed}",
-        USAGE,
     )
 
 
-def git_state(folder: Path) -> tuple[str | None, bool | None]:
-    """The commit a folder is at, and whether anything in the folder differs from it; (None, None) outside git."""
+def read_git_state(folder: Path) -> tuple[str | None, bool | None]:
+    """Return a folder's commit and whether files in the folder differ from it; (None, None) outside git."""
 
     def git(*arguments: str) -> str:
         answer = subprocess.run(

@@ -1,4 +1,4 @@
-"""What a reproduction compares: the recorded run's states against those of a second training. Pure."""
+"""Compare a recorded run's states with those of a second training of the same request. Pure."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted
 from contracts.events.run import CheckpointRef, RunAccepted, RunCompleted, RunPrepared, RunStarted
 from contracts.events.train import DatasetRef, Slots, TrainRequested
 from contracts.spec.run import RunSpec
+from trainbus.client.errors import UsageError
 
-#: What ``training.checkpoint_at_steps`` takes.
+#: Steps that ``training.checkpoint_at_steps`` may list.
 MAX_STEPS = 10_000
 #: The tag of a reproduction that names the run it repeats.
 TAG = "reproduces"
-#: The parts of a state in the order in which a difference is told: what the others are made from comes first.
+#: The parts of a state, those first from which the others follow.
 PARTS = ("model", "optimizer", "ema", "state")
 
 
-class CannotReproduce(Exception):
+class NotReproducibleError(UsageError):
     """The run cannot be repeated to the bit; the text says why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class RecordedState:
     """One committed state of the recorded run."""
 
     step: int
@@ -34,14 +35,14 @@ class State:
 
 
 @dataclass(slots=True)
-class Recorded:
-    """What the log says about the run that is to be repeated."""
+class RecordedRun:
+    """The run to repeat, as the log has it."""
 
     run_id: str
     spec: RunSpec | None = None
     dataset_id: str | None = None
-    #: By step, the newest generation's: only those that are exact and have a digest.
-    states: dict[int, State] = field(default_factory=dict)
+    #: By step, the newest generation's; only states that are exact and have a digest.
+    states: dict[int, RecordedState] = field(default_factory=dict)
     committed: int = 0
     #: Checkpoints that are still in the store, by step.
     kept: dict[int, CheckpointRef] = field(default_factory=dict)
@@ -49,7 +50,7 @@ class Recorded:
     last_step: int | None = None
 
     def apply(self, event: Any) -> None:
-        """Take in one fact, in the log's order."""
+        """Fold one fact, in the order of the log."""
         match event:
             case RunAccepted() if self.spec is None:
                 self.spec = event.spec
@@ -61,7 +62,7 @@ class Recorded:
                 self.committed += 1
                 self.kept[ref.step] = ref
                 if event.exactness == "exact" and event.state_digest is not None:
-                    self.states[ref.step] = State(ref.step, event.state_digest, event)
+                    self.states[ref.step] = RecordedState(ref.step, event.state_digest, event)
             case CheckpointDeleted():
                 self.kept = {step: ref for step, ref in self.kept.items() if ref.uri != event.uri}
             case RunCompleted():
@@ -72,7 +73,7 @@ class Recorded:
         return exactness.assess(self.spec, map(_start, self.starts))
 
     def environment(self, generation: int) -> Mapping[str, str]:
-        """What a generation said of the environment it ran in."""
+        """Return the environment that a generation reported at its start."""
         return next((start.environment for start in self.starts if start.generation == generation), {})
 
 
@@ -83,42 +84,44 @@ def _start(fact: RunStarted) -> exactness.GenerationStart:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """The second training, and the states that it must go through."""
+class ReproductionPlan:
+    """The request of the second training, and the states that it must reach."""
 
     request: TrainRequested
-    wanted: dict[int, State]
+    wanted: dict[int, RecordedState]
     kept: frozenset[int]
-    #: The last of them is the run's end: the reproduction ends there by itself.
+    #: Whether the last state is the run's end, where the reproduction ends by itself.
     to_the_end: bool
     note: str = ""
 
 
-def plan(recorded: Recorded, start_step: int | None, slots: int | None) -> Plan:
-    """How to repeat the run, from the beginning or from one of its checkpoints.
+def plan_reproduction(recorded: RecordedRun, start_step: int | None, slots: int | None) -> ReproductionPlan:
+    """Plan how to repeat the run, from the beginning or from one of its checkpoints.
 
     Raises:
-        CannotReproduce: it was not exact, or what is needed is not there any more.
+        NotReproducibleError: it was not exact, or its data, states or checkpoint are gone.
     """
     spec = recorded.spec
     if spec is None:
-        raise CannotReproduce(f"run {recorded.run_id} was never accepted, so there is nothing to repeat")
+        raise NotReproducibleError(f"run {recorded.run_id} was never accepted, so there is nothing to repeat")
     if spec.task is None or spec.training is None or spec.kind != "train":
-        raise CannotReproduce(f"run {recorded.run_id} is no training of a Task: only those can be repeated to the bit")
+        raise NotReproducibleError(
+            f"run {recorded.run_id} is no training of a Task: only those can be repeated to the bit"
+        )
     logical = spec.training.logical_ranks
     if logical is None:
-        raise CannotReproduce(
+        raise NotReproducibleError(
             f"run {recorded.run_id} was trained in fast mode, which is exact in its samples alone: a second training "
-            "differs in the last bits. Submit it with training.logical_ranks (4, 8 or 12, say) for one that can be "
-            "reproduced (docs/exact-training.md)"
+            "differs in the last bits. Submit it with training.logical_ranks (for example 4, 8 or 12) to have one that "
+            "can be reproduced (docs/exact-training.md)"
         )
     if slots is not None and not 1 <= slots <= logical:
-        raise CannotReproduce(f"--slots {slots}: the run has {logical} logical ranks, so give 1 to {logical}")
+        raise NotReproducibleError(f"--slots {slots}: the run has {logical} logical ranks, so give 1 to {logical}")
     if spec.data is not None and recorded.dataset_id is None:
-        raise CannotReproduce(f"the data of run {recorded.run_id} was never prepared, so it has trained nothing")
+        raise NotReproducibleError(f"the data of run {recorded.run_id} was never prepared, so it has trained nothing")
     wanted = {step: state for step, state in sorted(recorded.states.items()) if step > (start_step or 0)}
     if not wanted:
-        raise CannotReproduce(_nothing_to_compare(recorded, start_step))
+        raise NotReproducibleError(_nothing_to_compare(recorded, start_step))
     begins: dict[str, Any] = {}
     if start_step is not None:
         uri = _start_from(recorded, start_step).commit.checkpoint.uri
@@ -132,7 +135,7 @@ def plan(recorded: Recorded, start_step: int | None, slots: int | None) -> Plan:
             "data": DatasetRef(dataset_id=recorded.dataset_id) if recorded.dataset_id else None,
             "slots": Slots(min=slots, max=slots) if slots is not None else spec.slots,
             **begins,
-            # It competes for nothing: what it is for is the comparison.
+            # The reproduction is compared only: it is not evaluated and competes for no model.
             "model": None,
             "evaluation": None,
             "tags": {**spec.tags, TAG: recorded.run_id},
@@ -142,10 +145,10 @@ def plan(recorded: Recorded, start_step: int | None, slots: int | None) -> Plan:
     left = f"it is {reading.exactness} {reading.why}" if reading and reading.exactness != "exact" else ""
     note = f"only its states up to step {steps[-1]} are compared: {left}" if left else ""
     whole = TrainRequested.model_validate(request.model_dump())
-    return Plan(whole, wanted, frozenset(recorded.kept), recorded.last_step == steps[-1], note)
+    return ReproductionPlan(whole, wanted, frozenset(recorded.kept), recorded.last_step == steps[-1], note)
 
 
-def _nothing_to_compare(recorded: Recorded, start_step: int | None) -> str:
+def _nothing_to_compare(recorded: RecordedRun, start_step: int | None) -> str:
     reading = recorded.reading
     if start_step is not None and recorded.states:
         return f"run {recorded.run_id} has committed nothing beyond step {start_step}: {_steps(recorded.states)}"
@@ -159,12 +162,12 @@ def _nothing_to_compare(recorded: Recorded, start_step: int | None) -> str:
     return f"run {recorded.run_id} has committed no checkpoint yet, so there is nothing to compare with"
 
 
-def _start_from(recorded: Recorded, step: int) -> State:
+def _start_from(recorded: RecordedRun, step: int) -> RecordedState:
     state = recorded.states.get(step)
     there = {each: found for each, found in recorded.states.items() if each in recorded.kept}
     if state is None or step not in recorded.kept:
         gone = "is deleted" if state is not None else "is not there, or not exact"
-        raise CannotReproduce(
+        raise NotReproducibleError(
             f"the checkpoint of step {step} of run {recorded.run_id} {gone}; it can start from {_steps(there)}, "
             "or from the beginning, without --from"
         )
@@ -177,10 +180,10 @@ def _steps(found: Iterable[int]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """One state of both trainings."""
+class StateComparison:
+    """One state in both trainings."""
 
-    recorded: State
+    recorded: RecordedState
     commit: CheckpointCommitted
 
     @property
@@ -193,55 +196,55 @@ class Compared:
 
 
 @dataclass(slots=True)
-class Comparison:
-    """The states that both trainings went through so far, as the second one commits them."""
+class RunComparison:
+    """The states that both trainings have reached so far, as the second one commits them."""
 
-    wanted: dict[int, State]
-    #: Steps whose recorded checkpoint is still in the store: only there a tensor can be named.
+    wanted: dict[int, RecordedState]
+    #: Steps whose recorded checkpoint is still in the store: tensors can be compared only there.
     kept: frozenset[int] = frozenset()
-    compared: dict[int, Compared] = field(default_factory=dict)
+    compared: dict[int, StateComparison] = field(default_factory=dict)
     starts: list[RunStarted] = field(default_factory=list)
 
-    def apply(self, event: Any) -> Compared | None:
-        """Take in a fact of the second training; the comparison that it makes possible, if it does."""
+    def apply(self, event: Any) -> StateComparison | None:
+        """Fold a fact of the second training; return the comparison that it completes, if any."""
         if isinstance(event, RunStarted):
             self.starts.append(event)
         if not isinstance(event, CheckpointCommitted):
             return None
         step = event.checkpoint.step
-        # A generation that goes over the same steps again must come to the same states, too.
+        # A generation that repeats steps must reach the same states, too.
         if step not in self.wanted or (step in self.compared and self.compared[step].same is False):
             return None
-        self.compared[step] = Compared(self.wanted[step], event)
+        self.compared[step] = StateComparison(self.wanted[step], event)
         return self.compared[step]
 
     @property
-    def difference(self) -> Compared | None:
-        """The first state that is not the same."""
+    def difference(self) -> StateComparison | None:
+        """The first state that differs."""
         return next((self.compared[step] for step in sorted(self.compared) if not self.compared[step].same), None)
 
     @property
-    def nameable(self) -> Compared | None:
-        """The first state that is not the same and whose tensors can be looked at."""
+    def first_comparable_difference(self) -> StateComparison | None:
+        """The first state that differs and whose tensors can be compared."""
         steps = (step for step in sorted(self.compared) if step in self.kept and not self.compared[step].same)
         return next((self.compared[step] for step in steps), None)
 
     @property
     def done(self) -> bool:
-        """Whether the last state is reached. One before it may be missing: a checkpoint gives way to a later one."""
+        """Whether the last state is reached. An earlier one may be missing: a later checkpoint can replace it."""
         return max(self.wanted) in self.compared
 
     @property
     def last_same(self) -> int | None:
-        """The last step at which both were the same."""
+        """The last step at which both were equal."""
         return max((step for step, each in self.compared.items() if each.same), default=None)
 
     def environment(self, generation: int) -> Mapping[str, str]:
         return next((start.environment for start in self.starts if start.generation == generation), {})
 
 
-def first_differing(names: Iterable[str]) -> str | None:
-    """The tensor to look at first: of the model before the optimizer, since moments follow from weights."""
+def first_different_tensor(names: Iterable[str]) -> str | None:
+    """Return the tensor to examine first: the model's before the optimizer's, since moments follow from weights."""
 
     def order(name: str) -> tuple[int, str]:
         part = name.split("/", 1)[0]

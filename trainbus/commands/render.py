@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -15,7 +15,7 @@ from rich.console import Console, Group
 from rich.markup import escape as _escape_markup
 from rich.table import Table
 
-from trainbus.client.state import Board, ModelView, Moment, NodeView, RunView
+from trainbus.client.state import ModelView, Moment, NodeView, RunView
 
 STATE_STYLE = {
     "completed": "green",
@@ -199,9 +199,9 @@ def details(view: RunView, now: datetime) -> Table:
         ("dataset", view.dataset_id or ""),
         ("checkpoint", f"step {last.step}, epoch {last.epoch}: {last.uri}" if last else ""),
         ("state digest", view.state_digests.get(last.uri, "") if last else ""),
-        ("metrics", _numbers(view.metrics)),
-        ("evaluation", _numbers(view.evaluation)),
-        ("champion was", _numbers(view.champion)),
+        ("metrics", numbers(view.metrics)),
+        ("evaluation", numbers(view.evaluation)),
+        ("champion was", numbers(view.champion)),
         ("verdict", escape(f"{view.verdict}: {view.verdict_reason}") if view.verdict else ""),
         ("model", view.model or ""),
         ("MLflow run", view.mlflow_run_id or ""),
@@ -237,7 +237,7 @@ def exactness(view: RunView) -> str:
     return f"[green]exact[/] [dim]({view.logical_ranks} logical ranks{environment})[/]"
 
 
-def _numbers(values: dict[str, float]) -> str:
+def numbers(values: dict[str, float]) -> str:
     return ", ".join(f"{escape(name)} {value:.4g}" for name, value in sorted(values.items()))
 
 
@@ -271,7 +271,7 @@ def _one_of(row: list[Moment]) -> list[Moment]:
     return [Moment(last.sequence, last.time, last.fact, more + last.text)]
 
 
-def nodes(views: Iterable[NodeView], board: Board, now: datetime) -> Group:
+def nodes(views: Iterable[NodeView], names: Mapping[str, str], now: datetime) -> Group:
     """One line a node, and under the table why those are out of use that are."""
     views = list(views)
     made = table("node", "state", "slots", "kind", "busy with", "up", right=("slots", "up"))
@@ -279,10 +279,7 @@ def nodes(views: Iterable[NodeView], board: Board, now: datetime) -> Group:
         held: dict[str, int] = {}
         for run_id, _ in view.busy.values():
             held[run_id] = held.get(run_id, 0) + 1
-        busy = ", ".join(
-            f"{escape(board.runs[run_id].name or run_id) if run_id in board.runs else run_id}×{count}"
-            for run_id, count in held.items()
-        )
+        busy = ", ".join(f"{escape(names.get(run_id) or run_id)}×{count}" for run_id, count in held.items())
         made.add_row(
             view.node_id, state(view.state), f"{len(view.busy)}/{view.slots}", view.accelerator, busy,
             ago(view.joined_at, now) if view.state in ("up", "draining", "notice", "unfit") else "",
@@ -297,7 +294,7 @@ def _awry(view: NodeView) -> bool:
 def models(views: Iterable[ModelView], now: datetime) -> Table:
     made = table("model", "version", "run", "metrics", "since", right=("version", "since"))
     for view in views:
-        made.add_row(view.model, str(view.version), view.run_id, _numbers(view.metrics), ago(view.promoted_at, now))
+        made.add_row(view.model, str(view.version), view.run_id, numbers(view.metrics), ago(view.promoted_at, now))
     return made
 
 
@@ -305,7 +302,7 @@ def utc_now() -> datetime:
     return datetime.now(UTC)
 
 
-def why_it_waits(answer: dict[str, Any]) -> None:
+def print_wait(answer: dict[str, Any]) -> None:
     """Print who holds what a run waits for, and when it is expected to start, if the scheduler said so."""
     if holders := answer.get("holders"):
         table = Table(box=None, padding=(0, 2, 0, 0), title="who holds what it needs", title_justify="left")

@@ -1,41 +1,41 @@
-"""Times and lengths of time as people type them."""
+"""Times and durations as users type them."""
 
 from __future__ import annotations
 
 import re
 from datetime import UTC, datetime, timedelta
 
-from trainbus.client.errors import USAGE, CliError
+from trainbus.client.errors import UsageError
 
 UNITS_S = {"s": 1.0, "m": 60.0, "h": 3_600.0, "d": 86_400.0, "w": 604_800.0}
-_LENGTH = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
+_PART = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
 _NAMES = {"sec": "s", "second": "s", "min": "m", "minute": "m", "hour": "h", "day": "d", "week": "w"}
-_WHOLE = re.compile(r"(?:\d+(?:\.\d+)?\s*[a-z]*\s*)+")
+_DURATION = re.compile(r"(?:\d+(?:\.\d+)?\s*[a-z]*\s*)+")
 
 
-def seconds(text: str) -> float:
-    """A length of time: ``90``, ``10m``, ``1 h 30 min``, ``2 days``.
+def parse_duration(text: str) -> float:
+    """Return the seconds of ``90``, ``10m``, ``1 h 30 min`` or ``2 days``.
 
     Raises:
-        CliError: it is none.
+        UsageError: the text is no duration.
     """
     plain = text.strip().lower()
-    if _WHOLE.fullmatch(plain):
-        parts = [(float(number), _unit(unit)) for number, unit in _LENGTH.findall(plain)]
+    if _DURATION.fullmatch(plain):
+        parts = [(float(number), _unit_s(unit)) for number, unit in _PART.findall(plain)]
         if all(size for _, size in parts):
             return sum(number * size for number, size in parts)
-    raise CliError(f"{text!r} is no length of time: write 90s, 10m, 2h or 1d", USAGE)
+    raise UsageError(f"{text!r} is no duration: write 90s, 10m, 2h or 1d")
 
 
-def moment(text: str, now: datetime) -> datetime:
-    """A time: ISO 8601 (UTC where no zone is given), a time of today, or ``2 h ago``.
+def parse_time(text: str, now: datetime) -> datetime:
+    """Return the time of ISO 8601 (UTC unless it has a zone), of a time of today, or of ``2 h ago``.
 
     Raises:
-        CliError: it is none.
+        UsageError: the text is no time.
     """
     plain = text.strip()
     if plain.lower().endswith("ago"):
-        return now - timedelta(seconds=seconds(plain[:-3]))
+        return now - timedelta(seconds=parse_duration(plain[:-3]))
     if plain.lower() in ("now", "today", "yesterday"):
         midnight = now.replace(hour=0, minute=0, second=0, microsecond=0)
         return {"now": now, "today": midnight, "yesterday": midnight - timedelta(days=1)}[plain.lower()]
@@ -44,11 +44,11 @@ def moment(text: str, now: datetime) -> datetime:
     try:
         time = datetime.fromisoformat(plain)
     except ValueError:
-        raise CliError(f"{text!r} is no time: write 2026-11-20T14:00 (UTC), 14:00 or '2 h ago'", USAGE) from None
+        raise UsageError(f"{text!r} is no time: write 2026-11-20T14:00 (UTC), 14:00 or '2 h ago'") from None
     return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
-def _unit(name: str) -> float:
+def _unit_s(name: str) -> float:
     if not name:
         return 1.0
     singular = name.removesuffix("s") if len(name) > 1 else name

@@ -9,23 +9,30 @@ from typing import Any
 
 from contracts.datasets import Manifest
 from services.kit.store.objects import ObjectStore
-from trainbus.client.address import Address
+from trainbus.client.address import StackAddress
 from trainbus.client.connection import connect
-from trainbus.client.datasets import Loaded, fetch_index, find, load, read_history, records
-from trainbus.client.errors import CliError
-from trainbus.client.object_store import store
+from trainbus.client.datasets import (
+    LoadedDataset,
+    fetch_index,
+    find_dataset,
+    iterate_records,
+    load_dataset,
+    read_history,
+)
+from trainbus.client.errors import TrainbusError
+from trainbus.client.object_store import open_object_store
 from trainbus.commands import render
 from trainbus.commands.datasets.tables import SHOWN, say_more, split_line
 from trainbus.datasets.diff import KINDS, Difference, Kind, Unsorted, compare
 
 
-async def diff(address: Address, one: str, other: str, *, examples: int, as_json: bool) -> None:
+async def diff_datasets(address: StackAddress, one: str, other: str, *, examples: int, as_json: bool) -> None:
     """Print what changed between two datasets; fail if anything did."""
-    async with connect(address) as link:
-        history = await read_history(link)
-    before, after = find(history, one, address), find(history, other, address)
-    async with store(address) as objects:
-        old, new = await load(objects, before), await load(objects, after)
+    async with connect(address) as connection:
+        history = await read_history(connection)
+    before, after = find_dataset(history, one, address), find_dataset(history, other, address)
+    async with open_object_store(address) as objects:
+        old, new = await load_dataset(objects, before), await load_dataset(objects, after)
         found = await _compare(objects, old, new, examples)
     settings = _settings_changes(old.manifest, new.manifest)
     differ = bool(found.total or settings)
@@ -39,18 +46,18 @@ async def diff(address: Address, one: str, other: str, *, examples: int, as_json
     else:
         _print_difference(old, new, found, settings)
     if differ:
-        raise CliError(f"they differ: {_totals(found) or 'in their settings alone'}")
+        raise TrainbusError(f"they differ: {_totals(found) or 'in their settings alone'}")
 
 
-async def _compare(objects: ObjectStore, old: Loaded, new: Loaded, examples: int) -> Difference:
+async def _compare(objects: ObjectStore, old: LoadedDataset, new: LoadedDataset, examples: int) -> Difference:
     with tempfile.TemporaryDirectory(prefix="trainbus-") as folder:
         paths = Path(folder) / "before.jsonl", Path(folder) / "after.jsonl"
         for loaded, path in zip((old, new), paths, strict=True):
             await fetch_index(objects, loaded, path)
         try:
-            return await asyncio.to_thread(compare, records(paths[0]), records(paths[1]), examples)
+            return await asyncio.to_thread(compare, iterate_records(paths[0]), iterate_records(paths[1]), examples)
         except Unsorted as error:
-            raise CliError(f"{error}: the index is damaged; ingest the source again") from error
+            raise TrainbusError(f"{error}: the index is damaged; ingest the source again") from error
 
 
 def _counts(found: Difference, kind: Kind) -> dict[str, Any]:
@@ -77,7 +84,7 @@ def _totals(found: Difference) -> str:
     return ", ".join(f"{found.count(kind):,} {kind}" for kind in KINDS if found.count(kind))
 
 
-def _print_difference(old: Loaded, new: Loaded, found: Difference, settings: list[str]) -> None:
+def _print_difference(old: LoadedDataset, new: LoadedDataset, found: Difference, settings: list[str]) -> None:
     console = render.console()
     for sign, loaded in (("-", old), ("+", new)):
         total = sum(split.samples for split in loaded.manifest.splits.values())

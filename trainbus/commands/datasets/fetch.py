@@ -12,26 +12,26 @@ from services.kit.concurrency import gather_limited
 from services.kit.store.errors import ObjectNotFound
 from services.kit.store.files import hash_file
 from services.kit.store.objects import ObjectStore
-from trainbus.client.address import Address
+from trainbus.client.address import StackAddress
 from trainbus.client.connection import connect
-from trainbus.client.datasets import Loaded, find, load, read_history
-from trainbus.client.errors import USAGE, CliError
-from trainbus.client.object_store import store
+from trainbus.client.datasets import LoadedDataset, find_dataset, load_dataset, read_history
+from trainbus.client.errors import TrainbusError, UsageError
+from trainbus.client.object_store import open_object_store
 from trainbus.commands import render
 
 #: Files that are fetched at the same time.
 PARALLEL = 4
 
 
-async def fetch(address: Address, name: str, folder: Path, splits: list[str], *, as_json: bool) -> None:
+async def fetch_dataset(address: StackAddress, name: str, folder: Path, splits: list[str], *, as_json: bool) -> None:
     """Fetch shards and indexes, each compared with its hash; what is there and right stays. The manifest comes last."""
-    async with connect(address) as link, store(address) as objects:
-        loaded = await load(objects, find(await read_history(link), name, address))
+    async with connect(address) as connection, open_object_store(address) as objects:
+        loaded = await load_dataset(objects, find_dataset(await read_history(connection), name, address))
         if unknown := [split for split in splits if split not in loaded.manifest.splits]:
-            raise CliError(f"there is no split {unknown[0]!r}: choose among {', '.join(loaded.manifest.splits)}", USAGE)
+            raise UsageError(f"there is no split {unknown[0]!r}: choose among {', '.join(loaded.manifest.splits)}")
         manifest = folder / "manifest.json"
         if manifest.exists() and manifest.read_bytes() != loaded.content:
-            raise CliError(f"{folder} holds another dataset: give a folder of its own", USAGE)
+            raise UsageError(f"{folder} holds another dataset: give a folder of its own")
         wanted = [
             file
             for split in splits or loaded.manifest.splits
@@ -58,7 +58,7 @@ def _files(shard: ShardFile) -> list[tuple[str, str, int]]:
 
 
 async def _fetch_all(
-    objects: ObjectStore, loaded: Loaded, folder: Path, wanted: list[tuple[str, str, int]], *, quiet: bool
+    objects: ObjectStore, loaded: LoadedDataset, folder: Path, wanted: list[tuple[str, str, int]], *, quiet: bool
 ) -> int:
     """Have every file in ``folder``; return how many were not there."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -75,7 +75,7 @@ async def _fetch_all(
                 try:
                     await objects.download(shard_uri(loaded.bucket, sha256), path, sha256=sha256)
                 except (ObjectNotFound, ValueError) as error:
-                    raise CliError(
+                    raise TrainbusError(
                         f"{name} cannot be had, {error}: `trainbus datasets verify --repair` makes it anew"
                     ) from error
                 fetched += 1
@@ -88,5 +88,5 @@ async def _fetch_all(
 def _inside(name: str) -> PurePosixPath:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
-        raise CliError(f"the manifest names {name!r}, which leads out of its folder")
+        raise TrainbusError(f"the manifest names {name!r}, which leads out of its folder")
     return path

@@ -6,13 +6,13 @@ from typing import Any
 
 from rich.tree import Tree
 
-from trainbus.client.address import Address
+from trainbus.client.address import StackAddress
 from trainbus.commands import render
 from trainbus.commands.datasets.tables import ingestion_line, of_ingestion, open_dataset, summary
 from trainbus.datasets.history import Ingestion, RunUse
 
 
-async def lineage(address: Address, name: str, *, as_json: bool) -> None:
+async def print_lineage(address: StackAddress, name: str, *, as_json: bool) -> None:
     """Print where a dataset comes from and what came of it."""
     known = await open_dataset(address, name)
     if as_json:

@@ -14,11 +14,18 @@ from contracts import subjects, topology
 from contracts.datasets import SPLITS, Manifest, shard_uri
 from contracts.events.dataset import DatasetProgress
 from contracts.events.train import Split
-from trainbus.client.address import Address
-from trainbus.client.connection import Link, connect
-from trainbus.client.datasets import Loaded, fetch_index, find, load, read_history, records
-from trainbus.client.errors import USAGE, CliError
-from trainbus.client.object_store import store
+from trainbus.client.address import StackAddress
+from trainbus.client.connection import Connection, connect
+from trainbus.client.datasets import (
+    LoadedDataset,
+    fetch_index,
+    find_dataset,
+    iterate_records,
+    load_dataset,
+    read_history,
+)
+from trainbus.client.errors import UsageError
+from trainbus.client.object_store import open_object_store
 from trainbus.commands import render
 from trainbus.datasets.history import History, Ingestion, Known
 
@@ -34,11 +41,11 @@ WIDE = 100
 # -- ls --------------------------------------------------------------------------
 
 
-async def ls(address: Address, *, as_json: bool) -> None:
+async def print_datasets(address: StackAddress, *, as_json: bool) -> None:
     """Print the datasets, what is being made and what failed."""
-    async with connect(address) as link:
-        history = await read_history(link)
-        working = await _working(link, history)
+    async with connect(address) as connection:
+        history = await read_history(connection)
+        working = await _working(connection, history)
     pending = [each for each in history.ingestions.values() if each.dataset_id is None]
     if as_json:
         found = [summary(known) for known in history.datasets.values()]
@@ -63,10 +70,10 @@ async def ls(address: Address, *, as_json: bool) -> None:
         console.print(f"[dim]and {len(failed) - SHOWN_FAILED} more that failed before: --json has them all[/]")
 
 
-async def _working(link: Link, history: History) -> list[DatasetProgress]:
+async def _working(connection: Connection, history: History) -> list[DatasetProgress]:
     """The last word of each ingestion or sharding that has not ended."""
     newest: dict[str, DatasetProgress] = {}
-    for stored in await link.read(subjects.dataset_progress(), stream=topology.PROGRESS):
+    for stored in await connection.read(subjects.dataset_progress(), stream=topology.PROGRESS):
         newest[stored.event.ingestion_id] = stored.event
     return [
         event
@@ -160,22 +167,22 @@ def of_ingestion(each: Ingestion) -> dict[str, Any]:
 # -- show ------------------------------------------------------------------------
 
 
-async def open_dataset(address: Address, name: str) -> Known:
-    async with connect(address) as link:
-        return find(await read_history(link), name, address)
+async def open_dataset(address: StackAddress, name: str) -> Known:
+    async with connect(address) as connection:
+        return find_dataset(await read_history(connection), name, address)
 
 
-async def show(address: Address, name: str, *, classes: bool, as_json: bool) -> None:
+async def print_dataset(address: StackAddress, name: str, *, classes: bool, as_json: bool) -> None:
     """Print what a dataset is made of."""
     known = await open_dataset(address, name)
-    async with store(address) as objects:
-        loaded = await load(objects, known)
+    async with open_object_store(address) as objects:
+        loaded = await load_dataset(objects, known)
         counts: Counter[tuple[str, str]] = Counter()
         if classes:
             with tempfile.TemporaryDirectory(prefix="trainbus-") as folder:
                 path = Path(folder) / "index.jsonl"
                 await fetch_index(objects, loaded, path)
-                counts.update((each["split"], each["label"] or "") for each in records(path))
+                counts.update((each["split"], each["label"] or "") for each in iterate_records(path))
     manifest = loaded.manifest
     if as_json:
         by_class = {
@@ -192,7 +199,7 @@ async def show(address: Address, name: str, *, classes: bool, as_json: bool) -> 
         _print_statistics(manifest)
 
 
-def _print_summary(loaded: Loaded) -> None:
+def _print_summary(loaded: LoadedDataset) -> None:
     known, manifest = loaded.known, loaded.manifest
     found = next((each for each in known.ingestions if each.found), None)
     classes = ", ".join(manifest.classes[:12]) + (", ..." if len(manifest.classes) > 12 else "")
@@ -278,13 +285,13 @@ def say_more(count: int, what: str) -> None:
         render.console().print(f"[dim]and {count - SHOWN:,} more {what}: --json has them all[/]")
 
 
-async def urls(address: Address, name: str, split: str | None, *, as_json: bool) -> None:
+async def print_urls(address: StackAddress, name: str, split: str | None, *, as_json: bool) -> None:
     """Print the shards' addresses, one a line, in the order of the manifest."""
     if split is not None and split not in SPLITS:
-        raise CliError(f"there is no split {split!r}; there are {', '.join(SPLITS)}", USAGE)
+        raise UsageError(f"there is no split {split!r}; there are {', '.join(SPLITS)}")
     known = await open_dataset(address, name)
-    async with store(address) as objects:
-        loaded = await load(objects, known)
+    async with open_object_store(address) as objects:
+        loaded = await load_dataset(objects, known)
     found = [
         shard_uri(loaded.bucket, shard.sha256)
         for each in ([split] if split else SPLITS)

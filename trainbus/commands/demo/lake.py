@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainbus.client.errors import CliError
+from trainbus.client.errors import TrainbusError
 
 if TYPE_CHECKING:
     from services.kit.settings import Settings
@@ -49,7 +49,7 @@ def _data_file() -> Path:
     folders = list(found.submodule_search_locations or ()) if found else []
     path = Path(folders[0]) / "datasets" / "data" / "digits.csv.gz" if folders else None
     if path is None or not path.exists():
-        raise CliError("the demo's digits come with scikit-learn: pip install scikit-learn")
+        raise TrainbusError("the demo's digits come with scikit-learn: pip install scikit-learn")
     return path
 
 
@@ -80,7 +80,7 @@ async def fill(settings: Settings, bucket: str, files: dict[str, bytes], on_stor
             headers = sign_request(credentials, settings.s3_region, "PUT", url, body)
             async with session.put(url, data=body, headers=headers) as answer:
                 if answer.status != 200:
-                    raise CliError(f"S3 did not take {url}: {answer.status} {(await answer.text())[:300]}")
+                    raise TrainbusError(f"S3 did not take {url}: {answer.status} {(await answer.text())[:300]}")
             done += 1
             on_stored(done)
 

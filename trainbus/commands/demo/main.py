@@ -27,11 +27,11 @@ from contracts import subjects, topology
 from contracts.base import run_id_for
 from contracts.envelope import ANONYMOUS_SOURCE
 from contracts.events import run
-from trainbus.client import runs as reading
-from trainbus.client.address import Address, find, find_data_dir
-from trainbus.client.connection import Link, connect
-from trainbus.client.errors import FAILED, CliError
-from trainbus.client.package import Package, pack
+from trainbus.client.address import StackAddress, find_address, find_data_dir
+from trainbus.client.connection import Connection, connect
+from trainbus.client.errors import TrainbusError
+from trainbus.client.package import CodePackage, pack_project
+from trainbus.client.runs import NODE_FACTS
 from trainbus.client.state import Board, RunView
 from trainbus.commands import render
 from trainbus.commands.demo import lake as demo_lake
@@ -79,12 +79,12 @@ class Demo:
         return all(_settled(self.view(run_id)) for run_id in (self.first, self.second))
 
 
-def main(data_dir: Path | None, *, keep: bool = False) -> int:
+def run_demo(data_dir: Path | None, *, keep: bool = False) -> int:
     """Run the demo on a stack of its own; 0 if everything that it promises was seen."""
     folder = find_data_dir(data_dir)
     _check_example()
     if is_locked(folder):
-        raise CliError(locked_text(folder))
+        raise TrainbusError(locked_text(folder))
     folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, _as_interrupt)
     demo = _demo()
@@ -95,23 +95,23 @@ def main(data_dir: Path | None, *, keep: bool = False) -> int:
             scans = pool.submit(demo_lake.scans)
             with demo.screen.shown():
                 _wait_for_stack(demo, stack)
-                asyncio.run(_play(demo, find(folder), scans))
+                asyncio.run(_play(demo, find_address(folder), scans))
             problems = _check(demo)
             _last_screen(demo, problems, _look_closer(folder))
             if keep and not problems:
                 _keep(stack)
     except StackError as error:
-        raise CliError(str(error)) from error
+        raise TrainbusError(str(error)) from error
     except TimeoutError:
         _last_screen(demo, [_silent(), *_check(demo)])
-        return FAILED
-    return FAILED if problems else 0
+        return 1
+    return 1 if problems else 0
 
 
-def main_on_running(data_dir: Path | None) -> int:
+def run_demo_on_running_stack(data_dir: Path | None) -> int:
     """Run the demo on a stack that runs already: the embedded one, or the one that TRAINBUS_* names."""
     _check_example()
-    address = find(data_dir)
+    address = find_address(data_dir)
     demo = _demo()
     try:
         with ThreadPoolExecutor(1) as pool, demo.screen.shown():
@@ -120,7 +120,7 @@ def main_on_running(data_dir: Path | None) -> int:
     except TimeoutError:
         problems = [_silent(), *_check(demo)]
     _last_screen(demo, problems)
-    return FAILED if problems else 0
+    return 1 if problems else 0
 
 
 def _demo() -> Demo:
@@ -130,7 +130,7 @@ def _demo() -> Demo:
 
 def _check_example() -> None:
     if not (EXAMPLE / "task.py").exists():
-        raise CliError(f"the demo's example is not in {EXAMPLE}: run it from a checkout of the project")
+        raise TrainbusError(f"the demo's example is not in {EXAMPLE}: run it from a checkout of the project")
 
 
 def _look_closer(folder: Path) -> str:
@@ -180,26 +180,28 @@ def _wait_for_stack(demo: Demo, stack: StackProcess) -> None:
     demo.screen.done(stage, f"{len(info.processes)} processes are ready; two nodes of two slots")
 
 
-async def _play(demo: Demo, address: Address, scans: Future[dict[str, bytes]]) -> None:
+async def _play(demo: Demo, address: StackAddress, scans: Future[dict[str, bytes]]) -> None:
     """Everything between the stack being ready and both verdicts being out."""
-    async with connect(address) as link:
-        start = await link.last_sequence(topology.FACTS) + 1
-        for stored in await link.read(*reading.NODE_FACTS, subjects.model()):
+    async with connect(address) as connection:
+        start = await connection.last_sequence(topology.FACTS) + 1
+        for stored in await connection.read(*NODE_FACTS, subjects.model()):
             demo.board.apply(stored.sequence, stored.envelope.time, stored.event)
         await _fill_lake(demo, address, scans)
         code = await _upload_code(demo, address)
         changed = asyncio.Event()
         followers = [
-            asyncio.create_task(_follow_facts(demo, link, start, changed)),
-            asyncio.create_task(_follow_progress(demo, link, changed)),
+            asyncio.create_task(_follow_facts(demo, connection, start, changed)),
+            asyncio.create_task(_follow_progress(demo, connection, changed)),
             asyncio.create_task(_redraw(demo)),
         ]
         try:
-            demo.first = await _publish(link, example_request(FIRST, code, TRAINING, {"min": 1, "max": 4}, 0))
+            demo.first = await _publish(connection, example_request(FIRST, code, TRAINING, {"min": 1, "max": 4}, 0))
             demo.screen.runs[demo.first] = FIRST
             demo.screen.say(f"published train.requested for {FIRST!r}: {demo.first}")
             await _until(changed, followers, lambda: _half_way(demo.view(demo.first)))
-            demo.second = await _publish(link, example_request(SECOND, code, SECOND_TRAINING, {"min": 2, "max": 2}, 10))
+            demo.second = await _publish(
+                connection, example_request(SECOND, code, SECOND_TRAINING, {"min": 2, "max": 2}, 10)
+            )
             demo.screen.runs[demo.second] = SECOND
             demo.screen.say(f"half-way: published {SECOND!r} of priority 10, which needs two slots: {demo.second}")
             await _until(changed, followers, lambda: demo.finished)
@@ -209,7 +211,7 @@ async def _play(demo: Demo, address: Address, scans: Future[dict[str, bytes]]) -
             await asyncio.gather(*followers, return_exceptions=True)
 
 
-async def _fill_lake(demo: Demo, address: Address, scans: Future[dict[str, bytes]]) -> None:
+async def _fill_lake(demo: Demo, address: StackAddress, scans: Future[dict[str, bytes]]) -> None:
     stage = demo.screen.stage("data lake")
     files = await asyncio.wrap_future(scans)
 
@@ -223,18 +225,18 @@ async def _fill_lake(demo: Demo, address: Address, scans: Future[dict[str, bytes
     demo.screen.done(stage, f"{what} in s3://lake/{demo_lake.PREFIX}" + ("" if new else " (there already)"))
 
 
-async def _upload_code(demo: Demo, address: Address) -> dict[str, Any]:
+async def _upload_code(demo: Demo, address: StackAddress) -> dict[str, Any]:
     stage = demo.screen.stage("code package")
     package = await upload_example(address)
     demo.screen.done(stage, f"examples/digits, {render.size(len(package.body))}, sha256 {package.sha256[:12]}")
     return package.code(address.bucket_code)
 
 
-async def upload_example(address: Address) -> Package:
+async def upload_example(address: StackAddress) -> CodePackage:
     """Store the example's code package."""
     from trainbus.client.submission import upload_package
 
-    package = pack(EXAMPLE)
+    package = pack_project(EXAMPLE)
     await upload_package(address, package, package.code(address.bucket_code)["uri"])
     return package
 
@@ -251,15 +253,15 @@ def example_request(
     return body
 
 
-async def _publish(link: Link, body: dict[str, Any]) -> str:
+async def _publish(connection: Connection, body: dict[str, Any]) -> str:
     """Publish a bare JSON body with plain nats-py, as any other system would; return the run it means."""
-    stored = await link.nc.jetstream().publish("train.requested", json.dumps(body).encode())
+    stored = await connection.nc.jetstream().publish("train.requested", json.dumps(body).encode())
     # A message without an id is known by its place in the stream.
     return run_id_for(ANONYMOUS_SOURCE, f"{stored.stream}:{stored.seq}")
 
 
-async def _follow_facts(demo: Demo, link: Link, start: int, changed: asyncio.Event) -> None:
-    async for batch in link.follow(topology.FACTS, start_sequence=start):
+async def _follow_facts(demo: Demo, connection: Connection, start: int, changed: asyncio.Event) -> None:
+    async for batch in connection.follow(topology.FACTS, start_sequence=start):
         for stored in batch:
             demo.board.apply(stored.sequence, stored.envelope.time, stored.event)
             demo.screen.on_event(stored)
@@ -267,9 +269,9 @@ async def _follow_facts(demo: Demo, link: Link, start: int, changed: asyncio.Eve
             changed.set()
 
 
-async def _follow_progress(demo: Demo, link: Link, changed: asyncio.Event) -> None:
-    start = await link.last_sequence(topology.PROGRESS) + 1
-    async for batch in link.follow(topology.PROGRESS, subjects.progress(), start_sequence=start):
+async def _follow_progress(demo: Demo, connection: Connection, changed: asyncio.Event) -> None:
+    start = await connection.last_sequence(topology.PROGRESS) + 1
+    async for batch in connection.follow(topology.PROGRESS, subjects.progress(), start_sequence=start):
         for stored in batch:
             event: run.RunProgress = stored.event
             view = demo.board.runs.get(event.run_id)
@@ -365,6 +367,3 @@ def _last_screen(demo: Demo, problems: list[str], closer: str = "") -> None:
     verdict = "[bold red]not all that was promised was seen[/]" if problems else "[bold green]all as promised[/]"
     console.print(f"{verdict} after {seconds:.0f} s")
     sys.stdout.flush()
-
-
-__all__ = ["main", "main_on_running"]

@@ -22,7 +22,7 @@ from trainbus.commands import render
 from trainbus.commands.render import escape
 
 if TYPE_CHECKING:
-    from trainbus.client.connection import Stored
+    from trainbus.client.connection import StoredEvent
 
 #: Frames a second on a terminal: the demo's own drawing must not take the training's cores.
 FRAMES_PER_S = 5
@@ -105,7 +105,7 @@ class Screen:
         if self.live is None:
             self.console.print(f"[dim]{self._elapsed():>7}[/] {escape(text)}", soft_wrap=True)
 
-    def on_event(self, stored: Stored) -> None:
+    def on_event(self, stored: StoredEvent) -> None:
         """An event of the log, after the board has taken it in."""
         if stored.event.fact in QUIET or not (text := describe(stored.event)):
             return
@@ -168,7 +168,7 @@ class Screen:
             grid.add_row(f"[dim]{view.node_id}[/]", boxes)
         return grid
 
-    def _about(self, stored: Stored) -> str:
+    def _about(self, stored: StoredEvent) -> str:
         aggregate, name, _ = stored.subject.split(".")
         if aggregate == "run":
             called = self.runs.get(name) or (self.board.runs[name].name if name in self.board.runs else name)

@@ -1,48 +1,33 @@
-"""``trainbus scheduler``: its decisions made again, other nodes and policies tried out, and the policy in force."""
+"""``trainbus scheduler``: replay its decisions, try other nodes and policies, show the policy in force."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from trainbus.commands.options import DataDir, Json, find_stack, run
+
 app = typer.Typer(
     no_args_is_help=True,
-    help="The scheduler: make its decisions again, ask what if, let another policy follow along, show the policy.",
+    help="The scheduler: replay its decisions, try other nodes and policies, shadow it with a policy, show its policy.",
 )
-policy_app = typer.Typer(no_args_is_help=True, help="The policy in force, those that there are, and checking a file.")
+policy_app = typer.Typer(no_args_is_help=True, help="Show the policy in force, list the presets, check a file.")
 app.add_typer(policy_app, name="policy")
 
-DataDir = Annotated[
-    Path | None,
-    typer.Option("--data-dir", help="Data folder of the embedded stack; default: .trainbus here or above."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Log = Annotated[
     Path | None,
-    typer.Option("--log", help="A log in a file (JSONL, as `trainbus simulate --events` writes it), not the bus."),
+    typer.Option("--log", help="Read a file (JSONL, as `trainbus simulate --events` writes it) instead of the bus."),
 ]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", help="A field of the policy: order.skip=true; repeatable.")
 ]
 
 
-def _address(data_dir: Path | None) -> Callable[[], Any]:
-    """Where the stack is, found when it is needed: a file needs none."""
-
-    def find() -> Any:
-        from trainbus.client.address import find
-
-        return find(data_dir)
-
-    return find
-
-
-def _run(work: Coroutine[Any, Any, int]) -> None:
-    raise typer.Exit(asyncio.run(work))
+def _exit(work: Coroutine[Any, Any, int]) -> None:
+    raise typer.Exit(run(work))
 
 
 @app.command()
@@ -53,9 +38,9 @@ def replay(
     as_json: Json = False,
 ) -> None:
     """Make every recorded decision again and compare; exit 0 if all are the same, 1 if not."""
-    from trainbus.commands.scheduler.replay import replay
+    from trainbus.commands.scheduler.replay import replay_decisions
 
-    _run(replay(_address(data_dir), log, limit=limit, as_json=as_json))
+    _exit(replay_decisions(lambda: find_stack(data_dir), log, limit=limit, as_json=as_json))
 
 
 @app.command(name="what-if")
@@ -71,24 +56,28 @@ def what_if(
         list[str] | None, typer.Option("--policy", help="Another policy, by name or file; repeatable.")
     ] = None,
     settings: Settings = None,
-    start: Annotated[str | None, typer.Option("--from", help="Submissions from then on: a date, or '7 d ago'.")] = None,
-    end: Annotated[str | None, typer.Option("--to", help="Submissions before then.")] = None,
+    start: Annotated[
+        str | None, typer.Option("--from", help="Only submissions after this: a date, or '7 d ago'.")
+    ] = None,
+    end: Annotated[str | None, typer.Option("--to", help="Only submissions before this.")] = None,
     price: Annotated[
         list[str] | None, typer.Option("--price", help="ACCELERATOR=PRICE or POOL=PRICE of a slot-hour; repeatable.")
     ] = None,
     resume_cost_s: Annotated[
         float | None,
-        typer.Option("--resume-cost-s", min=0, help="Seconds that a preempted run takes to go on; default: as it was."),
+        typer.Option(
+            "--resume-cost-s", min=0, help="Seconds that a preempted run needs to resume; default: as logged."
+        ),
     ] = None,
     log: Log = None,
     plot: Annotated[Path | None, typer.Option("--plot", help="Folder for a chart (PNG).")] = None,
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Play the submissions of the past on other nodes or by another policy; compare waits, use, preemptions, cost."""
-    from trainbus.commands.scheduler.what_if import Wish, what_if
+    """Simulate past submissions on other nodes or by another policy; compare waits, use, preemptions and cost."""
+    from trainbus.commands.scheduler.what_if import WhatIfOptions, compare_scenarios
 
-    wish = Wish(
+    options = WhatIfOptions(
         nodes=tuple(nodes or ()),
         add=tuple(add or ()),
         policies=tuple(policy or ()),
@@ -98,7 +87,7 @@ def what_if(
         prices=tuple(price or ()),
         resume_cost_s=resume_cost_s,
     )
-    _run(what_if(_address(data_dir), log, wish, plot=plot, as_json=as_json))
+    _exit(compare_scenarios(lambda: find_stack(data_dir), log, options, plot=plot, as_json=as_json))
 
 
 @app.command()
@@ -111,20 +100,20 @@ def shadow(
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Let a candidate policy follow what happens and say under shadow.> what it would do; report at the end."""
-    from trainbus.commands.scheduler.shadow import shadow
-    from trainbus.commands.times import seconds
+    """Follow the log with a candidate policy, publish its decisions under shadow.>, and report at the end."""
+    from trainbus.commands.scheduler.shadow import shadow_scheduler
+    from trainbus.commands.times import parse_duration
 
-    for_s = seconds(during) if during is not None else None
-    _run(shadow(_address(data_dir)(), policy, settings or [], for_s=for_s, as_json=as_json))
+    for_s = parse_duration(during) if during is not None else None
+    _exit(shadow_scheduler(find_stack(data_dir), policy, settings or [], for_s=for_s, as_json=as_json))
 
 
 @policy_app.command()
 def show(data_dir: DataDir = None, as_json: Json = False) -> None:
     """Show the policy that the leading scheduler has adopted."""
-    from trainbus.commands.scheduler.policy import show
+    from trainbus.commands.scheduler.policy import print_policy
 
-    _run(show(_address(data_dir)(), as_json=as_json))
+    _exit(print_policy(find_stack(data_dir), as_json=as_json))
 
 
 @policy_app.command()
@@ -133,15 +122,15 @@ def check(
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
-    """Say whether a policy is valid, and what differs from the default; exit 2 if it is not."""
-    from trainbus.commands.scheduler.policy import check
+    """Check a policy and print what differs from the default; exit 2 if it is not valid."""
+    from trainbus.commands.scheduler.policy import check_policy
 
-    check(name, settings or [], as_json=as_json)
+    check_policy(name, settings or [], as_json=as_json)
 
 
 @policy_app.command()
 def presets(as_json: Json = False) -> None:
     """List the policies that come with trainbus."""
-    from trainbus.commands.scheduler.policy import presets
+    from trainbus.commands.scheduler.policy import print_presets
 
-    presets(as_json=as_json)
+    print_presets(as_json=as_json)

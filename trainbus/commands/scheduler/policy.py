@@ -1,4 +1,4 @@
-"""The policy in force, the ones that come with trainbus, and checking a team's own."""
+"""``trainbus scheduler policy``: the policy in force, the presets, and the check of a file."""
 
 from __future__ import annotations
 
@@ -9,36 +9,40 @@ from typing import Any
 from contracts import subjects, topology
 from contracts.scheduling import Policy
 from services.scheduler import policies
-from trainbus.client.address import Address
-from trainbus.client.connection import Stored, connect
-from trainbus.client.errors import USAGE, CliError
+from trainbus.client.address import StackAddress
+from trainbus.client.connection import StoredEvent, connect
+from trainbus.client.errors import TrainbusError, UsageError
 from trainbus.commands import render
 from trainbus.commands.scheduler import toml_writer
 
+ADOPTED = subjects.fact("policy", subjects.WILDCARD, "adopted")
 
-def load(name_or_path: str, settings: Iterable[str] = ()) -> Policy:
-    """The policy of this name or in this file.
+
+def load_policy(name_or_path: str, settings: Iterable[str] = ()) -> Policy:
+    """Return the policy of this name or in this file.
 
     Raises:
-        CliError: there is none, or it is not valid.
+        UsageError: there is none, or it is not valid.
     """
     try:
         return policies.with_settings(name_or_path, settings)
     except policies.PolicyError as error:
-        raise CliError(str(error), USAGE) from error
+        raise UsageError(str(error)) from error
 
 
-def changes(policy: Policy) -> dict[str, Any]:
-    """What of a policy is not the default: all that a file needs to hold."""
+def changes_of(policy: Policy) -> dict[str, Any]:
+    """Return what of a policy is not the default: all that its file needs to hold."""
     return {"name": policy.name} | policy.model_dump(mode="json", exclude_defaults=True)
 
 
-async def show(address: Address, *, as_json: bool) -> int:
+async def print_policy(address: StackAddress, *, as_json: bool) -> int:
     """Print the newest policy that was adopted."""
-    async with connect(address) as link:
-        stored: Stored | None = await link.last(topology.FACTS, subjects.fact("policy", subjects.WILDCARD, "adopted"))
+    async with connect(address) as connection:
+        stored: StoredEvent | None = await connection.read_last(
+            topology.FACTS, subjects.fact("policy", subjects.WILDCARD, "adopted")
+        )
     if stored is None:
-        raise CliError("no scheduler has adopted a policy yet: none has led since it says so")
+        raise TrainbusError("no scheduler has adopted a policy yet: start one (`trainbus up`)")
     adopted = stored.event
     if as_json:
         print(
@@ -55,26 +59,32 @@ async def show(address: Address, *, as_json: bool) -> int:
         )
         return 0
     by = f" by {adopted.instance}" if adopted.instance else ""
-    print(f"# {adopted.digest}, adopted {stored.envelope.time:%Y-%m-%d %H:%M:%S} UTC{by}; what is not here is default")
-    print(toml_writer.dumps(changes(adopted.policy)), end="")
+    print(f"# {adopted.digest}, adopted {stored.envelope.time:%Y-%m-%d %H:%M:%S} UTC{by}; the rest is the default")
+    print(toml_writer.dumps(changes_of(adopted.policy)), end="")
     return 0
 
 
-def check(name: str, settings: list[str], *, as_json: bool) -> None:
-    """Print what a valid policy says; end with what is wrong with one that is not."""
-    policy = load(name, settings)
+def check_policy(name: str, settings: list[str], *, as_json: bool) -> None:
+    """Print what of a policy is not the default.
+
+    Raises:
+        UsageError: it is not valid.
+    """
+    policy = load_policy(name, settings)
     if as_json:
-        print(json.dumps({"name": policy.name, "digest": policy.digest, "valid": True, "changes": changes(policy)}))
+        print(json.dumps({"name": policy.name, "digest": policy.digest, "valid": True, "changes": changes_of(policy)}))
         return
-    print(f"# {policy.name} ({policy.digest}) is valid; what is not here is default")
-    print(toml_writer.dumps(changes(policy)), end="")
+    print(f"# {policy.name} ({policy.digest}) is valid; the rest is the default")
+    print(toml_writer.dumps(changes_of(policy)), end="")
 
 
-def presets(*, as_json: bool) -> None:
-    """Print the policies that come with trainbus, each with what differs from the default."""
+def print_presets(*, as_json: bool) -> None:
+    """Print the policies that come with trainbus."""
     found = [policies.load(name) for name in policies.names()]
     if as_json:
-        print(render.as_json([{"name": each.name, "digest": each.digest, "changes": changes(each)} for each in found]))
+        print(
+            render.as_json([{"name": each.name, "digest": each.digest, "changes": changes_of(each)} for each in found])
+        )
         return
     made = render.table("policy", "order", "overtaking", "nodes", "takes slots for")
     for each in found:

@@ -11,43 +11,43 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from services.scheduler.replay.verification import Counts, Difference, Index, ReplayVerifier
-from trainbus.client.address import Address
-from trainbus.client.errors import FAILED
-from trainbus.client.fact_log import OpenPast, Past
+from trainbus.client.address import StackAddress
+from trainbus.client.fact_log import FactLog, OpenFactLog
 from trainbus.commands import render
+from trainbus.commands.progress import entries_with_bar
 
 #: Characters of a field's value that are shown.
 WIDTH = 200
 
 
-async def replay(address: Callable[[], Address], path: Path | None, *, limit: int, as_json: bool) -> int:
-    """Print what was compared and every difference; 1 if there is one."""
+async def replay_decisions(address: Callable[[], StackAddress], path: Path | None, *, limit: int, as_json: bool) -> int:
+    """Print what was compared and every difference; return 1 if there is one."""
     started = time.perf_counter()
-    async with OpenPast(address, path) as past:
-        index, remaker, found = await replayed(past)
+    async with OpenFactLog(address, path) as log:
+        index, verifier, found = await replay_log(log)
     took_s = time.perf_counter() - started
     if as_json:
-        print(render.as_json(_plain(past, index, remaker.counts, found, took_s)))
+        print(render.as_json(_plain(log, index, verifier.counts, found, took_s)))
     else:
-        render.console().print(_table(past, index, remaker.counts, found, took_s), *map(_shown, found[:limit]))
+        render.console().print(_table(log, index, verifier.counts, found, took_s), *map(_shown, found[:limit]))
         if len(found) > limit:
             print(f"and {len(found) - limit} more differences: see them with --limit, or --json")
-    return FAILED if found else 0
+    return 1 if found else 0
 
 
-async def replayed(past: Past) -> tuple[Index, ReplayVerifier, list[Difference]]:
-    """Read the log twice: once for the passes that there were, once to make them again."""
+async def replay_log(log: FactLog) -> tuple[Index, ReplayVerifier, list[Difference]]:
+    """Read the log twice: once for its scheduling cycles, once to decide them again."""
     index = Index()
-    async for entry in past.entries("reading"):
+    async for entry in entries_with_bar(log, "reading"):
         index.add(entry)
-    remaker = ReplayVerifier(index, await past.requests())
+    verifier = ReplayVerifier(index, await log.requests())
     found: list[Difference] = []
-    async for entry in past.entries("deciding again"):
-        found += remaker.feed(entry)
-    return index, remaker, found
+    async for entry in entries_with_bar(log, "deciding again"):
+        found += verifier.feed(entry)
+    return index, verifier, found
 
 
-def _table(past: Past, index: Index, counts: Counts, found: list[Difference], took_s: float) -> RenderableType:
+def _table(log: FactLog, index: Index, counts: Counts, found: list[Difference], took_s: float) -> RenderableType:
     made = Table.grid(padding=(0, 2))
     made.add_column()
     made.add_column(justify="right")
@@ -70,7 +70,7 @@ def _table(past: Past, index: Index, counts: Counts, found: list[Difference], to
         f"policy {digest} was adopted by other code: what this code does not know of it is left out"
         for digest in index.foreign
     ]
-    return Group(f"[bold]decisions of {render.escape(past.name)}, made again[/]", made, *notes)
+    return Group(f"[bold]decisions of {render.escape(log.name)}, made again[/]", made, *notes)
 
 
 def _shown(difference: Difference) -> RenderableType:
@@ -95,9 +95,9 @@ def _value(value: Any) -> str:
     return render.escape(text if len(text) <= WIDTH else f"{text[:WIDTH]}…")
 
 
-def _plain(past: Past, index: Index, counts: Counts, found: list[Difference], took_s: float) -> dict[str, Any]:
+def _plain(log: FactLog, index: Index, counts: Counts, found: list[Difference], took_s: float) -> dict[str, Any]:
     return {
-        "log": past.name,
+        "log": log.name,
         "facts": counts.facts,
         "passes": counts.passes,
         "decisions": counts.decisions,

@@ -24,12 +24,13 @@ from contracts.envelope import Envelope, encode
 from contracts.scheduling import Policy
 from services.scheduler.replay.log import FOLLOWED, Entry, entry_of
 from services.scheduler.replay.shadow import Comparison, Shadow, ShadowFact, prefix
-from trainbus.client.address import Address
-from trainbus.client.connection import Link, connect
-from trainbus.client.errors import CliError
+from trainbus.client.address import StackAddress
+from trainbus.client.connection import Connection, connect
+from trainbus.client.errors import TrainbusError
 from trainbus.client.fact_log import BusLog
 from trainbus.commands import render
-from trainbus.commands.scheduler import policy as policies
+from trainbus.commands.progress import entries_with_bar
+from trainbus.commands.scheduler.policy import load_policy
 
 SOURCE = "trainbus/shadow"
 #: How often, at most, the two are compared while the leader decides nothing; each time costs two plans.
@@ -40,15 +41,17 @@ NAMED = 10
 SAME_S = 1.0
 
 
-async def shadow(address: Address, name: str, settings: list[str], *, for_s: float | None, as_json: bool) -> int:
+async def shadow_scheduler(
+    address: StackAddress, name: str, settings: list[str], *, for_s: float | None, as_json: bool
+) -> int:
     """Follow until the time is over or a signal comes, then print the report."""
-    candidate = policies.load(name, settings)
+    candidate = load_policy(name, settings)
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with connect(address) as link:
-        await _has_stream(link)
-        follower = await _Follower.start(link, candidate)
+    async with connect(address) as connection:
+        await _has_stream(connection)
+        follower = await _Follower.start(connection, candidate)
         if not as_json:
             print(
                 f"{candidate.name} ({candidate.digest}) follows {follower.shadow.in_force.name}; "
@@ -65,11 +68,11 @@ async def shadow(address: Address, name: str, settings: list[str], *, for_s: flo
     return 0
 
 
-async def _has_stream(link: Link) -> None:
+async def _has_stream(connection: Connection) -> None:
     try:
-        await link.last_sequence(topology.SHADOW)
+        await connection.last_sequence(topology.SHADOW)
     except NotFoundError:
-        raise CliError(
+        raise TrainbusError(
             f"the server has no stream {topology.SHADOW.name}: start a scheduler of this version once, which makes it"
         ) from None
 
@@ -77,23 +80,23 @@ async def _has_stream(link: Link) -> None:
 class _Follower:
     """Feeds the shadow what comes, and publishes what it says."""
 
-    def __init__(self, link: Link, shadow: Shadow, position: int) -> None:
-        self.link, self.shadow, self.position = link, shadow, position
+    def __init__(self, connection: Connection, shadow: Shadow, position: int) -> None:
+        self.connection, self.shadow, self.position = connection, shadow, position
         self.published = 0
 
     @classmethod
-    async def start(cls, link: Link, candidate: Policy) -> _Follower:
+    async def start(cls, connection: Connection, candidate: Policy) -> _Follower:
         """Fold what has happened so far, and learn what was said by an earlier one of the same policy."""
         said = [
             stored.envelope.id
-            for stored in await link.read(f"{prefix(candidate)}>", stream=topology.SHADOW)
+            for stored in await connection.read(f"{prefix(candidate)}>", stream=topology.SHADOW)
             if stored.envelope.id
         ]
-        past = BusLog(link, await link.last_sequence(topology.FACTS))
+        log = await BusLog.open(connection)
         made = Shadow(candidate, Policy(), said)
-        async for entry in past.entries("folding what has happened"):
+        async for entry in entries_with_bar(log, "folding the log"):
             made.catch_up([entry])
-        return cls(link, made, past.end)
+        return cls(connection, made, log.length)
 
     async def follow(self, stop: asyncio.Event, for_s: float | None) -> None:
         reading = asyncio.create_task(self._read())
@@ -110,7 +113,7 @@ class _Follower:
     async def _read(self) -> None:
         rested = time.monotonic()
         with _status(self.shadow) as show:
-            async for batch in self.link.raw(topology.FACTS, *FOLLOWED, start_sequence=self.position + 1):
+            async for batch in self.connection.follow_raw(topology.FACTS, *FOLLOWED, start_sequence=self.position + 1):
                 entries: list[Entry] = [entry_of(raw) for raw in batch]
                 await self._publish(self.shadow.process(entries))
                 if not batch and time.monotonic() - rested >= REST_S:
@@ -128,7 +131,7 @@ class _Follower:
                 subject=each.fact.aggregate_id,
             )
             headers, body = encode(each.fact, envelope)
-            await self.link.js.publish(each.subject, body, headers=headers)
+            await self.connection.js.publish(each.subject, body, headers=headers)
             self.published += 1
 
 

@@ -26,12 +26,13 @@ from services.scheduler.replay.whatif import (
 )
 from services.scheduler.simulate.engine import NeverAtRest
 from services.scheduler.simulate.report import Recorder
-from trainbus.client.address import Address
-from trainbus.client.errors import FAILED, USAGE, CliError
-from trainbus.client.fact_log import OpenPast, bar
+from trainbus.client.address import StackAddress
+from trainbus.client.errors import TrainbusError, UsageError
+from trainbus.client.fact_log import OpenFactLog
 from trainbus.commands import render
-from trainbus.commands.scheduler import policy as policies
-from trainbus.commands.times import moment
+from trainbus.commands.progress import count_bar, entries_with_bar
+from trainbus.commands.scheduler.policy import load_policy
+from trainbus.commands.times import parse_time
 
 #: The past itself, played as the others are.
 BASE = "as it was, played"
@@ -55,8 +56,8 @@ MANIFOLD = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What is to be tried, as it was typed."""
+class WhatIfOptions:
+    """The scenarios to compare, as they were typed."""
 
     nodes: tuple[str, ...] = ()
     add: tuple[str, ...] = ()
@@ -69,39 +70,38 @@ class Wish:
     resume_cost_s: float | None = None
 
 
-async def what_if(
-    address: Callable[[], Address], path: Path | None, wish: Wish, *, plot: Path | None, as_json: bool
+async def compare_scenarios(
+    address: Callable[[], StackAddress], path: Path | None, options: WhatIfOptions, *, plot: Path | None, as_json: bool
 ) -> int:
-    """Print the past, and what it would have been."""
+    """Print the figures of the past and of every scenario."""
     now = render.utc_now()
     history = History(
-        moment(wish.start, now) if wish.start else None,
-        moment(wish.end, now) if wish.end else None,
+        parse_time(options.start, now) if options.start else None,
+        parse_time(options.end, now) if options.end else None,
     )
-    async with OpenPast(address, path) as past:
-        async for entry in past.entries("reading"):
+    async with OpenFactLog(address, path) as log:
+        async for entry in entries_with_bar(log, "reading"):
             history.feed(entry)
     history.close()
     try:
-        return _compare(history, wish, plot, as_json=as_json)
+        return _compare(history, options, plot, as_json=as_json)
     except WhatIfError as error:
-        raise CliError(str(error), USAGE) from error
+        raise UsageError(str(error)) from error
 
 
-def _compare(history: History, wish: Wish, plot: Path | None, *, as_json: bool) -> int:
-    resume_cost_s = history.resume_cost_s() if wish.resume_cost_s is None else wish.resume_cost_s
+def _compare(history: History, options: WhatIfOptions, plot: Path | None, *, as_json: bool) -> int:
+    resume_cost_s = history.resume_cost_s() if options.resume_cost_s is None else options.resume_cost_s
     given = submissions(history, resume_cost_s)
     if not given.counted:
-        raise CliError(
+        raise UsageError(
             f"nothing was submitted from {history.start.isoformat()} to {history.end.isoformat()}: "
             "choose another stretch with --from and --to",
-            USAGE,
         )
-    wished = scenarios(history, wish)
-    prices = prices_of([scenario.policy for scenario in wished], wish.prices)
-    figures = [recorded(history, wished[0].policy.name, prices)]
+    chosen = scenarios(history, options)
+    prices = prices_of([scenario.policy for scenario in chosen], options.prices)
+    figures = [recorded(history, chosen[0].policy.name, prices)]
     recorders: list[tuple[str, Recorder]] = []
-    for scenario in wished:
+    for scenario in chosen:
         found, recorder = _played(scenario, given, prices, resume_cost_s)
         figures.append(found)
         recorders.append((scenario.name, recorder))
@@ -120,34 +120,34 @@ def _compare(history: History, wish: Wish, plot: Path | None, *, as_json: bool) 
     return 0
 
 
-def scenarios(history: History, wish: Wish) -> list[Scenario]:
-    """The past first, then every wished set of nodes under every wished policy."""
+def scenarios(history: History, options: WhatIfOptions) -> list[Scenario]:
+    """The past first, then every compared set of nodes under every compared policy."""
     was, in_force = history.nodes, history.policy or Policy()
     if not was:
-        raise CliError("no node had joined in that stretch: nothing could run", USAGE)
+        raise UsageError("no node had joined in that stretch: nothing could run")
     first, events = history.first_nodes, history.nodes_until_last()
     sets: list[tuple[str, tuple[NodeJoined, ...], tuple[tuple[float, NodeFact], ...]]] = []
-    sets += [(text, like(parse_nodes(text), was), ()) for text in wish.nodes]
-    sets += [(f"+{text}", first + like(parse_nodes(text, "more"), was), events) for text in wish.add]
-    chosen = [policies.load(name, wish.settings) for name in wish.policies]
-    if wish.settings and not chosen:
-        raise CliError("--set changes a policy: say which with --policy", USAGE)
+    sets += [(text, like(parse_nodes(text), was), ()) for text in options.nodes]
+    sets += [(f"+{text}", first + like(parse_nodes(text, "more"), was), events) for text in options.add]
+    chosen = [load_policy(name, options.settings) for name in options.policies]
+    if options.settings and not chosen:
+        raise UsageError("--set changes a policy: say which with --policy")
     found = [Scenario(BASE, first, in_force, events)]
     for name, nodes, changes in sets or [("", first, events)]:
         for policy in chosen or ([in_force] if sets else []):
             what = [part for part in (name, policy.name if chosen else "") if part]
             found.append(Scenario(", ".join(what), nodes, policy, changes))
     if len(found) == 1:
-        raise CliError("what if what? Give --nodes, --add or --policy", USAGE)
+        raise UsageError("what if what? Give --nodes, --add or --policy")
     return found
 
 
 def _played(scenario: Scenario, given: Submissions, prices: Prices, resume_cost_s: float) -> tuple[Figures, Recorder]:
-    with bar(scenario.name, len(given.jobs)) as progress:
+    with count_bar(scenario.name, len(given.jobs)) as progress:
         try:
             return play(scenario, given, prices, resume_cost_s=resume_cost_s, progress=progress)
         except NeverAtRest as error:
-            raise CliError(f"{scenario.name}: {error}", FAILED) from error
+            raise TrainbusError(f"{scenario.name}: {error}") from error
 
 
 def _table(history: History, figures: Sequence[Figures]) -> RenderableType:

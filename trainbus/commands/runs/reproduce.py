@@ -1,4 +1,4 @@
-"""``trainbus reproduce``: train a recorded run again and compare the states on the way, to the bit."""
+"""``trainbus reproduce_run``: train a recorded run again and compare the states on the way, to the bit."""
 
 from __future__ import annotations
 
@@ -14,15 +14,26 @@ from rich.table import Table
 
 from contracts import exactness, subjects, topology
 from contracts.events.train import CancelRequested
-from trainbus.client import runs as reading
-from trainbus.client.address import Address
-from trainbus.client.connection import Link, connect, run_id_of
-from trainbus.client.errors import CliError
-from trainbus.client.reproduction import CannotReproduce, Compared, Comparison, Plan, Recorded, first_differing, plan
-from trainbus.client.state import ENDED, RunView, narrate
+from services.checkpoint.core import digests
+from trainbus.client.address import StackAddress
+from trainbus.client.checkpoints import StoredCheckpoint, read_digests_of
+from trainbus.client.client import AsyncClient
+from trainbus.client.connection import Connection, StoredEvent, derive_run_id
+from trainbus.client.errors import TrainbusError, UsageError
+from trainbus.client.reproduction import (
+    RecordedRun,
+    ReproductionPlan,
+    RunComparison,
+    StateComparison,
+    first_different_tensor,
+    plan_reproduction,
+)
+from trainbus.client.runs import read_end
+from trainbus.client.state import ENDED, Board, RunView, narrate
 from trainbus.commands import render
 
-SAME, DIFFERS, CANNOT = 0, 1, 2
+#: Exit codes; 2 is a run that cannot be reproduced.
+SAME, DIFFERS = 0, 1
 #: Rows of the table that stand on the screen at a time.
 SHOWN = 15
 #: Names of differing tensors that are listed.
@@ -30,8 +41,8 @@ LISTED = 8
 
 
 @dataclass(slots=True)
-class Result:
-    """How a reproduction came out."""
+class ReproductionResult:
+    """The outcome of a reproduction."""
 
     run_id: str
     reproduction: str
@@ -45,7 +56,7 @@ class Result:
     recorded_digest: str | None = None
     reproduced_digest: str | None = None
     tensor: str | None = None
-    #: Where it was looked at: the first difference whose recorded checkpoint is still there.
+    #: The step whose tensors were compared: the first difference whose recorded checkpoint is still stored.
     tensor_step: int | None = None
     differing: list[str] = field(default_factory=list)
     environment: list[str] = field(default_factory=list)
@@ -56,42 +67,43 @@ class Result:
         return self.step is None
 
 
-async def reproduce(address: Address, name: str, *, start_step: int | None, slots: int | None, as_json: bool) -> int:
-    """Train a run again and compare; 0 the same, 1 not the same. Raises CliError (2) where it cannot be told."""
-    async with connect(address) as link:
-        run_id = await reading.resolve(link, name)
-        recorded = Recorded(run_id)
-        for stored in await link.read(subjects.run(run_id)):
-            recorded.apply(stored.event)
-        try:
-            planned = plan(recorded, start_step, slots)
-        except CannotReproduce as error:
-            raise CliError(str(error), CANNOT) from None
-        new = run_id_of(await link.request(planned.request))
-        watching = Watching(new, planned, quiet=as_json)
-        try:
-            await _follow(link, watching)
-        except asyncio.CancelledError:
-            await asyncio.shield(_stop(link, new, "the reproduction was given up"))
-            raise
-        result = await _conclude(address, link, recorded, watching)
+async def reproduce_run(
+    client: AsyncClient, name: str, *, start_step: int | None, slots: int | None, as_json: bool
+) -> int:
+    """Train a run again and compare; return 0 if all states are the same, 1 if not.
+
+    Raises:
+        UsageError: the run cannot be repeated, or the repetition ended before its last state.
+    """
+    connection = client.connection
+    recorded = RecordedRun(await client.find_run(name))
+    for stored in await connection.read(subjects.run(recorded.run_id)):
+        recorded.apply(stored.event)
+    planned = plan_reproduction(recorded, start_step, slots)
+    repeated = derive_run_id(await connection.publish_request(planned.request))
+    screen = ReproductionScreen(repeated, planned, quiet=as_json)
+    try:
+        await _follow_reproduction(connection, screen)
+    except asyncio.CancelledError:
+        await asyncio.shield(_cancel_if_running(client, repeated, "the reproduction was interrupted"))
+        raise
+    result = await _conclude(client, recorded, screen)
     _print(result, as_json=as_json)
     return SAME if result.same else DIFFERS
 
 
-class Watching:
-    """The second training as it goes on: folds its facts and shows the comparison."""
+class ReproductionScreen:
+    """The second training as it goes on: its state, the comparison, and the table that shows it."""
 
-    def __init__(self, run_id: str, planned: Plan, *, quiet: bool) -> None:
+    def __init__(self, run_id: str, planned: ReproductionPlan, *, quiet: bool) -> None:
         self.view, self.planned = RunView(run_id), planned
-        self.comparison = Comparison(planned.wanted, planned.kept)
-        self._board = reading.board_of([])
-        self._board.runs[run_id] = self.view
+        self.comparison = RunComparison(planned.wanted, planned.kept)
+        self._state = Board(runs={run_id: self.view})
         self._console = render.console()
         self._quiet = quiet
         self.live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal and not quiet else None
 
-    def screen(self) -> AbstractContextManager[Any]:
+    def open(self) -> AbstractContextManager[Any]:
         if not self._quiet:
             slots = self.planned.request.slots
             print(
@@ -103,9 +115,9 @@ class Watching:
                 print(self.planned.note, flush=True)
         return self.live if self.live is not None else nullcontext()
 
-    def take(self, stored: Any) -> None:
-        """Fold one fact and show what it changes."""
-        self._board.apply(stored.sequence, stored.envelope.time, stored.event)
+    def update(self, stored: StoredEvent) -> None:
+        """Fold one fact and show the change."""
+        self._state.apply(stored.sequence, stored.envelope.time, stored.event)
         compared = self.comparison.apply(stored.event)
         if self.live is not None:
             self.live.update(Group(self._table(), self._line()), refresh=True)
@@ -113,10 +125,12 @@ class Watching:
             self._console.print(f"[dim]{stored.envelope.time:%H:%M:%S}[/] {render.escape(text)}", soft_wrap=True)
 
     @property
-    def over(self) -> bool:
-        """Whether there is nothing more to wait for."""
-        # Where retention has deleted the recorded checkpoint, the next one that is there tells the tensor.
-        return self.comparison.nameable is not None or self.comparison.done or self.view.state in ENDED
+    def is_over(self) -> bool:
+        """Whether the comparison is complete, or the run has ended."""
+        # Where retention has deleted the recorded checkpoint, a later one shows which tensors differ.
+        return (
+            self.comparison.first_comparable_difference is not None or self.comparison.done or self.view.state in ENDED
+        )
 
     def _table(self) -> Table:
         made = render.table("step", "recorded", "reproduced", "", right=("step",))
@@ -137,35 +151,34 @@ class Watching:
         return f"{view.run_id} {render.state(view.state)}{reason}, {done}"
 
 
-def _line_of(compared: Compared) -> str:
+def _line_of(compared: StateComparison) -> str:
     digest = (compared.digest or "none")[:16]
     verdict = "same" if compared.same else f"differs from {compared.recorded.digest[:16]}"
     return f"step {compared.recorded.step}: state {digest}, {verdict}"
 
 
-async def _follow(link: Link, watching: Watching) -> None:
-    """Follow the second training until it is told whether it is the same."""
-    with watching.screen():
-        async for batch in link.follow(topology.FACTS, subjects.run(watching.view.run_id)):
+async def _follow_reproduction(connection: Connection, screen: ReproductionScreen) -> None:
+    """Follow the second training until the comparison is complete or the run has ended."""
+    with screen.open():
+        async for batch in connection.follow(topology.FACTS, subjects.run(screen.view.run_id)):
             for stored in batch:
-                watching.take(stored)
-                if watching.over:
+                screen.update(stored)
+                if screen.is_over:
                     return
 
 
-async def _conclude(address: Address, link: Link, recorded: Recorded, watching: Watching) -> Result:
-    comparison, view = watching.comparison, watching.view
+async def _conclude(client: AsyncClient, recorded: RecordedRun, screen: ReproductionScreen) -> ReproductionResult:
+    comparison, view = screen.comparison, screen.view
     difference = comparison.difference
     if difference is None and not comparison.done:
-        raise CliError(
+        raise UsageError(
             f"the reproduction {view.run_id} {_end_of(view)} before its last state was reached, so nothing is proved: "
             f"{len(comparison.compared)} of {len(comparison.wanted)} states were compared and the same",
-            CANNOT,
         )
-    if view.state not in ENDED and (difference is not None or not watching.planned.to_the_end):
-        await _stop(link, view.run_id, "compared: it is not needed any more")
-    result = Result(recorded.run_id, view.run_id, len(comparison.compared), len(comparison.wanted))
-    result.note = watching.planned.note
+    if view.state not in ENDED and (difference is not None or not screen.planned.to_the_end):
+        await _cancel_if_running(client, view.run_id, "compared: it is not needed any more")
+    result = ReproductionResult(recorded.run_id, view.run_id, len(comparison.compared), len(comparison.wanted))
+    result.note = screen.planned.note
     if difference is None:
         last = comparison.wanted[max(comparison.wanted)]
         result.final_step, result.final_digest = last.step, last.digest
@@ -174,7 +187,7 @@ async def _conclude(address: Address, link: Link, recorded: Recorded, watching: 
     result.recorded_digest, result.reproduced_digest = difference.recorded.digest, difference.digest
     ours = comparison.environment(difference.commit.generation)
     result.environment = exactness.differences(recorded.environment(difference.recorded.commit.generation), ours)
-    await _name_tensor(address, comparison.nameable or difference, result)
+    await _find_different_tensors(client.address, comparison.first_comparable_difference or difference, result)
     return result
 
 
@@ -183,28 +196,26 @@ def _end_of(view: RunView) -> str:
     return f"is {view.state}" + (f" ({view.reason})" if view.reason else "")
 
 
-async def _name_tensor(address: Address, difference: Compared, result: Result) -> None:
-    """Find which tensors differ, from the lists of hashes that lie with both checkpoints."""
-    from services.checkpoint.core.digests import differences
-    from trainbus.client.checkpoints import Kept, load, store, tensor_digests
-
-    commits = (difference.recorded.commit, difference.commit)
+async def _find_different_tensors(
+    address: StackAddress, difference: StateComparison, result: ReproductionResult
+) -> None:
+    """Add which tensors differ, from the hashes that are stored with both checkpoints."""
+    pair = [StoredCheckpoint(commit) for commit in (difference.recorded.commit, difference.commit)]
     try:
-        async with store(address) as objects:
-            recorded, ours = [await tensor_digests(objects, await load(objects, Kept(commit))) for commit in commits]
-    except CliError as error:
-        result.note = " ".join(filter(None, (result.note, f"the tensor cannot be named: {error}")))
+        recorded, repeated = await read_digests_of(address, pair)
+    except TrainbusError as error:
+        result.note = " ".join(filter(None, (result.note, f"the tensors cannot be compared: {error}")))
         return
-    result.differing = [name for name, _ in differences(recorded, ours)]
-    result.tensor, result.tensor_step = first_differing(result.differing), difference.recorded.step
+    result.differing = [name for name, _ in digests.differences(recorded, repeated)]
+    result.tensor, result.tensor_step = first_different_tensor(result.differing), difference.recorded.step
 
 
-async def _stop(link: Link, run_id: str, reason: str) -> None:
-    if await reading.ended_fact(link, run_id) is None:
-        await link.request(CancelRequested(run_id=run_id, reason=reason))
+async def _cancel_if_running(client: AsyncClient, run_id: str, reason: str) -> None:
+    if await read_end(client.connection, run_id) is None:
+        await client.connection.publish_request(CancelRequested(run_id=run_id, reason=reason))
 
 
-def _print(result: Result, *, as_json: bool) -> None:
+def _print(result: ReproductionResult, *, as_json: bool) -> None:
     if as_json:
         print(render.as_json({"same": result.same, **asdict(result)}))
         return
@@ -217,7 +228,7 @@ def _print(result: Result, *, as_json: bool) -> None:
             soft_wrap=True,
         )
         return
-    since = f"the same up to step {result.same_up_to}" if result.same_up_to is not None else "not once the same"
+    since = f"the same up to step {result.same_up_to}" if result.same_up_to is not None else "never the same"
     console.print(f"[bold red]differs[/] at step {result.step}, {since}", soft_wrap=True)
     console.print(f"  recorded   {result.recorded_digest}\n  reproduced {result.reproduced_digest}", soft_wrap=True)
     if result.tensor is not None:

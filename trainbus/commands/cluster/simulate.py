@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from trainbus.client.errors import FAILED, USAGE, CliError
+from trainbus.client.errors import TrainbusError, UsageError
 
 if TYPE_CHECKING:
     from contracts.scheduling import Policy
@@ -88,7 +88,7 @@ def _pai(trace: Path | None, gpus: int, gpus_per_node: int) -> Trace:
     from services.scheduler.simulate import traces
 
     if trace is None:
-        raise CliError("say which trace: --trace FILE, or --generate N to make one up", USAGE)
+        raise UsageError("say which trace: --trace FILE, or --generate N to make one up")
     return _read(lambda: traces.read_pai(trace, gpus, gpus_per_node))
 
 
@@ -96,7 +96,7 @@ def _openb(nodes: Path | None, pods: Path | None, tune: float, seed: int) -> Tra
     from services.scheduler.simulate import traces
 
     if nodes is None or pods is None:
-        raise CliError("--format openb needs --nodes FILE and --pods FILE", USAGE)
+        raise UsageError("--format openb needs --nodes FILE and --pods FILE")
     return _read(lambda: traces.read_openb(nodes, pods, tune, seed))
 
 
@@ -106,7 +106,7 @@ def _read(reading: Callable[[], Trace]) -> Trace:
     try:
         return reading()
     except TraceError as error:
-        raise CliError(str(error), USAGE) from error
+        raise UsageError(str(error)) from error
 
 
 def _policy(name: str | None, settings: list[str]) -> Policy:
@@ -115,7 +115,7 @@ def _policy(name: str | None, settings: list[str]) -> Policy:
     try:
         return policies.with_settings(name or policies.DEFAULT, settings)
     except policies.PolicyError as error:
-        raise CliError(str(error), USAGE) from error
+        raise UsageError(str(error)) from error
 
 
 def _simulate(
@@ -133,7 +133,7 @@ def _simulate(
                     trace, policy, resume_cost_s=resume_cost_s, listeners=listeners, progress=progress
                 )
         except (engine.NeverAtRest, TimeoutError) as error:
-            raise CliError(str(error), FAILED) from error
+            raise TrainbusError(str(error)) from error
     settings = {"resume_cost_s": resume_cost_s, "seed": seed, "over_bus": over_bus}
     return recorder, report.summary(recorder, effort, policy, settings)
 
@@ -160,7 +160,7 @@ def _over_bus(
         try:
             server.start()
         except ServerError as error:
-            raise CliError(str(error), FAILED) from error
+            raise TrainbusError(str(error)) from error
         try:
             return simulate_over_bus(
                 trace, policy, server.url, resume_cost_s=resume_cost_s, listeners=listeners, progress=progress
@@ -180,7 +180,7 @@ def _listeners(recorder: Recorder, events: Path | None) -> Iterator[tuple[Any, .
     try:
         file = events.open("w", encoding="utf-8")
     except OSError as error:
-        raise CliError(f"{events} cannot be written: {error}", USAGE) from error
+        raise UsageError(f"{events} cannot be written: {error}") from error
     with file:
         yield recorder.record_fact, EventLog(file).record_fact
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from trainbus.client.address import find_data_dir
-from trainbus.client.errors import USAGE, CliError
+from trainbus.client.errors import TrainbusError, UsageError
 from trainbus.embedded.launch import (
     StackError,
     StackInfo,
@@ -25,7 +25,7 @@ from trainbus.embedded.layout import BadOptions, StackOptions, UnknownUnit, mlfl
 from trainbus.embedded.process import end_with_parent
 
 
-def up(
+def start_stack(
     data_dir: Path | None,
     *,
     nodes: int,
@@ -41,7 +41,7 @@ def up(
 
     folder = find_data_dir(data_dir)
     if is_locked(folder):
-        raise CliError(locked_text(folder))
+        raise TrainbusError(locked_text(folder))
     folder.mkdir(parents=True, exist_ok=True)
     started_at = time.monotonic()
     output = folder / "supervisor.log" if detach else None
@@ -49,9 +49,9 @@ def up(
     try:
         plan(options, os.environ)
     except UnknownUnit as error:
-        raise CliError(f"--without: {error}", USAGE) from error
+        raise UsageError(f"--without: {error}") from error
     except BadOptions as error:
-        raise CliError(str(error), USAGE) from error
+        raise UsageError(str(error)) from error
     stack = StackProcess(options, output=output, detach=detach)
     stopping = _stop_on_signals(stack)
     stack.start()
@@ -61,20 +61,20 @@ def up(
         stack.stop()
         if stopping:
             return
-        raise CliError(str(error)) from error
-    render.console().print(_table(info))
+        raise TrainbusError(str(error)) from error
+    render.console().print(_process_table(info))
     print(f"ready after {time.monotonic() - started_at:.1f} s; {nodes} nodes of {slots} slots; data in {folder}")
     if detach:
         print("`trainbus down` stops it")
         return
     print("Ctrl-C stops it\n", flush=True)
     while stack.poll() is None:
-        # The supervisor says itself what happens; here is only the end to wait for.
+        # The supervisor prints what happens.
         time.sleep(0.1)
     stack.stop()
     code = stack.poll() or 0
     if code and not stopping:
-        raise CliError(f"the stack ended by itself (exit code {code})")
+        raise TrainbusError(f"the stack ended by itself (exit code {code})")
 
 
 def _stop_on_signals(stack: StackProcess) -> list[int]:
@@ -92,7 +92,7 @@ def _stop_on_signals(stack: StackProcess) -> list[int]:
     return seen
 
 
-def _table(info: StackInfo) -> object:
+def _process_table(info: StackInfo) -> object:
     from trainbus.commands import render
 
     table = render.table("process", "pid", "where", "log", right=("pid",))
@@ -103,10 +103,10 @@ def _table(info: StackInfo) -> object:
     return table
 
 
-def take_place(name: str, data_dir: Path | None) -> None:
-    """Set this process up as the unit of the embedded stack that runs service ``name`` and was left out of it.
+def join_stack(name: str, data_dir: Path | None) -> None:
+    """Give this process the environment of the unit that runs ``name`` and was left out of the embedded stack.
 
-    Does nothing where the environment says what to connect to, or where no embedded stack runs.
+    Does nothing where TRAINBUS_NATS_URL is set, or where no embedded stack runs.
     """
     if data_dir is None and "TRAINBUS_NATS_URL" in os.environ:
         return
@@ -115,32 +115,32 @@ def take_place(name: str, data_dir: Path | None) -> None:
     if stack is None:
         return
     layout = plan(StackOptions(folder, stack.nodes, stack.slots), os.environ, running=True)
-    taken = {each["name"] for each in stack.processes}
-    mine_all = [unit for unit in (*layout.units, *layout.spare) if unit.service == name]
-    free = [unit for unit in mine_all if unit.name not in taken]
+    running = {each["name"] for each in stack.processes}
+    units = [unit for unit in (*layout.units, *layout.spare) if unit.service == name]
+    free = [unit for unit in units if unit.name not in running]
     if not free:
-        mine = mine_all[0].name
-        raise CliError(f"the stack on {folder} runs {name} itself: start it with `trainbus up --without {mine}`", USAGE)
+        taken = units[0].name
+        raise UsageError(f"the stack on {folder} runs {name} itself: start it with `trainbus up --without {taken}`")
     os.environ.update(free[0].environment)
 
 
-def down(data_dir: Path | None) -> None:
+def stop_running_stack(data_dir: Path | None) -> None:
     """Stop the stack that runs on a data folder."""
     folder = find_data_dir(data_dir)
     try:
         if not stop_stack(folder):
-            raise CliError(f"no stack runs on {folder}", USAGE)
+            raise UsageError(f"no stack runs on {folder}")
     except StackError as error:
-        raise CliError(str(error)) from error
+        raise TrainbusError(str(error)) from error
     print(f"stopped; the data stays in {folder}")
 
 
-def ui(data_dir: Path | None, port: int) -> int:
-    """Serve MLflow's pages on the stack's store until Ctrl-C. Works while the stack is down, too."""
+def serve_mlflow(data_dir: Path | None, port: int) -> int:
+    """Serve MLflow's pages on the stack's store until Ctrl-C, also while the stack is down."""
     folder = find_data_dir(data_dir)
     stack = read_stack(folder)
     if not (folder / "mlflow" / "mlflow.db").exists():
-        raise CliError(f"nothing has been tracked in {folder} yet: train something first (`trainbus demo`)")
+        raise TrainbusError(f"nothing has been tracked in {folder} yet: train something first (`trainbus demo`)")
     if stack is not None:
         print(f"the gateway's page: {stack.gateway_url}/")
     print(f"MLflow's page:      http://127.0.0.1:{port}/   (Ctrl-C stops it)", flush=True)
@@ -151,7 +151,7 @@ def ui(data_dir: Path | None, port: int) -> int:
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", mlflow_uri(folder)]
     command += ["--default-artifact-root", (folder.resolve() / "mlflow" / "artifacts").as_uri()]
     command += ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    # MLflow's server is a family of processes: they end with this one, however it ends.
+    # MLflow's server has child processes: they end with this one, however it ends.
     server = subprocess.Popen(command, env=environment, preexec_fn=end_with_parent(signal.SIGTERM))
 
     def stop(_number: int, _frame: FrameType | None) -> None:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from trainbus.client.address import Address, find, find_data_dir
-from trainbus.client.errors import CliError
+from trainbus.client.address import StackAddress, find_address, find_data_dir
+from trainbus.client.errors import TrainbusError
 from trainbus.embedded.launch import read_stack
 from trainbus.embedded.servers import ServerError, find_binary
 
@@ -30,7 +30,7 @@ NEEDED_DISK_BYTES = 2 * GIB
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at. ``missing`` makes the command fail; a ``note`` does not."""
+    """The result of one check. ``missing`` makes the command fail; a ``note`` does not."""
 
     what: str
     grade: Grade
@@ -38,11 +38,11 @@ class Finding:
     remedy: str = ""
 
 
-def doctor(data_dir: Path | None, *, as_json: bool) -> int:
-    """Print every finding; 0 if nothing is missing that the stack needs."""
+def print_findings(data_dir: Path | None, *, as_json: bool) -> int:
+    """Print every finding; return 0 if nothing is missing that the stack needs."""
     from trainbus.commands import render
 
-    findings = list(examine(data_dir))
+    findings = list(check_all(data_dir))
     if as_json:
         print(render.as_json(findings))
     else:
@@ -54,8 +54,8 @@ def doctor(data_dir: Path | None, *, as_json: bool) -> int:
     return 1 if any(each.grade == "missing" for each in findings) else 0
 
 
-def examine(data_dir: Path | None) -> Iterator[Finding]:
-    """Look at everything, the cheapest first."""
+def check_all(data_dir: Path | None) -> Iterator[Finding]:
+    """Check everything, the cheapest first."""
     folder = find_data_dir(data_dir)
     yield _python()
     yield from _packages()
@@ -135,8 +135,8 @@ def _disk(folder: Path) -> Finding:
 
 def _stack(folder: Path, given: Path | None) -> Iterator[Finding]:
     try:
-        address = find(given)
-    except CliError:
+        address = find_address(given)
+    except TrainbusError:
         where = f" --data-dir {given}" if given is not None else ""
         yield Finding("stack", "note", f"none runs on {folder}", f"trainbus up{where}")
         return
@@ -150,7 +150,7 @@ def _stack(folder: Path, given: Path | None) -> Iterator[Finding]:
         yield _http("gateway's page", address.gateway_url)
 
 
-def _tcp(what: str, address: Address) -> Finding:
+def _tcp(what: str, address: StackAddress) -> Finding:
     where = urlsplit(address.nats_url.split(",")[0])
     try:
         with socket.create_connection((where.hostname or "127.0.0.1", where.port or 4222), timeout=2) as link:
@@ -164,7 +164,7 @@ def _tcp(what: str, address: Address) -> Finding:
         )
 
 
-def _s3(address: Address) -> Finding:
+def _s3(address: StackAddress) -> Finding:
     if address.s3_endpoint is None:
         return Finding("S3", "note", "TRAINBUS_S3_ENDPOINT is not set: AWS's own S3 is meant")
     try:

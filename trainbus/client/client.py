@@ -1,0 +1,503 @@
+"""``from trainbus import Client``: what a program does with a stack, sync and async.
+
+::
+
+    with Client() as client:
+        run = client.submit("examples/digits", "task:Digits", data="s3://lake/digits/", slots="1..4", epochs=3)
+        client.wait(run)
+        losses = client.metrics(run)["train/loss"]
+        client.fetch(run, "weights")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shlex
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from contracts import subjects, topology
+from contracts.events.train import CancelRequested, DrainRequested, RestoreRequested
+from trainbus.client import checkpoints, explanation, runs
+from trainbus.client.address import StackAddress, find_address
+from trainbus.client.checkpoints import FetchedCheckpoint, StoredCheckpoint
+from trainbus.client.connection import Connection, StoredEvent, connect, derive_run_id
+from trainbus.client.errors import NotFoundError, RunFailedError, TrainbusError, UsageError
+from trainbus.client.explanation import Explanation
+from trainbus.client.metrics import MetricPoint, read_metrics
+from trainbus.client.package import pack_project
+from trainbus.client.state import ModelView, NodeView, RunView, describe
+from trainbus.client.submission import (
+    TASK,
+    Submission,
+    SubmittedRun,
+    build_request,
+    locate_task,
+    upload_package,
+)
+
+T = TypeVar("T")
+#: A run's id, the unique start of one, or its name; or what ``submit`` and ``run`` return.
+RunRef = str | SubmittedRun | RunView
+#: Seconds for which the scheduler's answer to a request is awaited.
+ANSWER_TIMEOUT_S = 5.0
+
+_log = logging.getLogger("trainbus.client")
+
+
+class AsyncClient:
+    """A connection to one stack: ``async with AsyncClient() as client``.
+
+    ``data_dir`` names an embedded stack. Without it the client uses the stack that TRAINBUS_NATS_URL and the other
+    TRAINBUS_* variables name, else the embedded stack of this folder or one above it, as the command line does.
+
+    Methods that take a run accept its id, the unique start of one, its name, or what ``submit`` returned, and raise
+    NotFoundError if there is no such run. Every method raises StackUnreachableError if NATS or the object store
+    does not answer.
+    """
+
+    def __init__(self, data_dir: Path | str | None = None, *, address: StackAddress | None = None) -> None:
+        self.address = address or find_address(None if data_dir is None else Path(data_dir))
+        self._stack = AsyncExitStack()
+        self._connection: Connection | None = None
+
+    async def __aenter__(self) -> Self:
+        self._connection = await self._stack.enter_async_context(connect(self.address, _log.warning))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._connection = None
+        await self._stack.__aexit__(kind, error, trace)
+
+    @property
+    def connection(self) -> Connection:
+        """The open connection to NATS."""
+        if self._connection is None:
+            raise TrainbusError("the client is not connected: use it in `async with AsyncClient() as client`")
+        return self._connection
+
+    # -- submit ------------------------------------------------------------------
+
+    async def submit(
+        self,
+        project: Path | str | type | None = None,
+        task: str | None = None,
+        *,
+        command: str | Sequence[str] | None = None,
+        request: Path | Mapping[str, Any] | None = None,
+        name: str | None = None,
+        slots: int | str | None = None,
+        epochs: int | None = None,
+        max_steps: int | None = None,
+        logical_ranks: int | None = None,
+        data: str | None = None,
+        data_format: str | None = None,
+        priority: int | None = None,
+        model: str | None = None,
+        experiment: str | None = None,
+        init_from: str | None = None,
+        init_exclude: Sequence[str] = (),
+        params: Mapping[str, Any] | None = None,
+        event_id: str | None = None,
+    ) -> SubmittedRun:
+        """Pack and upload a project, request its training and return the run.
+
+        ``project`` is the folder with the code, or a Task class that is defined in a file. ``task`` is ``module:Class``
+        in that folder; ``command`` runs a program instead. ``request`` is a train.requested (a mapping or a JSON file),
+        which the other arguments override. ``slots`` is a number or a range (``"1..4"``), ``data`` an s3:// address, a
+        local folder (embedded) or a dataset's id. ``init_from`` names a checkpoint as ``fetch`` does. The same
+        ``event_id`` is the same run, however often it is submitted.
+
+        Raises:
+            UsageError: the request is not valid; nothing was sent.
+        """
+        folder: Path | None
+        if isinstance(project, type):
+            folder, located = locate_task(project)
+            task = task or located
+        else:
+            folder = None if project is None else Path(project)
+        if folder is None and request is None:
+            raise UsageError("give a project folder and a task (module:Class), or a request")
+        if folder is not None and task is None and not command and request is None:
+            raise UsageError("give what to run: a task (module:Class) or a command ('python train.py')")
+        if task is not None and not TASK.match(task):
+            raise UsageError(f"task {task!r} is not of the form module:Class")
+        if init_from is not None:
+            init_from = (await checkpoints.find_checkpoint(self.connection, init_from)).uri
+        submission = Submission(
+            project=folder,
+            task=task,
+            command=tuple(shlex.split(command) if isinstance(command, str) else command or ()),
+            request=request,
+            name=name,
+            slots=None if slots is None else str(slots),
+            epochs=epochs,
+            max_steps=max_steps,
+            logical_ranks=logical_ranks,
+            data=data,
+            data_format=data_format,
+            priority=priority,
+            model=model,
+            experiment=experiment,
+            init_from=init_from,
+            init_exclude=tuple(init_exclude),
+            params=params or {},
+        )
+        package = pack_project(folder) if folder is not None else None
+        # Validated before anything is sent.
+        wanted = build_request(submission, package, self.address.bucket_code)
+        if package is not None and wanted.code is not None:
+            await upload_package(self.address, package, wanted.code.uri)
+        event_id = await self.connection.publish_request(wanted, event_id)
+        return SubmittedRun(derive_run_id(event_id), wanted.name, event_id, wanted, package)
+
+    # -- runs --------------------------------------------------------------------
+
+    async def find_run(self, run: RunRef) -> str:
+        """Return the id of a run."""
+        return run.run_id if isinstance(run, SubmittedRun | RunView) else await runs.find_run(self.connection, run)
+
+    async def runs(self, *, include_ended: bool = True) -> list[RunView]:
+        """Return the runs in the order of their requests. Without ``include_ended``: only the newest 20 that ended."""
+        return await runs.list_runs(self.connection, include_ended=include_ended)
+
+    async def run(self, run: RunRef) -> RunView:
+        """Return one run as it stands, with its timeline."""
+        return await runs.read_run(self.connection, await self.find_run(run))
+
+    async def wait(self, run: RunRef, *, timeout_s: float | None = None, check: bool = True) -> RunView:
+        """Wait until a run has ended and, where an evaluation is due, its verdict is out; return its last state.
+
+        Raises:
+            RunFailedError: it did not complete, and ``check`` is set.
+            TimeoutError: it has not ended after ``timeout_s`` seconds.
+        """
+        run_id = await self.find_run(run)
+        view = RunView(run_id)
+        async with asyncio.timeout(timeout_s):
+            async for newest, _ in runs.follow_run(self.connection, run_id):
+                view = newest
+        if check and view.state != "completed":
+            raise RunFailedError(run_id, view.state, view.reason)
+        return view
+
+    async def why(self, run: RunRef, *, at: datetime | None = None) -> Explanation:
+        """Return why a run is in its state, or was at a time in the past (UTC unless it has a zone).
+
+        Raises:
+            UsageError: ``at`` is in the future.
+            NotFoundError: the run was not there at that time.
+        """
+        run_id = await self.find_run(run)
+        if at is None:
+            return await explanation.explain_run(self.connection, run_id)
+        from trainbus.client.fact_log import BusLog
+
+        log = await BusLog.open(self.connection)
+        at = at if at.tzinfo else at.replace(tzinfo=UTC)
+        return await explanation.explain_past(self.connection, run_id, log.entries(), at)
+
+    async def cancel(self, run: RunRef, reason: str = "cancelled by request") -> str | None:
+        """Stop a run for good and return the scheduler's answer, None if it has not answered after 5 s.
+
+        The run's checkpoints stay.
+
+        Raises:
+            UsageError: it has ended already.
+        """
+        run_id = await self.find_run(run)
+        if (end := await runs.read_end(self.connection, run_id)) is not None:
+            raise UsageError(f"run {run_id} has ended already: {describe(end)}")
+        start = await self.connection.last_sequence(topology.FACTS) + 1
+        await self.connection.publish_request(CancelRequested(run_id=run_id, reason=reason))
+        return await self._answer(start, subjects.run(run_id), "cancelled", "cancelling", "preempting")
+
+    async def restore(
+        self, run: RunRef, *, step: int | None = None, epoch: int | None = None
+    ) -> tuple[str, str | None]:
+        """Request a new run from a checkpoint of another; return its id and the scheduler's answer, None after 5 s.
+
+        Raises:
+            UsageError: not exactly one of ``step`` and ``epoch`` is given.
+            NotFoundError: the run has no such checkpoint.
+        """
+        if (step is None) == (epoch is None):
+            raise UsageError("give exactly one of step and epoch")
+        run_id = await self.find_run(run)
+        known = [each.commit.checkpoint for each in await checkpoints.list_checkpoints(self.connection, run_id)]
+        if not any(each.step == step or each.epoch == epoch for each in known):
+            steps = ", ".join(str(each.step) for each in known)
+            raise NotFoundError(f"run {run_id} has no such checkpoint; it has steps {steps or '(none)'}")
+        start = await self.connection.last_sequence(topology.FACTS) + 1
+        event_id = await self.connection.publish_request(RestoreRequested(run_id=run_id, step=step, epoch=epoch))
+        restored = derive_run_id(event_id)
+        return restored, await self._answer(start, subjects.run(restored), "accepted", "rejected")
+
+    # -- what a run has said -------------------------------------------------------
+
+    async def events(
+        self, run: RunRef | None = None, *, follow: bool = False, start_sequence: int | None = None, tail: int = 50
+    ) -> AsyncGenerator[StoredEvent, None]:
+        """Yield the facts of a run, or of the whole stack, in the order of the log.
+
+        Without a run and ``start_sequence`` it begins with the last ``tail`` facts. With ``follow`` it goes on as facts
+        come, until the caller stops: after a run's end its evaluation, tracking and promotion may follow.
+        """
+        filters: tuple[str, ...] = ()
+        if run is not None:
+            filters = (subjects.run(await self.find_run(run)),)
+        elif start_sequence is None:
+            start_sequence = max(1, await self.connection.last_sequence(topology.FACTS) - tail + 1)
+        async for batch in self.connection.follow(
+            topology.FACTS, *filters, start_sequence=start_sequence or 1, until_caught_up=not follow
+        ):
+            for stored in batch:
+                yield stored
+
+    async def logs(self, run: RunRef, *, follow: bool = False) -> AsyncGenerator[tuple[int, str], None]:
+        """Yield (rank, line) of a run's output. With ``follow`` until it has ended. The bus keeps lines for 14 days."""
+        run_id = await self.find_run(run)
+        if follow:
+            async for stored in runs.follow_until_ended(self.connection, run_id, topology.LOGS, subjects.log(run_id)):
+                for line in stored.event.lines:
+                    yield stored.event.rank, line
+            return
+        for stored in await self.connection.read(subjects.log(run_id), stream=topology.LOGS):
+            for line in stored.event.lines:
+                yield stored.event.rank, line
+
+    async def metrics(self, run: RunRef) -> dict[str, list[MetricPoint]]:
+        """Return metric name -> points (step, value, time) in the order of their steps."""
+        return await read_metrics(self.connection, await self.find_run(run))
+
+    # -- checkpoints ---------------------------------------------------------------
+
+    async def checkpoints(self, run: RunRef) -> list[StoredCheckpoint]:
+        """Return a run's committed checkpoints in the order of their steps, without those that were deleted."""
+        return await checkpoints.list_checkpoints(self.connection, await self.find_run(run))
+
+    async def fetch(
+        self, target: RunRef | StoredCheckpoint, folder: Path | str, *, manifest_sha256: str | None = None
+    ) -> FetchedCheckpoint:
+        """Write a checkpoint's files into a new or empty folder, every hash verified.
+
+        ``target`` is a run (its newest checkpoint), RUN@STEP, models:/NAME@champion, a manifest's s3:// address, or an
+        element of ``checkpoints``. ``manifest_sha256`` refuses any other manifest.
+
+        Raises:
+            UsageError: the folder is not empty.
+            NotFoundError: there is no such checkpoint.
+            TrainbusError: a file is missing, or is not what was committed.
+        """
+        if not isinstance(target, StoredCheckpoint):
+            target = await checkpoints.find_checkpoint(
+                self.connection, target if isinstance(target, str) else target.run_id
+            )
+        return await checkpoints.fetch_checkpoint(self.address, target, Path(folder), manifest_sha256)
+
+    # -- the cluster ---------------------------------------------------------------
+
+    async def nodes(self) -> list[NodeView]:
+        """Return the nodes and what runs on them, in the order of their names."""
+        state = runs.fold_events(await self.connection.read(*runs.NODE_FACTS))
+        return sorted(state.nodes.values(), key=lambda each: each.node_id)
+
+    async def models(self) -> list[ModelView]:
+        """Return the champion of each registered model."""
+        return list(runs.fold_events(await self.connection.read(subjects.model())).models.values())
+
+    async def drain(self, node_id: str, reason: str = "drained by request") -> str | None:
+        """Take a node out of use and return the scheduler's answer, None if it has not answered after 5 s.
+
+        Raises:
+            NotFoundError: there is no such node.
+        """
+        known = runs.fold_events(await self.connection.read(subjects.node())).nodes
+        if node_id not in known:
+            raise NotFoundError(f"there is no node {node_id!r}; there are {', '.join(sorted(known)) or 'none'}")
+        start = await self.connection.last_sequence(topology.FACTS) + 1
+        await self.connection.publish_request(DrainRequested(node_id=node_id, reason=reason))
+        return await self._answer(start, subjects.fact("node", node_id, "draining"), "draining")
+
+    async def _answer(self, start_sequence: int, subject: str, *facts: str) -> str | None:
+        fact = await runs.wait_for_fact(self.connection, start_sequence, subject, facts, ANSWER_TIMEOUT_S)
+        return None if fact is None else describe(fact)
+
+
+class Client:
+    """The sync client: every method is that of AsyncClient, to which see for arguments, results and errors.
+
+    It connects when it is made, and works where an event loop runs already (a notebook): its own runs in a thread.
+    Use it in ``with Client() as client``, or call ``close``.
+    """
+
+    def __init__(self, data_dir: Path | str | None = None, *, address: StackAddress | None = None) -> None:
+        self._client = AsyncClient(data_dir, address=address)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="trainbus-client", daemon=True)
+        self._thread.start()
+        try:
+            self._call(self._client.__aenter__())
+        except BaseException:
+            self._stop()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def address(self) -> StackAddress:
+        """Where the stack is."""
+        return self._client.address
+
+    def close(self) -> None:
+        """Close the connection. A second call does nothing."""
+        if self._thread.is_alive():
+            self._call(self._client.__aexit__(None, None, None))
+            self._stop()
+
+    def submit(
+        self,
+        project: Path | str | type | None = None,
+        task: str | None = None,
+        *,
+        command: str | Sequence[str] | None = None,
+        request: Path | Mapping[str, Any] | None = None,
+        name: str | None = None,
+        slots: int | str | None = None,
+        epochs: int | None = None,
+        max_steps: int | None = None,
+        logical_ranks: int | None = None,
+        data: str | None = None,
+        data_format: str | None = None,
+        priority: int | None = None,
+        model: str | None = None,
+        experiment: str | None = None,
+        init_from: str | None = None,
+        init_exclude: Sequence[str] = (),
+        params: Mapping[str, Any] | None = None,
+        event_id: str | None = None,
+    ) -> SubmittedRun:
+        """Pack and upload a project, request its training and return the run."""
+        return self._call(
+            self._client.submit(
+                project,
+                task,
+                command=command,
+                request=request,
+                name=name,
+                slots=slots,
+                epochs=epochs,
+                max_steps=max_steps,
+                logical_ranks=logical_ranks,
+                data=data,
+                data_format=data_format,
+                priority=priority,
+                model=model,
+                experiment=experiment,
+                init_from=init_from,
+                init_exclude=init_exclude,
+                params=params,
+                event_id=event_id,
+            )
+        )
+
+    def runs(self, *, include_ended: bool = True) -> list[RunView]:
+        """Return the runs in the order of their requests."""
+        return self._call(self._client.runs(include_ended=include_ended))
+
+    def run(self, run: RunRef) -> RunView:
+        """Return one run as it stands, with its timeline."""
+        return self._call(self._client.run(run))
+
+    def wait(self, run: RunRef, *, timeout_s: float | None = None, check: bool = True) -> RunView:
+        """Wait until a run has ended and return its last state."""
+        return self._call(self._client.wait(run, timeout_s=timeout_s, check=check))
+
+    def why(self, run: RunRef, *, at: datetime | None = None) -> Explanation:
+        """Return why a run is in its state, or was at a time in the past."""
+        return self._call(self._client.why(run, at=at))
+
+    def cancel(self, run: RunRef, reason: str = "cancelled by request") -> str | None:
+        """Stop a run for good and return the scheduler's answer."""
+        return self._call(self._client.cancel(run, reason))
+
+    def restore(self, run: RunRef, *, step: int | None = None, epoch: int | None = None) -> tuple[str, str | None]:
+        """Request a new run from a checkpoint of another; return its id and the scheduler's answer."""
+        return self._call(self._client.restore(run, step=step, epoch=epoch))
+
+    def events(
+        self, run: RunRef | None = None, *, follow: bool = False, start_sequence: int | None = None, tail: int = 50
+    ) -> Iterator[StoredEvent]:
+        """Yield the facts of a run, or of the whole stack, in the order of the log."""
+        return self._iterate(self._client.events(run, follow=follow, start_sequence=start_sequence, tail=tail))
+
+    def logs(self, run: RunRef, *, follow: bool = False) -> Iterator[tuple[int, str]]:
+        """Yield (rank, line) of a run's output."""
+        return self._iterate(self._client.logs(run, follow=follow))
+
+    def metrics(self, run: RunRef) -> dict[str, list[MetricPoint]]:
+        """Return metric name -> points (step, value, time) in the order of their steps."""
+        return self._call(self._client.metrics(run))
+
+    def checkpoints(self, run: RunRef) -> list[StoredCheckpoint]:
+        """Return a run's committed checkpoints in the order of their steps."""
+        return self._call(self._client.checkpoints(run))
+
+    def fetch(
+        self, target: RunRef | StoredCheckpoint, folder: Path | str, *, manifest_sha256: str | None = None
+    ) -> FetchedCheckpoint:
+        """Write a checkpoint's files into a new or empty folder, every hash verified."""
+        return self._call(self._client.fetch(target, folder, manifest_sha256=manifest_sha256))
+
+    def nodes(self) -> list[NodeView]:
+        """Return the nodes and what runs on them."""
+        return self._call(self._client.nodes())
+
+    def models(self) -> list[ModelView]:
+        """Return the champion of each registered model."""
+        return self._call(self._client.models())
+
+    def drain(self, node_id: str, reason: str = "drained by request") -> str | None:
+        """Take a node out of use and return the scheduler's answer."""
+        return self._call(self._client.drain(node_id, reason))
+
+    # -- the loop in its thread ------------------------------------------------------
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _iterate(self, items: AsyncGenerator[T, None]) -> Iterator[T]:
+        async def advance() -> tuple[T, ...]:
+            try:
+                return (await anext(items),)
+            except StopAsyncIteration:
+                return ()
+
+        try:
+            while found := self._call(advance()):
+                yield found[0]
+        finally:
+            self._call(items.aclose())
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

@@ -1,0 +1,106 @@
+"""Why a run is in its state, now or at a time in the past."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Literal
+
+from contracts import subjects, topology
+from trainbus.client.connection import Connection
+from trainbus.client.errors import NotFoundError, UsageError
+from trainbus.client.runs import fold_events
+from trainbus.client.state import RunView
+
+if TYPE_CHECKING:
+    from services.scheduler.replay.log import Entry
+
+#: Seconds for which the scheduler's answer is awaited.
+ANSWER_TIMEOUT_S = 1.0
+#: What the scheduler's answer about a waiting run holds besides the sentence.
+DETAILS = ("code", "changes", "holders", "start_p10", "start_p50", "start_p90")
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a run is in its state."""
+
+    run_id: str
+    name: str
+    state: str
+    #: One sentence.
+    reason: str
+    #: ``log``: the scheduler did not answer or does not know the run, so this is what the facts say.
+    answered_by: Literal["scheduler", "log"]
+    #: What else the scheduler knows. Of a waiting run: ``code``, ``changes``, ``holders`` and, in UTC, ``start_p10``,
+    #: ``start_p50``, ``start_p90``. Of a time in the past: the whole answer, with ``at``, ``sequence`` and ``policy``.
+    details: dict[str, Any] = field(default_factory=dict)
+    #: Whether the scheduler was asked and did not answer.
+    unanswered: bool = False
+
+
+async def explain_run(connection: Connection, run_id: str) -> Explanation:
+    """Return the scheduler's answer, or what the log says if the scheduler does not answer."""
+    view = fold_events(await connection.read(subjects.run(run_id))).runs[run_id]
+    answer = None
+    if not view.ended:
+        answer = await connection.query("scheduler", "why", {"run_id": run_id}, ANSWER_TIMEOUT_S)
+    if answer is None or answer.get("state") == "unknown":
+        unanswered = answer is None and not view.ended
+        return Explanation(run_id, view.name, view.state, recorded_reason(view), "log", unanswered=unanswered)
+    details = {name: answer[name] for name in DETAILS if name in answer}
+    return Explanation(run_id, view.name, view.state, str(answer["message"]), "scheduler", details)
+
+
+def recorded_reason(view: RunView) -> str:
+    """Return why a run is in its state, as far as its facts say."""
+    match view.state:
+        case "accepted":
+            return "it was accepted and will be queued at once"
+        case "preparing":
+            return view.reason or "its data is being ingested and sharded"
+        case "queued":
+            return view.reason or "the scheduler is about to place it"
+        case "starting":
+            return f"it was placed on {view.slots_got} slots and its ranks are starting"
+        case "running":
+            return f"it runs on {view.slots_got} slots of the {view.slots_min} to {view.slots_max} it can use"
+        case "preempting" | "cancelling":
+            return f"it was asked to stop: {view.reason}"
+        case "completed" if not view.verdict:
+            return "every rank succeeded"
+        case "completed":
+            return f"{view.verdict}, {view.verdict_reason}"
+        case _:
+            return view.reason or "no reason was given"
+
+
+async def explain_past(connection: Connection, run_id: str, entries: AsyncIterable[Entry], at: datetime) -> Explanation:
+    """Return the answer that the scheduler would have given at a time in the past, out of the log's entries.
+
+    Raises:
+        UsageError: the time is in the future.
+        NotFoundError: the run was not there at that time.
+    """
+    from services.scheduler.replay.past_state import PastState
+
+    if at > datetime.now(UTC):
+        raise UsageError(f"{at:%Y-%m-%d %H:%M:%S} UTC is in the future: give a time in the past")
+    past = PastState(at)
+    async for entry in entries:
+        if not past.feed(entry):
+            break
+    if run_id not in past.cluster.runs:
+        raise NotFoundError(await _describe_absence(connection, run_id, at))
+    answer = past.why(run_id)
+    name, state, reason = (str(answer[key]) for key in ("name", "state", "message"))
+    return Explanation(run_id, name, state, reason, "log", answer)
+
+
+async def _describe_absence(connection: Connection, run_id: str, at: datetime) -> str:
+    for fact in ("accepted", "rejected"):
+        first = await connection.read_last(topology.FACTS, subjects.fact("run", run_id, fact))
+        if first is not None and (fact == "rejected" or first.envelope.time > at):
+            return f"run {run_id} was not there at {at.isoformat()}: it was {fact} at {first.envelope.time}"
+    return f"run {run_id} was not there at {at.isoformat()}"

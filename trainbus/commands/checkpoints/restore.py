@@ -1,0 +1,14 @@
+"""``trainbus checkpoints restore``."""
+
+from __future__ import annotations
+
+from trainbus.client.client import AsyncClient
+from trainbus.client.errors import TrainbusError
+
+
+async def restore_run(client: AsyncClient, name: str, step: int | None, epoch: int | None) -> None:
+    """Request a new run from a checkpoint of another and print its id."""
+    restored, answer = await client.restore(name, step=step, epoch=epoch)
+    print(f"{restored}  {answer or 'requested; the scheduler has not answered yet'}")
+    if answer and answer.startswith("rejected"):
+        raise TrainbusError(f"the restore was {answer}")

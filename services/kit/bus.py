@@ -20,19 +20,20 @@ from nats.js.errors import APIError, BadRequestError, KeyNotFoundError, NotFound
 from nats.js.kv import KeyValue
 from opentelemetry.trace import SpanKind
 
-from contracts import subjects, topology
+from contracts import topology
 from contracts.base import Event, Fact
 from contracts.envelope import Envelope, EnvelopeError, RawMessage, fact_envelope
 from services.kit import metrics, telemetry
 from services.kit.clock import Clock, SystemClock
+from services.kit.concurrency import cancel_and_wait
+from services.kit.dead_letters import build_dead_letter
 from services.kit.follow import follow
-from services.kit.handlers import Handlers, InvalidHandler
+from services.kit.handlers import Handler, Handlers
 from services.kit.messages import (
-    EXPECTED_LAST,
-    EXPECTED_LAST_SUBJECT,
     WRONG_LAST_SEQUENCE,
     BucketEntry,
     Conflict,
+    ConnectionLost,
     E,
     ExpectedSequence,
     Message,
@@ -46,6 +47,7 @@ from services.kit.messages import (
     decode_stored,
     encode_message,
 )
+from services.kit.middlewares import InvalidHandler
 from services.kit.reconcile import reconcile
 from services.kit.settings import Settings
 
@@ -54,8 +56,10 @@ log = structlog.get_logger(__name__)
 PUBLISH_TIMEOUT_S = 2.0
 #: Seconds to keep trying to publish while the server is away. The ids make trying again safe.
 PUBLISH_PATIENCE_S = 120.0
-#: Kept free in a dead letter for its headers; a body that leaves less room is cut.
-DEAD_HEADERS_BYTES = 64 * 1024
+#: JetStream refuses a message with more; a sender's long id comes back as headers of each fact that it leads to.
+MAX_HEADER_BYTES = 64 * 1024
+#: Times to open a connection again that the server has closed.
+REOPEN_ATTEMPTS = 10
 
 
 class Bus:
@@ -66,8 +70,10 @@ class Bus:
         self.settings = settings
         self.clock: Clock = clock or SystemClock()
         self.source = f"trainbus/{service}"
-        self._handlers = Handlers(service, self.clock, self._dead_letter, twice=settings.inject_duplicates)
+        self._handlers = Handlers(service, settings, self.clock, self._dead_letter)
         self._connection: Client | None = None
+        self._reopening: asyncio.Task[None] | None = None
+        self._lost = asyncio.Event()
         password = settings.nats_password.get_secret_value() if settings.nats_password else None
         self.broker = NatsBroker(
             settings.nats_servers,
@@ -85,6 +91,7 @@ class Bus:
             drain_timeout=5,
             reconnected_cb=self._on_reconnected,
             disconnected_cb=self._on_disconnected,
+            closed_cb=self._on_closed,
             error_cb=self._on_error,
             security=_security(settings.nats_user, password),
         )
@@ -107,16 +114,21 @@ class Bus:
 
     async def start(self) -> None:
         """Start every handler registered with ``subscriber``. Call ``connect`` first."""
-        self._handlers.subscribe(self.broker)
+        self._handlers.include_in(self.broker)
         await self.broker.start()
 
     async def stop(self) -> None:
         """Take no more messages, and let running handlers finish. What they need must last until then."""
         await asyncio.gather(*(subscriber.stop() for subscriber in self.broker.subscribers))
+        if self.connected:
+            with suppress(nats.errors.Error, TimeoutError):
+                await self.nc.flush(timeout=2)  # acknowledgements are sent without waiting for an answer
 
     async def close(self) -> None:
         """Stop if that is not done yet, flush and disconnect. Ends also while the server is away."""
         connection, self._connection = self._connection, None
+        if self._reopening is not None:
+            await cancel_and_wait(self._reopening)
         with suppress(nats.errors.Error, TimeoutError):
             await self.broker.stop()
         if connection is not None and not connection.is_closed:
@@ -124,6 +136,16 @@ class Bus:
             with suppress(nats.errors.Error, TimeoutError):
                 await connection.close()
         metrics.CONNECTED.set(0)
+
+    async def wait_until_lost(self) -> None:
+        """Wait until the connection is closed for good, then raise ``ConnectionLost``."""
+        await self._lost.wait()
+        raise ConnectionLost("NATS closed the connection and refuses a new one")
+
+    @property
+    def stopped_consumers(self) -> list[str]:
+        """Names of the consumers that the dead-letter limit has stopped."""
+        return self._handlers.stopped
 
     @property
     def nc(self) -> Client:
@@ -184,6 +206,13 @@ class Bus:
     async def send(self, message: OutgoingMessage) -> PublishAck:
         """Publish a message and wait until the server has stored it; see ``publish``."""
         subject, headers, body = message.subject, message.headers, message.body
+        header_bytes = message.wire_bytes - len(body)
+        if message.wire_bytes > self.nc.max_payload or header_bytes > MAX_HEADER_BYTES:
+            # The server answers it by closing the connection; trying again, as publishers do, would never end.
+            raise PoisonMessage(
+                f"{message.type} has {len(body):,} bytes and {header_bytes:,} of headers, more than "
+                "the server takes: raise max_payload in its configuration, or publish less at once"
+            )
         deadline = time.monotonic() + PUBLISH_PATIENCE_S
         for attempt in range(1_000_000):
             try:
@@ -192,12 +221,6 @@ class Bus:
                 if error.err_code not in WRONG_LAST_SEQUENCE:
                     raise
                 return await self._find_own_publish(subject, message.id, error)
-            except nats.errors.MaxPayloadError as error:
-                # Trying again, which is what publishers do, would never end.
-                raise PoisonMessage(
-                    f"{message.type} has {len(body):,} bytes, more than the server takes: raise max_payload in its "
-                    "configuration, or publish less at once"
-                ) from error
             except (TimeoutError, nats.errors.Error, APIError) as error:
                 if time.monotonic() > deadline:
                     raise TransientError(f"NATS did not take {message.type}: {error!r}") from error
@@ -331,7 +354,7 @@ class Bus:
 
     def subscriber(
         self, consumer: topology.Consumer, event: type[E], *, on_invalid: InvalidHandler | None = None
-    ) -> Callable[[Callable[[Message[E]], Awaitable[None]]], Callable[[Message[E]], Awaitable[None]]]:
+    ) -> Callable[[Handler[E]], Handler[E]]:
         """Register a handler for one event type of a consumer.
 
         The message is acknowledged when the handler returns. ``on_invalid`` gets messages whose
@@ -341,25 +364,8 @@ class Bus:
 
     async def _dead_letter(self, consumer: topology.Consumer, raw: RawMessage, reason: str) -> None:
         """Store what cannot be handled in DEAD_LETTERS."""
-        headers = {
-            **raw.headers,
-            "Nats-Msg-Id": f"{consumer.name}/{raw.stream}/{raw.sequence}",
-            "trainbus-dead-reason": " ".join(reason.split())[:2000],
-            "trainbus-dead-subject": raw.subject,
-            "trainbus-dead-stream": raw.stream,
-            "trainbus-dead-sequence": str(raw.sequence),
-            "trainbus-dead-consumer": consumer.name,
-        }
-        for name in (EXPECTED_LAST, EXPECTED_LAST_SUBJECT):
-            headers.pop(name, None)
-        # What fits the server by itself need not fit with these headers.
-        room = self.nc.max_payload - DEAD_HEADERS_BYTES
-        if len(raw.body) > room:
-            headers["trainbus-dead-bytes"] = str(len(raw.body))
-        body = raw.body[:room]
-        await self._retry_while_away(
-            lambda: self.js.publish(subjects.dead(consumer.name, raw.subject), body, headers=headers)
-        )
+        subject, headers, body = build_dead_letter(consumer, raw, reason, self.nc.max_payload)
+        await self._retry_while_away(lambda: self.js.publish(subject, body, headers=headers))
 
     # -- connection events --------------------------------------------------
 
@@ -371,6 +377,32 @@ class Bus:
     async def _on_disconnected(self) -> None:
         metrics.CONNECTED.set(0)
         log.warning("disconnected from NATS")
+
+    async def _on_closed(self) -> None:
+        """Open the connection again, unless it was closed on purpose. nats-py gives up at any error of the server."""
+        if self._connection is not None and self._reopening is None:
+            metrics.CONNECTED.set(0)
+            log.error("NATS closed the connection", error=repr(self._connection.last_error))
+            self._reopening = asyncio.create_task(self._reopen(self._connection))
+            self._reopening.add_done_callback(self._on_reopened)
+
+    async def _reopen(self, connection: Client) -> None:
+        for attempt in range(1, REOPEN_ATTEMPTS + 1):
+            await asyncio.sleep(0.1 * attempt)
+            try:
+                await connection.connect(**self.broker._connection_kwargs)
+            except (OSError, nats.errors.Error) as error:
+                log.error("cannot connect to NATS again", attempt=attempt, error=repr(error))
+            else:
+                await self._on_reconnected()
+                return
+        raise ConnectionLost(f"NATS closed the connection and refuses a new one: {connection.last_error!r}")
+
+    def _on_reopened(self, task: asyncio.Task[None]) -> None:
+        self._reopening = None
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._lost.set()
+            log.critical("connection to NATS lost for good", error=str(error))
 
     async def _on_error(self, error: Exception) -> None:
         log.debug("NATS client error", error=repr(error))
@@ -388,6 +420,7 @@ __all__ = [
     "BucketEntry",
     "Bus",
     "Conflict",
+    "ConnectionLost",
     "ExpectedSequence",
     "Message",
     "OutgoingMessage",

@@ -8,8 +8,8 @@ back until a batch is full or a time has passed, and its ordered push consumer f
 from __future__ import annotations
 
 import asyncio
-import json
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import suppress
 
@@ -17,24 +17,15 @@ import nats.errors
 import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 from nats.js import api
 from nats.js.errors import APIError
 from nats.js.errors import Error as JetStreamError
 
+from services.kit.pull import PullBroken, PullSubscription
+
 log = structlog.get_logger(__name__)
 
 BATCH = 500
-#: Seconds a pull request stays open on the server.
-EXPIRES_S = 30.0
-#: The server says that it lives this often; after three times that without a word it is taken for gone.
-HEARTBEAT_S = 1.0
-SILENCE_S = 3.0
-NANO = 1_000_000_000
-
-
-class _Broken(Exception):
-    """The consumer is gone or lost step: make a new one."""
 
 
 async def follow(
@@ -58,9 +49,9 @@ async def follow(
                 if batch:
                     position = batch[-1].metadata.sequence.stream
                 yield batch
-                if until_caught_up and (batch[-1].metadata.num_pending == 0 if batch else await reader.drained()):
+                if until_caught_up and (batch[-1].metadata.num_pending == 0 if batch else await reader.is_drained()):
                     return
-        except (TimeoutError, _Broken, nats.errors.Error, APIError, JetStreamError, OSError) as error:
+        except (TimeoutError, PullBroken, nats.errors.Error, APIError, JetStreamError, OSError) as error:
             log.info("following anew", stream=stream, position=position, reason=repr(error))
             # The reader's clock goes on while the server is away.
             if not until_caught_up:
@@ -72,15 +63,14 @@ async def follow(
 
 
 class _Reader:
-    """One ephemeral consumer and the requests on it."""
+    """One ephemeral consumer and the subscription on it."""
 
-    def __init__(self, nc: Client, stream: str, name: str, inbox: Subscription, pending: int) -> None:
-        self._nc, self._stream, self._name, self._inbox = nc, stream, name, inbox
+    def __init__(self, nc: Client, stream: str, name: str, pending: int) -> None:
         self.pending_at_start = pending
-        self._requested = 0
+        self._nc = nc
+        self._arrived: deque[Msg] = deque()
+        self._pull = PullSubscription(nc, stream, name, self._accept)
         self._consumed = 0
-        self._heard = time.monotonic()
-        self._reconnects = nc.stats["reconnects"]
 
     @classmethod
     async def open(cls, nc: Client, stream: str, filters: tuple[str, ...], start_sequence: int) -> _Reader:
@@ -95,84 +85,43 @@ class _Reader:
             max_deliver=1,
         )
         info = await nc.jetstream(timeout=2).add_consumer(stream, config)
-        inbox = await nc.subscribe(nc.new_inbox())
-        return cls(nc, stream, info.name, inbox, info.num_pending or 0)
+        reader = cls(nc, stream, info.name, info.num_pending or 0)
+        await reader._pull.open()
+        return reader
+
+    def _accept(self, msg: Msg) -> None:
+        self._arrived.append(msg)
+        self._pull.activity.set()
 
     async def close(self) -> None:
+        await self._pull.unsubscribe()
         with suppress(Exception):
-            await self._inbox.unsubscribe()
-        with suppress(Exception):
-            await self._nc.jetstream(timeout=0.5).delete_consumer(self._stream, self._name)
+            await self._nc.jetstream(timeout=0.5).delete_consumer(self._pull.stream, self._pull.consumer)
 
-    async def drained(self) -> bool:
-        """Whether no more will come: what was pending at the start may have been deleted before it was sent."""
-        info = await self._nc.jetstream(timeout=2).consumer_info(self._stream, self._name)
+    async def is_drained(self) -> bool:
+        """Return whether no more will come: what was pending at the start may have been deleted since."""
+        info = await self._nc.jetstream(timeout=2).consumer_info(self._pull.stream, self._pull.consumer)
         return info.num_pending == 0 and info.delivered is not None and info.delivered.consumer_seq == self._consumed
 
     async def batches(self, idle_s: float) -> AsyncIterator[list[Msg]]:
         while True:
-            await self._request()
-            batch = await self._take(idle_s)
-            yield batch
+            if self._pull.outstanding <= BATCH // 2:
+                await self._pull.request(BATCH - self._pull.outstanding)
+            yield await self._next_batch(idle_s)
 
-    async def _request(self) -> None:
-        if self._requested > BATCH // 2:
-            return
-        request = {
-            "batch": BATCH - self._requested,
-            "expires": int(EXPIRES_S * NANO),
-            "idle_heartbeat": int(HEARTBEAT_S * NANO),
-        }
-        self._requested = BATCH
-        subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._name}"
-        await self._nc.publish(subject, json.dumps(request).encode(), self._inbox.subject)
-
-    async def _take(self, idle_s: float) -> list[Msg]:
-        """Whatever has arrived, at least one message, or nothing after ``idle_s``."""
-        batch: list[Msg] = []
+    async def _next_batch(self, idle_s: float) -> list[Msg]:
+        """Return what has arrived, at least one message, or nothing after ``idle_s``."""
         deadline = time.monotonic() + idle_s
-        while not batch:
-            try:
-                msg = await self._inbox.next_msg(timeout=max(deadline - time.monotonic(), 0.001))
-            except (TimeoutError, nats.errors.TimeoutError):
-                if self._nc.stats["reconnects"] != self._reconnects:
-                    # The server that has the consumer and our request in its memory is perhaps no more.
-                    raise _Broken("connected anew") from None
-                if time.monotonic() - self._heard > SILENCE_S:
-                    raise _Broken("the server is silent") from None
-                return batch
-            self._accept(msg, batch)
-            while len(batch) < BATCH and (waiting := self._waiting()) is not None:
-                self._accept(waiting, batch)
-            if time.monotonic() > deadline:
-                break
-        return batch
-
-    def _waiting(self) -> Msg | None:
-        """A message that has arrived already. ``next_msg`` makes a task for each, at ten times the cost."""
-        queue = self._inbox._pending_queue
-        if queue.empty():
-            return None
-        msg = queue.get_nowait()
-        self._inbox._pending_size -= len(msg.data)
-        queue.task_done()
-        return msg
-
-    def _accept(self, msg: Msg, batch: list[Msg]) -> None:
-        self._heard = time.monotonic()
-        headers = msg.headers or {}
-        status = headers.get("Status")
-        if status is None:
-            self._requested -= 1
+        while not self._arrived and (left_s := deadline - time.monotonic()) > 0:
+            await self._pull.wait_for_activity(left_s)
+        if not self._arrived:
+            self._pull.check()
+            if self._pull.last_sent > self._consumed:
+                # nats-py drops what does not fit its limits; without a message behind it only the heartbeat shows it.
+                raise PullBroken("the last messages are missing")
+        batch = [self._arrived.popleft() for _ in range(min(len(self._arrived), BATCH))]
+        for msg in batch:
             self._consumed += 1
             if msg.metadata.sequence.consumer != self._consumed:
-                raise _Broken("a message is missing")
-            batch.append(msg)
-        elif status in ("404", "408"):
-            # The request ended; what of it was not delivered is asked for again.
-            self._requested = 0
-        elif status != "100":
-            raise _Broken(f"{status} {headers.get('Description', '')}")
-        elif int(headers.get(api.Header.LAST_CONSUMER, self._consumed)) != self._consumed:
-            # nats-py drops what does not fit its limits; without a message behind it nothing else would tell.
-            raise _Broken("the last messages are missing")
+                raise PullBroken("a message is missing")
+        return batch

@@ -27,8 +27,8 @@ from contracts.envelope import Envelope, EnvelopeError, RawMessage, decode, enco
 from services.kit import metrics, telemetry
 from services.kit.bus import Bus, Message, PoisonMessage, TransientError
 from services.kit.concurrency import cancel_and_wait
-from services.kit.handlers import RETRY_DELAYS_S
 from services.kit.lease import RENEW_SHARE, LeaseRecord, LeaseWatch
+from services.kit.middlewares import RETRY_DELAYS_S
 
 log = structlog.get_logger(__name__)
 

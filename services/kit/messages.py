@@ -31,6 +31,10 @@ class TransientError(Exception):
     """This message cannot be handled now: it is delivered again, later and later."""
 
 
+class ConnectionLost(Exception):
+    """The connection to NATS was closed for good: the process ends, and its supervisor starts it again."""
+
+
 class Conflict(Exception):
     """Somebody published first: the expected last sequence was not the last."""
 
@@ -94,6 +98,11 @@ class OutgoingMessage:
         """Bytes, about."""
         return len(self.body) + 64 * len(self.headers)
 
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that count against the server's ``max_payload``, which nats-py compares with the body alone."""
+        return len(self.body) + sum(len(f"{name}: {value}\r\n".encode()) for name, value in self.headers.items()) + 12
+
     def with_expected(self, expected: ExpectedSequence) -> OutgoingMessage:
         """The same, to be stored only if ``expected`` holds."""
         return replace(self, headers={**self.headers, **_expected_headers(expected)})
@@ -122,10 +131,13 @@ def _expected_headers(expected: ExpectedSequence) -> dict[str, str]:
     return {**found, EXPECTED_LAST_SUBJECT: expected.subject} if expected.subject else found
 
 
-def raw_of(msg: Msg, stream: str) -> RawMessage:
-    """A message of a stream, undecoded, with its place there."""
+def raw_of(msg: Msg) -> RawMessage:
+    """Return a message undecoded, with its place in its stream if it has one."""
+    headers = msg.headers or {}
+    if not msg.reply:
+        return RawMessage(msg.subject, msg.data, headers)
     metadata = msg.metadata
-    return RawMessage(msg.subject, msg.data, msg.headers or {}, stream, metadata.sequence.stream, metadata.timestamp)
+    return RawMessage(msg.subject, msg.data, headers, metadata.stream, metadata.sequence.stream, metadata.timestamp)
 
 
 def bucket_entry_of(msg: Msg, prefix: str) -> BucketEntry:
@@ -145,7 +157,7 @@ def decode_stored(message: RawStreamMsg, stream: str) -> Message[Any]:
 
 def decode_followed(msg: Msg, stream: str) -> Message[Any]:
     """A followed message; its event is an ``UndecodableEvent`` if it cannot be decoded."""
-    raw = raw_of(msg, stream)
+    raw = raw_of(msg)
     event: Event | UndecodableEvent
     try:
         envelope, event = decode(raw)

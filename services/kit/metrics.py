@@ -27,11 +27,15 @@ LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2
 
 HANDLED = Counter(
     "trainbus_messages_handled_total",
-    "Messages that reached a handler, by outcome: ok, retried, dead (sent to DEAD_LETTERS).",
+    "Messages delivered, by outcome: ok, retried, dead (stored in DEAD_LETTERS), failed (neither handled nor "
+    "stored), refused (the dead-letter limit was reached).",
     ["consumer", "type", "outcome"],
 )
 HANDLING_SECONDS = Histogram(
     "trainbus_message_handling_seconds", "Time a handler took.", ["consumer", "type"], buckets=LATENCY_BUCKETS
+)
+CONSUMER_STOPPED = Gauge(
+    "trainbus_consumer_stopped", "1 while a consumer is stopped by its dead-letter limit.", ["consumer"]
 )
 DELIVERY_LAG_SECONDS = Histogram(
     "trainbus_message_delivery_lag_seconds",

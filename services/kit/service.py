@@ -41,7 +41,10 @@ class Service:
         self.stopping = asyncio.Event()
         self._background: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._resources: list[Any] = []
-        self._checks: dict[str, Callable[[], bool]] = {"bus": lambda: self.bus.connected}
+        self._checks: dict[str, Callable[[], bool]] = {
+            "bus": lambda: self.bus.connected,
+            "consumers": lambda: not self.bus.stopped_consumers,
+        }
         self._on_stop: list[Callable[[], Awaitable[None]]] = []
         self._on_early_stop: list[Callable[[], Awaitable[None]]] = []
         self._started = False
@@ -100,7 +103,10 @@ class Service:
                     await action()
                 return
             await starting
-            tasks = [asyncio.create_task(task(), name=getattr(task, "__name__", "task")) for task in self._background]
+            tasks = [
+                asyncio.create_task(task(), name=getattr(task, "__name__", "task"))
+                for task in [*self._background, self.bus.wait_until_lost]
+            ]
             self._started = True
             log.info("service started", http_port=self.http_port)
             try:

@@ -47,6 +47,12 @@ class Settings(BaseSettings):
     #: Seconds after which a holder that has not renewed its lease is taken for dead.
     lease_ttl_s: float = Field(3.0, gt=0.2)
 
+    #: A consumer stops, and its service is not ready, rather than dead-letter more than this many messages in a row,
+    #: or more than this share of its last ``dead_letter_window`` messages.
+    dead_letter_max_consecutive: int = Field(20, ge=1)
+    dead_letter_max_share: float = Field(0.3, gt=0, le=1)
+    dead_letter_window: int = Field(200, ge=1)
+
     #: Fault injection for tests: every fact is published twice and every message is handled twice.
     inject_duplicates: bool = False
 

@@ -144,7 +144,7 @@ async def test_reading_ends_although_what_was_to_come_is_deleted(bus: Bus, at_fi
 
 async def test_the_last_message_is_missed_although_none_follows_it(bus: Bus, at_first_opening: list[Any]) -> None:
     async def narrow(reader: follow._Reader) -> None:
-        reader._inbox._pending_bytes_limit = 1  # nats-py drops what is larger, and goes on
+        reader._pull._inbox._pending_bytes_limit = 1  # nats-py drops what is larger, and goes on
 
     await bus.publish(RunCancelled(run_id="r1", reason="x"))
     at_first_opening.append(narrow)

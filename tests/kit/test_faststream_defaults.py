@@ -198,7 +198,7 @@ async def test_metric_labels_are_bounded(world: World, side: str) -> None:
 
     await world.subscribe(side, handle)
     for number in range(30):
-        await world.bus.js.publish(f"run.m{number}.cancelled", BODY)
+        await world.bus.js.publish(f"run.m{number}.cancelled", BODY.replace(b"r1", b"m%d" % number))
     await until(lambda: calls == 30, "all messages")
     registry = REGISTRY if side == "kit" else world.registry
     assert b"m29" not in generate_latest(registry)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from contracts.base import Fact, Sha256, Token
+
+#: Slots of one node: far more than any machine has accelerators or processors.
+MAX_NODE_SLOTS = 4096
 
 
 class NodeFact(Fact, aggregate="node"):
@@ -25,24 +30,30 @@ class NodeJoined(NodeFact, fact="joined"):
     """The node offers these slots from now on, and keeps a lease while it does."""
 
     address: str
-    slots: int = Field(ge=0)
+    slots: int = Field(ge=0, le=MAX_NODE_SLOTS)
     accelerator: str = "cpu"
-    memory_bytes: int = 0
-    slot_memory_bytes: int = 0
+    memory_bytes: int = Field(0, ge=0)
+    slot_memory_bytes: int = Field(0, ge=0)
     #: Processors for runs that say how many they need; 0: not counted.
-    cpus: float = Field(0.0, ge=0)
+    cpus: float = Field(0.0, ge=0, allow_inf_nan=False)
     #: MIG profile of each slot, '' for a whole accelerator; empty: all are whole.
     slot_profiles: tuple[str, ...] = ()
     #: ``cluster``, ``zone``, ``switch``, ``pool`` and ``capacity`` (on-demand or spot) mean something to the scheduler.
     labels: dict[str, str] = Field(default_factory=dict)
     #: Datasets whose shards lie in the node's cache.
     datasets: tuple[Sha256, ...] = ()
-    lease_ttl_s: float = Field(gt=0)
+    lease_ttl_s: float = Field(gt=0, allow_inf_nan=False)
     software: dict[str, str] = Field(default_factory=dict)
     #: Nodes with the same one do arithmetic with the same last bits: processor, accelerator, libraries.
     machine_digest: str = ""
     #: (run_id, generation) whose ranks still run here: a restarted agent has taken them up again.
     running: tuple[tuple[str, int], ...] = ()
+
+    @model_validator(mode="after")
+    def _check_profiles(self) -> Self:
+        if self.slot_profiles and len(self.slot_profiles) != self.slots:
+            raise ValueError(f"slot_profiles has {len(self.slot_profiles)} entries for {self.slots} slots")
+        return self
 
 
 class NodeLeft(NodeFact, fact="left"):

@@ -112,7 +112,10 @@ class ClusterCache:
         time = stored_at or self.bus.clock.now()
         if isinstance(fact, RunPlaced) and (run := self.cluster.runs.get(fact.run_id)) and self.caught_up.is_set():
             metrics.WAITING_SECONDS.observe(max((time - run.queued_at).total_seconds(), 0))
+        before = (len(self.cluster.quarantined_runs), len(self.cluster.quarantined_nodes))
         apply(self.cluster, fact, received.sequence, time, received.envelope)
+        if (len(self.cluster.quarantined_runs), len(self.cluster.quarantined_nodes)) > before:
+            log.error("a fact cannot be applied", subject=fact.subject, sequence=received.sequence)
 
 
 def observe(cluster: Cluster) -> None:
@@ -121,8 +124,10 @@ def observe(cluster: Cluster) -> None:
     metrics.QUEUE_LENGTH.set(len(cluster.queued))
     metrics.SLOTS.labels("total").set(cluster.slots_total)
     metrics.SLOTS.labels("used").set(cluster.slots_used)
+    metrics.QUARANTINED.labels("run").set(len(cluster.quarantined_runs))
+    metrics.QUARANTINED.labels("node").set(len(cluster.quarantined_nodes))
     for phase in Phase:
         metrics.RUNS.labels(str(phase)).set(cluster.phases[phase])
     states = [node.display_state for node in cluster.nodes.values()]
-    for state in ("alive", "draining", "notice", "unfit", "lost", "left"):
+    for state in ("alive", "draining", "notice", "unfit", "quarantined", "lost", "left"):
         metrics.NODES.labels(state).set(states.count(state))

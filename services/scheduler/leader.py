@@ -20,10 +20,11 @@ from services.kit.lease import Lease, LeaseWatch, read_records
 from services.kit.settings import Settings
 from services.scheduler import metrics
 from services.scheduler.cluster_cache import ClusterCache
-from services.scheduler.core.decide import lost_nodes, plan, unresponsive_nodes
+from services.scheduler.core.decide import lost_nodes, unresponsive_nodes
 from services.scheduler.core.decisions import MAX_FACTS_PER_CYCLE, LoseNode, decision_record, in_order, lost_fact
+from services.scheduler.core.quarantine import describe_quarantine, run_cycle
 from services.scheduler.cycle_pacer import CyclePacer, UnpacedCycles
-from services.scheduler.publisher import PendingFact, Publisher
+from services.scheduler.publisher import Publisher, pending_facts
 from services.scheduler.snapshot import SnapshotTaker
 
 log = structlog.get_logger(__name__)
@@ -114,12 +115,13 @@ class Leader:
         cluster = self.cache.cluster
         now = self.bus.clock.now()
         started = time.perf_counter()
-        made = plan(cluster, now, self.policy, self._reachable_since)
+        quarantined = cluster.quarantined_runs.keys() | cluster.quarantined_nodes.keys()
+        made = run_cycle(cluster, now, self.policy, self._reachable_since)
+        if cluster.quarantined_runs.keys() | cluster.quarantined_nodes.keys() != quarantined:
+            log.error("the scheduling cycle fails on something", **describe_quarantine(cluster))
         # The facts are made now: while they are on their way the cluster goes on changing.
         why = decision_record(cluster, now, self.policy, self._reachable_since)
-        said = [
-            PendingFact.of(decision, cluster, now, why) for decision in in_order(made.decisions)[:MAX_FACTS_PER_CYCLE]
-        ]
+        said = pending_facts(cluster, in_order(made.decisions)[:MAX_FACTS_PER_CYCLE], now, why)
         decide_s = time.perf_counter() - started
         metrics.DECIDE_SECONDS.observe(decide_s)
         published = await self._publisher.publish(said, cluster.placed_sequence) if said else 0

@@ -9,7 +9,12 @@ from services.kit.metrics import LATENCY_BUCKETS, initialize_series
 QUEUE_LENGTH = Gauge("trainbus_scheduler_queue_length", "Runs that wait for slots.")
 RUNS = Gauge("trainbus_scheduler_runs", "Runs by phase, as folded from the log.", ["phase"])
 SLOTS = Gauge("trainbus_scheduler_slots", "Slots of living nodes: total, used.", ["kind"])
-NODES = Gauge("trainbus_scheduler_nodes", "Nodes by state: alive, draining, notice, unfit, lost, left.", ["state"])
+QUARANTINED = Gauge(
+    "trainbus_scheduler_quarantined", "Runs and nodes put aside because a scheduling step failed on them.", ["kind"]
+)
+NODES = Gauge(
+    "trainbus_scheduler_nodes", "Nodes by state: alive, draining, notice, unfit, quarantined, lost, left.", ["state"]
+)
 PLACEMENTS = Counter("trainbus_scheduler_placements_total", "Placements published by this instance.")
 PREEMPTIONS = initialize_series(
     Counter(

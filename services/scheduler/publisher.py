@@ -23,8 +23,9 @@ from contracts.events.run import DecisionRecord, RunFact, RunPlaced
 from services.kit.batch import BatchPublisher, DuplicateMessage, WrongLastSequence, split_into_batches
 from services.kit.bus import Bus, Conflict, ExpectedSequence, OutgoingMessage, PublishAck, TransientError
 from services.scheduler import metrics
-from services.scheduler.core.decisions import Decision, ExplainRun, PlaceRun, PreemptRun, fact_of
+from services.scheduler.core.decisions import CancelRun, Decision, ExplainRun, PlaceRun, PreemptRun, fact_of
 from services.scheduler.core.state.cluster import Cluster
+from services.scheduler.core.state.quarantine import describe_error, quarantine_run
 
 log = structlog.get_logger(__name__)
 
@@ -74,6 +75,22 @@ class PendingFact:
             metrics.PLACEMENTS.inc()
         elif isinstance(self.decision, PreemptRun):
             metrics.PREEMPTIONS.labels(self.decision.queue_reason).inc()
+
+
+def pending_facts(
+    cluster: Cluster, decisions: Iterable[Decision], now: datetime, made: DecisionRecord
+) -> list[PendingFact]:
+    """Return the decisions as facts; a run whose decision cannot become a fact is quarantined."""
+    pending: list[PendingFact] = []
+    for decision in decisions:
+        if decision.run_id in cluster.quarantined_runs and not isinstance(decision, CancelRun):
+            continue
+        try:
+            pending.append(PendingFact.of(decision, cluster, now, made))
+        except Exception as error:
+            log.exception("a decision cannot become a fact", run_id=decision.run_id, decision=repr(decision)[:500])
+            quarantine_run(cluster, decision.run_id, "cycle", describe_error(error))
+    return pending
 
 
 class Publisher:

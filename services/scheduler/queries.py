@@ -16,6 +16,7 @@ from services.kit.bus import Bus
 from services.scheduler.cluster_cache import ClusterCache
 from services.scheduler.core import reasons
 from services.scheduler.core.explain.why import answer
+from services.scheduler.core.quarantine import describe_quarantine, explain_quarantine
 from services.scheduler.forecast import Forecast
 from services.scheduler.leader import Leader
 
@@ -37,6 +38,8 @@ async def serve_queries(
             run_id = json.loads(body)["run_id"]
         except (ValueError, KeyError, TypeError):
             return {"state": "unknown", "code": "bad question", "message": 'ask with a body like {"run_id": "r..."}'}
+        if (quarantined := explain_quarantine(cache.cluster, str(run_id))) is not None:
+            return quarantined
         said = answer(cache.cluster, str(run_id), bus.clock.now(), policy)
         room_at = datetime.fromisoformat(said["room_at"]) if "room_at" in said else None
         return said | forecast.of(str(run_id), room_at)
@@ -44,6 +47,7 @@ async def serve_queries(
     async def state(message: Msg) -> None:
         leads = {"instance": bus.settings.instance, "leads": leader.leads}
         said = reasons.summary(cache.cluster)
+        said["quarantine"] = describe_quarantine(cache.cluster)
         said["queue"] = [each | forecast.of(each["run_id"]) for each in said["queue"]]
         await message.respond(_json({**leads, "policy": policy.name, **said}))
 

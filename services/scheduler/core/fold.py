@@ -20,6 +20,7 @@ from services.scheduler.core.quota.quotas import periods_h
 from services.scheduler.core.state.cluster import Allocation, Cluster, Committed, Ending, MemberState, Node, Phase, Run
 from services.scheduler.core.state.durations import run_kind_of, wait_kind_of
 from services.scheduler.core.state.pool_demand import reset_patience, update_demand
+from services.scheduler.core.state.quarantine import describe_error, quarantine_node, quarantine_run, release_run
 from services.scheduler.core.state.slot_request import SLOT_MILLI, slot_request_of
 from services.scheduler.core.state.workload import piece_of
 
@@ -44,6 +45,37 @@ def apply(cluster: Cluster, fact: Fact, sequence: int, time: datetime, envelope:
     if sequence <= cluster.sequence:
         return
     cluster.sequence = sequence
+    run_id = fact.run_id if isinstance(fact, run.RunFact) else ""
+    if (record := cluster.quarantined_runs.get(run_id)) is not None and record.step == "cycle":
+        # Something has changed about it: the next cycle may succeed.
+        release_run(cluster, run_id)
+    try:
+        _apply(cluster, fact, sequence, time, envelope)
+    except Exception as error:
+        _quarantine(cluster, fact, describe_error(error))
+    if run_id in cluster.quarantined_runs:
+        _keep_quarantined(cluster, run_id)
+
+
+def _quarantine(cluster: Cluster, fact: Fact, reason: str) -> None:
+    """Put aside what a fact is about that cannot be applied."""
+    if isinstance(fact, run.RunFact):
+        quarantine_run(cluster, fact.run_id, "fold", reason)
+    elif isinstance(fact, node.NodeFact):
+        quarantine_node(cluster, fact.node_id, "fold", reason)
+
+
+def _keep_quarantined(cluster: Cluster, run_id: str) -> None:
+    """Keep a quarantined run out of the cycles, whatever the last fact did to it; one that is over leaves."""
+    known = cluster.runs.get(run_id)
+    if known is not None and known.terminal:
+        release_run(cluster, run_id)
+        return
+    for members in (cluster.unqueued, cluster.queued, cluster.active, cluster.promised):
+        members.pop(run_id, None)
+
+
+def _apply(cluster: Cluster, fact: Fact, sequence: int, time: datetime, envelope: Envelope | None) -> None:
     if isinstance(fact, run.RunPlaced):
         cluster.placed_sequence = sequence
     if isinstance(fact, run.RunAccepted):
@@ -414,6 +446,7 @@ def _joined(cluster: Cluster, fact: node.NodeJoined, time: datetime) -> None:
                 new.allocate(holder, held)
         _lose_parts(cluster, old, kept, time)
     cluster.nodes[fact.node_id] = new
+    cluster.quarantined_nodes.pop(fact.node_id, None)
     new.update_idle_times(time)
     cluster.moved_at = time
 

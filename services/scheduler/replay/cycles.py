@@ -10,8 +10,9 @@ from contracts.events.capacity import CapacityWanted
 from contracts.events.run import DecisionRecord
 from contracts.scheduling import Policy
 from services.scheduler.core.capacity.wanted import want, wanted_fact
-from services.scheduler.core.decide import Plan, plan
+from services.scheduler.core.decide import Plan
 from services.scheduler.core.decisions import fact_of
+from services.scheduler.core.quarantine import run_cycle
 from services.scheduler.core.state.cluster import EPOCH, Cluster
 
 #: More than can wait.
@@ -44,7 +45,7 @@ def replay_cycle(cluster: Cluster, key: CycleKey, policy: Policy) -> Plan:
 
     A live pass tells only some of those that wait why, and goes on with the others in the next; here all are told.
     """
-    return plan(cluster, key.at, policy, key.reachable_since or EPOCH, told=UNLIMITED)
+    return run_cycle(cluster, key.at, policy, key.reachable_since or EPOCH, told=UNLIMITED)
 
 
 def facts_of(made: Plan, cluster: Cluster, key: CycleKey) -> list[Fact]:

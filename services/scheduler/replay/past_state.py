@@ -8,6 +8,7 @@ from typing import Any
 
 from contracts.scheduling import Policy
 from services.scheduler.core.explain.why import answer
+from services.scheduler.core.quarantine import explain_quarantine
 from services.scheduler.core.state.cluster import EPOCH, Cluster
 from services.scheduler.replay.cycles import key_of
 from services.scheduler.replay.log import Entry, fold_entry
@@ -38,7 +39,8 @@ class PastState:
 
     def why(self, run_id: str) -> dict[str, Any]:
         """What the scheduler would have answered."""
-        said = answer(self.cluster, run_id, self.at, self.policy, self.reachable_since or EPOCH)
+        quarantined = explain_quarantine(self.cluster, run_id)
+        said = quarantined or answer(self.cluster, run_id, self.at, self.policy, self.reachable_since or EPOCH)
         return said | {
             "at": self.at.isoformat(),
             "sequence": self.cluster.sequence,

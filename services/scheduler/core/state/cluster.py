@@ -203,6 +203,14 @@ class Run:
         return self.initial if self.spec.init_from is not None and self.newest is None else None
 
 
+@dataclass(frozen=True, slots=True)
+class QuarantineRecord:
+    """Why a run or a node is in quarantine (see ``core/quarantine.py``)."""
+
+    step: Literal["fold", "cycle"]
+    reason: str
+
+
 class Allocation(NamedTuple):
     """What one generation of a run has of a node."""
 
@@ -225,6 +233,8 @@ class Node:
     noticed_at: datetime = EPOCH
     #: A check of its devices failed.
     unfit: node.NodeUnfit | None = None
+    #: A step failed on it: nothing is placed here until it joins anew.
+    quarantined: bool = False
     accelerator: str = "cpu"
     #: Nodes with the same one do arithmetic with the same last bits.
     machine: str = ""
@@ -261,13 +271,21 @@ class Node:
     @property
     def is_schedulable(self) -> bool:
         """Whether something new may be placed here."""
-        return self.state == "alive" and not self.draining and self.notice is None and self.unfit is None
+        return (
+            self.state == "alive"
+            and not self.draining
+            and self.notice is None
+            and self.unfit is None
+            and not self.quarantined
+        )
 
     @property
     def display_state(self) -> str:
         """One word for people."""
         if not self.alive:
             return self.state
+        if self.quarantined:
+            return "quarantined"
         return "unfit" if self.unfit else "notice" if self.notice else "draining" if self.draining else "alive"
 
     @property
@@ -349,6 +367,9 @@ class Cluster:
     policy_sequence: int = 0
     #: Who uses, and has used, how many slots.
     usage: TeamUsage = field(default_factory=TeamUsage)
+    #: Runs and nodes on which a step failed.
+    quarantined_runs: dict[str, QuarantineRecord] = field(default_factory=dict)
+    quarantined_nodes: dict[str, QuarantineRecord] = field(default_factory=dict)
     #: Pool -> what was last said of the nodes that are wanted of it.
     capacity: dict[str, PoolDemand] = field(default_factory=dict)
     #: What deciding remembers of one pass for the next; it follows from all the rest.

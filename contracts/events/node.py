@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -30,19 +31,19 @@ class NodeJoined(NodeFact, fact="joined"):
     """The node offers these slots from now on, and keeps a lease while it does."""
 
     address: str
-    slots: int = Field(ge=0, le=MAX_NODE_SLOTS)
+    slots: int = Field(ge=0)
     accelerator: str = "cpu"
-    memory_bytes: int = Field(0, ge=0)
-    slot_memory_bytes: int = Field(0, ge=0)
+    memory_bytes: int = 0
+    slot_memory_bytes: int = 0
     #: Processors for runs that say how many they need; 0: not counted.
-    cpus: float = Field(0.0, ge=0, allow_inf_nan=False)
+    cpus: float = Field(0.0, ge=0)
     #: MIG profile of each slot, '' for a whole accelerator; empty: all are whole.
     slot_profiles: tuple[str, ...] = ()
     #: ``cluster``, ``zone``, ``switch``, ``pool`` and ``capacity`` (on-demand or spot) mean something to the scheduler.
     labels: dict[str, str] = Field(default_factory=dict)
     #: Datasets whose shards lie in the node's cache.
     datasets: tuple[Sha256, ...] = ()
-    lease_ttl_s: float = Field(gt=0, allow_inf_nan=False)
+    lease_ttl_s: float = Field(gt=0)
     software: dict[str, str] = Field(default_factory=dict)
     #: Nodes with the same one do arithmetic with the same last bits: processor, accelerator, libraries.
     machine_digest: str = ""
@@ -50,9 +51,15 @@ class NodeJoined(NodeFact, fact="joined"):
     running: tuple[tuple[str, int], ...] = ()
 
     @model_validator(mode="after")
-    def _check_profiles(self) -> Self:
+    def _check_consistency(self) -> Self:
+        if self.slots > MAX_NODE_SLOTS:
+            raise ValueError(f"slots is {self.slots}, more than {MAX_NODE_SLOTS}")
         if self.slot_profiles and len(self.slot_profiles) != self.slots:
             raise ValueError(f"slot_profiles has {len(self.slot_profiles)} entries for {self.slots} slots")
+        if min(self.memory_bytes, self.slot_memory_bytes) < 0:
+            raise ValueError("memory_bytes and slot_memory_bytes must not be negative")
+        if not math.isfinite(self.cpus) or not math.isfinite(self.lease_ttl_s):
+            raise ValueError("cpus and lease_ttl_s must be finite")
         return self
 
 

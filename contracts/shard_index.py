@@ -32,7 +32,7 @@ ABSENT = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Strided:
+class StridedField:
     """A field of one size at one distance: sample i has ``size`` bytes at ``first + i * stride``."""
 
     first: int
@@ -41,7 +41,7 @@ class Strided:
 
 
 @dataclass(frozen=True, slots=True)
-class Scattered:
+class ScatteredField:
     """A field told by arrays of n ``int64`` each, as they lie in the file."""
 
     offsets: memoryview
@@ -53,7 +53,7 @@ class ShardIndex:
     """An index as it was read; nothing of it is copied out of the file's bytes."""
 
     samples: int
-    fields: Mapping[str, Strided | Scattered]
+    fields: Mapping[str, StridedField | ScatteredField]
     #: n ``int64``: where each key ends in ``keys``.
     key_ends: memoryview
     keys: memoryview
@@ -67,7 +67,7 @@ class ShardIndex:
         """Offset and size of each field that one sample has."""
         found: dict[str, tuple[int, int]] = {}
         for name, field in self.fields.items():
-            if isinstance(field, Strided):
+            if isinstance(field, StridedField):
                 found[name] = field.first + row * field.stride, field.size
             elif (size := _INT64.unpack_from(field.sizes, 8 * row)[0]) != ABSENT:
                 found[name] = _INT64.unpack_from(field.offsets, 8 * row)[0], size
@@ -119,14 +119,14 @@ def decode(content: bytes | memoryview) -> ShardIndex:
         (length,) = _LENGTH.unpack(data[len(MAGIC) : _PREFIX])
         header = json.loads(bytes(data[_PREFIX : _PREFIX + length]))
         samples, at = int(header["samples"]), _PREFIX + length
-        fields: dict[str, Strided | Scattered] = {}
+        fields: dict[str, StridedField | ScatteredField] = {}
         for name in sorted(header["fields"]):
             how = header["fields"][name]
             if how == "arrays":
-                fields[name] = Scattered(data[at : at + 8 * samples], data[at + 8 * samples : at + 16 * samples])
+                fields[name] = ScatteredField(data[at : at + 8 * samples], data[at + 8 * samples : at + 16 * samples])
                 at += 16 * samples
             else:
-                fields[name] = Strided(int(how["first"]), int(how["stride"]), int(how["size"]))
+                fields[name] = StridedField(int(how["first"]), int(how["stride"]), int(how["size"]))
         key_ends, at = data[at : at + 8 * samples], at + 8 * samples
         keys = data[at : at + int(header["keys_bytes"])]
     except (struct.error, KeyError, TypeError) as error:
@@ -136,13 +136,13 @@ def decode(content: bytes | memoryview) -> ShardIndex:
     return ShardIndex(samples, fields, key_ends, keys)
 
 
-def _strided(offsets: Sequence[int], sizes: Sequence[int]) -> Strided | None:
+def _strided(offsets: Sequence[int], sizes: Sequence[int]) -> StridedField | None:
     if not sizes or sizes[0] < 0 or any(size != sizes[0] for size in sizes):
         return None
     stride = offsets[1] - offsets[0] if len(offsets) > 1 else sizes[0]
     if any(offset != offsets[0] + i * stride for i, offset in enumerate(offsets)):
         return None
-    return Strided(offsets[0], stride, sizes[0])
+    return StridedField(offsets[0], stride, sizes[0])
 
 
 def _packed(values: Sequence[int]) -> bytes:

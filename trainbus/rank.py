@@ -18,12 +18,12 @@ from typing import Any
 
 from contracts.ranks import EXIT_DONE, EXIT_STOPPED, LAUNCH_VARIABLE, EndedLine, Launch
 from trainbus.agent_link import AgentLink, Control, Journal
-from trainbus.data.arrival import Arrival
+from trainbus.data.batch_timings import BatchTimings
 from trainbus.data.dataset import Dataset
 from trainbus.data.order import OrderMismatch
 from trainbus.data.reader import DatasetError
-from trainbus.data.waits import Waits
-from trainbus.data.workers import Workers
+from trainbus.data.shard_prefetch import ShardPrefetcher
+from trainbus.data.workers import WorkerPool
 from trainbus.evaluate import evaluate
 from trainbus.process_exit import hard_exit
 from trainbus.task import Task, TaskError, describe, load_task
@@ -73,7 +73,7 @@ def run(env: Mapping[str, str]) -> int:
 
 
 def _work(
-    launch: Launch, world: World, journal: Journal, control: Control, env: Mapping[str, str], workers: Workers
+    launch: Launch, world: World, journal: Journal, control: Control, env: Mapping[str, str], workers: WorkerPool
 ) -> EndedLine:
     spec = launch.spec
     limit_threads(env)
@@ -82,7 +82,7 @@ def _work(
     task = _task(launch)
     if launch.dataset_folder is None:
         raise DatasetError("a task needs data: give 'data' in the request")
-    waits = Waits()
+    waits = BatchTimings()
     arrival = _arrival(launch, Path(launch.dataset_folder), world, waits)
     dataset = Dataset(Path(launch.dataset_folder), launch.dataset_id, arrive=arrival.wait)
     task.classes, task.statistics = dataset.classes, dataset.statistics
@@ -132,8 +132,8 @@ def _work(
     )
 
 
-def _arrival(launch: Launch, dataset_folder: Path, world: World, waits: Waits) -> Arrival:
-    return Arrival(
+def _arrival(launch: Launch, dataset_folder: Path, world: World, waits: BatchTimings) -> ShardPrefetcher:
+    return ShardPrefetcher(
         Path(launch.socket),
         dataset_folder,
         rank=world.rank,
@@ -149,11 +149,11 @@ def _task(launch: Launch) -> Task:
     return load_task(launch.spec.task or "", launch.spec.params, code)
 
 
-def _workers(launch: Launch) -> Workers:
+def _workers(launch: Launch) -> WorkerPool:
     """Fork the processes that decode; each imports the task itself."""
     training = launch.spec.training
     count = 0 if training is None or launch.spec.kind == "evaluate" else training.loading.workers
-    return Workers(count, lambda: _task(launch))
+    return WorkerPool(count, lambda: _task(launch))
 
 
 def _memory(launch: Launch, world: World) -> SurvivorStore:

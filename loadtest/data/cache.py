@@ -25,12 +25,12 @@ from loadtest.data.stored import be_quiet, node, store
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 from services.worker.ranks.control_socket import ControlSocket
-from trainbus.data.arrival import Arrival
 from trainbus.data.dataset import Dataset
-from trainbus.data.loader import ahead
+from trainbus.data.loader import prefetch
 from trainbus.data.order import LaneOrder
-from trainbus.data.plan import Plan
+from trainbus.data.read_plan import ReadPlan
 from trainbus.data.sampler import Sampler
+from trainbus.data.shard_prefetch import ShardPrefetcher
 from trainbus.embedded.servers import S3Server, free_ports
 
 LATENCY_S, ERROR_SHARE = 0.05, 0.01
@@ -63,7 +63,7 @@ class Scene:
 
 def rank(scene: Scene, folder: Path, agent: Path, dataset_id: str) -> list[float]:
     """Be a rank; return how long each step's batch was waited for."""
-    arrival = Arrival(agent, folder)
+    arrival = ShardPrefetcher(agent, folder)
     dataset = Dataset(folder, dataset_id, arrive=arrival.wait)
     split, sizes = dataset.split("train"), dataset.shard_samples("train")
     end = scene.epochs * len(split)
@@ -72,11 +72,11 @@ def rank(scene: Scene, folder: Path, agent: Path, dataset_id: str) -> list[float
         return LaneOrder(dataset_id, sizes, 1, lanes=scene.lanes, window=scene.window)
 
     sampler = Sampler(order(), BATCH, end)
-    arrival.plan("train", Plan(order(), BATCH, 1, [0], end).needs)
+    arrival.plan("train", ReadPlan(order(), BATCH, 1, [0], end).needs)
     arrival.position(0)
     batches = (split.gather(sampler.slice(at, 1, 0).ids) for at in range(0, end, BATCH))
     waits: list[float] = []
-    with closing(ahead(batches)) as ready:
+    with closing(prefetch(batches)) as ready:
         while True:
             asked_s = time.perf_counter()
             if next(ready, None) is None:
@@ -89,7 +89,7 @@ def rank(scene: Scene, folder: Path, agent: Path, dataset_id: str) -> list[float
 
 
 async def _run(scene: Scene, folder: Path) -> tuple[list[float], float, FaultProxy]:
-    """Waits of all steps, and bytes that left the store as a multiple of the dataset, per epoch."""
+    """BatchTimings of all steps, and bytes that left the store as a multiple of the dataset, per epoch."""
     server = S3Server(folder / "s3", free_ports(1)[0], "key", "secret")
     server.start()
     settings = Settings.model_validate(

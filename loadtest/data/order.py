@@ -18,7 +18,7 @@ import numpy as np
 from tests.data import reading_trials
 from tests.data.order_trials import trial
 from trainbus.data.order import LaneOrder
-from trainbus.data.plan import Plan
+from trainbus.data.read_plan import ReadPlan
 from trainbus.data.sampler import Sampler
 
 Row = tuple[str, str, str, bool]
@@ -102,7 +102,7 @@ def _steady(batches: int) -> list[Row]:
     for number in range(batches):
         sampler.slice(50_000_000 // BATCH * BATCH + number * BATCH, 1, 0)
     each_ns = (time.process_time() - started) / batches / BATCH * 1e9
-    plan = Plan(LaneOrder(DATASET, LARGE, 1), BATCH, 8, [3])
+    plan = ReadPlan(LaneOrder(DATASET, LARGE, 1), BATCH, 8, [3])
     started = time.process_time()
     needs = len(plan.needs(0, 10**8))
     planned_s = time.process_time() - started

@@ -47,7 +47,7 @@ PIECES = {"64 KB": 2**16, "1 MB": 2**20}
 def measure(quick: bool = False) -> list[Row]:
     """Return the table: (figure, measured, target, met)."""
     samples = QUICK_SAMPLES if quick else SAMPLES
-    gather.native()  # compiled and loaded before the clock runs, as the others' libraries are imported
+    gather.load_native_library()  # compiled and loaded before the clock runs, as the others' libraries are imported
     with tempfile.TemporaryDirectory(prefix="trainbus-speed-") as folder:
         return [*_images(Path(folder), samples, 2 if quick else ROUNDS), *_tokens(Path(folder), samples, ROUNDS)]
 
@@ -134,7 +134,7 @@ def ours(shards: Written, order: Ids, *, epochs: int = 1, native: bool = True) -
     """Every batch by the reader; what it holds is looked at now and then."""
     if not native:
         os.environ[gather.NATIVE_VARIABLE] = "0"
-        gather.native.cache_clear()
+        gather.load_native_library.cache_clear()
     reader = SplitReader(shards.folder, shards.shards)
     for _ in range(epochs):
         for start in range(0, len(order), BATCH):

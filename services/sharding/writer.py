@@ -98,11 +98,11 @@ class ShardWriter:
         if not self._flat:
             self._write(memoryview(tar.END))
         self.close()
-        fields: dict[str, tuple[NDArray[np.int64], NDArray[np.int64]] | shard_index.Strided] = {
+        fields: dict[str, tuple[NDArray[np.int64], NDArray[np.int64]] | shard_index.StridedField] = {
             ext: self._arrays(self._fields[number]) for ext, number in self._field_numbers.items()
         }
         if self._flat:
-            fields = {self._window_ext: shard_index.Strided(0, self._window, self._window)}
+            fields = {self._window_ext: shard_index.StridedField(0, self._window, self._window)}
         index = core_index.encode(b"".join(self._keys), np.concatenate(self._key_lengths), fields)
         index_path.write_bytes(index)
         return ShardFile(

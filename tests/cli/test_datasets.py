@@ -59,9 +59,9 @@ from trainbus.commands.datasets.lineage import print_lineage
 from trainbus.commands.datasets.tables import print_dataset, print_datasets, print_urls
 from trainbus.commands.datasets.verify import verify_datasets
 from trainbus.data.dataset import Dataset as LocalDataset
-from trainbus.datasets.diff import KINDS, Unsorted, compare
-from trainbus.datasets.history import History, NotOne
-from trainbus.datasets.verify import disagreement
+from trainbus.datasets.diff import KINDS, UnsortedIndex, compare
+from trainbus.datasets.history import AmbiguousName, History
+from trainbus.datasets.verify import find_index_mismatch
 
 T0 = datetime(2026, 5, 1, 12, tzinfo=UTC)
 
@@ -140,7 +140,7 @@ def test_a_diff_is_what_sets_say(before: dict[str, Any], after: dict[str, Any]) 
 
 @pytest.mark.parametrize("keys", ["ba", "aa"])
 def test_an_index_out_of_order_is_refused(keys: str) -> None:
-    with pytest.raises(Unsorted):
+    with pytest.raises(UnsortedIndex):
         compare([record(key) for key in keys], [])
 
 
@@ -179,8 +179,8 @@ SAMPLES = {
 def test_a_shard_and_its_index_agree(tmp_path: Path) -> None:
     content, index = archive(SAMPLES)
     (tmp_path / "shard").write_bytes(content)
-    assert disagreement(tmp_path / "shard", index, 4) is None
-    assert "manifest 5" in str(disagreement(tmp_path / "shard", index, 5))
+    assert find_index_mismatch(tmp_path / "shard", index, 4) is None
+    assert "manifest 5" in str(find_index_mismatch(tmp_path / "shard", index, 5))
 
 
 def without(samples: dict[str, dict[str, bytes]], key: str) -> dict[str, dict[str, bytes]]:
@@ -200,18 +200,18 @@ def without(samples: dict[str, dict[str, bytes]], key: str) -> dict[str, dict[st
 )
 def test_an_index_of_another_shard_is_told(tmp_path: Path, other: dict[str, dict[str, bytes]]) -> None:
     (tmp_path / "shard").write_bytes(archive(other)[0])
-    assert disagreement(tmp_path / "shard", archive(SAMPLES)[1], 4) is not None
+    assert find_index_mismatch(tmp_path / "shard", archive(SAMPLES)[1], 4) is not None
 
 
 def test_flat_shards(tmp_path: Path) -> None:
     (tmp_path / "shard").write_bytes(bytes(range(60)))
     sizes = [20, 20, 20]
     index = shard_index.encode(["0", "1", "2"], {"bin": ([0, 20, 40], sizes)})
-    assert disagreement(tmp_path / "shard", index, 3) is None
+    assert find_index_mismatch(tmp_path / "shard", index, 3) is None
     off = shard_index.encode(["0", "1", "2"], {"bin": ([1, 21, 41], sizes)})
-    assert "tells" in str(disagreement(tmp_path / "shard", off, 3))
+    assert "tells" in str(find_index_mismatch(tmp_path / "shard", off, 3))
     ragged = shard_index.encode(["0", "1", "2"], {"bin": ([0, 20, 40], [20, 20, 19])})
-    assert disagreement(tmp_path / "shard", ragged, 3) is not None
+    assert find_index_mismatch(tmp_path / "shard", ragged, 3) is not None
 
 
 def test_no_damage_makes_it_crash(tmp_path: Path) -> None:
@@ -221,11 +221,11 @@ def test_no_damage_makes_it_crash(tmp_path: Path) -> None:
         damaged, at = bytearray(content), rng.randrange(len(content))
         damaged[at] ^= 1 << rng.randrange(8)
         (tmp_path / "shard").write_bytes(damaged[: rng.choice((len(content), rng.randrange(1, len(content))))])
-        disagreement(tmp_path / "shard", index, 4)
+        find_index_mismatch(tmp_path / "shard", index, 4)
         bent = bytearray(index)
         bent[rng.randrange(len(bent))] ^= 1 << rng.randrange(8)
         (tmp_path / "shard").write_bytes(content)
-        disagreement(tmp_path / "shard", bytes(bent), 4)
+        find_index_mismatch(tmp_path / "shard", bytes(bent), 4)
 
 
 # -- a dataset in the store -----------------------------------------------------------
@@ -395,7 +395,7 @@ def test_names_of_datasets(name: str, finds: int) -> None:
         assert found.find(name).dataset_id == first.dataset_id
         assert found.find(first.dataset_id[:8]).dataset_id == first.dataset_id
         return
-    with pytest.raises(NotOne) as refused:
+    with pytest.raises(AmbiguousName) as refused:
         found.find(name)
     assert len(refused.value.found) == finds
 

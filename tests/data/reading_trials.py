@@ -12,10 +12,10 @@ import torch
 from contracts.events.train import Training
 from tests.data import shards
 from tests.data.reference_order import Reference
-from trainbus.data.loader import Loading, ahead
+from trainbus.data.loader import BatchLoader, prefetch
 from trainbus.data.order import LaneOrder
 from trainbus.data.sampler import Sampler
-from trainbus.data.workers import Workers
+from trainbus.data.workers import WorkerPool
 from trainbus.task import Task
 from trainbus.trainer.step_data import StepData, StepLoader
 
@@ -47,7 +47,7 @@ def trial(seed: int, folder: Path) -> int:
     stream = reference.stream(epochs)
     trained: dict[int, int] = {}
     saved, steps = 0, 0
-    with closing(Workers(rng.randint(0, 8), Numbers)) as workers:
+    with closing(WorkerPool(rng.randint(0, 8), Numbers)) as workers:
         while saved < end:
             batch, world_size = rng.choice([5, 16, 33]), rng.randint(1, 9)
             training = Training(epochs=epochs, global_batch=batch, accumulate=rng.choice([1, 3]))
@@ -55,11 +55,11 @@ def trial(seed: int, folder: Path) -> int:
             with ExitStack() as generation:
                 ranks: list[Any] = []
                 for rank in range(world_size):
-                    loading = Loading(Numbers(), dataset.split("train"), workers=workers)
+                    loading = BatchLoader(Numbers(), dataset.split("train"), workers=workers)
                     feed = StepLoader(
                         loading, Sampler(order(), batch, end), training, range(rank, rank + 1), world_size
                     )
-                    items = ahead(feed.steps(consumed, -(-(end - consumed) // batch)), rng.randint(1, 3))
+                    items = prefetch(feed.steps(consumed, -(-(end - consumed) // batch)), rng.randint(1, 3))
                     ranks.append(generation.enter_context(closing(items)))
                 for _ in range(rng.randint(1, 8)):  # then it is killed, with batches on their way
                     step: list[StepData] = [next(rank) for rank in ranks]

@@ -18,9 +18,9 @@ import torch
 from numpy.typing import NDArray
 
 from tests.data import shards
-from trainbus.data.channel import channel, receive, send
-from trainbus.data.loader import Loading, pipelined
-from trainbus.data.workers import Workers
+from trainbus.data.channel import open_channel, receive, send
+from trainbus.data.loader import BatchLoader, pipeline_results
+from trainbus.data.workers import WorkerPool
 from trainbus.task import Task, TaskError
 
 
@@ -50,11 +50,11 @@ class Varied(Vectors):
 
 
 @pytest.fixture
-def workers() -> Iterator[Callable[[int, Task], Workers]]:
-    made: list[Workers] = []
+def workers() -> Iterator[Callable[[int, Task], WorkerPool]]:
+    made: list[WorkerPool] = []
 
-    def make(count: int, task: Task) -> Workers:
-        made.append(Workers(count, lambda: task))
+    def make(count: int, task: Task) -> WorkerPool:
+        made.append(WorkerPool(count, lambda: task))
         return made[-1]
 
     yield make
@@ -70,17 +70,17 @@ def same(left: Any, right: Any) -> bool:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_workers_give_the_batches_of_the_thread(
-    tmp_path: Path, workers: Callable[[int, Task], Workers], count: int
+    tmp_path: Path, workers: Callable[[int, Task], WorkerPool], count: int
 ) -> None:
     task, reader = Images(), shards.write(tmp_path, {"train": shards.ragged(200)}).split("train")
     rng = np.random.default_rng(0)
     batches = [(rng.integers(0, 200, size), rng.integers(0, 3, size)) for size in (1, 17, 0, 64, 5, 9, 30)]
 
-    def gather_limited(loading: Loading, depth: int) -> list[Any]:
-        return list(pipelined((loading.start(ids, epochs, seed=7) for ids, epochs in batches), depth))
+    def gather_limited(loading: BatchLoader, depth: int) -> list[Any]:
+        return list(pipeline_results((loading.start(ids, epochs, seed=7) for ids, epochs in batches), depth))
 
-    alone = gather_limited(Loading(task, reader), 0)
-    together = gather_limited(Loading(task, reader, workers=workers(count, task)), 4)
+    alone = gather_limited(BatchLoader(task, reader), 0)
+    together = gather_limited(BatchLoader(task, reader, workers=workers(count, task)), 4)
     for (ids, _), one, other in zip(batches, alone, together, strict=True):
         assert one.samples == other.samples == len(ids)
         assert one.keys == other.keys == tuple(f"s{i:05d}" for i in ids.tolist())
@@ -93,13 +93,13 @@ def test_arrays_give_the_batch_of_the_samples(tmp_path: Path) -> None:
     slow = Vectors()
     expected = slow.collate([slow.decode(reader[i].fields) for i in ids.tolist()])
     fast = Vectors()
-    assert same(Loading(fast, reader).start(ids)().batch, expected)
-    assert same(Loading(fast, reader).start(ids, epochs)().batch, expected)
+    assert same(BatchLoader(fast, reader).start(ids)().batch, expected)
+    assert same(BatchLoader(fast, reader).start(ids, epochs)().batch, expected)
     assert fast.batches == 2
 
     varied = Varied()  # training samples are varied one by one, others are not
-    assert same(Loading(varied, reader).start(ids)().batch, expected)
-    assert not same(Loading(varied, reader).start(ids, epochs)().batch, expected)
+    assert same(BatchLoader(varied, reader).start(ids)().batch, expected)
+    assert not same(BatchLoader(varied, reader).start(ids, epochs)().batch, expected)
     assert varied.batches == 1
 
 
@@ -112,7 +112,7 @@ def test_samples_of_unlike_sizes_are_decoded_one_by_one(tmp_path: Path) -> None:
             return super().decode({"bin": sample["bin"][:3]})
 
     task, reader = First(), shards.write(tmp_path, {"train": samples}).split("train")
-    assert Loading(task, reader).start(np.arange(25, 35))().batch.shape == (10, 3)
+    assert BatchLoader(task, reader).start(np.arange(25, 35))().batch.shape == (10, 3)
     assert not hasattr(task, "batches")
 
 
@@ -130,9 +130,9 @@ class Broken(Images):
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_an_error_names_the_sample(tmp_path: Path, workers: Callable[[int, Task], Workers], count: int) -> None:
+def test_an_error_names_the_sample(tmp_path: Path, workers: Callable[[int, Task], WorkerPool], count: int) -> None:
     task, reader = Broken(), shards.write(tmp_path, {"train": shards.ragged(120)}).split("train")
-    loading = Loading(task, reader, workers=workers(count, task))
+    loading = BatchLoader(task, reader, workers=workers(count, task))
     expected = r"sample 's00057' of train/shard-00001\.tar: Broken\.decode\(\) failed: ValueError: not my kind"
     with pytest.raises(TaskError, match=expected + r" \(test_loader\.py, line \d+, in decode\)"):
         loading.start(np.array([1, 2, 57, 3]))()
@@ -143,10 +143,10 @@ def test_an_error_names_the_sample(tmp_path: Path, workers: Callable[[int, Task]
     ("sample", "how"), [(18, "was killed by SIGKILL (out of memory?"), (19, "ended with exit code 3")]
 )
 def test_a_worker_that_dies_names_the_sample(
-    tmp_path: Path, workers: Callable[[int, Task], Workers], sample: int, how: str
+    tmp_path: Path, workers: Callable[[int, Task], WorkerPool], sample: int, how: str
 ) -> None:
     task, reader = Broken(), shards.write(tmp_path, {"train": shards.ragged(120)}).split("train")
-    loading = Loading(task, reader, workers=workers(1, task))
+    loading = BatchLoader(task, reader, workers=workers(1, task))
     waiting = [loading.start(np.array(ids)) for ids in ([1, 2], [3, sample, 4], [5])]
     assert waiting[0]().samples == 2
     for result in waiting[1:]:  # and whoever comes later gets no silence
@@ -157,9 +157,9 @@ def test_a_worker_that_dies_names_the_sample(
     assert "loader worker 0" in str(raised.value)
 
 
-def test_the_sample_that_killed_a_worker_is_named(tmp_path: Path, workers: Callable[[int, Task], Workers]) -> None:
+def test_the_sample_that_killed_a_worker_is_named(tmp_path: Path, workers: Callable[[int, Task], WorkerPool]) -> None:
     task, reader = Broken(), shards.write(tmp_path, {"train": shards.ragged(120)}).split("train")
-    result = Loading(task, reader, workers=workers(2, task)).start(np.array([3, 4, 58]))
+    result = BatchLoader(task, reader, workers=workers(2, task)).start(np.array([3, 4, 58]))
     with pytest.raises(TaskError, match=r"sample 's00058' of train/shard-00001\.tar: loader worker 0 was killed"):
         result()
 
@@ -169,14 +169,14 @@ class Unlike(Images):
         return lambda: examples
 
 
-def test_a_batch_that_cannot_be_passed_on_says_so(tmp_path: Path, workers: Callable[[int, Task], Workers]) -> None:
+def test_a_batch_that_cannot_be_passed_on_says_so(tmp_path: Path, workers: Callable[[int, Task], WorkerPool]) -> None:
     task, reader = Unlike(), shards.write(tmp_path, {"train": shards.ragged(60)}).split("train")
     with pytest.raises(TaskError, match=r"'s00001' to 's00002': the batch cannot be passed on between processes"):
-        Loading(task, reader, workers=workers(1, task)).start(np.array([1, 2]))()
+        BatchLoader(task, reader, workers=workers(1, task)).start(np.array([1, 2]))()
 
 
 def test_tensors_and_arrays_pass_as_they_are() -> None:
-    ours, theirs = channel()
+    ours, theirs = open_channel()
     value = {
         "strided": torch.arange(24).reshape(4, 6)[:, ::2],
         "half": torch.randn(3).to(torch.bfloat16),
@@ -201,8 +201,8 @@ def test_tensors_and_arrays_pass_as_they_are() -> None:
 
 OWNER = """
 import os, sys, time
-from trainbus.data.decoding import Job
-from trainbus.data.workers import Workers
+from trainbus.data.decode_jobs import DecodeJob
+from trainbus.data.workers import WorkerPool
 from trainbus.task import Task
 import numpy as np
 
@@ -210,8 +210,8 @@ class Slow(Task):
     def decode(self, sample):
         time.sleep(600)
 
-pool = Workers(3, Slow)
-pool.submit(Job(np.arange(1), {"bin": np.zeros((1, 1), dtype=np.uint8)}))
+pool = WorkerPool(3, Slow)
+pool.submit(DecodeJob(np.arange(1), {"bin": np.zeros((1, 1), dtype=np.uint8)}))
 print(*pool.pids, flush=True)
 time.sleep(600)
 """

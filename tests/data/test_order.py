@@ -13,8 +13,8 @@ import pytest
 from tests.data import reading_trials
 from tests.data.order_trials import trial
 from tests.data.reference_order import Reference, philox
-from trainbus.data.order import MOST_IN_WINDOWS, LaneOrder, OrderMismatch, permutation
-from trainbus.data.plan import Plan
+from trainbus.data.order import MAX_WINDOW_SAMPLES, LaneOrder, OrderMismatch, permutation
+from trainbus.data.read_plan import ReadPlan
 from trainbus.data.sampler import Sampler, slice_bounds
 
 DATASET = "ab" * 32
@@ -81,8 +81,8 @@ FIXED_SHA256 = "389a5bd612e1325757689aaad169fa7f1a6f40827ba386dca834537a2a341354
         ([100] * 256, 64, 400),
         ([100] * 8000, 64, 400),
         ([12_500] * 8000, 64, 50_000),
-        ([2**20] * 100, 25, MOST_IN_WINDOWS // 25),  # large shards of small samples: memory is what bounds it
-        ([2**24], 1, MOST_IN_WINDOWS),
+        ([2**20] * 100, 25, MAX_WINDOW_SAMPLES // 25),  # large shards of small samples: memory is what bounds it
+        ([2**24], 1, MAX_WINDOW_SAMPLES),
     ],
 )
 def test_lanes_and_windows_suit_the_dataset(shards: list[int], lanes: int, window_samples: int) -> None:
@@ -115,10 +115,10 @@ def test_memory_is_bounded_however_large_the_dataset_is() -> None:
     order = LaneOrder(DATASET, [2**20] * 1000, 0)  # a billion samples
     sampler = Sampler(order, 256)
     for consumed in (0, 2**29, 2**30 - 100):
-        assert len(set(sampler.pick(consumed, 0, 256).ids.tolist())) == 256
+        assert len(set(sampler.select(consumed, 0, 256).ids.tolist())) == 256
     kept = tracemalloc.get_traced_memory()[0]  # counts pages that were never written to, too
     tracemalloc.stop()
-    assert kept < 2 * 4 * MOST_IN_WINDOWS + 2**21
+    assert kept < 2 * 4 * MAX_WINDOW_SAMPLES + 2**21
 
 
 def test_windows_that_do_not_fit_into_memory_are_refused() -> None:
@@ -152,7 +152,7 @@ def test_the_plan_names_every_shard_that_is_read(seed: int) -> None:
     def order() -> LaneOrder:
         return LaneOrder(DATASET, shards, seed, lanes=lanes, window=window)
 
-    sampler, plan = Sampler(order(), batch, end), Plan(order(), batch, parts, own, end)
+    sampler, plan = Sampler(order(), batch, end), ReadPlan(order(), batch, parts, own, end)
     starts = np.cumsum(shards) - shards
     start = batch * int(rng.integers(0, sum(shards) // batch + 1))
     stop = start + int(rng.integers(1, 2 * sum(shards)))
@@ -164,7 +164,7 @@ def test_the_plan_names_every_shard_that_is_read(seed: int) -> None:
         for part in own:
             a, b = slice_bounds(size, parts, part)
             positions = sampler.order.batch(consumed, size)[a:b].tolist()
-            for position, sample in zip(positions, sampler.pick(consumed, a, b).ids.tolist(), strict=True):
+            for position, sample in zip(positions, sampler.select(consumed, a, b).ids.tolist(), strict=True):
                 shard = int(np.searchsorted(starts, sample, side="right")) - 1
                 assert any(n.shard == shard and n.first <= position <= n.last for n in needs), (position, shard)
         consumed += size
@@ -172,7 +172,7 @@ def test_the_plan_names_every_shard_that_is_read(seed: int) -> None:
 
 def test_the_plan_of_an_epoch_names_each_shard_once_or_twice_and_lets_go_of_it() -> None:
     order = LaneOrder(DATASET, [1000] * 640, 0)
-    needs = Plan(order, 1024, 8, [3]).needs(0, order.samples // 1024 * 1024)
+    needs = ReadPlan(order, 1024, 8, [3]).needs(0, order.samples // 1024 * 1024)
     assert len({need.shard for need in needs}) == 80
     assert len(needs) <= 82
     assert max(need.last - need.first for need in needs) < 8 * order.window_samples * order.lanes / 4

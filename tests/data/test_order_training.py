@@ -13,7 +13,7 @@ from contracts.ranks import CheckpointLine
 from tests.trainbus.support import LINEAR_TASK, journal, keys_by_step, linear_dataset
 from trainbus.data.dataset import Dataset
 from trainbus.data.order import OrderMismatch
-from trainbus.data.plan import Need
+from trainbus.data.read_plan import ShardNeed
 from trainbus.trainer.trainer import Trainer
 from trainbus.trainer.world import limit_threads
 
@@ -109,9 +109,9 @@ def test_a_checkpoint_older_than_the_record_is_taken_up_with_a_word(
 
 
 def test_whoever_brings_the_shards_hears_the_plan_and_how_far_training_is(tmp_path: Path, dataset: Dataset) -> None:
-    class Follower:
+    class ReadAhead:
         def __init__(self) -> None:
-            self.needs: list[Need] = []
+            self.needs: list[ShardNeed] = []
             self.positions: list[int] = []
 
         def plan(self, split: str, needs: Any) -> None:
@@ -121,7 +121,7 @@ def test_whoever_brings_the_shards_hears_the_plan_and_how_far_training_is(tmp_pa
         def position(self, samples_consumed: int) -> None:
             self.positions.append(samples_consumed)
 
-    follower = Follower()
+    follower = ReadAhead()
     rules = Training.model_validate({"epochs": 2, "global_batch": 16})
     Trainer(Linear(), dataset, rules, folder=tmp_path / "run", shards=follower).fit()
     assert {need.shard for need in follower.needs} == {0, 1, 2}

@@ -16,7 +16,7 @@ from contracts.events.dataset import ShardFile
 from tests.data import shards
 from trainbus.data import gather
 from trainbus.data.dataset import Dataset
-from trainbus.data.reader import DatasetError, Ragged, SplitReader, sample_fields
+from trainbus.data.reader import DatasetError, RaggedField, SplitReader, sample_fields
 
 COUNT = 331
 
@@ -25,11 +25,11 @@ COUNT = 331
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Both the C library and what takes its place."""
     monkeypatch.setenv(gather.NATIVE_VARIABLE, "1" if request.param == "native" else "0")
-    gather.native.cache_clear()
-    if request.param == "native" and gather.native() is None:
+    gather.load_native_library.cache_clear()
+    if request.param == "native" and gather.load_native_library() is None:
         pytest.skip("there is no C compiler here")
     yield request.param
-    gather.native.cache_clear()
+    gather.load_native_library.cache_clear()
 
 
 def wanted(rng: np.random.Generator, trial: int) -> np.ndarray:
@@ -97,7 +97,7 @@ def test_samples_that_are_not_there_are_refused(tmp_path: Path, way: str, ids: l
 def test_a_field_that_no_sample_has_is_ragged_and_empty(tmp_path: Path) -> None:
     reader = shards.write(tmp_path, {"train": shards.fixed(60)}).split("train")
     found = reader.gather(np.arange(3), ["jpg"])["jpg"]
-    assert isinstance(found, Ragged)
+    assert isinstance(found, RaggedField)
     assert [found[place] for place in range(3)] == [None, None, None]
     assert reader.gather(np.arange(0)) == {}
 

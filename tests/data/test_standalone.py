@@ -127,7 +127,7 @@ def test_a_script_that_breaks_off_ends_well(dataset: Dataset) -> None:
 
 def test_it_needs_no_bus_and_the_order_no_torch() -> None:
     code = (
-        "import sys\nfrom trainbus.data.reader import SplitReader\nfrom trainbus.data.plan import Plan\n"
+        "import sys\nfrom trainbus.data.reader import SplitReader\nfrom trainbus.data.read_plan import ReadPlan\n"
         "from trainbus.data.dataset import Dataset\nassert 'torch' not in sys.modules\n"
         "from trainbus.data import Loader\nassert not {'nats', 'services'} & set(sys.modules)"
     )

@@ -10,8 +10,8 @@ import torch
 
 from contracts.datasets import FieldStatistics
 from tests.data import shards
-from trainbus.data.loader import Loading
-from trainbus.data.workers import Workers
+from trainbus.data.loader import BatchLoader
+from trainbus.data.workers import WorkerPool
 from trainbus.task import Task
 
 STATISTICS = {"age": FieldStatistics(count=10, nulls=1, mean=40.0, std=8.0, min=20.0, max=60.0)}
@@ -27,13 +27,13 @@ class Ages(Task):
 def test_decode_can_normalise(tmp_path: Path, count: int) -> None:
     task, reader = Ages(), shards.write(tmp_path, {"train": shards.ragged(20)}).split("train")
     ids, epochs = np.arange(20), np.zeros(20, dtype=np.int64)
-    workers = Workers(count, Ages) if count else None
+    workers = WorkerPool(count, Ages) if count else None
     try:
         if workers is not None:
             workers.set_dataset(("a", "b"), STATISTICS)
         else:
             task.classes, task.statistics = ("a", "b"), STATISTICS
-        batch = Loading(task, reader, workers=workers).start(ids, epochs, seed=0)().batch
+        batch = BatchLoader(task, reader, workers=workers).start(ids, epochs, seed=0)().batch
     finally:
         if workers is not None:
             workers.close()

@@ -259,7 +259,7 @@ def test_windows_lie_in_flat_files_without_anything_between(tmp_path: Path) -> N
     for name, shard in made.items():
         assert shard.path == f"{name}.bin"
         found = shard_index.decode((tmp_path / f"{name.replace('/', '-')}.idx").read_bytes())
-        assert found.fields == {"bin": shard_index.Strided(0, 129, 129)}
+        assert found.fields == {"bin": shard_index.StridedField(0, 129, 129)}
     keys = [short_key(key.encode()) for key in windows]
     assert len(set(keys)) == 1500
     assert max(map(len, keys)) == 14

@@ -106,7 +106,7 @@ def test_text_becomes_flat_files_with_token_bytes(tmp_path: Path) -> None:
         assert len(content) == 64 * shard.samples
         windows += [content[at : at + 64] for at in range(0, len(content), 64)]
         index = shard_index.decode(store.path(shard_uri(BUCKET, shard.index_sha256)).read_bytes())
-        assert index.fields == {"bin": shard_index.Strided(0, 64, 64)}
+        assert index.fields == {"bin": shard_index.StridedField(0, 64, 64)}
     assert sorted(windows) == sorted(r.content for r in records if r.split == "train")
 
 

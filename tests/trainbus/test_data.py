@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.trainbus.support import linear_dataset, linear_samples, write_dataset
 from trainbus.data.dataset import Dataset
-from trainbus.data.loader import ahead
+from trainbus.data.loader import prefetch
 from trainbus.data.order import LaneOrder
 from trainbus.data.reader import DatasetError
 from trainbus.data.sampler import Sampler, slice_bounds
@@ -79,7 +79,7 @@ def test_an_error_in_the_loader_thread_is_raised_where_its_item_is_due() -> None
         yield 1
         raise ValueError("broken")
 
-    got = ahead(items())  # type: ignore[arg-type]
+    got = prefetch(items())  # type: ignore[arg-type]
     assert next(got) == 1
     with pytest.raises(ValueError, match="broken"):
         next(got)

@@ -15,7 +15,7 @@ from tests.trainbus.exact_tasks import CLASSES, MLP, samples
 from tests.trainbus.support import linear_dataset, write_dataset
 from tests.trainbus.test_trainer import Linear, train
 from trainbus.data.dataset import Dataset
-from trainbus.data.loader import Loading, sample_generator
+from trainbus.data.loader import BatchLoader, sample_generator
 from trainbus.data.order import LaneOrder
 from trainbus.data.sampler import Sampler
 from trainbus.trainer import environment
@@ -105,7 +105,7 @@ def test_a_variation_of_a_sample_is_a_function_of_seed_epoch_and_sample(tmp_path
     sampler = Sampler(LaneOrder(dataset_id, dataset.shard_samples("train"), 5), 16, 120)
 
     def images(leaves: int, consumed: int, steps: int) -> torch.Tensor:
-        feed = StepLoader(Loading(MLP(), split), sampler, training, range(leaves), leaves)
+        feed = StepLoader(BatchLoader(MLP(), split), sampler, training, range(leaves), leaves)
         return torch.cat(
             [
                 m.batch[0]

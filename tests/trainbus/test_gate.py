@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from contracts.events.train import Training
 from tests.trainbus.support import LINEAR_TASK, linear_dataset
 from trainbus.agent_link import Control
-from trainbus.data.loader import Ahead, ahead
+from trainbus.data.loader import Prefetcher, prefetch
 from trainbus.trainer import trainer as trainer_module
 from trainbus.trainer.step_agreement import StepAgreement, StepSummary
 from trainbus.trainer.step_barrier import StepBarrier
@@ -43,7 +43,7 @@ def said(step: int, *, short: bool) -> StepSummary:
 def test_ranks_that_are_heard_of_a_step_later_meet_before_the_first_two_steps_alone() -> None:
     consensus = Counted()
     gate = StepBarrier(consensus, Control())
-    steps = ahead(range(100))
+    steps = prefetch(range(100))
     for step in range(1, 50):
         assert gate.opens(step, steps)
         if step > 1:
@@ -64,7 +64,7 @@ def test_a_rank_without_samples_waits_for_them_or_for_a_stop() -> None:
 
     control, consensus = Control(), Counted()
     clock = iter(float(number) for number in range(10_000))
-    gate, steps = StepBarrier(consensus, control, lambda: next(clock)), ahead(items())
+    gate, steps = StepBarrier(consensus, control, lambda: next(clock)), prefetch(items())
     ready: list[bool] = []
     assert gate.opens(1, steps, lambda: ready.append(True))
     assert next(steps) == 1
@@ -85,7 +85,7 @@ def test_a_run_whose_samples_are_there_in_time_does_not_ask(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depth: int
 ) -> None:
     limit_threads({})
-    made: list[Ahead[Any]] = []
+    made: list[Prefetcher[Any]] = []
 
     class Steady(Linear):  # type: ignore[misc, valid-type]
         """Trains no faster than its samples come."""
@@ -95,9 +95,9 @@ def test_a_run_whose_samples_are_there_in_time_does_not_ask(
             found: Tensor = super().loss(model, batch)
             return found
 
-    monkeypatch.setattr(trainer_module, "ahead", lambda *given: made.append(ahead(*given)) or made[0])
+    monkeypatch.setattr(trainer_module, "prefetch", lambda *given: made.append(prefetch(*given)) or made[0])
     asked: list[bool] = []
     monkeypatch.setattr(StepAgreement, "agree", lambda self, lacking, stop: (asked.append(lacking) or lacking, stop))
-    training = Training.model_validate({"max_steps": 20, "loading": {"ahead": depth}})
+    training = Training.model_validate({"max_steps": 20, "loading": {"prefetch": depth}})
     Trainer(Steady(), linear_dataset(tmp_path / "data"), training, folder=tmp_path / "run").fit()
     assert len([lacking for lacking in asked if not lacking]) == 1

@@ -14,7 +14,7 @@ import pytest
 from contracts.events.train import Loading, Training
 from contracts.ranks import MetricsLine, StarvationLine
 from tests.trainbus.support import LINEAR_TASK, journal, linear_dataset
-from trainbus.data.waits import Cause, Waits
+from trainbus.data.batch_timings import BatchTimings, Cause
 from trainbus.trainer.starvation import StarvationDetector, hint
 from trainbus.trainer.trainer import Trainer
 from trainbus.trainer.world import limit_threads
@@ -36,7 +36,7 @@ class Rank:
     """A rank whose steps take as long as they are told to."""
 
     def __init__(self, **loading: Any) -> None:
-        self.clock, self.waits, self.said = Clock(), Waits(), list[StarvationLine]()
+        self.clock, self.waits, self.said = Clock(), BatchTimings(), list[StarvationLine]()
         self.starvation = StarvationDetector(Loading(**loading), self.waits, 3, self.said.append, self.clock)
         self.step = 0
 
@@ -136,7 +136,7 @@ def test_a_hint_for_a_rank_that_did_nothing_but_wait() -> None:
 
 
 def test_waits_are_counted_from_all_threads() -> None:
-    waits = Waits()
+    waits = BatchTimings()
 
     def add() -> None:
         for _ in range(1000):
@@ -148,7 +148,7 @@ def test_waits_are_counted_from_all_threads() -> None:
     for thread in threads:
         thread.join()
     clock = Clock()
-    timed = Waits(clock)
+    timed = BatchTimings(clock)
     with suppress(ValueError), timed.during("fetch"):
         clock.now += 2
         raise ValueError("what was waited for nothing was waited all the same")

@@ -71,13 +71,15 @@ if launch.get("resume_folder"):
 shards, arrival = [], None
 if params.get("read"):
     from contracts.events.dataset import ShardFile
-    from trainbus.data.arrival import Arrival
     from trainbus.data.reader import DatasetError
+    from trainbus.data.shard_prefetch import ShardPrefetcher
 
     dataset = Path(launch["dataset_folder"])
     manifest = json.loads((dataset / "manifest.json").read_bytes())
     shards = [ShardFile.model_validate(shard) for shard in manifest["splits"]["train"]["shards"]]
-    arrival = Arrival(Path(launch["socket"]), dataset, rank=rank, generation=launch["generation"], patience_s=60)
+    arrival = ShardPrefetcher(
+        Path(launch["socket"]), dataset, rank=rank, generation=launch["generation"], patience_s=60
+    )
 print(f"rank {rank} starts at {step}", flush=True)
 say(kind="started", step=step, samples_consumed=step * 8)
 while step < params["steps"]:

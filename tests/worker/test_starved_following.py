@@ -13,7 +13,7 @@ from services.kit.bus import TransientError
 from services.kit.clock import ManualClock
 from tests.worker.test_journal import Bus, follower
 from trainbus.agent_link import Journal
-from trainbus.data.waits import Waits
+from trainbus.data.batch_timings import BatchTimings
 from trainbus.trainer.starvation import StarvationDetector
 
 
@@ -22,7 +22,7 @@ def counted() -> float:
 
 
 async def test_a_starved_rank_is_told_once_with_cause_and_hint(tmp_path: Path) -> None:
-    bus, journal, waits, before = Bus(), Journal(tmp_path / "rank_0.jsonl"), Waits(), counted()
+    bus, journal, waits, before = Bus(), Journal(tmp_path / "rank_0.jsonl"), BatchTimings(), counted()
     now = [0.0]
     starvation = StarvationDetector(Loading(starved_s=30), waits, 0, journal.starved, lambda: now[0])
     for step in range(1, 1001):

@@ -15,8 +15,8 @@ from services.kit.store.errors import ObjectNotFound
 from services.kit.store.objects import ObjectStore
 from trainbus.client.datasets import LoadedDataset, load_dataset
 from trainbus.client.errors import TrainbusError
-from trainbus.datasets.history import Known
-from trainbus.datasets.verify import disagreement
+from trainbus.datasets.history import DatasetRecord
+from trainbus.datasets.verify import find_index_mismatch
 
 #: Shards that are read back at the same time; each is on the local disk while it is verified.
 PARALLEL = 4
@@ -44,7 +44,7 @@ class Verification:
 
 
 async def verify_datasets(
-    objects: ObjectStore, datasets: Iterable[Known], advance: Callable[[int, int], None]
+    objects: ObjectStore, datasets: Iterable[DatasetRecord], advance: Callable[[int, int], None]
 ) -> Verification:
     """Compare every manifest, shard and index with its hash, and each index with its shard.
 
@@ -122,5 +122,5 @@ async def _check_shard(objects: ObjectStore, bucket: str, shard: ShardFile) -> t
                 return uri, f"has {path.stat().st_size:,} bytes, the manifest says {size:,}"
             if hashed != sha256:
                 return uri, f"is rotten: its SHA-256 is {hashed}"
-        problem = await asyncio.to_thread(disagreement, archive, index.read_bytes(), shard.samples)
+        problem = await asyncio.to_thread(find_index_mismatch, archive, index.read_bytes(), shard.samples)
         return (shard_uri(bucket, shard.sha256), problem) if problem else None

@@ -18,7 +18,7 @@ from services.kit.store.uris import split_uri
 from trainbus.client.address import StackAddress
 from trainbus.client.connection import Connection
 from trainbus.client.errors import NotFoundError, TrainbusError
-from trainbus.datasets.history import History, Known, NotOne
+from trainbus.datasets.history import AmbiguousName, DatasetRecord, History
 
 SHA256_CHARS = 64
 #: The facts that make the history of datasets; the many others of long trainings stay on the server.
@@ -36,7 +36,7 @@ FACTS = (
 class LoadedDataset:
     """A dataset with its manifest, whose hash is the dataset's id."""
 
-    known: Known
+    known: DatasetRecord
     manifest: Manifest
     #: The manifest's bytes as they are stored: their hash is the id.
     content: bytes
@@ -48,7 +48,7 @@ async def read_history(connection: Connection) -> History:
     return History((each.envelope.time, each.event) for each in await connection.read(*FACTS))
 
 
-def find_dataset(history: History, name: str, address: StackAddress) -> Known:
+def find_dataset(history: History, name: str, address: StackAddress) -> DatasetRecord:
     """Return the dataset that ``name`` means. A full id is valid even if the log no longer has its facts.
 
     Raises:
@@ -56,7 +56,7 @@ def find_dataset(history: History, name: str, address: StackAddress) -> Known:
     """
     try:
         known = history.find(name)
-    except NotOne as error:
+    except AmbiguousName as error:
         if error.found:
             listed = "\n".join(f"  {dataset_id}" for dataset_id in error.found[:10])
             raise NotFoundError(
@@ -68,7 +68,7 @@ def find_dataset(history: History, name: str, address: StackAddress) -> Known:
                 why = made[0].failed or "it is not sharded yet"
                 raise NotFoundError(f"ingestion {made[0].ingestion_id} has no dataset: {why}") from None
             raise NotFoundError(f"there is no dataset {name!r}: `trainbus datasets` lists them") from None
-        known = Known(name)
+        known = DatasetRecord(name)
     known.manifest_uri = known.manifest_uri or dataset_uri(address.settings().bucket_datasets, known.dataset_id)
     return known
 
@@ -77,7 +77,7 @@ def _is_id(name: str) -> bool:
     return len(name) == SHA256_CHARS and set(name) <= set("0123456789abcdef")
 
 
-async def load_dataset(objects: ObjectStore, known: Known) -> LoadedDataset:
+async def load_dataset(objects: ObjectStore, known: DatasetRecord) -> LoadedDataset:
     """Read a dataset's manifest.
 
     Raises:

@@ -22,11 +22,11 @@ _MESSAGE = struct.Struct("<qq")
 _ALIGN = 64
 
 
-class Closed(Exception):
+class ChannelClosed(Exception):
     """The other process is gone."""
 
 
-def channel() -> tuple[socket.socket, socket.socket]:
+def open_channel() -> tuple[socket.socket, socket.socket]:
     """Return the two ends. Messages are a few bytes and a file of memory, so that ``send`` does not block."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
@@ -35,7 +35,7 @@ def send(end: socket.socket, value: Any) -> None:
     """Send an object that pickles.
 
     Raises:
-        Closed: the other process is gone.
+        ChannelClosed: the other process is gone.
     """
     buffers: list[pickle.PickleBuffer] = []
     head = io.BytesIO()
@@ -51,7 +51,7 @@ def send(end: socket.socket, value: Any) -> None:
         os.ftruncate(fd, at)
         socket.send_fds(end, [_MESSAGE.pack(len(parts), at)], [fd])
     except (BrokenPipeError, ConnectionResetError) as error:
-        raise Closed from error
+        raise ChannelClosed from error
     finally:
         os.close(fd)
 
@@ -60,15 +60,15 @@ def receive(end: socket.socket) -> Any:
     """Return the next object. Its arrays and tensors lie in memory that is theirs alone.
 
     Raises:
-        Closed: the other process is gone.
+        ChannelClosed: the other process is gone.
         OSError: this process has no file descriptors left.
     """
     try:
         message, fds, _, _ = socket.recv_fds(end, _MESSAGE.size, 1)
     except ConnectionResetError as error:
-        raise Closed from error
+        raise ChannelClosed from error
     if not message:
-        raise Closed
+        raise ChannelClosed
     if not fds:
         raise OSError(errno.EMFILE, "no file descriptor is left for a batch: raise the limit (ulimit -n)")
     count, total = _MESSAGE.unpack(message)

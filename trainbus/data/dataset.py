@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from contracts.base import Sha256
 from contracts.datasets import FieldStatistics
 from contracts.events.dataset import ShardFile
-from trainbus.data.reader import Arrive, DatasetError, SplitReader
+from trainbus.data.reader import DatasetError, SplitReader, WaitForShard
 
 SplitName = Literal["train", "validation", "test"]
 
@@ -41,7 +41,7 @@ class Manifest(BaseModel):
 class Dataset:
     """Opens a dataset folder and verifies that it is the dataset it should be."""
 
-    def __init__(self, folder: Path, dataset_id: str | None = None, arrive: Arrive | None = None) -> None:
+    def __init__(self, folder: Path, dataset_id: str | None = None, arrive: WaitForShard | None = None) -> None:
         """Read the manifest.
 
         Args:

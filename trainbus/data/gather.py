@@ -32,7 +32,7 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-class Mapping:
+class MappedFile:
     """A file in memory, read-only. It stays whole when the file is unlinked, and holds no file descriptor.
 
     (Python's own ``mmap`` holds one for each; a rank may have several hundred shards open.)
@@ -66,7 +66,7 @@ class Mapping:
         self.close()
 
 
-class Native:
+class NativeLibrary:
     """The C library; each call lets other Python threads run."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -98,7 +98,7 @@ class Native:
 
 
 @cache
-def native() -> Native | None:
+def load_native_library() -> NativeLibrary | None:
     """Return the C library, compiled and kept in the user's cache at first use; None where that does not work."""
     if os.environ.get(NATIVE_VARIABLE) == "0":
         return None
@@ -111,7 +111,7 @@ def native() -> Native | None:
             _compile(path)
         if path.stat().st_uid not in (0, os.getuid()):
             return None  # somebody else's code
-        return Native(ctypes.CDLL(str(path)))
+        return NativeLibrary(ctypes.CDLL(str(path)))
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError):
         return None
 
@@ -128,7 +128,7 @@ def _compile(path: Path) -> None:
         made.replace(path)  # several ranks may come here at once: each has a whole one
 
 
-class Places:
+class FieldLocations:
     """Where one field lies in memory: by shard, where it is told by a stride. Changed by the reader, read in C."""
 
     def __init__(self, starts: Ints, used: Ints) -> None:
@@ -155,7 +155,7 @@ class Places:
             How many were copied: all, or those before the first whose shard must be looked at or is of another size.
         """
         count, size = len(ids), out.shape[1]
-        if (library := native()) is not None:
+        if (library := load_native_library()) is not None:
             done: int = library.strided(address(ids), count, *self._before, size, address(out), self._used_at, batch)
             return done
         numbers = np.clip(self._starts.searchsorted(ids, side="right") - 1, 0, len(self.first) - 1)
@@ -177,7 +177,7 @@ def address(array: NDArray[Any]) -> int:
 
 def run_length(ids: Ints) -> int:
     """Return how many of the ids, from the first on, follow each other."""
-    if (library := native()) is not None:
+    if (library := load_native_library()) is not None:
         length: int = library.run_length(address(ids), len(ids))
         return length
     breaks = np.flatnonzero(np.diff(ids) != 1)
@@ -186,7 +186,7 @@ def run_length(ids: Ints) -> int:
 
 def copy_pieces(addresses: Ints, sizes: Ints, out: Bytes) -> None:
     """Copy pieces of memory, one after the other, into ``out``, which has room for just them."""
-    if (library := native()) is not None:
+    if (library := load_native_library()) is not None:
         library.scattered(address(addresses), address(sizes), len(sizes), address(out))
         return
     to = address(out)
@@ -202,7 +202,7 @@ def read_run(fd: int, offset: int, stride: int, out: Bytes) -> int:
     than copying out of the mapped file.
     """
     rows, size = out.shape
-    if (library := native()) is not None:
+    if (library := load_native_library()) is not None:
         return int(library.run(fd, offset, rows, stride, size, address(out)))
     if stride != size:
         return 0

@@ -12,21 +12,21 @@ from typing import Any, Generic, Self, TypeVar
 import numpy as np
 import torch
 
-from trainbus.data.decoding import DecodeFailed, Job, decode, sample_generator
+from trainbus.data.batch_timings import BatchTimings
+from trainbus.data.decode_jobs import DecodeError, DecodeJob, run_decode_job, sample_generator
 from trainbus.data.reader import SplitReader
-from trainbus.data.sampler import Ids, Picked
-from trainbus.data.waits import Waits
-from trainbus.data.workers import Workers
+from trainbus.data.sampler import Ids, SampleSlice
+from trainbus.data.workers import WorkerPool
 from trainbus.task import Task, TaskError
 
-__all__ = ["Ahead", "Loading", "MicroBatch", "ahead", "pipelined", "sample_generator", "to_device"]
+__all__ = ["BatchLoader", "MicroBatch", "Prefetcher", "pipeline_results", "prefetch", "sample_generator", "to_device"]
 
 T = TypeVar("T")
 _NO_IDS: Ids = np.empty(0, dtype=np.int64)
 #: Seconds that a batch which nobody wants any more may take when the process ends.
-LAST_BATCH_S = 10.0
+JOIN_S = 10.0
 #: The threads that make batches, and what each fills.
-_RUNNING: dict[threading.Thread, _Stock[Any]] = {}
+_RUNNING: dict[threading.Thread, _PrefetchQueue[Any]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class MicroBatch:
         return () if self.reader is None else self.reader.keys(self.ids)
 
 
-class Loading:
+class BatchLoader:
     """Makes batches of one split's samples as a task says, whoever does the work.
 
     What a batch holds is a function of the task, its samples and, where they are augmented, their epochs and the seed.
@@ -55,8 +55,8 @@ class Loading:
         task: Task,
         reader: SplitReader,
         *,
-        workers: Workers | None = None,
-        waits: Waits | None = None,
+        workers: WorkerPool | None = None,
+        waits: BatchTimings | None = None,
         pin: bool = False,
     ) -> None:
         """Load nothing yet.
@@ -66,7 +66,7 @@ class Loading:
             waits: where the time is counted.
             pin: put batches into pinned memory, from where CUDA copies while it computes.
         """
-        self._task, self._reader, self._waits, self._pin = task, reader, waits or Waits(), pin
+        self._task, self._reader, self._waits, self._pin = task, reader, waits or BatchTimings(), pin
         self.workers = workers if workers is not None and len(workers) else None
 
     def start(self, ids: Ids, epochs: Ids | None = None, seed: int = 0) -> Callable[[], MicroBatch]:
@@ -83,30 +83,30 @@ class Loading:
         def result() -> MicroBatch:
             try:
                 batch, decode_s = ticket.result()
-            except DecodeFailed as error:
+            except DecodeError as error:
                 raise self._explained(ids, error) from error
             self._waits.add("decode", decode_s / workers)
             return self._finish(ids, batch)
 
         return result
 
-    def start_picked(self, picked: Picked, seed: int) -> Callable[[], MicroBatch]:
+    def start_slice(self, picked: SampleSlice, seed: int) -> Callable[[], MicroBatch]:
         """Begin to make a batch for training, of samples that were picked out of a global batch."""
         return self.start(picked.ids, picked.epochs, seed)
 
-    def _read(self, ids: Ids, epochs: Ids | None, seed: int) -> Job:
+    def _read(self, ids: Ids, epochs: Ids | None, seed: int) -> DecodeJob:
         fetched = self._waits.totals()["fetch"]
         with self._waits.during("read"):
             fields = self._reader.gather(ids)
         # Waiting for a shard to arrive is counted by whoever waits, and is no reading.
         self._waits.add("read", fetched - self._waits.totals()["fetch"])
-        return Job(ids, fields, epochs, seed)
+        return DecodeJob(ids, fields, epochs, seed)
 
-    def _decode(self, job: Job) -> Any:
+    def _decode(self, job: DecodeJob) -> Any:
         try:
             with self._waits.during("decode"):
-                return decode(self._task, job)
-        except DecodeFailed as error:
+                return run_decode_job(self._task, job)
+        except DecodeError as error:
             raise self._explained(job.ids, error) from error
 
     def _finish(self, ids: Ids, batch: Any) -> MicroBatch:
@@ -115,7 +115,7 @@ class Loading:
                 batch = to_device(batch, lambda value: value.pin_memory() if isinstance(value, torch.Tensor) else value)
         return MicroBatch(len(ids), batch, ids, self._reader)
 
-    def _explained(self, ids: Ids, error: DecodeFailed) -> TaskError:
+    def _explained(self, ids: Ids, error: DecodeError) -> TaskError:
         if error.place is None:
             first, last = int(ids[0]), int(ids[-1])
             where = f"a batch of {len(ids)} samples, {self._reader.key(first)!r} to {self._reader.key(last)!r}"
@@ -125,7 +125,7 @@ class Loading:
         return TaskError(f"{where}: {error.text}")
 
 
-def pipelined(started: Iterable[Callable[[], T]], depth: int) -> Iterator[T]:
+def pipeline_results(started: Iterable[Callable[[], T]], depth: int) -> Iterator[T]:
     """Yield what each of ``started`` returns, in order, while the ``depth`` after it have been started."""
     waiting: deque[Callable[[], T]] = deque()
     for result in started:
@@ -136,12 +136,12 @@ def pipelined(started: Iterable[Callable[[], T]], depth: int) -> Iterator[T]:
         yield waiting.popleft()()
 
 
-class Ahead(Generic[T]):
+class Prefetcher(Generic[T]):
     """Items that a thread makes ahead. Iterate over it; ``close`` ends the thread."""
 
     def __init__(self, items: Iterable[T], depth: int) -> None:
         """Begin to make ``items``, up to ``depth`` ahead."""
-        self._stock: _Stock[T] = _Stock(depth)
+        self._stock: _PrefetchQueue[T] = _PrefetchQueue(depth)
         # The thread knows the stock alone, so that an iterator that is forgotten ends it, too.
         thread = threading.Thread(target=self._stock.fill, args=(items,), name="trainbus-loader", daemon=True)
         _RUNNING[thread] = self._stock
@@ -166,7 +166,7 @@ class Ahead(Generic[T]):
         self._stock.close()
 
 
-class _Stock(Generic[T]):
+class _PrefetchQueue(Generic[T]):
     """What has been made and not taken yet."""
 
     def __init__(self, depth: int) -> None:
@@ -223,19 +223,19 @@ class _Stock(Generic[T]):
             self._changed.notify_all()
 
 
-def ahead(items: Iterable[T], depth: int = 2) -> Ahead[T]:
+def prefetch(items: Iterable[T], depth: int = 2) -> Prefetcher[T]:
     """Yield ``items``, made up to ``depth`` ahead in a thread; an error in making one is raised where it is due."""
-    return Ahead(items, depth)
+    return Prefetcher(items, depth)
 
 
 @atexit.register
-def _end_running() -> None:
+def _close_prefetchers() -> None:
     """Have no batch in the making when the interpreter goes: a thread that comes back from C++ then aborts it."""
     running = list(_RUNNING.items())
     for _, stock in running:
         stock.close()
     for thread, _ in running:
-        thread.join(LAST_BATCH_S)
+        thread.join(JOIN_S)
 
 
 def to_device(batch: Any, move: Callable[[Any], Any]) -> Any:

@@ -36,12 +36,12 @@ Ids = NDArray[np.int64]
 ALGORITHM = 1
 #: Shards' worth of samples in a window, where nothing is set, and how many lanes there are at most.
 WINDOW = 4
-MOST_LANES = 64
+MAX_LANES = 64
 #: The windows of all lanes together hold so many samples at most, where no window is set: what is in memory
 #: (4 bytes each, twice) and what a resumed run sorts before its first batch.
-MOST_IN_WINDOWS = 2**22
+MAX_WINDOW_SAMPLES = 2**22
 #: And where one is set.
-MOST_IN_SET_WINDOWS = 2**28
+MAX_SET_WINDOW_SAMPLES = 2**28
 _SHARDS = (0, 0, 0, 0)
 
 
@@ -50,7 +50,7 @@ class OrderMismatch(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Epoch:
+class EpochOrder:
     """One epoch's random numbers and shards."""
 
     key: NDArray[np.uint64]
@@ -100,7 +100,7 @@ class LaneOrder:
         width = min(self.window_samples, int(self.lane_samples[0]))
         self._windows = np.empty((2, self.lanes, width), dtype=np.uint32)
         self._loaded = np.full((2, self.lanes), -1, dtype=np.int64)
-        self._epochs: dict[int, Epoch] = {}
+        self._epochs: dict[int, EpochOrder] = {}
 
     # --- what stands where --------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class LaneOrder:
         self._windows[window & 1, lane, : stop - start] = order
         self._loaded[window & 1, lane] = _tag(epoch, window)
 
-    def epoch(self, number: int) -> Epoch:
+    def epoch(self, number: int) -> EpochOrder:
         """Return the shards of one epoch (counted from 0)."""
         if (known := self._epochs.get(number)) is not None:
             return known
@@ -164,7 +164,7 @@ class LaneOrder:
         key = np.frombuffer(digest[:16], dtype="<u8").astype(np.uint64)
         shards = permutation(len(self._shard_samples), key, _SHARDS)
         ends = np.cumsum(self._shard_samples[shards])
-        made = Epoch(key, shards, ends, self.shard_starts[shards] - (ends - self._shard_samples[shards]))
+        made = EpochOrder(key, shards, ends, self.shard_starts[shards] - (ends - self._shard_samples[shards]))
         # A batch spans two epochs as a rule; older ones are not asked for again, and can be made anew.
         self._epochs = {n: e for n, e in self._epochs.items() if n == number - 1} | {number: made}
         return made
@@ -236,16 +236,16 @@ def _layout(samples: int, shards: int, lanes: int | None, window: int | None) ->
     """Return the number of lanes and the samples of a window."""
     if samples == 0:
         return 1, 1
-    wanted = max(1, min(shards // (window or WINDOW), MOST_LANES)) if lanes is None else lanes
+    wanted = max(1, min(shards // (window or WINDOW), MAX_LANES)) if lanes is None else lanes
     count = min(wanted, samples)
     if window is None:
         worth = shards if shards < 2 * WINDOW else WINDOW  # few shards are shuffled as a whole
-        return count, max(1, min(-(-worth * samples // shards), MOST_IN_WINDOWS // count))
+        return count, max(1, min(-(-worth * samples // shards), MAX_WINDOW_SAMPLES // count))
     size = -(-window * samples // shards)
-    if (kept := min(count * size, samples)) > MOST_IN_SET_WINDOWS:
+    if (kept := min(count * size, samples)) > MAX_SET_WINDOW_SAMPLES:
         raise ValueError(
             f"{count} lanes with windows of {size:,} samples would keep {kept:,} in memory, which may be "
-            f"{MOST_IN_SET_WINDOWS:,}: lower training.loading.window or training.loading.lanes, or leave them out"
+            f"{MAX_SET_WINDOW_SAMPLES:,}: lower training.loading.window or training.loading.lanes, or leave them out"
         )
     return count, size
 

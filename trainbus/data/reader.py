@@ -19,16 +19,16 @@ from numpy.typing import NDArray
 from contracts import shard_index
 from contracts.events.dataset import ShardFile
 from trainbus.data import gather
-from trainbus.data.gather import Bytes, Ints, Places
+from trainbus.data.gather import Bytes, FieldLocations, Ints
 
 #: Shards that a reader has mapped at once. They cost address space and page tables (2 MB for each GB that was read).
-MAX_OPEN = 512
+MAX_OPEN_SHARDS = 512
 #: From so many samples on that follow each other it pays to read them instead of mapping their shard.
-SHORTEST_RUN = 8
+MIN_RUN_SAMPLES = 8
 #: How often a shard may be taken away between its arrival and its opening before something else is wrong.
-ARRIVALS = 4
+MAX_OPEN_ATTEMPTS = 4
 
-Arrive = Callable[[ShardFile], None]
+WaitForShard = Callable[[ShardFile], None]
 
 
 class DatasetError(Exception):
@@ -44,7 +44,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Ragged:
+class RaggedField:
     """A field of n samples whose sizes differ: sample i has ``buffer[offsets[i]:offsets[i + 1]]``."""
 
     buffer: Bytes
@@ -63,21 +63,21 @@ class Ragged:
         return self.buffer[self.offsets[place] : self.offsets[place + 1]].tobytes()
 
 
-#: Fields of n samples by name: ``uint8[n, size]`` where all have one size, else ``Ragged``.
-Fields = dict[str, "Bytes | Ragged"]
+#: Fields of n samples by name: ``uint8[n, size]`` where all have one size, else ``RaggedField``.
+Fields = dict[str, "Bytes | RaggedField"]
 
 
-def sample_fields(fields: Mapping[str, Bytes | Ragged], place: int) -> dict[str, bytes]:
+def sample_fields(fields: Mapping[str, Bytes | RaggedField], place: int) -> dict[str, bytes]:
     """Return the fields of one of the samples, those that it has."""
     found: dict[str, bytes] = {}
     for name, field in fields.items():
-        value = field[place] if isinstance(field, Ragged) else field[place].tobytes()
+        value = field[place] if isinstance(field, RaggedField) else field[place].tobytes()
         if value is not None:
             found[name] = value
     return found
 
 
-class Shard:
+class ShardReader:
     """One open shard: mapped, with its index. All that the index tells lies within the file: that was checked."""
 
     def __init__(self, folder: Path, shard: ShardFile) -> None:
@@ -103,7 +103,7 @@ class Shard:
         match self.fields.get(name):
             case None:
                 return np.zeros(len(rows), dtype=np.int64), np.full(len(rows), shard_index.ABSENT, dtype=np.int64)
-            case shard_index.Strided(first, stride, size):
+            case shard_index.StridedField(first, stride, size):
                 return self.address + first + rows * stride, np.full(len(rows), size, dtype=np.int64)
             case offsets, sizes:
                 return self.address + offsets[rows], sizes[rows]
@@ -126,7 +126,11 @@ class SplitReader:
     """All samples of one split, numbered from 0 in the order of the manifest's shards. Threads may share it."""
 
     def __init__(
-        self, folder: Path, shards: Sequence[ShardFile], arrive: Arrive | None = None, max_open: int = MAX_OPEN
+        self,
+        folder: Path,
+        shards: Sequence[ShardFile],
+        arrive: WaitForShard | None = None,
+        max_open: int = MAX_OPEN_SHARDS,
     ) -> None:
         """Open nothing yet.
 
@@ -140,12 +144,12 @@ class SplitReader:
         self._ends: list[int] = self._starts[1:].tolist()
         self._count = int(self._starts[-1])
         self._lock = threading.RLock()
-        self._open: dict[int, Shard] = {}
+        self._open: dict[int, ShardReader] = {}
         #: When each shard was last used, counted in batches.
         self._used, self._batch = np.zeros(len(shards), dtype=np.int64), 0
         self._opened_any = False
         #: By field, every one that was seen so far.
-        self._places: dict[str, Places] = {}
+        self._places: dict[str, FieldLocations] = {}
         #: The shard that runs are being read from, and its file.
         self._run_shard, self._run_fd = -1, -1
 
@@ -182,7 +186,7 @@ class SplitReader:
             out: for fields of one size, contiguous ``uint8[n, size]`` to read into; what does not fit is not used.
 
         Returns:
-            By name ``uint8[n, size]`` where every sample has the field in one size, else ``Ragged``.
+            By name ``uint8[n, size]`` where every sample has the field in one size, else ``RaggedField``.
 
         Raises:
             IndexError: there is no such sample.
@@ -217,12 +221,12 @@ class SplitReader:
 
     # --- one field ----------------------------------------------------------------------------
 
-    def _gather(self, name: str, ids: Ints, out: Bytes | None) -> Bytes | Ragged:
+    def _gather(self, name: str, ids: Ints, out: Bytes | None) -> Bytes | RaggedField:
         if not len(ids):
             return np.empty((0, 0), dtype=np.uint8)
         first = self._locate(int(ids[0]))[0]
         field = self._shard(first).fields.get(name)
-        if isinstance(field, shard_index.Strided):
+        if isinstance(field, shard_index.StridedField):
             shape = len(ids), field.size
             if out is None or out.shape != shape or out.dtype != np.uint8 or not out.flags.c_contiguous:
                 out = np.empty(shape, dtype=np.uint8)
@@ -230,11 +234,11 @@ class SplitReader:
                 return out
         return self._gather_any(name, ids)
 
-    def _copy(self, places: Places, ids: Ints, out: Bytes) -> bool:
+    def _copy(self, places: FieldLocations, ids: Ints, out: Bytes) -> bool:
         """Fill ``out``; False where not all samples have the field in this size, told by a stride."""
         done, rows = 0, len(ids)
         run = gather.run_length(ids)
-        if run >= SHORTEST_RUN:
+        if run >= MIN_RUN_SAMPLES:
             done = self._copy_run(places, int(ids[0]), out[:run])
         while done < rows:
             done += places.copy(ids[done:], out[done:], self._batch) if done else places.copy(ids, out, self._batch)
@@ -245,7 +249,7 @@ class SplitReader:
                 self._shard(number)
         return True
 
-    def _copy_run(self, places: Places, start: int, out: Bytes) -> int:
+    def _copy_run(self, places: FieldLocations, start: int, out: Bytes) -> int:
         """Read samples that follow each other; return how many of them are there."""
         rows, size = out.shape
         done = 0
@@ -262,7 +266,7 @@ class SplitReader:
                 break
         return done
 
-    def _gather_any(self, name: str, ids: Ints) -> Bytes | Ragged:
+    def _gather_any(self, name: str, ids: Ints) -> Bytes | RaggedField:
         """The way that always works: look up the place of each sample, shard by shard."""
         outside = np.flatnonzero((ids < 0) | (ids >= len(self)))
         if len(outside):
@@ -281,7 +285,7 @@ class SplitReader:
         gather.copy_pieces(addresses, sizes, buffer)
         if everywhere and bool((sizes == sizes[0]).all()):
             return buffer.reshape(len(ids), int(sizes[0]))
-        return Ragged(buffer, offsets, None if everywhere else present)
+        return RaggedField(buffer, offsets, None if everywhere else present)
 
     # --- shards -------------------------------------------------------------------------------
 
@@ -291,7 +295,7 @@ class SplitReader:
         number = bisect.bisect_right(self._ends, sample_id)
         return number, sample_id - (self._ends[number - 1] if number else 0)
 
-    def _shard(self, number: int) -> Shard:
+    def _shard(self, number: int) -> ShardReader:
         self._used[number] = self._batch
         shard = self._open.get(number)
         if shard is not None:
@@ -299,19 +303,19 @@ class SplitReader:
         shard = self._open[number] = self._arrived(self.shards[number])
         self._opened_any = True
         for name, field in shard.fields.items():
-            places = self._places.setdefault(name, Places(self._starts, self._used))
-            if isinstance(field, shard_index.Strided):
+            places = self._places.setdefault(name, FieldLocations(self._starts, self._used))
+            if isinstance(field, shard_index.StridedField):
                 places.first[number] = shard.address + field.first
                 places.stride[number], places.sizes[number] = field.stride, field.size
         return shard
 
-    def _arrived(self, file: ShardFile) -> Shard:
+    def _arrived(self, file: ShardFile) -> ShardReader:
         if self._arrive is None:
-            return Shard(self._folder, file)
-        for _ in range(ARRIVALS):
+            return ShardReader(self._folder, file)
+        for _ in range(MAX_OPEN_ATTEMPTS):
             self._arrive(file)
             try:
-                return Shard(self._folder, file)
+                return ShardReader(self._folder, file)
             except DatasetError as error:
                 if not isinstance(error.__cause__, FileNotFoundError):
                     raise
@@ -351,7 +355,7 @@ class SplitReader:
         self._run_shard, self._run_fd = -1, -1
 
 
-def _map(path: Path, size_bytes: int | None) -> gather.Mapping:
+def _map(path: Path, size_bytes: int | None) -> gather.MappedFile:
     """Map a file of so many bytes."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -360,15 +364,15 @@ def _map(path: Path, size_bytes: int | None) -> gather.Mapping:
             raise ValueError(f"{path.name} has {size} bytes, not what the manifest says ({size_bytes})")
         if size == 0:
             raise ValueError(f"{path.name} is empty")
-        return gather.Mapping(fd, size)
+        return gather.MappedFile(fd, size)
     finally:
         os.close(fd)
 
 
-def _field(name: str, index: shard_index.ShardIndex, size_bytes: int) -> shard_index.Strided | tuple[Ints, Ints]:
+def _field(name: str, index: shard_index.ShardIndex, size_bytes: int) -> shard_index.StridedField | tuple[Ints, Ints]:
     """Return one field's places, made sure to lie within a shard of ``size_bytes``: they become addresses."""
     field = index.fields[name]
-    if isinstance(field, shard_index.Strided):
+    if isinstance(field, shard_index.StridedField):
         last = field.first + (index.samples - 1) * field.stride
         if min(field.first, field.stride, field.size) < 0 or last + field.size > size_bytes:
             raise ValueError(f"its index puts field {name!r} outside of the file")
@@ -381,5 +385,5 @@ def _field(name: str, index: shard_index.ShardIndex, size_bytes: int) -> shard_i
     return offsets, sizes
 
 
-def _is_there(field: Bytes | Ragged) -> bool:
-    return not isinstance(field, Ragged) or field.present is None or bool(field.present.any())
+def _is_there(field: Bytes | RaggedField) -> bool:
+    return not isinstance(field, RaggedField) or field.present is None or bool(field.present.any())

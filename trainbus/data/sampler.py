@@ -14,11 +14,11 @@ import numpy as np
 
 from trainbus.data.order import Ids, LaneOrder
 
-__all__ = ["Ids", "Picked", "Sampler", "slice_bounds"]
+__all__ = ["Ids", "SampleSlice", "Sampler", "slice_bounds"]
 
 
 @dataclass(frozen=True, slots=True)
-class Picked:
+class SampleSlice:
     """The samples in some places of a batch, and the epoch (counted from 0) of each."""
 
     ids: Ids
@@ -55,14 +55,14 @@ class Sampler:
             return self.global_batch
         return max(0, min(self.global_batch, self.end - samples_consumed))
 
-    def pick(self, samples_consumed: int, start: int, stop: int) -> Picked:
+    def select(self, samples_consumed: int, start: int, stop: int) -> SampleSlice:
         """Return what is in places ``start`` to ``stop`` of the batch after ``samples_consumed`` samples."""
         positions = self._batch(samples_consumed)[start:stop]
-        return Picked(self.order.at(positions), positions // self.order.samples)
+        return SampleSlice(self.order.at(positions), positions // self.order.samples)
 
-    def slice(self, samples_consumed: int, world_size: int, rank: int) -> Picked:
+    def slice(self, samples_consumed: int, world_size: int, rank: int) -> SampleSlice:
         """Return rank's part of the step that starts after ``samples_consumed`` samples."""
-        return self.pick(samples_consumed, *slice_bounds(self.batch_size(samples_consumed), world_size, rank))
+        return self.select(samples_consumed, *slice_bounds(self.batch_size(samples_consumed), world_size, rank))
 
     def ids(self, start: int, stop: int) -> Ids:
         """Return the sample ids at positions ``start`` to ``stop`` of the infinite sequence."""

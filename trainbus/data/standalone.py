@@ -12,10 +12,10 @@ import torch
 
 from trainbus.data import loader
 from trainbus.data.dataset import Dataset, SplitName
-from trainbus.data.loader import Loading, MicroBatch, pipelined
+from trainbus.data.loader import BatchLoader, MicroBatch, pipeline_results
 from trainbus.data.order import LaneOrder
 from trainbus.data.sampler import Sampler, slice_bounds
-from trainbus.data.workers import Workers
+from trainbus.data.workers import WorkerPool
 from trainbus.task import Task
 
 Decode = Callable[[dict[str, bytes]], Any]
@@ -75,9 +75,9 @@ class Loader:
         self._seed, self._rank, self._world_size, self._ahead = seed, rank, world_size, ahead
         task = task if isinstance(task, Task) else _Decoding(task)
         task.classes, task.statistics = dataset.classes, dataset.statistics
-        self._workers = Workers(workers, lambda: task)
+        self._workers = WorkerPool(workers, lambda: task)
         pinned = torch.cuda.is_available() if pin is None else pin
-        self._loading = Loading(task, dataset.split(split), workers=self._workers, pin=pinned)
+        self._loading = BatchLoader(task, dataset.split(split), workers=self._workers, pin=pinned)
         #: Over all ranks, with the batch that was handed out last.
         self.samples_consumed = 0
 
@@ -102,8 +102,8 @@ class Loader:
     def __iter__(self) -> Generator[MicroBatch]:
         """Yield this rank's samples of each step, to the end; ``batch`` is None where it has none."""
         workers = self._loading.workers
-        loaded = pipelined(self._started(self.samples_consumed), 0 if workers is None else len(workers) + 1)
-        with closing(loader.ahead(loaded, self._ahead)) as steps:
+        loaded = pipeline_results(self._started(self.samples_consumed), 0 if workers is None else len(workers) + 1)
+        with closing(loader.prefetch(loaded, self._ahead)) as steps:
             for samples_consumed, step in steps:
                 self.samples_consumed = samples_consumed
                 yield step
@@ -121,9 +121,9 @@ class Loader:
     def _started(self, samples_consumed: int) -> Iterator[Callable[[], tuple[int, MicroBatch]]]:
         while size := self._sampler.batch_size(samples_consumed):
             bounds = slice_bounds(size, self._world_size, self._rank)
-            picked = self._sampler.pick(samples_consumed, *bounds)
+            picked = self._sampler.select(samples_consumed, *bounds)
             samples_consumed += size
-            yield _with(samples_consumed, self._loading.start_picked(picked, self._seed))
+            yield _with(samples_consumed, self._loading.start_slice(picked, self._seed))
 
 
 class _Decoding(Task):

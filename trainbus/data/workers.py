@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 import torch
 
 from contracts.datasets import FieldStatistics
-from trainbus.data.channel import Closed, channel, receive, send
-from trainbus.data.decoding import DecodeFailed, Job, decode
+from trainbus.data.channel import ChannelClosed, open_channel, receive, send
+from trainbus.data.decode_jobs import DecodeError, DecodeJob, run_decode_job
 from trainbus.task import Task, TaskError
 
 _SLOT_BYTES = 8
@@ -30,34 +30,34 @@ _NOWHERE = -1
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _DatasetInfo:
     """What a task is told of its dataset."""
 
     classes: tuple[str, ...]
     statistics: Mapping[str, FieldStatistics]
 
 
-class Ticket:
+class DecodeFuture:
     """A job that was handed in, and what became of it."""
 
     def __init__(self, worker: _Worker) -> None:
         self._worker = worker
-        self.answer: tuple[Any, float] | DecodeFailed | None = None
+        self.answer: tuple[Any, float] | DecodeError | None = None
 
     def result(self) -> tuple[Any, float]:
         """Wait for the batch; return it and the seconds that it took to decode.
 
         Raises:
-            DecodeFailed: the task raised an error, or the worker died.
+            DecodeError: the task raised an error, or the worker died.
         """
         self._worker.wait_for(self)
         assert self.answer is not None
-        if isinstance(self.answer, DecodeFailed):
+        if isinstance(self.answer, DecodeError):
             raise self.answer
         return self.answer
 
 
-class Workers:
+class WorkerPool:
     """A number of processes, forked from this one. Threads may share them."""
 
     def __init__(self, count: int, make: Callable[[], Task]) -> None:
@@ -71,13 +71,13 @@ class Workers:
         sys.stdout.flush()
         sys.stderr.flush()
         for number in range(count):
-            ours, theirs = channel()
+            ours, theirs = open_channel()
             pid = os.fork()
             if pid == 0:
                 # An end that stayed open here would hide its owner's death from the other workers.
                 for end in (ours, *(worker.end for worker in self._workers)):
                     end.close()
-                _be_worker(theirs, make, _Slot(self._slots, number))
+                _run_worker(theirs, make, _Slot(self._slots, number))
             theirs.close()
             self._workers.append(_Worker(number, pid, ours, _Slot(self._slots, number)))
         self._next, self._lock, self._owner = 0, threading.Lock(), os.getpid()
@@ -92,14 +92,14 @@ class Workers:
     def set_dataset(self, classes: tuple[str, ...], statistics: Mapping[str, FieldStatistics]) -> None:
         """Set the ``classes`` and ``statistics`` of every worker's task."""
         for worker in self._workers:
-            worker.hand_in(_Told(classes, dict(statistics)), None)
+            worker.hand_in(_DatasetInfo(classes, dict(statistics)), None)
 
-    def submit(self, job: Job) -> Ticket:
+    def submit(self, job: DecodeJob) -> DecodeFuture:
         """Hand in a job: the workers take them in turn, so what comes back depends on the job alone."""
         with self._lock:
             worker = self._workers[self._next % len(self._workers)]
             self._next += 1
-        ticket = Ticket(worker)
+        ticket = DecodeFuture(worker)
         worker.hand_in(job, ticket)
         return ticket
 
@@ -136,26 +136,26 @@ class _Worker:
     def __init__(self, number: int, pid: int, end: socket.socket, slot: _Slot) -> None:
         self.number, self.pid, self.end, self._slot = number, pid, end, slot
         self._sending, self._receiving = threading.Lock(), threading.Lock()
-        self._waiting: deque[Ticket] = deque()
+        self._waiting: deque[DecodeFuture] = deque()
         self._status: int | None = None
 
-    def hand_in(self, value: Any, ticket: Ticket | None) -> None:
+    def hand_in(self, value: Any, ticket: DecodeFuture | None) -> None:
         with self._sending:
             if ticket is not None:
                 self._waiting.append(ticket)
-            with contextlib.suppress(Closed):  # whoever waits for the ticket learns it
+            with contextlib.suppress(ChannelClosed):  # whoever waits for the ticket learns it
                 send(self.end, value)
 
-    def wait_for(self, ticket: Ticket) -> None:
+    def wait_for(self, ticket: DecodeFuture) -> None:
         """Take in answers, which come in the order of the jobs, until this one's is there."""
         with self._receiving:
             while ticket.answer is None:
                 try:
                     answer = receive(self.end)
-                except Closed:
+                except ChannelClosed:
                     answer = self._death()
                 except OSError as error:
-                    answer = DecodeFailed(f"the batch of loader worker {self.number} cannot be taken: {error}")
+                    answer = DecodeError(f"the batch of loader worker {self.number} cannot be taken: {error}")
                 self._waiting.popleft().answer = answer
 
     def kill(self) -> None:
@@ -172,15 +172,15 @@ class _Worker:
                 self._status = 0
         return self._status
 
-    def _death(self) -> DecodeFailed:
+    def _death(self) -> DecodeError:
         code, place = os.waitstatus_to_exitcode(self.reap()), self._slot.get()
         self._slot.set(_NOWHERE)  # jobs behind the one it died of did not begin
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         hint = " (out of memory? fewer training.loading.workers take less)" if code == -signal.SIGKILL else ""
-        return DecodeFailed(f"loader worker {self.number} {how}{hint}", place if place >= 0 else None)
+        return DecodeError(f"loader worker {self.number} {how}{hint}", place if place >= 0 else None)
 
 
-def _be_worker(end: socket.socket, make: Callable[[], Task], slot: _Slot) -> NoReturn:
+def _run_worker(end: socket.socket, make: Callable[[], Task], slot: _Slot) -> NoReturn:
     """Decode until the parent is gone."""
     code = 1
     try:
@@ -190,24 +190,24 @@ def _be_worker(end: socket.socket, make: Callable[[], Task], slot: _Slot) -> NoR
         threading.Thread(target=_end_with, args=(end,), daemon=True).start()
         torch.set_num_threads(1)
         task: Task | None = None
-        told: _Told | None = None
+        told: _DatasetInfo | None = None
         while True:
             value = receive(end)
-            if isinstance(value, _Told):
+            if isinstance(value, _DatasetInfo):
                 told = value
                 task = None if task is None else _with(task, told)
                 continue
             started = time.perf_counter()
             try:
                 task = task or _with(make(), told)
-                answer: Any = decode(task, value, slot.set), time.perf_counter() - started
-            except DecodeFailed as error:
+                answer: Any = run_decode_job(task, value, slot.set), time.perf_counter() - started
+            except DecodeError as error:
                 answer = error
             except TaskError as error:
-                answer = DecodeFailed(str(error))
+                answer = DecodeError(str(error))
             slot.set(_NOWHERE)
             _answer(end, answer)
-    except Closed:
+    except ChannelClosed:
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -220,14 +220,14 @@ def _be_worker(end: socket.socket, make: Callable[[], Task], slot: _Slot) -> NoR
 def _answer(end: socket.socket, answer: Any) -> None:
     try:
         send(end, answer)
-    except (Closed, OSError):
+    except (ChannelClosed, OSError):
         raise
     except Exception as error:
         traceback.print_exception(error)
-        send(end, DecodeFailed(f"the batch cannot be passed on between processes: {type(error).__name__}: {error}"))
+        send(end, DecodeError(f"the batch cannot be passed on between processes: {type(error).__name__}: {error}"))
 
 
-def _with(task: Task, told: _Told | None) -> Task:
+def _with(task: Task, told: _DatasetInfo | None) -> Task:
     if told is not None:
         task.classes, task.statistics = told.classes, told.statistics
     return task

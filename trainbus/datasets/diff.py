@@ -20,7 +20,7 @@ KINDS: tuple[Kind, ...] = ("added", "removed", "renamed", "relabelled", "moved",
 _BEFORE, _AFTER = 0, 1
 
 
-class Side(NamedTuple):
+class RecordVersion(NamedTuple):
     """A record in one of the two versions."""
 
     key: str
@@ -30,7 +30,7 @@ class Side(NamedTuple):
     sha256: str
 
     @classmethod
-    def of(cls, record: IndexRecord) -> Side:
+    def of(cls, record: IndexRecord) -> RecordVersion:
         return cls(record["key"], record["split"], record["label"] or "", record["sha256"])
 
 
@@ -57,7 +57,7 @@ class Difference:
         """Changes; a record may have changed in several ways."""
         return sum(self.count(kind) for kind in KINDS)
 
-    def take(self, old: Side | None, new: Side | None, examples: int) -> None:
+    def take(self, old: RecordVersion | None, new: RecordVersion | None, examples: int) -> None:
         """Count what became of one record."""
         told = new or old
         assert told is not None
@@ -75,7 +75,7 @@ class Difference:
                 self.relabels[old.label, new.label] += 1
 
 
-def _kinds(old: Side | None, new: Side | None) -> Iterator[Kind]:
+def _kinds(old: RecordVersion | None, new: RecordVersion | None) -> Iterator[Kind]:
     if old is None or new is None:
         yield "added" if old is None else "removed"
         return
@@ -89,7 +89,7 @@ def _kinds(old: Side | None, new: Side | None) -> Iterator[Kind]:
         yield "changed"
 
 
-class Unsorted(ValueError):
+class UnsortedIndex(ValueError):
     """An index is not in the order of its keys."""
 
 
@@ -97,11 +97,11 @@ def compare(before: Iterable[IndexRecord], after: Iterable[IndexRecord], example
     """Count what differs, and keep the first ``examples`` keys of each kind.
 
     Raises:
-        Unsorted: an index is not sorted by key, or has a key twice.
+        UnsortedIndex: an index is not sorted by key, or has a key twice.
     """
     found = Difference()
     with closing(_Unmatched()) as unmatched:
-        for old, new in paired(before, after):
+        for old, new in match_records(before, after):
             if old is not None and new is not None and old.sha256 == new.sha256:
                 found.take(old, new, examples)
                 continue
@@ -130,10 +130,10 @@ class _Unmatched:
     def close(self) -> None:
         self._db.close()
 
-    def add(self, side: int, record: Side) -> None:
+    def add(self, side: int, record: RecordVersion) -> None:
         self._db.execute("INSERT INTO records VALUES (?, ?, ?, ?, ?)", (side, *record))
 
-    def pairs(self) -> Iterator[tuple[Side | None, Side | None]]:
+    def pairs(self) -> Iterator[tuple[RecordVersion | None, RecordVersion | None]]:
         """Every record once: with its partner by content, else by key, else alone; each in the order of keys."""
         self._db.executescript(
             """
@@ -163,14 +163,17 @@ class _Unmatched:
         alone = """SELECT side, key, split, label, sha256 FROM single AS one WHERE NOT EXISTS
             (SELECT 1 FROM single AS other WHERE other.key = one.key AND other.side != one.side) ORDER BY key"""
         for side, *told in self._db.execute(alone):
-            yield (Side(*told), None) if side == _BEFORE else (None, Side(*told))
+            yield (RecordVersion(*told), None) if side == _BEFORE else (None, RecordVersion(*told))
 
-    def _joined(self, query: str) -> Iterator[tuple[Side, Side]]:
+    def _joined(self, query: str) -> Iterator[tuple[RecordVersion, RecordVersion]]:
         for row in self._db.execute(query):
-            yield Side(*row[:4]), Side(*row[4:])
+            yield RecordVersion(*row[:4]), RecordVersion(*row[4:])
 
 
-def paired(before: Iterable[IndexRecord], after: Iterable[IndexRecord]) -> Iterator[tuple[Side | None, Side | None]]:
+def match_records(
+    before: Iterable[IndexRecord],
+    after: Iterable[IndexRecord],
+) -> Iterator[tuple[RecordVersion | None, RecordVersion | None]]:
     """Every key's record in the one, the other or both, in the order of keys."""
     ours, theirs = _ordered(before), _ordered(after)
     old, new = next(ours, None), next(theirs, None)
@@ -186,10 +189,10 @@ def paired(before: Iterable[IndexRecord], after: Iterable[IndexRecord]) -> Itera
             old, new = next(ours, None), next(theirs, None)
 
 
-def _ordered(records: Iterable[IndexRecord]) -> Iterator[Side]:
+def _ordered(records: Iterable[IndexRecord]) -> Iterator[RecordVersion]:
     last = ""
     for record in records:
         if record["key"] <= last:
-            raise Unsorted(f"the index has {record['key']!r} after {last!r}")
+            raise UnsortedIndex(f"the index has {record['key']!r} after {last!r}")
         last = record["key"]
-        yield Side.of(record)
+        yield RecordVersion.of(record)

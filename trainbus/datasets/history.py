@@ -45,7 +45,7 @@ class Champion:
 
 
 @dataclass(slots=True)
-class RunUse:
+class TrainingUse:
     """A run that trained on the dataset, or was evaluated with it."""
 
     run_id: str
@@ -58,7 +58,7 @@ class RunUse:
 
 
 @dataclass(slots=True)
-class Known:
+class DatasetRecord:
     """A dataset and all that the log ties to it."""
 
     dataset_id: str
@@ -66,7 +66,7 @@ class Known:
     record: dataset.DatasetSharded | None = None
     manifest_uri: str = ""
     ingestions: list[Ingestion] = field(default_factory=list)
-    runs: list[RunUse] = field(default_factory=list)
+    runs: list[TrainingUse] = field(default_factory=list)
 
     @property
     def source(self) -> str:
@@ -74,7 +74,7 @@ class Known:
         return found.data.source if found else ""
 
 
-class NotOne(LookupError):
+class AmbiguousName(LookupError):
     """A name means no dataset, or more than one: ``found`` says which."""
 
     def __init__(self, name: str, found: list[str]) -> None:
@@ -86,9 +86,9 @@ class History:
     """Facts in the log's order in, datasets out."""
 
     def __init__(self, facts: Iterable[tuple[datetime, Any]] = ()) -> None:
-        self.datasets: dict[str, Known] = {}
+        self.datasets: dict[str, DatasetRecord] = {}
         self.ingestions: dict[str, Ingestion] = {}
-        self.runs: dict[str, RunUse] = {}
+        self.runs: dict[str, TrainingUse] = {}
         #: Ingestions that must give one dataset, by fingerprint and size of shards.
         self._alike: dict[tuple[str, int], list[Ingestion]] = {}
         for at, fact in facts:
@@ -156,23 +156,23 @@ class History:
             ingestion.dataset_id = dataset_id
             self._known(dataset_id).ingestions.append(ingestion)
 
-    def _known(self, dataset_id: str) -> Known:
-        return self.datasets.setdefault(dataset_id, Known(dataset_id))
+    def _known(self, dataset_id: str) -> DatasetRecord:
+        return self.datasets.setdefault(dataset_id, DatasetRecord(dataset_id))
 
-    def _run(self, run_id: str) -> RunUse:
-        return self.runs.setdefault(run_id, RunUse(run_id))
+    def _run(self, run_id: str) -> TrainingUse:
+        return self.runs.setdefault(run_id, TrainingUse(run_id))
 
-    def find(self, name: str) -> Known:
+    def find(self, name: str) -> DatasetRecord:
         """The dataset that ``name`` means: its id or the unique start of one, an ingestion's id, a run's id or name.
 
         Raises:
-            NotOne: there is none, or there are several.
+            AmbiguousName: there is none, or there are several.
         """
         starting = [known for dataset_id, known in self.datasets.items() if dataset_id.startswith(name)]
         if len(starting) == 1:
             return starting[0]
         if starting:
-            raise NotOne(name, [known.dataset_id for known in starting])
+            raise AmbiguousName(name, [known.dataset_id for known in starting])
         of_ingestions = {
             each.dataset_id for each in self.ingestions.values() if each.ingestion_id.startswith(name)
         } - {None}  # fmt: skip
@@ -184,5 +184,5 @@ class History:
             if any(use.name == name or use.run_id.startswith(name) for use in known.runs)
         ]
         if len(of_runs) != 1:
-            raise NotOne(name, [known.dataset_id for known in of_runs])
+            raise AmbiguousName(name, [known.dataset_id for known in of_runs])
         return of_runs[0]

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from contracts import shard_index
-from contracts.shard_index import Strided
+from contracts.shard_index import StridedField
 
 BLOCK = 512
 
 
-def disagreement(shard: Path, index: bytes, samples: int) -> str | None:
+def find_index_mismatch(shard: Path, index: bytes, samples: int) -> str | None:
     """What is wrong with a shard of so many samples and its index; None: they agree to the byte."""
     try:
         read = shard_index.decode(index)
@@ -34,7 +34,7 @@ def _is_archive(content: mmap.mmap) -> bool:
 def _flat(size: int, index: shard_index.ShardIndex) -> str | None:
     """Samples of one size, one after the other, and nothing else."""
     fields = list(index.fields.values())
-    if len(fields) != 1 or not isinstance(fields[0], Strided):
+    if len(fields) != 1 or not isinstance(fields[0], StridedField):
         return "it is no ustar archive, and its index names no single field of one size"
     field = fields[0]
     if (field.first, field.stride) != (0, field.size) or field.size * index.samples != size:

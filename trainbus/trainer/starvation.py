@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from contracts.events.train import Loading
 from contracts.ranks import StarvationLine
-from trainbus.data.waits import CAUSES, Cause, Waits
+from trainbus.data.batch_timings import CAUSES, BatchTimings, Cause
 
 
 class StarvationDetector:
@@ -23,7 +23,7 @@ class StarvationDetector:
     def __init__(
         self,
         loading: Loading,
-        waits: Waits,
+        waits: BatchTimings,
         rank: int,
         say: Callable[[StarvationLine], None],
         clock: Callable[[], float] = time.monotonic,

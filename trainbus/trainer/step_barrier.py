@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trainbus.agent_link import Control
-from trainbus.data.loader import Ahead
+from trainbus.data.loader import Prefetcher
 from trainbus.trainer.step_agreement import StepAgreement, StepSummary
 
 #: Steps whose samples a rank must have so that nobody need ask: it is heard of a step later.
@@ -22,7 +22,7 @@ STOCK = 2
 #: Seconds after which ranks that wait for samples ask each other again; well below what a collective may take.
 ROUND_S = 1.0
 #: Seconds after which a rank that waits looks whether it is to stop.
-LOOK_S = 0.1
+POLL_S = 0.1
 
 
 class StepBarrier:
@@ -38,7 +38,7 @@ class StepBarrier:
         if not said.short:
             self._stocked_until = said.step + STOCK
 
-    def opens(self, step: int, steps: Ahead[Any], ready: Callable[[], None] = lambda: None) -> bool:
+    def opens(self, step: int, steps: Prefetcher[Any], ready: Callable[[], None] = lambda: None) -> bool:
         """Wait until all ranks can take ``step``; False if they are to stop before it.
 
         Args:
@@ -56,9 +56,9 @@ class StepBarrier:
             if stop:
                 return False
 
-    def _wait(self, steps: Ahead[Any]) -> bool:
+    def _wait(self, steps: Prefetcher[Any]) -> bool:
         """Whether the samples are here, within a round or until a stop is asked for."""
         until = self._clock() + ROUND_S
-        while not (here := steps.has(1, LOOK_S)) and not self._control.stop_requested and self._clock() < until:
+        while not (here := steps.has(1, POLL_S)) and not self._control.stop_requested and self._clock() < until:
             pass
         return here

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from contracts.events.train import Training
-from trainbus.data.loader import Loading, MicroBatch, pipelined
+from trainbus.data.loader import BatchLoader, MicroBatch, pipeline_results
 from trainbus.data.sampler import Sampler, slice_bounds
 
 
@@ -48,7 +48,7 @@ def total_steps_of(training: Training, sampler: Sampler, step: int, samples_cons
 class StepLoader:
     """Loads the parts of a rank that computes ``leaves`` of ``leaf_count``."""
 
-    loading: Loading
+    loading: BatchLoader
     sampler: Sampler
     training: Training
     leaves: range
@@ -58,7 +58,7 @@ class StepLoader:
         """Load the next ``count`` steps, one after the other; as many at once as keep the workers busy."""
         workers = self.loading.workers
         at_once = 0 if workers is None else -(-(len(workers) + 1) // max(1, len(self.leaves) * self._pieces()))
-        return pipelined(self._started(samples_consumed, count), at_once)
+        return pipeline_results(self._started(samples_consumed, count), at_once)
 
     def _started(self, samples_consumed: int, count: int) -> Iterator[Callable[[], StepData]]:
         for _ in range(count):
@@ -81,7 +81,7 @@ class StepLoader:
         pieces = self._pieces(batch)
         bounds = [slice_bounds(stop - start, pieces, piece) for piece in range(pieces)]
         return [
-            self.loading.start_picked(self.sampler.pick(samples_consumed, start + a, start + b), self.training.seed)
+            self.loading.start_slice(self.sampler.select(samples_consumed, start + a, start + b), self.training.seed)
             for a, b in bounds
         ]
 

@@ -17,13 +17,13 @@ from torch import Tensor
 from contracts.events.checkpoint import Exactness
 from contracts.events.train import Training, Watch
 from trainbus.agent_link import Control, Journal
+from trainbus.data.batch_timings import BatchTimings
 from trainbus.data.dataset import Dataset
-from trainbus.data.loader import Ahead, Loading, ahead, to_device
+from trainbus.data.loader import BatchLoader, Prefetcher, prefetch, to_device
 from trainbus.data.order import LaneOrder
-from trainbus.data.plan import Follower, Plan
+from trainbus.data.read_plan import ReadAhead, ReadPlan
 from trainbus.data.sampler import Sampler
-from trainbus.data.waits import Waits
-from trainbus.data.workers import Workers
+from trainbus.data.workers import WorkerPool
 from trainbus.task import Task
 from trainbus.trainer import environment
 from trainbus.trainer.best_metric import BestMetricTracker, MetricMode
@@ -85,9 +85,9 @@ class Trainer:
         memory: SurvivorStore | None = None,
         history: FailureHistory | None = None,
         record_samples: bool = False,
-        waits: Waits | None = None,
-        workers: Workers | None = None,
-        shards: Follower | None = None,
+        waits: BatchTimings | None = None,
+        workers: WorkerPool | None = None,
+        shards: ReadAhead | None = None,
     ) -> None:
         """Build the model and take up ``resume_folder``, or begin with the weights of ``init``.
 
@@ -154,8 +154,8 @@ class Trainer:
         self._straggler = (
             None if watch is None else StragglerObserver(watch, self.strategy.model, self.world, self.journal)
         )
-        self.waits = waits or Waits()
-        self._workers = workers or Workers(training.loading.workers, lambda: task)
+        self.waits = waits or BatchTimings()
+        self._workers = workers or WorkerPool(training.loading.workers, lambda: task)
         self._starvation = StarvationDetector(training.loading, self.waits, self.world.rank, self.journal.starved)
         self._copied_s = 0.0
         self._shards = shards
@@ -182,11 +182,11 @@ class Trainer:
             self._journal_metrics(progress.step, progress.samples_consumed, self._unreported)
         strategy = self.strategy
         pin = self.world.device.type == "cuda"
-        loading = Loading(self.task, self.train_split, workers=self._workers, waits=self.waits, pin=pin)
+        loading = BatchLoader(self.task, self.train_split, workers=self._workers, waits=self.waits, pin=pin)
         feed = StepLoader(loading, self.sampler, self.training, strategy.leaves, strategy.leaf_count)
         if self._shards is not None:
             # With an order of its own, since it is asked from another thread than the feed's.
-            plan = Plan(self._order(), self.training.global_batch, feed.leaf_count, feed.leaves, self.sampler.end)
+            plan = ReadPlan(self._order(), self.training.global_batch, feed.leaf_count, feed.leaves, self.sampler.end)
             self._shards.plan("train", plan.needs)
             self._shards.position(progress.samples_consumed)
         left = feed.steps(progress.samples_consumed, self.total_steps - progress.step)
@@ -196,7 +196,7 @@ class Trainer:
             if progress.unfinished is not None:
                 early = self._after_step(progress.unfinished)
             watching = self._starvation.watching(progress.step)
-            with closing(ahead(left, self.training.loading.ahead)) as steps, watching:
+            with closing(prefetch(left, self.training.loading.ahead)) as steps, watching:
                 while not (early or self._stop_agreed):
                     data, waited_s = self._next(steps)
                     if data is None:
@@ -244,7 +244,7 @@ class Trainer:
         outcome: Literal["succeeded", "stopped"] = "stopped" if stopped else "succeeded"
         return Outcome(outcome, progress.step, progress.samples_consumed, self._metrics_here())
 
-    def _next(self, steps: Ahead[StepData]) -> tuple[StepData | None, float]:
+    def _next(self, steps: Prefetcher[StepData]) -> tuple[StepData | None, float]:
         """Return the next step's samples, and the seconds that this rank waited for them; None: no step follows."""
         asked = time.perf_counter()
         self._starvation.waiting()
@@ -262,7 +262,7 @@ class Trainer:
 
     # --- one step ---------------------------------------------------------------------------
 
-    def _train_step(self, data: StepData, waited_s: float, following: Ahead[StepData]) -> None:
+    def _train_step(self, data: StepData, waited_s: float, following: Prefetcher[StepData]) -> None:
         """Take one step; ``waited_s`` is how long its samples were waited for."""
         training, progress = self.training, self.progress
         started, self._copied_s = time.perf_counter(), 0.0

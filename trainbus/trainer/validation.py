@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainbus.data.loader import Loading, MicroBatch, ahead, pipelined, to_device
+from trainbus.data.loader import BatchLoader, MicroBatch, pipeline_results, prefetch, to_device
 from trainbus.data.reader import SplitReader
 from trainbus.data.sampler import slice_bounds
-from trainbus.data.workers import Workers
+from trainbus.data.workers import WorkerPool
 from trainbus.task import Task, TaskError
 from trainbus.trainer.step_agreement import sum_in_order
 from trainbus.trainer.strategies.base import AUTOCAST
@@ -39,7 +39,7 @@ def measure(
     *,
     batch_size: int | None = None,
     each: Callable[[MicroBatch, Any], None] | None = None,
-    workers: Workers | None = None,
+    workers: WorkerPool | None = None,
 ) -> dict[str, float]:
     """Return ``task.metrics`` as means over all samples of the split; every rank calls it and gets the same.
 
@@ -50,8 +50,8 @@ def measure(
         return {}
     size = batch_size or chunk_size(len(reader))
     chunks = -(-len(reader) // size)
-    loading = Loading(task, reader, workers=workers, pin=world.device.type == "cuda")
-    loaded = pipelined(
+    loading = BatchLoader(task, reader, workers=workers, pin=world.device.type == "cuda")
+    loaded = pipeline_results(
         _chunks(loading, len(reader), world, size, chunks), 0 if loading.workers is None else len(loading.workers) + 1
     )
     device, dtype = world.device, AUTOCAST.get(precision)
@@ -61,7 +61,7 @@ def measure(
     try:
         # Not inference mode: what FSDP2 gathers there could not be trained on afterwards.
         with torch.no_grad(), torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-            for chunk, counted, item in ahead(loaded):
+            for chunk, counted, item in prefetch(loaded):
                 seed_all("measure", chunk)
                 batch = to_device(item.batch, lambda tensor: tensor.to(device, non_blocking=True))
                 found = task.metrics(model, batch)
@@ -88,7 +88,7 @@ def measure(
 
 
 def _chunks(
-    loading: Loading, samples: int, world: World, size: int, chunks: int
+    loading: BatchLoader, samples: int, world: World, size: int, chunks: int
 ) -> Iterator[Callable[[], tuple[int, bool, MicroBatch]]]:
     """This rank's chunks, started: (number, whether it counts, samples). As many on every rank.
 

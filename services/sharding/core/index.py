@@ -9,23 +9,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from contracts.shard_index import MAGIC, Strided
+from contracts.shard_index import MAGIC, StridedField
 
 Int64s = NDArray[np.int64]
 
 
 def encode(
-    keys: bytes, key_lengths: NDArray[np.integer[Any]], fields: Mapping[str, tuple[Int64s, Int64s] | Strided]
+    keys: bytes, key_lengths: NDArray[np.integer[Any]], fields: Mapping[str, tuple[Int64s, Int64s] | StridedField]
 ) -> bytes:
     """Return the index of n samples: their keys, one after the other, and by field n offsets and n sizes, or a rule."""
     told: dict[str, object] = {}
     arrays: list[bytes] = []
     for name in sorted(fields):
         field = fields[name]
-        rule = field if isinstance(field, Strided) else _strided(*field)
+        rule = field if isinstance(field, StridedField) else _strided(*field)
         if rule is not None:
             told[name] = {"first": rule.first, "size": rule.size, "stride": rule.stride}
-        elif not isinstance(field, Strided):
+        elif not isinstance(field, StridedField):
             told[name] = "arrays"
             arrays += [array.astype("<i8").tobytes() for array in field]
     header = json.dumps(
@@ -39,9 +39,9 @@ def encode(
     return b"".join((MAGIC, len(header).to_bytes(4, "little"), header, *arrays, ends, keys))
 
 
-def _strided(offsets: Int64s, sizes: Int64s) -> Strided | None:
+def _strided(offsets: Int64s, sizes: Int64s) -> StridedField | None:
     """The rule, if samples of one size lie at one distance."""
     if sizes[0] < 0 or (sizes != sizes[0]).any():
         return None
     stride = int(offsets[1] - offsets[0]) if len(offsets) > 1 else int(sizes[0])
-    return Strided(int(offsets[0]), stride, int(sizes[0])) if (np.diff(offsets) == stride).all() else None
+    return StridedField(int(offsets[0]), stride, int(sizes[0])) if (np.diff(offsets) == stride).all() else None

@@ -23,7 +23,7 @@ from trainbus.client.errors import TrainbusError
 from trainbus.client.object_store import open_object_store
 from trainbus.commands import render
 from trainbus.commands.datasets.tables import SHOWN, say_more, split_line
-from trainbus.datasets.diff import KINDS, Difference, Kind, Unsorted, compare
+from trainbus.datasets.diff import KINDS, Difference, Kind, UnsortedIndex, compare
 
 
 async def diff_datasets(address: StackAddress, one: str, other: str, *, examples: int, as_json: bool) -> None:
@@ -56,7 +56,7 @@ async def _compare(objects: ObjectStore, old: LoadedDataset, new: LoadedDataset,
             await fetch_index(objects, loaded, path)
         try:
             return await asyncio.to_thread(compare, iterate_records(paths[0]), iterate_records(paths[1]), examples)
-        except Unsorted as error:
+        except UnsortedIndex as error:
             raise TrainbusError(f"{error}: the index is damaged; ingest the source again") from error
 
 

@@ -9,7 +9,7 @@ from rich.tree import Tree
 from trainbus.client.address import StackAddress
 from trainbus.commands import render
 from trainbus.commands.datasets.tables import ingestion_line, of_ingestion, open_dataset, summary
-from trainbus.datasets.history import Ingestion, RunUse
+from trainbus.datasets.history import Ingestion, TrainingUse
 
 
 async def print_lineage(address: StackAddress, name: str, *, as_json: bool) -> None:
@@ -51,7 +51,7 @@ def _alike(ingestions: list[Ingestion]) -> list[tuple[Ingestion, list[Ingestion]
     return [(first, again) for first, *again in found.values()]
 
 
-def _add_run(tree: Tree, use: RunUse) -> None:
+def _add_run(tree: Tree, use: TrainingUse) -> None:
     kind = "evaluation" if use.kind == "evaluate" else "run"
     branch = tree.add(f"{kind} {use.run_id} {render.escape(use.name)} {render.state(use.state)}")
     if use.init_from is not None:

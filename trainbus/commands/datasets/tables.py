@@ -27,7 +27,7 @@ from trainbus.client.datasets import (
 from trainbus.client.errors import UsageError
 from trainbus.client.object_store import open_object_store
 from trainbus.commands import render
-from trainbus.datasets.history import History, Ingestion, Known
+from trainbus.datasets.history import DatasetRecord, History, Ingestion
 
 #: Progress that is older tells of an ingestion whose end was not written down.
 FRESH_S = 60.0
@@ -102,7 +102,7 @@ def _table(history: History, *, wide: bool) -> Table:
     return made
 
 
-def _row(known: Known) -> dict[str, str]:
+def _row(known: DatasetRecord) -> dict[str, str]:
     found = next((each.found for each in known.ingestions if each.found), None)
     record = known.record
     counts = record.split_counts if record else found.split_counts if found else {}
@@ -121,7 +121,7 @@ def _row(known: Known) -> dict[str, str]:
     }
 
 
-def summary(known: Known) -> dict[str, Any]:
+def summary(known: DatasetRecord) -> dict[str, Any]:
     record = known.record
     found = next((each.found for each in known.ingestions if each.found), None)
     return {
@@ -167,7 +167,7 @@ def of_ingestion(each: Ingestion) -> dict[str, Any]:
 # -- show ------------------------------------------------------------------------
 
 
-async def open_dataset(address: StackAddress, name: str) -> Known:
+async def open_dataset(address: StackAddress, name: str) -> DatasetRecord:
     async with connect(address) as connection:
         return find_dataset(await read_history(connection), name, address)
 

@@ -18,7 +18,7 @@ from trainbus.client.object_store import open_object_store
 from trainbus.commands import render
 from trainbus.commands.datasets.ingest import follow_ingestion, request_ingestion
 from trainbus.commands.progress import byte_bar
-from trainbus.datasets.history import Known
+from trainbus.datasets.history import DatasetRecord
 
 
 async def verify_datasets(address: StackAddress, name: str | None, *, repair: bool, as_json: bool) -> None:
@@ -40,7 +40,7 @@ async def verify_datasets(address: StackAddress, name: str | None, *, repair: bo
         ))  # fmt: skip
 
 
-async def _verify(objects: ObjectStore, datasets: list[Known], *, quiet: bool) -> Verification:
+async def _verify(objects: ObjectStore, datasets: list[DatasetRecord], *, quiet: bool) -> Verification:
     with byte_bar("reading back", quiet=quiet) as advance:
         return await dataset_verification.verify_datasets(objects, datasets, advance)
 
@@ -67,7 +67,7 @@ def _datasets(count: int) -> str:
 
 
 async def _repair(
-    connection: Connection, objects: ObjectStore, known: Known, files: list[DamagedFile], *, quiet: bool
+    connection: Connection, objects: ObjectStore, known: DatasetRecord, files: list[DamagedFile], *, quiet: bool
 ) -> None:
     """Delete the damaged files and have sharding write them again.
 

@@ -14,7 +14,7 @@ Cause = Literal["fetch", "read", "decode", "transfer"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
-class Waits:
+class BatchTimings:
     """Seconds spent so far, by cause. Any thread may add; what worker processes did is added for them."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -19,26 +19,26 @@ from pydantic import ValidationError
 
 from contracts.events.dataset import ShardFile
 from contracts.ranks import ShardPlanLine, ShardReplyLine, ShardRequestLine, json_line
-from trainbus.data.plan import Need
+from trainbus.data.batch_timings import BatchTimings
+from trainbus.data.read_plan import ShardNeed
 from trainbus.data.reader import DatasetError
-from trainbus.data.waits import Waits
 
 #: Seconds between two words to the agent on where the rank is.
-SAY_S = 1.0
+REPORT_S = 1.0
 #: Needs told at a time; the next ones follow long before they are reached.
-NEEDS_MAX = 4096
+MAX_NEEDS = 4096
 #: Positions looked ahead at first, and at most.
 SPAN_MIN, SPAN_MAX = 2**14, 2**44
 #: Words to the agent over which the rate is taken.
-RATE_WORDS = 30
+RATE_REPORTS = 30
 RETRY_S = 0.2
 #: Seconds after which a rank that waits looks by itself whether the shard is there.
-LOOK_S = 5.0
+POLL_S = 5.0
 
-Needs = Callable[[int, int], Sequence[Need]]
+Needs = Callable[[int, int], Sequence[ShardNeed]]
 
 
-class Arrival:
+class ShardPrefetcher:
     """One rank's end of the node's shard cache. ``wait`` is for any thread, the rest for the training loop."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Arrival:
         *,
         rank: int = 0,
         generation: int = 1,
-        waits: Waits | None = None,
+        waits: BatchTimings | None = None,
         patience_s: float = 60.0,
     ) -> None:
         """Make it; nothing is said before the first call.
@@ -68,7 +68,7 @@ class Arrival:
         self._told_until = -1
         self._waited_s = 0.0
         #: (seconds, not counting those spent waiting for shards; position) when the last words were said.
-        self._words: deque[tuple[float, int]] = deque(maxlen=RATE_WORDS)
+        self._words: deque[tuple[float, int]] = deque(maxlen=RATE_REPORTS)
 
     # -- what will be read ----------------------------------------------------
 
@@ -118,13 +118,13 @@ class Arrival:
                 if connection is not None:
                     connection.close()
                 connection = None
-            self._closed.wait(SAY_S)
+            self._closed.wait(REPORT_S)
         if connection is not None:
             connection.close()
 
     def _connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(LOOK_S)
+        connection.settimeout(POLL_S)
         try:
             connection.connect(self._agent)
         except OSError:
@@ -143,16 +143,16 @@ class Arrival:
         """What comes next: until every shard has come up and could come again, or there is no room for more."""
         assert self._needs is not None
         span, shards, needs = SPAN_MIN, -1, self._needs(at, at + SPAN_MIN)
-        while len(needs) <= NEEDS_MAX and span < SPAN_MAX:
+        while len(needs) <= MAX_NEEDS and span < SPAN_MAX:
             known = len({need.shard for need in needs})
             if known == shards and known:
                 break
             shards, span = known, 2 * span
             needs = self._needs(at, at + span)
-        known_until = needs[NEEDS_MAX].first if len(needs) > NEEDS_MAX else at + span
+        known_until = needs[MAX_NEEDS].first if len(needs) > MAX_NEEDS else at + span
         # Told anew when half of it is behind.
         self._told_until = at + max(1, (known_until - at) // 2)
-        return tuple((need.shard, need.first, need.last) for need in needs[:NEEDS_MAX])
+        return tuple((need.shard, need.first, need.last) for need in needs[:MAX_NEEDS])
 
     # -- what is read now -----------------------------------------------------
 
@@ -193,7 +193,7 @@ class Arrival:
         connected, received = False, b""
         want = ShardRequestLine(rank=self._rank, generation=self._generation, shard=shard.path)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(LOOK_S)
+            connection.settimeout(POLL_S)
             try:
                 connection.connect(self._agent)
                 connection.sendall(json_line(want))
@@ -223,4 +223,4 @@ def _is_open(connection: socket.socket) -> bool:
     except OSError:
         return False
     finally:
-        connection.settimeout(LOOK_S)
+        connection.settimeout(POLL_S)

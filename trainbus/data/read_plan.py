@@ -14,7 +14,7 @@ from trainbus.data.sampler import slice_bounds
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class ShardNeed:
     """A shard (its number in the manifest's order) that is read by positions ``first`` to ``last`` of the run.
 
     It is read as soon as the batch that position ``first`` is in is made, and not after the one of ``last``.
@@ -25,10 +25,10 @@ class Need:
     last: int
 
 
-class Follower(Protocol):
+class ReadAhead(Protocol):
     """Whoever has shards brought to the node before a rank needs them."""
 
-    def plan(self, split: str, needs: Callable[[int, int], Sequence[Need]]) -> None:
+    def plan(self, split: str, needs: Callable[[int, int], Sequence[ShardNeed]]) -> None:
         """Hear what any range of positions will need; ``needs`` may be called from another thread."""
         ...
 
@@ -37,7 +37,7 @@ class Follower(Protocol):
         ...
 
 
-class Plan:
+class ReadPlan:
     """What the leaves (or ranks) ``own`` of ``parts`` will read. Not to be shared between threads.
 
     It is exact in the lanes' windows: a window that these leaves take samples from counts with all its shards, from
@@ -52,11 +52,11 @@ class Plan:
         #: By the lane that a batch begins with: the lanes that its own places are in.
         self._lanes: dict[int, Ids] = {}
 
-    def needs(self, start: int, stop: int) -> list[Need]:
+    def needs(self, start: int, stop: int) -> list[ShardNeed]:
         """Return what positions ``start`` to ``stop`` need, sorted by ``first``; ``start`` is where a batch begins."""
         if self._end is not None:
             stop = min(stop, self._end)
-        found: dict[int, list[Need]] = {}
+        found: dict[int, list[ShardNeed]] = {}
         slack = self._global_batch + self._order.lanes
         while start < stop:
             epoch, place = divmod(start, self._order.samples)
@@ -99,7 +99,7 @@ class Plan:
         laid_out = self._order.batch(start, size)
         return np.concatenate([laid_out[a:b] for a, b in self._bounds(size)])
 
-    def _windows(self, epoch: int, start: int, stop: int, lanes: Ids) -> Iterator[Need]:
+    def _windows(self, epoch: int, start: int, stop: int, lanes: Ids) -> Iterator[ShardNeed]:
         """Yield the shards of every window of ``lanes`` that places ``start`` to ``stop`` of an epoch reach."""
         order = self._order
         base = epoch * order.samples
@@ -118,23 +118,23 @@ class Plan:
                     base + (b - 1) * order.lanes + lane,
                 )
 
-    def _single(self, positions: Ids) -> Iterator[Need]:
+    def _single(self, positions: Ids) -> Iterator[ShardNeed]:
         """Yield the very shards that one batch reads."""
         order = self._order
         ids = order.at(positions)
         shards = np.searchsorted(order.shard_starts, ids, side="right") - 1
         for shard in np.unique(shards).tolist():
             here = positions[shards == shard]
-            yield Need(shard, int(here.min()), int(here.max()))
+            yield ShardNeed(shard, int(here.min()), int(here.max()))
 
-    def _shards(self, epoch: int, slot: int, stop: int, first: int, last: int) -> Iterator[Need]:
+    def _shards(self, epoch: int, slot: int, stop: int, first: int, last: int) -> Iterator[ShardNeed]:
         known = self._order.epoch(epoch)
         a, b = np.searchsorted(known.ends, [slot, stop - 1], side="right")
         for shard in known.shards[a : b + 1].tolist():
-            yield Need(shard, first, last)
+            yield ShardNeed(shard, first, last)
 
 
-def _merge(needs: list[Need], new: Need, slack: int) -> None:
+def _merge(needs: list[ShardNeed], new: ShardNeed, slack: int) -> None:
     """Add ``new``, as one with those that it overlaps or nearly touches."""
     first, last, apart = new.first, new.last, []
     for need in needs:
@@ -142,4 +142,4 @@ def _merge(needs: list[Need], new: Need, slack: int) -> None:
             first, last = min(first, need.first), max(last, need.last)
         else:
             apart.append(need)
-    needs[:] = [*apart, Need(new.shard, first, last)]
+    needs[:] = [*apart, ShardNeed(new.shard, first, last)]

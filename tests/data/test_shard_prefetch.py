@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from contracts.events.dataset import ShardFile
-from trainbus.data.arrival import NEEDS_MAX, Arrival
+from trainbus.data.batch_timings import BatchTimings
 from trainbus.data.order import LaneOrder
-from trainbus.data.plan import Need, Plan
+from trainbus.data.read_plan import ReadPlan, ShardNeed
 from trainbus.data.reader import DatasetError
-from trainbus.data.waits import Waits
+from trainbus.data.shard_prefetch import MAX_NEEDS, ShardPrefetcher
 
 SHARD = ShardFile(
     path="train/shard-00000.bin",
@@ -105,7 +105,7 @@ def place(folder: Path) -> None:
 
 def test_what_is_there_is_not_asked_for(tmp_path: Path) -> None:
     place(tmp_path)
-    Arrival(tmp_path / "nobody", tmp_path).wait(SHARD)
+    ShardPrefetcher(tmp_path / "nobody", tmp_path).wait(SHARD)
 
 
 def test_a_rank_waits_until_the_shard_is_there(tmp_path: Path, agent: Callable[..., Agent]) -> None:
@@ -116,8 +116,8 @@ def test_a_rank_waits_until_the_shard_is_there(tmp_path: Path, agent: Callable[.
         place(tmp_path)
         return ""
 
-    stub, waits = agent(answer), Waits()
-    arrival = Arrival(tmp_path / "s", tmp_path, rank=3, generation=2, waits=waits)
+    stub, waits = agent(answer), BatchTimings()
+    arrival = ShardPrefetcher(tmp_path / "s", tmp_path, rank=3, generation=2, waits=waits)
     waiting = threading.Thread(target=arrival.wait, args=(SHARD,))
     waiting.start()
     (want,) = stub.wait_for("want")
@@ -142,7 +142,7 @@ def test_waiting_takes_no_processor_time(tmp_path: Path, agent: Callable[..., Ag
 
     def wait() -> None:
         before = time.thread_time()
-        Arrival(tmp_path / "s", tmp_path).wait(SHARD)
+        ShardPrefetcher(tmp_path / "s", tmp_path).wait(SHARD)
         spent.append(time.thread_time() - before)
 
     waiting = threading.Thread(target=wait)
@@ -157,12 +157,12 @@ def test_waiting_takes_no_processor_time(tmp_path: Path, agent: Callable[..., Ag
 def test_what_cannot_be_had_is_an_error_that_says_why(tmp_path: Path, agent: Callable[..., Agent]) -> None:
     agent(lambda: f"shard {SHARD.path} is damaged in the store")
     with pytest.raises(DatasetError, match=r"shard-00000\.bin is damaged"):
-        Arrival(tmp_path / "s", tmp_path).wait(SHARD)
+        ShardPrefetcher(tmp_path / "s", tmp_path).wait(SHARD)
 
 
 def test_an_agent_that_is_killed_is_asked_again_when_it_is_back(tmp_path: Path, agent: Callable[..., Agent]) -> None:
     first = agent(lambda: None)  # dies with the question
-    arrival = Arrival(tmp_path / "s", tmp_path)
+    arrival = ShardPrefetcher(tmp_path / "s", tmp_path)
     waiting = threading.Thread(target=arrival.wait, args=(SHARD,))
     waiting.start()
     first.wait_for("want", 2)
@@ -186,13 +186,13 @@ def test_a_shard_that_goes_before_it_is_opened_is_asked_for_again(tmp_path: Path
         return ""
 
     stub = agent(answer)
-    Arrival(tmp_path / "s", tmp_path).wait(SHARD)
+    ShardPrefetcher(tmp_path / "s", tmp_path).wait(SHARD)
     assert len(stub.wait_for("want")) == 3
 
 
 def test_without_an_agent_a_wait_ends(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="no agent has answered"):
-        Arrival(tmp_path / "nobody", tmp_path, patience_s=0.3).wait(SHARD)
+        ShardPrefetcher(tmp_path / "nobody", tmp_path, patience_s=0.3).wait(SHARD)
 
 
 def test_a_link_that_leads_nowhere_is_no_shard(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_link_that_leads_nowhere_is_no_shard(tmp_path: Path) -> None:
     (tmp_path / SHARD.path).unlink()
     (tmp_path / SHARD.path).symlink_to(tmp_path / "evicted")
     with pytest.raises(DatasetError):
-        Arrival(tmp_path / "nobody", tmp_path, patience_s=0.0).wait(SHARD)
+        ShardPrefetcher(tmp_path / "nobody", tmp_path, patience_s=0.0).wait(SHARD)
 
 
 # -- the plan ----------------------------------------------------------------------------------------
@@ -208,9 +208,9 @@ def test_a_link_that_leads_nowhere_is_no_shard(tmp_path: Path) -> None:
 
 def test_the_plan_is_told_and_told_again_to_another_agent(tmp_path: Path, agent: Callable[..., Agent]) -> None:
     order = LaneOrder("d", [50] * 8, 1, lanes=2, window=2)
-    plan = Plan(order, 10, 1, [0], end=800)
+    plan = ReadPlan(order, 10, 1, [0], end=800)
     stub = agent()
-    arrival = Arrival(tmp_path / "s", tmp_path, rank=1)
+    arrival = ShardPrefetcher(tmp_path / "s", tmp_path, rank=1)
     arrival.plan("train", plan.needs)
     assert stub.said == []
     arrival.position(0)
@@ -229,22 +229,22 @@ def test_the_plan_is_told_and_told_again_to_another_agent(tmp_path: Path, agent:
 def test_where_it_is_is_told_and_the_plan_only_when_it_comes_to_its_end(
     tmp_path: Path, agent: Callable[..., Agent]
 ) -> None:
-    needs = [Need(shard, 100 * shard, 100 * shard + 99) for shard in range(2 * NEEDS_MAX)]
+    needs = [ShardNeed(shard, 100 * shard, 100 * shard + 99) for shard in range(2 * MAX_NEEDS)]
 
-    def of(start: int, stop: int) -> list[Need]:
+    def of(start: int, stop: int) -> list[ShardNeed]:
         return [need for need in needs if need.last >= start and need.first < stop]
 
     stub = agent()
-    arrival = Arrival(tmp_path / "s", tmp_path)
+    arrival = ShardPrefetcher(tmp_path / "s", tmp_path)
     arrival.plan("train", of)
     arrival.position(0)
-    assert len(stub.wait_for("plan")[0]["needs"]) == NEEDS_MAX
+    assert len(stub.wait_for("plan")[0]["needs"]) == MAX_NEEDS
     arrival.position(1000)
     second = stub.wait_for("plan", 2)[1]
     assert (second["at"], second["needs"]) == (1000, None)
     assert second["per_s"] > 0
-    arrival.position(60 * NEEDS_MAX)
+    arrival.position(60 * MAX_NEEDS)
     third = stub.wait_for("plan", 3)[2]
-    assert third["needs"][0][0] == 60 * NEEDS_MAX // 100
-    assert len(third["needs"]) == NEEDS_MAX
+    assert third["needs"][0][0] == 60 * MAX_NEEDS // 100
+    assert len(third["needs"]) == MAX_NEEDS
     arrival.close()

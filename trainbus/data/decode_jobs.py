@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from trainbus.data.reader import Fields, Ragged, sample_fields
+from trainbus.data.reader import Fields, RaggedField, sample_fields
 from trainbus.data.sampler import Ids
 from trainbus.task import Task, describe
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class DecodeJob:
     """One batch to be made; there is nothing else that it depends on but the task."""
 
     ids: Ids
@@ -27,7 +27,7 @@ class Job:
     seed: int = 0
 
 
-class DecodeFailed(Exception):
+class DecodeError(Exception):
     """The task raised an error, or the process that decoded has died."""
 
     def __init__(self, text: str, place: int | None = None) -> None:
@@ -37,27 +37,27 @@ class DecodeFailed(Exception):
         self.place = place
 
 
-def decode(task: Task, job: Job, at: Callable[[int], None] = lambda place: None) -> Any:
+def run_decode_job(task: Task, job: DecodeJob, at: Callable[[int], None] = lambda place: None) -> Any:
     """Return the batch of a job's samples, one at least.
 
     Args:
         at: told the place of each sample before it is decoded.
 
     Raises:
-        DecodeFailed: whatever the task raised; its traceback is in the log.
+        DecodeError: whatever the task raised; its traceback is in the log.
     """
     place: int | None = None
     method = "decode_batch"
     try:
-        if as_a_whole(task, job):
+        if takes_arrays(task, job):
             return task.decode_batch(
-                {name: field for name, field in job.fields.items() if not isinstance(field, Ragged)}
+                {name: field for name, field in job.fields.items() if not isinstance(field, RaggedField)}
             )
         method, examples = "decode", []
         for place in range(len(job.ids)):
             at(place)
             examples.append(task.decode(sample_fields(job.fields, place)))
-        if job.epochs is not None and augments(task):
+        if job.epochs is not None and has_augmentation(task):
             method = "augment"
             for place, (epoch, sample) in enumerate(zip(job.epochs.tolist(), job.ids.tolist(), strict=True)):
                 at(place)
@@ -66,7 +66,7 @@ def decode(task: Task, job: Job, at: Callable[[int], None] = lambda place: None)
         return task.collate(examples)
     except Exception as error:
         traceback.print_exception(error)
-        raise DecodeFailed(f"{type(task).__name__}.{method}() failed: {describe(error, _code(task))}", place) from error
+        raise DecodeError(f"{type(task).__name__}.{method}() failed: {describe(error, _code(task))}", place) from error
 
 
 def _code(task: Task) -> Path | None:
@@ -75,15 +75,15 @@ def _code(task: Task) -> Path | None:
     return None if file is None else Path(file).parent
 
 
-def augments(task: Task) -> bool:
+def has_augmentation(task: Task) -> bool:
     return type(task).augment is not Task.augment
 
 
-def as_a_whole(task: Task, job: Job) -> bool:
+def takes_arrays(task: Task, job: DecodeJob) -> bool:
     """Return whether the task takes these samples as arrays."""
-    if type(task).decode_batch is Task.decode_batch or (job.epochs is not None and augments(task)):
+    if type(task).decode_batch is Task.decode_batch or (job.epochs is not None and has_augmentation(task)):
         return False
-    return not any(isinstance(field, Ragged) for field in job.fields.values())
+    return not any(isinstance(field, RaggedField) for field in job.fields.values())
 
 
 def sample_generator(seed: int, epoch: int, sample: int) -> np.random.Generator:

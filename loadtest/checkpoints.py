@@ -38,6 +38,7 @@ from services.kit.bus import Bus
 from services.kit.settings import Settings
 from services.kit.store.files import write_at
 from services.kit.store.objects import ObjectStore
+from services.worker.cache.file_cache import FileCache
 from services.worker.cache.node_cache import NodeCache
 from services.worker.checkpoints.known_blobs import KnownBlobs
 from services.worker.checkpoints.uploader import CheckpointUploader
@@ -100,7 +101,7 @@ class _Node:
 
     def __init__(self, bus: Bus, objects: ObjectStore, settings: Settings, folder: Path) -> None:
         self.bus, self.objects, self.settings, self.folder = bus, objects, settings, folder
-        self.cache, self.known = NodeCache(folder / "cache", objects, 2**40), KnownBlobs()
+        self.cache, self.known = NodeCache(FileCache(folder / "cache", objects), objects, 2**40), KnownBlobs()
         self.run_id = f"r{os.getpid()}"
 
     async def place(self) -> None:
@@ -157,10 +158,10 @@ class _Node:
 
     async def restore(self, uri: str) -> float:
         """Seconds on a node that has nothing."""
-        cache = NodeCache(self.folder / "fresh", self.objects, 2**40)
+        cache = NodeCache(FileCache(self.folder / "fresh", self.objects), self.objects, 2**40)
         begun = time.perf_counter()
-        async with cache.holding() as hold:
-            await cache.checkpoint(uri, self.folder / "resume", hold)
+        async with cache.pin_files() as pins:
+            await cache.checkpoint(uri, self.folder / "resume", pins)
         seconds = time.perf_counter() - begun
         for name in ("fresh", "resume"):
             shutil.rmtree(self.folder / name)

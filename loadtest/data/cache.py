@@ -109,10 +109,10 @@ async def _run(scene: Scene, folder: Path) -> tuple[list[float], float, FaultPro
             room = int(scene.cache_share * stored.size_bytes)
             async with (
                 node(through, folder / "cache", max_bytes=room) as (cache, _),
-                cache.holding() as hold,
+                cache.pin_files() as pins,
             ):
-                reading = await cache.dataset(stored.manifest_uri, stored.dataset_id, folder / "view", hold)
-                async with ControlSocket(folder / "agent.sock", 1, lambda: None, reading) as control:
+                view = await cache.dataset(stored.manifest_uri, stored.dataset_id, folder / "view", pins)
+                async with ControlSocket(folder / "agent.sock", 1, lambda: None, view) as control:
                     waits = await _rank_process(scene, folder / "view", control.path, stored.dataset_id, proxy)
             return waits, proxy.egress_bytes / (scene.epochs * stored.size_bytes), proxy
     finally:

@@ -89,11 +89,11 @@ class Trials:
         """Read as a run does; whether all samples are those that were stored."""
         async with (
             node(self._settings, cache_folder, warm=warm, objects=self._objects) as (cache, _),
-            cache.holding() as hold,
+            cache.pin_files() as pins,
         ):
-            reading = await cache.dataset(stored.manifest_uri, stored.dataset_id, view, hold)
+            dataset = await cache.dataset(stored.manifest_uri, stored.dataset_id, view, pins)
             for shard in stored.shards():
-                problem = await reading.want(ShardRequestLine(rank=0, generation=1, shard=shard.path))
+                problem = await dataset.request(ShardRequestLine(rank=0, generation=1, shard=shard.path))
                 if problem:
                     raise DatasetError(problem)
             if place in IN_RUN:

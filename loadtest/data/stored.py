@@ -20,6 +20,7 @@ from contracts.events.train import Split
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 from services.kit.store.ranged import RangedDownloader
+from services.worker.cache.file_cache import FileCache
 from services.worker.cache.node_cache import SHARDS_FOLDER, NodeCache
 from services.worker.cache.shard_cache import ShardCache
 from services.worker.cache.shard_files import ShardFiles
@@ -127,5 +128,6 @@ async def node(
     async with made as objects:
         downloader = RangedDownloader(objects.reader, range_bytes=range_bytes, stall_s=stall_s, patience_s=patience_s)
         files = await asyncio.to_thread(ShardFiles, folder / SHARDS_FOLDER, objects, downloader, warm)
-        async with ShardCache(files, max_bytes) as shards:
-            yield NodeCache(folder, objects, max_bytes, shards), shards
+        others = FileCache(folder, objects, excluded=(folder / SHARDS_FOLDER,))
+        async with ShardCache(files, max_bytes, other_files=others) as shards:
+            yield NodeCache(others, objects, max_bytes, shards), shards

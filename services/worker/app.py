@@ -1,9 +1,10 @@
-"""Wires the agent of one node."""
+"""The worker service: the agent of one node, wired to its bus, store and devices."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,92 +13,96 @@ from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 from services.kit.store.ranged import RangedDownloader
 from services.worker.agent.agent import Agent
+from services.worker.cache.file_cache import FileCache
 from services.worker.cache.node_cache import SHARDS_FOLDER, NodeCache
 from services.worker.cache.shard_cache import ShardCache
 from services.worker.cache.shard_files import ShardFiles
 from services.worker.checkpoints.survivor_memory import SurvivorMemory, default_folder
 from services.worker.core.rank_environment import INHERITED
 from services.worker.launch.executor import Executor, ProcessExecutor
+from services.worker.launch.rank_python import python_root
 from services.worker.launch.warm_server import WarmServer
 from services.worker.node.gpu_check import GpuCheck
-from services.worker.node.inventory import inventory
+from services.worker.node.inventory import inspect_node
 from services.worker.node.system_metrics import SystemMeter
-from services.worker.node_context import NodeContext, python_root
+from services.worker.node_context import NodeContext
 from services.worker.notices.listener import listen_for_notices
 from services.worker.ranks.control_socket import socket_path
 from services.worker.settings import WorkerSettings
 
 
 def build(settings: Settings, executor: Executor | None = None) -> Service:
-    """The node's agent as a service. ``executor``: another way to run ranks than as processes."""
+    """Build the node's agent as a service. ``executor``: another way to run ranks than as processes."""
     if not isinstance(settings, WorkerSettings):
         settings = WorkerSettings(**settings.model_dump())
     service = Service("worker", settings)
     objects = service.add_resource(ObjectStore(settings))
-    cache_folder = (settings.cache_dir or settings.data_dir / "cache").resolve()
-    shard_files = ShardFiles(
-        cache_folder / SHARDS_FOLDER,
-        objects,
-        RangedDownloader(objects.reader, stall_s=settings.cache_stall_s),
-        settings.cache_warm_dir,
+    warm_server = _warm_server(settings) if settings.warm and executor is None else None
+    executor = executor or ProcessExecutor(warm_server)
+    inventory = inspect_node(settings)
+    agent = Agent(
+        NodeContext(
+            settings=settings,
+            bus=service.bus,
+            objects=objects,
+            cache=_cache(settings, service, objects),
+            executor=executor,
+            inventory=inventory,
+            meter=SystemMeter(inventory.gpus),
+            gpu_check=GpuCheck(inventory.gpus),
+            memory=_memory(settings),
+        )
     )
-    shards = service.add_resource(ShardCache(shard_files, settings.cache_max_bytes, ahead_s=settings.cache_ahead_s))
-    found = inventory(settings)
-    agent_folder = settings.data_dir.resolve() / "agent"
-    warm = _warm(settings) if settings.warm and executor is None else None
-    context = NodeContext(
-        settings=settings,
-        bus=service.bus,
-        objects=objects,
-        cache=NodeCache(cache_folder, objects, settings.cache_max_bytes, shards),
-        executor=executor or ProcessExecutor(warm),
-        inventory=found,
-        meter=SystemMeter(found.gpus),
-        gpu_check=GpuCheck(found.gpus),
-        memory=_memory(settings),
-    )
-    agent = Agent(context)
 
-    async def keep_warm() -> None:
-        if warm is not None:
-            agent_folder.mkdir(parents=True, exist_ok=True)
-            await warm.run()
-        else:
-            await asyncio.Event().wait()
-
-    async def leave() -> None:
-        try:
-            await agent.shut_down()
-        finally:
-            with suppress(OSError):
-                await context.executor.close()
+    async def keep_warm_server() -> None:
+        if warm_server is not None:
+            await warm_server.run()
+        await asyncio.Event().wait()
 
     service.add_background_task(agent.run)
-    service.add_background_task(keep_warm)
+    service.add_background_task(keep_warm_server)
     service.add_background_task(lambda: listen_for_notices(settings, agent))
-
-    async def leave_unheard() -> None:
-        try:
-            await agent.end_unheard()
-        finally:
-            with suppress(OSError):
-                await context.executor.close()
-
-    service.add_stop_action(leave, before_start=leave_unheard)
+    service.add_stop_action(
+        _then_close(agent.shut_down, executor), before_start=_then_close(agent.end_offline, executor)
+    )
     service.add_readiness_check("joined", agent.joined.is_set)
     return service
 
 
+def _then_close(end_agent: Callable[[], Awaitable[None]], executor: Executor) -> Callable[[], Awaitable[None]]:
+    """Return what ends the agent, and after it the executor."""
+
+    async def end_both() -> None:
+        try:
+            await end_agent()
+        finally:
+            with suppress(OSError):
+                await executor.close()
+
+    return end_both
+
+
+def _cache(settings: WorkerSettings, service: Service, objects: ObjectStore) -> NodeCache:
+    folder = (settings.cache_dir or settings.data_dir / "cache").resolve()
+    downloader = RangedDownloader(objects.reader, stall_s=settings.cache_stall_s)
+    files = FileCache(folder, objects, excluded=(folder / SHARDS_FOLDER,))
+    shard_files = ShardFiles(folder / SHARDS_FOLDER, objects, downloader, settings.cache_warm_dir)
+    max_bytes = settings.cache_max_bytes
+    shards = service.add_resource(ShardCache(shard_files, max_bytes, ahead_s=settings.cache_ahead_s, other_files=files))
+    return NodeCache(files, objects, max_bytes, shards)
+
+
 def _memory(settings: WorkerSettings) -> SurvivorMemory:
-    named = settings.memory_dir
-    folder = default_folder(settings.node_id, settings.data_dir) if named is None else Path(named) if named else None
+    if settings.memory_dir is None:
+        folder = default_folder(settings.node_id, settings.data_dir)
+    else:
+        folder = Path(settings.memory_dir) if settings.memory_dir else None
     return SurvivorMemory(folder, settings.memory_max_bytes)
 
 
-def _warm(settings: WorkerSettings) -> WarmServer:
+def _warm_server(settings: WorkerSettings) -> WarmServer:
     folder = settings.data_dir.resolve() / "agent"
-    folder.mkdir(parents=True, exist_ok=True)
     environment = {name: os.environ[name] for name in INHERITED if name in os.environ}
-    # One thread: what forks must not have more, and ranks share the cores.
+    # One thread: forks must not have more, and ranks share the cores.
     environment |= {"PYTHONPATH": str(python_root()), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
     return WarmServer(socket_path(folder, "warm.sock"), folder / "warm.log", environment)

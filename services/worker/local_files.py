@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 
@@ -41,3 +41,15 @@ def link_or_copy(source: Path, target: Path) -> None:
 def inside(path: Path, folder: Path) -> bool:
     """Whether ``path``, its links followed, lies in ``folder``."""
     return path.resolve().is_relative_to(folder.resolve())
+
+
+def relative_path(name: str) -> PurePosixPath:
+    """Return a path that a manifest names.
+
+    Raises:
+        ValueError: it leads out of its folder.
+    """
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts:
+        raise ValueError(f"{name!r} leads out of its folder")
+    return path

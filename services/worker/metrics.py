@@ -67,8 +67,10 @@ SHARD_BYTES = initialize_series(
     TIERS,
 )
 SHARD_EVICTIONS = Counter("trainbus_worker_shard_evictions_total", "Shards deleted to make room for others.")
-SHARDS_DAMAGED = initialize_series(
-    Counter("trainbus_worker_shards_damaged_total", "Shards that were not what their hashes say, by where.", ["tier"]),
+SHARDS_CORRUPTED = initialize_series(
+    Counter(
+        "trainbus_worker_shards_corrupted_total", "Shards whose content did not match their hash, by tier.", ["tier"]
+    ),
     TIERS,
 )
 SHARDS_AHEAD_SECONDS = Gauge(

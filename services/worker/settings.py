@@ -45,7 +45,7 @@ class WorkerSettings(Settings):
     #: Seconds that the other nodes wait for the address of rank 0.
     rendezvous_timeout_s: float = Field(180.0, gt=0)
     #: Seconds that a run which ended by itself waits for its last checkpoint to be committed.
-    commit_patience_s: float = Field(15.0, ge=0)
+    commit_timeout_s: float = Field(15.0, ge=0)
 
     #: Where ranks leave state that outlives them, on a file system in memory. None: below /dev/shm where there is
     #: one; '' : nowhere.
@@ -53,7 +53,7 @@ class WorkerSettings(Settings):
     #: Bytes that may lie there; what was left longest ago goes first.
     memory_max_bytes: int = Field(16 * GIB, ge=0)
     #: Seconds that ranks which lost a peer may take to leave their state behind.
-    outlive_s: float = Field(10.0, ge=0)
+    survivor_save_s: float = Field(10.0, ge=0)
 
     #: Where machines of a cloud learn that they will be taken away: link-local, the same in all of them.
     metadata_url: str = "http://169.254.169.254"

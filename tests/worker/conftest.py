@@ -171,7 +171,7 @@ def worker_settings(s3_settings: Settings) -> WorkerSettings:
             "follow_interval_s": 0.05,
             "system_interval_s": 0.2,
             "kill_after_s": 0.3,
-            "commit_patience_s": 3.0,
+            "commit_timeout_s": 3.0,
             "orphan_timeout_s": 120.0,
             "memory_dir": str(s3_settings.data_dir.resolve() / "memory"),
         }

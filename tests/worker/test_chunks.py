@@ -23,8 +23,8 @@ from services.kit.bus import Bus
 from services.kit.chunks import restore_file
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectCorrupted
-from services.kit.store.objects import ObjectStore
-from services.kit.store.uris import blob_sha256
+from services.kit.store.objects import ObjectStore, blob_sha256
+from services.worker.cache.file_cache import FileCache
 from services.worker.cache.node_cache import NodeCache
 from services.worker.checkpoints.blob_repair import repair
 from services.worker.checkpoints.dvc import pointer_key, write_pointer
@@ -53,7 +53,7 @@ def pieces_of(path: Path) -> list[tuple[str, str, int]]:
 
 @pytest.fixture
 def cache(tmp_path: Path, objects: ObjectStore) -> NodeCache:
-    return NodeCache(tmp_path / "cache", objects, 2**30)
+    return NodeCache(FileCache(tmp_path / "cache", objects), objects, 2**30)
 
 
 # -- cutting -------------------------------------------------------------------
@@ -151,7 +151,9 @@ async def test_only_what_is_new_is_sent_and_everything_comes_back(
     assert size_bytes - 5 * MIB < first.sent_bytes <= size_bytes - 4 * MIB
 
     # Another rank, a new life of the agent: the store is asked, nothing is sent but what is too small to ask for.
-    again = CheckpointUploader(objects, bucket, NodeCache(tmp_path / "other", objects, 2**30), KnownBlobs())
+    again = CheckpointUploader(
+        objects, bucket, NodeCache(FileCache(tmp_path / "other", objects), objects, 2**30), KnownBlobs()
+    )
     assert await again.files(named) == files
     assert again.sent_bytes < 70_000
 
@@ -187,7 +189,7 @@ async def test_a_resume_takes_from_the_node_what_it_has(
     # The same tensors in another division: no file is the same, every tensor is.
     save_file({"b": state["b"], "c": state["c"]}, tmp_path / "half.safetensors")
     half_path = tmp_path / "half.safetensors"
-    other = NodeCache(tmp_path / "other", objects, 2**30)
+    other = NodeCache(FileCache(tmp_path / "other", objects), objects, 2**30)
     (half,) = await CheckpointUploader(objects, s3_settings.bucket_models, other, KnownBlobs()).files(
         {"half.safetensors": half_path}
     )
@@ -198,18 +200,18 @@ async def test_a_resume_takes_from_the_node_what_it_has(
     asked: list[str] = []
     read_into = objects.read_into
     monkeypatch.setattr(objects, "read_into", lambda uri, *rest: asked.append(uri) or read_into(uri, *rest))
-    reborn = NodeCache(cache.folder, objects, 2**30)
-    async with reborn.holding() as hold:
-        await reborn.checkpoint(uri, tmp_path / "resume", hold)
+    reborn = NodeCache(FileCache(cache.files.folder, objects), objects, 2**30)
+    async with reborn.pin_files() as pins:
+        await reborn.checkpoint(uri, tmp_path / "resume", pins)
     assert (tmp_path / "resume" / "half.safetensors").read_bytes() == half_path.read_bytes()
     assert asked == [half.chunks[0].uri]  # its header; the tensors were here
 
     # What was evicted is no longer found, and fetched.
-    empty = NodeCache(cache.folder, objects, 0)
+    empty = NodeCache(FileCache(cache.files.folder, objects), objects, 0)
     empty.evict()
     assert all(empty.find(chunk.sha256) is None for chunk in (*file.chunks, *half.chunks))
-    async with empty.holding() as hold:
-        await empty.checkpoint(uri, tmp_path / "again", hold)
+    async with empty.pin_files() as pins:
+        await empty.checkpoint(uri, tmp_path / "again", pins)
         assert (tmp_path / "again" / "half.safetensors").read_bytes() == half_path.read_bytes()
     assert len(asked) == 1 + len(half.chunks)
 
@@ -225,15 +227,15 @@ async def test_what_was_here_before_the_machine_started_is_hashed_first(
     uri = f"s3://{s3_settings.bucket_models}/manifest.json"
     manifest = {"step": 1, "epoch": 1, "samples_consumed": 8, "files": [file.model_dump(mode="json")]}
     await objects.put(uri, json.dumps(manifest).encode())
-    kept = cache.blob(file.sha256)
+    kept = cache.files.blob(file.sha256)
 
     for damage in (b"", bytes(100)):
         kept.write_bytes(damage + content[len(damage) :])
         os.utime(kept, (1, 1))
         inode = kept.stat().st_ino
         assert cache.find(file.chunks[1].sha256) is None
-        async with cache.holding() as hold:
-            await cache.checkpoint(uri, tmp_path / f"resume-{len(damage)}", hold)
+        async with cache.pin_files() as pins:
+            await cache.checkpoint(uri, tmp_path / f"resume-{len(damage)}", pins)
         assert (tmp_path / f"resume-{len(damage)}" / path.name).read_bytes() == content
         assert (kept.stat().st_ino == inode) is (damage == b"")
         assert cache.find(file.chunks[1].sha256) is not None
@@ -243,7 +245,7 @@ async def test_damage_in_the_store_leaves_nothing(tmp_path: Path, objects: Objec
     bucket = s3_settings.bucket_models
     path = tmp_path / "file"
     path.write_bytes(random.Random(1).randbytes(20 * MIB))
-    cache = NodeCache(tmp_path / "cache", objects, 2**30)
+    cache = NodeCache(FileCache(tmp_path / "cache", objects), objects, 2**30)
     (file,) = await CheckpointUploader(objects, bucket, cache, KnownBlobs()).files({"file": path})
     assert [chunk.size_bytes for chunk in file.chunks] == [8 * MIB, 8 * MIB, 4 * MIB]
     for harm in (b"x" * (4 * MIB), b"short"):
@@ -337,10 +339,10 @@ async def test_rotten_blobs_are_written_anew_from_a_node(
     # This node's own copy is rotten too.
     await objects.delete(plain.uri)
     for file in (one, two):
-        damaged = bytearray(cache.blob(file.sha256).read_bytes())
+        damaged = bytearray(cache.files.blob(file.sha256).read_bytes())
         damaged[-MIB - 100] ^= 1
-        cache.blob(file.sha256).unlink()
-        cache.blob(file.sha256).write_bytes(damaged)
+        cache.files.blob(file.sha256).unlink()
+        cache.files.blob(file.sha256).write_bytes(damaged)
     assert await repair(context, rotten) == [difference.uri]
 
 

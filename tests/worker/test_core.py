@@ -15,8 +15,7 @@ from contracts.events.node import NodeLost
 from contracts.events.run import CheckpointRef, Member, RunCompleted, RunPlaced, RunPreempting
 from contracts.ranks import CheckpointLine
 from contracts.spec.run import RunSpec
-from services.worker.core import journal, rank_environment, rank_exits
-from services.worker.core import node_decisions as plan
+from services.worker.core import journal, metric_patterns, node_decisions, rank_environment, rank_exits
 from services.worker.core.checkpoint_steps import ready_steps
 
 
@@ -70,17 +69,17 @@ CASES: list[tuple[str, list[Any], list[str]]] = [
 
 @pytest.mark.parametrize(("events", "expected"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_what_a_fact_asks_of_the_node(events: list[Any], expected: list[str]) -> None:
-    state, said = plan.NodeState("n1", incarnation="me"), []
+    state, said = node_decisions.NodeState("n1", incarnation="me"), []
     for sequence, event in enumerate(events, start=1):
-        state, decisions = plan.decide(state, event, sequence)
+        state, decisions = node_decisions.decide(state, event, sequence)
         said += [type(decision).__name__ for decision in decisions]
     assert said == expected
 
 
 def test_what_was_placed_before_the_node_joined_is_void_unless_it_was_taken_up() -> None:
-    state = plan.joined_at(plan.NodeState("n1"), 10)
-    assert plan.decide(state, placed(), 9)[1] == []
-    assert len(plan.decide(state, placed(), 11)[1]) == 1
+    state = node_decisions.NodeState("n1", joined_sequence=10)
+    assert node_decisions.decide(state, placed(), 9)[1] == []
+    assert len(node_decisions.decide(state, placed(), 11)[1]) == 1
 
 
 @settings(max_examples=60, deadline=None)
@@ -105,14 +104,16 @@ def test_a_journal_read_in_any_pieces_gives_each_point_once(cuts: list[int], bad
 
 
 def test_patterns_find_values_and_steps_and_go_on_counting() -> None:
-    patterns = journal.compile_patterns({"loss": r"loss[:=]\s*(\S+)", "acc": r"(?P<step>\d+): acc (?P<value>[\d.]+)"})
+    patterns = metric_patterns.compile_patterns(
+        {"loss": r"loss[:=]\s*(\S+)", "acc": r"(?P<step>\d+): acc (?P<value>[\d.]+)"}
+    )
     counts: dict[str, int] = {}
-    first = list(journal.match_patterns(patterns, ["loss: 2.5", "loss=nan", "no", "loss= many"], counts))
-    second = list(journal.match_patterns(patterns, ["17: acc 0.5", "loss: 1"], counts))
+    first = list(metric_patterns.match_patterns(patterns, ["loss: 2.5", "loss=nan", "no", "loss= many"], counts))
+    second = list(metric_patterns.match_patterns(patterns, ["17: acc 0.5", "loss: 1"], counts))
     assert first == [(1, "loss", 2.5)]
     assert second == [(17, "acc", 0.5), (4, "loss", 1.0)]
     with pytest.raises(ValueError, match=r"metric_patterns\.x"):
-        journal.compile_patterns({"x": "no group"})
+        metric_patterns.compile_patterns({"x": "no group"})
 
 
 def test_output_is_made_fit_to_be_shown() -> None:
@@ -209,8 +210,8 @@ def test_a_checkpoint_is_ready_when_every_rank_has_it_or_nobody_will_follow() ->
 
 def test_a_pattern_that_would_take_for_ever_does_not() -> None:
     """Python's own engine would try 2**200 ways here."""
-    patterns = journal.compile_patterns({"x": r"(a+)+$"})
-    assert list(journal.match_patterns(patterns, ["a" * 200 + "!"], {})) == []
+    patterns = metric_patterns.compile_patterns({"x": r"(a+)+$"})
+    assert list(metric_patterns.match_patterns(patterns, ["a" * 200 + "!"], {})) == []
 
 
 @pytest.mark.parametrize(
@@ -223,8 +224,8 @@ def test_a_pattern_that_would_take_for_ever_does_not() -> None:
     ],
 )
 def test_ranks_whose_peers_failed_may_leave_their_state_behind(reason: Any, then: Any, expected: bool) -> None:
-    state, _ = plan.decide(plan.NodeState("n1", incarnation="me"), placed(), 1)
+    state, _ = node_decisions.decide(node_decisions.NodeState("n1", incarnation="me"), placed(), 1)
     order = RunPreempting(run_id="r", generation=1, reason="x", queue_reason=reason, grace_s=0, then=then)
-    [stop] = plan.decide(state, order, 2)[1]
-    assert isinstance(stop, plan.StopGeneration)
+    [stop] = node_decisions.decide(state, order, 2)[1]
+    assert isinstance(stop, node_decisions.StopGeneration)
     assert stop.peer_lost is expected

@@ -10,7 +10,8 @@ from contracts.events.run import RunLog, RunProgress, RunStarted
 from contracts.ranks import MetricsLine, json_line
 from services.kit.bus import TransientError
 from services.kit.clock import ManualClock
-from services.worker.core.journal import JournalSource, compile_patterns
+from services.worker.core.journal import JournalSource
+from services.worker.core.metric_patterns import compile_patterns
 from services.worker.ranks.journal_follower import JournalFollower
 
 

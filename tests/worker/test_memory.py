@@ -17,21 +17,21 @@ def leave(folder: Path, generation: int, step: int, size_bytes: int = 10, name: 
 
 def test_state_stays_until_the_next_generation_has_its_own_in_the_store(tmp_path: Path) -> None:
     memory = SurvivorMemory(tmp_path / "memory", 1000)
-    folder = memory.for_run("r", 1)
+    folder = memory.prepare("r", 1)
     assert folder is not None
     first = leave(folder, 1, 7)
-    assert memory.for_run("r", 2) == folder
+    assert memory.prepare("r", 2) == folder
     assert first.exists()  # the second generation begins with it
     second = leave(folder, 2, 9)
-    memory.committed("r", 2)
+    memory.remove_before("r", 2)
     assert not first.exists()
     assert second.exists()
-    assert memory.for_run("r", 4) == folder  # the third could not be prepared
+    assert memory.prepare("r", 4) == folder  # the third could not be prepared
     assert second.exists()
     leave(folder, 4, 12)
-    memory.for_run("r", 5)
+    memory.prepare("r", 5)
     assert not second.exists()
-    memory.forget("r")
+    memory.remove_run("r")
     assert not folder.exists()
 
 
@@ -39,13 +39,13 @@ def test_what_no_known_run_owns_goes_at_the_start_and_the_oldest_makes_room(tmp_
     memory = SurvivorMemory(tmp_path / "memory", 100)
     states = {}
     for age, run in enumerate(("new", "old", "stray")):
-        folder = memory.for_run(run, 1)
+        folder = memory.prepare(run, 1)
         assert folder is not None
         states[run] = leave(folder, 1, 1, size_bytes=60)
         os.utime(folder, (1e9 - age, 1e9 - age))
-    memory.keep_only({"new", "old"})
+    memory.remove_others({"new", "old"})
     assert not states["stray"].exists()
-    assert memory.for_run("newest", 1) is not None
+    assert memory.prepare("newest", 1) is not None
     assert not states["old"].exists()
     assert states["new"].exists()
     memory.clear()
@@ -54,23 +54,23 @@ def test_what_no_known_run_owns_goes_at_the_start_and_the_oldest_makes_room(tmp_
 
 def test_a_state_is_being_written_while_its_name_is_hidden(tmp_path: Path) -> None:
     memory = SurvivorMemory(tmp_path, 1000)
-    folder = memory.for_run("r", 1)
+    folder = memory.prepare("r", 1)
     assert folder is not None
-    assert not memory.being_written("r", 1, [0, 1])
+    assert not memory.is_being_written("r", 1, [0, 1])
     state = leave(folder, 1, 3, name=".step_next-rank_1.0")
-    assert memory.being_written("r", 1, [0, 1])
-    assert not memory.being_written("r", 1, [0])  # whoever wrote it is dead
+    assert memory.is_being_written("r", 1, [0, 1])
+    assert not memory.is_being_written("r", 1, [0])  # whoever wrote it is dead
     state.rename(state.with_name("step_00000003-rank_1"))
-    assert not memory.being_written("r", 1, [0, 1])
+    assert not memory.is_being_written("r", 1, [0, 1])
 
 
 def test_without_a_folder_nothing_is_kept() -> None:
     memory = SurvivorMemory(None, 0)
-    assert memory.for_run("r", 1) is None
-    memory.committed("r", 1)
-    memory.forget("r")
-    memory.keep_only(set())
-    assert not memory.being_written("r", 1, [0])
+    assert memory.prepare("r", 1) is None
+    memory.remove_before("r", 1)
+    memory.remove_run("r")
+    memory.remove_others(set())
+    assert not memory.is_being_written("r", 1, [0])
 
 
 def test_only_whole_state_of_the_generation_counts_as_newest(tmp_path: Path) -> None:

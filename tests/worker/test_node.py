@@ -13,10 +13,11 @@ import pytest
 from pydantic import ValidationError
 
 from contracts.events.node import NodeJoined
+from services.worker.cache.file_cache import FileCache
 from services.worker.cache.node_cache import NodeCache
 from services.worker.cache.shard_files import shard_path
 from services.worker.node import inventory as node
-from services.worker.node.inventory import Gpu, cpu_limit, find_gpus, inventory, memory_limit_bytes, visible_gpus
+from services.worker.node.inventory import Gpu, cpu_limit, find_gpus, inspect_node, memory_limit_bytes, visible_gpus
 from services.worker.node.system_metrics import gpu_values
 from services.worker.settings import WorkerSettings
 from tests.worker.conftest import World
@@ -102,12 +103,12 @@ def test_slices_stand_in_the_place_of_the_gpu_that_is_cut_up(monkeypatch: pytest
 def test_what_is_said_of_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    found = inventory(WorkerSettings(node_id="n"))
+    found = inspect_node(WorkerSettings(node_id="n"))
     assert found.slots == 4
     assert found.slot_profiles == ("", "1g.10gb", "3g.40gb", "1c.3g.40gb")
     assert found.slot_memory_bytes == 9_984 * MIB
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(cut_up=False))
-    plain = inventory(WorkerSettings(node_id="n"))
+    plain = inspect_node(WorkerSettings(node_id="n"))
     assert (plain.slots, plain.slot_profiles) == (2, ())
     assert plain.machine_digest != found.machine_digest  # other kernels, other last bits
 
@@ -155,8 +156,8 @@ def test_a_container_offers_what_it_may_use(tmp_path: Path, cpu_max: str, cpus: 
 
 def test_processors_are_those_of_this_process_unless_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "cpu_limit", lambda: 0.5)
-    assert inventory(WorkerSettings(node_id="n", accelerator="cpu")).cpus == 0.5
-    assert inventory(WorkerSettings(node_id="n", accelerator="cpu", cpus=12)).cpus == 12
+    assert inspect_node(WorkerSettings(node_id="n", accelerator="cpu")).cpus == 0.5
+    assert inspect_node(WorkerSettings(node_id="n", accelerator="cpu", cpus=12)).cpus == 12
 
 
 def test_a_capacity_that_nobody_knows_is_refused() -> None:
@@ -165,7 +166,7 @@ def test_a_capacity_that_nobody_knows_is_refused() -> None:
 
 
 def test_datasets_that_are_whole_in_the_cache(tmp_path: Path) -> None:
-    cache = NodeCache(tmp_path, None, 0)  # type: ignore[arg-type]  # nothing is fetched
+    cache = NodeCache(FileCache(tmp_path, None), None, 0)  # type: ignore[arg-type]  # nothing is fetched
     for name, shards in (("a", 2), ("b", 1), ("c", 0)):
         folder = tmp_path / "datasets" / name
         folder.mkdir(parents=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.worker.launch.code_package import PackageError, unpack
+from services.worker.launch.code_package import PackageError, unpack_package
 from tests.worker.conftest import package
 
 
@@ -55,7 +55,7 @@ def test_an_unsafe_package_is_refused_whole(content: Callable[[], bytes], expect
     file, folder = tmp_path / "package", tmp_path / "in" / "code"
     file.write_bytes(content())
     with pytest.raises(PackageError, match=expected):
-        unpack(file, folder, max_bytes=1_000_000, max_files=10)
+        unpack_package(file, folder, max_bytes=1_000_000, max_files=10)
     assert not folder.exists()
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [file]
 
@@ -64,5 +64,5 @@ def test_a_sound_package_is_unpacked_and_replaces_what_was_there(tmp_path: Path)
     file, folder = tmp_path / "package", tmp_path / "code"
     (folder / "old").mkdir(parents=True)
     file.write_bytes(package({"task.py": b"x = 1", "lib/a.py": b""}))
-    unpack(file, folder)
+    unpack_package(file, folder)
     assert sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*")) == ["lib", "lib/a.py", "task.py"]

@@ -15,7 +15,7 @@ from tests.trainbus.support import LINEAR_TASK, linear_dataset
 from tests.worker.conftest import World, package, ranks_of, until
 
 
-async def prepare_inputs(world: World, folder: Path) -> RunPrepared:
+async def prepare(world: World, folder: Path) -> RunPrepared:
     """Have dataset and code in the store."""
     dataset = linear_dataset(folder)
     bucket = world.settings.bucket_datasets
@@ -29,8 +29,8 @@ async def prepare_inputs(world: World, folder: Path) -> RunPrepared:
 
 
 async def test_training_is_stopped_resumed_on_fewer_slots_and_evaluated(world: World, tmp_path: Path) -> None:
-    prepared = await prepare_inputs(world, tmp_path / "dataset")
-    service = build(world.settings.model_copy(update={"warm": True, "commit_patience_s": 10.0}))
+    prepared = await prepare(world, tmp_path / "dataset")
+    service = build(world.settings.model_copy(update={"warm": True, "commit_timeout_s": 10.0}))
     running = asyncio.create_task(service.run())
     committing = asyncio.create_task(world.commit_all())
     try:
@@ -64,11 +64,11 @@ async def test_training_is_stopped_resumed_on_fewer_slots_and_evaluated(world: W
 
 async def test_a_stop_whose_checkpoint_nobody_commits_loses_no_step(world: World, tmp_path: Path) -> None:
     """The node keeps what the ranks wrote; a generation that could not be prepared changes nothing about it."""
-    prepared = await prepare_inputs(world, tmp_path / "dataset")
+    prepared = await prepare(world, tmp_path / "dataset")
     service = build(world.settings.model_copy(update={"warm": True}))
     running = asyncio.create_task(service.run())
     committing = None
-    left = world.settings.data_dir.resolve() / "runs" / "r1" / "left"
+    survivors = world.settings.data_dir.resolve() / "runs" / "r1" / "survivors"
     try:
         await until(lambda: service.check_readiness().get("joined", False), 90)
         training: dict[str, Any] = {"max_steps": 1000, "global_batch": 16, "checkpoint_every_steps": 400}
@@ -79,7 +79,7 @@ async def test_a_stop_whose_checkpoint_nobody_commits_loses_no_step(world: World
         await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="room", grace_s=10))
         released: RunReleased = await world.wait_for(RunReleased)
         assert not released.clean, released
-        assert [path.name for path in left.iterdir()] == ["g1"]
+        assert [path.name for path in survivors.iterdir()] == ["g1"]
         nowhere = {"uri": "s3://none/packages/" + "0" * 64 + ".tar.gz", "sha256": "0" * 64}
         await world.place(generation=2, code=nowhere, **fields)
         await world.wait_for(RunExited)
@@ -90,7 +90,7 @@ async def test_a_stop_whose_checkpoint_nobody_commits_loses_no_step(world: World
         exited: Any = await world.wait_for(RunExited, count=2, timeout_s=300)
         assert (exited.outcome, exited.step) == ("succeeded", 1000), exited
         assert sorted(set(await world.steps())) == [*range(1, 1001)]
-        await until(lambda: not any(left.iterdir()), 90)  # the third has a checkpoint in the store
+        await until(lambda: not any(survivors.iterdir()), 90)  # the third has a checkpoint in the store
     finally:
         if committing is not None:
             committing.cancel()

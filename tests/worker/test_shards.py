@@ -26,8 +26,8 @@ from services.kit.store.errors import ObjectCorrupted, ObjectNotFound
 from services.kit.store.objects import ObjectStore
 from services.kit.store.ranged import RangedDownloader
 from services.worker.cache import shard_cache as shards_module
+from services.worker.cache.dataset_view import DatasetView
 from services.worker.cache.node_cache import CacheError, NodeCache
-from services.worker.cache.shard_cache import DatasetView
 from tests.kit.support import until
 from trainbus.embedded.servers import S3Server
 
@@ -43,10 +43,10 @@ def sequence(stored: Stored, order: list[int], *, at: int = 0, rank: int = 0, pe
     return ShardPlanLine(rank=rank, split="train", at=at, per_s=per_s, needs=needs)
 
 
-def is_whole(reading: DatasetView, stored: Stored, number: int) -> bool:
+def is_whole(view: DatasetView, stored: Stored, number: int) -> bool:
     """Whether a shard and its index are in the folder; that they are right, too."""
     shard = stored.shards()[number]
-    path, index = reading.folder / shard.path, reading.folder / shard.index_path
+    path, index = view.folder / shard.path, view.folder / shard.index_path
     if not path.exists():
         return False
     assert path.read_bytes() == stored.contents[shard.path]
@@ -54,12 +54,12 @@ def is_whole(reading: DatasetView, stored: Stored, number: int) -> bool:
     return True
 
 
-def here(reading: DatasetView, stored: Stored) -> set[int]:
-    return {number for number in range(len(stored.shards())) if is_whole(reading, stored, number)}
+def here(view: DatasetView, stored: Stored) -> set[int]:
+    return {number for number in range(len(stored.shards())) if is_whole(view, stored, number)}
 
 
-async def begin(cache: NodeCache, stored: Stored, folder: Path, hold: Any, **how: Any) -> DatasetView:
-    return await cache.dataset(stored.manifest_uri, stored.dataset_id, folder, hold, **how)
+async def begin(cache: NodeCache, stored: Stored, folder: Path, pins: Any, **how: Any) -> DatasetView:
+    return await cache.dataset(stored.manifest_uri, stored.dataset_id, folder, pins, **how)
 
 
 # -- ranges ----------------------------------------------------------------------------------------
@@ -126,25 +126,25 @@ async def test_shards_come_in_the_order_in_which_they_are_needed_and_a_wait_ends
     objects: ObjectStore, s3_settings: Settings, tmp_path: Path
 ) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=12)
-    async with node(s3_settings, tmp_path / "cache", objects=objects) as (cache, _), cache.holding() as hold:
-        reading = await begin(cache, stored, tmp_path / "view", hold)
-        assert here(reading, stored) == set()
-        reading.plan(sequence(stored, [7, 3, 11]))
-        await until(lambda: here(reading, stored) == {3, 7, 11}, "the planned shards")
-        assert await reading.want(want(stored, 5)) == ""
-        assert is_whole(reading, stored, 5)
-        assert "no shard train/none" in await reading.want(ShardRequestLine(rank=0, generation=1, shard="train/none"))
-    assert await reading.want(want(stored, 6)) == "the run is over on this node"
+    async with node(s3_settings, tmp_path / "cache", objects=objects) as (cache, _), cache.pin_files() as pins:
+        view = await begin(cache, stored, tmp_path / "view", pins)
+        assert here(view, stored) == set()
+        view.apply_plan(sequence(stored, [7, 3, 11]))
+        await until(lambda: here(view, stored) == {3, 7, 11}, "the planned shards")
+        assert await view.request(want(stored, 5)) == ""
+        assert is_whole(view, stored, 5)
+        assert "no shard train/none" in await view.request(ShardRequestLine(rank=0, generation=1, shard="train/none"))
+    assert await view.request(want(stored, 6)) == "the run is over on this node"
 
 
 async def test_a_rank_without_a_plan_is_read_ahead_for(
     objects: ObjectStore, s3_settings: Settings, tmp_path: Path
 ) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=12)
-    async with node(s3_settings, tmp_path / "cache", objects=objects) as (cache, _), cache.holding() as hold:
-        reading = await begin(cache, stored, tmp_path / "view", hold)
-        assert await reading.want(want(stored, 2)) == ""
-        await until(lambda: here(reading, stored) == {2, 3, 4, 5, 6}, "the next four")
+    async with node(s3_settings, tmp_path / "cache", objects=objects) as (cache, _), cache.pin_files() as pins:
+        view = await begin(cache, stored, tmp_path / "view", pins)
+        assert await view.request(want(stored, 2)) == ""
+        await until(lambda: here(view, stored) == {2, 3, 4, 5, 6}, "the next four")
 
 
 async def test_a_script_gets_everything_before_it_starts_and_keeps_it(
@@ -154,15 +154,15 @@ async def test_a_script_gets_everything_before_it_starts_and_keeps_it(
     other = await store(objects, s3_settings.bucket_datasets, shards=6, seed=1)
     async with (
         node(s3_settings, tmp_path / "cache", max_bytes=60_000, objects=objects) as (cache, _),
-        cache.holding() as hold,
+        cache.pin_files() as pins,
     ):
-        reading = await begin(cache, stored, tmp_path / "view", hold, whole=SPLITS)
-        assert here(reading, stored) == set(range(6))
-        assert all((reading.folder / shard.path).exists() for shard in stored.shards("validation"))
-        second = await begin(cache, other, tmp_path / "other", hold)
+        view = await begin(cache, stored, tmp_path / "view", pins, whole=SPLITS)
+        assert here(view, stored) == set(range(6))
+        assert all((view.folder / shard.path).exists() for shard in stored.shards("validation"))
+        second = await begin(cache, other, tmp_path / "other", pins)
         for number in range(6):
-            assert await second.want(want(other, number)) == ""
-        assert here(reading, stored) == set(range(6))
+            assert await second.request(want(other, number)) == ""
+        assert here(view, stored) == set(range(6))
         assert cache.datasets()[0] == min(stored.dataset_id, cache.datasets()[0])
         assert stored.dataset_id in cache.datasets()
 
@@ -173,12 +173,12 @@ async def test_two_runs_share_each_download(
     stored = await store(objects, s3_settings.bucket_datasets, shards=8)
     async with FaultProxy(s3_server.port, latency_s=0.02) as proxy:
         through = s3_settings.model_copy(update={"s3_endpoint": proxy.endpoint})
-        async with node(through, tmp_path / "cache") as (cache, _), cache.holding() as hold:
-            first = await begin(cache, stored, tmp_path / "one", hold)
-            second = await begin(cache, stored, tmp_path / "two", hold)
-            first.plan(sequence(stored, list(range(8))))
-            second.plan(sequence(stored, list(range(7, -1, -1))))
-            answers = await asyncio.gather(*(second.want(want(stored, number)) for number in range(8)))
+        async with node(through, tmp_path / "cache") as (cache, _), cache.pin_files() as pins:
+            first = await begin(cache, stored, tmp_path / "one", pins)
+            second = await begin(cache, stored, tmp_path / "two", pins)
+            first.apply_plan(sequence(stored, list(range(8))))
+            second.apply_plan(sequence(stored, list(range(7, -1, -1))))
+            answers = await asyncio.gather(*(second.request(want(stored, number)) for number in range(8)))
             assert answers == [""] * 8
             assert here(first, stored) == here(second, stored) == set(range(8))
     assert proxy.egress_bytes < 1.05 * stored.size_bytes + 10_000  # and the manifest
@@ -198,12 +198,12 @@ async def test_what_is_needed_last_goes_and_nothing_is_fetched_twice_for_want_of
         through = s3_settings.model_copy(update={"s3_endpoint": proxy.endpoint})
         async with (
             node(through, tmp_path / "cache", max_bytes=5 * each) as (cache, shards),
-            cache.holding() as hold,
+            cache.pin_files() as pins,
         ):
-            reading = await begin(cache, stored, tmp_path / "view", hold)
+            view = await begin(cache, stored, tmp_path / "view", pins)
             for place, number in enumerate(order):
-                reading.plan(sequence(stored, order, at=8 * place, per_s=0.1))
-                await until(lambda number=number: is_whole(reading, stored, number), "the next shard")  # type: ignore[misc]
+                view.apply_plan(sequence(stored, order, at=8 * place, per_s=0.1))
+                await until(lambda number=number: is_whole(view, stored, number), "the next shard")  # type: ignore[misc]
                 assert shards.size_bytes <= 5 * each
     # Belady with room for five keeps at least three of them over the turn; LRU would fetch all sixteen.
     assert proxy.egress_bytes < 13.5 * each + 10_000
@@ -215,17 +215,17 @@ async def test_a_run_that_does_not_fit_makes_progress(
     stored = await store(objects, s3_settings.bucket_datasets, shards=6)
     async with (
         node(s3_settings, tmp_path / "cache", max_bytes=1, objects=objects) as (cache, shards),
-        cache.holding() as hold,
+        cache.pin_files() as pins,
     ):
-        reading = await begin(cache, stored, tmp_path / "view", hold)
+        view = await begin(cache, stored, tmp_path / "view", pins)
         needs = tuple((number, 0, 1000) for number in range(6))  # all of them all the time
-        reading.plan(ShardPlanLine(rank=0, split="train", at=0, needs=needs))
+        view.apply_plan(ShardPlanLine(rank=0, split="train", at=0, needs=needs))
         for number in [0, 1, 2, 3, 4, 5, 0, 1]:
-            assert await reading.want(want(stored, number)) == ""
-            with (reading.folder / stored.shards()[number].path).open("rb") as opened:
+            assert await view.request(want(stored, number)) == ""
+            with (view.folder / stored.shards()[number].path).open("rb") as opened:
                 shards.evict(stored.shards()[number].sha256)  # what is open outlives that
                 assert opened.read() == stored.contents[stored.shards()[number].path]
-            assert not is_whole(reading, stored, number)
+            assert not is_whole(view, stored, number)
 
 
 async def test_old_downloads_go_before_what_is_planned(
@@ -235,17 +235,17 @@ async def test_old_downloads_go_before_what_is_planned(
     each = stored.size_bytes // 4
     async with (
         node(s3_settings, tmp_path / "cache", max_bytes=5 * each, objects=objects) as (cache, _),
-        cache.holding() as hold,
+        cache.pin_files() as pins,
     ):
-        old = cache.blob("ab" * 32)
+        old = cache.files.blob("ab" * 32)
         old.parent.mkdir(parents=True)
         old.write_bytes(bytes(4 * each))
         cache.evict()
         assert old.exists()
-        reading = await begin(cache, stored, tmp_path / "view", hold)
-        reading.plan(sequence(stored, [0, 1, 2, 3]))
-        assert await reading.want(want(stored, 0)) == ""
-        await until(lambda: here(reading, stored) == {0, 1, 2, 3}, "all of them")
+        view = await begin(cache, stored, tmp_path / "view", pins)
+        view.apply_plan(sequence(stored, [0, 1, 2, 3]))
+        assert await view.request(want(stored, 0)) == ""
+        await until(lambda: here(view, stored) == {0, 1, 2, 3}, "all of them")
         assert not old.exists()
 
 
@@ -259,21 +259,21 @@ async def test_two_datasets_that_do_not_fit_together_do_not_push_each_other_out(
         through = s3_settings.model_copy(update={"s3_endpoint": proxy.endpoint})
         async with (
             node(through, tmp_path / "cache", max_bytes=8 * each) as (cache, shards),
-            cache.holding() as hold,
+            cache.pin_files() as pins,
         ):
-            checkpoint = cache.blob("ab" * 32)
-            cache._hold([checkpoint], hold)
+            checkpoint = cache.files.blob("ab" * 32)
+            cache.files.add_pins([checkpoint], pins.files)
             checkpoint.parent.mkdir(parents=True)
             checkpoint.write_bytes(bytes(2 * each))
             cache.evict()
             readings = [
-                await begin(cache, one, tmp_path / f"view{number}", hold, guess=("train",))
+                await begin(cache, one, tmp_path / f"view{number}", pins, guess=("train",))
                 for number, one in enumerate(stored)
             ]
             await until(lambda: shards.files.size_bytes >= 6 * each, "as many as fit")
             fetched = proxy.egress_bytes
             for _ in range(20):
-                shards.look()
+                shards.wake()
                 await asyncio.sleep(0.02)
             assert proxy.egress_bytes == fetched
             assert len(here(readings[0], stored[0])) + len(here(readings[1], stored[1])) == 6
@@ -287,7 +287,7 @@ async def test_a_disk_that_is_full_is_a_smaller_cache(
     each = stored.size_bytes // 6
     monkeypatch.setattr(shards_module, "OPENING_S", 0.0)
     monkeypatch.setattr(shards_module, "RETRY_S", 0.01)
-    async with node(s3_settings, tmp_path / "cache", objects=objects) as (cache, shards), cache.holding() as hold:
+    async with node(s3_settings, tmp_path / "cache", objects=objects) as (cache, shards), cache.pin_files() as pins:
         fetch = shards.files.fetch
 
         async def fetch_if_there_is_room(*given: Any) -> None:
@@ -296,24 +296,24 @@ async def test_a_disk_that_is_full_is_a_smaller_cache(
             await fetch(*given)
 
         monkeypatch.setattr(shards.files, "fetch", fetch_if_there_is_room)
-        reading = await begin(cache, stored, tmp_path / "view", hold)
+        view = await begin(cache, stored, tmp_path / "view", pins)
         for number in (0, 1, 2, 3, 4, 5, 0):
-            assert await asyncio.wait_for(reading.want(want(stored, number)), 90) == ""
-            assert is_whole(reading, stored, number)
+            assert await asyncio.wait_for(view.request(want(stored, number)), 90) == ""
+            assert is_whole(view, stored, number)
 
 
 async def test_a_cache_that_vanishes_is_filled_anew(
     objects: ObjectStore, s3_settings: Settings, tmp_path: Path
 ) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=3)
-    async with node(s3_settings, tmp_path / "cache", objects=objects) as (cache, shards), cache.holding() as hold:
-        reading = await begin(cache, stored, tmp_path / "view", hold)
-        reading.plan(sequence(stored, [0, 1]))
-        await until(lambda: here(reading, stored) == {0, 1}, "the planned shards")
+    async with node(s3_settings, tmp_path / "cache", objects=objects) as (cache, shards), cache.pin_files() as pins:
+        view = await begin(cache, stored, tmp_path / "view", pins)
+        view.apply_plan(sequence(stored, [0, 1]))
+        await until(lambda: here(view, stored) == {0, 1}, "the planned shards")
         shutil.rmtree(shards.files.folder)
         for number in (0, 1, 2):
-            assert await asyncio.wait_for(reading.want(want(stored, number)), 90) == ""
-            assert is_whole(reading, stored, number)
+            assert await asyncio.wait_for(view.request(want(stored, number)), 90) == ""
+            assert is_whole(view, stored, number)
         assert shards.files.size_bytes == stored.size_bytes
 
 
@@ -322,18 +322,18 @@ async def test_while_the_cache_cannot_be_written_ranks_wait_and_get_theirs_when_
 ) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=2)
     monkeypatch.setattr(shards_module, "RETRY_S", 0.01)
-    async with node(s3_settings, tmp_path / "cache", objects=objects) as (cache, shards), cache.holding() as hold:
-        reading = await begin(cache, stored, tmp_path / "view", hold)
-        assert await reading.want(want(stored, 0)) == ""
+    async with node(s3_settings, tmp_path / "cache", objects=objects) as (cache, shards), cache.pin_files() as pins:
+        view = await begin(cache, stored, tmp_path / "view", pins)
+        assert await view.request(want(stored, 0)) == ""
         folder = shards.files.folder
         folder.rename(folder.with_name("aside"))
         folder.write_text("what is in the way of a folder")
-        waiting = [asyncio.create_task(reading.want(want(stored, number))) for number in (0, 1)]
+        waiting = [asyncio.create_task(view.request(want(stored, number))) for number in (0, 1)]
         done, _ = await asyncio.wait(waiting, timeout=0.2)
         assert not done
         folder.unlink()
         assert await asyncio.wait_for(asyncio.gather(*waiting), 90) == ["", ""]
-        assert here(reading, stored) == {0, 1}
+        assert here(view, stored) == {0, 1}
 
 
 # -- what is broken ----------------------------------------------------------------------------------
@@ -352,10 +352,10 @@ async def test_a_flipped_bit_on_disk_is_found_by_the_next_run(
 ) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=1)
     for trial in range(4):
-        async with node(s3_settings, tmp_path / "cache", objects=objects) as (cache, shards), cache.holding() as hold:
-            reading = await begin(cache, stored, tmp_path / f"view{trial}", hold)
-            assert await reading.want(want(stored, 0)) == ""
-            assert is_whole(reading, stored, 0)
+        async with node(s3_settings, tmp_path / "cache", objects=objects) as (cache, shards), cache.pin_files() as pins:
+            view = await begin(cache, stored, tmp_path / f"view{trial}", pins)
+            assert await view.request(want(stored, 0)) == ""
+            assert is_whole(view, stored, 0)
             path = shards.files.path(stored.shards()[0].sha256)
         flip(path.with_name(path.name + suffix), 7919 * trial)
 
@@ -368,38 +368,38 @@ async def test_what_is_damaged_or_missing_in_the_store_is_named(
     shard = stored.shards()[0]
     sha256, path = (shard.sha256, shard.path) if which == "shard" else (shard.index_sha256, shard.index_path)
     uri, right = shard_uri(stored.bucket, sha256), stored.contents[path]
-    async with node(s3_settings, tmp_path / "cache", objects=objects) as (cache, shards), cache.holding() as hold:
+    async with node(s3_settings, tmp_path / "cache", objects=objects) as (cache, shards), cache.pin_files() as pins:
         await objects.put(uri, right[:-1] + bytes([right[-1] ^ 1]))
-        reading = await begin(cache, stored, tmp_path / "view", hold)
-        reading.plan(sequence(stored, [0, 1]))
-        problem = await reading.want(want(stored, 0))
+        view = await begin(cache, stored, tmp_path / "view", pins)
+        view.apply_plan(sequence(stored, [0, 1]))
+        problem = await view.request(want(stored, 0))
         assert shard.path in problem
         assert "damaged in the store" in problem
-        assert here(reading, stored) <= {1}
+        assert here(view, stored) <= {1}
         await objects.delete(uri)
-        assert "is not in the store" in await reading.want(want(stored, 0))
+        assert "is not in the store" in await view.request(want(stored, 0))
         with pytest.raises(CacheError, match=shard.path):
-            await begin(cache, stored, tmp_path / "whole", hold, whole=("train",))
+            await begin(cache, stored, tmp_path / "whole", pins, whole=("train",))
         await objects.put(uri, right)
-        assert await reading.want(want(stored, 0)) == ""  # mended meanwhile
+        assert await view.request(want(stored, 0)) == ""  # mended meanwhile
         assert list(shards.files.folder.rglob(".*")) == []
 
 
 async def test_a_damaged_manifest_is_not_read(objects: ObjectStore, s3_settings: Settings, tmp_path: Path) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=1)
     kept = tmp_path / "cache" / "datasets" / stored.dataset_id / "manifest.json"
-    async with node(s3_settings, tmp_path / "cache", objects=objects) as (cache, _), cache.holding() as hold:
-        await begin(cache, stored, tmp_path / "one", hold)
+    async with node(s3_settings, tmp_path / "cache", objects=objects) as (cache, _), cache.pin_files() as pins:
+        await begin(cache, stored, tmp_path / "one", pins)
         flip(kept, 1000)
-        reading = await begin(cache, stored, tmp_path / "two", hold)
-        assert (reading.folder / "manifest.json").read_bytes() == stored.manifest.to_bytes()
+        view = await begin(cache, stored, tmp_path / "two", pins)
+        assert (view.folder / "manifest.json").read_bytes() == stored.manifest.to_bytes()
         kept.unlink()
         await objects.put(stored.manifest_uri, stored.manifest.to_bytes().replace(b"made", b"mode"))
         with pytest.raises(CacheError, match="damaged in the store"):
-            await begin(cache, stored, tmp_path / "three", hold)
+            await begin(cache, stored, tmp_path / "three", pins)
         await objects.delete(stored.manifest_uri)
         with pytest.raises(CacheError, match="not in the store"):
-            await begin(cache, stored, tmp_path / "four", hold)
+            await begin(cache, stored, tmp_path / "four", pins)
 
 
 async def test_the_shared_folder_is_looked_into_first_and_filled(
@@ -410,9 +410,9 @@ async def test_the_shared_folder_is_looked_into_first_and_filled(
     async with FaultProxy(s3_server.port) as proxy:
         through = s3_settings.model_copy(update={"s3_endpoint": proxy.endpoint})
         for number in range(3):
-            async with node(through, tmp_path / f"cache{number}", warm=warm) as (cache, _), cache.holding() as hold:
+            async with node(through, tmp_path / f"cache{number}", warm=warm) as (cache, _), cache.pin_files() as pins:
                 before = proxy.egress_bytes
-                await begin(cache, stored, tmp_path / f"view{number}", hold, whole=("train",))
+                await begin(cache, stored, tmp_path / f"view{number}", pins, whole=("train",))
                 fetched = proxy.egress_bytes - before - len(stored.manifest.to_bytes())
                 one = stored.size_bytes // 3
                 assert fetched // one == (3, 0, 1)[number], "all; none; the one that was damaged there"
@@ -432,8 +432,8 @@ from services.kit.settings import Settings
 async def main():
     settings = Settings.model_validate_json(sys.argv[1])
     settings = settings.model_copy(update={"s3_secret_key": Settings(s3_secret_key=sys.argv[2]).s3_secret_key})
-    async with node(settings, Path(sys.argv[3]), range_bytes=4096) as (cache, shards), cache.holding() as hold:
-        await cache.dataset(sys.argv[4], sys.argv[5], Path(sys.argv[6]), hold, whole=("train",))
+    async with node(settings, Path(sys.argv[3]), range_bytes=4096) as (cache, shards), cache.pin_files() as pins:
+        await cache.dataset(sys.argv[4], sys.argv[5], Path(sys.argv[6]), pins, whole=("train",))
 
 asyncio.run(main())
 """
@@ -474,10 +474,10 @@ async def test_killed_in_the_middle_of_downloads_it_leaves_no_half_files(
         await killed_when(lambda: whole_shards(folder) >= 2 and begun(folder))
         before = proxy.egress_bytes
         proxy.bytes_per_s = None
-        async with node(through, folder) as (cache, shards), cache.holding() as hold:
+        async with node(through, folder) as (cache, shards), cache.pin_files() as pins:
             assert not begun(folder)
-            reading = await begin(cache, stored, view, hold, whole=("train",))
-            assert here(reading, stored) == set(range(6))
+            view = await begin(cache, stored, view, pins, whole=("train",))
+            assert here(view, stored) == set(range(6))
             assert shards.files.size_bytes == stored.size_bytes
         # What was whole, two shards of six, is not fetched again. (What was on its way to the killed one counts, too.)
         assert proxy.egress_bytes - before < 5 * stored.size_bytes // 6

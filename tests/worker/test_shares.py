@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from contracts.events.run import Member, RunExited, RunPlaced, RunStarted
 from contracts.spec.run import RunSpec
 from services.worker.core import rank_environment
 from services.worker.node.gpu_check import GpuCheck, UnfitDeviceError
-from services.worker.node_context import NodeContext
+from services.worker.node.mps import find_mps_pipe
 from tests.worker.conftest import World
 from tests.worker.test_core import placed
 from tests.worker.test_gpu_check import GPUS, RIGHT, WRONG, FakeNvml
@@ -154,13 +153,11 @@ async def test_memory_of_runs_beside_is_in_order(
 
 
 def test_mps_is_used_where_its_daemon_is(tmp_path: Path) -> None:
-    context = SimpleNamespace(settings=SimpleNamespace(mps_pipe_dir=None), environment={})
-    context.environment = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
-    assert NodeContext.mps_pipe(context) == ""  # type: ignore[arg-type]
+    environment = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
+    assert find_mps_pipe(None, environment) == ""
     (tmp_path / "control").touch()
-    assert NodeContext.mps_pipe(context) == str(tmp_path)  # type: ignore[arg-type]
-    context.settings.mps_pipe_dir = ""
-    assert NodeContext.mps_pipe(context) == ""  # type: ignore[arg-type]
+    assert find_mps_pipe(None, environment) == str(tmp_path)
+    assert find_mps_pipe("", environment) == ""
 
 
 def test_the_trainer_keeps_to_its_part(monkeypatch: pytest.MonkeyPatch) -> None:

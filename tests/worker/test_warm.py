@@ -11,8 +11,8 @@ import pytest
 from services.kit.concurrency import cancel_and_wait
 from services.worker.core.rank_environment import ProcessSpec
 from services.worker.launch.executor import ProcessExecutor, read_exit
+from services.worker.launch.rank_python import python_root
 from services.worker.launch.warm_server import WarmServer
-from services.worker.node_context import python_root
 from services.worker.ranks.control_socket import socket_path
 from tests.worker.conftest import until
 
@@ -31,7 +31,7 @@ async def test_ranks_are_forked_and_a_killed_warm_process_comes_back(tmp_path: P
             folder.mkdir()
             # Without a launch the rank says so and ends: that is all that is wanted of it here.
             process = await executor.start(ProcessSpec(0, None, environment), folder, tmp_path)
-            await until(lambda process=process: not executor.alive(process), 60)
+            await until(lambda process=process: not executor.is_alive(process), 60)
             found = read_exit(folder, 0)
             assert found is not None
             assert found[0] == 1

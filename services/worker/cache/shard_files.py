@@ -94,7 +94,7 @@ class ShardFiles:
             metrics.SHARD_BYTES.labels("hot").inc(shard.size_bytes + shard.index_bytes)
         else:
             log.error("a cached shard is damaged, fetching it anew", shard=shard.path, sha256=shard.sha256)
-            metrics.SHARDS_DAMAGED.labels("hot").inc()
+            metrics.SHARDS_CORRUPTED.labels("hot").inc()
             self.remove(shard.sha256)
         return sound
 
@@ -155,7 +155,7 @@ class ShardFiles:
         except (OSError, ObjectCorrupted) as error:
             log.warning("the shared folder's copy cannot be used", shard=shard.path, error=str(error))
             if isinstance(error, ObjectCorrupted):
-                metrics.SHARDS_DAMAGED.labels("warm").inc()
+                metrics.SHARDS_CORRUPTED.labels("warm").inc()
                 with suppress(OSError):
                     source.unlink()
                     _beside(source, ".idx").unlink()

@@ -27,15 +27,15 @@ class BlobRepairer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._one_at_a_time = asyncio.Lock()
 
-    def notice(self, event: Event) -> None:
+    def handle_fact(self, event: Event) -> None:
         """Take note of a fact that says how the store is."""
         match event:
             case CheckpointRefused():
                 # Perhaps something we relied upon is not there: look before relying on anything again.
-                self._context.known.forget()
+                self._context.known_blobs.forget()
             case CheckpointRotten():
                 # Whatever becomes of the repair, no upload of ours relies on them any more.
-                self._context.known.distrust(blob_sha256(uri) for uri in event.blobs)
+                self._context.known_blobs.distrust(blob_sha256(uri) for uri in event.blobs)
                 if event.repair:
                     task = asyncio.create_task(self._repair(event))
                     self._tasks.add(task)
@@ -89,7 +89,7 @@ async def repair(context: NodeContext, rotten: CheckpointRotten) -> list[str]:
 async def _differences(context: NodeContext, manifest_uri: str) -> dict[str, Chunk]:
     """Blob -> the difference in it, of all that a manifest names, also those below others."""
     try:
-        files = await context.cache.files_of(manifest_uri)
+        files = await context.cache.manifest_files(manifest_uri)
     except CacheError as error:
         log.warning("rotten differences cannot be made anew", error=str(error))
         return {}

@@ -17,7 +17,7 @@ from services.kit.bus import TransientError
 from services.worker import metrics
 from services.worker.cache.node_cache import CacheError
 from services.worker.checkpoints.dvc import pointer_key, write_pointer
-from services.worker.checkpoints.uploader import CheckpointUploader, UploadError, bases_of, collect, upload_artifacts
+from services.worker.checkpoints.uploader import CheckpointUploader, UploadError, bases_of, collect, upload_files
 from services.worker.core.checkpoint_steps import ready_steps, worst
 from services.worker.core.delta_bases import DeltaBases
 from services.worker.local_files import inside
@@ -52,18 +52,18 @@ class CheckpointStager:
             await self._stage_ready(at_end=False)
             await self._follower.news.wait()
 
-    async def finish(self) -> None:
+    async def stage_rest(self) -> None:
         """Stage all that is left, also what only some of the ranks completed."""
         await self._stage_ready(at_end=True)
 
-    async def artifacts(self, names: Sequence[str]) -> tuple[Artifact, ...]:
+    async def upload_artifacts(self, names: Sequence[str]) -> tuple[Artifact, ...]:
         """Upload the result's files, however long the store is away."""
         spec = self._placed.spec
         bucket = self._context.settings.bucket_models
         base = f"s3://{bucket}/{spec.experiment}/{self._placed.run_id}/artifacts"
         while True:
             try:
-                return await upload_artifacts(names, self._folder, self._context.objects, base)
+                return await upload_files(names, self._folder, self._context.objects, base)
             except TransientError as error:
                 log.warning("the store does not take artifacts", error=str(error))
 
@@ -89,7 +89,7 @@ class CheckpointStager:
             named = await asyncio.to_thread(collect, list(lines.values()), self._folder)
             bases = await self._bases() if self._placed.spec.checkpoints.delta else None
             uploader = CheckpointUploader(
-                context.objects, context.settings.bucket_models, context.cache, context.known, bases
+                context.objects, context.settings.bucket_models, context.cache, context.known_blobs, bases
             )
             files = await uploader.files(named)
         except (UploadError, FileNotFoundError) as error:
@@ -145,7 +145,7 @@ class CheckpointStager:
         if ref is None:
             return DeltaBases()
         try:
-            files = await self._context.cache.files_of(ref.uri)
+            files = await self._context.cache.manifest_files(ref.uri)
         except CacheError as error:
             log.warning("no differences to the checkpoint before, it cannot be read", error=str(error))
             return DeltaBases()

@@ -1,7 +1,7 @@
-"""Checkpoints that ranks wrote and that were not committed when they ended: kept on the node for the next generation.
+"""Checkpoints that ranks wrote to disk and that were never committed: kept on the node for the next generation.
 
-``<run>/left/g<generation>/step_<n>-rank_<r>/``, where ``<run>`` is the run's folder on this node. The store may have
-been away for as long as anybody would wait; the disk was not.
+``<run>/survivors/g<generation>/step_<n>-rank_<r>/``, where ``<run>`` is the run's folder on this node. They are on the
+disk even if the store was away when the ranks ended.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 _STEP = re.compile(r"step_(\d+)-rank_\d+")
 
 
-def folder_of(run_folder: Path) -> Path:
+def survivor_dir(run_folder: Path) -> Path:
     """Where ranks find it."""
-    return run_folder / "left"
+    return run_folder / "survivors"
 
 
-def keep(generation_folder: Path, wanted: Callable[[int], bool]) -> None:
+def save(generation_folder: Path, wanted: Callable[[int], bool]) -> None:
     """Set aside what the ranks of a generation, which have all ended, wrote of the ``wanted`` steps. Repeatable."""
     written = generation_folder / "checkpoints"
     if not written.is_dir():
@@ -30,15 +30,15 @@ def keep(generation_folder: Path, wanted: Callable[[int], bool]) -> None:
     for path in written.iterdir():
         if path not in steps or not wanted(steps[path]):
             shutil.rmtree(path, ignore_errors=True)
-    target = folder_of(generation_folder.parent) / generation_folder.name
+    target = survivor_dir(generation_folder.parent) / generation_folder.name
     target.parent.mkdir(exist_ok=True)
     if any(written.iterdir()):
         os.rename(written, target)
 
 
-def drop(run_folder: Path, before: int | None = None) -> None:
+def remove(run_folder: Path, before: int | None = None) -> None:
     """Remove what generations ``before`` that one left; all of it, if None is given."""
-    folder = folder_of(run_folder)
+    folder = survivor_dir(run_folder)
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.name.startswith("g") and (before is None or int(path.name[1:]) < before):
             # Ranks that look at this moment see all of it or nothing.

@@ -43,11 +43,11 @@ class SurvivorMemory:
         self._folder, self._max_bytes = folder, max_bytes
 
     @property
-    def there(self) -> bool:
+    def is_available(self) -> bool:
         """Whether anything can be kept at all."""
         return self._folder is not None
 
-    def for_run(self, run_id: str, generation: int) -> Path | None:
+    def prepare(self, run_id: str, generation: int) -> Path | None:
         """Where the ranks of a generation that is about to start leave and find state; None: nowhere.
 
         Only the newest is taken up, so what is older than that goes. It need not be of the generation just before:
@@ -61,7 +61,7 @@ class SurvivorMemory:
         for found, path in before:
             if found < whole:
                 shutil.rmtree(path, ignore_errors=True)
-        self.make_room(keep=run_id)
+        self.evict(keep=run_id)
         try:
             # State is the run's secret as much as its checkpoints are.
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -71,19 +71,19 @@ class SurvivorMemory:
             return None
         return folder
 
-    def committed(self, run_id: str, generation: int) -> None:
+    def remove_before(self, run_id: str, generation: int) -> None:
         """The generation has a checkpoint in the store: what earlier ones left is not needed any more."""
         if self._folder is not None:
             for found, path in _generations(self._folder / run_id):
                 if found < generation:
                     shutil.rmtree(path, ignore_errors=True)
 
-    def forget(self, run_id: str) -> None:
+    def remove_run(self, run_id: str) -> None:
         """The run is over, or goes on without this node."""
         if self._folder is not None:
             shutil.rmtree(self._folder / run_id, ignore_errors=True)
 
-    def keep_only(self, runs: set[str]) -> None:
+    def remove_others(self, runs: set[str]) -> None:
         """At the agent's start: what belongs to no run that it still knows is left from a life that ended badly."""
         if self._folder is None or not self._folder.is_dir():
             return
@@ -96,7 +96,7 @@ class SurvivorMemory:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def make_room(self, keep: str) -> None:
+    def evict(self, keep: str) -> None:
         """Hold to the limit: the runs that were here longest ago go first, ``keep`` never."""
         if self._folder is None or not self._folder.is_dir():
             return
@@ -116,12 +116,12 @@ class SurvivorMemory:
         found = [path for number, path in _generations(self._folder / run_id) if number == generation]
         return max((step for path in found for step in _steps(path)), default=None)
 
-    def being_written(self, run_id: str, generation: int, alive: Collection[int]) -> bool:
+    def is_being_written(self, run_id: str, generation: int, running: Collection[int]) -> bool:
         """Whether one of the ranks that are alive is leaving state behind at this moment."""
         if self._folder is None:
             return False
         return any(
-            (writer := _UNFINISHED.match(each.name)) and int(writer[1]) in alive
+            (writer := _UNFINISHED.match(each.name)) and int(writer[1]) in running
             for found, path in _generations(self._folder / run_id)
             if found == generation
             for each in path.iterdir()

@@ -92,7 +92,7 @@ class CheckpointUploader:
             chunks = await asyncio.gather(*(asyncio.shield(task) for task in tasks))
         sha256 = whole.hexdigest() if len(chunks) > 1 else chunks[0].sha256
         described = CheckpointFile(path=name, sha256=sha256, size_bytes=size_bytes, chunks=tuple(chunks))
-        await asyncio.to_thread(self._cache.keep, path, described)
+        await asyncio.to_thread(self._cache.add_checkpoint_file, path, described)
         return described
 
     def _begin(self, content: bytes, digest: str, piece: chunk_boundaries.ChunkRange, key: str) -> asyncio.Task[Chunk]:
@@ -202,7 +202,7 @@ def bases_of(step: int, files: Sequence[CheckpointFile], cache: NodeCache) -> De
     """What a committed checkpoint offers to be told differences from: the part of it that this node has."""
     pieces: dict[str, Chunk] = {}
     for file in files:
-        path = cache.blob(file.sha256)
+        path = cache.files.blob(file.sha256)
         try:
             with path.open("rb") as opened:
                 cut = cut_file(opened.fileno(), os.fstat(opened.fileno()).st_size)
@@ -258,9 +258,7 @@ def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-async def upload_artifacts(
-    names: Sequence[str], folder: Path, objects: ObjectStore, base_uri: str
-) -> tuple[Artifact, ...]:
+async def upload_files(names: Sequence[str], folder: Path, objects: ObjectStore, base_uri: str) -> tuple[Artifact, ...]:
     """Upload the files that a result names. What is not there, or not the run's own, is left out."""
     artifacts = []
     for name in dict.fromkeys(names):

@@ -1,7 +1,7 @@
-"""Which facts concern this node, and what is to be done about each.
+"""What the facts of the stream require of this node.
 
-The state is small: the newest generation of each run that this node has taken up. Everything older
-is ignored, whatever it says, and a newer one ends what is left of the old.
+The state is small: the newest generation of each run that was placed here. Facts about older generations are ignored,
+and a newer generation ends an older one.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from contracts.events.run import Member, RunCancelled, RunCompleted, RunFailed, 
 
 @dataclass(frozen=True, slots=True)
 class LocalGeneration:
-    """A placement that this node has taken up, and where in the stream it was said."""
+    """A generation that was placed on this node, and the sequence of its placement in the stream."""
 
     run_id: str
     generation: int
     placed_sequence: int
-    #: It was reported or dropped; kept so that a repeated fact does not start it again.
-    over: bool = False
+    #: It is reported or dropped; kept so that a repeated fact does not start it again.
+    has_ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +32,25 @@ class NodeState:
 
     node_id: str
     incarnation: str = ""
-    #: Sequence of the last ``joined``; what was placed here before it and is not held is void.
+    #: Sequence of the last ``joined``: a placement before it that is not among ``generations`` is void.
     joined_sequence: int = 0
-    held: Mapping[str, LocalGeneration] = field(default_factory=dict)
+    #: By run.
+    generations: Mapping[str, LocalGeneration] = field(default_factory=dict)
 
-    def with_held(self, held: LocalGeneration) -> NodeState:
-        return replace(self, held={**self.held, held.run_id: held})
+    def with_generation(self, generation: LocalGeneration) -> NodeState:
+        """Return the state with a generation in place of the run's older one."""
+        return replace(self, generations={**self.generations, generation.run_id: generation})
 
-    def without(self, run_id: str) -> NodeState:
-        return replace(self, held={key: held for key, held in self.held.items() if key != run_id})
+    def without_run(self, run_id: str) -> NodeState:
+        """Return the state without a run."""
+        return replace(self, generations={key: each for key, each in self.generations.items() if key != run_id})
 
-    def over(self, run_id: str, generation: int) -> NodeState:
-        held = self.held.get(run_id)
-        if held is None or held.generation != generation:
+    def end_generation(self, run_id: str, generation: int) -> NodeState:
+        """Return the state in which a generation has ended, if it is still the run's newest here."""
+        found = self.generations.get(run_id)
+        if found is None or found.generation != generation:
             return self
-        return self.with_held(replace(held, over=True))
+        return self.with_generation(replace(found, has_ended=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +64,16 @@ class StartGeneration:
 
 @dataclass(frozen=True, slots=True)
 class DropGeneration:
-    """Kill what is left of this generation; nobody waits for a report."""
+    """Kill the ranks of this generation; nothing waits for a report."""
 
     run_id: str
     generation: int
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class StopGeneration:
-    """Make the ranks of this generation stop within their grace."""
+    """Stop the ranks of this generation within their grace."""
 
     run_id: str
     generation: int
@@ -81,7 +85,7 @@ class StopGeneration:
 
 @dataclass(frozen=True, slots=True)
 class SettleCheckpoint:
-    """The checkpoint of this step is committed, or never will be."""
+    """Note that the checkpoint of this step is committed, or was refused."""
 
     run_id: str
     generation: int
@@ -91,21 +95,21 @@ class SettleCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class CleanUpRun:
-    """The run is over: its folders here are no longer needed."""
+    """Remove what is here of a run that has ended."""
 
     run_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetRun:
-    """The run goes on without this node."""
+    """Remove the state of a run that goes on without this node."""
 
     run_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class RejoinCluster:
-    """This life of the agent was declared lost: begin a new one."""
+    """Join as a new incarnation: the scheduler declared this one lost."""
 
     reason: str
 
@@ -114,7 +118,7 @@ Decision = StartGeneration | DropGeneration | StopGeneration | SettleCheckpoint 
 
 
 def decide(state: NodeState, event: Event, sequence: int) -> tuple[NodeState, list[Decision]]:
-    """Fold one fact and say what it asks of this node. The same fact a second time asks nothing."""
+    """Fold one fact; return what it requires of this node. The same fact a second time requires nothing."""
     match event:
         case RunPlaced():
             return _on_placed(state, event, sequence)
@@ -129,10 +133,11 @@ def decide(state: NodeState, event: Event, sequence: int) -> tuple[NodeState, li
             if _is_live(state, event.run_id, event.generation):
                 return state, [SettleCheckpoint(event.run_id, event.generation, event.step, False)]
         case RunCompleted() | RunFailed() | RunCancelled():
-            held = state.held.get(event.run_id)
-            if held is not None:
-                drop = [] if held.over else [DropGeneration(held.run_id, held.generation, f"the run is {event.fact}")]
-                return state.without(event.run_id), [*drop, CleanUpRun(event.run_id)]
+            found = state.generations.get(event.run_id)
+            if found is not None:
+                reason = f"the run is {event.fact}"
+                drop = [] if found.has_ended else [DropGeneration(found.run_id, found.generation, reason)]
+                return state.without_run(event.run_id), [*drop, CleanUpRun(event.run_id)]
         case NodeLost() if event.node_id == state.node_id:
             return _on_lost(state, event, sequence)
         case _:
@@ -140,56 +145,47 @@ def decide(state: NodeState, event: Event, sequence: int) -> tuple[NodeState, li
     return state, []
 
 
-def still_running(state: NodeState) -> tuple[tuple[str, int], ...]:
-    """(run, generation) that the agent holds and has not reported: what ``joined`` says."""
-    return tuple(sorted((held.run_id, held.generation) for held in state.held.values() if not held.over))
+def running_generations(state: NodeState) -> tuple[tuple[str, int], ...]:
+    """Return (run, generation) of those that are not reported, as ``joined`` names them."""
+    return tuple(sorted((each.run_id, each.generation) for each in state.generations.values() if not each.has_ended))
 
 
-def joining(state: NodeState, incarnation: str) -> NodeState:
-    """A new life is about to be said; until it is, its place in the stream is unknown."""
-    return replace(state, incarnation=incarnation)
-
-
-def joined_at(state: NodeState, sequence: int) -> NodeState:
-    return replace(state, joined_sequence=sequence)
-
-
-def holding(node_id: str, held: Iterable[LocalGeneration]) -> NodeState:
-    """The state that the folders on disk tell of: the newest generation of each run."""
+def restore_state(node_id: str, generations: Iterable[LocalGeneration]) -> NodeState:
+    """Return the state that the folders on disk show: the newest generation of each run."""
     newest: dict[str, LocalGeneration] = {}
-    for each in held:
+    for each in generations:
         if each.run_id not in newest or newest[each.run_id].generation < each.generation:
             newest[each.run_id] = each
-    return NodeState(node_id, held=newest)
+    return NodeState(node_id, generations=newest)
 
 
 def _on_placed(state: NodeState, placed: RunPlaced, sequence: int) -> tuple[NodeState, list[Decision]]:
-    held = state.held.get(placed.run_id)
-    if held is not None and held.generation >= placed.generation:
+    older = state.generations.get(placed.run_id)
+    if older is not None and older.generation >= placed.generation:
         return state, []
     decisions: list[Decision] = []
-    if held is not None and not held.over:
-        decisions.append(DropGeneration(held.run_id, held.generation, f"generation {placed.generation} was placed"))
-        state = state.over(held.run_id, held.generation)
+    if older is not None and not older.has_ended:
+        decisions.append(DropGeneration(older.run_id, older.generation, f"generation {placed.generation} was placed"))
+        state = state.end_generation(older.run_id, older.generation)
     member = next((m for m in placed.members if m.node_id == state.node_id and m.ranks), None)
     if member is None or sequence < state.joined_sequence:
-        return state, [*decisions, ForgetRun(placed.run_id)] if held is not None else decisions
+        return state, [*decisions, ForgetRun(placed.run_id)] if older is not None else decisions
     decisions.append(StartGeneration(placed, member, sequence))
-    return state.with_held(LocalGeneration(placed.run_id, placed.generation, sequence)), decisions
+    return state.with_generation(LocalGeneration(placed.run_id, placed.generation, sequence)), decisions
 
 
 def _on_lost(state: NodeState, lost: NodeLost, sequence: int) -> tuple[NodeState, list[Decision]]:
-    """Whatever was placed before it is taken for dead, also when an earlier life of ours is meant."""
+    """Drop what was placed before the fact, also when it names an earlier incarnation of this node."""
     decisions: list[Decision] = []
-    for held in tuple(state.held.values()):
-        if held.placed_sequence < sequence and not held.over and sequence > 0:
-            decisions.append(DropGeneration(held.run_id, held.generation, "the node was declared lost"))
-            state = state.over(held.run_id, held.generation)
+    for each in tuple(state.generations.values()):
+        if each.placed_sequence < sequence and not each.has_ended and sequence > 0:
+            decisions.append(DropGeneration(each.run_id, each.generation, "the node was declared lost"))
+            state = state.end_generation(each.run_id, each.generation)
     if lost.incarnation == state.incarnation:
         decisions.append(RejoinCluster(lost.reason or "declared lost"))
     return state, decisions
 
 
 def _is_live(state: NodeState, run_id: str, generation: int) -> bool:
-    held = state.held.get(run_id)
-    return held is not None and held.generation == generation and not held.over
+    found = state.generations.get(run_id)
+    return found is not None and found.generation == generation and not found.has_ended

@@ -1,71 +1,83 @@
-"""What a node says of the end of its part of a generation."""
+"""The report of a generation's end on this node: which fact it is, and how it is published exactly once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import structlog
+
+from contracts.base import Fact
 from contracts.events.run import Artifact, RunExited, RunPlaced, RunReleased
+from services.kit.bus import TransientError
+from services.worker import metrics
 from services.worker.core.journal import RankState
 from services.worker.core.rank_exits import Exit, cause, exit_text, is_infrastructure_failure
+from services.worker.generation.files import GenerationFiles
+from services.worker.local_files import read_json, write_atomically
+from services.worker.ranks.journal_follower import Publish
+
+log = structlog.get_logger(__name__)
 
 Report = RunExited | RunReleased
+REASON_MAX_CHARS = 2000
+
+
+class GenerationFailure(Exception):
+    """The ranks could not be started, or what runs is unknown."""
+
+    def __init__(self, reason: str, *, infrastructure: bool, permanent: bool = False) -> None:
+        """``infrastructure``: the node is at fault, not the run. ``permanent``: another attempt would fail alike."""
+        super().__init__(reason)
+        self.reason, self.infrastructure, self.permanent = reason, infrastructure, permanent
 
 
 @dataclass(frozen=True, slots=True)
-class StartFailure:
-    """Why the ranks could not be started."""
-
-    reason: str
-    infrastructure_failure: bool
-    #: Another attempt would end alike.
-    permanent: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class RankProgress:
-    """How far the ranks of a generation got, and where they had begun."""
+class RunPosition:
+    """How far the ranks of a generation got, and the step of the checkpoint that they resumed."""
 
     step: int
     samples_consumed: int
-    begun_at: int
+    resumed_step: int
 
     @classmethod
-    def of(cls, placed: RunPlaced, ranks: Mapping[int, RankState]) -> RankProgress:
-        # The checkpoint counts, also where ranks began beyond it: what they took up from memory is on no disk yet.
-        begun_at = placed.resume.step if placed.resume else 0
-        began_with = placed.resume.samples_consumed if placed.resume else 0
+    def of(cls, placed: RunPlaced, ranks: Mapping[int, RankState]) -> RunPosition:
+        """Return the position of the rank that got furthest."""
+        # The checkpoint counts even if ranks took newer state from memory: that state is on no disk yet.
+        resumed_step = placed.resume.step if placed.resume else 0
+        resumed_samples = placed.resume.samples_consumed if placed.resume else 0
         steps = [state.step for state in ranks.values() if state.step is not None]
         samples = max((state.samples_consumed for state in ranks.values()), default=0)
-        return cls(max(steps, default=begun_at), samples or began_with, begun_at)
+        return cls(max(steps, default=resumed_step), samples or resumed_samples, resumed_step)
 
 
 @dataclass(frozen=True, slots=True)
 class ReportBuilder:
-    """Makes the report of one node's part of one generation."""
+    """Builds the report of one node's part of one generation."""
 
     placed: RunPlaced
     node_id: str
 
-    def failed(self, failure: StartFailure) -> RunExited:
-        """Nothing ever ran, or what ran cannot be known."""
+    def failed(self, failure: GenerationFailure) -> RunExited:
+        """Report that no rank ran, or that what ran is unknown."""
         return RunExited(
             run_id=self.placed.run_id,
             generation=self.placed.generation,
             node_id=self.node_id,
             outcome="failed",
-            infrastructure_failure=failure.infrastructure_failure,
+            infrastructure_failure=failure.infrastructure,
             permanent=failure.permanent,
-            reason=failure.reason[:2000],
+            reason=failure.reason[:REASON_MAX_CHARS],
         )
 
     def crashed(self, failure: Exit, ranks: Mapping[int, RankState], lines: Sequence[str]) -> RunExited:
-        """A rank failed by itself; ``lines`` are the last of its output."""
+        """Report that a rank failed by itself; ``lines`` are the last of its output."""
         ended = ranks.get(failure.rank)
         error = ended.ended.error if ended is not None and ended.ended is not None else ""
         failure, tail = cause(failure, lines)
         started = any(state.started for state in ranks.values())
-        reached = RankProgress.of(self.placed, ranks)
+        position = RunPosition.of(self.placed, ranks)
         reason = f"rank {failure.rank} {exit_text(failure.code)}" + (f": {error}" if error else "")
         return RunExited(
             run_id=self.placed.run_id,
@@ -74,37 +86,101 @@ class ReportBuilder:
             outcome="failed",
             infrastructure_failure=is_infrastructure_failure(failure.code, started, error + "\n".join(lines)),
             permanent=any(state.ended is not None and state.ended.permanent for state in ranks.values()),
-            reason=reason[:2000],
+            reason=reason[:REASON_MAX_CHARS],
             rank=failure.rank,
             exit_code=failure.code,
             log_tail=tail,
-            step=reached.step,
-            samples_consumed=reached.samples_consumed,
+            step=position.step,
+            samples_consumed=position.samples_consumed,
         )
 
     def succeeded(self, ranks: Mapping[int, RankState], artifacts: tuple[Artifact, ...]) -> RunExited:
-        """Every rank is done with its work."""
+        """Report that every rank has finished its work."""
         results = [state.result for _, state in sorted(ranks.items()) if state.result is not None]
-        reached = RankProgress.of(self.placed, ranks)
+        position = RunPosition.of(self.placed, ranks)
         return RunExited(
             run_id=self.placed.run_id,
             generation=self.placed.generation,
             node_id=self.node_id,
             outcome="succeeded",
-            step=reached.step,
-            samples_consumed=reached.samples_consumed,
+            step=position.step,
+            samples_consumed=position.samples_consumed,
             metrics=results[0].metrics if results else {},
             artifacts=artifacts,
         )
 
-    def released(self, reached: RankProgress, *, clean: bool, detail: str) -> RunReleased:
-        """The ranks ended because they were asked to."""
+    def released(self, position: RunPosition, *, clean: bool, detail: str) -> RunReleased:
+        """Report that the ranks ended on request."""
         return RunReleased(
             run_id=self.placed.run_id,
             generation=self.placed.generation,
             node_id=self.node_id,
             clean=clean,
-            step=reached.step,
-            samples_consumed=reached.samples_consumed,
+            step=position.step,
+            samples_consumed=position.samples_consumed,
             detail=detail,
         )
+
+
+class ReportPublisher:
+    """Writes a generation's report to disk, publishes it and marks it as published.
+
+    A report that is published again after a crash is the same fact, with the same id.
+    """
+
+    def __init__(
+        self, files: GenerationFiles, publish: Publish, is_published: Callable[[Fact], Awaitable[bool]]
+    ) -> None:
+        """``is_published``: whether the stream has this very fact already."""
+        self._files, self._publish, self._is_published = files, publish, is_published
+
+    def read(self) -> Report | None:
+        """Return the report that an earlier life of the agent wrote."""
+        stored = read_json(self._files.report)
+        if stored is None:
+            return None
+        model = RunExited if stored["kind"] == "exited" else RunReleased
+        return model.model_validate(stored["fact"])
+
+    async def is_done(self, report: Report) -> bool:
+        """Whether an earlier life published the report; it is then marked as published."""
+        if not self._files.report.exists() or not await self._is_published(report):
+            return False
+        self.mark_done(_outcome(report))
+        return True
+
+    def write(self, report: Report) -> None:
+        """Make the report durable."""
+        write_atomically(
+            self._files.report, json.dumps({"kind": _kind(report), "fact": report.model_dump(mode="json")})
+        )
+
+    async def publish(self, report: Report) -> None:
+        """Publish the report, however long the bus is away."""
+        while True:
+            try:
+                await self._publish(report)
+                break
+            except TransientError as error:
+                log.warning("the bus does not accept the report", error=str(error))
+        self.mark_done(_outcome(report))
+        reason = report.reason if isinstance(report, RunExited) else report.detail
+        log.info("generation reported", outcome=_outcome(report), reason=reason)
+
+    def mark_done(self, outcome: str) -> None:
+        """Note that nothing remains to be done for the generation."""
+        write_atomically(self._files.done, json.dumps({"outcome": outcome}))
+        metrics.PLACEMENTS.labels(outcome).inc()
+
+
+def is_complete(report: Report) -> bool:
+    """Whether the next generation finds all state of this one in a committed checkpoint, or there is no next one."""
+    return report.clean if isinstance(report, RunReleased) else report.outcome == "succeeded"
+
+
+def _kind(report: Report) -> str:
+    return "exited" if isinstance(report, RunExited) else "released"
+
+
+def _outcome(report: Report) -> str:
+    return report.outcome if isinstance(report, RunExited) else "released"

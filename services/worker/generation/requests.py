@@ -1,4 +1,4 @@
-"""What is wanted of a placement: its record, and the orders that reach it while it runs."""
+"""What the agent requests of a running generation: to stop, to be dropped; and what became of its checkpoints."""
 
 from __future__ import annotations
 
@@ -9,46 +9,33 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from contracts.events.run import RunPlaced
 from services.worker.local_files import read_json, write_atomically
 
 
-class PlacementRecord(BaseModel):
-    """``placement.json``: the fact, and where it stood in the stream."""
-
-    model_config = ConfigDict(frozen=True)
-
-    placed: RunPlaced
-    sequence: int
-    correlation_id: str = ""
-    causation_id: str = ""
-    traceparent: str = ""
-
-
 class StopRequest(BaseModel):
-    """``stop.json``: since when the ranks must end, and until when they may take."""
+    """``stop.json``: the ranks must end within their grace."""
 
     model_config = ConfigDict(frozen=True)
 
     grace_s: float
     deadline: float
     reason: str
-    #: Seconds after the deadline in which the ranks may be left alone: they have lost their peers, end by
-    #: themselves, and first leave state behind for the next generation.
-    untouched_s: float = 0.0
+    #: Seconds after the deadline in which the ranks are not signalled: they have lost their peers, end by
+    #: themselves, and first save state for the next generation.
+    survivor_s: float = 0.0
 
     @property
-    def ends_at(self) -> float:
-        """From when on ranks that are still there are made to end."""
-        return self.deadline + self.untouched_s
+    def kill_at(self) -> float:
+        """Time from which ranks that still run are made to end."""
+        return self.deadline + self.survivor_s
 
 
 class GenerationDropped(Exception):
-    """The placement is void; nobody waits for a report."""
+    """The placement is void; nothing waits for a report."""
 
 
 class GenerationRequests:
-    """Stop, settled, drop: given at any time by the agent, read by whatever the placement is busy with."""
+    """Requests to one generation. The agent makes them at any time; the runner reads them in every state."""
 
     def __init__(self, folder: Path, now: Callable[[], float]) -> None:
         self._path, self._now = folder / "stop.json", now
@@ -56,57 +43,60 @@ class GenerationRequests:
         self.stop: StopRequest | None = StopRequest.model_validate(stored) if stored else None
         self._settled: set[tuple[int, bool]] = set()
         self._drop_reason: str | None = None
-        self._wake = asyncio.Event()
+        self._changed = asyncio.Event()
 
-    def order_stop(self, grace_s: float, reason: str, untouched_s: float = 0.0) -> None:
+    def request_stop(self, grace_s: float, reason: str, survivor_s: float = 0.0) -> None:
         """Make the ranks end within their grace. A second, shorter grace shortens it."""
-        order = StopRequest(grace_s=grace_s, deadline=self._now() + grace_s, reason=reason, untouched_s=untouched_s)
-        if self.stop is None or order.ends_at < self.stop.ends_at:
-            self.stop = order
-            write_atomically(self._path, order.model_dump_json())
-        self.wake()
+        request = StopRequest(grace_s=grace_s, deadline=self._now() + grace_s, reason=reason, survivor_s=survivor_s)
+        if self.stop is None or request.kill_at < self.stop.kill_at:
+            self.stop = request
+            write_atomically(self._path, request.model_dump_json())
+        self.notify()
 
-    def settle(self, step: int, committed: bool) -> None:
+    def settle_checkpoint(self, step: int, committed: bool) -> None:
+        """Note that the checkpoint of a step is committed, or was refused."""
         self._settled.add((step, committed))
-        self.wake()
+        self.notify()
 
-    def drop(self, why: str) -> None:
-        self._drop_reason = why
-        self.wake()
+    def drop(self, reason: str) -> None:
+        """Void the placement."""
+        self._drop_reason = reason
+        self.notify()
 
-    def wake(self) -> None:
-        """Something has happened: whoever waits looks now."""
-        self._wake.set()
+    def notify(self) -> None:
+        """Wake the task that waits for a change."""
+        self._changed.set()
 
     def raise_if_dropped(self) -> None:
+        """Raise ``GenerationDropped`` once the placement is void."""
         if self._drop_reason is not None:
             raise GenerationDropped(self._drop_reason)
 
-    def fate(self, step: int) -> bool | None:
-        """Whether the checkpoint of the step was committed; None while nobody knows."""
+    def is_committed(self, step: int) -> bool | None:
+        """Whether the checkpoint of the step was committed; None before it is settled."""
         if (step, True) in self._settled:
             return True
         return False if (step, False) in self._settled else None
 
-    def may_count(self, step: int) -> bool:
-        """Whether a checkpoint of the step would be newer than what is committed, and has not been refused."""
-        return self.fate(step) is None and all(step > other for other, committed in self._settled if committed)
+    def may_commit(self, step: int) -> bool:
+        """Whether a checkpoint of the step would be newer than all committed ones and is not refused."""
+        return self.is_committed(step) is None and all(step > other for other, committed in self._settled if committed)
 
-    def stop_time_left_s(self) -> float | None:
-        """Seconds of grace that are left; None: nobody wants the slots back."""
+    def remaining_grace_s(self) -> float | None:
+        """Seconds of grace that remain; None without a stop request."""
         return None if self.stop is None else max(self.stop.deadline - self._now(), 0)
 
-    async def next(self, timeout_s: float) -> None:
-        """Wait until something has happened since the last call, at most ``timeout_s``."""
+    async def wait_for_change(self, timeout_s: float) -> None:
+        """Wait until something has changed since the last call, at most ``timeout_s``."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._wake.wait(), timeout_s)
-        self._wake.clear()
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+        self._changed.clear()
 
-    async def beside(self, work: asyncio.Task[object], timeout_s: float | None = None) -> None:
-        """Wait until ``work`` is done or something has happened."""
-        waking = asyncio.create_task(self._wake.wait())
+    async def wait_for_task(self, task: asyncio.Task[object], timeout_s: float | None = None) -> None:
+        """Wait until ``task`` is done or something has changed."""
+        change = asyncio.create_task(self._changed.wait())
         try:
-            await asyncio.wait({work, waking}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, change}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            waking.cancel()
-        self._wake.clear()
+            change.cancel()
+        self._changed.clear()

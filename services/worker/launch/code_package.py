@@ -14,7 +14,7 @@ class PackageError(ValueError):
     """The package is not to be unpacked; the text says what to change."""
 
 
-def unpack(package: Path, folder: Path, *, max_bytes: int = 2 * GIB, max_files: int = 20_000) -> None:
+def unpack_package(package: Path, folder: Path, *, max_bytes: int = 2 * GIB, max_files: int = 20_000) -> None:
     """Unpack into ``folder`` (made anew): all of it inside, or a ``PackageError`` and no folder."""
     shutil.rmtree(folder, ignore_errors=True)
     partial = folder.with_name(f".{folder.name}.partial")

@@ -68,7 +68,7 @@ class Executor(Protocol):
         """Start one; its exit code will be in ``exit_path(folder, rank)`` whoever is there to see it."""
         ...
 
-    def alive(self, process: RankProcess) -> bool: ...
+    def is_alive(self, process: RankProcess) -> bool: ...
 
     def watch(self, process: RankProcess, on_end: Callable[[], None]) -> Callable[[], None]:
         """Call ``on_end`` when the process ends, and again when its exit code is written; returns what stops that.
@@ -164,7 +164,7 @@ class ProcessExecutor:
         self._children.append(child)
         return child.pid
 
-    def alive(self, process: RankProcess) -> bool:
+    def is_alive(self, process: RankProcess) -> bool:
         self._children = [child for child in self._children if child.poll() is None]
         return _same(process)
 

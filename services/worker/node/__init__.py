@@ -1,1 +1,1 @@
-"""The hardware of a node: inventory, checks of GPUs, system metrics."""
+"""The hardware of a node: inventory, checks and shares of its devices, system metrics."""

@@ -86,8 +86,8 @@ class NodeInventory:
         return hashlib.sha256(json.dumps(self.machine, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def inventory(settings: WorkerSettings) -> NodeInventory:
-    """Look the machine over."""
+def inspect_node(settings: WorkerSettings) -> NodeInventory:
+    """Return what the node offers."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     memory_bytes = min(int(psutil.virtual_memory().total), memory_limit_bytes())
     gpus = () if settings.accelerator == "cpu" else visible_gpus(find_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))

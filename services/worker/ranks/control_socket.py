@@ -23,7 +23,7 @@ from contracts.ranks import (
     StopLine,
     json_line,
 )
-from services.worker.cache.shard_cache import DatasetView
+from services.worker.cache.dataset_view import DatasetView
 
 log = structlog.get_logger(__name__)
 
@@ -50,7 +50,7 @@ class ControlSocket:
     def __init__(
         self, path: Path, generation: int, on_doorbell: Callable[[], None], reading: DatasetView | None = None
     ) -> None:
-        self.path, self._generation, self._ring, self._reading = path, generation, on_doorbell, reading
+        self.path, self._generation, self._ring, self._view = path, generation, on_doorbell, reading
         self._ranks: dict[int, asyncio.StreamWriter] = {}
         self._stop: StopLine | None = None
         self._server: asyncio.Server | None = None
@@ -73,7 +73,7 @@ class ControlSocket:
             writer.close()
         self.path.unlink(missing_ok=True)
 
-    def stop(self, line: StopLine) -> None:
+    def send_stop(self, line: StopLine) -> None:
         """Tell every rank, also those that connect later."""
         self._stop = line
         for writer in self._ranks.values():
@@ -87,10 +87,10 @@ class ControlSocket:
                     match RANK_LINE.validate_json(raw):
                         case HelloLine() as hello:
                             rank = self._greet(hello, writer)
-                        case ShardPlanLine() as plan if self._reading is not None:
-                            self._reading.plan(plan)
-                        case ShardRequestLine() as want:
-                            await self._bring(want, writer)
+                        case ShardPlanLine() as plan if self._view is not None:
+                            self._view.apply_plan(plan)
+                        case ShardRequestLine() as request:
+                            await self._reply_when_ready(request, writer)
                     continue
                 self._ring()
         except (ValidationError, ValueError) as error:
@@ -115,15 +115,15 @@ class ControlSocket:
         self._ring()
         return hello.rank
 
-    async def _bring(self, want: ShardRequestLine, writer: asyncio.StreamWriter) -> None:
+    async def _reply_when_ready(self, request: ShardRequestLine, writer: asyncio.StreamWriter) -> None:
         """Answer a rank when the shard that it waits for is in its folder, or cannot be had."""
-        if want.generation != self._generation:
+        if request.generation != self._generation:
             problem = "another generation was placed"
-        elif self._reading is None:
+        elif self._view is None:
             problem = "the agent could not take up the run's dataset again: see its log"
         else:
-            problem = await self._reading.want(want)
-        self._send(writer, ShardReplyLine(shard=want.shard, problem=problem))
+            problem = await self._view.request(request)
+        self._send(writer, ShardReplyLine(shard=request.shard, problem=problem))
 
     def _send(self, writer: asyncio.StreamWriter, line: Line) -> None:
         if not writer.is_closing():

@@ -22,6 +22,7 @@ from services.kit.bus import TransientError
 from services.kit.concurrency import run_in_thread
 from services.worker import metrics
 from services.worker.core import journal
+from services.worker.core.metric_patterns import Pattern, match_patterns
 from services.worker.local_files import write_atomically
 from services.worker.ranks.ring_reader import RingReader
 
@@ -60,7 +61,7 @@ class JournalFollower:
         now: Callable[[], float],
         *,
         interval_s: float,
-        patterns: Mapping[str, journal.Pattern] | None = None,
+        patterns: Mapping[str, Pattern] | None = None,
         launch_is_start: bool = False,
         homes: Mapping[int, str] | None = None,
     ) -> None:
@@ -83,7 +84,7 @@ class JournalFollower:
         self.news = asyncio.Event()
         self._started_published = False
 
-    def ring(self) -> None:
+    def ring_doorbell(self) -> None:
         """Look now."""
         self._doorbell.set()
 
@@ -186,7 +187,7 @@ class JournalFollower:
         state.log_end += len(content)
         state.log_time = self._now()
         if self._patterns:
-            for _ in journal.match_patterns(self._patterns, journal.log_lines(content), state.matches_end):
+            for _ in match_patterns(self._patterns, journal.log_lines(content), state.matches_end):
                 pass
         self.news.set()
         return True
@@ -241,7 +242,7 @@ class JournalFollower:
         for event in journal.logs(self._placed, rank, content, state.log_start):
             await self._publish(event)
         if self._patterns:
-            matches = journal.match_patterns(self._patterns, journal.log_lines(content), state.matches_start)
+            matches = match_patterns(self._patterns, journal.log_lines(content), state.matches_start)
             points = journal.pattern_progress(self._placed, rank, state.log_start, state.log_time, matches)
             if points is not None:
                 state.step = points.step

@@ -1,0 +1,261 @@
+"""The generations on this node: restored from disk, started and stopped as facts demand, removed once they are done."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from contracts import subjects
+from contracts.events.checkpoint import CheckpointCommitted
+from contracts.events.run import RunCancelled, RunCompleted, RunFailed, RunPlaced
+from services.kit.bus import Message
+from services.kit.concurrency import cancel_and_wait
+from services.worker import metrics
+from services.worker.agent.run_folders import RunFolders
+from services.worker.checkpoints import survivor_checkpoints
+from services.worker.core import node_decisions
+from services.worker.core.node_decisions import Decision, LocalGeneration, NodeState
+from services.worker.generation.files import PlacementRecord
+from services.worker.generation.runner import GenerationRunner, ReportUnfit
+from services.worker.node_context import NodeContext
+
+log = structlog.get_logger(__name__)
+
+RUN_ENDS = (RunCompleted, RunFailed, RunCancelled)
+LEAVING = "the node's agent is stopping"
+
+Key = tuple[str, int]
+
+
+class GenerationSupervisor:
+    """Has a runner, and once it is started a task, for each generation of this node."""
+
+    def __init__(self, context: NodeContext, folders: RunFolders, report_unfit: ReportUnfit) -> None:
+        self._context, self._folders, self._report_unfit = context, folders, report_unfit
+        self.state = NodeState(context.settings.node_id)
+        self._runners: dict[Key, GenerationRunner] = {}
+        self._tasks: dict[Key, asyncio.Task[None]] = {}
+        self._is_restored = self._is_leaving = self._may_start = False
+        #: Whether runs have ended since their folders were removed; at first, those of earlier lives.
+        self._has_ended_runs = True
+
+    # -- lives of the agent -------------------------------------------------
+
+    def restore(self) -> None:
+        """Find the generations of earlier lives on disk, once."""
+        if self._is_restored:
+            return
+        self._is_restored = True
+        found: list[LocalGeneration] = []
+        for record, files in self._folders.placements():
+            run_id, generation = record.placed.run_id, record.placed.generation
+            if not self._folders.has_ended(run_id):
+                found.append(LocalGeneration(run_id, generation, record.sequence, files.is_done))
+            if not files.is_done:
+                self._add_runner(record)
+        self._context.memory.remove_others({each.run_id for each in found})
+        self.state = node_decisions.restore_state(self._context.settings.node_id, found)
+        for (run_id, generation), runner in self._runners.items():
+            newest = self.state.generations.get(run_id)
+            if newest is None or newest.generation != generation:
+                runner.drop("a newer generation was placed, or the run has ended")
+
+    async def drop_ended(self) -> None:
+        """Drop the generations that ended unknown to this agent, and settle checkpoints committed in the meantime."""
+        for (run_id, generation), runner in self._runners.items():
+            if runner.files.is_done:
+                continue
+            reason = await self._void_reason(run_id, generation)
+            if reason:
+                runner.drop(reason)
+                self.state = self.state.end_generation(run_id, generation)
+                continue
+            committed = subjects.fact("run", run_id, CheckpointCommitted.fact)
+            for received in await self._context.bus.read_history(committed, start_sequence=runner.record.sequence):
+                if received.event.generation == generation:
+                    runner.settle_checkpoint(received.event.checkpoint.step, True)
+
+    def start_all(self) -> None:
+        """Start every generation, and from now on those that are placed."""
+        self._may_start = True
+        for key in list(self._runners):
+            self._start(key)
+
+    def pause_starts(self) -> None:
+        """Start no generation until the node has joined again."""
+        self._may_start = False
+
+    def refuse_new(self) -> None:
+        """Stop generations that are placed from now on at once: the agent leaves."""
+        self._is_leaving = True
+
+    def stop_all(self, reason: str, grace_s: Callable[[float], float] = lambda requested_s: requested_s) -> None:
+        """Stop every generation that has started. ``grace_s``: the grace for one that requests so many seconds."""
+        for key in self._tasks:
+            runner = self._runners[key]
+            runner.stop(grace_s(runner.placed.spec.grace_s), reason)
+
+    async def wait_until_idle(self) -> None:
+        """Wait until no generation runs any more."""
+        while running := self._running_tasks:
+            await asyncio.wait(running)
+
+    async def finish(self, timeout_s: float) -> None:
+        """Wait until all generations are reported; end the ones that are not by then."""
+        if running := self._running_tasks:
+            log.info("waiting for generations to end", generations=len(running))
+            _, late = await asyncio.wait(running, timeout=timeout_s)
+            # Their ranks are dead. What could not be published is on disk, and the next life publishes it.
+            await cancel_and_wait(*late)
+
+    @property
+    def _running_tasks(self) -> list[asyncio.Task[None]]:
+        return [task for task in self._tasks.values() if not task.done()]
+
+    async def end_offline(self, reason: str) -> None:
+        """End all ranks without a bus."""
+        for runner in self._runners.values():
+            await runner.end_offline(reason)
+
+    @property
+    def longest_grace_s(self) -> float:
+        """The longest grace that a generation here requests."""
+        return max((runner.placed.spec.grace_s for runner in self._runners.values()), default=0)
+
+    # -- facts --------------------------------------------------------------
+
+    def apply(self, received: Message[Any]) -> bool:
+        """Act on a fact; return whether the node must join anew."""
+        self.state, decisions = node_decisions.decide(self.state, received.event, received.sequence)
+        rejoins = [self._carry_out(decision, received) for decision in decisions]
+        return any(rejoins)
+
+    def _carry_out(self, decision: Decision, received: Message[Any]) -> bool:
+        match decision:
+            case node_decisions.StartGeneration():
+                self._take_up(decision, received)
+            case node_decisions.DropGeneration():
+                log.warning("dropping a placement", run_id=decision.run_id, reason=decision.reason)
+                if (runner := self._runner_of(decision)) is not None:
+                    runner.drop(decision.reason)
+            case node_decisions.StopGeneration():
+                if (runner := self._runner_of(decision)) is not None:
+                    runner.stop(decision.grace_s, decision.reason, peer_lost=decision.peer_lost)
+            case node_decisions.SettleCheckpoint():
+                if (runner := self._runner_of(decision)) is not None:
+                    runner.settle_checkpoint(decision.step, decision.committed)
+            case node_decisions.CleanUpRun():
+                self._folders.mark_ended(decision.run_id)
+                self._folders.in_background(self._context.memory.remove_run, decision.run_id)
+                self._remove_checkpoints(decision.run_id)
+                self._has_ended_runs = True
+            case node_decisions.ForgetRun():
+                # At once: the run may be placed here again, and its ranks then leave new state.
+                self._context.memory.remove_run(decision.run_id)
+                self._remove_checkpoints(decision.run_id)
+            case node_decisions.RejoinCluster():
+                log.warning("this node was declared lost, joining anew", reason=decision.reason)
+                return True
+        return False
+
+    def _runner_of(
+        self,
+        decision: node_decisions.DropGeneration | node_decisions.StopGeneration | node_decisions.SettleCheckpoint,
+    ) -> GenerationRunner | None:
+        return self._runners.get((decision.run_id, decision.generation))
+
+    def _remove_checkpoints(self, run_id: str) -> None:
+        """Remove the checkpoints that earlier generations of the run left here."""
+        self._folders.in_background(survivor_checkpoints.remove, self._folders.run_folder(run_id))
+
+    def _take_up(self, decision: node_decisions.StartGeneration, received: Message[Any]) -> None:
+        """Make the placement durable; its ranks start once the node has joined."""
+        placed, envelope = decision.placed, received.envelope
+        files = self._folders.generation(placed.run_id, placed.generation)
+        if files.is_done or self._folders.has_ended(placed.run_id):
+            log.warning("a placement that has ended was published again", run_id=placed.run_id)
+            self.state = self.state.end_generation(placed.run_id, placed.generation)
+            return
+        record = PlacementRecord(
+            placed=placed,
+            sequence=decision.sequence,
+            correlation_id=envelope.correlation_id,
+            causation_id=envelope.id,
+            traceparent=envelope.traceparent,
+        )
+        files.write_placement(record)
+        runner = self._add_runner(record)
+        if self._is_leaving:
+            runner.stop(0, LEAVING)
+        if self._may_start:
+            self._start((placed.run_id, placed.generation))
+
+    # -- runners ------------------------------------------------------------
+
+    def _add_runner(self, record: PlacementRecord) -> GenerationRunner:
+        placed = record.placed
+        files = self._folders.generation(placed.run_id, placed.generation)
+        runner = GenerationRunner(self._context, record, files, self._report_unfit)
+        self._runners[placed.run_id, placed.generation] = runner
+        self._context.slot_shares.allocate(
+            placed.run_id, placed.generation, runner.member.slots, placed.spec.resources.share
+        )
+        return runner
+
+    def _start(self, key: Key) -> None:
+        if key in self._tasks or key not in self._runners:
+            return
+        run_id, generation = key
+        older = [task for (other, number), task in self._tasks.items() if other == run_id and number != generation]
+        self._tasks[key] = asyncio.create_task(self._run(self._runners[key], older), name=f"{run_id}/{generation}")
+        self._update_gauges()
+
+    async def _run(self, runner: GenerationRunner, older: list[asyncio.Task[None]]) -> None:
+        # The ranks of an older generation are dead before a new one starts.
+        await asyncio.gather(*older, return_exceptions=True)
+        run_id, generation = runner.placed.run_id, runner.placed.generation
+        try:
+            if runner.files.is_untouched and (reason := await self._void_reason(run_id, generation)):
+                runner.drop(reason)
+            await runner.run()
+        except Exception as error:
+            log.exception("a generation's runner failed", run_id=run_id, generation=generation)
+            await runner.abort(error)
+        finally:
+            if runner.files.is_done:
+                self._context.slot_shares.release(run_id, generation)
+            self.state = self.state.end_generation(run_id, generation)
+
+    async def _void_reason(self, run_id: str, generation: int) -> str:
+        """Return why the stream says that the generation must not run; '' if it may."""
+        last = self._context.bus.get_last_message
+        ends = await asyncio.gather(*(last(subjects.fact("run", run_id, fact.fact)) for fact in RUN_ENDS))
+        placed = await last(subjects.fact("run", run_id, RunPlaced.fact))
+        if any(ends):
+            return "the run has ended"
+        if placed is not None and placed.event.generation > generation:
+            return "a newer generation was placed"
+        return ""
+
+    def reap(self) -> None:
+        """Forget the generations that are done, and remove what they leave on disk."""
+        for key, task in list(self._tasks.items()):
+            if task.done():
+                del self._tasks[key]
+                runner = self._runners.pop(key)
+                self._context.slot_shares.release(*key)
+                task.result()  # an error of a failed abort must end the agent
+                self._folders.in_background(runner.files.remove_refetchable)
+        self._update_gauges()
+        if self._has_ended_runs:
+            self._has_ended_runs = False
+            self._folders.in_background(self._folders.remove_ended, {run_id for run_id, _ in self._runners})
+
+    def _update_gauges(self) -> None:
+        running = [self._runners[key] for key in self._tasks]
+        shares = [len(runner.member.slots) * runner.placed.spec.resources.share for runner in running]
+        metrics.SLOTS_USED.set(sum(shares))
+        metrics.RANKS_RUNNING.set(sum(len(runner.pids) for runner in running))

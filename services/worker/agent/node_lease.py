@@ -1,0 +1,91 @@
+"""The lease on a node's name: one agent at a time may join under it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import nats.errors
+import structlog
+from nats.js.errors import APIError
+
+from contracts import subjects, topology
+from services.kit.bus import Bus, TransientError
+from services.kit.concurrency import cancel_and_wait
+from services.kit.lease import Lease, read_record
+
+log = structlog.get_logger(__name__)
+
+#: Seconds until the bus is asked again after an error.
+RETRY_S = 0.2
+#: Seconds between two warnings that another agent has the name.
+WARNING_INTERVAL_S = 10.0
+
+
+class NodeLease:
+    """Acquires and renews the lease for one incarnation of the agent after the other."""
+
+    def __init__(self, bus: Bus, node_id: str, ttl_s: float) -> None:
+        self._bus, self._node_id, self._ttl_s = bus, node_id, ttl_s
+        self._lease: Lease | None = None
+        self._keeper: asyncio.Task[None] | None = None
+        self._is_held = asyncio.Event()
+        self._is_released = False
+
+    @asynccontextmanager
+    async def keep(self, incarnation: str, previous: str) -> AsyncIterator[None]:
+        """Keep the lease during the block.
+
+        ``previous``: the incarnation of an agent in this data folder that has ended; its lease is taken over at once.
+        """
+        self._is_held.clear()
+        self._keeper = asyncio.create_task(self._keep(incarnation, previous))
+        try:
+            yield
+        finally:
+            await cancel_and_wait(self._keeper)
+
+    async def wait_until_held(self) -> None:
+        """Wait until the node's name is ours. A second agent of the same name waits here for ever."""
+        assert self._keeper is not None
+        waiting = asyncio.create_task(self._is_held.wait())
+        try:
+            while not self._is_held.is_set():
+                await asyncio.wait(
+                    {waiting, self._keeper}, timeout=WARNING_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                self.raise_error()
+                if not self._is_held.is_set():
+                    log.warning("another agent has this node's name: give each a TRAINBUS_NODE_ID of its own")
+        finally:
+            waiting.cancel()
+
+    def raise_error(self) -> None:
+        """Raise the error with which the keeper ended, if it did."""
+        if self._keeper is not None and self._keeper.done():
+            self._keeper.result()
+
+    async def release(self) -> None:
+        """Release the lease for good."""
+        self._is_released = True
+        if self._lease is not None:
+            await self._lease.release()
+
+    async def _keep(self, incarnation: str, previous: str) -> None:
+        """Hold the lease until cancelled or released, whatever becomes of the bus."""
+        key = subjects.node_lease(self._node_id)
+        while not self._is_released:
+            try:
+                bucket = await self._bus.open_bucket(topology.LEASES)
+                record = await read_record(bucket, key)
+                if record is not None and previous and record.holder == previous:
+                    # Our own, from before this agent was killed: no need to wait until it expires.
+                    await bucket.delete(key, last=record.revision)
+                self._lease = Lease(bucket, key, incarnation, self._ttl_s, data={"node_id": self._node_id})
+                async with self._lease.leadership() as keeper:
+                    self._is_held.set()
+                    await keeper
+            except (nats.errors.Error, APIError, TimeoutError, TransientError) as error:
+                log.warning("the node's lease cannot be kept", error=repr(error))
+                await asyncio.sleep(RETRY_S)

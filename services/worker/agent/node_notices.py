@@ -1,0 +1,57 @@
+"""The notices about this machine: their facts, and the grace that they leave to its runs."""
+
+from __future__ import annotations
+
+import time
+
+import structlog
+
+from contracts.events.node import NodeNotice
+from services.worker import metrics
+from services.worker.notices.base import Notice
+
+log = structlog.get_logger(__name__)
+
+#: Seconds for a small checkpoint, however late a notice comes.
+MIN_GRACE_S = 1.0
+
+
+class NodeNotices:
+    """All notices since the agent started. Each incarnation publishes them under its own name."""
+
+    def __init__(self, node_id: str, margin_s: float) -> None:
+        """``margin_s``: the part of a notice's time that is left to the agent itself."""
+        self._node_id, self._margin_s = node_id, margin_s
+        #: Each with the time (monotonic) at which it came.
+        self._notices: list[tuple[Notice, float]] = []
+
+    def add(self, notice: Notice) -> None:
+        """Note that the machine will be taken away, or may be."""
+        metrics.NOTICES.labels(notice.source).inc()
+        log.warning("notice", source=notice.source, kind=notice.kind, grace_s=notice.grace_s, detail=notice.detail)
+        self._notices.append((notice, time.monotonic()))
+
+    @property
+    def must_leave(self) -> bool:
+        """Whether it is certain that the machine will be taken away."""
+        return any(notice.leave for notice, _ in self._notices)
+
+    def grace_s(self, notice: Notice, requested_s: float) -> float:
+        """Return the seconds of a run that asks for ``requested_s`` to save its state."""
+        if notice.grace_s is None:
+            return requested_s
+        return min(requested_s, max(notice.grace_s - self._margin_s, MIN_GRACE_S))
+
+    def facts(self, incarnation: str) -> list[NodeNotice]:
+        """Return the facts with the time that remains now. Published again, they are the same facts."""
+        return [self._fact(notice, time.monotonic() - at_s, incarnation) for notice, at_s in self._notices]
+
+    def _fact(self, notice: Notice, passed_s: float, incarnation: str) -> NodeNotice:
+        return NodeNotice(
+            node_id=self._node_id,
+            incarnation=incarnation,
+            source=notice.source,
+            kind=notice.kind,
+            grace_s=None if notice.grace_s is None else max(notice.grace_s - passed_s, 0.0),
+            detail=notice.detail,
+        )

@@ -1,0 +1,154 @@
+"""The files that a node has downloaded: verified, shared by all generations, evicted by last use.
+
+A file is named by the hash of its content, and renamed into place when it is whole. Since it is not flushed to the
+disk, each file is hashed before its first use after the machine has started. A generation pins what it uses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import structlog
+
+from services.kit.chunks import Range
+from services.kit.store.files import hash_file
+from services.kit.store.objects import ObjectStore
+from services.worker import metrics
+from services.worker.cache.chunk_index import ChunkIndex
+
+log = structlog.get_logger(__name__)
+
+PARALLEL_DOWNLOADS = 4
+
+
+class FilePins:
+    """The files that one generation uses."""
+
+    def __init__(self) -> None:
+        self.paths: list[Path] = []
+
+
+class FileCache:
+    """Blobs and manifests under one folder. ``excluded``: folders in it that are not the cache's own."""
+
+    def __init__(self, folder: Path, objects: ObjectStore, excluded: Iterable[Path] = ()) -> None:
+        self.folder, self._objects = folder, objects
+        self.chunks = ChunkIndex(folder / "chunks")
+        self._excluded = {self.chunks.folder, *excluded}
+        #: Bytes of all files, as of the last listing.
+        self.size_bytes = 0
+        self._locks: dict[Path, asyncio.Lock] = {}
+        self._pinned: Counter[Path] = Counter()
+        self._downloads = asyncio.Semaphore(PARALLEL_DOWNLOADS)
+
+    def blob(self, sha256: str) -> Path:
+        """Return the path of a blob."""
+        return self.folder / "blobs" / sha256[:2] / sha256
+
+    def lock(self, path: Path) -> asyncio.Lock:
+        """Return the lock of a file: one task at a time fetches it."""
+        return self._locks.setdefault(path, asyncio.Lock())
+
+    @asynccontextmanager
+    async def pin(self) -> AsyncIterator[FilePins]:
+        """Yield pins: the files that are added to them are not evicted before the block ends."""
+        pins = FilePins()
+        try:
+            yield pins
+        finally:
+            self._pinned.subtract(pins.paths)
+            self._pinned += Counter()
+
+    def add_pins(self, paths: Iterable[Path], pins: FilePins) -> None:
+        """Pin files, before they are looked for: none is evicted between the look and the use."""
+        paths = list(paths)
+        pins.paths += paths
+        self._pinned.update(paths)
+
+    async def ensure(self, sha256: str, fetch: Callable[[Path], Awaitable[object]]) -> bool:
+        """Have a blob, which the caller has pinned; return whether ``fetch`` had to write it."""
+        path = self.blob(sha256)
+        async with self.lock(path):
+            if await asyncio.to_thread(_is_intact, path, sha256):
+                os.utime(path)
+                metrics.CACHE_LOOKUPS.labels("hit").inc()
+                return False
+            metrics.CACHE_LOOKUPS.labels("miss").inc()
+            await fetch(path)
+            return True
+
+    async def download(self, uri: str, path: Path, sha256: str) -> None:
+        """Download and verify one file."""
+        async with self._downloads:
+            await self._objects.download(uri, path, sha256=sha256)
+
+    def find(self, sha256: str) -> Range | None:
+        """Return where on this node a chunk is: a blob of its own, or a part of a checkpoint's file."""
+        found = self.chunks.find(sha256)
+        path = self.blob(found[0] if found is not None else sha256)
+        if not _is_trusted(path):
+            return None
+        return Range(path, 0, path.stat().st_size) if found is None else Range(path, found[1], found[2])
+
+    def evict(self, over_bytes: int) -> int:
+        """Delete up to ``over_bytes`` of unpinned files, oldest use first; return the bytes freed."""
+        return self._evict(self._list(), over_bytes)
+
+    def evict_to(self, max_bytes: int) -> int:
+        """Delete unpinned files, oldest use first, until ``max_bytes`` remain; return the bytes freed."""
+        files = self._list()
+        return self._evict(files, self.size_bytes - max_bytes)
+
+    def _evict(self, files: list[tuple[Path, os.stat_result]], over_bytes: int) -> int:
+        freed = 0
+        for path, stat in files:
+            if freed >= over_bytes:
+                break
+            if not self._pinned.get(path):
+                path.unlink(missing_ok=True)
+                self.chunks.remove(path.name)
+                freed += stat.st_size
+        self.size_bytes -= freed
+        return freed
+
+    def _list(self) -> list[tuple[Path, os.stat_result]]:
+        """List all files, oldest use first."""
+        files = [
+            (path, path.stat())
+            for each in self.folder.glob("*")
+            if each not in self._excluded
+            for path in each.rglob("*")
+            if path.name[0] != "." and path.is_file()
+        ]
+        self.size_bytes = sum(stat.st_size for _, stat in files)
+        return sorted(files, key=lambda each: each[1].st_mtime)
+
+
+def _is_trusted(path: Path) -> bool:
+    """Whether a file is here that was written or hashed since the machine started."""
+    try:
+        return path.stat().st_mtime > float(psutil.boot_time())
+    except OSError:
+        return False
+
+
+def _is_intact(path: Path, sha256: str) -> bool:
+    """Whether a file is here and has its hash. One that a power cut damaged is removed."""
+    if _is_trusted(path):
+        return True
+    try:
+        if hash_file(path) == sha256:
+            return True
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        log.error("a cached file cannot be read", path=str(path), error=repr(error))
+    log.error("a cached file is damaged, fetching it again", path=str(path))
+    path.unlink(missing_ok=True)
+    return False

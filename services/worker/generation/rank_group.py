@@ -1,0 +1,183 @@
+"""The processes of one generation's ranks on this node: started, watched, made to end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from asyncio import Task
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import structlog
+
+from contracts.ranks import StopLine
+from services.worker.core.rank_environment import ProcessSpec
+from services.worker.core.rank_exits import Exit, first_failure
+from services.worker.generation.requests import GenerationRequests, StopRequest
+from services.worker.launch.executor import UNKNOWN_EXIT, Executor, RankProcess, read_exit
+from services.worker.local_files import read_json, write_atomically
+from services.worker.ranks.control_socket import ControlSocket
+
+log = structlog.get_logger(__name__)
+
+#: Seconds between two looks at the processes. Ends wake the loop at once; this finds the ones that no event reports.
+POLL_S = 0.05
+#: Seconds for the other local ranks to write down why they ended, once one has failed.
+FAILURE_PATIENCE_S = 0.3
+#: Seconds for the parent of a dead process to write its exit code.
+EXIT_FILE_PATIENCE_S = 0.3
+
+
+def _may_wait(waited_s: float, running: Collection[int]) -> bool:
+    return waited_s < FAILURE_PATIENCE_S
+
+
+class RankGroup:
+    """The local ranks as processes. Use it as a context manager while they are watched."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        folder: Path,
+        requests: GenerationRequests,
+        now: Callable[[], float],
+        *,
+        kill_after_s: float,
+        may_wait: Callable[[float, Collection[int]], bool] = _may_wait,
+    ) -> None:
+        """``may_wait``: whether the ranks that still run get more time, so many seconds after the first failure."""
+        self._executor, self._folder, self._requests, self._now = executor, folder, requests, now
+        self._kill_after_s, self._may_wait = kill_after_s, may_wait
+        self._path = folder / "processes.json"
+        self._processes: list[RankProcess] = []
+        self._stop_watching: list[Callable[[], None]] = []
+        #: When a process was found dead whose exit code is not written yet.
+        self._dead_since: dict[int, float] = {}
+        self._sent_stop: StopRequest | None = None
+        self._exits: dict[int, Exit] = {}
+        #: Whether ranks were made to end by a signal, which is why they ended, whatever their exit code.
+        self.terminated = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for stop_watching in self._stop_watching:
+            stop_watching()
+        self._stop_watching.clear()
+
+    @property
+    def running(self) -> list[RankProcess]:
+        """Processes that have not ended."""
+        return [each for each in self._processes if each.rank not in self._exits]
+
+    @property
+    def exits(self) -> list[Exit]:
+        """How the others ended."""
+        return list(self._exits.values())
+
+    def load(self) -> bool:
+        """Read the processes that an earlier life of the agent wrote down; return whether there are any."""
+        if not self._processes:
+            stored = read_json(self._path)
+            self._processes = [RankProcess(**each) for each in stored or ()]
+        return bool(self._processes)
+
+    async def start(self, specs: Sequence[ProcessSpec], cwd: Path) -> None:
+        """Start all processes and write them down.
+
+        Raises:
+            StartError, OSError: one could not be started; the others have been killed.
+        """
+        started: list[RankProcess] = []
+        try:
+            for spec in specs:
+                started.append(await self._executor.start(spec, self._folder, cwd))
+        except BaseException:
+            self._processes = started
+            await self.sweep()
+            raise
+        self._processes = started
+        write_atomically(self._path, json.dumps([each.to_json() for each in started]))
+        log.info("ranks started", pids=[each.pid for each in started])
+
+    async def wait_until_ended(self, control: ControlSocket, tasks: Sequence[Task[None]], *, listens: bool) -> None:
+        """Wait until every process has ended, and make them end when they must.
+
+        Args:
+            tasks: what must go on meanwhile; an error of one ends the wait.
+            listens: the ranks read the control socket; others are stopped by a signal.
+        """
+        self._stop_watching += [self._executor.watch(process, self._requests.notify) for process in self._processes]
+        failed_at: float | None = None
+        while True:
+            self._requests.raise_if_dropped()
+            for task in tasks:
+                if task.done():
+                    task.result()  # ranks that are not followed must not train on
+            self._collect_exits()
+            if len(self._exits) == len(self._processes):
+                break
+            if failed_at is None and first_failure(self.exits):
+                failed_at = time.monotonic()
+            if failed_at is not None and not self._may_wait_since(time.monotonic() - failed_at):
+                self._signal_all(signal.SIGKILL)
+            if self._requests.stop is not None:
+                self._enforce_stop(self._requests.stop, control, listens)
+            await self._requests.wait_for_change(POLL_S)
+        # Data loaders and torchrun's children may outlive their parents.
+        await self.sweep()
+
+    async def sweep(self) -> None:
+        """Kill every process that still belongs to the generation."""
+        self.load()
+        await self._executor.sweep(self._folder, self._processes)
+
+    def _may_wait_since(self, waited_s: float) -> bool:
+        return self._may_wait(waited_s, [each.rank for each in self.running])
+
+    def _enforce_stop(self, stop: StopRequest, control: ControlSocket, listens: bool) -> None:
+        """Send the stop line, SIGTERM after the grace, then SIGKILL; SIGTERM at once to ranks that do not listen."""
+        now = self._now()
+        if now < stop.kill_at and stop.survivor_s > 0 and self._may_wait_since(now - stop.deadline):
+            return
+        if self._sent_stop != stop:
+            self._sent_stop = stop
+            control.send_stop(StopLine(grace_s=stop.grace_s, reason=stop.reason, checkpoint=stop.grace_s > 0))
+            if not listens and not control.connected:
+                self._terminate_all()
+        if now >= stop.deadline and not self.terminated:
+            self._terminate_all()
+        if now >= stop.deadline + self._kill_after_s:
+            self._signal_all(signal.SIGKILL)
+
+    def _terminate_all(self) -> None:
+        self.terminated = True
+        self._signal_all(signal.SIGTERM)
+
+    def _signal_all(self, number: int) -> None:
+        for process in self.running:
+            self._executor.signal(process, number)
+
+    def _collect_exits(self) -> None:
+        for process in self.running:
+            # In this order: an exit code that is written before the process is found dead is read.
+            alive = self._executor.is_alive(process)
+            found = read_exit(self._folder, process.rank)
+            if found is None and not alive:
+                found = self._unwritten_exit(process)
+            if found is not None:
+                self._exits[process.rank] = Exit(process.rank, *found)
+                log.info("rank ended", rank=process.rank, code=found[0])
+
+    def _unwritten_exit(self, process: RankProcess) -> tuple[int, float] | None:
+        """The end of a dead process without an exit code, once its parent has had time to write one."""
+        dead_since = self._dead_since.setdefault(process.rank, time.monotonic())
+        if time.monotonic() - dead_since < EXIT_FILE_PATIENCE_S:
+            return None
+        return read_exit(self._folder, process.rank) or (UNKNOWN_EXIT, self._now())

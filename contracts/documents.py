@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from contracts import topology
 from contracts.base import Event, Fact, Request
-from contracts.events import BY_TYPE
+from contracts.events import BY_TYPE, FACTS, REQUESTS
 
 Json = dict[str, Any]
 
@@ -59,7 +59,7 @@ def asyncapi() -> Json:
         }
         channels[name] = {
             "address": _address(event),
-            "description": f"Stream {_stream_of(event).name}: {_stream_of(event).doc}",
+            "description": f"Stream {topology.stream_of(event).name}: {topology.stream_of(event).doc}",
             "parameters": {"id": {"description": "The aggregate's id"}} if "*" in event.subject_filter() else {},
             "messages": {name: {"$ref": f"#/components/messages/{name}"}},
         }
@@ -84,6 +84,59 @@ def asyncapi() -> Json:
     }
 
 
+def publishers_table() -> str:
+    """Return the Markdown table of what each service publishes."""
+    rows = ["| publisher | requests and facts |", "|---|---|"]
+    rows += [f"| {name} | {_names(service.publishes)} |" for name, service in topology.SERVICES.items()]
+    rows.append(f"| {topology.CLIENTS} (any other system) | every request |")
+    return "\n".join(rows)
+
+
+def events_table() -> str:
+    """Return the Markdown table of who publishes and reads each event, and how long it stays."""
+    rows = ["| subject | published by | read by (besides the gateway) | kept |", "|---|---|---|---|"]
+    for event in BY_TYPE.values():
+        readers = ", ".join(name for name in topology.consumers_of(event) if name != "gateway") or "-"
+        stream = topology.stream_of(event)
+        producers = ", ".join(name for name in topology.producers_of(event) if name != "gateway")
+        rows.append(f"| `{event.subject_filter()}` | {producers} | {readers} | {stream.retention} |")
+    rules = {topology.compatibility_of(event): None for event in (*REQUESTS, *FACTS)}
+    requests, facts = rules
+    return "\n".join([*rows, "", f"Within `.v1`, of a request: {requests}. Of a fact: {facts}."])
+
+
+#: The generated parts of hand-written pages: page -> name of the part -> its text.
+GENERATED = {
+    "docs/design.md": {"publishers": publishers_table},
+    "docs/events.md": {"events": events_table},
+}
+
+
+def insert_generated(page: str, parts: Mapping[str, Callable[[], str]]) -> str:
+    """Return the page with its generated parts, each between two comments, as they are now."""
+    for name, text in parts.items():
+        begin, end = f"<!-- generated: {name} -->", f"<!-- end: {name} -->"
+        before, _, rest = page.partition(begin)
+        after = rest.partition(end)[2]
+        if not after:
+            raise ValueError(f"the page has no part between {begin} and {end}")
+        page = f"{before}{begin}\n{text()}\n{end}{after}"
+    return page
+
+
+def _names(events: Iterable[type[Event]]) -> str:
+    by_aggregate: dict[str, list[str]] = {}
+    for event in events:
+        kind, name = ("", f"`{event.verb}.requested`") if issubclass(event, Request) else _fact_name(event)
+        by_aggregate.setdefault(kind, []).append(name)
+    return "; ".join(f"{kind} {', '.join(names)}".strip() for kind, names in by_aggregate.items())
+
+
+def _fact_name(event: type[Event]) -> tuple[str, str]:
+    assert issubclass(event, Fact)
+    return event.aggregate, event.fact
+
+
 def every_document() -> dict[str, str]:
     """Relative path -> text of every generated document but the YAML one."""
     return {f"schemas/{event.type}.json": schema_text(event) for event in BY_TYPE.values()}
@@ -94,18 +147,6 @@ def _address(event: type[Event]) -> str:
     if issubclass(event, Fact) and "*" in parts:
         parts[parts.index("*")] = "{id}"
     return ".".join("{rank}" if part == "*" else part for part in parts)
-
-
-def _stream_of(event: type[Event]) -> topology.Stream:
-    return next(stream for stream in topology.STREAMS if _carries(stream.subjects, event.subject_filter()))
-
-
-def _carries(filters: Iterable[str], subject: str) -> bool:
-    return any(
-        len(pattern.split(".")) == len(subject.split("."))
-        and all(p in ("*", s) for p, s in zip(pattern.split("."), subject.split("."), strict=True))
-        for pattern in filters
-    )
 
 
 def _header_schema() -> Json:

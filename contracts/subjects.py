@@ -51,6 +51,12 @@ def dead(consumer: str, subject: str) -> str:
     return f"dead.{consumer}.{subject}"
 
 
+def matches(pattern: str, subject: str) -> bool:
+    """Whether a pattern with ``*`` tokens covers a subject (or a narrower pattern) of as many tokens."""
+    wanted, found = pattern.split("."), subject.split(".")
+    return len(wanted) == len(found) and all(w in (WILDCARD, f) for w, f in zip(wanted, found, strict=True))
+
+
 def unwrap(subject: str) -> str:
     """Return the subject that a dead letter or a shadow fact is about; any other subject as it is."""
     prefix, _, rest = subject.partition(".")

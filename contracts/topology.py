@@ -1,6 +1,7 @@
-"""Streams, consumers and buckets as data. ``services/kit/reconcile.py`` makes the server match.
+"""Streams, consumers, buckets, and who publishes and reads each event, as data.
 
-Sizes and ages are what a new stream starts with; what an operator raised later is kept.
+``services/kit/reconcile.py`` makes the server match. Sizes and ages are what a new stream starts with; what an operator
+raised later is kept. ``python -m tests.contracts.generate`` writes the tables of docs/design.md and docs/events.md.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from contracts import subjects
-from contracts.base import Event
-from contracts.events import checkpoint, dataset, model, run, train
+from contracts.base import Event, Request
+from contracts.events import BY_TYPE, capacity, checkpoint, dataset, model, node, run, study, train
+from contracts.events import FACTS as ALL_FACTS
+from contracts.events import REQUESTS as ALL_REQUESTS
 
 DAY_S = 86_400.0
 GIB = 2**30
@@ -32,6 +35,13 @@ class Stream:
     #: Whether several messages may be published at once, all of them or none.
     atomic: bool = False
 
+    @property
+    def retention(self) -> str:
+        """How long its messages stay, in words."""
+        age = f"{self.max_age_s / DAY_S:g} days" if self.max_age_s else ""
+        size = f"{self.max_bytes / GIB:g} GiB" if self.max_bytes else ""
+        return " or ".join(filter(None, (age, size))) or "for ever"
+
 
 @dataclass(frozen=True, slots=True)
 class Consumer:
@@ -46,6 +56,10 @@ class Consumer:
     ack_wait_s: float = 10.0
     #: How many messages one instance works on at a time; 1 keeps the stream's order.
     concurrency: int = 1
+
+    @property
+    def service(self) -> str:
+        return self.name.removesuffix("-requests")
 
     @property
     def filters(self) -> tuple[str, ...]:
@@ -174,3 +188,206 @@ class Topology:
     consumers: tuple[Consumer, ...] = field(default=CONSUMERS)
     buckets: tuple[Bucket, ...] = field(default=BUCKETS)
     object_buckets: tuple[ObjectBucket, ...] = field(default=OBJECT_BUCKETS)
+
+
+# -- who publishes and reads what ---------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceEvents:
+    """The events that a service publishes, and those that it reads besides its durable consumers'."""
+
+    publishes: tuple[type[Event], ...] = ()
+    follows: tuple[type[Event], ...] = ()
+
+
+#: Every other system: it publishes requests and may read everything.
+CLIENTS = "clients"
+SERVICES: dict[str, ServiceEvents] = {
+    "scheduler": ServiceEvents(
+        publishes=(
+            run.RunAccepted,
+            run.RunRejected,
+            run.RunQueued,
+            run.RunWaiting,
+            run.RunReserved,
+            run.RunPlaced,
+            run.RunPreempting,
+            run.RunCancelling,
+            run.RunCompleted,
+            run.RunFailed,
+            run.RunCancelled,
+            node.NodeLost,
+            node.NodeDraining,
+            capacity.CapacityWanted,
+            capacity.PolicyAdopted,
+            study.StudyRejected,
+        ),
+        # It fences on the sequence of every fact about a run.
+        follows=tuple(
+            fact
+            for fact in ALL_FACTS
+            if subjects.parts(fact.subject_filter())[0] in ("run", "node", "capacity", "policy")
+        ),
+    ),
+    "ingestion": ServiceEvents(
+        publishes=(
+            dataset.DatasetIngested,
+            dataset.DatasetIngestFailed,
+            dataset.DatasetProgress,
+            run.RunPrepareFailed,
+        )
+    ),
+    "sharding": ServiceEvents(
+        publishes=(
+            dataset.DatasetSharded,
+            dataset.DatasetShardFailed,
+            dataset.DatasetProgress,
+            run.RunPrepared,
+            run.RunPrepareFailed,
+        )
+    ),
+    "worker": ServiceEvents(
+        publishes=(
+            node.NodeJoined,
+            node.NodeLeft,
+            node.NodeNotice,
+            node.NodeUnfit,
+            run.RunStarted,
+            run.RunStalled,
+            run.RunStraggler,
+            run.RunStarved,
+            run.RunReleased,
+            run.RunExited,
+            run.RunProgress,
+            run.RunLog,
+            checkpoint.CheckpointStaged,
+            checkpoint.CheckpointRepaired,
+        ),
+        follows=(
+            run.RunPlaced,
+            run.RunPreempting,
+            run.RunCompleted,
+            run.RunFailed,
+            run.RunCancelled,
+            checkpoint.CheckpointCommitted,
+            checkpoint.CheckpointRefused,
+            checkpoint.CheckpointRotten,
+            node.NodeLost,
+            node.NodeDraining,
+        ),
+    ),
+    "checkpoint": ServiceEvents(
+        publishes=(
+            checkpoint.CheckpointCommitted,
+            checkpoint.CheckpointRefused,
+            checkpoint.CheckpointDeleted,
+            checkpoint.CheckpointPinned,
+            checkpoint.CheckpointRotten,
+            # It writes a manifest anew from the facts; nodes write blobs anew.
+            checkpoint.CheckpointRepaired,
+            # Every day it asks for a scrub.
+            train.ScrubRequested,
+        ),
+        follows=(
+            run.RunAccepted,
+            run.RunPlaced,
+            run.RunExited,
+            run.RunCompleted,
+            run.RunFailed,
+            run.RunCancelled,
+            run.RunEvaluated,
+            model.ModelPromoted,
+            checkpoint.CheckpointStaged,
+            checkpoint.CheckpointCommitted,
+            checkpoint.CheckpointRefused,
+            checkpoint.CheckpointDeleted,
+            checkpoint.CheckpointPinned,
+            checkpoint.CheckpointRotten,
+        ),
+    ),
+    "evaluation": ServiceEvents(
+        # An evaluation is a run of its own.
+        publishes=(
+            run.RunEvaluated,
+            run.RunPromoted,
+            run.RunNotPromoted,
+            model.ModelPromoted,
+            train.TrainRequested,
+        ),
+        follows=(
+            run.RunAccepted,
+            run.RunPrepared,
+            run.RunCompleted,
+            run.RunFailed,
+            run.RunCancelled,
+            run.RunRejected,
+            run.RunEvaluated,
+            run.RunPromoted,
+            run.RunNotPromoted,
+            model.ModelPromoted,
+            checkpoint.CheckpointCommitted,
+        ),
+    ),
+    "autoscaler": ServiceEvents(
+        publishes=(train.DrainRequested,),
+        follows=(
+            node.NodeJoined,
+            node.NodeLeft,
+            node.NodeLost,
+            node.NodeDraining,
+            node.NodeNotice,
+            capacity.CapacityWanted,
+            capacity.PolicyAdopted,
+            run.RunPlaced,
+            run.RunReleased,
+            run.RunExited,
+        ),
+    ),
+    "tracking": ServiceEvents(publishes=(run.RunTracked,), follows=(run.RunProgress,)),
+    # It publishes what its HTTP clients ask for.
+    "gateway": ServiceEvents(publishes=ALL_REQUESTS, follows=tuple(BY_TYPE.values())),
+}
+
+
+class WrongProducer(Exception):
+    """A service publishes an event that belongs to another one."""
+
+
+def producers_of(event: type[Event]) -> tuple[str, ...]:
+    """Return who may publish the event: services, and the clients for requests."""
+    found = tuple(name for name, service in SERVICES.items() if event in service.publishes)
+    return (CLIENTS, *found) if issubclass(event, Request) else found
+
+
+def consumers_of(event: type[Event]) -> tuple[str, ...]:
+    """Return the services that read the event."""
+    handlers = {consumer.service for consumer in CONSUMERS if event in consumer.events}
+    return tuple(name for name, service in SERVICES.items() if name in handlers or event in service.follows)
+
+
+def stream_of(event: type[Event]) -> Stream:
+    """Return the stream that keeps the event."""
+    return next(
+        stream
+        for stream in STREAMS
+        if any(subjects.matches(pattern, event.subject_filter()) for pattern in stream.subjects)
+    )
+
+
+def compatibility_of(event: type[Event]) -> str:
+    """Return what may change about the event within its version, in words."""
+    if issubclass(event, Request):
+        return "optional fields are added, limits are loosened; unknown fields are refused"
+    return "optional fields are added; readers ignore unknown fields and check no limits of recorded values"
+
+
+def require_producer(service: str, event: type[Event]) -> None:
+    """Check that a service publishes only its own events. Other names (tools, tests) are checked by NATS permissions.
+
+    Raises:
+        WrongProducer: the event belongs to other services.
+    """
+    if service in SERVICES and event not in SERVICES[service].publishes:
+        producers = ", ".join(producers_of(event)) or "no service"
+        raise WrongProducer(f"{service} may not publish {event.type}: it belongs to {producers}")

@@ -188,6 +188,7 @@ class Bus:
         self, event: Event, subject: str, envelope: Envelope, *, expected: ExpectedSequence | None = None
     ) -> PublishAck:
         """Publish any event under an envelope of the caller's making."""
+        topology.require_producer(self.service, type(event))
         return await self.send(encode_message(event, subject, envelope, expected))
 
     def build_message(
@@ -200,6 +201,7 @@ class Bus:
     def _build_fact_message(
         self, fact: Fact, cause: Envelope | None, expected: ExpectedSequence | None, traceparent: str
     ) -> OutgoingMessage:
+        topology.require_producer(self.service, type(fact))
         envelope = fact_envelope(fact, self.source, self.clock.now(), cause, traceparent)
         return encode_message(fact, fact.subject, envelope, expected)
 

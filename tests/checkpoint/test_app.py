@@ -100,7 +100,7 @@ class Rig:
 
 @pytest_asyncio.fixture
 async def rig(make_bus: Callable[..., Any], objects: ObjectStore, s3_settings: Settings) -> Rig:
-    return Rig(await make_bus("checkpoint"), objects, s3_settings)
+    return Rig(await make_bus(), objects, s3_settings)
 
 
 async def test_the_running_service_commits_once_what_two_nodes_staged(
@@ -264,7 +264,7 @@ async def test_garbage_collection_takes_what_nothing_names_and_nothing_else(
 ) -> None:
     clock = ManualClock()
     later = ManualClock(start=clock.now().replace(year=2100))
-    rig = Rig(await make_bus("checkpoint"), objects, s3_settings)
+    rig = Rig(await make_bus(), objects, s3_settings)
     await rig.publish(placed(retention=Retention(last=2, best=0)))
     shared = b"frozen weights, the same in every step"
     await objects.put(blob_uri(rig.bucket, shared), shared)
@@ -281,7 +281,7 @@ async def test_garbage_collection_takes_what_nothing_names_and_nothing_else(
     await objects.put(stray, b"stray")
     # Nothing is old enough yet.
     assert (await collect_garbage(rig.bus, objects, rig.settings)).blobs == 0
-    old = await make_bus("gc", clock=later)
+    old = await make_bus("test", clock=later)
     found = await collect_garbage(old, objects, rig.settings)
     gone = [blob_uri(rig.bucket, content(rank, 10)) for rank in range(4)]
     assert [found.blobs, found.manifests] == [5, 0]
@@ -301,7 +301,7 @@ async def test_garbage_collection_stops_at_a_manifest_it_cannot_read(
     make_bus: Callable[..., Any], objects: ObjectStore, s3_settings: Settings
 ) -> None:
     later = ManualClock(start=ManualClock().now() + timedelta(days=36500))
-    rig = Rig(await make_bus("gc", clock=later), objects, s3_settings)
+    rig = Rig(await make_bus("test", clock=later), objects, s3_settings)
     await objects.put(blob_uri(rig.bucket, b"stray"), b"stray")
     await objects.put(manifest_uri(rig.bucket, "x", "ry", 1, 1, 1), b"scrambled")
     with pytest.raises(ValueError, match="repair or remove it"):

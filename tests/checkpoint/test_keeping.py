@@ -105,7 +105,7 @@ class Rig:
 
 @pytest_asyncio.fixture
 async def rig(make_bus: Callable[..., Any], objects: ObjectStore, s3_settings: Settings) -> Rig:
-    return Rig(await make_bus("checkpoint"), objects, s3_settings)
+    return Rig(await make_bus(), objects, s3_settings)
 
 
 async def test_a_pinned_checkpoint_outlives_retention_until_it_is_unpinned(rig: Rig) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import yaml
 
 from contracts.compatibility import breaking_changes
-from contracts.documents import asyncapi, every_document
+from contracts.documents import GENERATED, asyncapi, every_document, insert_generated
 
 CONTRACTS = Path(__file__).parents[2] / "contracts"
 RELEASES = Path(__file__).parents[1] / "upgrade"
@@ -68,6 +68,9 @@ def main() -> int:
     for name, text in every_document().items():
         (CONTRACTS / name).write_text(text)
     (CONTRACTS / "asyncapi.yaml").write_text(asyncapi_text())
+    for page, parts in GENERATED.items():
+        path = CONTRACTS.parent / page
+        path.write_text(insert_generated(path.read_text(), parts))
     return 0
 
 

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from contracts.compatibility import breaking_changes
-from contracts.documents import every_document, schema_for
+from contracts.documents import GENERATED, every_document, insert_generated, schema_for
 from contracts.events import BY_TYPE, REQUESTS
 from contracts.events.train import TrainRequested
 from tests.contracts.generate import CONTRACTS, asyncapi_text, breaks, released_schemas
@@ -39,6 +39,12 @@ def test_committed_schema_is_current(name: str) -> None:
 
 def test_committed_asyncapi_is_current() -> None:
     assert (CONTRACTS / "asyncapi.yaml").read_text() == asyncapi_text(), REGENERATE
+
+
+@pytest.mark.parametrize("page", sorted(GENERATED))
+def test_generated_part_of_a_page_is_current(page: str) -> None:
+    text = (CONTRACTS.parent / page).read_text()
+    assert text == insert_generated(text, GENERATED[page]), REGENERATE
 
 
 def test_every_event_has_a_valid_example_and_every_request_an_invalid_one() -> None:

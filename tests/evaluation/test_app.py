@@ -47,8 +47,10 @@ def evaluation_id(run_id: str) -> str:
 class Rig:
     """An evaluator on real servers, and what scheduler, sharding and workers would publish."""
 
-    def __init__(self, bus: Bus, objects: ObjectStore, settings: Settings) -> None:
+    def __init__(self, bus: Bus, others: Bus, objects: ObjectStore, settings: Settings) -> None:
         self.bus, self.objects, self.settings = bus, objects, settings
+        #: What the other services publish on: each may publish its own events only.
+        self.others = others
         self.evaluator = self.restarted()
 
     def restarted(self) -> Evaluator:
@@ -60,7 +62,7 @@ class Rig:
         return CheckpointRef(uri=uri, step=100, epoch=1, samples_consumed=6400)
 
     async def publish(self, fact: Fact) -> Message[Any]:
-        await self.bus.publish(fact)
+        await self.others.publish(fact)
         return await self.last(fact.subject)
 
     async def last(self, subject: str) -> Message[Any]:
@@ -116,7 +118,7 @@ class Rig:
 
 @pytest_asyncio.fixture
 async def rig(make_bus: Callable[..., Any], objects: ObjectStore, s3_settings: Settings) -> Rig:
-    return Rig(await make_bus("evaluation"), objects, s3_settings)
+    return Rig(await make_bus("evaluation"), await make_bus(), objects, s3_settings)
 
 
 async def test_the_running_service_measures_reports_and_promotes(rig: Rig, s3_settings: Settings) -> None:
@@ -220,7 +222,7 @@ async def test_a_kill_before_and_after_each_publish_and_every_event_twice(
 async def test_two_promotions_at_once_are_decided_one_after_the_other(
     rig: Rig, make_bus: Callable[..., Any], objects: ObjectStore
 ) -> None:
-    other = Rig(await make_bus("evaluation"), objects, rig.settings)
+    other = Rig(await make_bus("evaluation"), await make_bus(), objects, rig.settings)
     for run_id in ("ra", "rb"):
         await rig.evaluator.on_run_ended(await rig.trained(run_id))
     ended = [await rig.measured(evaluation_id("ra"), 0.8), await rig.measured(evaluation_id("rb"), 0.9)]

@@ -262,6 +262,9 @@ class RunPreempting(GenerationFact, fact="preempting"):
     then: Literal["queue", "cancel", "fail"] = "queue"
     #: The run that gets the slots.
     preemptor: Token | None = None
+    #: Slot-seconds that the restart costs (work lost, and the time to resume), and those that it gains.
+    cost_slot_s: float | None = None
+    gain_slot_s: float | None = None
     decision: DecisionRecord | None = None
 
 

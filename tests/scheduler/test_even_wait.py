@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.scheduling import Elastic, EvenWait, Faults, Order, Policy, Reclaim
-from services.scheduler.core.decide import plan
+from services.scheduler.core.decide import run_steps
 from services.scheduler.core.fold import fold
 from services.scheduler.core.order import even_wait, queue
 from services.scheduler.policies import load
@@ -88,7 +88,7 @@ def test_nobody_is_stopped_before_it_has_had_its_quantum() -> None:
     world.wait(299)
     submit(world, "short")
     assert world.run("wide").preempting is None
-    wake = plan(world.cluster, world.now, POLICY).wake_at
+    wake = run_steps(world.cluster, world.now, POLICY).wake_at
     assert wake is not None
     assert wake <= world.now + timedelta(seconds=1)
     world.wait(1)

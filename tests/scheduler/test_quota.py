@@ -14,7 +14,7 @@ from contracts.events.capacity import PolicyAdopted
 from contracts.events.node import NodeJoined
 from contracts.events.run import RunPreempting, RunWaiting
 from contracts.scheduling import Admit, FairShare, Order, Policy, Quota, Reclaim
-from services.scheduler.core.decide import plan
+from services.scheduler.core.decide import run_steps
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.fold import fold
 from services.scheduler.core.quota.quotas import Quotas
@@ -225,7 +225,7 @@ class Teams(World):
         """The clock goes on to then; the scheduler looks when it said it would, agents let go within the grace."""
         for _ in range(200):
             self.settle()
-            wake_at = plan(self.cluster, self.now, self.policy).wake_at
+            wake_at = run_steps(self.cluster, self.now, self.policy).wake_at
             due = {run_id: self.run(run_id).preempting_at + timedelta(seconds=20) for run_id in self.stopping()}
             next_at = min([until, *due.values(), *([wake_at] if wake_at is not None else [])])
             self.now = max(self.now, next_at)
@@ -380,7 +380,7 @@ def test_slot_hours_stop_runs_in_time_and_the_next_period_starts_them() -> None:
     world.start("r0")
     world.wait(31 * 60)
     world.settle()
-    wake_at = plan(world.cluster, world.now, world.policy).wake_at
+    wake_at = run_steps(world.cluster, world.now, world.policy).wake_at
     assert wake_at == datetime(2026, 1, 1, 1, 59, tzinfo=UTC)
     world.now = wake_at
     world.settle()
@@ -397,7 +397,7 @@ def test_slot_hours_stop_runs_in_time_and_the_next_period_starts_them() -> None:
         "needs at least 8 slots, but team a has used 8 of its 8 slot-hours in this period, which ends at "
         "2026-01-02T00:00:00+00:00; the next period begins at 2026-01-02T00:00:00+00:00"
     )
-    wake_at = plan(world.cluster, world.now, world.policy).wake_at
+    wake_at = run_steps(world.cluster, world.now, world.policy).wake_at
     assert wake_at == datetime(2026, 1, 2, tzinfo=UTC)
     world.now = wake_at
     world.settle()

@@ -9,7 +9,7 @@ import pytest
 
 from contracts.events.run import RunFailed, RunPreempting
 from contracts.scheduling import FairShare, Order, Policy, Reclaim
-from services.scheduler.core.decide import plan
+from services.scheduler.core.decide import run_steps
 from tests.scheduler.test_quota import Teams
 from tests.scheduler.world import START
 
@@ -33,7 +33,7 @@ def test_runs_that_allow_it_take_turns() -> None:
         (running,) = world.placed()
         order.append(running)
         world.start(running)
-        assert plan(world.cluster, world.now, TURNS).wake_at is not None
+        assert run_steps(world.cluster, world.now, TURNS).wake_at is not None
         world.wait(SLICE_S - 1)
         assert not world.settle()
         world.wait(1)
@@ -135,7 +135,7 @@ def test_no_slots_are_taken_before_the_granted_time() -> None:
     world.wait(100)
     world.submit("r1", None, 8, priority=5)
     assert not world.stopping()
-    assert plan(world.cluster, world.now, policy).wake_at == world.now + timedelta(seconds=200)
+    assert run_steps(world.cluster, world.now, policy).wake_at == world.now + timedelta(seconds=200)
     world.wait(200)
     world.settle()
     assert world.stopping() == {"r0"}

@@ -30,6 +30,7 @@ from contracts.events.run import (
 from contracts.scheduling import Policy
 from contracts.spec.run import RunSpec
 from services.scheduler.core.place.resource_request import useful
+from services.scheduler.core.price import Price
 from services.scheduler.core.state.cluster import Cluster
 
 #: Which constraint binds, in a word.
@@ -88,6 +89,7 @@ class PreemptRun:
     grace_s: float
     then: Literal["queue", "cancel", "fail"] = "queue"
     preemptor: str | None = None
+    price: Price | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +208,8 @@ def fact_of(decision: Decision, cluster: Cluster, now: datetime, made: DecisionR
                 grace_s=decision.grace_s,
                 then=decision.then,
                 preemptor=decision.preemptor,
+                cost_slot_s=decision.price.cost_slot_s if decision.price is not None else None,
+                gain_slot_s=decision.price.gain_slot_s if decision.price is not None else None,
                 decision=made,
             )
         case CompleteRun():

@@ -19,7 +19,8 @@ from types import FrameType
 from typing import Any
 
 from contracts.scheduling import Policy
-from services.scheduler.core.decide import Plan, plan
+from services.scheduler.core.cycle_state import CycleResult
+from services.scheduler.core.decide import run_steps
 from services.scheduler.core.decisions import CancelRun
 from services.scheduler.core.state.cluster import EPOCH, Cluster, Node, Run
 from services.scheduler.core.state.quarantine import (
@@ -36,19 +37,19 @@ MAX_QUARANTINED_PER_CYCLE = 100
 
 def run_cycle(
     cluster: Cluster, now: datetime, policy: Policy, reachable_since: datetime = EPOCH, **options: Any
-) -> Plan:
+) -> CycleResult:
     """Run a scheduling cycle that quarantines what it fails on. Same input, same output; never raises."""
     suspects: defaultdict[str, list[str]] = defaultdict(list)
     for _ in range(MAX_QUARANTINED_PER_CYCLE):
         try:
-            made = plan(cluster, now, policy, reachable_since, **options)
+            made = run_steps(cluster, now, policy, reachable_since, **options)
         except Exception as error:
             if not _quarantine_culprit(cluster, error, suspects):
                 break
         else:
             made.decisions += cancellations(cluster)
             return made
-    return Plan(list(cancellations(cluster)))
+    return CycleResult(list(cancellations(cluster)))
 
 
 def cancellations(cluster: Cluster) -> list[CancelRun]:

@@ -10,7 +10,7 @@ from contracts.events.capacity import CapacityWanted
 from contracts.events.run import DecisionRecord
 from contracts.scheduling import Policy
 from services.scheduler.core.capacity.wanted import want, wanted_fact
-from services.scheduler.core.decide import Plan
+from services.scheduler.core.cycle_state import CycleResult
 from services.scheduler.core.decisions import fact_of
 from services.scheduler.core.quarantine import run_cycle
 from services.scheduler.core.state.cluster import EPOCH, Cluster
@@ -40,15 +40,15 @@ def key_of(fact: Fact | None) -> CycleKey | None:
     return CycleKey(decision.at_sequence, decision.at, decision.policy, decision.reachable_since, about_nodes)
 
 
-def replay_cycle(cluster: Cluster, key: CycleKey, policy: Policy) -> Plan:
+def replay_cycle(cluster: Cluster, key: CycleKey, policy: Policy) -> CycleResult:
     """The plan of that pass. ``cluster`` must be folded up to ``key.at_sequence``.
 
     A live pass tells only some of those that wait why, and goes on with the others in the next; here all are told.
     """
-    return run_cycle(cluster, key.at, policy, key.reachable_since or EPOCH, told=UNLIMITED)
+    return run_cycle(cluster, key.at, policy, key.reachable_since or EPOCH, max_explained=UNLIMITED)
 
 
-def facts_of(made: Plan, cluster: Cluster, key: CycleKey) -> list[Fact]:
+def facts_of(made: CycleResult, cluster: Cluster, key: CycleKey) -> list[Fact]:
     """What the decisions of a plan are published as, in the order in which they were decided."""
     stamp = DecisionRecord(
         at_sequence=key.at_sequence, at=key.at, policy=key.policy, reachable_since=key.reachable_since

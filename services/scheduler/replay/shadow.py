@@ -17,7 +17,7 @@ from contracts.base import Fact
 from contracts.events.capacity import PolicyAdopted
 from contracts.events.run import RunPlaced, RunPreempting, RunWaiting
 from contracts.scheduling import Policy
-from services.scheduler.core.decide import Plan
+from services.scheduler.core.cycle_state import CycleResult
 from services.scheduler.core.state.cluster import Cluster
 from services.scheduler.replay.cycles import CycleKey, facts_of, key_of, replay_cycle
 from services.scheduler.replay.log import Entry, fold_entry
@@ -184,7 +184,9 @@ class Shadow:
         self._count(key.at, facts, others, made, other)
         return self._new(others)
 
-    def _count(self, at: datetime, facts: list[Fact], others: list[Fact], made: Plan, other: Plan) -> None:
+    def _count(
+        self, at: datetime, facts: list[Fact], others: list[Fact], made: CycleResult, other: CycleResult
+    ) -> None:
         result = self.result
         starts, stops = _starts(facts), _stops(facts)
         starts_other, stops_other = _starts(others), _stops(others)
@@ -240,7 +242,7 @@ def _stops(facts: Iterable[Fact]) -> set[tuple[str, int]]:
     return {(fact.run_id, fact.generation) for fact in facts if isinstance(fact, RunPreempting)}
 
 
-def _reason(made: Plan, run_id: str) -> str:
+def _reason(made: CycleResult, run_id: str) -> str:
     """The code for which a plan lets a run wait."""
     why: Any = made.waits.get(run_id)
     return str(why.code) if why is not None else NO_REASON

@@ -18,7 +18,7 @@ from contracts.base import Fact
 from contracts.events.capacity import PolicyAdopted
 from contracts.events.run import RunCancelling, RunPlaced
 from contracts.scheduling import Policy
-from services.scheduler.core.decide import plan
+from services.scheduler.core.decide import run_steps
 from services.scheduler.core.decisions import MAX_FACTS_PER_CYCLE, decision_record, fact_of, in_order
 from services.scheduler.core.fold import apply
 from services.scheduler.core.state.cluster import Cluster
@@ -168,7 +168,7 @@ class Core:
         for fact in turn.facts:
             self._say(fact, turn.now_s, now)
         started = time.perf_counter()
-        planned = plan(self.cluster, now, self.policy, START)
+        planned = run_steps(self.cluster, now, self.policy, START)
         self.effort.pass_s.append(time.perf_counter() - started)
         # All facts of a pass are made from what was known as it began.
         made = decision_record(self.cluster, now, self.policy, START)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from contracts.events.train import TrainRequested
 from contracts.scheduling import Policy
 from contracts.spec.run import RunSpec
-from services.scheduler.core.decide import plan
+from services.scheduler.core.decide import run_steps
 from services.scheduler.core.decisions import PlaceRun, PreemptRun
 from services.scheduler.core.reasons import Why
 from services.scheduler.core.state.cluster import Cluster, Run
@@ -67,7 +67,7 @@ class Attempt:
         except ValueError:
             return None
         clone = self.changed(spec)
-        made = plan(clone, self.now, self.policy, about=self.run.run_id).decisions
+        made = run_steps(clone, self.now, self.policy, about=self.run.run_id).decisions
         if any(isinstance(each, PlaceRun) and each.run_id == self.run.run_id for each in made):
             return Change(fields, "now")
         victims = [each.run_id for each in made if isinstance(each, PreemptRun) and each.preemptor == self.run.run_id]

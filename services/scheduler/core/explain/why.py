@@ -8,7 +8,7 @@ from typing import Any
 
 from contracts.scheduling import Policy
 from services.scheduler.core import reasons
-from services.scheduler.core.decide import plan
+from services.scheduler.core.decide import run_steps
 from services.scheduler.core.explain.estimate import ReleaseTimes
 from services.scheduler.core.explain.request_changes import smallest_changes
 from services.scheduler.core.place.placer import Placer
@@ -29,7 +29,7 @@ def answer(
     run = cluster.runs.get(run_id)
     # Only a run that waits needs a look at all the others.
     waiting = run is not None and not run.parts and not run.terminal
-    why = plan(cluster, now, policy, reachable_since, about=run_id).waits.get(run_id) if waiting else None
+    why = run_steps(cluster, now, policy, reachable_since, about=run_id).waits.get(run_id) if waiting else None
     said = reasons.state(cluster, run_id, why)
     if run is None or why is None or run_id not in cluster.queued:
         return said

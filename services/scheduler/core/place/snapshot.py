@@ -6,6 +6,7 @@ reservation) is a space as well.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from typing import Any
 from services.scheduler.core.state.cluster import Cluster, Node, Run
 from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
 
+#: Tells states of snapshots apart; no decision depends on it.
+_STATE_IDS = itertools.count()
 #: Slots of a node that a run takes.
 NodeSlots = tuple[str, tuple[int, ...]]
 
@@ -157,8 +160,8 @@ class ClusterSnapshot:
         self.nodes = capacities
         #: Thousandths of accelerators that are left, all in all.
         self.milli = sum(capacity.milli for capacity in capacities.values())
-        #: Grows with whatever is taken or given back.
-        self.changes = 0
+        #: Differs between states of the snapshot; a rollback restores it.
+        self.state_id = next(_STATE_IDS)
         #: Nodes whose rooms nobody else has.
         self._own: set[str] = set()
         #: The shelves of cells of nodes that were asked for.
@@ -194,14 +197,14 @@ class ClusterSnapshot:
     def copy(self) -> ClusterSnapshot:
         self._own.clear()
         copied = ClusterSnapshot.__new__(ClusterSnapshot)
-        copied.nodes, copied.milli, copied.changes = dict(self.nodes), self.milli, 0
+        copied.nodes, copied.milli, copied.state_id = dict(self.nodes), self.milli, next(_STATE_IDS)
         copied._own, copied._indexes = set(), {}
         return copied
 
     def put(self, node_id: str, capacity: NodeCapacity) -> None:
         """One more room."""
         self.nodes[node_id] = capacity
-        self.changes += 1
+        self.state_id = next(_STATE_IDS)
         self.milli += capacity.milli
         self._own.add(node_id)
 
@@ -231,7 +234,7 @@ class ClusterSnapshot:
                 self._changed(node_id)
 
     def _changed(self, node_id: str) -> None:
-        self.changes += 1
+        self.state_id = next(_STATE_IDS)
         for index in self._indexes.values():
             index.changed(self.nodes[node_id])
 

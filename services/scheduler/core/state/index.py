@@ -49,10 +49,12 @@ class Index:
     #: The longest wait that it was ordered by; and the longest of the runs that have slots, at a sequence.
     limit_s: float = 0.0
     longest_wait: tuple[int, float] | None = None
-    #: Runs that have slots -> what could be taken of them (``claims.reclaim.Holding``); and what all of these follow
-    #: from beside what is said about the run itself.
+    #: Runs that have slots -> ``preemption_rules.AllocatedRun``; and what all of these follow from beside the facts
+    #: about the run itself.
     allocated_runs: dict[str, Any] = field(default_factory=dict)
     allocated_runs_state: Any = None
+    #: What searches for victims found in vain, and until when that holds (``steps.preempt.VainSearches``).
+    vain_searches: Any = None
     #: Runs about which something was said since the last pass.
     touched: dict[str, None] = field(default_factory=dict)
     #: Runs for which something may be to be decided, each on its own.
@@ -73,7 +75,7 @@ class Index:
     priority: dict[str, int] = field(default_factory=dict)
     priorities: Counter[int] = field(default_factory=Counter)
     going: set[str] = field(default_factory=set)
-    #: What is free on each node, as of the last pass in which it had changed (``place.space.Room``).
+    #: What is free on each node, as of the last pass in which it had changed (``place.snapshot.NodeCapacity``).
     nodes: dict[str, Any] = field(default_factory=dict)
     #: One object for all runs that want the same.
     wants: dict[Any, Any] = field(default_factory=dict)

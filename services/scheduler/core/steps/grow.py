@@ -1,100 +1,87 @@
-"""Growing: idle slots go to runs that can use more than they have."""
+"""Grow: idle slots go to runs that can use more than they have."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from datetime import datetime, timedelta
+from datetime import timedelta
 
-from contracts.scheduling import Policy
+from services.scheduler.core.cycle_state import CycleState
 from services.scheduler.core.decisions import PreemptRun
 from services.scheduler.core.order import queue
-from services.scheduler.core.place.placer import Placer
 from services.scheduler.core.place.resource_request import avoided, resource_request_of, useful
 from services.scheduler.core.place.snapshot import ClusterSnapshot, NodeCapacity
-from services.scheduler.core.quota.entitlements import Entitlements, held
+from services.scheduler.core.price import growth_price, is_resumable
+from services.scheduler.core.quota.transaction import Transaction
 from services.scheduler.core.state.cluster import EPOCH, Cluster, Phase, Run
 
 
-def grow_runs(
-    cluster: Cluster,
-    free: Callable[[], ClusterSnapshot],
-    now: datetime,
-    policy: Policy,
-    placer: Placer,
-    entitlements: Entitlements,
-) -> tuple[list[PreemptRun], float]:
-    """The restarts that put idle slots to use, and when to look again (seconds since the epoch).
-
-    Only called when nobody waits for them.
-    """
+def grow_runs(cycle: CycleState) -> None:
+    """Restart runs that can use idle slots, where that gains more than the restart costs; while no run waits."""
+    cluster, policy, placer = cycle.cluster, cycle.policy, cycle.placer
     candidates = []
     for run_id in cluster.active:
         run = cluster.runs[run_id]
         if run.preempting is not None:
-            return [], math.inf
-        if run.least < run.most and run.slot_count < run.most and _resumable(run):
+            return
+        if run.least < run.most and run.slot_count < run.most and _can_restart(run):
             candidates.append(run)
-    if not candidates or not (snapshot := free()).whole():
-        return [], math.inf
-    idle, wake_s = _at_rest(cluster, snapshot, now, policy)
-    chosen: list[PreemptRun] = []
-    for run in sorted(candidates, key=lambda run: queue.key_of(cluster, run, now, policy)):
+    if not candidates or not cycle.snapshot.whole():
+        return
+    idle = _idle_snapshot(cycle)
+    for run in sorted(candidates, key=lambda run: queue.key_of(cluster, run, cycle.now, policy)):
         settled_s = run.placed_at.timestamp() + policy.elastic.resize_interval_s
-        if settled_s > now.timestamp():
-            wake_s = min(wake_s, settled_s)
+        if settled_s > cycle.now_s:
+            cycle.wake_at(settled_s)
             continue
-        trial = _with_own(cluster, run, idle)
-        wants, avoid = resource_request_of(cluster, run), avoided(cluster, run, policy)
-        entitlements.refund_run(run)
-        most, shut = entitlements.most(run, wants, run.spec.slots.max)
-        count = useful(run, min(most, placer.most(trial, run, wants, avoid | shut))) if most > run.slot_count else 0
-        found = placer.find(trial, run, count, wants, avoid, shut) if count > run.slot_count else None
-        entitlements.charge(run, found or held(run))
-        if found is None:
-            continue
+        trial = _with_own_nodes(cluster, run, idle)
+        request, avoid = resource_request_of(cluster, run), avoided(cluster, run, policy)
+        with Transaction(trial, cycle.entitlements) as change:
+            change.release_run(run)
+            most, shut = cycle.entitlements.most(run, request, run.spec.slots.max)
+            if most <= run.slot_count:
+                continue
+            count = useful(run, min(most, placer.most(trial, run, request, avoid | shut)))
+            price = growth_price(cluster, run, count, cycle.now, policy)
+            if count <= run.slot_count or not price.is_worth_it:
+                continue
+            slots = placer.find(trial, run, count, request, avoid, shut)
+            if slots is None:
+                continue
+            change.allocate(run, slots)
+            change.commit()
         reason = f"grows from {run.slot_count} to {count} slots"
-        chosen.append(PreemptRun(run.run_id, run.generation, reason, "resized", run.spec.grace_s))
-        trial.allocate(wants.demand, found)
-        idle = ClusterSnapshot(
-            {node_id: capacity for node_id, capacity in trial.nodes.items() if node_id in idle.nodes}
+        cycle.result.decisions.append(
+            PreemptRun(run.run_id, run.generation, reason, "resized", run.spec.grace_s, price=price)
         )
-    return chosen, wake_s
+        idle = ClusterSnapshot({node_id: each for node_id, each in trial.nodes.items() if node_id in idle.nodes})
 
 
-def _resumable(run: Run) -> bool:
+def _can_restart(run: Run) -> bool:
     # A command has no checkpoints and would begin again; an evaluation is over before growing pays.
-    trains = run.spec.task is not None and run.spec.kind == "train"
-    return trains and run.phase is Phase.RUNNING and all(part.ended is None for part in run.parts.values())
+    return is_resumable(run) and run.phase is Phase.RUNNING and all(part.ended is None for part in run.parts.values())
 
 
-def _at_rest(
-    cluster: Cluster, snapshot: ClusterSnapshot, now: datetime, policy: Policy
-) -> tuple[ClusterSnapshot, float]:
-    """The rooms that are worth a restart: nobody has come for them while things were at rest; and when more are."""
-    elastic = policy.elastic
-    rest_at = cluster.moved_at + timedelta(seconds=elastic.resize_interval_s)
-    capacities: dict[str, NodeCapacity] = {}
-    wake_s = math.inf if rest_at <= now else rest_at.timestamp()
-    for node_id, capacity in snapshot.nodes.items():
+def _idle_snapshot(cycle: CycleState) -> ClusterSnapshot:
+    """Return the nodes whose free slots no run has come for while allocations were at rest."""
+    elastic, now = cycle.policy.elastic, cycle.now
+    rest_at = cycle.cluster.moved_at + timedelta(seconds=elastic.resize_interval_s)
+    idle: dict[str, NodeCapacity] = {}
+    cycle.wake_at(rest_at.timestamp())
+    for node_id, capacity in cycle.snapshot.nodes.items():
         since = capacity.node.free_since
         anyway_at = since + timedelta(seconds=elastic.grow_anyway_s)
         if rest_at <= now or (since != EPOCH and anyway_at <= now):
-            capacities[node_id] = capacity
+            idle[node_id] = capacity
         elif since != EPOCH:
-            wake_s = min(wake_s, anyway_at.timestamp())
-    return ClusterSnapshot(capacities), wake_s
+            cycle.wake_at(anyway_at.timestamp())
+    return ClusterSnapshot(idle)
 
 
-def _with_own(cluster: Cluster, run: Run, idle: ClusterSnapshot) -> ClusterSnapshot:
-    """What is idle, and what the run has already."""
+def _with_own_nodes(cluster: Cluster, run: Run, idle: ClusterSnapshot) -> ClusterSnapshot:
+    """Return what is idle, with the nodes of the run; on those others all slots are taken."""
     trial = idle.copy()
     for part in run.live:
         node = cluster.nodes[part.node_id]
         if part.node_id not in trial.nodes and node.is_schedulable:
-            # All of it is taken, but what the run itself has.
-            trial.put(
-                part.node_id, NodeCapacity(node, [0] * node.slots, node.free_cpu_milli, node.free_memory_bytes, 0, 0)
-            )
-    trial.release_run(run)
+            full = NodeCapacity(node, [0] * node.slots, node.free_cpu_milli, node.free_memory_bytes, 0, 0)
+            trial.put(part.node_id, full)
     return trial

@@ -13,17 +13,16 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from contracts.scheduling import Policy
+from services.scheduler.core.cycle_state import CycleState
+from services.scheduler.core.decisions import ReserveRun
 from services.scheduler.core.place.placer import Placer
 from services.scheduler.core.place.resource_request import ResourceRequest
 from services.scheduler.core.place.snapshot import ClusterSnapshot, NodeCapacity, NodeSlots
+from services.scheduler.core.price import is_resumable
+from services.scheduler.core.reasons import Why
 from services.scheduler.core.state.cluster import Cluster, Run
 from services.scheduler.core.state.remaining_time import expected_end_s, expected_s
 from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
-
-
-def resumable(run: Run) -> bool:
-    """Whether it goes on where it was when it gets slots again, rather than begin anew."""
-    return run.spec.task is not None and run.spec.kind == "train"
 
 
 class Reservation(NamedTuple):
@@ -100,7 +99,7 @@ class Reservations:
         self._futures: tuple[ClusterSnapshot, int, list[_Future]] | None = None
         self._spaces: dict[int, ClusterSnapshot] = {}
 
-    def hold(self, run: Run, wants: ResourceRequest, snapshot: ClusterSnapshot) -> Reservation | None:
+    def reserve(self, run: Run, wants: ResourceRequest, snapshot: ClusterSnapshot) -> Reservation | None:
         """Reserve for a run that does not fit now, if its turn has come for a reservation."""
         if len(self.made) >= self._most or run.spec.slots.min < self.policy.reserve.from_slots:
             return None
@@ -140,7 +139,7 @@ class Reservations:
 
     def _to_come(self, snapshot: ClusterSnapshot) -> list[_Future]:
         """What is free now, and after each of those that hold slots has let go, the first first."""
-        if self._futures is not None and self._futures[0] is snapshot and self._futures[1] == snapshot.changes:
+        if self._futures is not None and self._futures[0] is snapshot and self._futures[1] == snapshot.state_id:
             return self._futures[2]
         bits = self._bits = self._bits or _Bits(snapshot)
         future = snapshot.copy()
@@ -152,7 +151,7 @@ class Reservations:
                 capacity = future.nodes[node_id]
                 whole = whole & ~bits.of_node(capacity) | bits.of_capacity(capacity)
             found.append(_Future(at_s, holder, future.milli, found[-1].firm and firm, whole))
-        self._futures, self._spaces = (snapshot, snapshot.changes, found), {0: snapshot.copy()}
+        self._futures, self._spaces = (snapshot, snapshot.state_id, found), {0: snapshot.copy()}
         return found
 
     def _space_at(self, seen: int) -> ClusterSnapshot:
@@ -202,7 +201,7 @@ class Reservations:
             return False
         return wants.demand.milli != SLOT_MILLI or self._whole(self._to_come(snapshot)[0].whole, binding) >= count
 
-    def space_for(self, run: Run, snapshot: ClusterSnapshot) -> ClusterSnapshot:
+    def snapshot_for(self, run: Run, snapshot: ClusterSnapshot) -> ClusterSnapshot:
         """What the run may have of what is free now."""
         return self._beside(snapshot, self._binding(run))
 
@@ -231,7 +230,7 @@ class Reservations:
         """Whether the run, started now, has let go by the time that the slots are needed."""
         if each.run is run:
             return True
-        if self.policy.reclaim.overtakers and run.spec.scheduling.preemptible and resumable(run):
+        if self.policy.reclaim.overtakers and run.spec.scheduling.preemptible and is_resumable(run):
             # It lets go again when the slots are needed.
             return True
         expected, firm = self._expected(run)
@@ -263,3 +262,21 @@ def _without(snapshot: ClusterSnapshot, reservations: Iterable[Reservation]) -> 
 
 def as_time(at_s: float) -> datetime:
     return datetime.fromtimestamp(at_s, UTC)
+
+
+def reserve_or_explain(cycle: CycleState, reservations: Reservations, run: Run, request: ResourceRequest) -> Why:
+    """Reserve slots for a run that does not fit, if it is its turn; return why it waits."""
+    made = reservations.reserve(run, request, cycle.snapshot)
+    if made is None:
+        kept_for = reservations.kept_from(run, request, cycle.snapshot)
+        if kept_for is None:
+            return Why("slots")
+        return Why("reserved", ahead=kept_for.run.run_id, start_by=as_time(kept_for.start_s))
+    least = cycle.policy.reserve.promise_slots
+    start_by = as_time(made.start_s)
+    is_promised = made.firm and least is not None and run.spec.slots.min >= least
+    # A promise is published once: the run can only start earlier.
+    if is_promised and run.reserved is None and run.run_id in cycle.cluster.queued:
+        node_ids = tuple(sorted({node_id for node_id, _ in made.taken}))
+        cycle.result.decisions.append(ReserveRun(run.run_id, run.next_generation, start_by, node_ids))
+    return Why("slots", start_by=start_by, firm=made.firm)

@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 
 from contracts.events.run import QueueReason, RunStalled
 from contracts.scheduling import Policy
+from services.scheduler.core.cycle_state import CycleState
 from services.scheduler.core.decisions import CancelRun, CompleteRun, FailRun, PreemptRun, QueueRun
 from services.scheduler.core.place.maintenance import must_leave
 from services.scheduler.core.state.cluster import Cluster, MemberState, Node, Phase, Run
@@ -15,6 +16,63 @@ from services.scheduler.core.state.cluster import Cluster, MemberState, Node, Ph
 LEAST_GRACE_S = 1.0
 
 Settlement = CancelRun | CompleteRun | FailRun | PreemptRun | QueueRun
+
+
+def settle_runs(cycle: CycleState) -> None:
+    """Decide what follows from what has happened to each run alone."""
+    index = cycle.cluster.index
+    index.unsettled.update(dict.fromkeys(index.due(cycle.now_s)))
+    for run_id in list(index.unsettled):
+        run = cycle.cluster.runs[run_id]
+        settlement = _settle(cycle, run)
+        if settlement is None:
+            _check_later(cycle, run)
+            continue
+        cycle.result.decisions.append(settlement)
+        if isinstance(settlement, PreemptRun):
+            cycle.leaving.add(run_id)
+        elif isinstance(settlement, QueueRun) and not _must_pause(cycle, run, settlement):
+            cycle.queued[run_id] = run
+    if index.alarms:
+        cycle.wake_at(index.alarms[0][0])
+
+
+def stop_overspent_runs(cycle: CycleState) -> None:
+    """Stop the runs whose team has used up its slot-hours."""
+    stops, wake_s = cycle.entitlements.spent(cycle.leaving)
+    cycle.result.decisions += stops
+    cycle.leaving |= {stop.run_id for stop in stops}
+    cycle.wake_at(wake_s)
+
+
+def _settle(cycle: CycleState, run: Run) -> Settlement | None:
+    cluster, run_id = cycle.cluster, run.run_id
+    if run_id in cluster.unqueued:
+        return settle_unqueued(run)
+    if run_id in cluster.active:
+        return settle_active(cluster, run, cycle.now, cycle.policy, cycle.reachable_since)
+    if run_id in cluster.queued and run.cancel_reason is not None:
+        return CancelRun(run_id, run.cancel_reason)
+    return None
+
+
+def _check_later(cycle: CycleState, run: Run) -> None:
+    """Check the run again when there is a new fact about it, or its time has come."""
+    index, check_s = cycle.cluster.index, next_check_s(run, cycle.policy, cycle.now_s)
+    index.touched[run.run_id] = None
+    if run.run_id in cycle.cluster.queued:
+        index.untold[run.run_id] = None
+    if not check_s <= cycle.now_s:
+        # (A run whose time has come, and that may only be unreachable, is checked in every cycle.)
+        del index.unsettled[run.run_id]
+        if check_s < math.inf:
+            index.alarm(check_s, run.run_id)
+
+
+def _must_pause(cycle: CycleState, run: Run, settlement: QueueRun) -> bool:
+    """Whether a run that just broke must wait before its next try; it is examined once it is queued."""
+    has_broken = settlement.reason in ("crashed", "node lost")
+    return has_broken and cycle.policy.faults.retry_delay_s(run.setbacks + 1) > 0
 
 
 def settle_unqueued(run: Run) -> Settlement | None:

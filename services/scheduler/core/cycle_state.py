@@ -1,0 +1,99 @@
+"""What the steps of one scheduling cycle share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cached_property
+from typing import NamedTuple
+
+from contracts.scheduling import Policy
+from services.scheduler.core.decisions import Decision
+from services.scheduler.core.place.placer import Placer
+from services.scheduler.core.place.resource_request import ResourceRequest
+from services.scheduler.core.place.snapshot import ClusterSnapshot, NodeSlots
+from services.scheduler.core.quota.entitlements import Entitlements
+from services.scheduler.core.quota.transaction import Transaction
+from services.scheduler.core.reasons import Why
+from services.scheduler.core.state.cluster import EPOCH, Cluster, Run
+
+#: More than there can be of anything that is counted.
+UNLIMITED = 1 << 60
+
+
+@dataclass(slots=True)
+class CycleResult:
+    """The outcome of one cycle."""
+
+    decisions: list[Decision] = field(default_factory=list)
+    #: Each run that was examined and waits -> why.
+    waits: dict[str, Why] = field(default_factory=dict)
+    #: When the clock alone may change what is decided; None: only a new fact does.
+    wake_at: datetime | None = None
+    #: The budget ran out before every run was examined.
+    is_cut: bool = False
+
+
+class Placement(NamedTuple):
+    """A run that is placed in this cycle."""
+
+    run: Run
+    request: ResourceRequest
+    slots: list[NodeSlots]
+
+
+class CycleState:
+    """The inputs of a cycle, the snapshot that its steps change, and what they have decided so far."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        now: datetime,
+        policy: Policy,
+        reachable_since: datetime = EPOCH,
+        about: str | None = None,
+        max_examined: int = UNLIMITED,
+    ) -> None:
+        self.cluster, self.now, self.policy, self.reachable_since = cluster, now, policy, reachable_since
+        #: The run that is asked about: it is examined in any case.
+        self.about = about
+        self.now_s = now.timestamp()
+        self.result = CycleResult()
+        self.placer = Placer(cluster, policy, now)
+        self.entitlements = Entitlements(cluster, policy, self.now_s, self.placer)
+        #: Runs that are asked to release their slots by this cycle; runs that it queues, which compete in it.
+        self.leaving: set[str] = set()
+        self.queued: dict[str, Run] = {}
+        self.placements: list[Placement] = []
+        #: Runs that do not fit, in order.
+        self.blocked: list[Run] = []
+        #: Request -> the least number of slots that did not fit; what is free only shrinks while runs are placed.
+        self.misfits: dict[ResourceRequest, int] = {}
+        self._left = max_examined
+        self._wake_s = math.inf
+
+    @cached_property
+    def snapshot(self) -> ClusterSnapshot:
+        """What is free; built only if a run could use it."""
+        return ClusterSnapshot.free(self.cluster)
+
+    def transaction(self) -> Transaction:
+        """Begin changes of the snapshot that are kept or undone together."""
+        return Transaction(self.snapshot, self.entitlements)
+
+    def wake_at(self, at_s: float) -> None:
+        """Run another cycle at this time at the latest."""
+        if at_s > self.now_s:
+            self._wake_s = min(self._wake_s, at_s)
+
+    def spend_budget(self) -> bool:
+        """Count one more run that is examined; False once the budget is spent."""
+        self._left -= 1
+        self.result.is_cut = self.result.is_cut or self._left < 0
+        return self._left >= 0
+
+    def finish(self) -> CycleResult:
+        if self._wake_s < math.inf:
+            self.result.wake_at = datetime.fromtimestamp(self._wake_s, UTC)
+        return self.result

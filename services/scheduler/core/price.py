@@ -1,0 +1,52 @@
+"""What a restart costs and what it gains, in slot-seconds: one measure for preemption, reclaim and growth."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import NamedTuple
+
+from contracts.scheduling import Policy
+from services.scheduler.core.state.cluster import Cluster, Run
+from services.scheduler.core.state.remaining_time import left_s
+
+
+class Price(NamedTuple):
+    """Slot-seconds that a restart costs, and those that it gains."""
+
+    cost_slot_s: float
+    gain_slot_s: float
+
+    @property
+    def is_worth_it(self) -> bool:
+        return self.gain_slot_s > self.cost_slot_s
+
+
+def is_resumable(run: Run) -> bool:
+    """Whether the run continues from a checkpoint when it gets slots again, rather than begin anew."""
+    return run.spec.task is not None and run.spec.kind == "train"
+
+
+def lost_slot_s(run: Run, now: datetime) -> float:
+    """Return the slot-seconds since the work of the run was last safe.
+
+    A run that cannot resume loses all of its present generation.
+    """
+    safe_at = max(run.committed_at, run.placed_at) if is_resumable(run) else run.placed_at
+    return run.slot_count * max((now - safe_at).total_seconds(), 0.0)
+
+
+def restart_cost_slot_s(run: Run, now: datetime, policy: Policy) -> float:
+    """Return what it costs to restart the run: the work lost, and the time until it is under way again."""
+    return lost_slot_s(run, now) + run.slot_count * policy.reclaim.resume_cost_s
+
+
+def preemption_price(cluster: Cluster, victim: Run, preemptor: Run, now: datetime, policy: Policy) -> Price:
+    """Return what the preemption of one victim costs, and what its preemptor gains by all of its victims."""
+    gain = preemptor.spec.slots.min * left_s(cluster, preemptor, now, policy, 0.5)
+    return Price(round(restart_cost_slot_s(victim, now, policy), 1), round(gain, 1))
+
+
+def growth_price(cluster: Cluster, run: Run, slots: int, now: datetime, policy: Policy) -> Price:
+    """Return what it costs to restart the run on so many slots, and what more slots gain until it is done."""
+    gain = (slots - run.slot_count) * left_s(cluster, run, now, policy, 0.5)
+    return Price(round(restart_cost_slot_s(run, now, policy), 1), round(gain, 1))

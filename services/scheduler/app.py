@@ -106,6 +106,7 @@ def assemble(
     leader = Leader(service.bus, cache, policy, own, pace)
     Requests(service, cache).register()
     service.add_background_task(cache.follow)
+    service.add_background_task(cache.keep_time)
     service.add_background_task(leader.lead)
     service.add_background_task(leader.watch_nodes)
     service.add_background_task(CapacityPublisher(service.bus, cache, leader).run)
@@ -196,7 +197,7 @@ class Requests:
 
     def _made(self) -> DecisionRecord:
         """From what an answer is made that is made now."""
-        return DecisionRecord(at_sequence=self.cache.cluster.sequence, at=self.bus.clock.now())
+        return DecisionRecord(at_sequence=self.cache.cluster.sequence, at=self.cache.now())
 
     def _run(self, received: Message[CancelRequested] | Message[RestoreRequested], verb: str) -> Run:
         run_id = received.event.run_id

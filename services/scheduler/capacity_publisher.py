@@ -36,7 +36,7 @@ class CapacityPublisher:
             await asyncio.sleep(max(INTERVAL_S, looked_s / SHARE))
             if not self.leader.leads or not self.leader.policy.pools.pools:
                 continue
-            cluster, now = self.cache.cluster, self.bus.clock.now()
+            cluster, now = self.cache.cluster, self.cache.now()
             if cluster.sequence == seen and (wake is None or now < wake):
                 continue  # nothing has happened, and no time has come
             seen, started = cluster.sequence, time.perf_counter()
@@ -46,12 +46,12 @@ class CapacityPublisher:
 
     async def step(self) -> int:
         """Say what has changed; returns how many facts that were."""
-        cluster, policy, now = self.cache.cluster, self.leader.policy, self.bus.clock.now()
+        cluster, policy, now = self.cache.cluster, self.leader.policy, self.cache.now()
         if cluster.policy is None or cluster.policy.digest != policy.digest:
             return 0  # not adopted yet: whoever acts on it must know the pools
         made = decision_record(cluster, now, policy, self.leader.reachable_since)
         said = 0
-        for each in want(cluster, now, policy):
+        for each in await self.cache.compute(want, now, policy):
             fact = wanted_fact(each, now, made)
             try:
                 # Without a fence: should a former leader say something after us, we see it and say ours again.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any, TypeVar
 
 import structlog
 
@@ -13,8 +15,10 @@ from contracts.events.capacity import CapacityWanted, PolicyAdopted
 from contracts.events.run import RunPlaced
 from services.kit.bus import Bus, Message
 from services.scheduler import metrics
+from services.scheduler.child_process import read_child, start_child
 from services.scheduler.core.fold import apply, seen
 from services.scheduler.core.state.cluster import Cluster, Phase
+from services.scheduler.log_clock import SYNC_S, LogClock
 from services.scheduler.snapshot import SnapshotStore
 
 log = structlog.get_logger(__name__)
@@ -29,6 +33,11 @@ FOLLOWED = (
 )
 #: How often the gauges are brought in step while facts come in.
 OBSERVE_S = 0.5
+#: Answers that are computed in children at a time, and how long one may take.
+MAX_CHILDREN = 2
+CHILD_TIMEOUT_S = 30.0
+
+T = TypeVar("T")
 
 
 class ClusterCache:
@@ -39,6 +48,10 @@ class ClusterCache:
         #: Whether facts count from when their publishers say rather than from when they were stored (simulations).
         self._virtual = virtual
         self._observed_at = 0.0
+        self.clock = LogClock(bus.clock, virtual)
+        #: Held while the cluster must not change: a cycle runs in a thread, and folding waits for it.
+        self._lock = asyncio.Lock()
+        self._children = asyncio.Semaphore(MAX_CHILDREN)
         self.cluster = Cluster()
         #: The sequence of the snapshot that we began with; 0: with none.
         self.snapshot_sequence = 0
@@ -49,17 +62,55 @@ class ClusterCache:
         """Fold the log for as long as the service runs, from the newest snapshot on."""
         if not self._virtual:
             await self._load_snapshot()
+        await self.clock.synchronize(self.bus)
         target = max([await self.bus.get_last_sequence(subject) for subject in FOLLOWED])
         self._check_caught_up(target)
         messages = self.bus.follow(topology.FACTS.name, FOLLOWED, self.cluster.sequence + 1, include_undecodable=True)
         async for batch in messages:
-            for received in batch:
-                self._fold(received)
+            if batch:
+                async with self._lock:
+                    for received in batch:
+                        self._fold(received)
             self._check_caught_up(target)
             self._observe(idle=not batch)
             if batch:
                 async with self._progress:
                     self._progress.notify_all()
+
+    async def keep_time(self) -> None:
+        """Ask the server for its time now and then, for as long as the service runs."""
+        while True:
+            await asyncio.sleep(SYNC_S)
+            await self.clock.synchronize(self.bus)
+
+    def now(self) -> datetime:
+        """Return the time of the log."""
+        return self.clock.now()
+
+    async def compute(self, function: Callable[..., T], *arguments: Any, inline: bool = False) -> T:
+        """Call ``function(cluster, *arguments)`` in a thread; nothing is folded before it returns.
+
+        The event loop goes on: leases are renewed and requests are answered, however long it takes. ``inline``: it is
+        known to be short, and is called here, which saves handing over to a thread.
+        """
+        async with self._lock:
+            if inline:
+                return function(self.cluster, *arguments)
+            thread = asyncio.ensure_future(asyncio.to_thread(function, self.cluster, *arguments))
+            try:
+                return await asyncio.shield(thread)
+            except asyncio.CancelledError:
+                # The thread cannot be stopped, and the cluster must not change under its hands.
+                await asyncio.wait({thread})
+                raise
+
+    async def compute_in_child(self, function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+        """Call ``function(cluster, *arguments)`` on a copy of the cluster, in a process of its own."""
+        async with self._children:
+            async with self._lock:
+                # A fork copies the cluster as it is now; what is folded afterwards does not reach the child.
+                started = start_child(lambda: function(self.cluster, *arguments))
+            return await read_child(started, CHILD_TIMEOUT_S)
 
     async def _load_snapshot(self) -> None:
         """Begin with the newest snapshot."""
@@ -109,7 +160,9 @@ class ClusterCache:
 
     def _apply(self, fact: Fact, received: Message[Any]) -> None:
         stored_at = received.envelope.time if self._virtual else received.stored_at
-        time = stored_at or self.bus.clock.now()
+        if stored_at is not None and self.caught_up.is_set():
+            self.clock.observe(stored_at)
+        time = stored_at or self.now()
         if isinstance(fact, RunPlaced) and (run := self.cluster.runs.get(fact.run_id)) and self.caught_up.is_set():
             metrics.WAITING_SECONDS.observe(max((time - run.queued_at).total_seconds(), 0))
         before = (len(self.cluster.quarantined_runs), len(self.cluster.quarantined_nodes))

@@ -29,13 +29,13 @@ class Forecast:
         """Estimate for as long as the service runs; with nobody in the queue it costs nothing."""
         await self.cache.caught_up.wait()
         while True:
-            took_s = self.look() if self.cache.cluster.queued else 0.0
+            took_s = await self.refresh() if self.cache.cluster.queued else 0.0
             await asyncio.sleep(max(INTERVAL_S, took_s / PART))
 
-    def look(self) -> float:
+    async def refresh(self) -> float:
         """Estimate anew; returns the seconds it took."""
         started = time.perf_counter()
-        self._found = self._estimator.estimates(self.cache.cluster, self.policy, self.bus.clock.now())
+        self._found = await self.cache.compute(self._estimator.estimates, self.policy, self.cache.now())
         return time.perf_counter() - started
 
     def of(self, run_id: str, room_at: datetime | None = None) -> dict[str, Any]:

@@ -23,8 +23,9 @@ from services.scheduler.cluster_cache import ClusterCache
 from services.scheduler.core.decide import lost_nodes, unresponsive_nodes
 from services.scheduler.core.decisions import MAX_FACTS_PER_CYCLE, LoseNode, decision_record, in_order, lost_fact
 from services.scheduler.core.quarantine import describe_quarantine, run_cycle
+from services.scheduler.core.state.cluster import Cluster
 from services.scheduler.cycle_pacer import CyclePacer, UnpacedCycles
-from services.scheduler.publisher import Publisher, pending_facts
+from services.scheduler.publisher import PendingFact, Publisher, pending_facts
 from services.scheduler.snapshot import SnapshotTaker
 
 log = structlog.get_logger(__name__)
@@ -33,6 +34,11 @@ LEASE_KEY = "scheduler"
 NODE_LEASES = subjects.node_lease()
 #: How often the clock alone is a reason to decide, besides the times that a pass itself names.
 TICK_S = 0.5
+#: Part of the lease that a cycle may take before it is reported.
+CYCLE_SHARE = 0.1
+#: A cycle runs in the event loop after one that was shorter than this, with fewer runs than this.
+INLINE_CYCLE_S = 0.02
+INLINE_CYCLE_RUNS = 1000
 #: How often the node leases are read. A longer silence than twice this, ours or the server's,
 #: is no node's fault, and the leases' age is counted anew.
 LEASE_POLL_S = 0.5
@@ -53,8 +59,9 @@ class Leader:
         # Two processes with the same instance name are two holders all the same.
         self._holder = f"{settings.instance}-{uuid.uuid4().hex[:8]}"
         self._lease: Lease | None = None
-        #: Since when the bus has carried what agents say to us, without a pause.
-        self._reachable_since = bus.clock.now()
+        #: Since when the bus has carried the agents' facts to us without a pause, in the log's time.
+        self._reachable_since: datetime | None = None
+        self._last_cycle_s = 0.0
 
     @property
     def leads(self) -> bool:
@@ -62,6 +69,8 @@ class Leader:
 
     @property
     def reachable_since(self) -> datetime:
+        if self._reachable_since is None:
+            self._reachable_since = self.cache.now()
         return self._reachable_since
 
     async def lead(self) -> None:
@@ -90,7 +99,7 @@ class Leader:
         while self.leads:
             await self.pace.before_cycle()
             seen, started = self.cache.cluster.sequence, time.perf_counter()
-            published, wake_at, decide_s = await self._pass()
+            published, wake_at, decide_s = await self._cycle()
             self.pace.after_cycle(published, wake_at)
             # At least as long as deciding took is for folding and answering: with a long queue, what
             # comes in meanwhile is decided on together.
@@ -104,28 +113,38 @@ class Leader:
         """How long to wait for news at most."""
         if wake_at is None:
             return TICK_S
-        return min(max((wake_at - self.bus.clock.now()).total_seconds(), 0.001), TICK_S)
+        return min(max((wake_at - self.cache.now()).total_seconds(), 0.001), TICK_S)
 
     async def step(self) -> int:
-        """One pass: decide and publish. Returns the highest sequence published, 0 if nothing was."""
-        return (await self._pass())[0]
+        """One cycle: decide and publish. Returns the highest sequence published, 0 if nothing was."""
+        return (await self._cycle())[0]
 
-    async def _pass(self) -> tuple[int, datetime | None, float]:
-        """(highest sequence published, when to look again, seconds that deciding took)."""
+    async def _cycle(self) -> tuple[int, datetime | None, float]:
+        """Return (highest sequence published, when to look again, seconds that deciding took)."""
+        pending, fence, wake_at, decide_s = await self.cache.compute(self._decide, inline=self._is_short_cycle())
+        self._last_cycle_s = decide_s
+        metrics.DECIDE_SECONDS.observe(decide_s)
+        if decide_s > self._ttl_s * CYCLE_SHARE:
+            metrics.LONG_CYCLES.inc()
+            log.warning("a long scheduling cycle", seconds=round(decide_s, 3), facts=len(pending))
+        published = await self._publisher.publish(pending, fence) if pending else 0
+        return published, wake_at, decide_s
+
+    def _is_short_cycle(self) -> bool:
+        """Whether the next cycle will be over in a moment: few runs, and the last one was."""
         cluster = self.cache.cluster
-        now = self.bus.clock.now()
-        started = time.perf_counter()
+        return self._last_cycle_s < INLINE_CYCLE_S and len(cluster.queued) + len(cluster.active) < INLINE_CYCLE_RUNS
+
+    def _decide(self, cluster: Cluster) -> tuple[list[PendingFact], int, datetime | None, float]:
+        """Decide on the cluster as it is; runs in a thread. The facts are made here, before the cluster changes."""
+        started, now, reachable_since = time.perf_counter(), self.cache.now(), self.reachable_since
         quarantined = cluster.quarantined_runs.keys() | cluster.quarantined_nodes.keys()
-        made = run_cycle(cluster, now, self.policy, self._reachable_since)
+        made = run_cycle(cluster, now, self.policy, reachable_since)
+        record = decision_record(cluster, now, self.policy, reachable_since)
+        pending = pending_facts(cluster, in_order(made.decisions)[:MAX_FACTS_PER_CYCLE], now, record)
         if cluster.quarantined_runs.keys() | cluster.quarantined_nodes.keys() != quarantined:
             log.error("the scheduling cycle fails on something", **describe_quarantine(cluster))
-        # The facts are made now: while they are on their way the cluster goes on changing.
-        why = decision_record(cluster, now, self.policy, self._reachable_since)
-        said = pending_facts(cluster, in_order(made.decisions)[:MAX_FACTS_PER_CYCLE], now, why)
-        decide_s = time.perf_counter() - started
-        metrics.DECIDE_SECONDS.observe(decide_s)
-        published = await self._publisher.publish(said, cluster.placed_sequence) if said else 0
-        return published, made.wake_at, decide_s
+        return pending, cluster.placed_sequence, made.wake_at, time.perf_counter() - started
 
     async def _adopt(self) -> None:
         """Say by which policy we decide, if the last leader had another one. Before the first decision."""
@@ -166,10 +185,10 @@ class Leader:
             silence_s, last_read = self.bus.clock.monotonic() - last_read, self.bus.clock.monotonic()
             if silence_s > 4 * LEASE_POLL_S:
                 # Nobody could renew, or we could not look: every node gets its whole time again.
-                watch, self._reachable_since = LeaseWatch(self.bus.clock), self.bus.clock.now()
+                watch, self._reachable_since = LeaseWatch(self.bus.clock), self.cache.now()
             elif self.leads:
-                unresponsive = unresponsive_nodes(
-                    self.cache.cluster, self.bus.clock.now(), self.policy, self._reachable_since
+                unresponsive = await self.cache.compute(
+                    unresponsive_nodes, self.cache.now(), self.policy, self.reachable_since
                 )
                 await self._lose(lost_nodes(self.cache.cluster, expired) + unresponsive)
 

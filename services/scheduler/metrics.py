@@ -25,6 +25,11 @@ PREEMPTIONS = initialize_series(
     ("preempted", "resized", "crashed", "node lost"),
 )
 CONFLICTS = Counter("trainbus_scheduler_conflicts_total", "Decisions dropped because a newer fact was there first.")
+DROPPED_FACTS = Counter(
+    "trainbus_scheduler_dropped_facts_total",
+    "Decisions dropped because the lease was lost before they were out.",
+)
+LONG_CYCLES = Counter("trainbus_scheduler_long_cycles_total", "Scheduling cycles longer than a tenth of the lease.")
 DECIDE_SECONDS = Histogram(
     "trainbus_scheduler_decide_seconds", "Seconds one decide pass took.", buckets=LATENCY_BUCKETS
 )

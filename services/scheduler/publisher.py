@@ -10,7 +10,7 @@ of its batch. Every other fact expects that nothing was said about its run since
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 
 import nats.errors
@@ -131,7 +131,10 @@ class Publisher:
     ) -> tuple[tuple[int, int], list[PendingFact]]:
         """Publish one batch, without those that are outdated: ((last sequence, last placement's), what is undone)."""
         for _ in range(RETRIES):
-            if not said or not self._leads():
+            if not said:
+                return (0, 0), []
+            if not self._leads():
+                _count_dropped(said)
                 return (0, 0), []
             try:
                 stored = await self._batches.publish(_fenced(said, messages, fence))
@@ -196,8 +199,9 @@ class Publisher:
     async def _publish_in_order(self, said: list[PendingFact], fence: int) -> int:
         """Publish placements one by one, each expecting the one before: nobody else placed in between."""
         highest = 0
-        for saying in said:
+        for place, saying in enumerate(said):
             if not self._leads():
+                _count_dropped(said[place:])
                 break
             ack = await self._publish(saying, ExpectedSequence(fence, RunPlaced.subject_filter()))
             if ack is None:
@@ -220,6 +224,11 @@ class Publisher:
             return None
         saying.count()
         return ack
+
+
+def _count_dropped(pending: Sequence[PendingFact]) -> None:
+    metrics.DROPPED_FACTS.inc(len(pending))
+    log.warning("the lease was lost before the decisions were out, dropped", facts=len(pending))
 
 
 def _fenced(said: Iterable[PendingFact], messages: dict[int, OutgoingMessage], fence: int) -> list[OutgoingMessage]:

@@ -13,6 +13,7 @@ from nats.aio.msg import Msg
 from contracts import subjects
 from contracts.scheduling import Policy
 from services.kit.bus import Bus
+from services.scheduler.child_process import ChildError
 from services.scheduler.cluster_cache import ClusterCache
 from services.scheduler.core import reasons
 from services.scheduler.core.explain.why import answer
@@ -31,22 +32,26 @@ async def serve_queries(
     """Answer ``why`` and ``state`` inside the block."""
 
     async def why(message: Msg) -> None:
-        await message.respond(_json(_why(message.data)))
+        await message.respond(_json(await _why(message.data)))
 
-    def _why(body: bytes) -> dict[str, Any]:
+    async def _why(body: bytes) -> dict[str, Any]:
         try:
-            run_id = json.loads(body)["run_id"]
+            run_id = str(json.loads(body)["run_id"])
         except (ValueError, KeyError, TypeError):
             return {"state": "unknown", "code": "bad question", "message": 'ask with a body like {"run_id": "r..."}'}
-        if (quarantined := explain_quarantine(cache.cluster, str(run_id))) is not None:
+        if (quarantined := explain_quarantine(cache.cluster, run_id)) is not None:
             return quarantined
-        said = answer(cache.cluster, str(run_id), bus.clock.now(), policy)
-        room_at = datetime.fromisoformat(said["room_at"]) if "room_at" in said else None
-        return said | forecast.of(str(run_id), room_at)
+        try:
+            # It tries many changes of the request: in a process of its own, so that no cycle waits for it.
+            found = await cache.compute_in_child(answer, run_id, cache.now(), policy)
+        except ChildError as error:
+            return {"state": "unknown", "code": "failed", "message": f"the answer could not be computed: {error}"}
+        room_at = datetime.fromisoformat(found["room_at"]) if "room_at" in found else None
+        return found | forecast.of(run_id, room_at)
 
     async def state(message: Msg) -> None:
         leads = {"instance": bus.settings.instance, "leads": leader.leads}
-        said = reasons.summary(cache.cluster)
+        said = await cache.compute(reasons.summary)
         said["quarantine"] = describe_quarantine(cache.cluster)
         said["queue"] = [each | forecast.of(each["run_id"]) for each in said["queue"]]
         await message.respond(_json({**leads, "policy": policy.name, **said}))

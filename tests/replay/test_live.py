@@ -38,6 +38,7 @@ from trainbus.client.client import AsyncClient
 from trainbus.client.connection import connect
 from trainbus.client.errors import TrainbusError
 from trainbus.client.fact_log import BusLog
+from trainbus.commands.options import silence_logs
 from trainbus.commands.runs.why import print_past_reason
 from trainbus.commands.scheduler.policy import load_policy, print_policy
 from trainbus.commands.scheduler.replay import replay_decisions, replay_log
@@ -153,6 +154,7 @@ async def all_over(bus: Bus, run_ids: list[str], timeout_s: float = 240.0) -> No
 
 
 def address(settings: Settings) -> StackAddress:
+    silence_logs()  # as a command does: the tests read what it prints
     return StackAddress(nats_url=settings.nats_url, s3_endpoint=None, s3_access_key=None, s3_secret_key=None)
 
 

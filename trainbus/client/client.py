@@ -128,7 +128,7 @@ class AsyncClient:
         if folder is None and request is None:
             raise UsageError("give a project folder and a task (module:Class), or a request")
         if folder is not None and task is None and not command and request is None:
-            raise UsageError("give what to run: a task (module:Class) or a command ('python train.py')")
+            raise UsageError("say what to run: a task (module:Class) or a command ('python train.py')")
         if task is not None and not TASK.match(task):
             raise UsageError(f"task {task!r} is not of the form module:Class")
         if init_from is not None:

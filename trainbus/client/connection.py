@@ -24,6 +24,7 @@ from contracts.envelope import Envelope, EnvelopeError, RawMessage, decode, enco
 from trainbus.client.address import StackAddress
 from trainbus.client.errors import StackUnreachableError
 from trainbus.client.nats_import import aiohttp_hidden
+from trainbus.client.state import describe
 
 with aiohttp_hidden():
     import nats.errors
@@ -48,6 +49,16 @@ class StoredEvent:
     envelope: Envelope
     event: Any
     pending: int = 0
+
+    @property
+    def time(self) -> datetime:
+        """When it happened, UTC."""
+        return self.envelope.time
+
+    @property
+    def text(self) -> str:
+        """What it says, in one line."""
+        return describe(self.event)
 
 
 class Connection:

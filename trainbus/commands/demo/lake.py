@@ -23,7 +23,7 @@ BROKEN = ("3/broken-cut-off.png", "7/broken-not-an-image.png")
 PARALLEL = 16
 
 
-def scans() -> dict[str, bytes]:
+def draw_scans() -> dict[str, bytes]:
     """``<class>/<number>.png`` -> PNG of 8x8 grey pixels: the 1,797 real scans, and two broken files.
 
     Read from scikit-learn's data file; importing scikit-learn itself would take seconds.
@@ -53,7 +53,7 @@ def _data_file() -> Path:
     return path
 
 
-async def fill(settings: Settings, bucket: str, files: dict[str, bytes], on_stored: Callable[[int], None]) -> int:
+async def fill_lake(settings: Settings, bucket: str, files: dict[str, bytes], on_stored: Callable[[int], None]) -> int:
     """Store the files that are not in the lake yet; return how many those were.
 
     Signed by botocore, sent with aiohttp: boto's client spends more on a small file than everything else together.

@@ -92,7 +92,7 @@ def run_demo(data_dir: Path | None, *, keep: bool = False) -> int:
     try:
         # Drawing the scans takes a moment of its own; the stack starts meanwhile.
         with stack, ThreadPoolExecutor(1) as pool:
-            scans = pool.submit(demo_lake.scans)
+            scans = pool.submit(demo_lake.draw_scans)
             with demo.screen.shown():
                 _wait_for_stack(demo, stack)
                 asyncio.run(_play(demo, find_address(folder), scans))
@@ -115,7 +115,7 @@ def run_demo_on_running_stack(data_dir: Path | None) -> int:
     demo = _demo()
     try:
         with ThreadPoolExecutor(1) as pool, demo.screen.shown():
-            asyncio.run(_play(demo, address, pool.submit(demo_lake.scans)))
+            asyncio.run(_play(demo, address, pool.submit(demo_lake.draw_scans)))
         problems = _check(demo)
     except TimeoutError:
         problems = [_silent(), *_check(demo)]
@@ -220,7 +220,7 @@ async def _fill_lake(demo: Demo, address: StackAddress, scans: Future[dict[str, 
             stage.detail = f"{count:,} of {len(files):,} files"
             demo.screen.draw()
 
-    new = await demo_lake.fill(address.settings(), "lake", files, stored)
+    new = await demo_lake.fill_lake(address.settings(), "lake", files, stored)
     what = f"{len(files) - len(demo_lake.BROKEN):,} handwritten digits and {len(demo_lake.BROKEN)} broken files"
     demo.screen.done(stage, f"{what} in s3://lake/{demo_lake.PREFIX}" + ("" if new else " (there already)"))
 

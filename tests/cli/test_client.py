@@ -1,0 +1,191 @@
+"""The client on a real nats-server, whose facts a test publishes in place of the services."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+import trainbus
+from contracts.events.model import ModelPromoted
+from contracts.events.node import NodeJoined
+from contracts.events.run import (
+    ProgressPoint,
+    RunAccepted,
+    RunCompleted,
+    RunFailed,
+    RunLog,
+    RunProgress,
+    RunQueued,
+)
+from contracts.spec.run import RunSpec
+from services.kit.bus import Bus
+from services.kit.settings import Settings
+from trainbus import AsyncClient, Client, TrainbusError
+from trainbus.client.address import StackAddress
+from trainbus.client.errors import NotFoundError, RunFailedError, StackUnreachableError, UsageError
+from trainbus.client.submission import locate_task
+from trainbus.embedded.servers import free_ports
+from trainbus.task import Task
+
+RUN = "r1"
+SPEC = RunSpec(name="digits", command=["true"], slots={"min": 1, "max": 4})
+
+
+class Local(Task):
+    """A task in this file."""
+
+
+@pytest.fixture
+def address(settings: Settings) -> StackAddress:
+    return StackAddress(nats_url=settings.nats_url, s3_endpoint=None, s3_access_key=None, s3_secret_key=None)
+
+
+@pytest_asyncio.fixture
+async def client(address: StackAddress, bus: Bus) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(address=address) as connected:
+        yield connected
+
+
+async def accept(bus: Bus, run_id: str = RUN, name: str = "digits") -> None:
+    spec = SPEC.model_copy(update={"name": name})
+    await bus.publish(RunAccepted(run_id=run_id, spec=spec, request_id=run_id, request_source="test"))
+
+
+def progress(
+    offset: int, points: dict[int, dict[str, float]], *, generation: int = 1, kind: Any = "training"
+) -> RunProgress:
+    made = tuple(ProgressPoint(step=step, time=float(step), values=values) for step, values in points.items())
+    return RunProgress(run_id=RUN, generation=generation, node_id="a", rank=0, offset=offset, points=made, kind=kind)
+
+
+async def test_wait_returns_the_end_of_a_run(client: AsyncClient, bus: Bus) -> None:
+    await accept(bus)
+    waiting = asyncio.create_task(client.wait("digits", timeout_s=30))
+    await bus.publish(RunCompleted(run_id=RUN, generation=1, metrics={"loss": 0.5}))
+    ended = await waiting
+    assert (ended.run_id, ended.state, ended.metrics) == (RUN, "completed", {"loss": 0.5})
+
+
+async def test_wait_raises_where_the_run_failed_or_time_is_over(client: AsyncClient, bus: Bus) -> None:
+    await accept(bus)
+    with pytest.raises(TimeoutError):
+        await client.wait(RUN, timeout_s=0.3)
+    await bus.publish(RunFailed(run_id=RUN, reason="no memory"))
+    with pytest.raises(RunFailedError, match="run r1 failed: no memory") as failed:
+        await client.wait(RUN)
+    assert (failed.value.run_id, failed.value.state, failed.value.exit_code) == (RUN, "failed", 1)
+    assert (await client.wait(RUN, check=False)).state == "failed"
+
+
+async def test_metrics_have_the_newest_value_of_a_step(client: AsyncClient, bus: Bus) -> None:
+    await accept(bus)
+    await bus.publish(progress(1, {10: {"loss": 3.0, "accuracy": 0.1}, 20: {"loss": 2.0}}))
+    await bus.publish(progress(1, {20: {"loss": 1.9}, 30: {"loss": 1.0}}, generation=2))
+    await bus.publish(progress(2, {30: {"cpu": 0.5}}, generation=2, kind="system"))
+    await bus.publish(progress(2, {20: {"loss": 7.0}}))  # late, of the first placement
+    found = await client.metrics(RUN)
+    assert list(found) == ["accuracy", "loss"]
+    assert [(point.step, point.value) for point in found["loss"]] == [(10, 3.0), (20, 1.9), (30, 1.0)]
+
+
+async def test_events_and_logs_come_in_order(client: AsyncClient, bus: Bus) -> None:
+    await accept(bus)
+    await bus.publish(RunQueued(run_id=RUN, next_generation=1))
+    await bus.publish(RunLog(run_id=RUN, generation=1, rank=1, offset=0, lines=("one", "two")))
+    assert [fact.event.fact async for fact in client.events(RUN)] == ["accepted", "queued"]
+    assert [fact.text async for fact in client.events(tail=1)] == ["queued"]
+    assert [line async for line in client.logs(RUN)] == [(1, "one"), (1, "two")]
+    following = client.events(RUN, follow=True)
+    assert [(await anext(following)).sequence for _ in range(2)] == [1, 2]
+    await bus.publish(RunCompleted(run_id=RUN, generation=1))
+    assert (await anext(following)).event.fact == "completed"
+    await following.aclose()
+
+
+async def test_runs_nodes_and_models(client: AsyncClient, bus: Bus) -> None:
+    for number in range(3):
+        await accept(bus, f"r{number}", f"run-{number}")
+    await bus.publish(RunCompleted(run_id="r0", generation=1))
+    await bus.publish(NodeJoined(node_id="n1", incarnation="i", address="a", slots=2, lease_ttl_s=3))
+    await bus.publish(ModelPromoted(model="digits", version=3, run_id="r0", checkpoint_uri="s3://models/m.json"))
+    assert [view.name for view in await client.runs()] == ["run-0", "run-1", "run-2"]
+    assert [(node.node_id, node.slots) for node in await client.nodes()] == [("n1", 2)]
+    assert [(model.model, model.version) for model in await client.models()] == [("digits", 3)]
+    with pytest.raises(NotFoundError, match=r"did you mean .*run-1"):
+        await client.run("run-l")
+    with pytest.raises(NotFoundError, match="start of 3 runs"):
+        await client.run("r")
+    with pytest.raises(NotFoundError, match="there are n1"):
+        await client.drain("n2")
+
+
+async def test_why_without_a_scheduler_is_what_the_log_says(client: AsyncClient, bus: Bus) -> None:
+    await accept(bus)
+    found = await client.why(RUN)
+    assert (found.answered_by, found.unanswered, found.state) == ("log", True, "accepted")
+    await bus.publish(RunFailed(run_id=RUN, reason="no memory"))
+    assert (await client.why(RUN)).reason == "no memory"
+    with pytest.raises(UsageError, match=r"has ended already: failed: no memory"):
+        await client.cancel(RUN)
+
+
+async def test_a_command_is_submitted_by_its_request(client: AsyncClient, bus: Bus) -> None:
+    submitted = await client.submit(request={"command": ["true"]}, name="hello", slots="1..2", event_id="e1")
+    again = await client.submit(request={"command": ["true"]}, name="hello", slots="1..2", event_id="e1")
+    assert (submitted.run_id, submitted.name) == (again.run_id, "hello")
+    [sent] = await bus.read_history("train.requested", stream="REQUESTS")
+    assert (sent.event.command, sent.event.slots.max) == (["true"], 2)
+    with pytest.raises(UsageError, match="not of the form module:Class"):
+        await client.submit(".", "task.Digits")
+    with pytest.raises(UsageError, match="give a project folder"):
+        await client.submit()
+
+
+def test_a_task_class_is_located_in_its_folder() -> None:
+    assert locate_task(Local) == (Path(__file__).parents[2], f"{__name__}:Local")
+
+    class Inner(Task):
+        pass
+
+    with pytest.raises(UsageError, match="move it to the top level"):
+        locate_task(Inner)
+
+
+async def test_the_sync_client_works_where_a_loop_runs(address: StackAddress, bus: Bus) -> None:
+    await accept(bus)
+
+    def use() -> None:
+        with Client(address=address) as client:
+            assert [fact.event.fact for fact in client.events(RUN)] == ["accepted"]
+            for fact in client.events(RUN, follow=True):
+                assert fact.sequence == 1
+                break
+            assert client.run("digits").state == "accepted"
+            with pytest.raises(NotFoundError):
+                client.run("nothing")
+        client.close()
+
+    use()
+
+
+def test_a_client_without_a_stack_says_what_to_start(tmp_path: Path) -> None:
+    with pytest.raises(StackUnreachableError, match="start one with `trainbus up --data-dir"):
+        Client(tmp_path)
+    nowhere = StackAddress(f"nats://127.0.0.1:{free_ports(1)[0]}", None, None, None)
+    with pytest.raises(TrainbusError, match="does not answer"):
+        Client(address=nowhere)
+
+
+def test_importing_trainbus_loads_neither_bus_nor_torch() -> None:
+    code = "import sys, trainbus; print([name for name in ('nats', 'torch', 'pydantic') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        trainbus.Nothing  # noqa: B018

@@ -149,12 +149,12 @@ def _collective_rank(world: World, size_bytes: int, repeats: int) -> dict[str, f
 
     def through(tree: GradientTree) -> Callable[[], None]:
         def reduce() -> None:
-            for transfer in tree._transfers:
-                transfer.start()
-            for transfer in tree._transfers:
-                transfer.complete()
-            for transfer in tree._transfers:
-                transfer.settle()
+            for reduction in tree.reductions:
+                reduction.start()
+            for reduction in tree.reductions:
+                reduction.reduce()
+            for reduction in tree.reductions:
+                reduction.wait()
 
         return reduce
 

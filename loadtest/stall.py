@@ -3,7 +3,7 @@
     python -m loadtest.stall [--megabytes 500] [--checkpoints 12] [--folder DIR]
 
 One process trains a model whose state (fp32 weights and Adam's moments) is of the given size. The stall is the time
-that ``save`` and ``before_update`` hold the loop, compared with one warm copy of the same bytes; the
+that ``save`` and ``wait_for_staging`` hold the loop, compared with one warm copy of the same bytes; the
 rate is that of the steps taken while a checkpoint is written, against steps without any; durable is from
 ``save`` to the end of the last fsync, against a plain write and fdatasync of the same bytes.
 """
@@ -67,14 +67,14 @@ class Loop:
         self.strategy = make_strategy(task, task.model(), training, World())
         self.batch = torch.randn(BATCH, WIDTH)
         self.progress = Progress()
-        self.saver = CheckpointManager(
+        self.checkpoints = CheckpointManager(
             folder / "checkpoints",
             self.strategy,
             training,
             world=World(),
             journal=Journal(folder / "rank_0.jsonl"),
             exactness="samples-exact",
-            memory=SurvivorStore(),
+            survivors=SurvivorStore(),
         )
 
     def step(self) -> tuple[float, float]:
@@ -82,11 +82,11 @@ class Loop:
         started = time.perf_counter()
         self.strategy.backward(self.batch, 1.0, leaf=0, first=True, last=True)
         before = time.perf_counter()
-        self.saver.before_update()
+        self.checkpoints.wait_for_staging()
         held = time.perf_counter() - before
         self.strategy.step(None)
         self.progress.step += 1
-        self.saver.after_update(self.progress, None)
+        self.checkpoints.record_step(self.progress, None)
         return time.perf_counter() - started, held
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> None:
         loop.step()
         size_bytes = sum(tensor.nbytes for tensor in loop.tensors().values())
         base = _peak_bytes()
-        loop.saver.prepare(None)
+        loop.checkpoints.prepare(None)
         stalls, calls, writing, quiet, durable = _measure(loop, args.checkpoints, folder)
         extra = _peak_bytes() - base
         copy_s = _memcpy_s(size_bytes)
@@ -144,15 +144,15 @@ def _measure(loop: Loop, checkpoints: int, folder: Path) -> tuple[list[float], .
     for number in range(checkpoints + 1):
         without = [loop.step()[0] for _ in range(5)]
         started = time.perf_counter()
-        loop.saver.save(loop.progress, ema=None, metrics={})
+        loop.checkpoints.save(loop.progress, ema=None, metrics={})
         called = time.perf_counter() - started
         during, held = [], 0.0
-        while loop.saver.busy:
+        while loop.checkpoints.is_writing:
             step_s, waited_s = loop.step()
             during.append(step_s)
             held += waited_s
         elapsed = time.perf_counter() - started
-        loop.saver.join()
+        loop.checkpoints.wait_for_writes()
         shutil.rmtree(folder / "checkpoints")
         if number:  # the first one's pages were new to the disk's cache
             stalls.append(called + held)

@@ -12,7 +12,7 @@ from trainbus.data.loader import MicroBatch
 from trainbus.data.reader import DatasetError
 from trainbus.task import Task, TaskError
 from trainbus.trainer import checkpoint
-from trainbus.trainer.validation import measure
+from trainbus.trainer.validation import measure_split
 from trainbus.trainer.world import World
 
 PREDICTIONS = "predictions.json"
@@ -37,7 +37,7 @@ def evaluate(launch: Launch, task: Task, dataset: Dataset, world: World) -> tupl
 
     rows: list[tuple[str, int, int]] = []
 
-    def keep(item: MicroBatch, batch: Any) -> None:
+    def record(item: MicroBatch, batch: Any) -> None:
         answer = task.predict(model, batch)
         if answer is None:
             return
@@ -50,7 +50,7 @@ def evaluate(launch: Launch, task: Task, dataset: Dataset, world: World) -> tupl
         rows.extend(zip(item.keys, predicted.tolist(), true.tolist(), strict=True))
 
     # Evaluation measures the weights themselves: in fp32, whatever precision they were trained in.
-    found = measure(task, model, reader, world, "fp32", each=keep)
+    found = measure_split(task, model, reader, world, "fp32", on_chunk=record)
     metrics = {f"{split}/{name}": value for name, value in found.items()}
     all_rows = [row for part in world.gather(rows) for row in part]
     if not all_rows:

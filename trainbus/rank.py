@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from contracts.ranks import EXIT_DONE, EXIT_STOPPED, LAUNCH_VARIABLE, EndedLine, Launch
 from trainbus.agent_link import AgentLink, Control, Journal
@@ -29,9 +28,10 @@ from trainbus.process_exit import hard_exit
 from trainbus.task import Task, TaskError, describe, load_task
 from trainbus.trainer.checkpoint import CheckpointError, FailureHistory
 from trainbus.trainer.optimizer_state import StateMismatch
-from trainbus.trainer.start_point import InitialWeights
+from trainbus.trainer.start_point import InitialWeights, StartPoint
+from trainbus.trainer.step_data import TrainingData
 from trainbus.trainer.survivor_store import SurvivorStore
-from trainbus.trainer.trainer import Trainer, TrainingDiverged
+from trainbus.trainer.trainer import Trainer, TrainerSettings, TrainingDiverged
 from trainbus.trainer.world import World, limit_memory, limit_threads, seed_all
 
 EXIT_FAILED = 1
@@ -97,28 +97,17 @@ def _work(
         return EndedLine(time=time.time(), outcome="succeeded")
 
     assert training is not None, "the contract wants training for every task"
+    survivors = _survivor_store(launch, world)
     trainer = Trainer(
         task,
-        dataset,
+        TrainingData(task, dataset, training, workers=workers, waits=waits, arrival=arrival),
         training,
-        folder=Path(launch.folder),
+        _settings(launch, env),
+        start=_start_point(launch, world, survivors),
         world=world,
         control=control,
         journal=journal,
-        resume_folder=Path(launch.resume_folder) if launch.resume_folder else None,
-        resume_step=launch.resume.step if launch.resume else 0,
-        init=InitialWeights(Path(launch.init_folder), spec.init_exclude) if launch.init_folder else None,
-        best_metric=spec.retention.metric,
-        best_mode=spec.retention.mode,
-        about=_about(launch),
-        machine=launch.machine,
-        watch=spec.watch,
-        memory=_memory(launch, world),
-        history=FailureHistory(launch.failures_seen, launch.run_s),
-        record_samples=env.get("TRAINBUS_RECORD_SAMPLES") == "1",
-        waits=waits,
-        workers=workers,
-        shards=arrival,
+        survivors=survivors,
     )
     outcome = trainer.fit()
     if outcome.outcome == "succeeded":
@@ -156,27 +145,49 @@ def _workers(launch: Launch) -> WorkerPool:
     return WorkerPool(count, lambda: _task(launch))
 
 
-def _memory(launch: Launch, world: World) -> SurvivorStore:
+def _survivor_store(launch: Launch, world: World) -> SurvivorStore:
     folder = Path(launch.memory_folder) if launch.memory_folder else None
     disk_folder = Path(launch.survivor_dir) if launch.survivor_dir else None
     return SurvivorStore(folder, launch.generation, world.rank, disk_folder)
+
+
+def _start_point(launch: Launch, world: World, survivors: SurvivorStore) -> StartPoint:
+    init = InitialWeights(Path(launch.init_folder), launch.spec.init_exclude) if launch.init_folder else None
+    return StartPoint(
+        world,
+        run_id=launch.run_id,
+        survivors=survivors,
+        resume_folder=Path(launch.resume_folder) if launch.resume_folder else None,
+        resume_step=launch.resume.step if launch.resume else 0,
+        init=init,
+    )
+
+
+def _settings(launch: Launch, env: Mapping[str, str]) -> TrainerSettings:
+    spec = launch.spec
+    return TrainerSettings(
+        Path(launch.folder),
+        about={
+            "run_id": launch.run_id,
+            "generation": launch.generation,
+            "task": spec.task,
+            "params": spec.params,
+            "dataset_id": launch.dataset_id,
+            "init_from": spec.init_from,
+        },
+        machine=launch.machine,
+        best_metric=spec.retention.metric,
+        best_mode=spec.retention.mode,
+        watch=spec.watch,
+        history=FailureHistory(launch.failures_seen, launch.run_s),
+        record_samples=env.get("TRAINBUS_RECORD_SAMPLES") == "1",
+    )
 
 
 def _write_stacks_when_asked(path: Path) -> None:
     """On SIGUSR2 write down where every thread is: the agent asks for it when no step comes any more."""
     file = path.open("a")  # stays open for as long as the process lives
     faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
-
-
-def _about(launch: Launch) -> dict[str, Any]:
-    return {
-        "run_id": launch.run_id,
-        "generation": launch.generation,
-        "task": launch.spec.task,
-        "params": launch.spec.params,
-        "dataset_id": launch.dataset_id,
-        "init_from": launch.spec.init_from,
-    }
 
 
 def _failed(error: BaseException, launch: Launch) -> EndedLine:

@@ -14,8 +14,10 @@ from tests.trainbus.support import LINEAR_TASK, journal, keys_by_step, linear_da
 from trainbus.data.dataset import Dataset
 from trainbus.data.order import OrderMismatch
 from trainbus.data.read_plan import ShardNeed
-from trainbus.trainer.trainer import Trainer
-from trainbus.trainer.world import limit_threads
+from trainbus.trainer.start_point import StartPoint
+from trainbus.trainer.step_data import TrainingData
+from trainbus.trainer.trainer import Trainer, TrainerSettings
+from trainbus.trainer.world import World, limit_threads
 
 namespace: dict[str, Any] = {}
 exec(LINEAR_TASK, namespace)  # noqa: S102  (the same source that the rank processes import)
@@ -30,7 +32,9 @@ def dataset(tmp_path: Path) -> Dataset:
 
 def train(folder: Path, dataset: Dataset, resume: Path | None = None, **training: Any) -> None:
     rules = Training.model_validate({"epochs": 2, "global_batch": 16, **training})
-    Trainer(Linear(), dataset, rules, folder=folder, resume_folder=resume, record_samples=True).fit()
+    task, settings = Linear(), TrainerSettings(folder, record_samples=True)
+    start = StartPoint(World(), resume_folder=resume)
+    Trainer(task, TrainingData(task, dataset, rules), rules, settings, start=start).fit()
 
 
 def half(folder: Path, dataset: Dataset, **training: Any) -> Path:
@@ -123,6 +127,8 @@ def test_whoever_brings_the_shards_hears_the_plan_and_how_far_training_is(tmp_pa
 
     follower = ReadAhead()
     rules = Training.model_validate({"epochs": 2, "global_batch": 16})
-    Trainer(Linear(), dataset, rules, folder=tmp_path / "run", shards=follower).fit()
+    task = Linear()
+    data = TrainingData(task, dataset, rules, arrival=follower)
+    Trainer(task, data, rules, TrainerSettings(tmp_path / "run")).fit()
     assert {need.shard for need in follower.needs} == {0, 1, 2}
     assert follower.positions == [*range(0, 240, 16), 240]

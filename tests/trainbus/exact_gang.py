@@ -205,7 +205,7 @@ def _rank(rank: int, world_size: int, case: Case, steps: range, state: State | N
         world = World(rank, world_size, 0)
         strategy, norms = train(case, world, steps, state)
         tree = getattr(strategy, "_tree", None)
-        sent = tree.wire.sent_bytes if tree is not None and tree.wire is not None else 0
+        sent = tree.link.sent_bytes if tree is not None else 0
         torch.save((assemble(strategy.state_entries(), world), norms, sent), Path(folder) / f"{rank}.pt")
         if world_size > 1:
             dist.barrier()

@@ -14,7 +14,7 @@ from tests.trainbus.support import journal, linear_dataset, request, write_launc
 from tests.trainbus.test_trainer import Linear, train
 from trainbus.evaluate import evaluate
 from trainbus.trainer.checkpoint import CheckpointSchedule, FailureHistory, compare
-from trainbus.trainer.validation import measure
+from trainbus.trainer.validation import measure_split
 from trainbus.trainer.world import World, limit_threads
 
 
@@ -23,11 +23,11 @@ def training(**changes: Any) -> Training:
 
 
 def test_a_fixed_interval_begins_anew_with_every_checkpoint() -> None:
-    when = CheckpointSchedule(training(checkpoint_every_s=60), 1000)
-    assert [when.by_now(1000 + s) for s in (0, 59.9, 60)] == [False, False, True]
-    when.taken(1090)
-    when.cost(30)  # makes no difference to what was asked for
-    assert [when.by_now(1090 + s) for s in (0, 59.9, 60)] == [False, False, True]
+    schedule = CheckpointSchedule(training(checkpoint_every_s=60), 1000)
+    assert [schedule.is_due_at_time(1000 + s) for s in (0, 59.9, 60)] == [False, False, True]
+    schedule.record_time(1090)
+    schedule.record_cost(30)  # makes no difference to what was asked for
+    assert [schedule.is_due_at_time(1090 + s) for s in (0, 59.9, 60)] == [False, False, True]
 
 
 @pytest.mark.parametrize(
@@ -51,11 +51,11 @@ def test_a_fixed_interval_begins_anew_with_every_checkpoint() -> None:
 def test_auto_weighs_what_one_costs_against_what_failures_cost(
     machines: int, history: FailureHistory, costs: list[float], expected_s: float
 ) -> None:
-    when = CheckpointSchedule(training(checkpoint_every_s="auto"), 50, machines=machines, history=history)
+    schedule = CheckpointSchedule(training(checkpoint_every_s="auto"), 50, machines=machines, history=history)
     for seconds in costs:
-        when.cost(seconds)
-    assert when.interval_s == pytest.approx(expected_s)
-    assert [when.by_now(50 + expected_s * part) for part in (0.999, 1.001)] == [False, True]
+        schedule.record_cost(seconds)
+    assert schedule.interval_s == pytest.approx(expected_s)
+    assert [schedule.is_due_at_time(50 + expected_s * part) for part in (0.999, 1.001)] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def test_auto_weighs_what_one_costs_against_what_failures_cost(
     ],
 )
 def test_steps_are_the_same_for_every_rank(wanted: dict[str, Any], expected: list[int]) -> None:
-    when = CheckpointSchedule(training(**wanted), 0)
-    assert [step for step in range(1, 10) if when.at(step, epoch_ended=step == 6)] == expected
+    schedule = CheckpointSchedule(training(**wanted), 0)
+    assert [step for step in range(1, 10) if schedule.is_due_at_step(step, epoch_ended=step == 6)] == expected
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_evaluation_takes_the_averages_where_there_are_some(tmp_path: Path) -> N
         found, _ = evaluate(Launch.model_validate_json(path.read_bytes()), Linear(), dataset, world)
         # What decided on the best checkpoint in training is what is evaluated, to the last bit.
         assert found == {key: value for key, value in outcome.metrics.items() if key.startswith("validation/")}
-        weights = measure(Linear(), trainer.strategy.model, trainer.validation_split, world, "fp32")
+        weights = measure_split(Linear(), trainer.strategy.model, trainer.data.validation_split, world, "fp32")
         metrics[name] = (found["validation/loss"], weights["loss"])
     assert metrics["averaged"][1] == metrics["plain"][1] == metrics["plain"][0]  # averages do not disturb the weights
     assert metrics["averaged"][0] != metrics["averaged"][1]

@@ -55,21 +55,21 @@ EXACT = {"run_id": "r1", "exactness": "exact", "environment_digest": "a"}
 def test_exactness_travels_with_the_state(
     logical_ranks: int | None, digests: list[str], parent: dict[str, Any] | None, expected: str
 ) -> None:
-    assert environment.exactness(logical_ranks, digests, parent, "r1") == expected
+    assert environment.classify_exactness(logical_ranks, digests, parent, "r1") == expected
 
 
 def test_the_environment_names_what_changes_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    plain = environment.environment(cpu, {"cpu": "x"})
-    assert environment.environment(cpu, {"cpu": "x"}) == plain
+    plain = environment.describe(cpu, {"cpu": "x"})
+    assert environment.describe(cpu, {"cpu": "x"}) == plain
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    changed = environment.environment(cpu, {"cpu": "x"})
+    changed = environment.describe(cpu, {"cpu": "x"})
     assert set(changed.items()) ^ set(plain.items()) == {("env.ONEDNN_MAX_CPU_ISA", "AVX2")}
     assert environment.digest(changed) != environment.digest(plain)
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        more = environment.environment(cpu, {"cpu": "y"})
+        more = environment.describe(cpu, {"cpu": "y"})
     finally:
         torch.set_num_threads(threads)
     assert {name for name in changed if more[name] != changed[name]} == {"machine.cpu", "torch.threads"}
@@ -153,7 +153,7 @@ def watched(steps: list[list[float]], over_steps: int = 4) -> list[tuple[int, in
     return [
         (number, found.rank, round(found.factor, 1))
         for number, step in enumerate(steps, 1)
-        for found in watch.saw([ms / 1000 for ms in step])
+        for found in watch.add_step([ms / 1000 for ms in step])
     ]
 
 

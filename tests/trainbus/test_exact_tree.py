@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainbus.trainer.exact.tree import leaves_of_ranks, maximal_nodes, plan, reduce_tree, split
+from trainbus.trainer.exact.tree import SumStack, divide_leaves, maximal_nodes, plan_leaves, reduce_tree, split
 from trainbus.trainer.training_state import divide_by_bytes
 
 
@@ -24,16 +24,14 @@ def test_every_world_size_writes_down_the_same_sum() -> None:
         expected = whole_tree((0, leaf_count))
         for world_size in range(1, leaf_count + 1):
             sums = {}
-            for leaves in leaves_of_ranks(leaf_count, world_size):
-                stack: list[str] = []
-                for leaf in plan(leaf_count, leaves):
-                    stack.append(str(leaf.index))
-                    for _ in range(leaf.merges):
-                        right, left = stack.pop(), stack.pop()
-                        stack.append(written(left, right))
-                    if leaf.completes is not None:
-                        sums[leaf.completes] = stack.pop()
-                assert not stack
+            for leaves in divide_leaves(leaf_count, world_size):
+                stack = SumStack(written)
+                for leaf in plan_leaves(leaf_count, leaves):
+                    total = stack.push(leaf, str(leaf.index))
+                    assert (total is None) == (leaf.completes is None)
+                    if total is not None and leaf.completes is not None:
+                        sums[leaf.completes] = total
+                assert not stack._sums
             assert reduce_tree((0, leaf_count), sums, written) == expected
 
 
@@ -45,7 +43,7 @@ def test_sums_are_as_the_tree_is_drawn() -> None:
 @given(st.integers(1, 300), st.data())
 def test_leaves_are_divided_evenly_and_nodes_are_few(leaf_count: int, data: st.DataObject) -> None:
     world_size = data.draw(st.integers(1, leaf_count))
-    parts = leaves_of_ranks(leaf_count, world_size)
+    parts = divide_leaves(leaf_count, world_size)
     assert [leaf for part in parts for leaf in part] == list(range(leaf_count))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
     for part in parts:

@@ -13,10 +13,11 @@ from contracts.events.train import Training
 from tests.trainbus.support import LINEAR_TASK, linear_dataset
 from trainbus.agent_link import Control
 from trainbus.data.loader import Prefetcher, prefetch
-from trainbus.trainer import trainer as trainer_module
+from trainbus.trainer import step_data
 from trainbus.trainer.step_agreement import StepAgreement, StepSummary
 from trainbus.trainer.step_barrier import StepBarrier
-from trainbus.trainer.trainer import Trainer
+from trainbus.trainer.step_data import TrainingData
+from trainbus.trainer.trainer import Trainer, TrainerSettings
 from trainbus.trainer.world import World, limit_threads
 
 namespace: dict[str, Any] = {}
@@ -36,19 +37,21 @@ class Counted(StepAgreement):
         return super().agree(lacking, stop)
 
 
-def said(step: int, *, short: bool) -> StepSummary:
-    return StepSummary(step, 0.0, 0.0, stop=False, checkpoint_now=False, skipped=False, short=short, busy_s=())
+def summary(step: int, *, lacks_data: bool) -> StepSummary:
+    return StepSummary(
+        step, 0.0, 0.0, stop=False, checkpoint_now=False, skipped=False, lacks_data=lacks_data, busy_s=()
+    )
 
 
 def test_ranks_that_are_heard_of_a_step_later_meet_before_the_first_two_steps_alone() -> None:
-    consensus = Counted()
-    gate = StepBarrier(consensus, Control())
+    agreement = Counted()
+    barrier = StepBarrier(agreement, Control())
     steps = prefetch(range(100))
     for step in range(1, 50):
-        assert gate.opens(step, steps)
+        assert barrier.wait(step, steps)
         if step > 1:
-            gate.heed(said(step - 1, short=step == 20))
-    assert len(consensus.asked) == 3  # and where one of them was short
+            barrier.record_summary(summary(step - 1, lacks_data=step == 20))
+    assert len(agreement.asked) == 3  # and where one of them was short
     steps.close()
 
 
@@ -62,21 +65,21 @@ def test_a_rank_without_samples_waits_for_them_or_for_a_stop() -> None:
         made.set()
         threading.Event().wait(60)  # what never comes
 
-    control, consensus = Control(), Counted()
+    control, agreement = Control(), Counted()
     clock = iter(float(number) for number in range(10_000))
-    gate, steps = StepBarrier(consensus, control, lambda: next(clock)), prefetch(items())
+    barrier, steps = StepBarrier(agreement, control, lambda: next(clock)), prefetch(items())
     ready: list[bool] = []
-    assert gate.opens(1, steps, lambda: ready.append(True))
+    assert barrier.wait(1, steps, lambda: ready.append(True))
     assert next(steps) == 1
     waiting = threading.Timer(0.3, come.set)
     waiting.start()
-    assert gate.opens(2, steps)
+    assert barrier.wait(2, steps)
     assert next(steps) == 2
     assert made.wait(60)
     threading.Timer(0.3, control.request_stop, ("room",)).start()
-    assert not gate.opens(3, steps, lambda: ready.append(True))
+    assert not barrier.wait(3, steps, lambda: ready.append(True))
     assert ready == [True]
-    assert consensus.asked[-1] == (True, True)
+    assert agreement.asked[-1] == (True, True)
     steps.close()
 
 
@@ -95,9 +98,11 @@ def test_a_run_whose_samples_are_there_in_time_does_not_ask(
             found: Tensor = super().loss(model, batch)
             return found
 
-    monkeypatch.setattr(trainer_module, "prefetch", lambda *given: made.append(prefetch(*given)) or made[0])
+    monkeypatch.setattr(step_data, "prefetch", lambda *given: made.append(prefetch(*given)) or made[0])
     asked: list[bool] = []
     monkeypatch.setattr(StepAgreement, "agree", lambda self, lacking, stop: (asked.append(lacking) or lacking, stop))
-    training = Training.model_validate({"max_steps": 20, "loading": {"prefetch": depth}})
-    Trainer(Steady(), linear_dataset(tmp_path / "data"), training, folder=tmp_path / "run").fit()
+    training = Training.model_validate({"max_steps": 20, "loading": {"ahead": depth}})
+    task = Steady()
+    data = TrainingData(task, linear_dataset(tmp_path / "data"), training)
+    Trainer(task, data, training, TrainerSettings(tmp_path / "run")).fit()
     assert len([lacking for lacking in asked if not lacking]) == 1

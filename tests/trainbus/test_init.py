@@ -29,9 +29,10 @@ from trainbus.data.dataset import Dataset
 from trainbus.task import Task
 from trainbus.trainer.checkpoint import CheckpointError, load_initial_weights, load_tensors
 from trainbus.trainer.optimizer_state import StateMismatch
-from trainbus.trainer.start_point import InitialWeights
-from trainbus.trainer.trainer import Trainer
-from trainbus.trainer.world import limit_threads
+from trainbus.trainer.start_point import InitialWeights, StartPoint
+from trainbus.trainer.step_data import TrainingData
+from trainbus.trainer.trainer import Trainer, TrainerSettings
+from trainbus.trainer.world import World, limit_threads
 
 #: The same body as that task's under a head of another size.
 SOURCE = (
@@ -63,7 +64,8 @@ def train(folder: Path, dataset: Dataset, task: Task, **options: Any) -> Path:
     """Train; return the last checkpoint's folder."""
     places = {name: options.pop(name) for name in ("init", "resume_folder") if name in options}
     training = Training.model_validate({"epochs": 1, "global_batch": 16, **options})
-    Trainer(task, dataset, training, folder=folder, about={"run_id": folder.name}, **places).fit()
+    data, settings = TrainingData(task, dataset, training), TrainerSettings(folder, about={"run_id": folder.name})
+    Trainer(task, data, training, settings, start=StartPoint(World(), run_id=folder.name, **places)).fit()
     return Path([line for line in journal(folder) if isinstance(line, CheckpointLine)][-1].folder)
 
 

@@ -15,8 +15,9 @@ from contracts.events.train import Loading, Training
 from contracts.ranks import MetricsLine, StarvationLine
 from tests.trainbus.support import LINEAR_TASK, journal, linear_dataset
 from trainbus.data.batch_timings import BatchTimings, Cause
-from trainbus.trainer.starvation import StarvationDetector, hint
-from trainbus.trainer.trainer import Trainer
+from trainbus.trainer.starvation import StarvationDetector, advise
+from trainbus.trainer.step_data import TrainingData
+from trainbus.trainer.trainer import Trainer, TrainerSettings
 from trainbus.trainer.world import limit_threads
 
 namespace: dict[str, Any] = {}
@@ -45,7 +46,7 @@ class Rank:
             self.step += 1
             self.clock.now += busy_s + waited_s
             self.waits.add(cause, waited_s)
-            self.starvation.saw(self.step, waited_s)
+            self.starvation.add_step(self.step, waited_s)
 
 
 def test_a_rank_that_waits_too_much_says_so_once_an_episode() -> None:
@@ -81,34 +82,34 @@ def test_one_step_that_waits_long_is_told_when_it_ends() -> None:
 def test_a_wait_that_does_not_end_is_told_while_it_lasts() -> None:
     rank = Rank(starved_s=30)
     rank.steps(10, 0.1, 0.0)
-    rank.starvation.waiting()
+    rank.starvation.on_data_wait()
     rank.clock.now += 29
-    rank.starvation.look()
+    rank.starvation.check_current_wait()
     assert not rank.said
     with rank.waits.during("read"), rank.waits.during("fetch"):
         rank.clock.now += 2
-        rank.starvation.look()
+        rank.starvation.check_current_wait()
         rank.clock.now += 600
-        rank.starvation.look()
+        rank.starvation.check_current_wait()
     (line,) = rank.said
     assert (line.step, line.bound_by, line.over_steps) == (10, "fetch", 10)
-    rank.starvation.saw(11, 631.0)  # it ends, in the same episode
-    rank.starvation.look()
+    rank.starvation.add_step(11, 631.0)  # it ends, in the same episode
+    rank.starvation.check_current_wait()
     assert len(rank.said) == 1
     rank.steps(400, 0.1, 0.0)
-    rank.starvation.waiting()
+    rank.starvation.on_data_wait()
     rank.clock.now += 100
-    rank.starvation.look()
+    rank.starvation.check_current_wait()
     assert len(rank.said) == 2
 
 
 def test_a_loop_that_computes_for_long_is_not_waiting() -> None:
     rank = Rank(starved_s=30)
-    rank.starvation.waiting()
+    rank.starvation.on_data_wait()
     rank.clock.now += 1
-    rank.starvation.saw(1, 1.0)
+    rank.starvation.add_step(1, 1.0)
     rank.clock.now += 3600  # a long validation, say
-    rank.starvation.look()
+    rank.starvation.check_current_wait()
     assert not rank.said
 
 
@@ -127,12 +128,12 @@ def test_a_loop_that_computes_for_long_is_not_waiting() -> None:
 )
 def test_the_hint_names_what_to_change(cause: Cause, spent_s: float, workers: int, cores: int, said: str) -> None:
     spent: dict[Cause, float] = {"fetch": 0.0, "read": 0.0, "decode": 0.0, "transfer": 0.0, cause: spent_s}
-    assert said in hint(cause, spent, 15.0, Loading(workers=workers), cores)
+    assert said in advise(cause, spent, 15.0, Loading(workers=workers), cores)
 
 
 def test_a_hint_for_a_rank_that_did_nothing_but_wait() -> None:
     spent: dict[Cause, float] = {"fetch": 0.0, "read": 0.0, "decode": 9.0, "transfer": 0.0}
-    assert "workers to 2" in hint("decode", spent, 0.0, Loading(), 16)
+    assert "workers to 2" in advise("decode", spent, 0.0, Loading(), 16)
 
 
 def test_waits_are_counted_from_all_threads() -> None:
@@ -169,14 +170,16 @@ def test_a_run_whose_data_does_not_come_says_so_before_it_does(tmp_path: Path) -
             return super().decode(fields)
 
     training = Training.model_validate({"max_steps": 2, "loading": {"starved_s": 0.05}})
-    trainer = Trainer(Stuck(), linear_dataset(tmp_path / "data"), training, folder=tmp_path / "run")
+    task = Stuck()
+    data = TrainingData(task, linear_dataset(tmp_path / "data"), training)
+    trainer = Trainer(task, data, training, TrainerSettings(tmp_path / "run"))
     say = trainer.journal.starved
 
     def heard(line: StarvationLine) -> None:
         say(line)
         told.set()
 
-    trainer._starvation._say = heard
+    trainer._starvation._report = heard
     # No time passes before a sample is being decoded; then a second does, whenever somebody looks.
     seconds = itertools.count(1)
     trainer._starvation._clock = lambda: float(next(seconds)) if begun.is_set() else 0.0
@@ -198,7 +201,8 @@ def test_a_run_whose_decoding_is_slow_says_so_and_each_step_says_how_long_it_wai
     dataset = linear_dataset(tmp_path / "data")
     loading = {"starved_s": 0.5, "starved_share": 0.05}
     training = Training.model_validate({"epochs": 2, "global_batch": 16, "loading": loading})
-    outcome = Trainer(Slow(), dataset, training, folder=tmp_path / "run").fit()
+    task = Slow()
+    outcome = Trainer(task, TrainingData(task, dataset, training), training, TrainerSettings(tmp_path / "run")).fit()
     lines = journal(tmp_path / "run")
     starved = [line for line in lines if isinstance(line, StarvationLine)]
     assert starved

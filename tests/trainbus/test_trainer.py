@@ -24,8 +24,10 @@ from trainbus.task import Task, load_task
 from trainbus.trainer import checkpoint
 from trainbus.trainer.checkpoint import CheckpointError
 from trainbus.trainer.optimizer_state import StateMismatch
-from trainbus.trainer.trainer import Outcome, Trainer
-from trainbus.trainer.validation import measure
+from trainbus.trainer.start_point import StartPoint
+from trainbus.trainer.step_data import TrainingData
+from trainbus.trainer.trainer import Outcome, Trainer, TrainerSettings
+from trainbus.trainer.validation import measure_split
 from trainbus.trainer.world import World, limit_threads
 
 namespace: dict[str, Any] = {}
@@ -46,14 +48,14 @@ def dataset(tmp_path: Path) -> Dataset:
 def train(folder: Path, dataset: Dataset, task: Task | None = None, **options: Any) -> tuple[Trainer, Outcome]:
     control, resume = options.pop("control", None), options.pop("resume_folder", None)
     training = Training.model_validate({"epochs": 3, "global_batch": 16, **options})
+    task = task or Linear(dropout=0.2)
     trainer = Trainer(
-        task or Linear(dropout=0.2),
-        dataset,
+        task,
+        TrainingData(task, dataset, training),
         training,
-        folder=folder,
+        TrainerSettings(folder, about={"run_id": "rtest"}),
+        start=StartPoint(World(), run_id="rtest", resume_folder=resume),
         control=control,
-        resume_folder=resume,
-        about={"run_id": "rtest"},
     )
     return trainer, trainer.fit()
 
@@ -123,7 +125,7 @@ def test_checkpoints_come_every_so_many_steps_at_the_best_and_at_the_end(dataset
     best = min(measured, key=lambda line: line.metrics["validation/loss"])
     model = Linear().model()
     checkpoint.load_model(Path(best.folder), model)
-    found = measure(Linear(), model, dataset.split("validation"), World(), "fp32")
+    found = measure_split(Linear(), model, dataset.split("validation"), World(), "fp32")
     assert found["loss"] == pytest.approx(best.metrics["validation/loss"])
     state = json.loads((Path(best.folder) / "state.json").read_text())
     assert (state["step"], state["samples_consumed"], state["epoch"]) == (best.step, best.samples_consumed, best.epoch)
@@ -154,8 +156,8 @@ def test_metrics_are_exact_means_over_samples(dataset: Dataset) -> None:
     torch.manual_seed(0)
     model = task.model()
     split = dataset.split("validation")
-    whole = measure(task, model, split, World(), "fp32", batch_size=1000)
-    parts = measure(task, model, split, World(), "fp32", batch_size=7)
+    whole = measure_split(task, model, split, World(), "fp32", batch_size=1000)
+    parts = measure_split(task, model, split, World(), "fp32", batch_size=7)
     assert parts["each"] == pytest.approx(whole["each"], rel=1e-6)
     assert parts["mean"] == pytest.approx(whole["mean"], rel=1e-6)
 
@@ -262,7 +264,7 @@ def test_the_digits_example_reaches_97_percent(tmp_path: Path) -> None:
     longer = {**spec["training"], "epochs": 2 * spec["training"]["epochs"]}
     trainer, outcome = train(tmp_path / "g1", dataset, task, **longer)
     assert outcome.metrics["validation/accuracy"] > 0.96
-    found = measure(task, trainer.strategy.model, dataset.split("test"), World(), "fp32")
+    found = measure_split(task, trainer.strategy.model, dataset.split("test"), World(), "fp32")
     assert found["accuracy"] > 0.96
 
 

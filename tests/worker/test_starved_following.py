@@ -28,7 +28,7 @@ async def test_a_starved_rank_is_told_once_with_cause_and_hint(tmp_path: Path) -
     for step in range(1, 1001):
         now[0] += 0.1
         waits.add("decode", 0.06)
-        starvation.saw(step, 0.06)
+        starvation.add_step(step, 0.06)
     bus.lose_answers = 2
     agent = follower(tmp_path, bus, ManualClock(), homes={0: "n7"})
     for _ in range(4):

@@ -1,8 +1,8 @@
-"""Takes the training state out of the training loop: to disk, and to memory that outlives the process.
+"""Saves the training state: to disk as checkpoints, and to memory that outlives the process.
 
-A checkpoint costs the loop only what must be copied before the next forward pass: buffers, which change there. Weights
-and optimizer state do not change before the optimizer's next step, so a thread copies them to the host
-during forward and backward, and ``before_update`` waits for what is left of it. Writing follows in the same thread.
+A checkpoint holds the loop only while it copies what the next forward pass changes: buffers. Weights and optimizer
+state do not change before the optimizer's next step, so a thread copies them to the host during forward and backward,
+and ``wait_for_staging`` waits for what remains. The same thread then writes the files.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Pairs = list[tuple[Tensor, Tensor]]
 
 
 class CheckpointManager:
-    """When to save, and how. Every rank makes the same calls, but for ``by_clock`` and ``leave_behind``."""
+    """Decides when to save, and saves. Every rank makes the same calls, except for survivor state."""
 
     def __init__(
         self,
@@ -52,42 +52,46 @@ class CheckpointManager:
         world: World,
         journal: Journal,
         exactness: Exactness,
-        memory: SurvivorStore,
+        survivors: SurvivorStore,
         history: FailureHistory | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder, self._strategy, self._world, self._journal = folder, strategy, world, journal
-        self._exactness, self._memory, self._clock = exactness, memory, clock
-        self.when = CheckpointSchedule(training, clock(), machines=world.size, history=history)
+        self._exactness, self._survivors, self._clock = exactness, survivors, clock
+        self.schedule = CheckpointSchedule(training, clock(), machines=world.size, history=history)
         self._staging = StagingBuffers(pinned=world.device.type == "cuda")
         self._writer = CheckpointWriter()
         cuda = world.device.type == "cuda"
         self._stream = torch.cuda.Stream(world.device) if cuda else None  # type: ignore[no-untyped-call]
+        self._is_prepared = False
         #: Set while nothing is being copied out of the live state.
         self._copied = threading.Event()
         self._copied.set()
         self._later: Pairs = []
         self._watched: list[tuple[str, Tensor, int]] = []
         self._held_s = 0.0
-        #: A step whose state is whole: between the end of one optimizer step and the beginning of the next.
+        #: The step whose state is whole: between the end of one optimizer step and the beginning of the next.
         self._progress: Progress | None = None
-        # A strategy may still wait for gradients in its step: only here does the state begin to change.
-        strategy.optimizer.register_step_pre_hook(self._update_begins)
+        # A strategy may still wait for gradients in its step: the state begins to change only here.
+        strategy.optimizer.register_step_pre_hook(self._begin_update)
 
     def prepare(self, ema: Mapping[str, Tensor] | None) -> None:
-        """Make room for a checkpoint before one is due; after the first step, when the optimizer has its state."""
+        """Allocate the buffers of a checkpoint before one is due; call it after the first step."""
+        if self._is_prepared:
+            return
+        self._is_prepared = True
         self._staging.lay_out(self._files(assemble(self._strategy.state_entries(ema), self._world)))
         for image in self._staging.images.values():
             image.touch()
 
     @property
-    def busy(self) -> bool:
+    def is_writing(self) -> bool:
         """Whether a checkpoint is being written."""
-        return self._writer.busy
+        return self._writer.is_writing
 
-    def by_clock(self) -> bool:
-        """Whether rank 0's clock wants a checkpoint; not while one is being written."""
-        return self._world.is_first and not self.busy and self.when.by_now(self._clock())
+    def is_due_by_clock(self) -> bool:
+        """Return whether a checkpoint is due by the clock of rank 0; not while one is being written."""
+        return self._world.is_first and not self.is_writing and self.schedule.is_due_at_time(self._clock())
 
     def save(
         self,
@@ -99,14 +103,13 @@ class CheckpointManager:
         final: bool = False,
         hurry: bool = False,
     ) -> None:
-        """Have the state written, and return to training. ``last``: no further step follows in this process.
+        """Start to write the state, and return to training. ``last``: no further step follows in this process.
 
-        With ``hurry`` (somebody counts the seconds) it takes the place of the checkpoint that is being written;
-        otherwise that is waited for.
+        With ``hurry`` (a grace period runs) it replaces the checkpoint that is being written, else it waits for that.
         """
         started = self._clock()
         if hurry:
-            self._writer.replace()
+            self._writer.cancel()
         else:
             self._writer.join()
         self._copied.wait()
@@ -119,66 +122,62 @@ class CheckpointManager:
         place = {"step": progress.step, "epoch": progress.epoch, "samples_consumed": progress.samples_consumed}
         folder = self._folder / f"step_{progress.step:08d}-rank_{self._world.rank}"
 
-        def work(replaced: Callable[[], bool]) -> None:
+        def work(is_cancelled: Callable[[], bool]) -> None:
             self._finish_copy()
-            write(folder, content, replaced=replaced)
+            write(folder, content, is_cancelled=is_cancelled)
             self._journal.checkpoint(folder, **place, metrics=metrics, final=final, exactness=self._exactness)
 
         self._writer.submit(work)
-        self.when.taken(self._clock())
-        self.when.cost(self._clock() - started + self._held_s)
+        self.schedule.record_time(self._clock())
+        self.schedule.record_cost(self._clock() - started + self._held_s)
         self._held_s = 0.0
 
-    def before_update(self) -> None:
-        """Wait until nothing reads the live state any more; to be called before the optimizer's step."""
-        self.finish_reading()
-
-    def finish_reading(self) -> None:
-        """Wait until nothing reads the live state any more; to be called before it is changed for a while."""
+    def wait_for_staging(self) -> None:
+        """Wait until nothing reads the live state any more; call it before anything changes that state."""
         if not self._copied.is_set():
             started = self._clock()
             self._copied.wait()
             self._held_s += self._clock() - started
-        self._memory.copied()
+        self._survivors.wait_for_snapshot()
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         for name, tensor, version in self._watched:
             if tensor._version != version:
                 raise CheckpointError(
                     f"{name!r} was changed in the forward or backward pass while a checkpoint was taken of it: change "
-                    "weights in the optimizer alone, or register what changes as a buffer"
+                    "weights only in the optimizer, or register what changes as a buffer"
                 )
         self._watched = []
 
-    def after_update(self, progress: Progress, ema: Mapping[str, Tensor] | None) -> None:
-        """The step is done in all its parts: from here on its state may be left behind."""
+    def record_step(self, progress: Progress, ema: Mapping[str, Tensor] | None) -> None:
+        """Note that a step is complete: from here on its state may be saved. Take a snapshot if one is due."""
         self._progress = progress
-        if self._world.size == 1 and self._memory.wants_snapshot(self._clock()):
+        if self._world.size == 1 and self._survivors.is_snapshot_due(self._clock()):
             state = self._whole_state(ema)
             if state is not None:
                 # The next forward pass changes buffers while the snapshot is read: it gets copies of them.
                 trained = self._trained()
                 state.model = {n: t if n in trained else t.clone() for n, t in state.model.items()}
                 files = self._files(state, rank=0)
-                self._memory.snapshot(files, checkpoint_json(state, progress, 1))
+                self._survivors.snapshot(files, checkpoint_json(state, progress, 1))
 
-    def leave_behind(self, ema: Mapping[str, Tensor] | None) -> int | None:
-        """Leave the last whole state in memory for the next generation; return its step, or None if there is none.
+    def save_survivor_state(self, ema: Mapping[str, Tensor] | None) -> int | None:
+        """Save the last whole state in memory for the next generation; return its step, or None if there is none.
 
-        Communicates with nobody: other ranks are gone, or going.
+        It does not communicate: other ranks are gone or about to end.
         """
-        if self._progress is None or not self._memory.there:
+        if self._progress is None or not self._survivors.is_enabled:
             return None
         self._copied.wait()
-        self._memory.copied()
+        self._survivors.wait_for_snapshot()
         self._strategy.discard_unfinished_step()
         state = self._whole_state(ema)
         if state is None:
             return None
-        self._memory.leave(self._files(state, rank=0), checkpoint_json(state, self._progress, 1))
+        self._survivors.save(self._files(state, rank=0), checkpoint_json(state, self._progress, 1))
         return self._progress.step
 
-    def join(self) -> None:
+    def wait_for_writes(self) -> None:
         """Wait until everything is on disk."""
         self._writer.join()
 
@@ -188,14 +187,14 @@ class CheckpointManager:
             return None
         return assemble(self._strategy.state_entries(ema), World())
 
-    def _update_begins(self, *_: Any) -> None:
+    def _begin_update(self, *_: Any) -> None:
         self._progress = None
 
     def _content(self, state: State, progress: Progress) -> RankFiles:
         saved = None
         if self._world.is_first:
             saved = checkpoint_json(state, progress, self._world.size)
-            state_digest(saved)  # what cannot be written is said here, where the step is known
+            state_digest(saved)  # raises here, where the step is known, if JSON cannot hold the state
         return RankFiles(self._world.rank, self._staging.images, saved)
 
     def _files(self, state: State, rank: int | None = None) -> dict[str, dict[str, Tensor]]:
@@ -207,12 +206,12 @@ class CheckpointManager:
         }
 
     def _trained(self) -> set[str]:
-        """Names of what the optimizer alone changes."""
+        """Return the names of what only the optimizer changes."""
         parameters = self._strategy.model.named_parameters(remove_duplicate=False)
         return {name for name, parameter in parameters if parameter.requires_grad}
 
     def _start_copy(self, files: Mapping[str, Mapping[str, Tensor]], *, at_once: bool) -> None:
-        """Copy what the next forward pass may change; leave the rest to the thread, unless ``at_once``."""
+        """Copy what the next forward pass may change; the thread copies the rest, unless ``at_once``."""
         trained = self._trained()
         later, self._watched = [], []
         for file, tensors in files.items():
@@ -229,7 +228,7 @@ class CheckpointManager:
             self._stream.wait_stream(torch.cuda.current_stream())
 
     def _finish_copy(self) -> None:
-        """In the writer's thread: copy what is left; from then on the live state may change."""
+        """Copy the rest, in the writer's thread; after that the live state may change."""
         try:
             context: AbstractContextManager[Any] = nullcontext()
             if self._stream is not None:

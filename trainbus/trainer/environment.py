@@ -1,7 +1,7 @@
-"""What decides the last bits of arithmetic, beside the task and its data: the environment of a rank.
+"""The environment of a rank: what decides the last bits of its arithmetic, beside the task and its data.
 
-Two processes whose environments are equal make the same bits of the same numbers. Where they differ (another machine
-type, torch version, number of threads) the results are as good, but no longer the same, and the run says so.
+Two processes with equal environments compute the same bits from the same numbers. Where environments differ (machine
+type, torch version, number of threads) the results are as good but not the same, and the run reports it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from contracts.events.checkpoint import Exactness
 
-#: Variables that choose kernels, or how a sum is split among threads.
+#: Variables that choose kernels or decide how a sum is split among threads.
 VARIABLES = (
     "ATEN_CPU_CAPABILITY",
     "CUBLAS_WORKSPACE_CONFIG",
@@ -33,10 +33,10 @@ VARIABLES = (
 )
 
 
-def environment(device: torch.device, machine: Mapping[str, str] | None = None) -> dict[str, str]:
+def describe(device: torch.device, machine: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return everything that is known to decide the last bits on ``device``, by name.
 
-    ``machine`` is what the agent knows of the node. To be called after the settings of this process were made.
+    ``machine`` is what the agent knows of the node. Call it after the settings of this process are made.
     """
     found = {f"machine.{name}": value for name, value in (machine or {}).items()}
     found |= {f"env.{name}": os.environ[name] for name in VARIABLES if name in os.environ}
@@ -82,16 +82,16 @@ def digest(environment: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(dict(environment), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def exactness(
+def classify_exactness(
     logical_ranks: int | None, digests: Collection[str], parent: Mapping[str, Any] | None, run_id: str | None
 ) -> Exactness:
-    """Return whether the state will be, to the bit, what undisturbed training would make of it.
+    """Return whether the state will equal, to the bit, that of undisturbed training.
 
     Args:
         digests: the environments of all ranks of this generation.
-        parent: what the checkpoint that is resumed says ``about`` itself; None from scratch.
-        run_id: this run's. A run that begins with another's checkpoint has its beginning there: it is exact in
-            whatever environment it begins, if what it begins with is.
+        parent: the ``about`` of the checkpoint that is resumed; None from scratch.
+        run_id: of this run. A run that begins with the checkpoint of another run is exact, in any environment, if that
+            checkpoint is.
     """
     if logical_ranks is None or len(set(digests)) != 1:
         return "samples-exact"

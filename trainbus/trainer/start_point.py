@@ -1,4 +1,4 @@
-"""Where training begins: with a state left on the nodes, with a checkpoint, with another's weights, or with nothing."""
+"""Where training begins: survivor state on the nodes, a checkpoint, weights of another checkpoint, or from scratch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainbus.data.order import LaneOrder
 from trainbus.trainer import environment
-from trainbus.trainer.checkpoint import LoadedCheckpoint, Progress, load, load_initial_weights
+from trainbus.trainer.checkpoint import Progress, load, load_initial_weights
 from trainbus.trainer.checkpoint.reader import put_model
 from trainbus.trainer.moving_average import MovingAverage
 from trainbus.trainer.strategies.base import Strategy
@@ -26,33 +26,37 @@ UNREPORTED = "unreported"
 
 @dataclass(frozen=True, slots=True)
 class InitialWeights:
-    """Weights to begin with: a checkpoint's, but for the tensors that ``exclude`` names."""
+    """The weights of a checkpoint to begin with, except for the tensors that ``exclude`` names."""
 
     folder: Path
     exclude: tuple[str, ...] = ()
 
 
 class StartPoint:
-    """The state that training begins with. Its parts are handed out as what they belong to is built."""
+    """The state that training begins with, for the trainer to load part by part as it builds the model and the rest."""
 
     def __init__(
         self,
         world: World,
-        memory: SurvivorStore,
-        resume_folder: Path | None,
-        resume_step: int,
-        run_id: str | None,
+        *,
+        run_id: str | None = None,
+        survivors: SurvivorStore | None = None,
+        resume_folder: Path | None = None,
+        resume_step: int = 0,
         init: InitialWeights | None = None,
     ) -> None:
-        """Agree with all ranks on the newest state there is.
+        """Agree with all ranks on the newest state there is, and load it; every rank calls it.
 
         Args:
-            resume_step: the step of ``resume_folder``: what was left on the nodes counts if it is as new.
-            run_id: this run's, which need not be that of the checkpoint.
+            run_id: of this run, which need not be that of the checkpoint.
+            survivors: where earlier generations may have saved a newer state than ``resume_folder``.
+            resume_folder: a checkpoint.
+            resume_step: its step: survivor state counts if it is at least as new.
             init: the weights to begin with if there is no state at all.
         """
         self._world, self._run_id, self._init = world, run_id, init
-        loaded: LoadedCheckpoint | None = load_newest_state(world, memory.left(resume_step, run_id))
+        survivors = survivors or SurvivorStore()
+        loaded = load_newest_state(world, survivors.find_parts(resume_step, run_id))
         self.resumed_from: Literal["scratch", "checkpoint", "memory"] = "memory"
         if loaded is None:
             loaded = load(resume_folder) if resume_folder is not None else None
@@ -63,21 +67,21 @@ class StartPoint:
 
     @property
     def committed_step(self) -> int:
-        """The step that need not be saved again: a checkpoint of this very run has it. -1: there is none."""
+        """The step that a checkpoint of this very run holds already; -1: none does."""
         own = self.resumed_from == "checkpoint" and self._parent.get("run_id") == self._run_id
         return self.progress.step if own else -1
 
     @property
     def unreported(self) -> dict[str, float] | None:
-        """Metrics of the step of a state in memory, which the ranks that took it may not have lived to report."""
-        left = self._parent.get(UNREPORTED) if self.resumed_from == "memory" else None
-        return left["values"] if left is not None and left["step"] == self.progress.step else None
+        """Metrics of the step of a survivor state, which its ranks may not have reported before they ended."""
+        found = self._parent.get(UNREPORTED) if self.resumed_from == "memory" else None
+        return found["values"] if found is not None and found["step"] == self.progress.step else None
 
     def check_order(self, order: LaneOrder) -> None:
-        """Make sure that training goes on in the order of samples that it was in.
+        """Check that training continues in the order of samples that it was in.
 
         Raises:
-            OrderMismatch: it would lose or repeat samples; the text says what to set.
+            OrderMismatch: training would lose or repeat samples; the text says what to set.
         """
         before = self._parent.get("order")
         if before is not None:
@@ -85,28 +89,28 @@ class StartPoint:
         elif self.progress.samples_consumed:
             print(
                 "trainbus: the checkpoint is older than the record of its order of samples: "
-                "within the epoch that it is in, samples may be lost or repeated",
+                "samples may be lost or repeated until the epoch ends",
                 flush=True,
             )
 
-    def put_weights(self, model: nn.Module) -> None:
-        """Give the model its weights, before a strategy cuts or casts them."""
+    def load_weights(self, model: nn.Module) -> None:
+        """Load the model's weights, before a strategy shards or casts them."""
         if self._state is not None:
             put_model(self._state.model, model)
             self._state.model = {}
         elif self._init is not None:
             load_initial_weights(self._init.folder, model, self._init.exclude)
 
-    def put_rest(self, strategy: Strategy, schedule: LRScheduler | None) -> None:
-        """Give the optimizer, the loss scale and the schedule theirs."""
+    def load_optimizer(self, strategy: Strategy, schedule: LRScheduler | None) -> None:
+        """Load the optimizer, the loss scale and the schedule."""
         if self._state is None:
             return
         strategy.load_state(self._state)
         if schedule is not None and self.progress.schedule is not None:
             schedule.load_state_dict(self.progress.schedule)
 
-    def averages(self, strategy: Strategy, decay: float | None) -> MovingAverage | None:
-        """Return the moving average of the weights as it was, or one that begins with them."""
+    def moving_average(self, strategy: Strategy, decay: float | None) -> MovingAverage | None:
+        """Return the moving average of the weights as it was, or a new one that begins with them."""
         if decay is None:
             return None
         ema = MovingAverage(strategy.parameters_for_ema(), decay)
@@ -114,9 +118,11 @@ class StartPoint:
             strategy.load_ema(ema.tensors, self._state.ema)
         return ema
 
-    def about(self, run: Mapping[str, Any], logical_ranks: int | None, here: Mapping[str, str]) -> dict[str, Any]:
-        """Return what the states to come say about themselves, in the environment ``here``; every rank calls it."""
+    def describe_run(
+        self, run: Mapping[str, Any], logical_ranks: int | None, here: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Return what later states record about the run, in the environment ``here``; every rank calls it."""
         digests = self._world.all_gather_objects(environment.digest(here))
         parent = None if self._state is None else self._parent
-        exactness = environment.exactness(logical_ranks, digests, parent, self._run_id)
+        exactness = environment.classify_exactness(logical_ranks, digests, parent, self._run_id)
         return {**run, "exactness": exactness, "environment_digest": digests[0]}

@@ -1,4 +1,4 @@
-"""Says when the accelerator waits for data, what for, and which setting would help."""
+"""Detects that the accelerator waits for data, what causes it, and which setting would help."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from contracts.events.train import Loading
 from contracts.ranks import StarvationLine
 from trainbus.data.batch_timings import CAUSES, BatchTimings, Cause
+from trainbus.trainer.observers import CompletedStep, StepObserver
 
 
-class StarvationDetector:
-    """Looks at windows of ``starved_s``; speaks once, and again only after a window in which data came in time.
+class StarvationDetector(StepObserver):
+    """Looks at windows of ``starved_s``; reports once, and again only after a window in which data came in time.
 
-    A wait that does not end is told of while it lasts, from a thread.
+    A thread reports a wait that does not end while it lasts.
     """
 
     def __init__(
@@ -25,25 +26,25 @@ class StarvationDetector:
         loading: Loading,
         waits: BatchTimings,
         rank: int,
-        say: Callable[[StarvationLine], None],
+        report: Callable[[StarvationLine], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._loading, self._waits, self._rank, self._say, self._clock = loading, waits, rank, say, clock
+        self._loading, self._waits, self._rank, self._report, self._clock = loading, waits, rank, report, clock
         self._lock = threading.Lock()
-        self._said, self._step = False, 0
+        self._is_reported, self._step = False, 0
         self._waiting_since: float | None = None
-        self._begin(clock())
+        self._begin_window(clock())
 
     @contextmanager
     def watching(self, step: int) -> Generator[None]:
-        """Watch over the training loop inside, which has ``step`` steps behind it."""
+        """Watch the training loop inside, which has taken ``step`` steps."""
         self._step = step
-        self._begin(self._clock())
+        self._begin_window(self._clock())
         over = threading.Event()
 
         def watch() -> None:
             while not over.wait(self._loading.starved_s / 4):
-                self.look()
+                self.check_current_wait()
 
         threading.Thread(target=watch, name="trainbus-starved", daemon=True).start()
         try:
@@ -51,17 +52,19 @@ class StarvationDetector:
         finally:
             over.set()
 
-    def waiting(self) -> None:
-        """Note that the loop begins to wait for its next data."""
+    def on_data_wait(self) -> None:
         self._waiting_since = self._clock()
 
-    def got(self) -> None:
-        """Note that the data is here, though the step may have to wait for other ranks."""
+    def on_data_ready(self) -> None:
         with self._lock:
             self._waiting_since = None
 
-    def saw(self, step: int, waited_s: float) -> None:
-        """Take in one step, and how long its data was waited for."""
+    def on_step_end(self, step: CompletedStep) -> None:
+        self._waits.add("transfer", step.copied_s)
+        self.add_step(step.step, step.waited_s + step.copied_s)
+
+    def add_step(self, step: int, waited_s: float) -> None:
+        """Count one step, and how long the loop waited for its data."""
         with self._lock:
             now, self._waiting_since, self._step = self._clock(), None, step
             self._steps += 1
@@ -69,24 +72,25 @@ class StarvationDetector:
             if now - self._began < self._loading.starved_s:
                 return
             starved = self._is_starved(now, self._waited_s)
-            if starved and not self._said:
-                self._tell(now, self._waited_s, self._most())
-            self._said = starved
-            self._begin(now)
+            if starved and not self._is_reported:
+                self._report_starvation(now, self._waited_s, self._slowest_cause())
+            self._is_reported = starved
+            self._begin_window(now)
 
-    def look(self) -> None:
-        """Say so if the loop has been waiting for too long and still is."""
+    def check_current_wait(self) -> None:
+        """Report if the loop has been waiting for too long and still is."""
         with self._lock:
             now, since = self._clock(), self._waiting_since
-            if since is None or self._said or now - since < self._loading.starved_s:
+            if since is None or self._is_reported or now - since < self._loading.starved_s:
                 return
             waited_s = self._waited_s + now - since
             if self._is_starved(now, waited_s):
-                # What is not done yet is in no total. Workers decode unseen; the rest is seen while it is done.
-                self._tell(now, waited_s, self._waits.doing() or ("decode" if self._loading.workers else self._most()))
-                self._said = True
+                # Totals lack what is still under way, and worker processes report only what they have finished.
+                cause = self._waits.doing() or ("decode" if self._loading.workers else self._slowest_cause())
+                self._report_starvation(now, waited_s, cause)
+                self._is_reported = True
 
-    def _begin(self, now: float) -> None:
+    def _begin_window(self, now: float) -> None:
         self._began, self._steps, self._waited_s = now, 0, 0.0
         self._before = self._waits.totals()
 
@@ -97,13 +101,13 @@ class StarvationDetector:
         now = self._waits.totals()
         return {cause: now[cause] - self._before[cause] for cause in CAUSES}
 
-    def _most(self) -> Cause:
+    def _slowest_cause(self) -> Cause:
         spent = self._spent_s()
         return max(CAUSES, key=lambda cause: spent[cause])
 
-    def _tell(self, now: float, waited_s: float, bound_by: Cause) -> None:
+    def _report_starvation(self, now: float, waited_s: float, bound_by: Cause) -> None:
         over_s = now - self._began
-        self._say(
+        self._report(
             StarvationLine(
                 time=time.time(),
                 step=self._step,
@@ -112,7 +116,7 @@ class StarvationDetector:
                 over_s=over_s,
                 over_steps=self._steps,
                 bound_by=bound_by,
-                hint=hint(bound_by, self._spent_s(), max(over_s - waited_s, 0.0), self._loading, _cores()),
+                hint=advise(bound_by, self._spent_s(), max(over_s - waited_s, 0.0), self._loading, _cores()),
             )
         )
 
@@ -123,12 +127,12 @@ def _cores() -> int:
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def hint(bound_by: Cause, spent_s: Mapping[Cause, float], busy_s: float, loading: Loading, cores: int) -> str:
-    """Return what to change.
+def advise(bound_by: Cause, spent_s: Mapping[Cause, float], busy_s: float, loading: Loading, cores: int) -> str:
+    """Return which setting to change.
 
     Args:
         spent_s: by cause, of making the batches.
-        busy_s: of training with them, which loading has to keep up with.
+        busy_s: of training with them, with which loading has to keep up.
     """
     match bound_by:
         case "fetch":
@@ -144,7 +148,7 @@ def hint(bound_by: Cause, spent_s: Mapping[Cause, float], busy_s: float, loading
             )
         case "transfer":
             return (
-                "the batch's way to the device takes the time: collate smaller types (uint8, bfloat16) and convert "
+                "copying batches to the device takes the time: collate smaller types (uint8, bfloat16) and convert "
                 "them in Task.loss, or raise training.accumulate"
             )
         case "decode":

@@ -1,4 +1,4 @@
-"""How the ranks agree on the last step, and on what the loss was, at the cost of one small sum a step."""
+"""Lets the ranks agree on the last step, and on the loss, at the cost of one small all-reduce a step."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from trainbus.trainer.world import World
 
 #: Places of the numbers ahead of the leaves' losses.
-STOP, CHECKPOINT_NOW, GRAD_NORM, SKIPPED, SHORT, HEAD = range(6)
+STOP, CHECKPOINT_NOW, GRAD_NORM, SKIPPED, LACKS_DATA, HEAD = range(6)
 
 
 @dataclass(frozen=True, slots=True)
 class StepSummary:
-    """What all ranks together said at the end of one step. The same on every rank."""
+    """What all ranks reported at the end of one step. The same on every rank."""
 
     step: int
     #: Sum of the leaves' losses: the mean loss over the global batch.
@@ -27,19 +27,19 @@ class StepSummary:
     stop: bool
     checkpoint_now: bool
     skipped: bool
-    #: A rank has not the samples of the next steps yet.
-    short: bool
+    #: A rank does not have the samples of the next steps yet.
+    lacks_data: bool
     #: Each rank's own seconds of work, by rank.
     busy_s: tuple[float, ...]
 
 
 class StepAgreement:
-    """One asynchronous sum of a short vector after each step, looked at one step later.
+    """One asynchronous all-reduce of a short vector after each step, read one step later.
 
-    Nothing waits for it: by the time it is read, a whole step has gone by. Every rank reads the same sum at
-    the same point, so all of them stop after the same step, whenever each was told. Every number but the flags
-    has a place of its own that one rank fills, and is added up in the order of the places: the loss is the same to the
-    bit for any number of ranks.
+    Nothing waits for it: a whole step passes before it is read. Every rank reads the same sum at the same point, so all
+    of them stop after the same step, whenever the request reached each of them. Every number but the flags has a place
+    of its own that one rank fills, and the places are added up in their order: the loss is the same to the bit for any
+    number of ranks.
     """
 
     def __init__(self, world: World, leaf_count: int) -> None:
@@ -56,20 +56,20 @@ class StepAgreement:
         stop: bool,
         checkpoint_now: bool,
         skipped: bool = False,
-        short: bool = False,
+        lacks_data: bool = False,
         busy_s: float = 0.0,
     ) -> StepSummary | None:
-        """Post this step's numbers and return what was said at the last step; None before the first.
+        """Post this step's numbers and return the summary of the step before; None before the first.
 
-        A single rank on CPU hears itself at once.
+        A single rank on CPU gets the summary of this very step.
 
         ``losses`` are those of this rank's leaves, each its share of the mean over the global batch; ``grad_norm`` and
         ``skipped`` are the same on every rank.
         """
-        said = self.settle()
+        summary = self.collect()
         known = [0.0] * (HEAD + self._leaf_count + self._world.size)
         known[STOP], known[CHECKPOINT_NOW] = float(stop), float(checkpoint_now)
-        known[SKIPPED], known[SHORT] = float(skipped), float(short)
+        known[SKIPPED], known[LACKS_DATA] = float(skipped), float(lacks_data)
         known[HEAD + self._leaf_count + self._world.rank] = busy_s
         numbers = torch.tensor(known, dtype=torch.float64).to(grad_norm.device, non_blocking=True)
         if losses:
@@ -80,16 +80,16 @@ class StepAgreement:
         if self._world.size == 1:
             self._posted = (step, *_fetch(numbers))
             if not numbers.is_cuda:
-                return self.settle()  # there is nobody to wait for
+                return self.collect()  # there is no other rank to wait for
         elif numbers.is_cuda:
             dist.all_reduce(numbers, async_op=True).wait()  # orders the streams; the host goes on at once
             self._posted = (step, *_fetch(numbers))
         else:
             self._posted = (step, numbers, dist.all_reduce(numbers, async_op=True).wait)
-        return said
+        return summary
 
-    def settle(self) -> StepSummary | None:
-        """Return what was said at the last posted step, waiting for it if need be; None if that was read already."""
+    def collect(self) -> StepSummary | None:
+        """Return the summary of the last posted step, waiting for it if need be; None if it was returned before."""
         if self._posted is None:
             return None
         step, numbers, wait = self._posted
@@ -104,12 +104,12 @@ class StepAgreement:
             stop=values[STOP] > 0,
             checkpoint_now=values[CHECKPOINT_NOW] > 0,
             skipped=values[SKIPPED] > 0,
-            short=values[SHORT] > 0,
+            lacks_data=values[LACKS_DATA] > 0,
             busy_s=tuple(busy_s),
         )
 
     def agree(self, lacking: bool, stop: bool) -> tuple[bool, bool]:
-        """Return whether any rank lacks its samples, and whether any is to stop; every rank calls it, and waits."""
+        """Return whether any rank lacks its samples, and whether any must stop; every rank calls it and waits."""
         if self._world.size == 1:
             return lacking, stop
         flags = self._world.all_reduce(torch.tensor([float(lacking), float(stop)], device=self._world.device))

@@ -1,10 +1,9 @@
-"""Where a step may have to wait for its samples: all ranks begin it, or none does.
+"""Holds all ranks before a step until each of them has its samples, so that all begin it or none does.
 
-A rank that has begun a step waits in its collectives for the others, and nothing ends that wait. Were one rank to wait
-for its samples meanwhile (the store is away), a stop could not be heeded before they come, and all that was trained
-since the last checkpoint would be lost when the grace is over. So ranks say, with what they say after each step anyway,
-whether they have the samples of the next two; only where one has not do they meet before the next step, until all of
-them have theirs or are to stop.
+A rank that has begun a step waits for the others in its collectives, and nothing ends that wait. If one rank waited for
+samples there (the store is away), the ranks could not stop before the samples come, and the grace period would end
+without a checkpoint. So ranks report after each step, with what they exchange anyway, whether they have the samples of
+the next two; only where one does not, they meet before the next step until all of them have theirs or must stop.
 """
 
 from __future__ import annotations
@@ -17,48 +16,52 @@ from trainbus.agent_link import Control
 from trainbus.data.loader import Prefetcher
 from trainbus.trainer.step_agreement import StepAgreement, StepSummary
 
-#: Steps whose samples a rank must have so that nobody need ask: it is heard of a step later.
-STOCK = 2
-#: Seconds after which ranks that wait for samples ask each other again; well below what a collective may take.
-ROUND_S = 1.0
-#: Seconds after which a rank that waits looks whether it is to stop.
-POLL_S = 0.1
+#: Steps whose samples a rank must have so that ranks need not meet: reports arrive a step later.
+MIN_PREFETCHED_STEPS = 2
+#: Seconds between two meetings of ranks that wait for samples; well below the timeout of a collective.
+MEETING_INTERVAL_S = 1.0
+#: Seconds between two checks of a waiting rank whether it must stop.
+STOP_CHECK_INTERVAL_S = 0.1
 
 
 class StepBarrier:
-    """One rank's side of it. Every rank makes the same calls."""
+    """One rank's side of the barrier. Every rank makes the same calls."""
 
     def __init__(self, consensus: StepAgreement, control: Control, clock: Callable[[], float] = time.monotonic) -> None:
         self._agreement, self._control, self._clock = consensus, control, clock
         #: The step up to which all ranks are known to have their samples.
-        self._stocked_until = -1
+        self._prefetched_until = -1
 
-    def heed(self, said: StepSummary) -> None:
-        """Note what all ranks said after a step."""
-        if not said.short:
-            self._stocked_until = said.step + STOCK
+    def record_summary(self, summary: StepSummary) -> None:
+        """Note whether all ranks had samples in stock after a step."""
+        if not summary.lacks_data:
+            self._prefetched_until = summary.step + MIN_PREFETCHED_STEPS
 
-    def opens(self, step: int, steps: Prefetcher[Any], ready: Callable[[], None] = lambda: None) -> bool:
-        """Wait until all ranks can take ``step``; False if they are to stop before it.
+    def wait(self, step: int, steps: Prefetcher[Any], on_ready: Callable[[], None] = lambda: None) -> bool:
+        """Wait until all ranks can take ``step``; False if they must stop before it.
 
         Args:
-            ready: called when this rank has its samples, however long others still wait for theirs.
+            on_ready: called when this rank has its samples, however long others still wait for theirs.
         """
-        if step <= self._stocked_until:
+        if step <= self._prefetched_until:
             return True
         while True:
-            lacking = not self._wait(steps)
+            lacking = not self._wait_for_samples(steps)
             if not lacking:
-                ready()
+                on_ready()
             anyone_lacks, stop = self._agreement.agree(lacking, self._control.stop_requested)
             if not anyone_lacks:
                 return True
             if stop:
                 return False
 
-    def _wait(self, steps: Prefetcher[Any]) -> bool:
-        """Whether the samples are here, within a round or until a stop is asked for."""
-        until = self._clock() + ROUND_S
-        while not (here := steps.has(1, POLL_S)) and not self._control.stop_requested and self._clock() < until:
+    def _wait_for_samples(self, steps: Prefetcher[Any]) -> bool:
+        """Wait until the samples are here, the next meeting is due or a stop is requested; return whether they are."""
+        until = self._clock() + MEETING_INTERVAL_S
+        while (
+            not (here := steps.has(1, STOP_CHECK_INTERVAL_S))
+            and not self._control.stop_requested
+            and self._clock() < until
+        ):
             pass
         return here

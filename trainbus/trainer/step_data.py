@@ -1,20 +1,24 @@
-"""What a rank is to compute in each step: the leaves it has, and their samples, loaded ahead."""
+"""The samples of each step: which leaves a rank computes, and their micro-batches, loaded ahead."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from contracts.events.train import Training
-from trainbus.data.loader import BatchLoader, MicroBatch, pipeline_results
+from trainbus.data.batch_timings import BatchTimings
+from trainbus.data.dataset import Dataset
+from trainbus.data.loader import BatchLoader, MicroBatch, Prefetcher, pipeline_results, prefetch
+from trainbus.data.order import LaneOrder
+from trainbus.data.read_plan import ReadAhead, ReadPlan
 from trainbus.data.sampler import Sampler, slice_bounds
+from trainbus.data.workers import WorkerPool
+from trainbus.task import Task
 
 
 @dataclass(frozen=True, slots=True)
 class LeafData:
-    """One leaf's samples in one step: a function of the step and the leaf, whoever computes it."""
+    """The samples of one leaf in one step: a function of the step and the leaf, on whatever rank."""
 
     leaf: int
     micro_batches: tuple[MicroBatch, ...]
@@ -33,20 +37,9 @@ class StepData:
         return sum(micro.samples for leaf in self.leaves for micro in leaf.micro_batches)
 
 
-def total_steps_of(training: Training, sampler: Sampler, step: int, samples_consumed: int) -> int:
-    """Return the step at which training ends, counted over all generations, of a run that has got so far."""
-    ends = []
-    if sampler.end is not None:
-        left = max(0, sampler.end - samples_consumed)
-        ends.append(step + -(-left // training.global_batch))
-    if training.max_steps is not None:
-        ends.append(training.max_steps)
-    return min(ends)
-
-
 @dataclass(frozen=True, slots=True)
 class StepLoader:
-    """Loads the parts of a rank that computes ``leaves`` of ``leaf_count``."""
+    """Loads the samples of a rank that computes ``leaves`` of ``leaf_count``."""
 
     loading: BatchLoader
     sampler: Sampler
@@ -91,14 +84,71 @@ class StepLoader:
         return max(1, min(self.training.accumulate, largest))
 
 
-class SampleRecorder:
-    """Keeps what a rank trained on: one JSON line a leaf, with the keys of its samples in their order."""
+class TrainingData:
+    """The samples that a run trains on and those it is measured with, in the run's order."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a")
+    def __init__(
+        self,
+        task: Task,
+        dataset: Dataset,
+        training: Training,
+        *,
+        workers: WorkerPool | None = None,
+        waits: BatchTimings | None = None,
+        arrival: ReadAhead | None = None,
+    ) -> None:
+        """Load nothing yet.
 
-    def append(self, step: int, data: StepData) -> None:
-        for leaf in data.leaves:
-            keys = [key for micro in leaf.micro_batches for key in micro.keys]
-            self._file.write(json.dumps({"step": step, "leaf": leaf.leaf, "keys": keys}) + "\n")
-        self._file.flush()
+        Args:
+            workers: processes that decode; None: as many as ``training.loading.workers`` says are forked here.
+            waits: counts the time that making batches takes.
+            arrival: brings the shards here that this rank will need; None: they are all here.
+        """
+        self._task, self._dataset, self._training, self._arrival = task, dataset, training, arrival
+        self.workers = workers or WorkerPool(training.loading.workers, lambda: task)
+        self.waits = waits or BatchTimings()
+        self.train_split, self.validation_split = dataset.split("train"), dataset.split("validation")
+        self.order = self._make_order()
+        end = None if training.epochs is None else training.epochs * len(self.train_split)
+        self.sampler = Sampler(self.order, training.global_batch, end)
+
+    def total_steps(self, step: int, samples_consumed: int) -> int:
+        """Return the step at which training ends, counted over all generations, of a run that has got so far."""
+        ends = []
+        if self.sampler.end is not None:
+            left = max(0, self.sampler.end - samples_consumed)
+            ends.append(step + -(-left // self._training.global_batch))
+        if self._training.max_steps is not None:
+            ends.append(self._training.max_steps)
+        return min(ends)
+
+    def load_steps(
+        self, leaves: range, leaf_count: int, samples_consumed: int, count: int, *, pin: bool
+    ) -> Prefetcher[StepData]:
+        """Begin to load the next ``count`` steps of a rank that computes ``leaves`` of ``leaf_count``.
+
+        ``pin``: into pinned memory, from where CUDA copies while it computes.
+        """
+        if self._arrival is not None:
+            # The plan has an order of its own, since the arrival asks it from another thread than the loader's.
+            plan = ReadPlan(self._make_order(), self._training.global_batch, leaf_count, leaves, self.sampler.end)
+            self._arrival.plan("train", plan.needs)
+            self._arrival.position(samples_consumed)
+        loading = BatchLoader(self._task, self.train_split, workers=self.workers, waits=self.waits, pin=pin)
+        loader = StepLoader(loading, self.sampler, self._training, leaves, leaf_count)
+        return prefetch(loader.steps(samples_consumed, count), self._training.loading.ahead)
+
+    def report_position(self, samples_consumed: int) -> None:
+        """Report how far training has got to what brings the shards."""
+        if self._arrival is not None:
+            self._arrival.position(samples_consumed)
+
+    def _make_order(self) -> LaneOrder:
+        loading = self._training.loading
+        return LaneOrder(
+            self._dataset.dataset_id,
+            self._dataset.shard_samples("train"),
+            self._training.seed,
+            lanes=loading.lanes,
+            window=loading.window,
+        )

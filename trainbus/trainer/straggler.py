@@ -1,4 +1,4 @@
-"""Who holds the others up: each rank's own seconds in a step, and the rank whose are many more than the others'."""
+"""Finds stragglers: ranks whose own work in a step takes much longer than that of the others."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch import nn
 
 from contracts.events.train import Watch
 from trainbus.agent_link import Journal
+from trainbus.trainer.observers import CompletedStep, StepObserver
 from trainbus.trainer.step_agreement import StepSummary
-from trainbus.trainer.step_data import StepData
 from trainbus.trainer.world import World
 
-#: What a straggler costs each step before it is worth a word; below it a ratio says nothing.
-WORTH_SAYING_S = 0.001
+#: Seconds that a straggler must cost each step; below it a ratio says nothing.
+MIN_EXCESS_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Straggler:
 class StragglerDetector:
     """Looks at windows of ``over_steps`` steps; names a rank once, and again only after a window in which it kept up.
 
-    A window is judged by medians: of a rank's steps, so that one hiccup is none, and of the other ranks.
+    It compares medians: over a rank's steps, so that one hiccup does not count, and over the other ranks.
     """
 
     def __init__(self, factor: float, over_steps: int) -> None:
@@ -43,8 +43,8 @@ class StragglerDetector:
         self._window: list[Sequence[float]] = []
         self._named: set[int] = set()
 
-    def saw(self, busy_s: Sequence[float]) -> list[Straggler]:
-        """Take in one step, the seconds by rank; return who has become a straggler with it."""
+    def add_step(self, busy_s: Sequence[float]) -> list[Straggler]:
+        """Add one step, the seconds by rank; return the ranks that have become stragglers with it."""
         if len(busy_s) < 2:
             return []
         self._window.append(busy_s)
@@ -55,7 +55,7 @@ class StragglerDetector:
         slow: dict[int, float] = {}
         for rank, own in enumerate(typical):
             others = median(typical[:rank] + typical[rank + 1 :])
-            if own - others > WORTH_SAYING_S and own > self._factor * others:
+            if own - others > MIN_EXCESS_S and own > self._factor * others:
                 slow[rank] = own / max(others, 1e-9)
         found = [Straggler(rank, slow[rank], self._over_steps) for rank in slow if rank not in self._named]
         self._named = set(slow)
@@ -65,8 +65,8 @@ class StragglerDetector:
 class WorkTimer:
     """Measures this rank's own work in a step, and not how long it waits for the others.
 
-    On CPU that is the time the training thread was running or ready to run: a core shared with somebody else counts,
-    a wait in a collective does not. On CUDA it is the device's time for the last forward before the measurement.
+    On CPU that is the time that the training thread was running or ready to run: time on a run queue counts, a wait in
+    a collective does not. On CUDA it is the device's time for the last forward before the measurement.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -108,25 +108,25 @@ class WorkTimer:
             os.close(self._fd)
 
 
-class StragglerObserver:
-    """One rank's side of it: what its work took goes out with each step; rank 0 journals who holds the others up."""
+class StragglerObserver(StepObserver):
+    """Measures this rank's own work in each step; on rank 0 it journals which rank holds the others up."""
 
     def __init__(self, watch: Watch, model: nn.Module, world: World, journal: Journal) -> None:
-        self._own_work = WorkTimer(model, world.device)
-        self._watch = StragglerDetector(watch.straggler_factor, watch.straggler_steps)
+        self._timer = WorkTimer(model, world.device)
+        self._detector = StragglerDetector(watch.straggler_factor, watch.straggler_steps)
         self._world, self._journal = world, journal
+        #: Seconds that this rank's own work in the last step would have taken, had the rank an even share of the step.
+        self.busy_s = 0.0
 
-    def begin(self) -> None:
-        """A step begins; what was done since the last one (validation, checkpoints) does not count."""
-        self._own_work.lap_s()
+    def on_step_begin(self) -> None:
+        self._timer.lap_s()  # validation and checkpoints since the last step do not count
 
-    def busy_s(self, data: StepData, waited_s: float) -> float:
-        """Return the seconds that this rank's own work in the step would have taken, had it an even share of it."""
-        if not data.own_samples:
-            return 0.0
-        return (self._own_work.lap_s() + waited_s) * data.global_samples / (data.own_samples * self._world.size)
+    def on_step_end(self, step: CompletedStep) -> None:
+        own, data = step.data.own_samples, step.data
+        work_s = self._timer.lap_s() + step.waited_s
+        self.busy_s = work_s * data.global_samples / (own * self._world.size) if own else 0.0
 
-    def heed(self, said: StepSummary) -> None:
+    def on_step_summary(self, summary: StepSummary) -> None:
         if self._world.is_first:
-            for found in self._watch.saw(said.busy_s):
-                self._journal.straggler(said.step, found.rank, found.factor, found.over_steps)
+            for found in self._detector.add_step(summary.busy_s):
+                self._journal.straggler(summary.step, found.rank, found.factor, found.over_steps)

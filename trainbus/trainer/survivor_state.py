@@ -1,8 +1,8 @@
-"""What earlier generations left on the nodes, and how all ranks come to the newest whole state of it.
+"""Finds and loads the newest state that earlier generations left on the nodes.
 
-``<folder>/g<generation>/step_<n>-rank_<r>/`` holds a checkpoint's files: a whole state that one rank left in memory,
-or, on the node's disk, one rank's part of a checkpoint that was never committed. A part that exists is whole. The
-parts of one state may lie on several nodes: each rank says what it finds, and gets from others what it lacks.
+``<folder>/g<generation>/step_<n>-rank_<r>/`` holds a checkpoint's files: a whole state that one rank saved in memory,
+or, on the node's disk, one rank's part of an uncommitted checkpoint. A part that exists is whole. The parts of one
+state may lie on several nodes: each rank lists those of its node, and receives from others those that its node lacks.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ _MODEL = re.compile(r"model-(\d+)\.safetensors")
 TensorsByKind = dict[Kind, dict[str, Tensor]]
 
 
-class Key(NamedTuple):
-    """Names a state alike on all nodes. The greater is the newer."""
+class StateKey(NamedTuple):
+    """Identifies a state on all nodes. The greater key is the newer state."""
 
     step: int
     generation: int
-    #: Which of the folders it lies in.
-    place: int
+    #: Index of the folder that it lies in.
+    folder: int
 
 
 @dataclass(slots=True)
 class LocalParts:
-    """What one node has of a state."""
+    """The parts of a state that one node has."""
 
-    #: Part -> where its files lie.
+    #: Folder of each part's files.
     parts: dict[int, Path] = field(default_factory=dict)
-    #: How many parts there are; known with part 0, 0 without.
+    #: Number of parts of the whole state; 0 where part 0, which records it, is missing.
     total: int = 0
 
 
 def find_local_parts(
     folders: Sequence[Path | None], generation: int, at_least: int, run_id: str | None
-) -> dict[Key, LocalParts]:
-    """Return what generations before this one left here, of steps that are new enough."""
-    found: dict[Key, LocalParts] = {}
-    for place, folder in enumerate(folders):
+) -> dict[StateKey, LocalParts]:
+    """Return the states of generations before this one on this node, from step ``at_least`` on."""
+    found: dict[StateKey, LocalParts] = {}
+    for index, folder in enumerate(folders):
         for before in () if folder is None or not folder.is_dir() else folder.iterdir():
             number = _GENERATION.fullmatch(before.name)
             if number is None or int(number[1]) >= generation:
                 continue
             for path in before.iterdir():
                 if (step := _STEP.fullmatch(path.name)) and int(step[1]) >= at_least:
-                    offer = found.setdefault(Key(int(step[1]), int(number[1]), place), LocalParts())
+                    offer = found.setdefault(StateKey(int(step[1]), int(number[1]), index), LocalParts())
                     offer.parts |= {
                         int(part[1]): path for file in path.iterdir() if (part := _MODEL.fullmatch(file.name))
                     }
@@ -71,7 +71,7 @@ def find_local_parts(
             try:
                 progress, _ = read_state(offer.parts[0])
             except CheckpointError as error:
-                print(f"trainbus: the state left at step {key.step} is left alone: {error}", flush=True)
+                print(f"trainbus: the state left at step {key.step} is not used: {error}", flush=True)
                 del found[key]
                 continue
             if progress.about.get("run_id") == run_id:
@@ -81,9 +81,9 @@ def find_local_parts(
     return found
 
 
-def load_newest_state(world: World, mine: Mapping[Key, LocalParts]) -> LoadedCheckpoint | None:
-    """Return the newest state that all ranks' nodes have together; None if there is none. Every rank calls it."""
-    offered: list[dict[Key, tuple[int, set[int]]]] = world.all_gather_objects(
+def load_newest_state(world: World, mine: Mapping[StateKey, LocalParts]) -> LoadedCheckpoint | None:
+    """Load the newest state that the nodes of all ranks have together; None if there is none. Every rank calls it."""
+    offered: list[dict[StateKey, tuple[int, set[int]]]] = world.all_gather_objects(
         {key: (offer.total, set(offer.parts)) for key, offer in mine.items()}
     )
     for key in sorted({key for each in offered for key in each}, reverse=True):
@@ -98,12 +98,12 @@ def load_newest_state(world: World, mine: Mapping[Key, LocalParts]) -> LoadedChe
         if any(world.all_gather_objects(loaded is None)):
             continue
         assert loaded is not None
-        return _together(loaded.values()) if all_have_all else _together(_passed_on(world, holders, loaded))
+        return _join(loaded.values()) if all_have_all else _join(_share(world, holders, loaded))
     return None
 
 
 class StatePart(NamedTuple):
-    #: Part 0's alone: all that is no tensor.
+    #: Everything but tensors; in part 0 only.
     head: tuple[Progress, State] | None
     kinds: TensorsByKind
 
@@ -113,26 +113,26 @@ def _load(offer: LocalParts, parts: Iterable[int]) -> dict[int, StatePart] | Non
     try:
         return {part: _load_part(offer.parts[part], part) for part in parts}
     except CheckpointError as error:
-        print(f"trainbus: a state left here is left alone: {error}", flush=True)
+        print(f"trainbus: a state left here is not used: {error}", flush=True)
         return None
 
 
 def _load_part(folder: Path, part: int) -> StatePart:
     kinds = {kind: load_tensors(folder, kind) for kind in KINDS}
     path = folder / digests_file(part)
-    if path.exists():  # not beside what was left in memory, which no disk can have changed
+    if path.exists():  # survivor state in memory has no digests, since no disk can have changed it
         try:
-            said = json.loads(path.read_bytes())
+            digests = json.loads(path.read_bytes())
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path.name} cannot be read: {error}") from error
         for kind, tensors in kinds.items():
             for name, tensor in tensors.items():
-                if said.get(f"{kind}/{name}") != tensor_digest(tensor):
-                    raise CheckpointError(f"{kind}/{name!r} is not what was written")
+                if digests.get(f"{kind}/{name}") != tensor_digest(tensor):
+                    raise CheckpointError(f"{kind}/{name!r} differs from what was written")
     return StatePart(read_state(folder) if part == 0 else None, kinds)
 
 
-def _together(parts: Iterable[StatePart]) -> LoadedCheckpoint:
+def _join(parts: Iterable[StatePart]) -> LoadedCheckpoint:
     whole: TensorsByKind = {kind: {} for kind in KINDS}
     heads = []
     for part in parts:
@@ -144,8 +144,8 @@ def _together(parts: Iterable[StatePart]) -> LoadedCheckpoint:
     return LoadedCheckpoint(progress, state)
 
 
-def _passed_on(world: World, holders: Mapping[int, int], loaded: Mapping[int, StatePart]) -> Iterable[StatePart]:
-    """Bring every part to every rank: what is no tensor first, then one tensor after the other."""
+def _share(world: World, holders: Mapping[int, int], loaded: Mapping[int, StatePart]) -> Iterable[StatePart]:
+    """Send every part to every rank: plain values first, then one tensor after the other."""
     for part, holder in holders.items():
         mine = loaded.get(part)
         box: list[Any] = [None]
@@ -158,9 +158,11 @@ def _passed_on(world: World, holders: Mapping[int, int], loaded: Mapping[int, St
         dist.broadcast_object_list(box, src=holder, device=world.device)
         head, table = box[0]
         kinds: TensorsByKind = {}
-        for kind, said in table.items():
+        for kind, described in table.items():
             own = {} if mine is None else mine.kinds[kind]
-            kinds[kind] = {name: _tensor(world, holder, f"{kind}/{name}", own.get(name), *said[name]) for name in said}
+            kinds[kind] = {
+                name: _tensor(world, holder, f"{kind}/{name}", own.get(name), *described[name]) for name in described
+            }
         yield StatePart(head, kinds)
 
 
@@ -169,7 +171,7 @@ def _tensor(
 ) -> Tensor:
     tensor = torch.empty(shape, dtype=dtype, device=world.device) if mine is None else mine.to(world.device)
     tensor = tensor.contiguous()
-    # As bytes: gloo knows fewer types than torch.
+    # As bytes: gloo supports fewer types than torch.
     if tensor.numel():
         dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=holder)
     if mine is None and tensor_digest(tensor) != digest:

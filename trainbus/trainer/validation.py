@@ -21,16 +21,16 @@ from trainbus.trainer.world import World, seed_all
 
 #: The most samples that go through the model at once in a measurement.
 MEASURE_BATCH = 256
-#: A split is cut into about so many chunks where that leaves them large enough, so that many ranks have work.
-CHUNKS, SMALLEST_CHUNK = 32, 16
+#: A split is cut into about CHUNKS chunks of at least MIN_CHUNK samples, so that many ranks have work.
+CHUNKS, MIN_CHUNK = 32, 16
 
 
 def chunk_size(samples: int, largest: int = MEASURE_BATCH) -> int:
     """Return how many samples go through the model at once: a function of the split alone."""
-    return min(largest, max(SMALLEST_CHUNK, -(-samples // CHUNKS)))
+    return min(largest, max(MIN_CHUNK, -(-samples // CHUNKS)))
 
 
-def measure(
+def measure_split(
     task: Task,
     model: nn.Module,
     reader: SplitReader,
@@ -38,13 +38,13 @@ def measure(
     precision: str,
     *,
     batch_size: int | None = None,
-    each: Callable[[MicroBatch, Any], None] | None = None,
+    on_chunk: Callable[[MicroBatch, Any], None] | None = None,
     workers: WorkerPool | None = None,
 ) -> dict[str, float]:
     """Return ``task.metrics`` as means over all samples of the split; every rank calls it and gets the same.
 
     The split is cut into chunks that do not depend on the ranks; one rank computes a chunk, and the chunks' sums
-    are added in their order. ``each`` is called with every chunk of this rank, in order. The model is in eval mode.
+    are added in their order. ``on_chunk`` is called with every chunk of this rank, in order. The model is in eval mode.
     """
     if len(reader) == 0:
         return {}
@@ -69,8 +69,8 @@ def measure(
                     continue
                 for name, value in found.items():
                     sums.setdefault(name, {})[chunk] = _sum(task, name, value, item.samples)
-                if each is not None:
-                    each(item, batch)
+                if on_chunk is not None:
+                    on_chunk(item, batch)
     finally:
         model.train(was_training)
     # Rank 0 has the first chunk, so it knows every name.
@@ -90,9 +90,9 @@ def measure(
 def _chunks(
     loading: BatchLoader, samples: int, world: World, size: int, chunks: int
 ) -> Iterator[Callable[[], tuple[int, bool, MicroBatch]]]:
-    """This rank's chunks, started: (number, whether it counts, samples). As many on every rank.
+    """Start to load this rank's chunks: (number, whether it counts, samples). As many on every rank.
 
-    Some strategies communicate in each forward, so a rank with fewer chunks than others computes one for nothing.
+    Some strategies communicate in each forward, so a rank with fewer chunks repeats one that does not count.
     """
     start, stop = slice_bounds(chunks, world.size, world.rank)
     most = slice_bounds(chunks, world.size, 0)[1]

@@ -26,7 +26,7 @@ _START_WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE
 
 
 class WriteCancelled(Exception):
-    """A newer checkpoint takes the place of the one being written."""
+    """A newer checkpoint replaces the one that is being written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ class RankFiles:
 
 
 def write(
-    folder: Path, content: RankFiles, *, durable: bool = True, replaced: Callable[[], bool] = lambda: False
+    folder: Path, content: RankFiles, *, durable: bool = True, is_cancelled: Callable[[], bool] = lambda: False
 ) -> None:
-    """Write a rank's folder under another name and rename it: one that exists is whole, and on disk.
+    """Write a rank's folder under another name and rename it: a folder that exists is whole, and on disk.
 
-    ``replaced`` is asked between blocks.
+    Calls ``is_cancelled`` between blocks.
 
     Raises:
         Replaced: nothing is left of what was written.
@@ -53,8 +53,8 @@ def write(
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        _fill(temporary, content, durable, replaced)
-        if replaced():
+        _fill(temporary, content, durable, is_cancelled)
+        if is_cancelled():
             raise WriteCancelled
         # Whatever stands there was never reported, or the rank would not write this step again.
         shutil.rmtree(folder, ignore_errors=True)
@@ -66,12 +66,12 @@ def write(
         raise
 
 
-def _fill(temporary: Path, content: RankFiles, durable: bool, replaced: Callable[[], bool]) -> None:
+def _fill(temporary: Path, content: RankFiles, durable: bool, is_cancelled: Callable[[], bool]) -> None:
     for name, image in content.images.items():
-        _write_blocks(temporary / name, image.bytes, replaced)
-    # The disk has been told to begin; hashing takes none of its time.
+        _write_blocks(temporary / name, image.bytes, is_cancelled)
+    # The disk writes while this hashes.
     (temporary / digests_file(content.rank)).write_text(
-        json.dumps(digests(content, replaced), sort_keys=True, indent=0)
+        json.dumps(digests(content, is_cancelled), sort_keys=True, indent=0)
     )
     if content.state is not None:
         (temporary / STATE).write_text(json.dumps(content.state, indent=1, sort_keys=True, allow_nan=False))
@@ -80,24 +80,24 @@ def _fill(temporary: Path, content: RankFiles, durable: bool, replaced: Callable
             _fsync(path)
 
 
-def digests(content: RankFiles, replaced: Callable[[], bool] = lambda: False) -> dict[str, str]:
+def digests(content: RankFiles, is_cancelled: Callable[[], bool] = lambda: False) -> dict[str, str]:
     """Return the hash of each tensor, ``<kind>/<name>``, and of the ``state`` besides the tensors."""
     found = {} if content.state is None else {"state": state_digest(content.state)}
     for file, image in content.images.items():
         kind = file.rpartition("-")[0]
         for name, place in image.places.items():
-            if replaced():
+            if is_cancelled():
                 raise WriteCancelled
             found[f"{kind}/{name}"] = digest_of(place.dtype, place.shape, image.bytes[place.start : place.stop])
     return found
 
 
-def _write_blocks(path: Path, data: memoryview, replaced: Callable[[], bool]) -> None:
+def _write_blocks(path: Path, data: memoryview, is_cancelled: Callable[[], bool]) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
         offset = 0
         while offset < len(data):
-            if replaced():
+            if is_cancelled():
                 raise WriteCancelled
             written = os.write(fd, data[offset : offset + BLOCK_BYTES])
             _start_writeback(fd, offset, written)
@@ -107,7 +107,7 @@ def _write_blocks(path: Path, data: memoryview, replaced: Callable[[], bool]) ->
 
 
 def _start_writeback(fd: int, offset: int, size_bytes: int) -> None:
-    """Have the kernel begin to write the range to disk. Where it cannot, fsync does all of it later."""
+    """Ask the kernel to begin to write the range to disk. Where it cannot, fsync does all of it later."""
     if _sync_file_range is not None:
         _sync_file_range(fd, ctypes.c_int64(offset), ctypes.c_int64(size_bytes), _START_WRITEBACK)
 
@@ -124,24 +124,24 @@ def _fsync(path: Path) -> None:
 
 
 class CheckpointWriter:
-    """One piece of work at a time, in a thread. An error shows at the next ``submit`` or ``join``."""
+    """Does one piece of work at a time, in a thread. ``submit`` and ``join`` raise the error of the work before."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._replaced = threading.Event()
+        self._cancelled = threading.Event()
 
     @property
-    def busy(self) -> bool:
+    def is_writing(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
     def submit(self, work: Callable[[Callable[[], bool]], None]) -> None:
-        """Start ``work`` once the one before it is done; it is passed what to ask whether it is replaced."""
+        """Start ``work`` after the work before it; its argument is a function that tells whether it is cancelled."""
         self.join()
 
         def run() -> None:
             try:
-                work(self._replaced.is_set)
+                work(self._cancelled.is_set)
             except WriteCancelled:
                 pass
             except BaseException as error:
@@ -150,13 +150,13 @@ class CheckpointWriter:
         self._thread = threading.Thread(target=run, name="trainbus-checkpoint", daemon=False)
         self._thread.start()
 
-    def replace(self) -> None:
-        """End what is being written without a trace; what is whole already stays."""
-        self._replaced.set()
+    def cancel(self) -> None:
+        """End the write that is under way and remove its files; a complete checkpoint stays."""
+        self._cancelled.set()
         try:
             self.join()
         finally:
-            self._replaced.clear()
+            self._cancelled.clear()
 
     def join(self) -> None:
         """Wait until everything is on disk."""

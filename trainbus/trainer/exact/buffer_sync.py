@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainbus.trainer.exact.tree import Leaf, Node, leaves_of_ranks, maximal_nodes, plan, reduce_tree
+from trainbus.trainer.exact.tree import Node, SumStack, TreePlan, reduce_tree
 from trainbus.trainer.world import World
 
 #: Larger buffers are taken for changed only if autograd's version counter says so; statistics are never that large.
@@ -31,10 +31,7 @@ class BufferSync:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        self._root: Node = (0, leaf_count)
-        leaves = leaves_of_ranks(leaf_count, world.size)
-        self._nodes = [maximal_nodes(leaf_count, part) for part in leaves]
-        self._plan: dict[int, Leaf] = {leaf.index: leaf for leaf in plan(leaf_count, leaves[world.rank])}
+        self._plan = TreePlan(leaf_count, world.size, world.rank)
         self._live = [self._buffer(place) for place in range(len(self._places))]
         #: As they are at the start of a step; what forward makes of them is kept in ``_new``.
         self._start = [buffer.clone() for buffer in self._live]
@@ -45,7 +42,7 @@ class BufferSync:
         #: What this step leaves: leaf 0's values where leaf 0 is, then those that all agreed on.
         self._new: dict[int, Tensor] = {}
         self._touched: set[int] = set()
-        self._stack: list[list[Tensor]] = []
+        self._stack: SumStack[list[Tensor]] = SumStack(_add)
         self._sums: dict[Node, list[Tensor]] = {}
 
     def leaf_done(self, leaf: int, weight: float) -> None:
@@ -53,18 +50,15 @@ class BufferSync:
         if not self._places:
             return
         changed = self._changed()
-        plan = self._plan[leaf]
+        step = self._plan.steps[leaf]
         if leaf == 0:
             self._new = {place: self._buffer(place).clone() for place in changed}
         if self._mean:
             self._touched.update(changed)
             # All of them, since another leaf may change what this one does not; unchanged ones are not taken up.
-            self._stack.append([self._buffer(place) * weight for place in self._floats])
-            for _ in range(plan.merges):
-                right, left = self._stack.pop(), self._stack.pop()
-                self._stack.append(_add(left, right))
-            if plan.completes is not None:
-                self._sums[plan.completes] = self._stack.pop()
+            total = self._stack.push(step, [self._buffer(place) * weight for place in self._floats])
+            if total is not None and step.completes is not None:
+                self._sums[step.completes] = total
         self._restore(changed)
 
     def step_done(self) -> None:
@@ -90,7 +84,8 @@ class BufferSync:
     def roll_back(self) -> None:
         """Put the buffers back as they were after the last completed step."""
         self._restore(list(range(len(self._places))))
-        self._new, self._sums, self._stack, self._touched = {}, {}, [], set()
+        self._new, self._sums, self._touched = {}, {}, set()
+        self._stack.clear()
 
     def reload(self) -> None:
         """Take the model's buffers as they are now for those of a completed step."""
@@ -153,8 +148,8 @@ class BufferSync:
         mask[sorted(self._touched)] = 1
         whole = [place for place in range(len(self._places)) if place not in set(self._floats)]
         firsts = [self._new.get(place, self._start[place]) for place in whole]
-        mine = self._nodes[self._world.rank]
-        most = max(map(len, self._nodes))
+        mine = self._plan.nodes
+        most = max(map(len, self._plan.nodes_by_rank))
         nothing = [torch.zeros_like(self._start[place]) for place in self._floats]
         sums = [self._sums[mine[n]] if n < len(mine) else nothing for n in range(most)]
         parts = [mask.to(self._world.device), *firsts, *(tensor for node in sums for tensor in node)]
@@ -165,7 +160,7 @@ class BufferSync:
             dist.all_gather(messages, message)
         by_node: dict[Node, list[Tensor]] = {}
         touched: set[int] = set()
-        for rank, nodes in enumerate(self._nodes):
+        for rank, nodes in enumerate(self._plan.nodes_by_rank):
             theirs = _unpacked(messages[rank], parts)
             touched.update(theirs[0].nonzero().flatten().tolist())
             if rank == 0:
@@ -174,7 +169,7 @@ class BufferSync:
             for n, node in enumerate(nodes):
                 by_node[node] = left[n * len(self._floats) : (n + 1) * len(self._floats)]
         values = dict(zip(whole, firsts, strict=True))
-        values |= dict(zip(self._floats, reduce_tree(self._root, by_node, _add), strict=True))
+        values |= dict(zip(self._floats, reduce_tree(self._plan.root, by_node, _add), strict=True))
         self._new = {place: values[place] for place in sorted(touched)}
         self._touched = set()
 

@@ -2,9 +2,9 @@
 
 A process keeps a stack of the sums it has so far, as the very tensors that autograd made: a right child that is a
 single leaf is added by autograd itself, in place, and the last addition of what a process can add writes straight into
-the buffer that travels. So there is no pass over memory that plain accumulation would not make. Then each bucket's
-sums go in shards to the shards' owners, which finish the tree and, unless the optimizer is sharded too, hand the
-result back. Every rank sends (W-1)/W * N * (k+1) elements in a step, k being its number of maximal nodes.
+the buffer that travels. So there is no pass over memory that plain accumulation would not make. Then the owners of each
+bucket's shards finish the tree (``exchange.py``) and, unless the optimizer is sharded too, hand the result back. Every
+rank sends (W-1)/W * N * (k+1) elements in a step, k being its number of maximal nodes.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainbus.task import TaskError
+from trainbus.trainer.exact.exchange import PeerLink, TreeExchange
 from trainbus.trainer.exact.layout import Bucket, Span, buckets_of
-from trainbus.trainer.exact.tree import Leaf, Node, leaves_of_ranks, maximal_nodes, plan, reduce_tree
-from trainbus.trainer.exact.wire import Wire
+from trainbus.trainer.exact.tree import LeafStep, TreePlan
 from trainbus.trainer.world import World
 
 
 class GradientTree:
     """Makes ``parameter.grad`` the sum over all leaves.
 
-    For each micro-batch, ``begin`` goes before its forward and ``end`` after its backward; ``finish`` after the last.
+    For each micro-batch, ``begin_micro_batch`` goes before its forward and ``end_micro_batch`` after its backward;
+    ``finish_step`` after the last.
     """
 
     def __init__(
@@ -46,24 +47,26 @@ class GradientTree:
             shortcut: let gloo's all_reduce add two processes' sums, since a+b is b+a.
         """
         self.parameters, self.names, self.world = list(parameters), list(names), world
-        self.leaves = leaves_of_ranks(leaf_count, world.size)[world.rank]
+        self.plan = TreePlan(leaf_count, world.size, world.rank)
         self.buckets = buckets_of(self.parameters)
-        self.wire = Wire(world.device) if world.size > 1 else None
+        self.link = PeerLink(world.device)
         #: Whether gradients end up in flat buffers; a single process needs none.
         self.flat = sharded or world.size > 1
         self.sharded = sharded
-        self._root: Node = (0, leaf_count)
-        self._plan = {leaf.index: leaf for leaf in plan(leaf_count, self.leaves)}
-        self._nodes = [maximal_nodes(leaf_count, leaves) for leaves in leaves_of_ranks(leaf_count, world.size)]
-        self._mine = self._nodes[world.rank]
+        node_counts = [len(nodes) for nodes in self.plan.nodes_by_rank]
         gloo = world.size > 1 and dist.get_backend() == "gloo" and world.device.type == "cpu"
-        self._all_reduce = shortcut and gloo and not sharded and [len(nodes) for nodes in self._nodes] == [1, 1]
-        self._transfers = [_Transfer(bucket, self) for bucket in self.buckets] if self.flat else []
+        all_reduce = shortcut and gloo and not sharded and node_counts == [1, 1]
+        side = torch.cuda.Stream() if world.size > 1 and self.link.orders_streams else None  # type: ignore[no-untyped-call]
+        self._side_stream: torch.cuda.Stream | None = side
+        self.reductions = (
+            [BucketReduction(bucket, self.plan, self.link, sharded, all_reduce, side) for bucket in self.buckets]
+            if self.flat
+            else []
+        )
         self._place_of = {slot.index: (bucket.index, slot) for bucket in self.buckets for slot in bucket.slots}
-        self._side = torch.cuda.Stream() if self.wire is not None and self.wire.orders_streams else None  # type: ignore[no-untyped-call]
 
         self._stack: list[list[Tensor]] = []
-        self._leaf: Leaf | None = None
+        self._leaf: LeafStep | None = None
         self._in_place = False  # whether autograd adds this leaf to the sum on top of the stack
         self._placing = False  # whether gradients go to the buffers as they arrive
         self._seen = [False] * len(self.parameters)
@@ -76,32 +79,32 @@ class GradientTree:
 
     @property
     def flats(self) -> list[Tensor]:
-        """The flat gradients of every bucket, whole after ``finish``; with ``sharded``, in this rank's shard alone."""
-        return [transfer.flats[0] for transfer in self._transfers]
+        """The flat gradient of each bucket after ``finish_step``; with ``sharded``, in this rank's shard alone."""
+        return [reduction.flats[0] for reduction in self.reductions]
 
     @property
     def shards(self) -> list[list[Span]]:
         """Where each rank's shard of each bucket lies."""
-        return [transfer.shards for transfer in self._transfers]
+        return [reduction.shards for reduction in self.reductions]
 
-    def begin(self, leaf: int, *, first: bool, last: bool) -> None:
+    def begin_micro_batch(self, leaf: int, *, first: bool, last: bool) -> None:
         """Make ready for a micro-batch of a leaf."""
         self._seen = [False] * len(self.parameters)
-        plan = self._plan[leaf]
-        to_buffer = self.flat and plan.completes is not None
+        step = self.plan.steps[leaf]
+        to_buffer = self.flat and step.completes is not None
         self._placing = to_buffer and last
         if self._placing:
             self._missing = [len(bucket.slots) for bucket in self.buckets]
         if first:
-            self._leaf = plan
+            self._leaf = step
             # A leaf of several micro-batches is a sum of its own, and the last addition writes into the buffer.
-            self._in_place = first and last and plan.merges > int(to_buffer)
+            self._in_place = first and last and step.merges > int(to_buffer)
             for index, parameter in enumerate(self.parameters):
                 parameter.grad = self._stack[-1][index] if self._in_place else None
 
-    def end(self, leaf: int, *, last: bool) -> None:
+    def end_micro_batch(self, leaf: int, *, last: bool) -> None:
         """Take up what backward has left in ``grad``, zeros where it left nothing."""
-        plan = self._plan[leaf]
+        step = self.plan.steps[leaf]
         for index, seen in enumerate(self._seen):
             if not seen:
                 self._arrive(index, used=False)
@@ -109,7 +112,7 @@ class GradientTree:
             return
         if not self._placing:
             gradients = [_gradient(parameter) for parameter in self.parameters]
-            merges = plan.merges
+            merges = step.merges
             if self._in_place:
                 self._stack.pop()
                 merges -= 1
@@ -119,10 +122,10 @@ class GradientTree:
                 gradients = left
             self._stack.append(gradients)
             return
-        del self._stack[len(self._stack) - plan.merges :]
+        del self._stack[len(self._stack) - step.merges :]
         self._placing = False
 
-    def finish(self) -> None:
+    def finish_step(self) -> None:
         """Wait for everything that travels; then ``grad`` is the whole sum, and the next step may begin."""
         if not self.flat:
             (gradients,) = self._stack
@@ -130,27 +133,29 @@ class GradientTree:
                 parameter.grad = gradient
             self._stack.clear()
             return
-        for transfer in self._transfers:
-            transfer.complete()
-        for transfer in self._transfers:
-            transfer.settle()
-        if self._side is not None:
-            torch.cuda.current_stream().wait_stream(self._side)
+        for reduction in self.reductions:
+            reduction.reduce()
+        for reduction in self.reductions:
+            reduction.wait()
+        if self._side_stream is not None:
+            torch.cuda.current_stream().wait_stream(self._side_stream)
         self._next = 0
         for bucket, flat in zip(self.buckets, self.flats, strict=True):
             for slot in bucket.slots:
                 self.parameters[slot.index].grad = slot.view(flat)
 
-    def forget(self) -> None:
+    def clear_gradients(self) -> None:
         """Drop the gradients."""
         for parameter in self.parameters:
             parameter.grad = None
 
-    def gather(self, flats: Sequence[Tensor]) -> None:
+    def all_gather(self, flats: Sequence[Tensor]) -> None:
         """Complete every rank's ``flats`` (one a bucket) from the shards that the ranks have of them."""
-        if self.wire is None:
-            return
-        waits = [transfer.hand_out(flat, self.wire) for transfer, flat in zip(self._transfers, flats, strict=True)]
+        waits = [
+            reduction.exchange.start_all_gather(flat)
+            for reduction, flat in zip(self.reductions, flats, strict=True)
+            if reduction.exchange is not None
+        ]
         for wait in waits:
             wait()
 
@@ -183,9 +188,9 @@ class GradientTree:
         number, _ = self._place_of[index]
         self._missing[number] -= 1
         assert self._leaf is not None
-        if self._leaf.completes == self._mine[-1]:
+        if self._leaf.completes == self.plan.nodes[-1]:
             while self._next < len(self.buckets) and not self._missing[self._next]:
-                self._transfers[self._next].start()
+                self.reductions[self._next].start()
                 self._next += 1
 
     def _place(self, index: int) -> None:
@@ -193,7 +198,7 @@ class GradientTree:
         assert self._leaf is not None
         assert self._leaf.completes is not None
         number, slot = self._place_of[index]
-        target = slot.view(self._transfers[number].flats[self._mine.index(self._leaf.completes)])
+        target = slot.view(self.reductions[number].flats[self.plan.nodes.index(self._leaf.completes)])
         total = _gradient(self.parameters[index])
         lefts = [self._stack[-1 - depth][index] for depth in range(self._in_place, self._leaf.merges)]
         for left in lefts[:-1]:
@@ -204,75 +209,67 @@ class GradientTree:
             target.copy_(total)
         self.parameters[index].grad = None
 
-    def _stream(self) -> AbstractContextManager[object]:
-        if self._side is None:
-            return nullcontext()
-        self._side.wait_stream(torch.cuda.current_stream())
-        return torch.cuda.stream(self._side)
 
+class BucketReduction:
+    """The reduction of one bucket in each step: reduce-scatter, and all-gather unless the optimizer is sharded too."""
 
-class _Transfer:
-    """One bucket's way through a step. Its buffers are kept: allocating them anew costs more than filling them."""
-
-    def __init__(self, bucket: Bucket, tree: GradientTree) -> None:
-        self._bucket, self._tree = bucket, tree
-        world, nodes = tree.world, tree._nodes
-        self.flats = [bucket.empty() for _ in tree._mine]
-        self.shards = (bucket.piece_shards if tree.sharded else bucket.even_shards)(world.size)
-        self._peers = [(world.rank + step) % world.size for step in range(1, world.size)]
-        start, stop = self.shards[world.rank]
-        self._received: dict[Node, tuple[Tensor, int]] = {}
-        if not tree._all_reduce:
-            self._received = {node: (bucket.empty(stop - start), peer) for peer in self._peers for node in nodes[peer]}
-        #: For the peers' sums of this rank's shard; for the finished shards of the peers.
-        self._sums_here: Callable[[], None] | None = None
-        self._handed_out: Callable[[], None] | None = None
+    def __init__(
+        self,
+        bucket: Bucket,
+        plan: TreePlan,
+        link: PeerLink,
+        sharded: bool,
+        all_reduce: bool,
+        side_stream: torch.cuda.Stream | None,
+    ) -> None:
+        self._link, self._sharded, self._all_reduce, self._side_stream = link, sharded, all_reduce, side_stream
+        world_size = len(plan.nodes_by_rank)
+        #: The sum of each maximal node of this rank.
+        self.flats = [bucket.empty() for _ in plan.nodes]
+        self.shards = bucket.piece_shards(world_size) if sharded else bucket.even_shards(world_size)
+        self._own = slice(*self.shards[plan.rank])
+        self.exchange = None
+        if world_size > 1 and not all_reduce:
+            self.exchange = TreeExchange(plan, self.shards, link, bucket.index, self.flats[0])
+        self._is_sent = False
+        self._gathered: Callable[[], None] | None = None
 
     def start(self) -> None:
         """Send this rank's sums to the shards' owners."""
-        tree = self._tree
-        if tree.wire is None:
-            return
-        if tree._all_reduce:
+        if self._all_reduce:
             work = dist.all_reduce(self.flats[0], async_op=True)
             assert work is not None
-            tree.wire.sent_bytes += self.flats[0].nbytes
-            self._handed_out = work.wait
+            self._link.sent_bytes += self.flats[0].nbytes
+            self._gathered = work.wait
+        elif self.exchange is not None:
+            with self._on_side_stream():
+                self.exchange.start_reduce_scatter(self.flats)
+                self._is_sent = True
+                if self._side_stream is not None:
+                    self.reduce()
+
+    def reduce(self) -> None:
+        """Finish the tree on this rank's shard, and send the shard to the other ranks."""
+        if not self._is_sent or self.exchange is None:
             return
-        with tree._stream():
-            sends = [(flat[slice(*self.shards[peer])], peer) for peer in self._peers for flat in self.flats]
-            self._sums_here = tree.wire.start(sends, list(self._received.values()), 2 * self._bucket.index)
-            if tree._side is not None:
-                self.complete()
+        self._is_sent = False
+        total, target = self.exchange.finish_reduce_scatter(), self.flats[0][self._own]
+        if total.data_ptr() != target.data_ptr():
+            target.copy_(total)
+        if not self._sharded:
+            self._gathered = self.exchange.start_all_gather(self.flats[0])
 
-    def complete(self) -> None:
-        """Finish the tree on this rank's shard, and hand it out."""
-        tree = self._tree
-        if self._sums_here is None or tree.wire is None:
-            return
-        self._sums_here()
-        self._sums_here = None
-        mine = slice(*self.shards[tree.world.rank])
-        target = self.flats[0][mine]
-        sums = {node: flat[mine] for node, flat in zip(tree._mine, self.flats, strict=True)}
-        sums |= {node: tensor for node, (tensor, _) in self._received.items()}
-        middle = reduce_tree(tree._root, sums, lambda left, right: left.add_(right))
-        if middle.data_ptr() != target.data_ptr():
-            target.copy_(middle)
-        if not tree.sharded:
-            self._handed_out = self.hand_out(self.flats[0], tree.wire)
+    def wait(self) -> None:
+        """Wait for the shards of the other ranks."""
+        if self._gathered is not None:
+            self._gathered()
+            self._gathered = None
 
-    def hand_out(self, flat: Tensor, wire: Wire) -> Callable[[], None]:
-        """Send this rank's shard of ``flat`` to the others and take theirs."""
-        mine = flat[slice(*self.shards[self._tree.world.rank])]
-        sends = [(mine, peer) for peer in self._peers]
-        receives = [(flat[slice(*self.shards[peer])], peer) for peer in self._peers]
-        return wire.start(sends, receives, 2 * self._bucket.index + 1)
-
-    def settle(self) -> None:
-        if self._handed_out is not None:
-            self._handed_out()
-            self._handed_out = None
+    def _on_side_stream(self) -> AbstractContextManager[object]:
+        if self._side_stream is None:
+            return nullcontext()
+        self._side_stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._side_stream)
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
-"""FSDP2's reduce-scatter along the fixed tree: a rank's shard of the sum over all leaves, in one order for any W.
+"""Gives FSDP2 a reduce-scatter along the fixed tree: the sum over all leaves in one order for any number of ranks.
 
-FSDP calls it once for every parameter group and leaf, with the leaf's gradient cut into a shard for each rank. What
-the rank's own leaves add up to stays here until its last leaf; then the maximal nodes' shards are exchanged, and the
-owner of a shard finishes the tree. Collectives only move bytes.
+FSDP2 calls it once for every parameter group and leaf, with the leaf's gradient cut into a shard for each rank. The
+sums of the rank's own leaves stay here until its last leaf; then the ranks exchange the shards of their maximal nodes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,100 +15,79 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from trainbus.trainer.exact.tree import Leaf, Node, leaves_of_ranks, maximal_nodes, reduce_tree
+from trainbus.trainer.exact.exchange import PeerLink, TreeExchange
+from trainbus.trainer.exact.tree import LeafStep, SumStack, TreePlan
 
 
-class LeafTurn:
-    """Which of the rank's leaves is in backward now; one for all parameter groups of a model."""
+class BackwardState:
+    """Which leaf is in backward now, and which exchanges are under way: one for all parameter groups of a model."""
 
-    def __init__(self, leaf_count: int, world_size: int) -> None:
-        self.leaf_count = leaf_count
-        self.nodes = [maximal_nodes(leaf_count, leaves) for leaves in leaves_of_ranks(leaf_count, world_size)]
-        self.leaf: Leaf | None = None
-        #: Exchanges under way, finished by ``finish`` after the last backward.
+    def __init__(self, plan: TreePlan) -> None:
+        self.plan = plan
+        self.leaf: LeafStep | None = None
         self.pending: list[TreeReduceScatter] = []
 
     def finish(self) -> None:
+        """Finish the exchanges that are under way; to be called after the last backward of a step."""
         for each in self.pending:
             each.finish()
         self.pending.clear()
 
 
 class TreeReduceScatter(ReduceScatter):
-    """Reduce-scatter of one parameter group: the output holds the sum after ``LeafTurn.finish``."""
+    """Reduce-scatter of one parameter group.
 
-    def __init__(self, turn: LeafTurn, rank: int) -> None:
-        self._turn, self._rank = turn, rank
-        #: Sums so far, the deepest node last; and those of the maximal nodes that are complete.
-        self._stack: list[Tensor] = []
+    Its output holds the sum only after ``BackwardState.finish``, so that communication overlaps with backward.
+    """
+
+    def __init__(self, backward: BackwardState, number: int) -> None:
+        """``number`` tells the groups of a model apart."""
+        self._backward, self._number = backward, number
+        self._stack: SumStack[Tensor] = SumStack(self._add)
+        #: The sums of this rank's maximal nodes that are complete.
         self._complete: list[Tensor] = []
         #: Buffers by size, kept from step to step: fresh ones cost page faults.
         self._free: dict[int, list[Tensor]] = {}
-        self._exchange: tuple[Any, Tensor, Tensor] | None = None
+        self._exchange: TreeExchange | None = None
+        self._output: Tensor | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        free = self._free.get(_numel(size), [])
+        free = self._free.get(math.prod(int(each) for each in size), [])
         fitting = next((n for n, each in enumerate(free) if each.dtype == dtype and each.device == device), None)
         return torch.empty(*size, dtype=dtype, device=device) if fitting is None else free.pop(fitting)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        leaf = self._turn.leaf
+        leaf, plan = self._backward.leaf, self._backward.plan
         assert leaf is not None, "backward outside of a leaf"
-        self._stack.append(input_tensor)
-        for _ in range(leaf.merges):
-            right, left = self._stack.pop(), self._stack.pop()
-            self._stack.append(left.add_(right))
-            self._release(right)
-        if leaf.completes is None:
+        total = self._stack.push(leaf, input_tensor)
+        if total is not None:
+            self._complete.append(total)
+        if len(self._complete) < len(plan.nodes) or total is None:
             return
-        self._complete.append(self._stack.pop())
-        if len(self._complete) == len(self._turn.nodes[self._rank]):
-            self._start_exchange(output_tensor, group)
-
-    def _start_exchange(self, output: Tensor, group: dist.ProcessGroup) -> None:
-        shard, ranks = output.numel(), len(self._turn.nodes)
-        counts = [len(nodes) for nodes in self._turn.nodes]
-        own = counts[self._rank]
-        if own == 1:
-            send = self._complete[0]
-        else:
-            send = self.allocate((own * shard * ranks,), dtype=output.dtype, device=output.device)
-            pieces = send.view(ranks, own, shard)
-            for number, total in enumerate(self._complete):
-                pieces[:, number].copy_(total.view(ranks, shard))
-                self._release(total)
-        self._complete = []
-        received = self.allocate((sum(counts) * shard,), dtype=output.dtype, device=output.device)
-        work = dist.all_to_all_single(
-            received, send, [count * shard for count in counts], [own * shard] * ranks, group=group, async_op=True
-        )
-        self._exchange = (work, received, output)
-        # Kept until the exchange is over; ``finish`` gives it back.
-        self._stack = [send]
-        self._turn.pending.append(self)
+        if self._exchange is None:
+            shard = output_tensor.numel()
+            spans = [(rank * shard, (rank + 1) * shard) for rank in range(len(plan.nodes_by_rank))]
+            link = PeerLink(output_tensor.device, group)
+            self._exchange = TreeExchange(plan, spans, link, self._number, output_tensor)
+        self._exchange.start_reduce_scatter(self._complete)
+        self._output = output_tensor
+        self._backward.pending.append(self)
 
     def finish(self) -> None:
-        """Wait for the other ranks' nodes and add them up."""
+        """Wait for the other ranks' sums and put this rank's shard into the output."""
         assert self._exchange is not None
-        work, received, output = self._exchange
-        work.wait()
-        nodes: list[Node] = [node for each in self._turn.nodes for node in each]
-        sums = dict(zip(nodes, received.view(len(nodes), -1).unbind(0), strict=True))
-        output.copy_(
-            reduce_tree((0, self._turn.leaf_count), sums, lambda left, right: left.add_(right)).view_as(output)
-        )
-        self._release(received)
-        self._release(self._stack.pop())
-        self._exchange = None
+        assert self._output is not None
+        self._output.copy_(self._exchange.finish_reduce_scatter().view_as(self._output))
+        for total in self._complete:
+            self._release(total)
+        self._complete, self._output = [], None
+
+    def _add(self, left: Tensor, right: Tensor) -> Tensor:
+        left.add_(right)
+        self._release(right)
+        return left
 
     def _release(self, buffer: Tensor) -> None:
         self._free.setdefault(buffer.numel(), []).append(buffer)
-
-
-def _numel(size: Sequence[int | torch.SymInt]) -> int:
-    count = 1
-    for each in size:
-        count *= int(each)
-    return count

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 Node = tuple[int, int]
 T = TypeVar("T")
@@ -21,7 +21,7 @@ def split(node: Node) -> int:
     return first + (1 << ((end - first - 1).bit_length() - 1))
 
 
-def leaves_of_ranks(leaf_count: int, world_size: int) -> list[range]:
+def divide_leaves(leaf_count: int, world_size: int) -> list[range]:
     """Return each process's leaves. Their numbers differ by one at most."""
     edges = [leaf_count * rank // world_size for rank in range(world_size + 1)]
     return [range(start, stop) for start, stop in pairwise(edges)]
@@ -51,8 +51,8 @@ def reduce_tree(node: Node, sums: Mapping[Node, T], add: Callable[[T, T], T]) ->
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
-    """What a process does around one of its leaves, with a stack of the sums that it has so far."""
+class LeafStep:
+    """What a process does with the gradient of one of its leaves, given a stack of the sums that it has so far."""
 
     index: int
     #: How often the two sums on top of the stack are then added, the leaf's own counting as one.
@@ -61,7 +61,7 @@ class Leaf:
     completes: Node | None
 
 
-def plan(leaf_count: int, leaves: range) -> list[Leaf]:
+def plan_leaves(leaf_count: int, leaves: range) -> list[LeafStep]:
     """Return the order of work that adds up a process's maximal nodes, along the tree, with the smallest stack."""
     ends = {node[1] - 1: node for node in maximal_nodes(leaf_count, leaves)}
     merges = dict.fromkeys(leaves, 0)
@@ -75,4 +75,41 @@ def plan(leaf_count: int, leaves: range) -> list[Leaf]:
 
     for node in ends.values():
         count(node)
-    return [Leaf(leaf, merges[leaf], ends.get(leaf)) for leaf in leaves]
+    return [LeafStep(leaf, merges[leaf], ends.get(leaf)) for leaf in leaves]
+
+
+class TreePlan:
+    """One rank's part in the tree: its leaves, in their order, and the nodes that each rank adds up by itself."""
+
+    def __init__(self, leaf_count: int, world_size: int, rank: int) -> None:
+        by_rank = divide_leaves(leaf_count, world_size)
+        self.rank = rank
+        self.root: Node = (0, leaf_count)
+        self.leaves = by_rank[rank]
+        self.steps = {leaf.index: leaf for leaf in plan_leaves(leaf_count, self.leaves)}
+        self.nodes_by_rank = [maximal_nodes(leaf_count, leaves) for leaves in by_rank]
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The maximal nodes of this rank."""
+        return self.nodes_by_rank[self.rank]
+
+
+class SumStack(Generic[T]):
+    """The sums that a process has so far, the deepest node last."""
+
+    def __init__(self, add: Callable[[T, T], T]) -> None:
+        """``add(left, right)`` may change ``left``, and returns the sum."""
+        self._add = add
+        self._sums: list[T] = []
+
+    def push(self, leaf: LeafStep, value: T) -> T | None:
+        """Add a leaf's value along the tree; return the sum of the maximal node that it completes, if any."""
+        self._sums.append(value)
+        for _ in range(leaf.merges):
+            right = self._sums.pop()
+            self._sums.append(self._add(self._sums.pop(), right))
+        return self._sums.pop() if leaf.completes is not None else None
+
+    def clear(self) -> None:
+        self._sums.clear()

@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 
 from trainbus.task import TaskError
 from trainbus.trainer import optimizer_state as packing
+from trainbus.trainer.exact.exchange import Message
 from trainbus.trainer.exact.gradient_tree import GradientTree
 from trainbus.trainer.exact.layout import Piece, in_memory_order
 from trainbus.trainer.exact.norm import piece_norms
-from trainbus.trainer.exact.wire import Message
 from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
 from trainbus.trainer.training_state import StateEntry, local_entries
 
@@ -88,7 +88,7 @@ class ShardedOptimizer:
     def step(self) -> None:
         """Step on this rank's pieces, and take everybody else's weights."""
         self._optimizer.step()
-        self._tree.gather(self._weights)
+        self._tree.all_gather(self._weights)
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients that this rank steps with, flat."""
@@ -155,11 +155,10 @@ class ShardedOptimizer:
                     receives.append((place, holder))
             elif holder == rank:
                 sends.append((self._piece_state(piece)[key], owner))
-        landed = self._tree.wire.start(sends, receives, 0) if self._tree.wire is not None else None
+        landed = self._tree.link.start(sends, receives, 0)
 
         def wait() -> Tensor | None:
-            if landed is not None:
-                landed()
+            landed()
             return None if whole is None else whole.contiguous()
 
         return wait

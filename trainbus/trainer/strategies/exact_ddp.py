@@ -16,7 +16,6 @@ from trainbus.trainer.exact.determinism import enable_determinism
 from trainbus.trainer.exact.gradient_tree import GradientTree
 from trainbus.trainer.exact.layout import Slot, in_memory_order, is_dense
 from trainbus.trainer.exact.norm import clip_factor, piece_norms, total_norm
-from trainbus.trainer.exact.tree import leaves_of_ranks
 from trainbus.trainer.exact.zero1 import ShardedOptimizer
 from trainbus.trainer.strategies.base import LossModule, StepResult, Strategy
 from trainbus.trainer.strategies.loss_scale import LossScale
@@ -34,7 +33,6 @@ class ExactDDPStrategy(Strategy):
         enable_determinism()
         self._world = world
         self.leaf_count = training.logical_ranks
-        self.leaves = leaves_of_ranks(self.leaf_count, world.size)[world.rank]
         self.model = model.to(world.device)
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         for _, parameter in named:
@@ -45,6 +43,7 @@ class ExactDDPStrategy(Strategy):
         self._tree = GradientTree(
             list(self._named.values()), list(self._named), self.leaf_count, world, sharded=sharded
         )
+        self.leaves = self._tree.plan.leaves
         # By parameter, from the first registered on: the order of the sum must not depend on buckets.
         slots = sorted((s for bucket in self._tree.buckets for s in bucket.slots), key=lambda slot: slot.index)
         self._slots: list[Slot] = slots
@@ -56,20 +55,20 @@ class ExactDDPStrategy(Strategy):
         self._leaf_weight = 0.0
 
     def backward(self, batch: Any | None, weight: float, *, leaf: int, first: bool, last: bool) -> Tensor:
-        self._tree.begin(leaf, first=first, last=last)
+        self._tree.begin_micro_batch(leaf, first=first, last=last)
         self._leaf_weight = weight if first else self._leaf_weight + weight
         if batch is None:
             loss = torch.zeros((), device=self._world.device)
         else:
             loss = self._loss(batch) * weight
             (loss * self._scale.scale if self._scale.enabled else loss).backward()
-        self._tree.end(leaf, last=last)
+        self._tree.end_micro_batch(leaf, last=last)
         if last:
             self._buffers.leaf_done(leaf, self._leaf_weight)
         return loss.detach()
 
     def step(self, clip_norm: float | None) -> StepResult:
-        self._tree.finish()
+        self._tree.finish_step()
         self._buffers.step_done()
         unscale = 1.0 / self._scale.scale
         norm = self._norm()
@@ -82,7 +81,7 @@ class ExactDDPStrategy(Strategy):
                 self._sharded.step()
             else:
                 self.optimizer.step()
-        self._tree.forget()
+        self._tree.clear_gradients()
         return StepResult(norm, skipped=not taken)
 
     def _norm(self) -> Tensor:

@@ -17,10 +17,9 @@ from contracts.events.train import Training
 from trainbus.task import Task
 from trainbus.trainer import optimizer_state as packing
 from trainbus.trainer.exact.buffer_sync import BufferSync
-from trainbus.trainer.exact.norm import clip_factor
-from trainbus.trainer.exact.order_free import global_norm
-from trainbus.trainer.exact.reduce_scatter import LeafTurn, TreeReduceScatter
-from trainbus.trainer.exact.tree import leaves_of_ranks, plan
+from trainbus.trainer.exact.norm import clip_factor, global_norm
+from trainbus.trainer.exact.reduce_scatter import BackwardState, TreeReduceScatter
+from trainbus.trainer.exact.tree import SumStack, TreePlan
 from trainbus.trainer.exact.zero1 import check_elementwise
 from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
 from trainbus.trainer.strategies.base import LossModule, StepResult, Strategy
@@ -41,17 +40,18 @@ class FSDP2Strategy(Strategy):
         self.model = model.to(world.device)
         exact = training.logical_ranks is not None
         self.leaf_count = training.logical_ranks or world.size
-        self.leaves = leaves_of_ranks(self.leaf_count, world.size)[world.rank]
-        self._plan = {leaf.index: leaf for leaf in plan(self.leaf_count, self.leaves)}
-        self._turn = LeafTurn(self.leaf_count, world.size)
+        self._plan = TreePlan(self.leaf_count, world.size, world.rank)
+        self.leaves = self._plan.leaves
+        self._backward = BackwardState(self._plan)
         self._buffers = BufferSync(self.model, self.leaf_count, world, training.buffers)
         self._leaf_weight = 0.0
-        #: One rank's gradients of the nodes it has so far; FSDP2 asks for no reduce-scatter there.
-        self._stack: list[list[Tensor]] = []
+        #: The sums of a single rank, for which FSDP2 needs no reduce-scatter; then the whole gradient.
+        self._stack: SumStack[list[Tensor]] = SumStack(_add_in_place)
+        self._gradients: list[Tensor] | None = None
         self._sharded = _shard(self.model, task, world)
         if exact:
-            for module in self._sharded:
-                module.set_custom_reduce_scatter(TreeReduceScatter(self._turn, world.rank))
+            for number, module in enumerate(self._sharded):
+                module.set_custom_reduce_scatter(TreeReduceScatter(self._backward, number))
         #: Ranks with fewer leaves take part in fewer gatherings of the weights, so those then stay for the whole step.
         self._keeps_weights = self.leaf_count % world.size != 0
         if self._keeps_weights:
@@ -67,7 +67,7 @@ class FSDP2Strategy(Strategy):
         self._module = LossModule(task, self.model, training.precision, world.device)
 
     def backward(self, batch: Any | None, weight: float, *, leaf: int, first: bool, last: bool) -> Tensor:
-        self._turn.leaf = self._plan[leaf]
+        self._backward.leaf = self._plan.steps[leaf]
         self._leaf_weight = weight if first else self._leaf_weight + weight
         self._sharded[0].set_requires_gradient_sync(last)
         if self._keeps_weights:
@@ -77,26 +77,22 @@ class FSDP2Strategy(Strategy):
         if last:
             self._buffers.leaf_done(leaf, self._leaf_weight)
             if self._world.size == 1:
-                self._add_up(leaf)
+                self._gradients = self._stack.push(
+                    self._plan.steps[leaf], [_local(_gradient(p)) for p in self._parameters]
+                )
+                self._clear_gradients()
             elif leaf != self.leaves[-1]:
                 # What the reduce-scatter hands out before the last leaf is no sum yet.
                 self._clear_gradients()
         return loss.detach()
 
-    def _add_up(self, leaf: int) -> None:
-        """Take the leaf's gradients and add them to those before, along the tree."""
-        self._stack.append([_local(_gradient(p)) for p in self._parameters])
-        self._clear_gradients()
-        for _ in range(self._plan[leaf].merges):
-            right = self._stack.pop()
-            torch._foreach_add_(self._stack[-1], right)
-
     def step(self, clip_norm: float | None) -> StepResult:
-        self._turn.finish()
+        self._backward.finish()
         self._buffers.step_done()
-        if self._stack:
-            for parameter, gradient in zip(self._parameters, self._stack.pop(), strict=True):
+        if self._gradients is not None:
+            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
                 parameter.grad = _like(parameter, gradient)
+            self._gradients = None
         gradients = [_local(_gradient(p)) for p in self._parameters]
         if self._scale.enabled:
             torch._foreach_mul_(gradients, 1.0 / self._scale.scale)
@@ -181,6 +177,11 @@ class FSDP2Strategy(Strategy):
         packing.unpack(packed, self.optimizer, self.model)
         self._scale.load(state.scaler)
         self._buffers.reload()
+
+
+def _add_in_place(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
+    torch._foreach_add_(left, right)
+    return left
 
 
 def _gradient(parameter: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ def trial(seed: int) -> int:
                 start, stop = slice_bounds(size, count, rank)
                 cuts = sorted(rng.choices(range(start, stop + 1), k=pieces - 1))
                 for a, b in pairwise([start, *cuts, stop]):
-                    picked = ranks[rank % len(ranks)].pick(consumed, a, b)
+                    picked = ranks[rank % len(ranks)].select(consumed, a, b)
                     got += picked.ids.tolist()
                     epochs += picked.epochs.tolist()
             assert epochs == [position // run.samples for position in places]

@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from loadtest.common import report
 from services.kit import chunks as kit
-from services.worker.checkpoints.uploader import cut_file, key_of
-from services.worker.core.delta_bases import LEAST_BYTES, is_worth
+from services.worker.checkpoints.uploader import file_ranges, state_key
+from services.worker.core.delta_bases import MIN_DELTA_BYTES, is_worthwhile
 
 WIDTH, BLOCKS, VOCABULARY, LENGTH, BATCH = 256, 4, 512, 64, 8
 State = dict[str, dict[str, Tensor]]
@@ -123,16 +123,16 @@ def _pieces(tensors: dict[str, Tensor], path: Path, name: str) -> dict[str, tupl
     save_file({key: value.contiguous() for key, value in tensors.items()}, path)
     content = path.read_bytes()
     with path.open("rb") as file:
-        cut = cut_file(file.fileno(), len(content))
-    return {key_of(name, p): (content[p.start : p.start + p.size_bytes], p.width) for p in cut}
+        cut = file_ranges(file.fileno(), len(content))
+    return {state_key(name, p): (content[p.start : p.start + p.size_bytes], p.width) for p in cut}
 
 
 def _sent(content: bytes, base: bytes, width: int) -> int:
-    if len(base) != len(content) or len(content) < LEAST_BYTES:
+    if len(base) != len(content) or len(content) < MIN_DELTA_BYTES:
         return len(content)
     blob = kit.encode(content, base, width)
     assert kit.decode(blob, base) == content
-    return len(blob) if is_worth(len(blob), len(content)) else len(content)
+    return len(blob) if is_worthwhile(len(blob), len(content)) else len(content)
 
 
 # -- the cases -----------------------------------------------------------------

@@ -42,12 +42,12 @@ from services.worker.cache.file_cache import FileCache
 from services.worker.cache.node_cache import NodeCache
 from services.worker.checkpoints.known_blobs import KnownBlobs
 from services.worker.checkpoints.uploader import CheckpointUploader
-from services.worker.core.chunk_boundaries import CUT_BYTES
+from services.worker.core.chunk_boundaries import CHUNK_BYTES
 from trainbus.embedded.servers import NatsServer, S3Server, free_ports
 
 MIB = 2**20
 #: What one plain put sends in the yardstick: the size of a large piece, which is what the store is fastest with.
-PUT_BYTES = CUT_BYTES
+PUT_BYTES = CHUNK_BYTES
 PARALLEL = 4
 
 
@@ -135,7 +135,7 @@ class _Node:
         await asyncio.sleep(0.3)  # what is measured begins with a listener at rest
         begun = time.perf_counter()
         uploader = CheckpointUploader(self.objects, self.settings.bucket_models, self.cache, self.known)
-        files = await uploader.files(named)
+        files = await uploader.upload(named)
         await self.bus.publish(
             CheckpointStaged(
                 run_id=self.run_id,

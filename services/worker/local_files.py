@@ -1,4 +1,4 @@
-"""Small files that are there whole or not at all."""
+"""Files on this node, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace ``path``; whoever reads it sees the old content or the new."""
+    """Replace ``path``; a reader sees the old content or the new."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     partial.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -18,7 +18,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file, None if there is none."""
+    """Return the content of a JSON file; None without the file."""
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -26,7 +26,7 @@ def read_json(path: Path) -> Any:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Make ``target`` hold ``source``'s bytes, without copying them where the file system can."""
+    """Make ``target`` a hard link to ``source``, or a copy where the file system has no links."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(source, target)
@@ -38,7 +38,7 @@ def link_or_copy(source: Path, target: Path) -> None:
         partial.replace(target)
 
 
-def inside(path: Path, folder: Path) -> bool:
+def is_inside(path: Path, folder: Path) -> bool:
     """Whether ``path``, its links followed, lies in ``folder``."""
     return path.resolve().is_relative_to(folder.resolve())
 

@@ -50,7 +50,7 @@ def test_a_record_that_was_not_said_is_never_written_over(tmp_path: Path) -> Non
     took = [writer.record(step, {"x": step}, 0, 0, None) for step in range(6)]
     assert took == [True] * 4 + [False] * 2
     ring = reader(tmp_path)
-    ring.done(3)
+    ring.release(3)
     assert [writer.record(step, {"x": step}, 0, 0, None) for step in range(6, 10)] == [True] * 3 + [False]
     assert [line.step for _, line in ring.read(3, ring.head)] == [3, 6, 7, 8]
     # What is not whole, or not there any more, is not read.

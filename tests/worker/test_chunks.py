@@ -26,10 +26,10 @@ from services.kit.store.errors import ObjectCorrupted
 from services.kit.store.objects import ObjectStore, blob_sha256
 from services.worker.cache.file_cache import FileCache
 from services.worker.cache.node_cache import NodeCache
-from services.worker.checkpoints.blob_repair import repair
+from services.worker.checkpoints.blob_repair import repair_blobs
 from services.worker.checkpoints.dvc import pointer_key, write_pointer
 from services.worker.checkpoints.known_blobs import KnownBlobs
-from services.worker.checkpoints.uploader import CheckpointUploader, bases_of, cut_file
+from services.worker.checkpoints.uploader import CheckpointUploader, file_ranges, find_bases
 from services.worker.core import chunk_boundaries as core
 from services.worker.core.delta_bases import DeltaBases
 from tests.worker.conftest import World
@@ -47,7 +47,7 @@ def pieces_of(path: Path) -> list[tuple[str, str, int]]:
     """(key, hash, bytes) of each piece."""
     content = path.read_bytes()
     with path.open("rb") as file:
-        cut = cut_file(file.fileno(), len(content))
+        cut = file_ranges(file.fileno(), len(content))
     return [(p.key, hashlib.sha256(content[p.start : p.start + p.size_bytes]).hexdigest(), p.size_bytes) for p in cut]
 
 
@@ -98,13 +98,13 @@ def test_no_header_can_do_harm(header: bytes, size_bytes: int) -> None:
     head = len(header).to_bytes(8, "little") + header
     size_bytes = max(size_bytes, len(head))
     length = core.header_length(head[:9], size_bytes)
-    cut = core.cut(size_bytes, head[:length])
+    cut = core.chunk_ranges(size_bytes, head[:length])
     at = 0
     for piece in cut:
         assert piece.start == at
         at += piece.size_bytes
     assert at == size_bytes
-    assert max(piece.size_bytes for piece in cut) <= core.CUT_BYTES
+    assert max(piece.size_bytes for piece in cut) <= core.CHUNK_BYTES
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_no_header_can_do_harm(header: bytes, size_bytes: int) -> None:
 def test_a_header_that_describes_nonsense_is_not_followed(described: Any) -> None:
     body = json.dumps(described).encode()
     header = len(body).to_bytes(8, "little") + body
-    cut = core.cut(len(header) + 4, header)
+    cut = core.chunk_ranges(len(header) + 4, header)
     assert [(piece.start, piece.size_bytes, piece.key) for piece in cut] == [(0, len(header) + 4, "")]
 
 
@@ -145,7 +145,7 @@ async def test_only_what_is_new_is_sent_and_everything_comes_back(
     known = KnownBlobs()
 
     first = CheckpointUploader(objects, bucket, cache, known)
-    files = await first.files(named)
+    files = await first.upload(named)
     size_bytes = sum(file.size_bytes for file in files)
     # Equal pieces went once.
     assert size_bytes - 5 * MIB < first.sent_bytes <= size_bytes - 4 * MIB
@@ -154,14 +154,14 @@ async def test_only_what_is_new_is_sent_and_everything_comes_back(
     again = CheckpointUploader(
         objects, bucket, NodeCache(FileCache(tmp_path / "other", objects), objects, 2**30), KnownBlobs()
     )
-    assert await again.files(named) == files
+    assert await again.upload(named) == files
     assert again.sent_bytes < 70_000
 
     state["block.07.weight"] = state["block.07.weight"] * 2
     (tmp_path / "next").mkdir()
     save_file(state, tmp_path / "next" / "model-0.safetensors")
     second = CheckpointUploader(objects, bucket, cache, known)
-    changed = await second.files({"model-0.safetensors": tmp_path / "next" / "model-0.safetensors"})
+    changed = await second.upload({"model-0.safetensors": tmp_path / "next" / "model-0.safetensors"})
     assert second.sent_bytes < 1_500_000 + 10_000
 
     # A node with nothing gets it all; one with the first checkpoint takes only what is new from the store.
@@ -183,14 +183,14 @@ async def test_a_resume_takes_from_the_node_what_it_has(
     state = tensors({"a": MIB, "b": MIB, "c": MIB})
     path = tmp_path / "model-0.safetensors"
     save_file(state, path)
-    (file,) = await CheckpointUploader(objects, s3_settings.bucket_models, cache, KnownBlobs()).files(
+    (file,) = await CheckpointUploader(objects, s3_settings.bucket_models, cache, KnownBlobs()).upload(
         {"model-0.safetensors": path}
     )
     # The same tensors in another division: no file is the same, every tensor is.
     save_file({"b": state["b"], "c": state["c"]}, tmp_path / "half.safetensors")
     half_path = tmp_path / "half.safetensors"
     other = NodeCache(FileCache(tmp_path / "other", objects), objects, 2**30)
-    (half,) = await CheckpointUploader(objects, s3_settings.bucket_models, other, KnownBlobs()).files(
+    (half,) = await CheckpointUploader(objects, s3_settings.bucket_models, other, KnownBlobs()).upload(
         {"half.safetensors": half_path}
     )
     uri = f"s3://{s3_settings.bucket_models}/manifest.json"
@@ -223,7 +223,9 @@ async def test_what_was_here_before_the_machine_started_is_hashed_first(
     path = tmp_path / "model-0.safetensors"
     save_file(tensors({"a": MIB, "b": MIB}), path)
     content = path.read_bytes()
-    (file,) = await CheckpointUploader(objects, s3_settings.bucket_models, cache, KnownBlobs()).files({path.name: path})
+    (file,) = await CheckpointUploader(objects, s3_settings.bucket_models, cache, KnownBlobs()).upload(
+        {path.name: path}
+    )
     uri = f"s3://{s3_settings.bucket_models}/manifest.json"
     manifest = {"step": 1, "epoch": 1, "samples_consumed": 8, "files": [file.model_dump(mode="json")]}
     await objects.put(uri, json.dumps(manifest).encode())
@@ -246,7 +248,7 @@ async def test_damage_in_the_store_leaves_nothing(tmp_path: Path, objects: Objec
     path = tmp_path / "file"
     path.write_bytes(random.Random(1).randbytes(20 * MIB))
     cache = NodeCache(FileCache(tmp_path / "cache", objects), objects, 2**30)
-    (file,) = await CheckpointUploader(objects, bucket, cache, KnownBlobs()).files({"file": path})
+    (file,) = await CheckpointUploader(objects, bucket, cache, KnownBlobs()).upload({"file": path})
     assert [chunk.size_bytes for chunk in file.chunks] == [8 * MIB, 8 * MIB, 4 * MIB]
     for harm in (b"x" * (4 * MIB), b"short"):
         # As a disk does it: under the blob's name, past the store's check.
@@ -273,9 +275,9 @@ async def test_differences_restore_to_the_bit_and_their_chains_end(
         path = tmp_path / str(step) / name
         path.parent.mkdir()
         save_file(state, path)
-        bases = bases_of(step - 1, [versions[-1][0]], cache) if versions else DeltaBases()
+        bases = find_bases(step - 1, [versions[-1][0]], cache) if versions else DeltaBases()
         uploader = CheckpointUploader(objects, bucket, cache, known, bases)
-        (file,) = await uploader.files({name: path})
+        (file,) = await uploader.upload({name: path})
         versions.append((file, path.read_bytes()))
         layer, noise = file.chunks[1], file.chunks[2]
         depths.append(sum(1 for _ in layer.uris) - 1)
@@ -309,12 +311,12 @@ async def test_rotten_blobs_are_written_anew_from_a_node(
     bucket, known = s3_settings.bucket_models, KnownBlobs()
     state = tensors({"a": MIB, "b": MIB, "c": MIB})
     save_file(state, tmp_path / "one.safetensors")
-    (one,) = await CheckpointUploader(objects, bucket, cache, known).files(
+    (one,) = await CheckpointUploader(objects, bucket, cache, known).upload(
         {"m.safetensors": tmp_path / "one.safetensors"}
     )
     save_file(state | {"a": state["a"] * np.float32(1 + 1e-6)}, tmp_path / "two.safetensors")
-    bases = bases_of(1, [one], cache)
-    (two,) = await CheckpointUploader(objects, bucket, cache, known, bases).files(
+    bases = find_bases(1, [one], cache)
+    (two,) = await CheckpointUploader(objects, bucket, cache, known, bases).upload(
         {"m.safetensors": tmp_path / "two.safetensors"}
     )
     plain, difference = two.chunks[2], two.chunks[1]
@@ -330,7 +332,7 @@ async def test_rotten_blobs_are_written_anew_from_a_node(
     context: Any = type("Context", (), {})()
     context.cache, context.objects, context.bus, context.known = cache, objects, bus, known
     context.settings = type("Settings", (), {"node_id": "n1"})()
-    assert await repair(context, rotten) == list(blobs[:2])
+    assert await repair_blobs(context, rotten) == list(blobs[:2])
     said = await bus.read_history("run.r1.checkpoint_repaired")
     assert [each.event.blob for each in said] == list(blobs[:2])
     await restore_file(objects, two, tmp_path / "restored")
@@ -343,7 +345,7 @@ async def test_rotten_blobs_are_written_anew_from_a_node(
         damaged[-MIB - 100] ^= 1
         cache.files.blob(file.sha256).unlink()
         cache.files.blob(file.sha256).write_bytes(damaged)
-    assert await repair(context, rotten) == [difference.uri]
+    assert await repair_blobs(context, rotten) == [difference.uri]
 
 
 # -- what is known -------------------------------------------------------------
@@ -355,21 +357,21 @@ async def test_what_is_not_trusted_is_sent_anew(
     bucket, known = s3_settings.bucket_models, KnownBlobs()
     path = tmp_path / "file"
     path.write_bytes(b"7" * MIB)
-    (file,) = await CheckpointUploader(objects, bucket, cache, known).files({"file": path})
+    (file,) = await CheckpointUploader(objects, bucket, cache, known).upload({"file": path})
     await objects.delete(file.chunks[0].uri)
     # Known to be there: nobody looks. The checkpoint service does, and its refusal is heard.
     blind = CheckpointUploader(objects, bucket, cache, known)
-    await blind.files({"file": path})
+    await blind.upload({"file": path})
     assert blind.sent_bytes == 0
-    known.forget()
+    known.clear()
     seeing = CheckpointUploader(objects, bucket, cache, known)
-    await seeing.files({"file": path})
+    await seeing.upload({"file": path})
     assert seeing.sent_bytes == MIB
     # There, and of the right size, but said to be rotten.
     known.distrust([file.sha256])
     for expected in (MIB, 0):
         uploader = CheckpointUploader(objects, bucket, cache, known)
-        await uploader.files({"file": path})
+        await uploader.upload({"file": path})
         assert uploader.sent_bytes == expected
 
 
@@ -387,7 +389,7 @@ async def test_an_upload_that_is_given_up_ends_all_of_its_requests(
 
     objects.put = slow  # type: ignore[method-assign]
     uploader = CheckpointUploader(objects, s3_settings.bucket_models, cache, KnownBlobs())
-    task = asyncio.create_task(uploader.files({"file": path}))
+    task = asyncio.create_task(uploader.upload({"file": path}))
     await begun.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -92,11 +92,11 @@ def test_a_journal_read_in_any_pieces_gives_each_point_once(cuts: list[int], bad
     whose, state, steps, start = journal.JournalSource("r", 1, "n"), journal.RankState(), [], 0
     for end in [*sorted(cut for cut in cuts if cut < len(content)), len(content)]:
         piece = journal.whole_lines(content[start:end])
-        found, problems = journal.parse(piece, start)
+        found, problems = journal.parse_lines(piece, start)
         assert bad or not problems
-        journal.fold(state, (line for _, line in found))
-        events = list(journal.progress(whose, 0, found))
-        assert events == list(journal.progress(whose, 0, journal.parse(piece, start)[0]))
+        journal.apply_lines(state, (line for _, line in found))
+        events = list(journal.progress_events(whose, 0, found))
+        assert events == list(journal.progress_events(whose, 0, journal.parse_lines(piece, start)[0]))
         steps += [point.step for event in events for point in event.points]
         start += len(piece)
     assert steps == [*range(1, 15)]

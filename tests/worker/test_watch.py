@@ -19,7 +19,7 @@ from services.kit.clock import ManualClock
 from services.worker.core.stall_detector import FIRST_STEPS_FACTOR, StallDetector
 from services.worker.launch.executor import RankProcess
 from services.worker.node.inventory import machine
-from services.worker.ranks import stack_dump as stacks_module
+from services.worker.ranks import stack_dump
 from services.worker.ranks.stall_watcher import StallWatcher
 from tests.worker.conftest import World, until
 from tests.worker.test_journal import Bus, follower
@@ -29,30 +29,30 @@ def test_the_one_that_is_behind_is_named_once_for_each_silence() -> None:
     watch = StallDetector(factor=10, min_s=5)
     for step in range(1, 6):
         for rank in (0, 1):
-            watch.saw(rank, step, step, float(step))
+            watch.add_beat(rank, step, step, float(step))
     assert watch.allowed_s == 10  # ten times a step of one second
     # Rank 0 goes into its next step, rank 1 does not.
-    watch.saw(0, 6, 5, 5.5)
-    assert watch.stalled(15.0) is None
-    stall = watch.stalled(15.6)
+    watch.add_beat(0, 6, 5, 5.5)
+    assert watch.find_stall(15.0) is None
+    stall = watch.find_stall(15.6)
     assert stall is not None
     assert (stall.rank, stall.step, stall.median_step_s) == (1, 5, 1.0)
-    assert watch.stalled(100.0) is None  # said already
+    assert watch.find_stall(100.0) is None  # said already
     # It goes on, and is silent once more; this time the system has stopped the other one.
-    watch.saw(1, 6, 6, 101.0)
-    watch.saw(0, 7, 6, 101.0)
-    again = watch.stalled(500.0, stopped=frozenset({0}))
+    watch.add_beat(1, 6, 6, 101.0)
+    watch.add_beat(0, 7, 6, 101.0)
+    again = watch.find_stall(500.0, stopped=frozenset({0}))
     assert again is not None
     assert again.rank == 0
 
 
 def test_first_steps_and_work_that_ticks_are_no_stall() -> None:
     watch = StallDetector(factor=10, min_s=5)
-    watch.saw(0, 1, 0, 0.0)
-    assert watch.stalled(5 * FIRST_STEPS_FACTOR - 1) is None
+    watch.add_beat(0, 1, 0, 0.0)
+    assert watch.find_stall(5 * FIRST_STEPS_FACTOR - 1) is None
     for mark in range(2, 50):  # a long validation: no step, but signs of life
-        watch.saw(0, mark, 0, mark * 40.0)
-        assert watch.stalled(mark * 40.0 + 39) is None
+        watch.add_beat(0, mark, 0, mark * 40.0)
+        assert watch.find_stall(mark * 40.0 + 39) is None
 
 
 RANK = """
@@ -76,7 +76,7 @@ async def test_stacks_of_all_ranks_are_told_and_they_live_on(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, py_spy: bool
 ) -> None:
     if not py_spy:
-        monkeypatch.setattr(stacks_module, "_py_spy", lambda pid, *, stopped: "")
+        monkeypatch.setattr(stack_dump, "_dump_by_py_spy", lambda pid, *, stopped: "")
     placed = await world.place(slots=(0, 1), watch={"stall_min_s": 0.2, "stall_factor": 2}, params={})
     children = [
         subprocess.Popen(  # noqa: ASYNC220, it returns at once
@@ -98,9 +98,9 @@ async def test_stacks_of_all_ranks_are_told_and_they_live_on(
             assert child.stdout is not None
             await asyncio.to_thread(child.stdout.readline)
         await asyncio.to_thread(os.kill, children[1].pid, signal.SIGSTOP)
-        await until(lambda: stacks_module.is_stopped(children[1].pid), 30)
+        await until(lambda: stack_dump.is_stopped(children[1].pid), 30)
         # A minute later both are silent, and of these the stopped one is to be named.
-        await watcher.look(time.monotonic() + 60)
+        await watcher.check(time.monotonic() + 60)
         (stalled,) = bus.stored
         assert isinstance(stalled, RunStalled)
         assert (stalled.rank, stalled.step, set(stalled.stacks)) == (1, 7, {"0", "1"})

@@ -1,4 +1,4 @@
-"""Rotten blobs, written anew from what this node still has of them."""
+"""The repair of corrupted blobs, from the copies that this node has."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ log = structlog.get_logger(__name__)
 
 
 class BlobRepairer:
-    """Hears what was found wrong in the store, and mends it in the background, one finding after the other."""
+    """Repairs what the scrubber finds corrupted in the store, one checkpoint after the other, in the background."""
 
     def __init__(self, context: NodeContext) -> None:
         self._context = context
         self._tasks: set[asyncio.Task[None]] = set()
-        self._one_at_a_time = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     def handle_fact(self, event: Event) -> None:
-        """Take note of a fact that says how the store is."""
+        """Act on a fact about the state of the store."""
         match event:
             case CheckpointRefused():
-                # Perhaps something we relied upon is not there: look before relying on anything again.
-                self._context.known_blobs.forget()
+                # A blob that an upload relied on may be missing: look each one up again.
+                self._context.known_blobs.clear()
             case CheckpointRotten():
-                # Whatever becomes of the repair, no upload of ours relies on them any more.
+                # No upload relies on them any more, even if the repair fails.
                 self._context.known_blobs.distrust(blob_sha256(uri) for uri in event.blobs)
                 if event.repair:
                     task = asyncio.create_task(self._repair(event))
@@ -47,31 +47,31 @@ class BlobRepairer:
         await cancel_and_wait(*self._tasks)
 
     async def _repair(self, rotten: CheckpointRotten) -> None:
-        async with self._one_at_a_time:
+        async with self._lock:
             try:
-                await repair(self._context, rotten)
+                await repair_blobs(self._context, rotten)
             except TransientError as error:
-                log.warning("what is rotten could not be mended", uri=rotten.uri, error=str(error))
+                log.warning("corrupted blobs could not be repaired", uri=rotten.uri, error=str(error))
 
 
-async def repair(context: NodeContext, rotten: CheckpointRotten) -> list[str]:
-    """Write anew what this node has of the rotten blobs and say so; return their addresses.
+async def repair_blobs(context: NodeContext, rotten: CheckpointRotten) -> list[str]:
+    """Write the corrupted blobs again that this node has, and publish each; return their addresses.
 
-    The bytes are hashed again before they are sent, and once more by the store: what is not right here does no harm.
+    The bytes are hashed before they are sent, and again by the store, so that a corrupted copy is never written.
     """
     repaired = []
-    differences: dict[str, Chunk] | None = None
+    deltas: dict[str, Chunk] | None = None
     for uri in rotten.blobs:
         digest = blob_sha256(uri)
         content = await asyncio.to_thread(kit.read_verified, context.cache.find(digest), digest) if digest else None
         if content is None and digest:
-            if differences is None:
-                differences = await _differences(context, rotten.uri)
-            content = await asyncio.to_thread(_encode_anew, context, differences.get(uri), digest)
+            if deltas is None:
+                deltas = await _find_deltas(context, rotten.uri)
+            content = await asyncio.to_thread(_encode_again, context, deltas.get(uri), digest)
         if content is None:
             continue
         await context.objects.put(uri, content)
-        log.info("rotten blob written anew", blob=uri, step=rotten.step)
+        log.info("corrupted blob repaired", blob=uri, step=rotten.step)
         await context.bus.publish(
             CheckpointRepaired(
                 run_id=rotten.run_id,
@@ -86,12 +86,12 @@ async def repair(context: NodeContext, rotten: CheckpointRotten) -> list[str]:
     return repaired
 
 
-async def _differences(context: NodeContext, manifest_uri: str) -> dict[str, Chunk]:
-    """Blob -> the difference in it, of all that a manifest names, also those below others."""
+async def _find_deltas(context: NodeContext, manifest_uri: str) -> dict[str, Chunk]:
+    """Return blob -> the chunk that it encodes as a difference, of a manifest's chunks and their bases."""
     try:
         files = await context.cache.manifest_files(manifest_uri)
     except CacheError as error:
-        log.warning("rotten differences cannot be made anew", error=str(error))
+        log.warning("corrupted differences cannot be encoded again", error=str(error))
         return {}
     found: dict[str, Chunk] = {}
     for file in files:
@@ -103,8 +103,8 @@ async def _differences(context: NodeContext, manifest_uri: str) -> dict[str, Chu
     return found
 
 
-def _encode_anew(context: NodeContext, chunk: Chunk | None, digest: str) -> bytes | None:
-    """The difference's blob, from the piece and its base; None unless it becomes the very same bytes."""
+def _encode_again(context: NodeContext, chunk: Chunk | None, digest: str) -> bytes | None:
+    """Return a difference's blob, from chunk and base; None unless it is the same bytes as before."""
     if chunk is None or chunk.base is None:
         return None
     find = context.cache.find

@@ -1,4 +1,4 @@
-"""Which blobs the store has, as far as this node has seen: what is known need not be asked again."""
+"""The blobs that this node knows to be in the store, so that uploads need not ask for them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from datetime import datetime
 
 from services.kit.store.objects import is_young
 
-#: Blobs remembered, about 100 bytes each; of a run that holds more, the oldest are asked for again.
-MOST = 200_000
+#: Blobs remembered, about 100 bytes each. The oldest of more are asked for again.
+MAX_BLOBS = 200_000
 
 
 class KnownBlobs:
-    """Blobs with the time when they were last written, which garbage collection goes by.
+    """Blobs with the time at which the store last wrote them.
 
-    What is here and young is safe to rely upon: garbage collection spares what is younger than its grace, which is
-    longer. Whoever learns that the store is not as was thought says ``forget`` or ``distrust``.
+    An upload may rely on a young blob: garbage collection spares blobs for longer. ``clear`` and ``distrust`` are
+    called when the store turns out to lack blobs, or to have corrupted ones.
     """
 
     def __init__(self) -> None:
@@ -28,21 +28,24 @@ class KnownBlobs:
         written_at = self._written_at.get(sha256)
         return written_at is not None and is_young(written_at)
 
-    def distrusts(self, sha256: str) -> bool:
-        """Whether the blob must be written anew, whatever the store says of it."""
+    def is_distrusted(self, sha256: str) -> bool:
+        """Whether the blob must be written again, even if the store has it."""
         return sha256 in self._distrusted
 
     def add(self, sha256: str, written_at: datetime) -> None:
+        """Note that the store has a blob."""
         self._distrusted.discard(sha256)
         self._written_at[sha256] = written_at
         self._written_at.move_to_end(sha256)
-        while len(self._written_at) > MOST:
+        while len(self._written_at) > MAX_BLOBS:
             self._written_at.popitem(last=False)
 
     def distrust(self, blobs: Iterable[str]) -> None:
+        """Note that the store has corrupted blobs."""
         for sha256 in blobs:
             self._written_at.pop(sha256, None)
             self._distrusted.add(sha256)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
+        """Know nothing of the store any more."""
         self._written_at.clear()

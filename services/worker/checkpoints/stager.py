@@ -1,4 +1,4 @@
-"""Checkpoints on their way out: complete on disk, hashed, uploaded, staged."""
+"""The stager of checkpoints: uploads what ranks completed on disk, and publishes it as staged."""
 
 from __future__ import annotations
 
@@ -17,16 +17,22 @@ from services.kit.bus import TransientError
 from services.worker import metrics
 from services.worker.cache.node_cache import CacheError
 from services.worker.checkpoints.dvc import pointer_key, write_pointer
-from services.worker.checkpoints.uploader import CheckpointUploader, UploadError, bases_of, collect, upload_files
-from services.worker.core.checkpoint_steps import ready_steps, worst
+from services.worker.checkpoints.uploader import (
+    CheckpointUploader,
+    UploadError,
+    collect_files,
+    find_bases,
+    upload_files,
+)
+from services.worker.core.checkpoint_steps import ready_steps, weakest_exactness
 from services.worker.core.delta_bases import DeltaBases
-from services.worker.local_files import inside
+from services.worker.local_files import is_inside
 from services.worker.node_context import NodeContext
 from services.worker.ranks.journal_follower import JournalFollower, Publish
 
 log = structlog.get_logger(__name__)
 
-#: Staged checkpoints whose folders stay on this node; the cache has the files of all of them.
+#: Staged checkpoints whose folders stay on this node; the cache has all their files.
 KEEP_FOLDERS = 2
 
 
@@ -46,18 +52,18 @@ class CheckpointStager:
         self._folder, self._follower, self._publish = folder, follower, publish
 
     async def run(self) -> None:
-        """Stage whatever all local ranks have completed, until cancelled."""
+        """Stage each checkpoint that all local ranks have completed, until cancelled."""
         while True:
             self._follower.news.clear()
             await self._stage_ready(at_end=False)
             await self._follower.news.wait()
 
     async def stage_rest(self) -> None:
-        """Stage all that is left, also what only some of the ranks completed."""
+        """Stage the rest, also what only some of the ranks completed."""
         await self._stage_ready(at_end=True)
 
     async def upload_artifacts(self, names: Sequence[str]) -> tuple[Artifact, ...]:
-        """Upload the result's files, however long the store is away."""
+        """Upload files of the generation's folder, however long the store is away."""
         spec = self._placed.spec
         bucket = self._context.settings.bucket_models
         base = f"s3://{bucket}/{spec.experiment}/{self._placed.run_id}/artifacts"
@@ -65,7 +71,7 @@ class CheckpointStager:
             try:
                 return await upload_files(names, self._folder, self._context.objects, base)
             except TransientError as error:
-                log.warning("the store does not take artifacts", error=str(error))
+                log.warning("the store does not accept artifacts", error=str(error))
 
     async def _stage_ready(self, *, at_end: bool) -> None:
         ranks = self._follower.state.ranks
@@ -86,15 +92,15 @@ class CheckpointStager:
         first = next(iter(lines.values()))
         context = self._context
         try:
-            named = await asyncio.to_thread(collect, list(lines.values()), self._folder)
-            bases = await self._bases() if self._placed.spec.checkpoints.delta else None
+            paths = await asyncio.to_thread(collect_files, list(lines.values()), self._folder)
+            bases = await self._load_bases() if self._placed.spec.checkpoints.delta else None
             uploader = CheckpointUploader(
                 context.objects, context.settings.bucket_models, context.cache, context.known_blobs, bases
             )
-            files = await uploader.files(named)
+            files = await uploader.upload(paths)
         except (UploadError, FileNotFoundError) as error:
-            log.error("a checkpoint cannot be staged and is left out", step=step, error=str(error))
-            await self._forget(step)
+            log.error("a checkpoint cannot be staged and is skipped", step=step, error=str(error))
+            await self._remove_step(step)
             return
         await self._publish(
             CheckpointStaged(
@@ -110,7 +116,7 @@ class CheckpointStager:
                 files=files,
                 metrics=first.metrics,
                 final=any(line.final for line in lines.values()),
-                exactness=worst(line.exactness for line in lines.values()),
+                exactness=weakest_exactness(line.exactness for line in lines.values()),
             )
         )
         metrics.UPLOAD_SECONDS.observe(time.monotonic() - started)
@@ -124,20 +130,20 @@ class CheckpointStager:
             seconds=round(time.monotonic() - started, 3),
         )
         if self._placed.spec.checkpoints.dvc:
-            # Before the step is forgotten: a restarted agent does it again.
+            # Before the step is removed from the state: a restarted agent writes the pointer again.
             placed = self._placed
             key = pointer_key(
                 placed.spec.experiment, placed.run_id, first.epoch, step, placed.generation, self._member.node_id
             )
-            await write_pointer(context.objects, context.settings.bucket_models, key, named)
+            await write_pointer(context.objects, context.settings.bucket_models, key, paths)
         state.staged_step = max(step, state.staged_step or 0)
         state.staged_folders[step] = [line.folder for line in lines.values()]
-        await self._forget(step)
-        await asyncio.to_thread(self._remove_old)
+        await self._remove_step(step)
+        await asyncio.to_thread(self._remove_old_folders)
         await asyncio.to_thread(context.cache.evict)
 
-    async def _bases(self) -> DeltaBases:
-        """The run's last committed checkpoint, as far as this node has it; what the run began with, before that."""
+    async def _load_bases(self) -> DeltaBases:
+        """Return the part of the run's last committed checkpoint that this node has; before one, of what it resumed."""
         last = await self._context.bus.get_last_message(
             subjects.fact("run", self._placed.run_id, CheckpointCommitted.fact)
         )
@@ -147,19 +153,19 @@ class CheckpointStager:
         try:
             files = await self._context.cache.manifest_files(ref.uri)
         except CacheError as error:
-            log.warning("no differences to the checkpoint before, it cannot be read", error=str(error))
+            log.warning("the last checkpoint cannot be read, all chunks are stored whole", error=str(error))
             return DeltaBases()
-        return await asyncio.to_thread(bases_of, ref.step, files, self._context.cache)
+        return await asyncio.to_thread(find_bases, ref.step, files, self._context.cache)
 
-    async def _forget(self, step: int) -> None:
+    async def _remove_step(self, step: int) -> None:
         for each in self._follower.state.ranks.values():
             each.checkpoints = [line for line in each.checkpoints if line.step != step]
         await self._follower.save()
 
-    def _remove_old(self) -> None:
+    def _remove_old_folders(self) -> None:
         folders = self._follower.state.staged_folders
         for step in sorted(folders)[:-KEEP_FOLDERS]:
             for name in folders.pop(step):
                 path = self._folder / name
-                if path != self._folder and inside(path, self._folder):
+                if path != self._folder and is_inside(path, self._folder):
                     shutil.rmtree(path, ignore_errors=True)

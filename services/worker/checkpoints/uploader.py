@@ -1,4 +1,4 @@
-"""From folders on this node to the object store: checkpoints by content, artifacts by name."""
+"""Uploads to the object store: checkpoints by content, artifacts by name."""
 
 from __future__ import annotations
 
@@ -24,46 +24,46 @@ from services.worker import metrics
 from services.worker.cache.node_cache import NodeCache
 from services.worker.checkpoints.known_blobs import KnownBlobs
 from services.worker.core import chunk_boundaries
-from services.worker.core.delta_bases import SAMPLE_BYTES, DeltaBases, is_worth
-from services.worker.local_files import inside
+from services.worker.core.delta_bases import SAMPLE_BYTES, DeltaBases, is_worthwhile
+from services.worker.local_files import is_inside
 
 log = structlog.get_logger(__name__)
 
-#: Pieces read and not yet sent, of all files together: bounds the memory (8 MiB each) and the requests at a time.
-PIECES_AT_A_TIME = 4
-#: Larger ones are asked for before they are sent; smaller ones cost more to ask for than to send.
-ASKED_FOR_BYTES = 64 * 2**10
-#: From here on two threads take a piece's hash and the file's; below, changing threads costs more than hashing.
+#: Chunks of all files that are read and not yet stored: bounds the memory (8 MiB each) and the requests at a time.
+PARALLEL_CHUNKS = 4
+#: Larger chunks are looked up before they are stored; for smaller ones the request costs more than the upload.
+LOOKUP_MIN_BYTES = 64 * 2**10
+#: From this size two threads hash a chunk and the file; for a smaller one, changing threads costs more than hashing.
 TWO_THREADS_BYTES = 2**20
 #: ``model-3.safetensors`` -> ``model.safetensors``: which rank holds a tensor changes with the number of ranks.
 RANK_SUFFIX = re.compile(r"-\d+(?=\.|$)")
 
 
 class UploadError(ValueError):
-    """What a rank named cannot be uploaded; the text says why."""
+    """A rank's files cannot be uploaded; the text says why."""
 
 
 class CheckpointUploader:
-    """Stores one checkpoint's files as pieces under their hashes. What the store has is not sent again."""
+    """Stores one checkpoint's files as chunks under their hashes. A chunk that the store has is not sent again."""
 
     def __init__(
         self, objects: ObjectStore, bucket: str, cache: NodeCache, known: KnownBlobs, bases: DeltaBases | None = None
     ) -> None:
         self._objects, self._bucket, self._cache, self._known = objects, bucket, cache, known
         self._bases = bases or DeltaBases()
-        self._room = asyncio.Semaphore(PIECES_AT_A_TIME)
-        #: Pieces of equal content, such as moments that are still zero, are sent once.
+        self._room = asyncio.Semaphore(PARALLEL_CHUNKS)
+        #: By hash: chunks of equal content, such as moments that are still zero, are sent once.
         self._sending: dict[str, asyncio.Task[Chunk]] = {}
         self._failure: BaseException | None = None
         self.sent_bytes = 0
 
-    async def files(self, named: dict[str, Path]) -> tuple[CheckpointFile, ...]:
-        """Store the files, and keep them in the node's cache.
+    async def upload(self, paths: dict[str, Path]) -> tuple[CheckpointFile, ...]:
+        """Store the files by name, and add them to the node's cache.
 
         Raises:
             UploadError: a file changed while it was read.
         """
-        work = [asyncio.ensure_future(self._file(name, path)) for name, path in sorted(named.items())]
+        work = [asyncio.ensure_future(self._upload_file(name, path)) for name, path in sorted(paths.items())]
         try:
             return tuple(await asyncio.gather(*work))
         finally:
@@ -72,57 +72,59 @@ class CheckpointUploader:
             await asyncio.gather(*work, *self._sending.values(), return_exceptions=True)
             metrics.SENT_BYTES.inc(self.sent_bytes)
 
-    async def _file(self, name: str, path: Path) -> CheckpointFile:
+    async def _upload_file(self, name: str, path: Path) -> CheckpointFile:
         with path.open("rb") as file:
             size_bytes = os.fstat(file.fileno()).st_size
-            pieces = await asyncio.to_thread(cut_file, file.fileno(), size_bytes)
+            ranges = await asyncio.to_thread(file_ranges, file.fileno(), size_bytes)
             whole = hashlib.sha256()
             tasks = []
-            for piece in pieces:
+            for chunk_range in ranges:
                 await self._room.acquire()
                 try:
                     if self._failure is not None:
-                        raise self._failure  # the others would each be as patient with the store again
-                    content, digest = await _read(file.fileno(), piece, whole if len(pieces) > 1 else None)
+                        raise self._failure  # each of the others would wait for the store as long again
+                    content, digest = await _read_chunk(file.fileno(), chunk_range, whole if len(ranges) > 1 else None)
                 except BaseException:
                     self._room.release()
                     raise
-                tasks.append(self._begin(content, digest, piece, key_of(name, piece)))
-            # Not ours to cancel: another file may have the same piece.
+                tasks.append(self._start_sending(content, digest, chunk_range, state_key(name, chunk_range)))
+            # Shielded: another file may have the same chunk.
             chunks = await asyncio.gather(*(asyncio.shield(task) for task in tasks))
         sha256 = whole.hexdigest() if len(chunks) > 1 else chunks[0].sha256
         described = CheckpointFile(path=name, sha256=sha256, size_bytes=size_bytes, chunks=tuple(chunks))
         await asyncio.to_thread(self._cache.add_checkpoint_file, path, described)
         return described
 
-    def _begin(self, content: bytes, digest: str, piece: chunk_boundaries.ChunkRange, key: str) -> asyncio.Task[Chunk]:
+    def _start_sending(
+        self, content: bytes, digest: str, chunk_range: chunk_boundaries.ChunkRange, key: str
+    ) -> asyncio.Task[Chunk]:
         task = self._sending.get(digest)
         if task is not None:
             self._room.release()
             return task
-        task = self._sending[digest] = asyncio.ensure_future(self._send(content, digest, piece, key))
-        task.add_done_callback(self._sent)
+        task = self._sending[digest] = asyncio.ensure_future(self._send(content, digest, chunk_range, key))
+        task.add_done_callback(self._on_sent)
         return task
 
-    def _sent(self, task: asyncio.Task[Chunk]) -> None:
+    def _on_sent(self, task: asyncio.Task[Chunk]) -> None:
         self._room.release()
         if not task.cancelled():
             self._failure = self._failure or task.exception()
 
-    async def _send(self, content: bytes, digest: str, piece: chunk_boundaries.ChunkRange, key: str) -> Chunk:
+    async def _send(self, content: bytes, digest: str, chunk_range: chunk_boundaries.ChunkRange, key: str) -> Chunk:
         fast = await asyncio.to_thread(kit.blake3_hex, content)
         plain = Chunk(sha256=digest, size_bytes=len(content), blake3=fast, uri=self._uri(digest))
         if self._known.has(digest):
             return plain
-        difference = await self._difference(plain, content, piece, key)
-        if difference is not None:
-            return difference
+        delta = await self._encode_delta(plain, content, chunk_range, key)
+        if delta is not None:
+            return delta
         await self._store(content, digest)
         return plain
 
     async def _store(self, content: bytes, digest: str) -> None:
         there = None
-        if len(content) >= ASKED_FOR_BYTES and not self._known.distrusts(digest):
+        if len(content) >= LOOKUP_MIN_BYTES and not self._known.is_distrusted(digest):
             there = await self._young_since(digest, len(content))
         if there is None:
             # Before, not after: what counts is when the store wrote it at the earliest.
@@ -132,7 +134,7 @@ class CheckpointUploader:
         self._known.add(digest, there)
 
     async def _young_since(self, digest: str, size_bytes: int | None = None) -> datetime | None:
-        """When the store last wrote the blob, if it may be relied upon."""
+        """Return when the store last wrote the blob, if garbage collection spares it for long enough."""
         try:
             there = await self._objects.head(self._uri(digest))
         except ObjectNotFound:
@@ -140,32 +142,32 @@ class CheckpointUploader:
         right = size_bytes is None or there.size_bytes == size_bytes
         return there.modified_at if right and is_young(there.modified_at) else None
 
-    # -- differences --------------------------------------------------------
+    # -- deltas -------------------------------------------------------------
 
-    async def _difference(
-        self, plain: Chunk, content: bytes, piece: chunk_boundaries.ChunkRange, key: str
+    async def _encode_delta(
+        self, plain: Chunk, content: bytes, chunk_range: chunk_boundaries.ChunkRange, key: str
     ) -> Chunk | None:
-        """The piece stored as a difference to the last committed one; None if it is better stored whole."""
-        base = self._bases.of(key, len(content), plain.sha256, most_depth=kit.MAX_CHAIN)
+        """Store the chunk as a difference to the last committed one; return None if it is better stored whole."""
+        base = self._bases.find(key, len(content), plain.sha256, max_depth=kit.MAX_CHAIN)
         if base is None:
             return None
         before = await asyncio.to_thread(kit.read_verified, self._cache.find(base.sha256), base.sha256)
         if before is None or not await self._can_rely_on(base):
             return None
-        blob = await asyncio.to_thread(_encode, content, before, piece.width)
+        blob = await asyncio.to_thread(_encode_difference, content, before, chunk_range.width)
         if blob is None:
             return None
         sha256 = await asyncio.to_thread(_sha256, blob)
         if not self._known.has(sha256):
             await self._store(blob, sha256)
-        difference = {"uri": self._uri(sha256), "encoding": "xor-zstd", "stored_bytes": len(blob), "base": base}
-        return plain.model_copy(update=difference)
+        stored = {"uri": self._uri(sha256), "encoding": "xor-zstd", "stored_bytes": len(blob), "base": base}
+        return plain.model_copy(update=stored)
 
     async def _can_rely_on(self, base: Chunk) -> bool:
-        """Whether all blobs below are there and young: what is older, garbage collection may take before we name it."""
+        """Whether all blobs of the base are in the store and young: garbage collection may delete older ones."""
         for uri in base.uris:
             digest = blob_sha256(uri)
-            if self._known.distrusts(digest) or uri != self._uri(digest):
+            if self._known.is_distrusted(digest) or uri != self._uri(digest):
                 return False
             if not self._known.has(digest):
                 there = await self._young_since(digest)
@@ -178,7 +180,7 @@ class CheckpointUploader:
         return f"s3://{self._bucket}/{blob_key(sha256)}"
 
 
-def collect(lines: Sequence[CheckpointLine], folder: Path) -> dict[str, Path]:
+def collect_files(lines: Sequence[CheckpointLine], folder: Path) -> dict[str, Path]:
     """The files of all local ranks' folders of one step, by their names in the checkpoint.
 
     Raises:
@@ -187,7 +189,7 @@ def collect(lines: Sequence[CheckpointLine], folder: Path) -> dict[str, Path]:
     files: dict[str, Path] = {}
     for line in lines:
         source = Path(line.folder) if Path(line.folder).is_absolute() else folder / line.folder
-        if not source.is_dir() or not inside(source, folder):
+        if not source.is_dir() or not is_inside(source, folder):
             raise UploadError(f"checkpoint folder {line.folder!r} is not a folder inside the generation's own")
         for path in sorted(source.rglob("*")):
             if path.is_file() and not path.is_symlink():
@@ -198,36 +200,40 @@ def collect(lines: Sequence[CheckpointLine], folder: Path) -> dict[str, Path]:
     return files
 
 
-def bases_of(step: int, files: Sequence[CheckpointFile], cache: NodeCache) -> DeltaBases:
-    """What a committed checkpoint offers to be told differences from: the part of it that this node has."""
-    pieces: dict[str, Chunk] = {}
+def find_bases(step: int, files: Sequence[CheckpointFile], cache: NodeCache) -> DeltaBases:
+    """Return the chunks of a committed checkpoint that this node can store differences to."""
+    chunks: dict[str, Chunk] = {}
     for file in files:
         path = cache.files.blob(file.sha256)
         try:
             with path.open("rb") as opened:
-                cut = cut_file(opened.fileno(), os.fstat(opened.fileno()).st_size)
+                ranges = file_ranges(opened.fileno(), os.fstat(opened.fileno()).st_size)
         except OSError:
             continue
-        if [piece.size_bytes for piece in cut] == [chunk.size_bytes for chunk in file.chunks]:
-            pieces |= {key_of(file.path, piece): chunk for piece, chunk in zip(cut, file.chunks, strict=True)}
-    pieces.pop("", None)
-    return DeltaBases(step, pieces)
+        if [chunk_range.size_bytes for chunk_range in ranges] == [chunk.size_bytes for chunk in file.chunks]:
+            chunks |= {
+                state_key(file.path, chunk_range): chunk for chunk_range, chunk in zip(ranges, file.chunks, strict=True)
+            }
+    chunks.pop("", None)
+    return DeltaBases(step, chunks)
 
 
-def cut_file(handle: int, size_bytes: int) -> tuple[chunk_boundaries.ChunkRange, ...]:
-    """Where an open file is cut."""
+def file_ranges(handle: int, size_bytes: int) -> tuple[chunk_boundaries.ChunkRange, ...]:
+    """Return the chunks of an open file."""
     length = chunk_boundaries.header_length(os.pread(handle, chunk_boundaries.LENGTH_BYTES + 1, 0), size_bytes)
-    return chunk_boundaries.cut(size_bytes, os.pread(handle, length, 0))
+    return chunk_boundaries.chunk_ranges(size_bytes, os.pread(handle, length, 0))
 
 
-def key_of(name: str, piece: chunk_boundaries.ChunkRange) -> str:
-    """What names a part of the state whichever rank writes it; '' for what has no name."""
-    return f"{RANK_SUFFIX.sub('', name)}/{piece.key}" if piece.key else ""
+def state_key(name: str, chunk_range: chunk_boundaries.ChunkRange) -> str:
+    """Return the name of a part of the state, whichever rank writes it; '' if it has none."""
+    return f"{RANK_SUFFIX.sub('', name)}/{chunk_range.key}" if chunk_range.key else ""
 
 
-async def _read(handle: int, piece: chunk_boundaries.ChunkRange, whole: hashlib._Hash | None) -> tuple[bytes, str]:
-    """The piece and its hash, the file's hash brought forward; read once."""
-    content = await asyncio.to_thread(_pread, handle, piece)
+async def _read_chunk(
+    handle: int, chunk_range: chunk_boundaries.ChunkRange, whole: hashlib._Hash | None
+) -> tuple[bytes, str]:
+    """Read a chunk; return it with its hash, and update the file's hash."""
+    content = await asyncio.to_thread(_pread, handle, chunk_range)
     if whole is not None and len(content) >= TWO_THREADS_BYTES:
         digest, _ = await asyncio.gather(asyncio.to_thread(_sha256, content), asyncio.to_thread(whole.update, content))
         return content, digest
@@ -236,22 +242,22 @@ async def _read(handle: int, piece: chunk_boundaries.ChunkRange, whole: hashlib.
     return content, await asyncio.to_thread(_sha256, content)
 
 
-def _pread(handle: int, piece: chunk_boundaries.ChunkRange) -> bytes:
-    content = os.pread(handle, piece.size_bytes, piece.start)
-    if len(content) != piece.size_bytes:
+def _pread(handle: int, chunk_range: chunk_boundaries.ChunkRange) -> bytes:
+    content = os.pread(handle, chunk_range.size_bytes, chunk_range.start)
+    if len(content) != chunk_range.size_bytes:
         raise UploadError("a checkpoint's file was changed while it was read")
     return content
 
 
-def _encode(content: bytes, base: bytes, width: int) -> bytes | None:
-    """The difference, if it is worth it and gives the content back to the bit."""
+def _encode_difference(content: bytes, base: bytes, width: int) -> bytes | None:
+    """Return the difference, if it is small enough and decodes to the content."""
     if len(content) > 2 * SAMPLE_BYTES:
         begin = len(content) // 2 // width * width
         sample = slice(begin, begin + SAMPLE_BYTES)
-        if not is_worth(len(kit.encode(content[sample], base[sample], width)), SAMPLE_BYTES):
+        if not is_worthwhile(len(kit.encode(content[sample], base[sample], width)), SAMPLE_BYTES):
             return None
     blob = kit.encode(content, base, width)
-    return blob if is_worth(len(blob), len(content)) and kit.decode(blob, base) == content else None
+    return blob if is_worthwhile(len(blob), len(content)) and kit.decode(blob, base) == content else None
 
 
 def _sha256(content: bytes) -> str:
@@ -259,11 +265,11 @@ def _sha256(content: bytes) -> str:
 
 
 async def upload_files(names: Sequence[str], folder: Path, objects: ObjectStore, base_uri: str) -> tuple[Artifact, ...]:
-    """Upload the files that a result names. What is not there, or not the run's own, is left out."""
+    """Upload files of the generation's folder. Names of other files are skipped."""
     artifacts = []
     for name in dict.fromkeys(names):
         path = folder / name
-        if path.is_symlink() or not path.is_file() or not inside(path, folder):
+        if path.is_symlink() or not path.is_file() or not is_inside(path, folder):
             log.warning("artifact is not a file in the generation's folder", artifact=name)
             continue
         short = path.resolve().relative_to(folder.resolve()).as_posix()

@@ -1,4 +1,4 @@
-"""Which checkpoints are complete on a node."""
+"""The steps whose checkpoints are complete on a node."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from contracts.ranks import CheckpointLine
 
 
 def ready_steps(checkpoints: Mapping[int, Sequence[CheckpointLine]], *, at_end: bool) -> list[int]:
-    """Steps that every local rank has completed; at the end, those that any has, for nobody will follow."""
+    """Return the steps that every local rank has completed; at the end, those that any has."""
     steps = [{line.step for line in lines} for lines in checkpoints.values()]
     if not steps:
         return []
     return sorted(set.union(*steps) if at_end else set.intersection(*steps))
 
 
-def worst(exactness: Iterable[Exactness]) -> Exactness:
-    """What a whole is of which these are the parts."""
+def weakest_exactness(exactness: Iterable[Exactness]) -> Exactness:
+    """Return the exactness of a checkpoint with these parts."""
     return "exact" if all(each == "exact" for each in exactness) else "samples-exact"

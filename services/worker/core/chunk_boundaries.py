@@ -1,9 +1,8 @@
-"""Where a file is cut into pieces, so that what did not change is the same piece again.
+"""The chunk boundaries of a checkpoint's file: chosen so that an unchanged part of the state is the same chunk again.
 
-A safetensors file is cut at its tensors: the header alone, large tensors every ``CUT_BYTES`` from their own start,
-small ones together. Where small ones part is decided by the tensors' names, not by what lies before them: a tensor that
-comes or goes, as when the ranks share the state anew, changes its own group and no other. Anything else is cut at
-fixed lengths.
+A safetensors file is cut at its tensors: the header alone, large tensors every ``CHUNK_BYTES`` from their own start,
+small tensors in groups. The names of the tensors decide where a group ends: a tensor that is added or removed, as when
+the ranks shard the state anew, changes its own group only. Any other file is cut at fixed lengths.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-#: SeaweedFS takes what is larger in parts, and is half as long again over them.
-CUT_BYTES = 8 * 2**20
-#: A tensor of so many bytes is a piece of its own; more pieces would cost more requests than they save bytes.
+#: SeaweedFS stores larger objects in parts, which takes half as long again.
+CHUNK_BYTES = 8 * 2**20
+#: A tensor of this size is a chunk of its own; more chunks would cost more requests than they save bytes.
 LARGE_BYTES = 256 * 2**10
-#: Small tensors that belong together: about so many bytes, and never more than the second figure.
+#: Bytes of a group of small tensors, on average and at most.
 GROUP_BYTES = 2**20
-GROUP_MOST_BYTES = 4 * 2**20
+GROUP_MAX_BYTES = 4 * 2**20
 LENGTH_BYTES = 8
-#: What the format allows for a header.
-HEADER_MOST_BYTES = 100_000_000
+#: The longest header that the format allows.
+HEADER_MAX_BYTES = 100_000_000
 ITEM_BYTES = {
     "F64": 8,
     "I64": 8,
@@ -45,9 +44,9 @@ class ChunkRange:
 
     start: int
     size_bytes: int
-    #: The same in every checkpoint for what is the same part of the state; '' where nobody can say.
+    #: Names the part of the state, alike in every checkpoint; '' where it is unknown.
     key: str = ""
-    #: Bytes of an item of the tensor.
+    #: Bytes of one item of the tensor.
     width: int = 1
 
 
@@ -60,66 +59,66 @@ class _Tensor:
 
 
 def header_length(first: bytes, size_bytes: int) -> int:
-    """Bytes of length field and header if this may be a safetensors file, else 0."""
+    """Return the bytes of length field and header if this may be a safetensors file, else 0."""
     if len(first) < LENGTH_BYTES or first[LENGTH_BYTES : LENGTH_BYTES + 1] not in (b"{", b""):
         return 0
     length = int.from_bytes(first[:LENGTH_BYTES], "little")
     whole = LENGTH_BYTES + length
-    return whole if 2 <= length <= HEADER_MOST_BYTES and whole <= size_bytes else 0
+    return whole if 2 <= length <= HEADER_MAX_BYTES and whole <= size_bytes else 0
 
 
-def cut(size_bytes: int, header: bytes = b"") -> tuple[ChunkRange, ...]:
-    """The pieces of a file, in order and without gaps. ``header``: its first ``header_length`` bytes.
+def chunk_ranges(size_bytes: int, header: bytes = b"") -> tuple[ChunkRange, ...]:
+    """Return the chunks of a file, in order and without gaps. ``header``: its first ``header_length`` bytes.
 
-    A header that is nonsense does no harm: the file is then cut at fixed lengths.
+    A file with an invalid header is cut at fixed lengths.
     """
     tensors = _tensors(header, size_bytes) if header else None
     if not tensors:
-        return tuple(_fixed(0, size_bytes, "", 1))
-    return (ChunkRange(0, len(header)), *_at_tensors(tensors))
+        return tuple(_fixed_ranges(0, size_bytes, "", 1))
+    return (ChunkRange(0, len(header)), *_tensor_ranges(tensors))
 
 
-def _at_tensors(tensors: list[_Tensor]) -> Iterator[ChunkRange]:
+def _tensor_ranges(tensors: list[_Tensor]) -> Iterator[ChunkRange]:
     group: list[_Tensor] = []
     for tensor in tensors:
         size_bytes = tensor.end - tensor.start
         large = size_bytes >= LARGE_BYTES
-        if group and (large or tensor.end - group[0].start > GROUP_MOST_BYTES):
-            yield _together(group)
+        if group and (large or tensor.end - group[0].start > GROUP_MAX_BYTES):
+            yield _group_range(group)
             group = []
         if large:
-            yield from _fixed(tensor.start, size_bytes, tensor.name, tensor.width)
+            yield from _fixed_ranges(tensor.start, size_bytes, tensor.name, tensor.width)
         elif size_bytes:
             group.append(tensor)
-            if _parts_after(tensor):
-                yield _together(group)
+            if _ends_group(tensor):
+                yield _group_range(group)
                 group = []
     if group:
-        yield _together(group)
+        yield _group_range(group)
 
 
-def _parts_after(tensor: _Tensor) -> bool:
+def _ends_group(tensor: _Tensor) -> bool:
     """Whether a group ends here: the likelier the larger the tensor, so that groups have ``GROUP_BYTES`` on average."""
-    drawn = int.from_bytes(hashlib.blake2b(tensor.name.encode(), digest_size=4).digest(), "big") / 2**32
-    return drawn < (tensor.end - tensor.start) / GROUP_BYTES
+    draw = int.from_bytes(hashlib.blake2b(tensor.name.encode(), digest_size=4).digest(), "big") / 2**32
+    return draw < (tensor.end - tensor.start) / GROUP_BYTES
 
 
-def _together(group: list[_Tensor]) -> ChunkRange:
+def _group_range(group: list[_Tensor]) -> ChunkRange:
     start, end = group[0].start, group[-1].end
     widths = {tensor.width for tensor in group}
     return ChunkRange(start, end - start, f"{group[0].name}..{group[-1].name}", widths.pop() if len(widths) == 1 else 1)
 
 
-def _fixed(start: int, size_bytes: int, name: str, width: int) -> Iterator[ChunkRange]:
-    for offset in range(0, size_bytes, CUT_BYTES):
+def _fixed_ranges(start: int, size_bytes: int, name: str, width: int) -> Iterator[ChunkRange]:
+    for offset in range(0, size_bytes, CHUNK_BYTES):
         key = f"{name}@{offset}" if name else ""
-        yield ChunkRange(start + offset, min(CUT_BYTES, size_bytes - offset), key, width)
+        yield ChunkRange(start + offset, min(CHUNK_BYTES, size_bytes - offset), key, width)
     if not size_bytes:
         yield ChunkRange(start, 0)
 
 
 def _tensors(header: bytes, size_bytes: int) -> list[_Tensor] | None:
-    """The tensors in the order of the file, if they fill it without gaps or overlaps; else None."""
+    """Return the tensors in the order of the file; None unless they fill it without gaps or overlaps."""
     try:
         described: Any = json.loads(header[LENGTH_BYTES:])
         tensors = [

@@ -1,4 +1,4 @@
-"""Which pieces are worth to be told as a difference to the checkpoint before."""
+"""Which chunks are stored as a difference to the last committed checkpoint."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from dataclasses import dataclass, field
 
 from contracts.events.checkpoint import Chunk
 
-#: A difference must save so much of the piece: less is not worth what decoding costs whoever restores.
-WORTH = 0.85
-#: Smaller pieces cost a request either way.
-LEAST_BYTES = 64 * 2**10
-#: Packed first, to see whether the rest is worth packing.
+#: The largest difference, as a part of its chunk: decoding it at a restore costs more than a larger one saves.
+MAX_DELTA_SHARE = 0.85
+#: Smaller chunks cost a request either way.
+MIN_DELTA_BYTES = 64 * 2**10
+#: Bytes that are compressed first, to see whether the rest is worth it.
 SAMPLE_BYTES = 512 * 2**10
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaBases:
-    """What a committed checkpoint has for each part of the state."""
+    """The chunks of a committed checkpoint, by the part of the state that they hold."""
 
     step: int = -1
-    pieces: Mapping[str, Chunk] = field(default_factory=dict)
+    chunks: Mapping[str, Chunk] = field(default_factory=dict)
 
-    def of(self, key: str, size_bytes: int, sha256: str, *, most_depth: int) -> Chunk | None:
-        """The piece to tell a difference from; None: store it whole."""
-        base = self.pieces.get(key) if key else None
-        if base is None or base.size_bytes != size_bytes or base.sha256 == sha256 or size_bytes < LEAST_BYTES:
+    def find(self, key: str, size_bytes: int, sha256: str, *, max_depth: int) -> Chunk | None:
+        """Return the chunk to store a difference to; None: store the new one whole."""
+        base = self.chunks.get(key) if key else None
+        if base is None or base.size_bytes != size_bytes or base.sha256 == sha256 or size_bytes < MIN_DELTA_BYTES:
             return None
-        return base if _depth(base) < most_depth else None
+        return base if _depth(base) < max_depth else None
 
 
-def is_worth(difference_bytes: int, piece_bytes: int) -> bool:
-    return difference_bytes < WORTH * piece_bytes
+def is_worthwhile(delta_bytes: int, chunk_bytes: int) -> bool:
+    return delta_bytes < MAX_DELTA_SHARE * chunk_bytes
 
 
 def _depth(chunk: Chunk) -> int:

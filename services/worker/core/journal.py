@@ -1,7 +1,7 @@
-"""From the bytes a rank wrote to the events that tell of them.
+"""The events that the bytes of a rank's journal, ring and log amount to.
 
-What is published is cut from the files by offsets that are on disk *before* the publishing. After a
-crash the same cuts are published again under the same ids, so nothing is lost and nothing doubled.
+What is published is cut from the files at offsets that are on disk *before* it is published. After a crash the same
+cuts are published again under the same ids, so that nothing is lost and nothing is doubled.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from contracts.ranks import (
 POINTS_PER_BATCH = 200
 LINES_PER_BATCH = 200
 LINE_MAX_CHARS = 4000
-#: Points matched in a command's output have places of their own, beside those in the journal.
+#: Offsets of points found in a command's output begin here, apart from those of the journal.
 PATTERN_OFFSET = 2**40
-#: And so have the records of a rank's ring.
+#: Offsets of the records of a rank's ring begin here.
 RING_OFFSET = 2**41
 
 
 class RankState(BaseModel):
-    """How far one rank's files are read, and what they said. Kept on disk between the two."""
+    """How far one rank's files are read, and what they contain. It is saved before what was read is published."""
 
     model_config = ConfigDict(extra="ignore")
 
-    #: [start, end) of each file is being published; what lies before is done.
+    #: [start, end) of each file is being published; everything before it is.
     journal_start: int = 0
     journal_end: int = 0
-    #: Likewise of the ring, in records.
+    #: The same of the ring, in records.
     ring_start: int = 0
     ring_end: int = 0
     log_start: int = 0
     log_end: int = 0
-    #: When what is being published of the output was read: the time of the values found in it.
+    #: When the output between start and end was read: the time of the values found in it.
     log_time: float = 0.0
-    #: How often each metric pattern has matched before log_start, and before log_end.
+    #: How often each metric pattern has matched before log_start and before log_end.
     matches_start: dict[str, int] = Field(default_factory=dict)
     matches_end: dict[str, int] = Field(default_factory=dict)
     started: StartedLine | None = None
@@ -61,13 +61,13 @@ class RankState(BaseModel):
     epoch: int = 0
     samples_consumed: int = 0
     total_steps: int | None = None
-    #: Complete on disk and not yet staged.
+    #: Checkpoints that are complete on disk and not yet staged.
     checkpoints: list[CheckpointLine] = Field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class JournalSource:
-    """Whose journal it is."""
+    """Run, generation and node of a journal."""
 
     run_id: str
     generation: int
@@ -75,27 +75,27 @@ class JournalSource:
 
 
 def whole_lines(content: bytes, *, at_end: bool = False) -> bytes:
-    """``content`` up to its last newline; all of it when nobody will write more."""
+    """Return ``content`` up to its last newline; all of it when the file is complete."""
     return content if at_end else content[: content.rfind(b"\n") + 1]
 
 
-def parse(content: bytes, offset: int) -> tuple[list[tuple[int, JournalLine]], list[str]]:
-    """Every line with its offset, and what was wrong with the lines that are none."""
+def parse_lines(content: bytes, offset: int) -> tuple[list[tuple[int, JournalLine]], list[str]]:
+    """Return every valid line with its offset, and the problems of the others."""
     lines: list[tuple[int, JournalLine]] = []
     problems: list[str] = []
     for raw in content.splitlines(keepends=True):
         text = raw.strip()
         if text:
             try:
-                lines.append((offset, JOURNAL_LINE.validate_python(_finite(json.loads(text)))))
+                lines.append((offset, JOURNAL_LINE.validate_python(_without_infinities(json.loads(text)))))
             except (ValueError, ValidationError, RecursionError) as error:
                 problems.append(f"at byte {offset}: {str(error).splitlines()[0]}")
         offset += len(raw)
     return lines, problems
 
 
-def fold(state: RankState, lines: Iterable[JournalLine]) -> None:
-    """Take the lines into the rank's state."""
+def apply_lines(state: RankState, lines: Iterable[JournalLine]) -> None:
+    """Fold lines of the journal into the rank's state."""
     for line in lines:
         match line:
             case MetricsLine():
@@ -116,18 +116,18 @@ def fold(state: RankState, lines: Iterable[JournalLine]) -> None:
                 state.samples_consumed = line.samples_consumed or state.samples_consumed
 
 
-def fold_records(state: RankState, last: MetricsLine) -> None:
-    """Take the last of some records of the ring into the rank's state; a line may already have said more."""
+def apply_last_record(state: RankState, last: MetricsLine) -> None:
+    """Fold the last of some records of the ring into the rank's state, unless a line was newer."""
     if state.step is None or last.step >= state.step:
-        fold(state, (last,))
+        apply_lines(state, (last,))
 
 
-def straggler(placed: JournalSource, homes: Mapping[int, str], line: StragglerLine) -> RunStraggler:
-    """What rank 0 said of a rank, with the node that has it."""
+def straggler_event(source: JournalSource, homes: Mapping[int, str], line: StragglerLine) -> RunStraggler:
+    """Return the event of a straggler that rank 0 detected, with the node of that rank."""
     return RunStraggler(
-        run_id=placed.run_id,
-        generation=placed.generation,
-        node_id=homes.get(line.rank, placed.node_id),
+        run_id=source.run_id,
+        generation=source.generation,
+        node_id=homes.get(line.rank, source.node_id),
         rank=line.rank,
         step=line.step,
         factor=line.factor,
@@ -135,26 +135,28 @@ def straggler(placed: JournalSource, homes: Mapping[int, str], line: StragglerLi
     )
 
 
-def starved(placed: JournalSource, homes: Mapping[int, str], line: StarvationLine) -> RunStarved:
-    """What a rank said of its waiting for data."""
+def starvation_event(source: JournalSource, homes: Mapping[int, str], line: StarvationLine) -> RunStarved:
+    """Return the event of a rank that waits for its data."""
     return RunStarved(
-        run_id=placed.run_id,
-        generation=placed.generation,
-        node_id=homes.get(line.rank, placed.node_id),
+        run_id=source.run_id,
+        generation=source.generation,
+        node_id=homes.get(line.rank, source.node_id),
         **line.model_dump(exclude={"kind", "time"}),
     )
 
 
-def progress(placed: JournalSource, rank: int, lines: Iterable[tuple[int, JournalLine]]) -> Iterator[RunProgress]:
-    """The metric lines as events. The same lines give the same events."""
+def progress_events(
+    source: JournalSource, rank: int, lines: Iterable[tuple[int, JournalLine]]
+) -> Iterator[RunProgress]:
+    """Yield the metric lines as events. The same lines give the same events."""
     metrics = [(offset, line) for offset, line in lines if isinstance(line, MetricsLine) and line.values]
     for first in range(0, len(metrics), POINTS_PER_BATCH):
         part = metrics[first : first + POINTS_PER_BATCH]
         last = part[-1][1]
         yield RunProgress(
-            run_id=placed.run_id,
-            generation=placed.generation,
-            node_id=placed.node_id,
+            run_id=source.run_id,
+            generation=source.generation,
+            node_id=source.node_id,
             rank=rank,
             offset=part[0][0],
             points=tuple(ProgressPoint(step=line.step, time=line.time, values=line.values) for _, line in part),
@@ -166,7 +168,7 @@ def progress(placed: JournalSource, rank: int, lines: Iterable[tuple[int, Journa
 
 
 def log_lines(content: bytes) -> list[str]:
-    """Output as lines that are fit to be shown: progress bars give their last state, long lines are cut."""
+    """Return output as lines to show: the last state of progress bars, long lines cut off."""
     text = content.decode("utf-8", errors="replace")
     lines = [line.rsplit("\r", 1)[-1] for line in text.replace("\r\n", "\n").split("\n")]
     if lines and not lines[-1]:
@@ -174,14 +176,14 @@ def log_lines(content: bytes) -> list[str]:
     return [line if len(line) <= LINE_MAX_CHARS else line[:LINE_MAX_CHARS] + " […]" for line in lines]
 
 
-def logs(placed: JournalSource, rank: int, content: bytes, offset: int) -> Iterator[RunLog]:
-    """Output as events. The same bytes at the same offset give the same events."""
+def log_events(source: JournalSource, rank: int, content: bytes, offset: int) -> Iterator[RunLog]:
+    """Yield output as events. The same bytes at the same offset give the same events."""
     raw = content.splitlines(keepends=True)
     for first in range(0, len(raw), LINES_PER_BATCH):
         part = b"".join(raw[first : first + LINES_PER_BATCH])
         yield RunLog(
-            run_id=placed.run_id,
-            generation=placed.generation,
+            run_id=source.run_id,
+            generation=source.generation,
             rank=rank,
             offset=offset,
             lines=tuple(log_lines(part)),
@@ -189,19 +191,19 @@ def logs(placed: JournalSource, rank: int, content: bytes, offset: int) -> Itera
         offset += len(part)
 
 
-def pattern_progress(
-    placed: JournalSource, rank: int, offset: int, time: float, matches: Iterable[tuple[int, str, float]]
+def pattern_event(
+    source: JournalSource, rank: int, offset: int, time: float, matches: Iterable[tuple[int, str, float]]
 ) -> RunProgress | None:
-    """Matches of one part of the output as an event, None if there are none."""
+    """Return the matches in one part of the output as an event; None without a match."""
     points: dict[int, dict[str, float]] = {}
     for step, name, value in matches:
         points.setdefault(step, {})[name] = value
     if not points:
         return None
     return RunProgress(
-        run_id=placed.run_id,
-        generation=placed.generation,
-        node_id=placed.node_id,
+        run_id=source.run_id,
+        generation=source.generation,
+        node_id=source.node_id,
         rank=rank,
         offset=PATTERN_OFFSET + offset,
         points=tuple(ProgressPoint(step=step, time=time, values=values) for step, values in sorted(points.items())),
@@ -209,8 +211,8 @@ def pattern_progress(
     )
 
 
-def _finite(data: Any) -> Any:
-    """The object without values that JSON has no number for: a loss of NaN must not lose the others."""
+def _without_infinities(data: Any) -> Any:
+    """Return the object without values that are not finite: a loss of NaN must not lose the other values."""
     if not isinstance(data, dict):
         return data
     for field in ("values", "metrics"):

@@ -13,9 +13,12 @@ Pattern = Any
 
 
 def compile_patterns(patterns: Mapping[str, str]) -> dict[str, Pattern]:
-    """The metric patterns, compiled; raises ValueError that names the one to be changed.
+    """Compile metric patterns.
 
-    RE2 matches in linear time: no pattern that somebody sends can stall the agent, which Python's own ``re`` allows.
+    RE2 matches in linear time: no pattern of a user can stall the agent, as one for Python's ``re`` can.
+
+    Raises:
+        ValueError: one is no pattern; the text names it.
     """
     options = re2.Options()
     options.log_errors = False
@@ -26,7 +29,7 @@ def compile_patterns(patterns: Mapping[str, str]) -> dict[str, Pattern]:
         except re2.error as error:
             why = error.args[0].decode() if error.args and isinstance(error.args[0], bytes) else str(error)
             raise ValueError(
-                f"metric_patterns.{name}: {pattern!r} is no regular expression (RE2 syntax): {why}"
+                f"metric_patterns.{name}: {pattern!r} is not a regular expression (RE2 syntax): {why}"
             ) from error
         if not compiled[name].groups:
             raise ValueError(f"metric_patterns.{name}: {pattern!r} needs a group around the value: (…)")
@@ -36,9 +39,9 @@ def compile_patterns(patterns: Mapping[str, str]) -> dict[str, Pattern]:
 def match_patterns(
     patterns: Mapping[str, Pattern], lines: Iterable[str], counts: dict[str, int]
 ) -> Iterator[tuple[int, str, float]]:
-    """(step, metric, value) for each match. The step is the group named ``step``, or the match's number.
+    """Yield (step, metric, value) for each match. The step is the group named ``step``, or the match's number.
 
-    ``counts`` is carried on from one part of the output to the next.
+    ``counts`` counts the matches of each pattern over all parts of the output.
     """
     for line in lines:
         for name, pattern in patterns.items():

@@ -1,4 +1,4 @@
-"""When a rank has stalled: pure, fed with beats and the time."""
+"""The detector of stalled ranks, from their heartbeats and the time."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
-#: Steps that a median is made of, at the least; before, ranks may be compiling or warming up.
+#: Steps from which a median is taken at the least; before, ranks may be compiling or warming up.
 FIRST_STEPS = 3
-#: Until then, and where a restarted agent knows no median yet, so many times the least time is allowed.
+#: Until then, also in a restarted agent, this many times the shortest limit is allowed.
 FIRST_STEPS_FACTOR = 10.0
-REMEMBERED = 64
+MEDIAN_STEPS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A rank that has not said anything for too long."""
+    """A rank without a heartbeat for too long."""
 
     rank: int
     step: int
@@ -29,19 +29,19 @@ class _Rank:
     step: int
     at_s: float
     step_at_s: float
-    steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=MEDIAN_STEPS_MAX))
     reported: bool = False
 
 
 class StallDetector:
-    """Remembers how long steps take, and says once of each silence that it is too long."""
+    """Learns how long steps take, and reports each silence that is too long once."""
 
     def __init__(self, factor: float, min_s: float) -> None:
         self._factor, self._min_s = factor, min_s
         self._ranks: dict[int, _Rank] = {}
 
-    def saw(self, rank: int, mark: int, step: int, at_s: float) -> None:
-        """The rank's last sign of life; ``mark`` differs from one to the next."""
+    def add_beat(self, rank: int, mark: int, step: int, at_s: float) -> None:
+        """Note a rank's last heartbeat; ``mark`` differs from one to the next."""
         known = self._ranks.get(rank)
         if known is None:
             self._ranks[rank] = _Rank(mark, step, at_s, at_s)
@@ -53,10 +53,12 @@ class StallDetector:
             known.step_at_s = at_s
         known.mark, known.step, known.at_s, known.reported = mark, step, at_s, False
 
-    def stalled(self, now_s: float, stopped: frozenset[int] = frozenset()) -> Stall | None:
-        """The rank that holds the others up, if none has gone on for too long: who is behind, or fell silent first.
+    def find_stall(self, now_s: float, stopped: frozenset[int] = frozenset()) -> Stall | None:
+        """Return the rank that holds the others up, if ranks are silent for too long.
 
-        ``stopped``: ranks that the system does not let run.
+        That is a stopped one, else the one at the lowest step, of several the first that fell silent.
+
+        ``stopped``: ranks that the system has suspended.
         """
         silent = {rank: known for rank, known in self._ranks.items() if now_s - known.at_s > self.allowed_s}
         if not silent or any(known.reported for known in silent.values()):
@@ -68,7 +70,7 @@ class StallDetector:
 
     @property
     def allowed_s(self) -> float:
-        """The longest silence."""
+        """The longest silence that is no stall."""
         if self._median_s is None:
             return FIRST_STEPS_FACTOR * self._min_s
         return max(self._min_s, self._factor * self._median_s)

@@ -1,4 +1,4 @@
-"""The agent's end of the socket in a run's folder."""
+"""The agent's end of the control socket in a run's folder."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ log = structlog.get_logger(__name__)
 
 #: Bytes that the path of a unix socket may have on every system.
 PATH_MAX_BYTES = 100
-#: Of one line: a plan tells of thousands of shards.
+#: Bytes of one line: a plan lists thousands of shards.
 LINE_MAX_BYTES = 2**22
 
 
 def socket_path(folder: Path, name: str) -> Path:
-    """A place for a socket: in ``folder``, or, where its path is too long for one, among the temporary files."""
+    """Return the path of a socket: in ``folder``, or among the temporary files if that path would be too long."""
     path = folder.resolve() / name
     if len(os.fsencode(path)) <= PATH_MAX_BYTES:
         return path
@@ -45,19 +45,19 @@ def socket_path(folder: Path, name: str) -> Path:
 
 
 class ControlSocket:
-    """Listens to the ranks of one generation, tells them to stop, and when a shard they want is there."""
+    """Accepts the ranks of one generation: sends them stop lines, and replies to their requests for shards."""
 
     def __init__(
-        self, path: Path, generation: int, on_doorbell: Callable[[], None], reading: DatasetView | None = None
+        self, path: Path, generation: int, on_doorbell: Callable[[], None], view: DatasetView | None = None
     ) -> None:
-        self.path, self._generation, self._ring, self._view = path, generation, on_doorbell, reading
+        self.path, self._generation, self._on_doorbell, self._view = path, generation, on_doorbell, view
         self._ranks: dict[int, asyncio.StreamWriter] = {}
         self._stop: StopLine | None = None
         self._server: asyncio.Server | None = None
 
     @property
     def connected(self) -> frozenset[int]:
-        """The ranks that have said hello and are still there."""
+        """The ranks that are connected now."""
         return frozenset(self._ranks)
 
     async def __aenter__(self) -> ControlSocket:
@@ -74,7 +74,7 @@ class ControlSocket:
         self.path.unlink(missing_ok=True)
 
     def send_stop(self, line: StopLine) -> None:
-        """Tell every rank, also those that connect later."""
+        """Send a stop line to every rank, also to those that connect later."""
         self._stop = line
         for writer in self._ranks.values():
             self._send(writer, line)
@@ -86,15 +86,15 @@ class ControlSocket:
                 if raw.strip():
                     match RANK_LINE.validate_json(raw):
                         case HelloLine() as hello:
-                            rank = self._greet(hello, writer)
+                            rank = self._register(hello, writer)
                         case ShardPlanLine() as plan if self._view is not None:
                             self._view.apply_plan(plan)
                         case ShardRequestLine() as request:
                             await self._reply_when_ready(request, writer)
                     continue
-                self._ring()
+                self._on_doorbell()
         except (ValidationError, ValueError) as error:
-            log.warning("a rank said what nobody understands", error=str(error).splitlines()[0])
+            log.warning("a rank sent an invalid line", error=str(error).splitlines()[0])
         except ConnectionError:
             pass
         finally:
@@ -104,23 +104,23 @@ class ControlSocket:
             with suppress(ConnectionError):
                 await writer.wait_closed()
 
-    def _greet(self, hello: HelloLine, writer: asyncio.StreamWriter) -> int | None:
-        """Take note of a rank; None if it is one of another generation."""
+    def _register(self, hello: HelloLine, writer: asyncio.StreamWriter) -> int | None:
+        """Register a rank; return None if it belongs to another generation."""
         if hello.generation != self._generation:
             self._send(writer, StopLine(grace_s=0, reason="another generation was placed", checkpoint=False))
             return None
         self._ranks[hello.rank] = writer
         if self._stop is not None:
             self._send(writer, self._stop)
-        self._ring()
+        self._on_doorbell()
         return hello.rank
 
     async def _reply_when_ready(self, request: ShardRequestLine, writer: asyncio.StreamWriter) -> None:
-        """Answer a rank when the shard that it waits for is in its folder, or cannot be had."""
+        """Reply to a rank when the shard that it requests is in its folder, or cannot be had."""
         if request.generation != self._generation:
             problem = "another generation was placed"
         elif self._view is None:
-            problem = "the agent could not take up the run's dataset again: see its log"
+            problem = "the agent could not reopen the run's dataset: see its log"
         else:
             problem = await self._view.request(request)
         self._send(writer, ShardReplyLine(shard=request.shard, problem=problem))

@@ -1,6 +1,6 @@
-"""Following what ranks write, and publishing it: each byte once, whatever is killed when.
+"""The follower of ranks' journals, rings and logs: publishes each byte once, whichever process is killed when.
 
-The cut is on disk before it is published (``follow.json``); after a crash the same cut is read and
+The offsets are on disk before the bytes are published (``follow.json``). After a crash the same bytes are read and
 published again under the same event ids, which the bus stores once.
 """
 
@@ -29,7 +29,7 @@ from services.worker.ranks.ring_reader import RingReader
 log = structlog.get_logger(__name__)
 
 CHUNK_BYTES = 128 * 1024
-#: More output than this behind is not sent line by line any more: the newest counts.
+#: If more unpublished output than this accumulates, its middle is skipped.
 LOG_BACKLOG_BYTES = 8 * 2**20
 LOG_RESUME_BYTES = 2**18
 TAIL_BYTES = 64 * 1024
@@ -38,23 +38,23 @@ Publish = Callable[[Fact], Awaitable[object]]
 
 
 class GenerationState(BaseModel):
-    """What is known of a generation's ranks on this node; all that a restarted agent needs."""
+    """What is known of a generation's ranks on this node: all that a restarted agent needs."""
 
     model_config = ConfigDict(extra="ignore")
 
     ranks: dict[int, journal.RankState] = Field(default_factory=dict)
-    #: Step of the last checkpoint staged, and whether it is settled (committed, or refused).
+    #: Step of the last checkpoint staged.
     staged_step: int | None = None
     staged_folders: dict[int, list[str]] = Field(default_factory=dict)
     system_count: int = 0
 
 
 class JournalFollower:
-    """Follows the journals and logs of one generation's local ranks."""
+    """Reads and publishes what one generation's local ranks write."""
 
     def __init__(
         self,
-        placed: journal.JournalSource,
+        source: journal.JournalSource,
         ranks: Iterable[int],
         folder: Path,
         publish: Publish,
@@ -65,10 +65,14 @@ class JournalFollower:
         launch_is_start: bool = False,
         homes: Mapping[int, str] | None = None,
     ) -> None:
-        """``homes``: the node of every rank of the generation."""
-        self._placed, self._folder, self._publish, self._now = placed, folder, publish, now
+        """Continue where ``follow.json`` ends.
+
+        Args:
+            launch_is_start: the run has started as soon as its processes run; a command need not report it.
+            homes: the node of every rank of the generation.
+        """
+        self._source, self._folder, self._publish, self._now = source, folder, publish, now
         self._interval_s, self._patterns = interval_s, patterns or {}
-        #: A script need not say anything: it has started as soon as it runs.
         self._launch_is_start = launch_is_start
         self._homes = homes or {}
         self._rings: dict[int, RingReader] = {}
@@ -80,41 +84,41 @@ class JournalFollower:
             self.state.ranks.setdefault(rank, journal.RankState())
         self._saving = asyncio.Lock()
         self._doorbell = asyncio.Event()
-        #: Set whenever the ranks have said something that is more than metrics.
+        #: Set when the ranks have written more than metrics.
         self.news = asyncio.Event()
         self._started_published = False
 
     def ring_doorbell(self) -> None:
-        """Look now."""
+        """Read now."""
         self._doorbell.set()
 
     async def save(self) -> None:
-        """Write down what is known. To replace a file can take as long as the disk is busy with checkpoints."""
+        """Save the state. Replacing a file can take as long as the disk is busy with checkpoints."""
         async with self._saving:
             content = self.state.model_dump_json()
-            said = {rank: state.ring_start for rank, state in self.state.ranks.items()}
+            published = {rank: state.ring_start for rank, state in self.state.ranks.items()}
             await run_in_thread(write_atomically, self._path, content)
             for rank, ring in self._rings.items():
-                # Only now: after a crash, what is being published is read once more.
-                ring.done(said[rank])
+                # Only now: after a crash, records that were being published are read again.
+                ring.release(published[rank])
 
-    def ring_of(self, rank: int) -> RingReader | None:
-        """The rank's ring, None while it has none."""
+    def open_ring(self, rank: int) -> RingReader | None:
+        """Return the rank's ring; None while it has none."""
         ring = self._rings.get(rank) or RingReader.open(self._folder / ring_name(rank))
         if ring is not None:
             self._rings[rank] = ring
         return ring
 
     def close(self) -> None:
-        """Let go of the rings."""
+        """Close the rings."""
         while self._rings:
             self._rings.popitem()[1].close()
 
     async def run(self) -> None:
         """Follow until cancelled."""
-        await self._patiently(self._publish_cuts)
+        await self._retry(self._publish_read)
         while True:
-            more = await self._patiently(self.poll)
+            more = await self._retry(self.poll)
             if not more:
                 self._doorbell.clear()
                 try:
@@ -123,28 +127,28 @@ class JournalFollower:
                     continue
 
     async def drain(self) -> None:
-        """Publish all that is there; for when nobody writes any more and ``run`` has ended."""
-        await self._patiently(self._publish_cuts)
-        while await self._patiently(lambda: self.poll(at_end=True)):
+        """Publish the rest, once the ranks and ``run`` have ended."""
+        await self._retry(self._publish_read)
+        while await self._retry(lambda: self.poll(at_end=True)):
             pass
         await self.save()
 
     async def poll(self, *, at_end: bool = False) -> bool:
-        """Read what is new, write down what it comes to, publish it. False if there was nothing."""
-        # A cut that is not published yet stays as it is: what has its id may be stored already, and must
-        # be the same the second time, also when the server no longer remembers the first.
-        await self._publish_cuts()
+        """Read new bytes, save the offsets, publish; return whether there were any."""
+        # Offsets of unpublished bytes do not change: an event with their id may be stored already, and must be the same
+        # the second time, also when the server no longer remembers the first.
+        await self._publish_read()
         read = [
             self._read_journal(rank, at_end) | self._read_ring(rank) | self._read_log(rank, at_end)
             for rank in self.state.ranks
         ]
         if any(read):
             await self.save()
-            await self._publish_cuts()
+            await self._publish_read()
         return any(read)
 
     def tail(self, rank: int, lines: int) -> tuple[str, ...]:
-        """The last lines of a rank's output."""
+        """Return the last lines of a rank's output."""
         path = self._folder / f"rank_{rank}.log"
         if not path.exists():
             return ()
@@ -159,24 +163,24 @@ class JournalFollower:
         content = self._read(f"rank_{rank}.jsonl", state.journal_end, at_end)
         if not content:
             return False
-        lines, problems = journal.parse(content, state.journal_end)
+        lines, problems = journal.parse_lines(content, state.journal_end)
         for problem in problems:
             metrics.BAD_LINES.inc()
-            log.warning("skipped a journal line", run_id=self._placed.run_id, rank=rank, problem=problem)
-        journal.fold(state, (line for _, line in lines))
+            log.warning("skipped a journal line", run_id=self._source.run_id, rank=rank, problem=problem)
+        journal.apply_lines(state, (line for _, line in lines))
         state.journal_end += len(content)
         self.news.set()
         return True
 
     def _read_ring(self, rank: int) -> bool:
-        """Take all there is: a line read before says nothing of a step whose record is not taken with it."""
-        state, ring = self.state.ranks[rank], self.ring_of(rank)
+        """Read all records: no line that was read before may name a step whose record is left out."""
+        state, ring = self.state.ranks[rank], self.open_ring(rank)
         if ring is None or (head := ring.head) <= state.ring_end:
             return False
         state.ring_end += len(ring.read(state.ring_end, min(head, state.ring_start + ring.capacity)))
         if state.ring_end == state.ring_start:
             return False
-        journal.fold_records(state, ring.read(state.ring_end - 1, state.ring_end)[0][1])
+        journal.apply_last_record(state, ring.read(state.ring_end - 1, state.ring_end)[0][1])
         return True
 
     def _read_log(self, rank: int, at_end: bool) -> bool:
@@ -199,25 +203,25 @@ class JournalFollower:
                 content = file.read(CHUNK_BYTES)
         except FileNotFoundError:
             return b""
-        # A line longer than a chunk is cut, or it would hold up everything behind it.
+        # A line longer than a chunk is cut off, or it would delay everything behind it.
         overlong = len(content) == CHUNK_BYTES and b"\n" not in content
         return journal.whole_lines(content, at_end=overlong or (at_end and len(content) < CHUNK_BYTES))
 
     # -- publishing ---------------------------------------------------------
 
-    async def _publish_cuts(self) -> None:
+    async def _publish_read(self) -> None:
         for rank, state in self.state.ranks.items():
             await self._publish_records(rank, state)
             if state.journal_start < state.journal_end:
-                content = self._cut(f"rank_{rank}.jsonl", state.journal_start, state.journal_end)
-                lines: list[tuple[int, JournalLine]] = journal.parse(content, state.journal_start)[0]
-                for event in journal.progress(self._placed, rank, lines):
+                content = self._read_between(f"rank_{rank}.jsonl", state.journal_start, state.journal_end)
+                lines: list[tuple[int, JournalLine]] = journal.parse_lines(content, state.journal_start)[0]
+                for event in journal.progress_events(self._source, rank, lines):
                     await self._publish(event)
                 for _, line in lines:
                     if isinstance(line, StragglerLine):
-                        await self._publish(journal.straggler(self._placed, self._homes, line))
+                        await self._publish(journal.straggler_event(self._source, self._homes, line))
                     elif isinstance(line, StarvationLine):
-                        await self._publish(journal.starved(self._placed, self._homes, line))
+                        await self._publish(journal.starvation_event(self._source, self._homes, line))
                         metrics.STARVED.labels(line.bound_by).inc()
                 state.journal_start = state.journal_end
             if state.log_start < state.log_end:
@@ -226,24 +230,24 @@ class JournalFollower:
         metrics.JOURNAL_LAG_BYTES.set(self._lag_bytes())
 
     async def _publish_records(self, rank: int, state: journal.RankState) -> None:
-        ring = self.ring_of(rank) if state.ring_start < state.ring_end else None
+        ring = self.open_ring(rank) if state.ring_start < state.ring_end else None
         if ring is None:
             return
         records = ring.read(state.ring_start, state.ring_end)
         if len(records) < state.ring_end - state.ring_start:
-            log.error("records of a rank are lost", run_id=self._placed.run_id, rank=rank, read=len(records))
+            log.error("progress records of a rank are lost", run_id=self._source.run_id, rank=rank, read=len(records))
         lines = [(journal.RING_OFFSET + number, line) for number, line in records]
-        for event in journal.progress(self._placed, rank, lines):
+        for event in journal.progress_events(self._source, rank, lines):
             await self._publish(event)
         state.ring_start = state.ring_end
 
     async def _publish_log(self, rank: int, state: journal.RankState) -> None:
-        content = self._cut(f"rank_{rank}.log", state.log_start, state.log_end)
-        for event in journal.logs(self._placed, rank, content, state.log_start):
+        content = self._read_between(f"rank_{rank}.log", state.log_start, state.log_end)
+        for event in journal.log_events(self._source, rank, content, state.log_start):
             await self._publish(event)
         if self._patterns:
             matches = match_patterns(self._patterns, journal.log_lines(content), state.matches_start)
-            points = journal.pattern_progress(self._placed, rank, state.log_start, state.log_time, matches)
+            points = journal.pattern_event(self._source, rank, state.log_start, state.log_time, matches)
             if points is not None:
                 state.step = points.step
                 await self._publish(points)
@@ -252,44 +256,44 @@ class JournalFollower:
         await self._skip_backlog(rank, state)
 
     async def _skip_backlog(self, rank: int, state: journal.RankState) -> None:
-        """Leave out the middle of a flood of output; the node's file has it."""
+        """Skip the middle of a flood of output; the node's file has all of it."""
         path = self._folder / f"rank_{rank}.log"
         behind = path.stat().st_size - state.log_end
         if behind <= LOG_BACKLOG_BYTES:
             return
-        left_out = behind - LOG_RESUME_BYTES
-        notice = f"[{left_out:,} bytes of output are left out here: print less]"
+        skipped = behind - LOG_RESUME_BYTES
+        notice = f"[{skipped:,} bytes of output are left out here: print less]"
         await self._publish(
             RunLog(
-                run_id=self._placed.run_id,
-                generation=self._placed.generation,
+                run_id=self._source.run_id,
+                generation=self._source.generation,
                 rank=rank,
                 offset=state.log_end,
                 lines=(notice,),
             )
         )
-        state.log_start = state.log_end = state.log_end + left_out
+        state.log_start = state.log_end = state.log_end + skipped
 
     async def _publish_started(self) -> None:
-        """Say once that this node's ranks train: from which sample, if they said so."""
+        """Publish once that this node's ranks train, and from which sample."""
         if self._started_published:
             return
-        said = next((state.started for state in self.state.ranks.values() if state.started is not None), None)
-        if said is None and not (self._launch_is_start and (self._folder / "processes.json").exists()):
+        started = next((state.started for state in self.state.ranks.values() if state.started is not None), None)
+        if started is None and not (self._launch_is_start and (self._folder / "processes.json").exists()):
             return
         await self._publish(
             RunStarted(
-                run_id=self._placed.run_id,
-                generation=self._placed.generation,
-                node_id=self._placed.node_id,
-                step=said.step if said else 0,
-                samples_consumed=said.samples_consumed if said else 0,
-                **_circumstances(said),
+                run_id=self._source.run_id,
+                generation=self._source.generation,
+                node_id=self._source.node_id,
+                step=started.step if started else 0,
+                samples_consumed=started.samples_consumed if started else 0,
+                **_origin(started),
             )
         )
         self._started_published = True
 
-    def _cut(self, name: str, start: int, end: int) -> bytes:
+    def _read_between(self, name: str, start: int, end: int) -> bytes:
         with (self._folder / name).open("rb") as file:
             file.seek(start)
             return file.read(end - start)
@@ -301,17 +305,17 @@ class JournalFollower:
             lag += path.stat().st_size - state.journal_start if path.exists() else 0
         return lag
 
-    async def _patiently(self, work: Callable[[], Awaitable[object]]) -> bool:
-        """Do it however long the bus is away: the files keep what the ranks write."""
+    async def _retry(self, work: Callable[[], Awaitable[object]]) -> bool:
+        """Run ``work`` until the bus accepts it: the files keep what the ranks write."""
         while True:
             try:
                 return bool(await work())
             except TransientError as error:
-                log.warning("the bus does not take what ranks report", error=str(error))
+                log.warning("the bus does not accept what ranks report", error=str(error))
 
 
-def _circumstances(said: StartedLine | None) -> dict[str, Any]:
-    """Where the state came from and what decides the last bits, as the ranks said."""
-    if said is None:
+def _origin(started: StartedLine | None) -> dict[str, Any]:
+    """Return where the state came from, and what decides the last bits of arithmetic."""
+    if started is None:
         return {}
-    return said.model_dump(include={"resumed_from", "environment", "environment_digest", "exactness"})
+    return started.model_dump(include={"resumed_from", "environment", "environment_digest", "exactness"})

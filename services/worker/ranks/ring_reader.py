@@ -1,4 +1,4 @@
-"""The agent's end of a rank's progress ring (``contracts/progress.py``)."""
+"""The reader of a rank's progress ring (``contracts/progress.py``)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from zlib import crc32
 from contracts import progress as layout
 from contracts.ranks import MetricsLine
 
-#: A beat is written in well under a microsecond; read while it was, it is whole the next time.
+#: A heartbeat is written in well under a microsecond: one that was read while it was written is whole the next time.
 BEAT_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """Where a rank was when it last said so. ``at_s`` is CLOCK_MONOTONIC, which all processes of a machine share."""
+    """A rank's last position. ``at_s`` is CLOCK_MONOTONIC, which all processes of a machine share."""
 
     mark: int
     step: int
@@ -25,14 +25,14 @@ class Beat:
 
 
 class RingReader:
-    """Reads one rank's ring. There may be none: ``open`` then returns None."""
+    """Reads one rank's ring. ``open`` returns None while there is none."""
 
     def __init__(self, path: Path) -> None:
         """Map the file.
 
         Raises:
-            OSError: there is none.
-            ValueError: it is no ring of this layout, or not whole yet.
+            OSError: there is no such file.
+            ValueError: it does not have this layout, or is not whole yet.
         """
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -42,7 +42,7 @@ class RingReader:
             magic, self.capacity, record_bytes, _ = layout.FIXED.unpack(fixed)
             size_bytes = layout.HEADER_BYTES + self.capacity * layout.RECORD_BYTES
             if magic != layout.MAGIC or record_bytes != layout.RECORD_BYTES or os.fstat(fd).st_size != size_bytes:
-                raise ValueError(f"{path} is no progress ring of this layout")
+                raise ValueError(f"{path} is not a progress ring of this layout")
             self._map = mmap.mmap(fd, size_bytes)
         finally:
             os.close(fd)
@@ -50,7 +50,7 @@ class RingReader:
 
     @classmethod
     def open(cls, path: Path) -> RingReader | None:
-        """The ring, None while there is none."""
+        """Return the ring; None while there is none."""
         try:
             return cls(path)
         except (OSError, ValueError):
@@ -68,7 +68,7 @@ class RingReader:
         return int(layout.COUNTER.unpack_from(self._map, layout.HEAD_AT)[0])
 
     def beat(self) -> Beat | None:
-        """The last beat, None if there was none."""
+        """Return the last heartbeat; None before the first."""
         for _ in range(BEAT_ATTEMPTS):
             raw = self._map[layout.BEAT_AT : layout.BEAT_AT + layout.BEAT.size + layout.CRC.size]
             body = raw[: layout.BEAT.size]
@@ -78,7 +78,7 @@ class RingReader:
         return None
 
     def read(self, start: int, end: int) -> list[tuple[int, MetricsLine]]:
-        """Records ``start`` to ``end`` with their numbers; fewer where one is not whole."""
+        """Return the records from ``start`` to ``end`` with their numbers, up to the first that is not whole."""
         found: list[tuple[int, MetricsLine]] = []
         for number in range(start, end):
             at = layout.HEADER_BYTES + number % self.capacity * layout.RECORD_BYTES
@@ -86,8 +86,8 @@ class RingReader:
             body = raw[: layout.RECORD.size]
             if layout.CRC.unpack(raw[layout.RECORD.size :])[0] != crc32(body):
                 break
-            said, step, time, samples, total, epoch, count, *rest = layout.RECORD.unpack(body)
-            if said != number:
+            written, step, time, samples, total, epoch, count, *rest = layout.RECORD.unpack(body)
+            if written != number:
                 break
             names, values = rest[:count], rest[layout.VALUES_MAX : layout.VALUES_MAX + count]
             line = MetricsLine(
@@ -101,8 +101,8 @@ class RingReader:
             found.append((number, line))
         return found
 
-    def done(self, number: int) -> None:
-        """Let the rank write over what comes before ``number``: nobody will read it again."""
+    def release(self, number: int) -> None:
+        """Let the rank overwrite the records before ``number``."""
         layout.COUNTER.pack_into(self._map, layout.TAIL_AT, number)
 
     def _name(self, number: int) -> str:

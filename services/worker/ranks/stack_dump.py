@@ -1,4 +1,4 @@
-"""Where a process is: its Python stacks, by whatever way the machine allows."""
+"""The Python stacks of a process, by the best way that the machine allows."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from pathlib import Path
 
 TEXT_MAX_CHARS = 16_000
 DUMP_TIMEOUT_S = 10.0
-#: Seconds that a process has to write its stacks down by itself.
+#: Seconds for a process to write its own stacks.
 ANSWER_S = 2.0
-#: When nothing was added for so long, it has written all it will.
+#: Stacks that have not grown for this long are complete.
 QUIET_S = 0.3
 
 
-def stacks(pid: int, own_file: Path) -> str:
-    """The stacks of all threads of a process, or what else there is to say of it. Takes seconds at the most.
+def dump_stacks(pid: int, own_file: Path) -> str:
+    """Return the stacks of all threads of a process, or else where it waits in the kernel. Takes seconds at most.
 
     ``own_file``: where the process writes its stacks when it gets SIGUSR2.
     """
     state = _state(pid)
     if not state:
-        return "the process is gone"
-    text = _py_spy(pid, stopped=state.startswith("T")) or _own(pid, own_file) or _kernel(pid)
+        return "the process has ended"
+    text = _dump_by_py_spy(pid, stopped=state.startswith("T")) or _dump_by_process(pid, own_file) or _kernel_wait(pid)
     return f"process {pid}, state {state}\n{text}"[:TEXT_MAX_CHARS]
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether the system does not let the process run: SIGSTOP, a debugger, a frozen container."""
+    """Whether the process is suspended: by SIGSTOP, a debugger, a frozen container."""
     return _state(pid).startswith(("T", "t"))
 
 
-def _py_spy(pid: int, *, stopped: bool) -> str:
+def _dump_by_py_spy(pid: int, *, stopped: bool) -> str:
     program = shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
     if program is None:
         return ""
@@ -47,8 +47,8 @@ def _py_spy(pid: int, *, stopped: bool) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def _own(pid: int, file: Path) -> str:
-    """What the process itself writes when asked; it is not asked where that would kill it."""
+def _dump_by_process(pid: int, file: Path) -> str:
+    """Return what the process writes on SIGUSR2, unless the signal would kill it."""
     caught = int(_status(pid).get("SigCgt", "0"), 16)
     if not caught >> (signal.SIGUSR2 - 1) & 1:
         return ""
@@ -69,7 +69,7 @@ def _own(pid: int, file: Path) -> str:
         return ""
 
 
-def _kernel(pid: int) -> str:
+def _kernel_wait(pid: int) -> str:
     try:
         where = Path(f"/proc/{pid}/wchan").read_text().strip()
     except OSError:

@@ -204,6 +204,9 @@ class Pool(PolicySection):
     capacity: Literal["on-demand", "spot"] = "on-demand"
     cluster: str | None = None
     slots_per_node: int = Field(1, ge=1)
+    #: Processors and memory of a node; 0: as the nodes of the pool that have joined have them.
+    cpus_per_node: float = Field(0.0, ge=0)
+    memory_bytes_per_node: int = Field(0, ge=0)
     #: Nodes that there can be at most; wanted beyond is not said.
     max_nodes: int = Field(0, ge=0)
     price_per_slot_hour: float = Field(0.0, ge=0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from contracts.events.capacity import CapacityWanted
 from contracts.events.node import NodeJoined, NodeLost
 from contracts.events.run import DecisionRecord
@@ -104,3 +106,30 @@ def test_the_fold_keeps_what_was_said_last() -> None:
         world.say(CapacityWanted(pool="burst", nodes=nodes, decided_at=world.now, decided_at_sequence=sequence))
         world.wait(10)
     assert world.cluster.capacity["burst"].nodes == 1
+
+
+@pytest.mark.parametrize(
+    ("needs", "nodes"),
+    [
+        ({"cpus": 5}, 0),
+        ({"memory_bytes": 9 << 30}, 0),
+        ({"cpus": 4}, 2),  # one on each node
+        ({"cpus": 2, "memory_bytes": 4 << 30}, 1),
+        ({"mig_profile": "1g.10gb"}, 0),
+    ],
+)
+def test_no_node_is_wanted_that_could_never_run_what_waits(needs: dict[str, Any], nodes: int) -> None:
+    world = Pooled(pools=[POOL | {"cpus_per_node": 4, "memory_bytes_per_node": 8 << 30}])
+    world.submit(spec(2, resources=needs))
+    assert world.want() == ([(nodes, ())] if nodes else [])
+
+
+def test_a_pool_that_says_nothing_has_nodes_like_those_that_joined() -> None:
+    world = Pooled()
+    joined = {"slots": 2, "lease_ttl_s": 5, "labels": {"pool": "burst"}, "cpus": 4}
+    world.say(NodeJoined.model_validate({"node_id": "b0", "incarnation": "1", "address": "h", **joined}))
+    world.submit(spec(1, resources={"cpus": 3}))
+    world.settle()
+    world.submit(spec(1, resources={"cpus": 5}))
+    world.submit(spec(1, resources={"cpus": 3}))
+    assert world.want() == [(2, ())]

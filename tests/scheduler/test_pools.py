@@ -13,14 +13,16 @@ from hypothesis import strategies as st
 
 from contracts.events.capacity import CapacityWanted
 from contracts.scheduling import Maintenance, Policy, Pool
-from services.scheduler.core.capacity import stock
-from services.scheduler.core.capacity.stock import Present, Waiting, WantCapacity
+from services.scheduler.core.capacity import wanted
+from services.scheduler.core.capacity.wanted import WantCapacity
 from services.scheduler.core.place import pools
 from services.scheduler.core.place.clusters import Candidate, choose_cluster
 from services.scheduler.core.place.maintenance import closed, must_leave
 from services.scheduler.core.place.pools import Preferences
 from services.scheduler.core.state import pool_demand
+from services.scheduler.core.state.cluster import EPOCH, Cluster, Node, Phase, Run
 from services.scheduler.core.state.pool_demand import PoolDemand
+from services.scheduler.core.state.slot_request import slot_request_of
 from tests.scheduler.world import spec
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -156,22 +158,36 @@ def test_without_pools_nodes_are_alike_unless_a_run_says_otherwise() -> None:
 # -- wanted ---------------------------------------------------------------------------------------
 
 
-def node(name: str, left: int, of: str = "a", idle_s: float | None = None, slots: int = 8, **labels: str) -> Present:
-    free = (0,) * (slots - left) + (1000,) * left
-    idle_since = None if idle_s is None else NOW - timedelta(seconds=idle_s)
-    return Present(name, ({"pool": of} if of else {}) | labels, "cpu", free, idle_since)
+def node(name: str, left: int, of: str = "a", idle_s: float | None = None, slots: int = 8, **labels: str) -> Node:
+    free = [0] * (slots - left) + [1000] * left
+    idle_since = EPOCH if idle_s is None else NOW - timedelta(seconds=idle_s)
+    labels |= {"pool": of} if of else {}
+    return Node(name, "1", slots, 5.0, labels=labels, free_milli=free, idle_since=idle_since)
 
 
-def waiting(*runs: Any) -> list[Waiting]:
-    return [
-        Waiting(f"r{number}", each if not isinstance(each, int) else spec(each)) for number, each in enumerate(runs)
-    ]
+def waiting(*runs: Any) -> list[Run]:
+    """Runs that wait for slots, in order."""
+    found = []
+    for number, each in enumerate(runs):
+        given = spec(each) if isinstance(each, int) else each
+        run = Run(f"r{number}", given, number, NOW, demand=slot_request_of(given), least=given.slots.min)
+        run.phase, run.waiting_code, run.waiting_generation = Phase.QUEUED, "slots", 1
+        found.append(run)
+    return found
+
+
+def cluster(there: list[Node], runs: list[Run], said: dict[str, PoolDemand] | None = None) -> Cluster:
+    found = Cluster(nodes={each.node_id: each for each in there}, capacity=said or {})
+    for run in runs:
+        found.runs[run.run_id] = run
+        found.queued[run.run_id] = None
+    return found
 
 
 def ask(
-    there: list[Present], runs: list[Waiting], said: dict[str, PoolDemand] | None = None, *of: Pool, **more: Any
+    there: list[Node], runs: list[Run], said: dict[str, PoolDemand] | None = None, *of: Pool, **more: Any
 ) -> dict[str, WantCapacity]:
-    found = stock.wanted(policy(*(of or (pool("a"),)), **more), there, runs, said or {}, NOW)
+    found = wanted.want(cluster(there, runs, said), NOW, policy(*(of or (pool("a"),)), **more))
     return {want.pool: want for want in found}
 
 
@@ -239,7 +255,7 @@ def test_nothing_is_said_twice() -> None:
     said = {"a": pool_demand.update_demand(None, fact(first), NOW)}
     assert ask(there, waiting(12), said) == {}
     assert ask([], []) == {}
-    assert stock.wanted(Policy(), there, waiting(12), {}, NOW) == []
+    assert wanted.want(cluster(there, waiting(12)), NOW, Policy()) == []
 
 
 def fact(want: WantCapacity) -> CapacityWanted:
@@ -253,7 +269,7 @@ def test_nodes_that_do_not_come_are_looked_for_elsewhere_for_a_while() -> None:
     history = []
     for minutes in (0, 4, 6, 20, 40):
         at = NOW + timedelta(minutes=minutes)
-        found = stock.wanted(policy(*there), [], waiting(8), said, at)
+        found = wanted.want(cluster([], waiting(8), said), at, policy(*there))
         for want in found:
             said[want.pool] = pool_demand.update_demand(said.get(want.pool), fact(want), at)
         history.append({want.pool: (want.nodes, want.timed_out) for want in found})
@@ -277,10 +293,10 @@ def test_a_node_that_is_lost_is_waited_for_anew() -> None:
 
 def test_when_to_look_again() -> None:
     there, given_policy = [node("n", 8, idle_s=100)], policy(pool("a"))
-    assert stock.wake_at(given_policy, there, {}, NOW) == NOW + timedelta(seconds=500)
+    assert wanted.wake_at(cluster(there, []), NOW, given_policy) == NOW + timedelta(seconds=500)
     said = {"a": PoolDemand(1, NOW - timedelta(seconds=20))}
-    assert stock.wake_at(given_policy, there, said, NOW) == NOW + timedelta(seconds=280)
-    assert stock.wake_at(Policy(), there, {}, NOW) is None
+    assert wanted.wake_at(cluster(there, [], said), NOW, given_policy) == NOW + timedelta(seconds=280)
+    assert wanted.wake_at(cluster(there, []), NOW, Policy()) is None
 
 
 @settings(max_examples=150, deadline=None)
@@ -295,15 +311,15 @@ def test_wanted_is_bounded_enough_and_at_rest(data: st.DataObject) -> None:
     ]
     sizes = data.draw(st.lists(st.integers(1, 9), max_size=8))
     found = ask(there, waiting(*sizes), {}, of)
-    busy = sum(each.idle_since is None for each in there)
+    busy = sum(each.idle_since == EPOCH for each in there)
     if "a" not in found:
         assert not there
         assert not any(size <= 4 * most for size in sizes)
         return
     want = found["a"]
     assert busy <= want.nodes <= most
-    assert not {each.node_id for each in there if each.idle_since is None} & set(want.spare)
-    room = (want.nodes - len(there) + len(want.spare)) * 4 + sum(sum(each.left) for each in there) // 1000
+    assert not {each.node_id for each in there if each.idle_since == EPOCH} & set(want.spare)
+    room = (want.nodes - len(there) + len(want.spare)) * 4 + sum(sum(each.free_milli) for each in there) // 1000
     assert sum(size for number, size in enumerate(sizes) if f"r{number}" in want.run_ids) <= room
     assert ask(there, waiting(*sizes), {"a": pool_demand.update_demand(None, fact(want), NOW)}, of) == {}
 

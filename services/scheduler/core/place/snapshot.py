@@ -208,6 +208,12 @@ class ClusterSnapshot:
         self.milli += capacity.milli
         self._own.add(node_id)
 
+    def remove(self, node_id: str) -> None:
+        """Leave out a node that was ``put``."""
+        self.milli -= self.nodes.pop(node_id).milli
+        self.state_id = next(_STATE_IDS)
+        self._own.discard(node_id)
+
     def _own_capacity(self, node_id: str) -> NodeCapacity:
         """The node's room, to be changed."""
         capacity = self.nodes[node_id]

@@ -73,15 +73,15 @@ def _judged(count: int) -> list[Row]:
 
 
 def _differential(entities: int) -> list[Row]:
-    from services.ingestion.features.join import Rule, Winners
+    from services.ingestion.features.join import JoinRule, LatestRows
 
     asked, table = duck.large_tables(entities, 2 * entities, keys=max(entities // 20, 1))
-    winners = Winners(asked, Rule(ttl=6 * 3600))
+    winners = LatestRows(asked, JoinRule(ttl=6 * 3600))
     winners.add(table)
     ours = winners.rows().tolist()
-    theirs = duck.winners(asked, table, Rule(ttl=6 * 3600))
+    theirs = duck.winners(asked, table, JoinRule(ttl=6 * 3600))
     differ = _different(ours, theirs)
-    unlimited = Winners(asked, Rule())
+    unlimited = LatestRows(asked, JoinRule())
     unlimited.add(table)
     right = unlimited.rows().tolist()
     naive = [_different(right, ask(asked, table)) for ask in (duck.naive, duck.naive_with_knowledge_time)]

@@ -26,7 +26,7 @@ CODE = """
 import sys, time
 from pathlib import Path
 from loadtest.data import ingested, writing
-from services.sharding import journal, shard
+from services.sharding import journal, job
 shard.Journal = lambda objects, uri: journal.Journal(objects, uri, every_s=0.0)
 
 class Slow(ingested.FolderStore):

@@ -74,16 +74,16 @@ def source(root: Path, records: int, record_bytes: int) -> DataSource:
 def ingest(root: Path, work: Path, data: DataSource) -> None:
     """The whole ingestion; what it says lies beside the store."""
     from services.ingestion.app import ingested_fact
-    from services.ingestion.decoders import Decoders
-    from services.ingestion.ingest import Ingest
+    from services.ingestion.decoders import DecoderPool
+    from services.ingestion.job import IngestionJob
     from services.ingestion.progress import Progress
     from services.ingestion.sources import FolderSource
 
     async def run() -> DatasetIngested:
         store: Any = FolderStore(root / "store")
         where = FolderSource.of(data.source, (root,))
-        async with Decoders(1) as decoders:
-            job = Ingest(BUCKET, store, where, decoders, work, data, Progress("i1", SystemClock(), None))
+        async with DecoderPool(1) as decoders:
+            job = IngestionJob(BUCKET, store, where, decoders, work, data, Progress("i1", SystemClock(), None))
             return ingested_fact("i1", None, data, await job.run())
 
     (root / "ingested.json").write_text(asyncio.run(run()).model_dump_json())
@@ -91,11 +91,11 @@ def ingest(root: Path, work: Path, data: DataSource) -> None:
 
 def shard(root: Path, work: Path, data: DataSource) -> None:
     """The whole of sharding, as the service does it with two workers."""
-    from services.sharding.shard import Shard
+    from services.sharding.job import ShardingJob
 
     store: Any = Forgetful(root / "store")
     told = DatasetIngested.model_validate_json((root / "ingested.json").read_text())
-    job = Shard(store, work, told, BUCKET, workers=2, disk_bytes=2**30)
+    job = ShardingJob(store, work, told, BUCKET, workers=2, disk_bytes=2**30)
     asyncio.run(job.run())
 
 

@@ -24,8 +24,8 @@ from contracts.datasets import pack_name
 from contracts.events.train import DataSource
 from loadtest.data import fuzzed
 from services.ingestion.core.keys import is_data
-from services.ingestion.decoders import Decoders
-from services.ingestion.ingest import Ingest, Ingested
+from services.ingestion.decoders import DecoderPool
+from services.ingestion.job import IngestionJob, IngestionResult
 from services.ingestion.progress import Progress
 from services.ingestion.sources import FolderSource
 from services.kit.bus import PoisonMessage
@@ -73,7 +73,7 @@ class Findings:
     unaccounted: list[str] = field(default_factory=list)
 
 
-async def ingest(case: fuzzed.Case, decoders: Decoders, folder: Path) -> tuple[Ingested, MemoryStore]:
+async def ingest(case: fuzzed.Case, decoders: DecoderPool, folder: Path) -> tuple[IngestionResult, MemoryStore]:
     """Ingest a case from a folder."""
     root, work = folder / "source", folder / "work"
     work.mkdir()
@@ -86,10 +86,10 @@ async def ingest(case: fuzzed.Case, decoders: Decoders, folder: Path) -> tuple[I
     store = MemoryStore()
     source = FolderSource.of(data.source, (folder,))
     progress = Progress("fuzzed", SystemClock(), None)
-    return await Ingest("datasets", store, source, decoders, work, data, progress).run(), store  # type: ignore[arg-type]
+    return await IngestionJob("datasets", store, source, decoders, work, data, progress).run(), store  # type: ignore[arg-type]
 
 
-async def try_one(seed: int, decoders: Decoders, findings: Findings) -> None:
+async def try_one(seed: int, decoders: DecoderPool, findings: Findings) -> None:
     """Ingest one case and note what is not as it must be."""
     case = fuzzed.make(seed)
     findings.cases += 1
@@ -109,7 +109,7 @@ async def try_one(seed: int, decoders: Decoders, findings: Findings) -> None:
     judge(seed, case, result, store, findings)
 
 
-def judge(seed: int, case: fuzzed.Case, result: Ingested, store: MemoryStore, findings: Findings) -> None:
+def judge(seed: int, case: fuzzed.Case, result: IngestionResult, store: MemoryStore, findings: Findings) -> None:
     """Compare what came out with what went in."""
     index = [json.loads(line) for line in store.objects[result.index_uri].splitlines()]
     aside = [json.loads(line) for line in store.objects[result.quarantine_uri].splitlines()]
@@ -144,7 +144,7 @@ def _path(uri: str) -> str:
 async def run(inputs: int, first_seed: int = 0) -> Findings:
     """Try cases until so many spoiled inputs were judged."""
     findings = Findings()
-    async with Decoders(2) as decoders:
+    async with DecoderPool(2) as decoders:
         seed = first_seed
         while findings.inputs < inputs:
             await try_one(seed, decoders, findings)

@@ -22,8 +22,8 @@ from PIL import Image, ImageDraw
 from contracts.datasets import SPLITS, FieldStatistics, canonical_json
 from contracts.events.train import DataSource, Split
 from services.ingestion.catalog import Catalog, Record
-from services.ingestion.core.splits import Assigner, SplitKeys, perceptual_hash, strata, stratified
-from services.ingestion.core.statistics import Statistics, of_image, of_row
+from services.ingestion.core.splits import SplitAssigner, SplitKeys, perceptual_hash, strata, stratify
+from services.ingestion.core.statistics import Statistics, measure_image, measure_row
 
 Row = tuple[str, str, str, bool]
 ROUNDS = 5
@@ -48,7 +48,7 @@ def _shares(keys: int) -> Iterator[Row]:
     worst = 0.0
     for seed in range(3):
         split = Split(seed=seed)
-        assigner = Assigner(split)
+        assigner = SplitAssigner(split)
         found = Counter(assigner.split_of(_unit(assigner, str(i))) for i in range(keys))
         for name in SPLITS:
             share = getattr(split, name)
@@ -61,7 +61,7 @@ def _shares(keys: int) -> Iterator[Row]:
 
 def _growth(keys: int) -> Row:
     """Records that change their split when nine times as many come."""
-    few, many = Assigner(Split()), Assigner(Split())
+    few, many = SplitAssigner(Split()), SplitAssigner(Split())
     before = {str(i): few.split_of(_unit(few, str(i))) for i in range(keys // 10)}
     order = [str(i) for i in range(keys)]
     random.Random(0).shuffle(order)
@@ -72,7 +72,7 @@ def _growth(keys: int) -> Row:
 def _groups(keys: int) -> Row:
     """Groups whose records are in more than one split, written as numbers, texts or floats, in many files."""
     data = DataSource(source="s3://lake/x", format="jsonl", split=Split(by="group", group_field="g"))
-    split_keys, assigner, rng = SplitKeys(data), Assigner(data.split), random.Random(1)
+    split_keys, assigner, rng = SplitKeys(data), SplitAssigner(data.split), random.Random(1)
     splits: dict[int, set[str | None]] = {}
     for number in range(keys // 4):
         group = rng.randrange(keys // 40)
@@ -86,7 +86,7 @@ def _groups(keys: int) -> Row:
 def _stratified(records: int) -> Row:
     """How far any class is from its shares, in records, through the catalog on disk; classes of 1 to many."""
     rng, split = random.Random(2), Split(stratify=True)
-    assigner = Assigner(split)
+    assigner = SplitAssigner(split)
     labels = [f"c{min(int(rng.expovariate(0.02)), 499)}" for _ in range(records)]
     with tempfile.TemporaryDirectory() as folder:
         catalog = Catalog(Path(folder) / "catalog.sqlite")
@@ -95,7 +95,7 @@ def _stratified(records: int) -> Row:
             catalog.add_record(Record(f"{number:09d}", unit, label, b"", None, 1, b"", b""))
         catalog.add_strata(strata(catalog.unit_sizes()))
         for label, total in catalog.class_sizes():
-            catalog.assign(stratified(split, label, catalog.units_of(label), total))
+            catalog.assign(stratify(split, label, catalog.units_of(label), total))
         found = Counter((record.label, catalog.assigned(record.unit)) for record in catalog.records())
         catalog.close()
     totals = Counter(labels)
@@ -120,7 +120,7 @@ def _near(scenes: int) -> Row:
 def _same_bits(records: int) -> Row:
     """Different results of the same statistics, with the records of every block in another order."""
     rng = random.Random(3)
-    rows = [of_row({"a": rng.gauss(0, 1) * 10 ** rng.randrange(9), "b": rng.random()}) for _ in range(4096)]
+    rows = [measure_row({"a": rng.gauss(0, 1) * 10 ** rng.randrange(9), "b": rng.random()}) for _ in range(4096)]
     results = set()
     for _ in range(max(2, records // 4096)):
         rng.shuffle(rows)
@@ -131,9 +131,9 @@ def _same_bits(records: int) -> Row:
 def _costs(records: int) -> Iterator[Row]:
     rng = random.Random(4)
     rows = [{f"f{number}": rng.random() for number in range(20)} | {"text": "x" * 200} for _ in range(records)]
-    measured = [of_row(row) for row in rows]
+    measured = [measure_row(row) for row in rows]
     data = DataSource(source="s3://lake/x", format="jsonl", split=Split())
-    split_keys, assigner = SplitKeys(data), Assigner(data.split)
+    split_keys, assigner = SplitKeys(data), SplitAssigner(data.split)
     contents = [canonical_json(row) for row in rows]
 
     def divide() -> None:
@@ -154,10 +154,10 @@ def _costs(records: int) -> Iterator[Row]:
     works: dict[str, Callable[[], object]] = {
         "write": write,
         "divide": divide,
-        "note": lambda: [of_row(row) for row in rows],
+        "note": lambda: [measure_row(row) for row in rows],
         "add": lambda: _added(measured),
         "decode": decode,
-        "channels": lambda: [of_image(image) for image in images],
+        "channels": lambda: [measure_image(image) for image in images],
         "likeness": lambda: [perceptual_hash(image) for image in images],
     }
     best = _best(works)
@@ -191,7 +191,7 @@ def _added(rows: list[bytes]) -> dict[str, FieldStatistics]:
     return statistics.result()
 
 
-def _unit(assigner: Assigner, name: str) -> bytes:
+def _unit(assigner: SplitAssigner, name: str) -> bytes:
     return assigner.unit("", sha256=name, key=name, path=name)
 
 

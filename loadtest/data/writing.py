@@ -25,7 +25,7 @@ from pathlib import Path
 from contracts.events.train import DataSource
 from loadtest.data import memory
 from loadtest.data.ingested import BUCKET, FolderStore, Record, ingest
-from services.sharding.shard import Shard
+from services.sharding.job import ShardingJob
 
 RECORD_BYTES = 10_240
 PORTION_BYTES = 2**20
@@ -61,7 +61,7 @@ def shard(root: Path, workers: int = 1, disk_bytes: int = 8 * 2**30) -> str:
     ingested = DatasetIngested.model_validate_json((root / "ingested.json").read_text())
     store = FolderStore(root)
     with tempfile.TemporaryDirectory(dir=root) as folder:
-        job = Shard(store, Path(folder), ingested, BUCKET, workers=workers, disk_bytes=disk_bytes)  # type: ignore[arg-type]
+        job = ShardingJob(store, Path(folder), ingested, BUCKET, workers=workers, disk_bytes=disk_bytes)  # type: ignore[arg-type]
         return asyncio.run(job.run()).dataset_id
 
 

@@ -15,10 +15,10 @@ from contracts.events.dataset import DatasetIngested, DatasetIngestFailed
 from contracts.events.run import RunAccepted, RunPrepareFailed
 from contracts.events.train import DataSource, IngestRequested
 from services.ingestion import metrics
-from services.ingestion.core.verdict import objection
-from services.ingestion.decoders import Decoders
+from services.ingestion.core.validation import find_objection
+from services.ingestion.decoders import DecoderPool
 from services.ingestion.features.source import FeatureSource
-from services.ingestion.ingest import Ingest, Ingested
+from services.ingestion.job import IngestionJob, IngestionResult
 from services.ingestion.progress import Progress
 from services.ingestion.settings import IngestionSettings
 from services.ingestion.sources import open_source
@@ -41,7 +41,7 @@ class Ingestion:
         service: Service,
         settings: IngestionSettings,
         objects: ObjectStore,
-        decoders: Decoders,
+        decoders: DecoderPool,
         workdir: Workdir,
     ) -> None:
         self._bus, self._settings = service.bus, settings
@@ -67,7 +67,7 @@ class Ingestion:
         started = self._bus.clock.monotonic()
         with self._workdir.temporary(f"{ingestion_id}-") as folder:
             result = await self._ingest(ingestion_id, data, Path(folder))
-        if (problem := objection(result.outcome, data, result.quarantine_uri)) is not None:
+        if (problem := find_objection(result.outcome, data, result.quarantine_uri)) is not None:
             raise PoisonMessage(problem)
         await self._say(ingested_fact(ingestion_id, run_id, data, result), received)
         took_s = self._bus.clock.monotonic() - started
@@ -92,14 +92,16 @@ class Ingestion:
         await self._say(DatasetIngestFailed(ingestion_id=ingestion_id, run_id=run_id, reason=reason), received)
         await self._again(received)
 
-    async def _ingest(self, ingestion_id: str, data: DataSource, folder: Path) -> Ingested:
+    async def _ingest(self, ingestion_id: str, data: DataSource, folder: Path) -> IngestionResult:
         """Run it, with the store's refusals told apart from its being away."""
         progress = Progress(ingestion_id, self._bus.clock, self._bus.publish)
         try:
             opened = partial(open_source, objects=self._objects, folders=self._settings.source_folders)
             features = FeatureSource(opened, data.features) if data.features is not None else None
             bucket, source = self._settings.bucket_datasets, opened(data.source)
-            ingest = Ingest(bucket, self._objects, source, self._decoders, folder, data, progress, features=features)
+            ingest = IngestionJob(
+                bucket, self._objects, source, self._decoders, folder, data, progress, features=features
+            )
             return await ingest.run()
         except ObjectChanged as error:
             raise PoisonMessage(f"{error}: it was overwritten while it was read; send the request again") from error
@@ -144,7 +146,7 @@ def _ingestion(received: Message[Any]) -> tuple[str, str | None, DataSource]:
     return event.run_id, event.run_id, event.spec.data
 
 
-def ingested_fact(ingestion_id: str, run_id: str | None, data: DataSource, result: Ingested) -> DatasetIngested:
+def ingested_fact(ingestion_id: str, run_id: str | None, data: DataSource, result: IngestionResult) -> DatasetIngested:
     """What is published of a finished ingestion."""
     outcome = result.outcome
     return DatasetIngested(
@@ -168,7 +170,7 @@ def build(settings: Settings) -> Service:
     objects = service.add_resource(ObjectStore(settings))
     # What is this service's own in the environment, for those who give the settings of all services.
     own = settings if isinstance(settings, IngestionSettings) else IngestionSettings(**dict(settings))
-    decoders = service.add_resource(Decoders(own.decoders))
+    decoders = service.add_resource(DecoderPool(own.decoders))
     workdir = service.add_resource(Workdir(settings.data_dir / "ingestion"))
     ingestion = Ingestion(service, own, objects, decoders, workdir)
     service.bus.subscriber(topology.INGESTION, RunAccepted)(ingestion.on_run_accepted)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from services.ingestion.core.schema import Shape
 from services.ingestion.core.splits import Stratum
-from services.ingestion.sources import Listed
+from services.ingestion.sources import SourceObject
 
 
 class Record(NamedTuple):
@@ -58,16 +58,16 @@ class Catalog:
 
     # -- listing --------------------------------------------------------------
 
-    def list_objects(self, objects: Iterable[Listed]) -> None:
+    def list_objects(self, objects: Iterable[SourceObject]) -> None:
         self._db.executemany("INSERT OR REPLACE INTO listing VALUES (?, ?, ?, ?)", objects)
 
-    def objects(self) -> Iterator[Listed]:
+    def objects(self) -> Iterator[SourceObject]:
         """The listing in the order of paths, whatever order it came in."""
-        return (Listed(*row) for row in self._db.execute("SELECT * FROM listing ORDER BY path"))
+        return (SourceObject(*row) for row in self._db.execute("SELECT * FROM listing ORDER BY path"))
 
-    def find(self, path: str) -> Listed | None:
+    def find(self, path: str) -> SourceObject | None:
         row = self._db.execute("SELECT * FROM listing WHERE path = ?", (path,)).fetchone()
-        return Listed(*row) if row else None
+        return SourceObject(*row) if row else None
 
     def size_of_listing(self) -> tuple[int, int]:
         """Number and bytes of the objects."""

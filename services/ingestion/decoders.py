@@ -13,16 +13,16 @@ from typing import Self
 
 import structlog
 
-from services.ingestion.core.records import Broken, Sound
-from services.ingestion.formats.images import ImageJudge, Labelled
-from services.ingestion.processes import ATTEMPTS, CPU_S, bound, limit_cpu
+from services.ingestion.core.records import InvalidRecord, ValidRecord
+from services.ingestion.formats.images import ImageValidator, LabelledImage
+from services.ingestion.isolated_process import ATTEMPTS, CPU_S, limit_cpu, limit_resources
 
 log = structlog.get_logger(__name__)
 
 MAX_PROCESSES = 8
 
 
-class Decoders:
+class DecoderPool:
     """Processes that judge images; use it as an async context manager. They start with the first image."""
 
     def __init__(self, processes: int | None = None) -> None:
@@ -39,7 +39,11 @@ class Decoders:
         pool, self._pool = self._pool, None
         _end(pool)
 
-    async def judge(self, judge: ImageJudge, images: list[tuple[Labelled, bytes]]) -> list[Sound | Broken]:
+    async def judge(
+        self,
+        judge: ImageValidator,
+        images: list[tuple[LabelledImage, bytes]],
+    ) -> list[ValidRecord | InvalidRecord]:
         """Judge a batch; the same verdicts, however many processes there are and whatever one of them dies of."""
         pool = self._opened()
         try:
@@ -58,9 +62,13 @@ class Decoders:
             self._pool = _pool(self._processes)
         return self._pool
 
-    async def _one_by_one(self, judge: ImageJudge, images: list[tuple[Labelled, bytes]]) -> list[Sound | Broken]:
-        verdicts: list[Sound | Broken] = []
-        pool = await _working()
+    async def _one_by_one(
+        self,
+        judge: ImageValidator,
+        images: list[tuple[LabelledImage, bytes]],
+    ) -> list[ValidRecord | InvalidRecord]:
+        verdicts: list[ValidRecord | InvalidRecord] = []
+        pool = await _start_checked_pool()
         try:
             for image, content in images:
                 for attempt in range(ATTEMPTS):
@@ -70,16 +78,16 @@ class Decoders:
                     except BrokenProcessPool:
                         _end(pool)
                         # A machine that is short of memory kills too: no image is blamed unless others could be judged.
-                        pool = await _working()
+                        pool = await _start_checked_pool()
                         if attempt == ATTEMPTS - 1:
                             detail = "its decoder dies, or does not come to an end"
-                            verdicts.append(Broken("undecodable", detail, whole_object=True, label=image.label))
+                            verdicts.append(InvalidRecord("undecodable", detail, whole_object=True, label=image.label))
         finally:
             _end(pool)
         return verdicts
 
 
-async def _working() -> ProcessPoolExecutor:
+async def _start_checked_pool() -> ProcessPoolExecutor:
     """A process that was seen to work.
 
     Raises:
@@ -103,7 +111,7 @@ def _ready() -> bool:
 
 def _pool(processes: int) -> ProcessPoolExecutor:
     # Spawned: the service has threads, which a forked child would find in any state.
-    return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), bound)
+    return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), limit_resources)
 
 
 def _end(pool: ProcessPoolExecutor | None) -> None:
@@ -114,7 +122,7 @@ def _end(pool: ProcessPoolExecutor | None) -> None:
             process.kill()
 
 
-def _judge(judge: ImageJudge, images: list[tuple[Labelled, bytes]]) -> list[Sound | Broken]:
+def _judge(judge: ImageValidator, images: list[tuple[LabelledImage, bytes]]) -> list[ValidRecord | InvalidRecord]:
     verdicts = []
     for image, content in images:
         limit_cpu(CPU_S)
@@ -123,8 +131,12 @@ def _judge(judge: ImageJudge, images: list[tuple[Labelled, bytes]]) -> list[Soun
     return verdicts
 
 
-def with_content(verdict: Sound | Broken, content: bytes, keep_below: int | None) -> Sound | Broken:
+def with_content(
+    verdict: ValidRecord | InvalidRecord,
+    content: bytes,
+    keep_below: int | None,
+) -> ValidRecord | InvalidRecord:
     """Put the content back that a verdict came without, if it is to be copied."""
-    if isinstance(verdict, Sound) and (keep_below is None or len(content) < keep_below):
+    if isinstance(verdict, ValidRecord) and (keep_below is None or len(content) < keep_below):
         return replace(verdict, content=content)
     return verdict

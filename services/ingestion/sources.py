@@ -19,10 +19,10 @@ from services.kit.store.files import READ_BYTES
 from services.kit.store.objects import ObjectInfo, ObjectStore
 from services.kit.store.uris import split_uri
 
-LISTED_A_TURN = 1000
+LISTING_PAGE = 1000
 
 
-class Listed(NamedTuple):
+class SourceObject(NamedTuple):
     """One object of the source, at one version."""
 
     #: Its path under the source.
@@ -39,21 +39,21 @@ class Source(Protocol):
     #: Whether sharding can read objects from here by their uri; if not, every record is copied.
     shared: bool
 
-    def listing(self) -> AsyncIterator[list[Listed]]:
+    def listing(self) -> AsyncIterator[list[SourceObject]]:
         """Every object, in parts, in any order. A source that is one object's name means that object."""
         ...
 
-    def uri(self, listed: Listed) -> str: ...
+    def uri(self, listed: SourceObject) -> str: ...
 
-    def objection(self, listed: Listed) -> str | None:
+    def find_objection(self, listed: SourceObject) -> str | None:
         """Why this object is not to be read."""
         ...
 
-    async def read(self, listed: Listed) -> bytes:
+    async def read(self, listed: SourceObject) -> bytes:
         """The whole object; raises ``ObjectChanged`` if it is no longer what was listed."""
         ...
 
-    async def download(self, listed: Listed, local: Path) -> None:
+    async def download(self, listed: SourceObject, local: Path) -> None:
         """Write the object to ``local``; raises ``ObjectChanged`` if it is no longer what was listed."""
         ...
 
@@ -81,10 +81,10 @@ class StoreSource:
         self._folder = prefix if not prefix or prefix.endswith("/") else f"{prefix}/"
         self._prefix = prefix
 
-    async def listing(self) -> AsyncIterator[list[Listed]]:
+    async def listing(self) -> AsyncIterator[list[SourceObject]]:
         try:
             found = False
-            async for page in _chunks(self._objects.list(f"s3://{self._bucket}/{self._folder}"), LISTED_A_TURN):
+            async for page in _chunks(self._objects.list(f"s3://{self._bucket}/{self._folder}"), LISTING_PAGE):
                 found = True
                 yield [self._listed(info) for info in page]
             if not found and self._folder != self._prefix:
@@ -93,7 +93,7 @@ class StoreSource:
         except ObjectNotFound as error:
             raise PoisonMessage(f"there is no bucket {self._bucket!r}: check the source {self._uri}") from error
 
-    async def _one_object(self) -> AsyncIterator[list[Listed]]:
+    async def _one_object(self) -> AsyncIterator[list[SourceObject]]:
         try:
             info = await self._objects.head(self._uri)
         except ObjectNotFound:
@@ -102,20 +102,20 @@ class StoreSource:
         self._folder = f"{folder}/" if folder else ""
         yield [self._listed(info)]
 
-    def _listed(self, info: ObjectInfo) -> Listed:
+    def _listed(self, info: ObjectInfo) -> SourceObject:
         written_us = round(info.modified_at.timestamp() * 1_000_000)
-        return Listed(info.key.removeprefix(self._folder), info.etag, info.size_bytes, written_us)
+        return SourceObject(info.key.removeprefix(self._folder), info.etag, info.size_bytes, written_us)
 
-    def uri(self, listed: Listed) -> str:
+    def uri(self, listed: SourceObject) -> str:
         return f"s3://{self._bucket}/{self._folder}{listed.path}"
 
-    def objection(self, listed: Listed) -> str | None:
+    def find_objection(self, listed: SourceObject) -> str | None:
         return None
 
-    async def read(self, listed: Listed) -> bytes:
+    async def read(self, listed: SourceObject) -> bytes:
         return await self._objects.get(self.uri(listed), etag=listed.etag, size_bytes=listed.size)
 
-    async def download(self, listed: Listed, local: Path) -> None:
+    async def download(self, listed: SourceObject, local: Path) -> None:
         await self._objects.download(self.uri(listed), local, etag=listed.etag, size_bytes=listed.size)
 
 
@@ -153,12 +153,12 @@ class FolderSource:
             raise PoisonMessage(f"there is no folder {path}: check data.source ({uri})")
         return cls(path)
 
-    async def listing(self) -> AsyncIterator[list[Listed]]:
+    async def listing(self) -> AsyncIterator[list[SourceObject]]:
         walk = self._walk()
-        while found := await run_in_thread(lambda: list(islice(walk, LISTED_A_TURN))):
+        while found := await run_in_thread(lambda: list(islice(walk, LISTING_PAGE))):
             yield found
 
-    def _walk(self) -> Iterator[Listed]:
+    def _walk(self) -> Iterator[SourceObject]:
         if self.only is not None:
             yield self._listed(self.root / self.only)
             return
@@ -168,27 +168,27 @@ class FolderSource:
             for name in names:
                 yield self._listed(Path(folder, name))
 
-    def _listed(self, path: Path) -> Listed:
+    def _listed(self, path: Path) -> SourceObject:
         found = path.lstat()
         name = os.fsencode(path.relative_to(self.root)).decode(errors="backslashreplace")
         if not stat.S_ISREG(found.st_mode):
-            return Listed(name, "", 0, found.st_mtime_ns // 1000)
-        return Listed(name, _version(found), found.st_size, found.st_mtime_ns // 1000)
+            return SourceObject(name, "", 0, found.st_mtime_ns // 1000)
+        return SourceObject(name, _version(found), found.st_size, found.st_mtime_ns // 1000)
 
-    def uri(self, listed: Listed) -> str:
+    def uri(self, listed: SourceObject) -> str:
         return (self.root / listed.path).as_uri()
 
-    def objection(self, listed: Listed) -> str | None:
+    def find_objection(self, listed: SourceObject) -> str | None:
         return "it is a link or no plain file: only files in the folder itself are read" if not listed.etag else None
 
-    async def read(self, listed: Listed) -> bytes:
+    async def read(self, listed: SourceObject) -> bytes:
         def read() -> bytes:
             with open(self._open(listed), "rb") as file:
                 return self._whole(listed, file.read(listed.size + 1))
 
         return await run_in_thread(read)
 
-    async def download(self, listed: Listed, local: Path) -> None:
+    async def download(self, listed: SourceObject, local: Path) -> None:
         def copy() -> None:
             handle = self._open(listed)
             with open(handle, "rb") as file, local.open("wb") as target:
@@ -200,7 +200,7 @@ class FolderSource:
 
         await run_in_thread(copy)
 
-    def _open(self, listed: Listed) -> int:
+    def _open(self, listed: SourceObject) -> int:
         path = self.root / listed.path
         try:
             handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -211,7 +211,7 @@ class FolderSource:
             raise ObjectChanged(f"{path.as_uri()} is another version than the one listed")
         return handle
 
-    def _whole(self, listed: Listed, content: bytes) -> bytes:
+    def _whole(self, listed: SourceObject, content: bytes) -> bytes:
         if len(content) != listed.size:
             raise ObjectChanged(f"{self.uri(listed)} has another size than it was listed with")
         return content

@@ -10,12 +10,20 @@ from typing import Protocol
 from contracts.events.train import DataSource
 from services.ingestion import metrics
 from services.ingestion.core.keys import extension, file_key
-from services.ingestion.core.records import MAX_LABEL_CHARS, Broken, Fault, Sound, json_bytes, label_of, of_files
-from services.ingestion.decoders import Decoders, with_content
+from services.ingestion.core.records import (
+    MAX_LABEL_CHARS,
+    InvalidRecord,
+    RecordFault,
+    ValidRecord,
+    encode_json,
+    find_label,
+    record_of_files,
+)
+from services.ingestion.decoders import DecoderPool, with_content
+from services.ingestion.file_tables import FileEntry, FileTable
 from services.ingestion.formats import images
-from services.ingestion.labels import Named, Naming
-from services.ingestion.sources import Listed, Source
-from services.ingestion.taking import Found, Take
+from services.ingestion.record_intake import Found, Take
+from services.ingestion.sources import Source, SourceObject
 from services.kit.concurrency import cancel_and_wait, gather_limited
 
 #: Files are read and judged in batches of at most so many, and of about so many bytes.
@@ -24,14 +32,14 @@ BATCH_FILES, BATCH_BYTES = 128, 8 * 2**20
 NO_EXTENSION, DETAILS = "bin", "json"
 
 
-class Judging(Protocol):
+class FileValidator(Protocol):
     """How one format's files are judged."""
 
-    def refuse_unread(self, listed: Listed) -> Broken | None:
+    def reject_unread(self, listed: SourceObject) -> InvalidRecord | None:
         """What can be said from the listing, and from what names the files, alone."""
         ...
 
-    async def judge(self, batch: list[tuple[Listed, bytes]]) -> list[Sound | Broken]:
+    async def judge(self, batch: list[tuple[SourceObject, bytes]]) -> list[ValidRecord | InvalidRecord]:
         """A verdict on each file."""
         ...
 
@@ -39,13 +47,13 @@ class Judging(Protocol):
 class WholeFiles:
     """Reads and judges files, some batches ahead; hands out verdicts in the order of the listing."""
 
-    def __init__(self, data: DataSource, source: Source, judging: Judging, concurrency: int, ahead: int) -> None:
+    def __init__(self, data: DataSource, source: Source, judging: FileValidator, concurrency: int, ahead: int) -> None:
         self._data, self._source, self._judging = data, source, judging
         self._concurrency, self._ahead = concurrency, ahead
         self._reads = asyncio.Semaphore(concurrency)
         self._read_bytes = metrics.READ_BYTES.labels(data.format)
 
-    async def run(self, files: Iterator[Listed], take: Take) -> None:
+    async def run(self, files: Iterator[SourceObject], take: Take) -> None:
         """Judge ``files`` and await ``take`` for each batch."""
         pending: deque[asyncio.Task[list[Found]]] = deque()
         try:
@@ -58,11 +66,11 @@ class WholeFiles:
         finally:
             await cancel_and_wait(*pending)
 
-    def _batches(self, files: Iterator[Listed]) -> Iterator[list[tuple[Listed, Broken | None]]]:
-        batch: list[tuple[Listed, Broken | None]] = []
+    def _batches(self, files: Iterator[SourceObject]) -> Iterator[list[tuple[SourceObject, InvalidRecord | None]]]:
+        batch: list[tuple[SourceObject, InvalidRecord | None]] = []
         size = 0
         for listed in files:
-            broken = self._judging.refuse_unread(listed)
+            broken = self._judging.reject_unread(listed)
             wanted = 0 if broken else listed.size
             if batch and (len(batch) >= BATCH_FILES or size + wanted > BATCH_BYTES):
                 yield batch
@@ -72,57 +80,63 @@ class WholeFiles:
         if batch:
             yield batch
 
-    async def _judge(self, batch: list[tuple[Listed, Broken | None]]) -> list[Found]:
+    async def _judge(self, batch: list[tuple[SourceObject, InvalidRecord | None]]) -> list[Found]:
         wanted = [listed for listed, broken in batch if broken is None]
         contents = await gather_limited((self._read(listed) for listed in wanted), limit=self._concurrency)
         verdicts = iter(await self._judging.judge(list(zip(wanted, contents, strict=True))))
         return [(listed, broken or next(verdicts)) for listed, broken in batch]
 
-    async def _read(self, listed: Listed) -> bytes:
+    async def _read(self, listed: SourceObject) -> bytes:
         async with self._reads:
             content = await self._source.read(listed)
         self._read_bytes.inc(len(content))
         return content
 
 
-class Images:
+class ImageFiles:
     """Images in folders that are classes, or with a table of labels."""
 
-    def __init__(self, data: DataSource, naming: Naming | None, decoders: Decoders, keep_below: int | None) -> None:
+    def __init__(
+        self,
+        data: DataSource,
+        naming: FileTable | None,
+        decoders: DecoderPool,
+        keep_below: int | None,
+    ) -> None:
         self._naming, self._decoders, self._keep_below = naming, decoders, keep_below
         self._max_bytes = data.checks.max_record_bytes
-        self._judge = images.ImageJudge(data)
+        self._judge = images.ImageValidator(data)
 
-    def refuse_unread(self, listed: Listed) -> Broken | None:
-        broken = images.refuse_unread(listed.path, listed.size, self._max_bytes)
+    def reject_unread(self, listed: SourceObject) -> InvalidRecord | None:
+        broken = images.reject_unread(listed.path, listed.size, self._max_bytes)
         if broken is not None:
             return broken
         named = self._named(listed.path)
         if named is None or not named.label:
-            return Broken("no_label", self._no_label(named), whole_object=True)
+            return InvalidRecord("no_label", self._no_label(named), whole_object=True)
         if len(named.label) > MAX_LABEL_CHARS:
-            return Broken("invalid_label", f"a label of {len(named.label)} characters", whole_object=True)
+            return InvalidRecord("invalid_label", f"a label of {len(named.label)} characters", whole_object=True)
         return None
 
-    async def judge(self, batch: list[tuple[Listed, bytes]]) -> list[Sound | Broken]:
+    async def judge(self, batch: list[tuple[SourceObject, bytes]]) -> list[ValidRecord | InvalidRecord]:
         asked = []
         for listed, content in batch:
             named = self._named(listed.path)
             assert named is not None
-            asked.append((images.Labelled(listed.path, named.label, named.value), content))
+            asked.append((images.LabelledImage(listed.path, named.label, named.value), content))
         verdicts = await self._decoders.judge(self._judge, asked)
         return [
             with_content(verdict, content, self._keep_below)
             for verdict, (_, content) in zip(verdicts, batch, strict=True)
         ]
 
-    def _named(self, path: str) -> Named | None:
+    def _named(self, path: str) -> FileEntry | None:
         if self._naming is not None:
             return self._naming.of(path)
         folder, slash, _ = path.partition("/")
-        return Named(folder) if slash else None
+        return FileEntry(folder) if slash else None
 
-    def _no_label(self, named: Named | None) -> str:
+    def _no_label(self, named: FileEntry | None) -> str:
         if self._naming is None:
             return "the image is in no folder: put it into one named after its class, or add a labels.csv"
         if named is None:
@@ -130,28 +144,28 @@ class Images:
         return f"{self._naming.name} gives this file an empty label, or two that differ"
 
 
-class Binaries:
+class BinaryFiles:
     """Arbitrary files that a manifest names, each with what the manifest says of it."""
 
-    def __init__(self, data: DataSource, naming: Naming) -> None:
+    def __init__(self, data: DataSource, naming: FileTable) -> None:
         self._naming, self._data = naming, data
         self._label_field = data.label_field
 
-    def refuse_unread(self, listed: Listed) -> Broken | None:
+    def reject_unread(self, listed: SourceObject) -> InvalidRecord | None:
         named = self._naming.of(listed.path)
         if named is None:
-            return Broken("not_in_manifest", f"{self._naming.name} does not name this file", whole_object=True)
+            return InvalidRecord("not_in_manifest", f"{self._naming.name} does not name this file", whole_object=True)
         if listed.size == 0:
-            return Broken("empty", "the file has no bytes", whole_object=True)
+            return InvalidRecord("empty", "the file has no bytes", whole_object=True)
         if listed.size > self._data.checks.max_record_bytes:
             most = self._data.checks.max_record_bytes
-            return Broken("oversized", f"{listed.size:,} bytes, more than {most:,}", whole_object=True)
+            return InvalidRecord("oversized", f"{listed.size:,} bytes, more than {most:,}", whole_object=True)
         return None
 
-    async def judge(self, batch: list[tuple[Listed, bytes]]) -> list[Sound | Broken]:
+    async def judge(self, batch: list[tuple[SourceObject, bytes]]) -> list[ValidRecord | InvalidRecord]:
         return [self._sample(listed, content) for listed, content in batch]
 
-    def _sample(self, listed: Listed, content: bytes) -> Sound | Broken:
+    def _sample(self, listed: SourceObject, content: bytes) -> ValidRecord | InvalidRecord:
         named = self._naming.of(listed.path)
         assert named is not None
         value = dict(named.value or {})
@@ -159,11 +173,11 @@ class Binaries:
             label: str | None = named.label or None
             continuous = False
             if self._label_field is not None:
-                label, continuous = label_of(value, self._label_field)
+                label, continuous = find_label(value, self._label_field)
             ext = extension(listed.path) or NO_EXTENSION
             # A file that is JSON itself keeps its name, and the details get another.
             details = DETAILS if ext != DETAILS else f"details.{DETAILS}"
-            files = {ext: content, details: json_bytes(value)} if value else {ext: content}
-            return of_files(file_key(listed.path), files, label, None, value, continuous)
-        except Fault as fault:
-            return Broken(fault.code, fault.detail, whole_object=True, label=named.label or None)
+            files = {ext: content, details: encode_json(value)} if value else {ext: content}
+            return record_of_files(file_key(listed.path), files, label, None, value, continuous)
+        except RecordFault as fault:
+            return InvalidRecord(fault.code, fault.detail, whole_object=True, label=named.label or None)

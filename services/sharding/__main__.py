@@ -2,7 +2,7 @@
 
 from services.kit import garbage_collector
 from services.sharding.app import build
-from services.sharding.collect import GARBAGE
+from services.sharding.garbage_collection import GARBAGE
 from services.sharding.settings import ShardingSettings
 
 garbage_collector.main("sharding", build, ShardingSettings(), GARBAGE)

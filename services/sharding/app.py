@@ -21,10 +21,10 @@ from services.kit.store.errors import ObjectChanged, ObjectNotFound, StoreRefuse
 from services.kit.store.objects import ObjectStore
 from services.kit.workdir import Workdir
 from services.sharding import metrics
-from services.sharding.collect import GARBAGE
+from services.sharding.garbage_collection import GARBAGE
+from services.sharding.job import Dataset, ShardingJob, find_dataset
 from services.sharding.progress import Progress
 from services.sharding.settings import ShardingSettings
-from services.sharding.shard import Dataset, Shard, look_up
 
 log = structlog.get_logger(__name__)
 
@@ -52,7 +52,7 @@ class Sharding:
             return
         bucket = self._settings.bucket_datasets
         try:
-            dataset = await look_up(self._objects, bucket, data.dataset_id)
+            dataset = await find_dataset(self._objects, bucket, data.dataset_id)
         except ObjectNotFound:
             reason = f"there is no dataset {data.dataset_id}: check data.dataset_id, or give the source to ingest"
             await self._say(RunPrepareFailed(run_id=run_id, reason=reason), received)
@@ -92,7 +92,7 @@ class Sharding:
 
     async def _shard(self, event: DatasetIngested, folder: Path, progress: Progress) -> Dataset:
         """Run it, with what can never succeed told apart from what passes."""
-        shard = Shard(
+        shard = ShardingJob(
             self._objects,
             folder,
             event,

@@ -11,7 +11,7 @@ from contracts.datasets import canonical_json
 from contracts.events.dataset import ShardFile
 from services.kit.store.errors import ObjectNotFound
 from services.kit.store.objects import ObjectStore
-from services.sharding.core.garbage import shards_of_journal
+from services.sharding.core.garbage import read_journal
 
 log = structlog.get_logger(__name__)
 
@@ -30,7 +30,7 @@ class Journal:
     async def read(self) -> dict[str, ShardFile]:
         """What an earlier attempt finished, by name."""
         try:
-            self._shards = shards_of_journal(await self._objects.get(self._uri))
+            self._shards = read_journal(await self._objects.get(self._uri))
         except ObjectNotFound:
             pass
         except (ValueError, ValidationError) as error:

@@ -33,7 +33,7 @@ class Contents(NamedTuple):
     offsets: Sequence[int]
 
 
-class Wrong(ValueError):
+class ContentMismatch(ValueError):
     """A content is not what its hash says; ``row`` is its number in the batch."""
 
     def __init__(self, row: int) -> None:
@@ -41,7 +41,7 @@ class Wrong(ValueError):
         self.row = row
 
 
-class _Shape(NamedTuple):
+class _ShardShape(NamedTuple):
     """The files that a sample has, sorted by extension."""
 
     #: Numbers of the fields, and how the files' names end.
@@ -74,7 +74,7 @@ class ShardWriter:
         self._field_numbers: dict[str, int] = {}
         #: By field: numbers of samples, offsets, sizes, a portion a batch.
         self._fields: list[list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]] = []
-        self._shapes: dict[tuple[str, ...], _Shape] = {}
+        self._shapes: dict[tuple[str, ...], _ShardShape] = {}
 
     def close(self) -> None:
         """Let go of the file, whether it is complete or not."""
@@ -84,7 +84,7 @@ class ShardWriter:
         """Append a batch of samples (see ``batches``).
 
         Raises:
-            Wrong: a content's hash is not that of its row.
+            ContentMismatch: a content's hash is not that of its row.
             ValueError: a sample does not fit the format.
         """
         for begin, part in _runs(rows, BUFFER_BYTES):
@@ -144,18 +144,18 @@ class ShardWriter:
                 places.pop(shape.class_at)[:] = self._class_contents[labels[i]]
             _read(contents.handles[begin + i], contents.offsets[begin + i], places)
             if not _is_right(places, fast[i], checks[32 * i : 32 * i + 32]):
-                raise Wrong(begin + i)
+                raise ContentMismatch(begin + i)
         self._write(view[:total])
 
     def _members(
         self, rows: Rows, extras: Mapping[int, Mapping[str, Any]]
-    ) -> tuple[list[_Shape], list[bytes], list[int]]:
+    ) -> tuple[list[_ShardShape], list[bytes], list[int]]:
         """The shape of each sample; names and sizes of all their files, one after the other."""
-        shapes: list[_Shape] = []
+        shapes: list[_ShardShape] = []
         names: list[bytes] = []
         sizes: list[int] = []
         columns = (rows[name].tolist() for name in ("key", "label", "size", "extra", "ext"))
-        plain: dict[tuple[int, bool], _Shape] = {}
+        plain: dict[tuple[int, bool], _ShardShape] = {}
         for key, label, size, extra, ext in zip(*columns, strict=True):
             own = [size]
             if extra >= 0 and (fields := extras[extra]["fields"]):
@@ -173,7 +173,7 @@ class ShardWriter:
             sizes += own
         return shapes, names, sizes
 
-    def _shape(self, exts: tuple[str, ...], *, with_class: bool) -> _Shape:
+    def _shape(self, exts: tuple[str, ...], *, with_class: bool) -> _ShardShape:
         """What a sample of these files looks like. Contents of several lie in the order of their extensions."""
         cached = (*exts, CLASS) if with_class else exts
         shape = self._shapes.get(cached)
@@ -181,7 +181,7 @@ class ShardWriter:
             ordered = sorted(cached)
             fields = [self._field(ext) for ext in ordered]
             suffixes = [f".{ext}".encode() for ext in ordered]
-            shape = _Shape(fields, suffixes, ordered.index(CLASS) if with_class else -1)
+            shape = _ShardShape(fields, suffixes, ordered.index(CLASS) if with_class else -1)
             self._shapes[cached] = shape
         return shape
 
@@ -191,12 +191,18 @@ class ShardWriter:
             self._fields.append([])
         return number
 
-    def _note(self, rows: Rows, shapes: list[_Shape], offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
+    def _note(
+        self,
+        rows: Rows,
+        shapes: list[_ShardShape],
+        offsets: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+    ) -> None:
         """Remember where each field of each sample lies."""
         self._note_fields(shapes, offsets, sizes)
         self._note_keys(rows["key"].tolist())
 
-    def _note_fields(self, shapes: list[_Shape], offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
+    def _note_fields(self, shapes: list[_ShardShape], offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
         if len(set(map(id, shapes))) == 1:  # as nearly always
             numbers, width = self._count + np.arange(len(shapes), dtype=np.int64), len(shapes[0].fields)
             for place, field in enumerate(shapes[0].fields):
@@ -218,7 +224,7 @@ class ShardWriter:
         self,
         rows: Rows,
         begin: int,
-        shape: _Shape,
+        shape: _ShardShape,
         sizes: list[int],
         headers: NDArray[np.uint8],
         contents: Contents,
@@ -234,7 +240,7 @@ class ShardWriter:
                 offset += size
             self._write(memoryview(bytes(-size % tar.BLOCK)))
         if not _equals(digest.digest(), rows["check"].tobytes()):
-            raise Wrong(begin)
+            raise ContentMismatch(begin)
 
     def _copy(self, handle: int, offset: int, size: int, digest: Any) -> None:
         for at in range(0, size, BUFFER_BYTES):
@@ -257,13 +263,13 @@ class ShardWriter:
             digest = _hasher(fast[0])
             self._copy(contents.handles[begin], contents.offsets[begin], size, digest)
             if not _equals(digest.digest(), checks):
-                raise Wrong(begin)
+                raise ContentMismatch(begin)
             return
         for i in range(count):
             places = [view[i * size : (i + 1) * size]]
             _read(contents.handles[begin + i], contents.offsets[begin + i], places)
             if not _is_right(places, fast[i], checks[32 * i : 32 * i + 32]):
-                raise Wrong(begin + i)
+                raise ContentMismatch(begin + i)
         self._write(view[: count * size])
 
     # -- both ---------------------------------------------------------------------

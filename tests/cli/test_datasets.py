@@ -46,7 +46,7 @@ from contracts.spec.run import RunSpec
 from services.kit.bus import Bus, TransientError
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
-from services.sharding.core import plan
+from services.sharding.core.manifest import link_name
 from trainbus.client import dataset_verification
 from trainbus.client.address import StackAddress
 from trainbus.client.connection import connect
@@ -646,7 +646,7 @@ async def serve(address: StackAddress, bus: Bus, objects: ObjectStore, made: Mad
                 ingestion_id = "i" + short_hash(stored.envelope.source, stored.envelope.id)
                 await bus.publish(made.ingested(ingestion_id))
                 await made.store(objects)
-                link_uri = ingestion_uri(made.bucket, made.fingerprint, plan.link_name(made.fingerprint, 128 * 2**20))
+                link_uri = ingestion_uri(made.bucket, made.fingerprint, link_name(made.fingerprint, 128 * 2**20))
                 await objects.put(link_uri, canonical_json({"dataset_id": made.dataset_id}))
             if len(asked) == requests:
                 return asked

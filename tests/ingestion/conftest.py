@@ -13,16 +13,16 @@ import pytest
 import pytest_asyncio
 
 from contracts.events.train import DataSource
-from services.ingestion.decoders import Decoders
+from services.ingestion.decoders import DecoderPool
 from services.ingestion.features.source import FeatureSource
-from services.ingestion.ingest import Ingest, Ingested
+from services.ingestion.job import IngestionJob, IngestionResult
 from services.ingestion.progress import Progress
 from services.ingestion.sources import open_source
 from services.kit.clock import SystemClock
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectInfo, ObjectStore
 
-Ingesting = Callable[..., Awaitable[Ingested]]
+Ingesting = Callable[..., Awaitable[IngestionResult]]
 
 
 class Shuffled:
@@ -42,13 +42,13 @@ class Shuffled:
 
 
 @pytest_asyncio.fixture
-async def decoders() -> AsyncIterator[Decoders]:
-    async with Decoders(1) as opened:
+async def decoders() -> AsyncIterator[DecoderPool]:
+    async with DecoderPool(1) as opened:
         yield opened
 
 
 @pytest.fixture
-def ingest(s3_settings: Settings, objects: ObjectStore, decoders: Decoders, tmp_path: Path) -> Ingesting:
+def ingest(s3_settings: Settings, objects: ObjectStore, decoders: DecoderPool, tmp_path: Path) -> Ingesting:
     """Run one ingestion; ``bucket`` takes the result, so that it need not be the earlier one's."""
 
     async def run(
@@ -59,7 +59,7 @@ def ingest(s3_settings: Settings, objects: ObjectStore, decoders: Decoders, tmp_
         shuffled: bool = False,
         folders: tuple[Path, ...] = (),
         **replaced: Any,
-    ) -> Ingested:
+    ) -> IngestionResult:
         bucket = bucket or s3_settings.bucket_datasets
         store: Any = Shuffled(objects) if shuffled else objects
         opened = partial(open_source, objects=replaced.get("read_from", store), folders=folders)
@@ -67,7 +67,7 @@ def ingest(s3_settings: Settings, objects: ObjectStore, decoders: Decoders, tmp_
         features = FeatureSource(opened, data.features) if data.features is not None else None
         progress = Progress("test", SystemClock(), None)
         with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
-            work = Ingest(bucket, store, source, decoders, Path(folder), data, progress, concurrency, features)
+            work = IngestionJob(bucket, store, source, decoders, Path(folder), data, progress, concurrency, features)
             return await work.run()
 
     return run

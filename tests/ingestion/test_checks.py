@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from contracts.events.train import DataSource
-from services.ingestion.core.checks import Checker, impossible
-from services.ingestion.core.records import Fault, Sound
+from services.ingestion.core.checks import RecordChecker, find_impossible_check
+from services.ingestion.core.records import RecordFault, ValidRecord
 
 WRITTEN_US = 1_760_000_000_000_000  # October 2025
 
@@ -19,8 +19,8 @@ def source(format: str = "jsonl", **settings: Any) -> DataSource:
     return DataSource.model_validate({"source": "s3://lake/x", "format": format, **settings})
 
 
-def sound(value: dict[str, Any] | None, label: str | None = None, size: int = 10) -> Sound:
-    return Sound("k", "json", b"", size, "00" * 32, label, value=value)
+def sound(value: dict[str, Any] | None, label: str | None = None, size: int = 10) -> ValidRecord:
+    return ValidRecord("k", "json", b"", size, "00" * 32, label, value=value)
 
 
 @pytest.mark.parametrize(
@@ -58,28 +58,28 @@ def sound(value: dict[str, Any] | None, label: str | None = None, size: int = 10
     ],
 )
 def test_checks(checks: dict[str, Any], value: dict[str, Any] | None, code: str | None) -> None:
-    checker = Checker(source(checks=checks))
+    checker = RecordChecker(source(checks=checks))
     try:
         checker.check(sound(value), WRITTEN_US)
         found = None
-    except Fault as fault:
+    except RecordFault as fault:
         found = fault.code
     assert found == code
 
 
 @pytest.mark.parametrize(("label", "code"), [("a", None), ("c", "unknown_label"), (None, "unknown_label")])
 def test_labels_that_there_are(label: str | None, code: str | None) -> None:
-    checker = Checker(source(label_field="y", checks={"labels": ["a", "b"]}))
+    checker = RecordChecker(source(label_field="y", checks={"labels": ["a", "b"]}))
     if code is None:
         assert checker.check(sound({}, label), WRITTEN_US) is None
     else:
-        with pytest.raises(Fault) as raised:
+        with pytest.raises(RecordFault) as raised:
             checker.check(sound({}, label), WRITTEN_US)
         assert raised.value.code == code
 
 
 def test_an_id_is_its_value_not_its_spelling() -> None:
-    checker = Checker(source(checks={"id_field": "i"}))
+    checker = RecordChecker(source(checks={"id_field": "i"}))
     ids = [checker.check(sound({"i": value}), WRITTEN_US) for value in (1, 1, "1", {"b": 1, "a": 2}, {"a": 2, "b": 1})]
     assert ids[0] == ids[1] != ids[2]
     assert ids[3] == ids[4]
@@ -98,14 +98,14 @@ def test_an_id_is_its_value_not_its_spelling() -> None:
     ],
 )
 def test_what_no_record_could_pass_is_refused_at_once(data: DataSource, says: str | None) -> None:
-    problem = impossible(data)
+    problem = find_impossible_check(data)
     assert problem is None if says is None else problem is not None and re.search(says, problem)
 
 
 def test_times_of_all_kinds_are_one() -> None:
-    checker = Checker(source(checks={"time_field": "t"}))
+    checker = RecordChecker(source(checks={"time_field": "t"}))
     at = datetime.fromtimestamp(WRITTEN_US / 1e6, UTC)
     for value in (at, at.isoformat(), at.timestamp()):
         checker.check(sound({"t": value}), WRITTEN_US)
-        with pytest.raises(Fault, match="after its object was written"):
+        with pytest.raises(RecordFault, match="after its object was written"):
             checker.check(sound({"t": value}), WRITTEN_US - 1)

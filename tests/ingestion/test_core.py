@@ -26,8 +26,8 @@ from services.ingestion.core.keys import (
     rows_key,
 )
 from services.ingestion.core.reasons import REASONS, Code
-from services.ingestion.core.records import Broken, Fault, Sound, json_line, plain, record
-from services.ingestion.core.verdict import Fingerprint, Outcome, Tally, objection
+from services.ingestion.core.records import InvalidRecord, RecordFault, ValidRecord, parse_json_line, plain, record
+from services.ingestion.core.validation import Fingerprint, Outcome, Tally, find_objection
 
 PATHS = st.text(min_size=1, max_size=120).filter(lambda path: not re.search("[\ud800-\udfff]", path))
 
@@ -91,14 +91,14 @@ def test_litter_is_no_data(path: str, expected: bool) -> None:
     ],
 )
 def test_broken_lines(line: bytes, code: str) -> None:
-    found = json_line(line, "k", 0, "y")
-    assert isinstance(found, Broken)
+    found = parse_json_line(line, "k", 0, "y")
+    assert isinstance(found, InvalidRecord)
     assert found.code == code
 
 
 def test_a_sound_line_becomes_canonical() -> None:
-    found = json_line(b'{"y": "ja", "a": "\xc3\xbc"}', "k", 12, "y")
-    assert isinstance(found, Sound)
+    found = parse_json_line(b'{"y": "ja", "a": "\xc3\xbc"}', "k", 12, "y")
+    assert isinstance(found, ValidRecord)
     assert found.content == '{"a":"ü","y":"ja"}'.encode()
     assert (found.label, found.offset, found.size) == ("ja", 12, 19)
 
@@ -107,7 +107,7 @@ def test_a_table_row_takes_jsons_types() -> None:
     row = {"t": datetime(2026, 1, 2, tzinfo=UTC), "d": Decimal("1.50"), "b": b"\x00", "n": None, "l": [1, {"x": 2.5}]}
     found = record(plain(row), "k", 3, None)
     assert found.content == b'{"b":"AA==","d":"1.50","l":[1,{"x":2.5}],"n":null,"t":"2026-01-02T00:00:00+00:00"}'
-    with pytest.raises(Fault) as raised:
+    with pytest.raises(RecordFault) as raised:
         record(plain({"x": math.nan}), "k", 3, None)
     assert raised.value.code == "nan"
 
@@ -132,7 +132,7 @@ def outcome(
         tally.accept(split, 1, "b" if i < of_class_b[0] else "a")
     for i in range(broken):
         label = "b" if i < of_class_b[1] else "a"
-        tally.set_aside(code, f"s3://lake/digits/{i}.png: cut", whole_object=False, label=label)
+        tally.reject(code, f"s3://lake/digits/{i}.png: cut", whole_object=False, label=label)
     tally.broken_objects = files[1]
     return Outcome.of(tally.to_dict())
 
@@ -155,7 +155,7 @@ def outcome(
     ],
 )
 def test_the_verdict_says_what_to_change(found: Outcome, says: str | None) -> None:
-    problem = objection(found, SOURCE, "s3://datasets/q.jsonl")
+    problem = find_objection(found, SOURCE, "s3://datasets/q.jsonl")
     if says is None:
         assert problem is None
     else:

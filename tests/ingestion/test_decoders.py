@@ -12,10 +12,10 @@ import pytest
 
 from contracts.events.train import DataSource
 from services.ingestion import decoders as decoders_module
-from services.ingestion.core.records import Broken, Sound
-from services.ingestion.decoders import Decoders
-from services.ingestion.formats.images import ImageJudge, Labelled
-from services.ingestion.processes import MEMORY_BYTES
+from services.ingestion.core.records import InvalidRecord, ValidRecord
+from services.ingestion.decoders import DecoderPool
+from services.ingestion.formats.images import ImageValidator, LabelledImage
+from services.ingestion.isolated_process import MEMORY_BYTES
 from services.kit.bus import TransientError
 from tests.kit.support import until
 from tests.support_data import image_bytes
@@ -23,10 +23,10 @@ from tests.support_data import image_bytes
 DATA = DataSource(source="s3://lake/x", format="images")
 
 
-class Deadly(ImageJudge):
+class Deadly(ImageValidator):
     """Decodes, but for three kinds of content that decoders in C might meet."""
 
-    def judge(self, image: Labelled, content: bytes) -> Sound | Broken:
+    def judge(self, image: LabelledImage, content: bytes) -> ValidRecord | InvalidRecord:
         if content == b"crash":
             os.kill(os.getpid(), signal.SIGSEGV)
         if content == b"hang":
@@ -35,29 +35,31 @@ class Deadly(ImageJudge):
                 pass
         if content == b"eat":
             eaten = bytearray(MEMORY_BYTES)
-            return Broken("bomb", f"{len(eaten)} bytes could be had")
+            return InvalidRecord("bomb", f"{len(eaten)} bytes could be had")
         return super().judge(image, content)
 
 
 @dataclass
 class Batch:
-    images: list[tuple[Labelled, bytes]]
+    images: list[tuple[LabelledImage, bytes]]
     sound: int
 
 
 def batch(number: int, *planted: bytes) -> Batch:
     contents = [image_bytes(number * 10 + i) for i in range(4)]
-    images = [(Labelled(f"a/{number}-{i}.png", "a"), content) for i, content in enumerate([*contents, *planted])]
+    images = [(LabelledImage(f"a/{number}-{i}.png", "a"), content) for i, content in enumerate([*contents, *planted])]
     return Batch(images, len(contents))
 
 
 async def test_only_the_culprit_is_set_aside() -> None:
     batches = [batch(0), batch(1, b"crash", b"hang"), batch(2)]
-    async with Decoders(2) as decoders:
+    async with DecoderPool(2) as decoders:
         verdicts = await asyncio.gather(*(decoders.judge(Deadly(DATA), one.images) for one in batches))
         for one, found in zip(batches, verdicts, strict=True):
-            assert all(isinstance(verdict, Sound) for verdict in found[: one.sound])
-            assert all(isinstance(verdict, Broken) and verdict.code == "undecodable" for verdict in found[one.sound :])
+            assert all(isinstance(verdict, ValidRecord) for verdict in found[: one.sound])
+            assert all(
+                isinstance(verdict, InvalidRecord) and verdict.code == "undecodable" for verdict in found[one.sound :]
+            )
             assert len(found) == len(one.images)
         # And it goes on.
         again = await decoders.judge(Deadly(DATA), batches[0].images)
@@ -66,7 +68,7 @@ async def test_only_the_culprit_is_set_aside() -> None:
 
 async def test_no_image_is_blamed_when_no_process_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoders_module, "bound", _refuse)
-    async with Decoders(2) as decoders:
+    async with DecoderPool(2) as decoders:
         with pytest.raises(TransientError, match="no process can be started"):
             await decoders.judge(Deadly(DATA), batch(0).images)
 
@@ -76,13 +78,13 @@ def _refuse() -> None:
 
 
 async def test_memory_is_bounded() -> None:
-    async with Decoders(1) as decoders:
+    async with DecoderPool(1) as decoders:
         with pytest.raises(MemoryError):
-            await decoders.judge(Deadly(DATA), [(Labelled("a/x.png", "a"), b"eat")])
+            await decoders.judge(Deadly(DATA), [(LabelledImage("a/x.png", "a"), b"eat")])
 
 
 async def test_no_process_outlives_the_service() -> None:
-    decoders = Decoders(1)
+    decoders = DecoderPool(1)
     async with decoders:
         await decoders.judge(Deadly(DATA), batch(0).images)
         pool = decoders._pool

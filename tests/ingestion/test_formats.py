@@ -25,9 +25,9 @@ from PIL import Image
 from contracts.datasets import pack_name
 from loadtest.data import fuzzed
 from loadtest.data.quarantine import Findings, MemoryStore, ingest, try_one
-from services.ingestion.core.verdict import objection
-from services.ingestion.decoders import Decoders
-from services.ingestion.ingest import Ingested
+from services.ingestion.core.validation import find_objection
+from services.ingestion.decoders import DecoderPool
+from services.ingestion.job import IngestionResult
 from services.kit.bus import PoisonMessage
 from tests.support_data import image_bytes
 
@@ -37,7 +37,7 @@ TRAIN = {"train": 1, "validation": 0, "test": 0}
 class Result:
     """What an ingestion found, at hand."""
 
-    def __init__(self, ingested: Ingested, store: MemoryStore) -> None:
+    def __init__(self, ingested: IngestionResult, store: MemoryStore) -> None:
         self.outcome, self.folder_uri, self._store = ingested.outcome, ingested.folder_uri, store
         self.index = [json.loads(line) for line in store.objects[ingested.index_uri].splitlines()]
         self.quarantine = [json.loads(line) for line in store.objects[ingested.quarantine_uri].splitlines()]
@@ -59,7 +59,7 @@ Ingesting = Callable[..., Awaitable[Result]]
 
 
 @pytest.fixture
-def run(decoders: Decoders, tmp_path: Path) -> Ingesting:
+def run(decoders: DecoderPool, tmp_path: Path) -> Ingesting:
     """Ingest these files of a format; ``settings`` are those of the request."""
 
     async def run(format: str, files: dict[str, bytes], **settings: Any) -> Result:
@@ -299,7 +299,7 @@ async def test_one_image_under_two_labels(run: Ingesting) -> None:
 async def test_copies_in_two_splits_are_a_leak_unless_they_are_kept_together(run: Ingesting, tmp_path: Path) -> None:
     files = {f"{i}.jsonl": jsonl(*({"n": n} for n in range(20))) for i in range(8)}
     found = await run("jsonl", files, split={"by": "file", "seed": 1})
-    problem = objection(found.outcome, fuzzed_source("jsonl"), "q")
+    problem = find_objection(found.outcome, fuzzed_source("jsonl"), "q")
     assert problem is not None
     assert "leaks into" in problem
     assert "data.split.by to 'content'" in problem
@@ -309,7 +309,7 @@ async def test_copies_are_kept_together(run: Ingesting) -> None:
     files = {f"{i}.jsonl": jsonl(*({"n": n} for n in range(20))) for i in range(8)}
     found = await run("jsonl", files)
     assert found.outcome.leak is None
-    assert objection(found.outcome, fuzzed_source("jsonl"), "q") is None
+    assert find_objection(found.outcome, fuzzed_source("jsonl"), "q") is None
 
 
 def fuzzed_source(format: str) -> Any:
@@ -345,7 +345,7 @@ async def test_columns_are_what_most_files_have(run: Ingesting) -> None:
 async def test_fields_are_what_most_files_have(run: Ingesting, odd: list[dict[str, Any]], says: str | None) -> None:
     files = {f"{i}.jsonl": jsonl(*({"x": n, "y": i} for n in range(10))) for i in range(3)} | {"9.jsonl": jsonl(*odd)}
     found = await run("jsonl", files, split=TRAIN, label_field="y")
-    problem = objection(found.outcome, fuzzed_source("jsonl"), "q")
+    problem = find_objection(found.outcome, fuzzed_source("jsonl"), "q")
     if says is None:
         assert (found.outcome.accepted, found.codes) == (30 + len(odd), {})
         return
@@ -373,7 +373,7 @@ async def test_values_without_a_form_in_json(run: Ingesting) -> None:
     assert found.codes == {"unsupported_type": 1, "invalid_utf8": 1}
 
 
-async def test_spoiled_sources(decoders: Decoders) -> None:
+async def test_spoiled_sources(decoders: DecoderPool) -> None:
     """A small part of ``python -m loadtest.data.quarantine``: each format some times."""
     findings = Findings()
     for seed in random.Random(5).sample(range(10_000), 6) + list(range(7)):

@@ -8,12 +8,12 @@ import zlib
 import pytest
 
 from contracts.events.train import DataSource
-from services.ingestion.core.records import Broken, Sound
+from services.ingestion.core.records import InvalidRecord, ValidRecord
 from services.ingestion.decoders import with_content
-from services.ingestion.formats.images import ImageJudge, Labelled, refuse_unread
+from services.ingestion.formats.images import ImageValidator, LabelledImage, reject_unread
 from tests.support_data import image_bytes
 
-JUDGE = ImageJudge(DataSource(source="s3://lake/x", format="images"))
+JUDGE = ImageValidator(DataSource(source="s3://lake/x", format="images"))
 MAX_BYTES = 64 * 2**20
 PNG, JPEG = image_bytes(1, size=64), image_bytes(1, "JPEG", size=64)
 
@@ -45,8 +45,8 @@ def flipped(content: bytes, at: int) -> bytes:
     ],
 )
 def test_broken_images(path: str, content: bytes, codes: set[str]) -> None:
-    found = JUDGE.judge(Labelled(path, "a"), content)
-    assert isinstance(found, Broken)
+    found = JUDGE.judge(LabelledImage(path, "a"), content)
+    assert isinstance(found, InvalidRecord)
     assert found.code in codes
     assert found.sha256
     assert "0x" not in found.detail, "an address in the text would make two runs differ"
@@ -57,7 +57,7 @@ def test_broken_images(path: str, content: bytes, codes: set[str]) -> None:
     [("a/x.txt", 3, "unknown_extension"), ("a/x.png", 0, "empty"), ("a/x.png", MAX_BYTES + 1, "oversized")],
 )
 def test_what_the_listing_tells(path: str, size: int, code: str) -> None:
-    found = refuse_unread(path, size, MAX_BYTES)
+    found = reject_unread(path, size, MAX_BYTES)
     assert found is not None
     assert found.code == code
 
@@ -65,11 +65,11 @@ def test_what_the_listing_tells(path: str, size: int, code: str) -> None:
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF"])
 def test_sound_images_keep_their_bytes(kind: str) -> None:
     content = image_bytes(2, kind)
-    found = JUDGE.judge(Labelled(f"b/x.{kind.lower()}", "b"), content)
-    assert isinstance(found, Sound)
+    found = JUDGE.judge(LabelledImage(f"b/x.{kind.lower()}", "b"), content)
+    assert isinstance(found, ValidRecord)
     assert (found.size, found.ext, found.label, found.key) == (len(content), kind.lower(), "b", "b/x")
     assert found.measures
     kept = with_content(found, content, 2**20)
-    assert isinstance(kept, Sound)
+    assert isinstance(kept, ValidRecord)
     assert kept.content == content
     assert with_content(found, content, 10) is found

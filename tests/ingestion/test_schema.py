@@ -9,11 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.ingestion.core import schema
-from services.ingestion.core.schema import ANY, MAX_FIELDS, SOMETIMES, Profile, Shape, unlike_columns, unlike_fields
+from services.ingestion.core.schema import (
+    ANY,
+    MAX_FIELDS,
+    SOMETIMES,
+    FieldProfile,
+    Shape,
+    find_deviating_columns,
+    find_deviating_fields,
+)
 
 
 def shape(*records: dict[str, Any]) -> Shape | None:
-    profile = Profile()
+    profile = FieldProfile()
     for record in records:
         profile.add(record)
     return profile.shape()
@@ -50,7 +58,7 @@ def test_what_the_records_of_a_file_are_like(records: list[dict[str, Any]], expe
 def unlike(*shapes: Shape) -> dict[int, str]:
     """By number of the file what is unlike the others."""
     distinct = list({tuple(one.items()): one for one in shapes}.values())
-    found = list(unlike_fields(lambda: [(one, shapes.count(one)) for one in distinct]))
+    found = list(find_deviating_fields(lambda: [(one, shapes.count(one)) for one in distinct]))
     return {n: text for n, one in enumerate(shapes) for odd, text in found if odd == one}
 
 
@@ -90,11 +98,11 @@ def test_files_that_are_unlike_most(files: list[Shape], expected: dict[int, str]
 def test_tables_are_alike_to_the_last_column() -> None:
     wide, narrow, turned = {"x": "int64", "y": "string"}, {"x": "int64"}, {"y": "string", "x": "int64"}
     files = [(wide, 2), (narrow, 1), (turned, 2)]
-    assert list(unlike_columns(lambda: files)) == [
+    assert list(find_deviating_columns(lambda: files)) == [
         (narrow, "column 'y' is missing here and string in most files: write all files with one schema"),
         (turned, "the columns' order differs from most files: write all files with one schema"),
     ]
-    assert list(unlike_columns(list)) == []
+    assert list(find_deviating_columns(list)) == []
 
 
 @given(

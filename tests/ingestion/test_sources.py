@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from services.ingestion.sources import FolderSource, Listed
+from services.ingestion.sources import FolderSource, SourceObject
 from services.kit.bus import PoisonMessage
 from services.kit.store.errors import ObjectChanged
 
 
-async def listed(source: FolderSource) -> dict[str, Listed]:
+async def listed(source: FolderSource) -> dict[str, SourceObject]:
     return {one.path: one async for page in source.listing() for one in page}
 
 
@@ -69,7 +69,7 @@ async def test_links_and_pipes_are_told_and_not_followed(folder: Path, tmp_path:
     source = FolderSource.of(folder.as_uri(), (folder,))
     found = await listed(source)
     assert set(found) == {"a.jsonl", "deep/b c%.jsonl", "out.jsonl", "round", "pipe.jsonl"}
-    assert {path for path, one in found.items() if source.objection(one)} == {"out.jsonl", "round", "pipe.jsonl"}
+    assert {path for path, one in found.items() if source.find_objection(one)} == {"out.jsonl", "round", "pipe.jsonl"}
 
 
 @pytest.mark.parametrize("how", ["rewritten", "replaced", "link", "gone", "pipe"])

@@ -15,18 +15,18 @@ from PIL import Image, ImageDraw
 
 from contracts.datasets import SPLITS
 from contracts.events.train import DataSource, Split
-from services.ingestion.core.records import Fault
+from services.ingestion.core.records import RecordFault
 from services.ingestion.core.splits import (
-    Assigner,
+    SplitAssigner,
     SplitKeys,
     apportion,
     group_text,
     normalised,
     perceptual_hash,
     strata,
-    stratified,
+    stratify,
 )
-from services.ingestion.core.times import instant
+from services.ingestion.core.times import parse_instant
 
 BY_TIME = Split(
     by="time",
@@ -41,7 +41,7 @@ def source(split: Split, **more: Any) -> DataSource:
     return DataSource(source="s3://lake/x", format="jsonl", split=split, **more)
 
 
-def unit(assigner: Assigner, split_key: str = "", *, content: str = "c", key: str = "k", path: str = "p") -> bytes:
+def unit(assigner: SplitAssigner, split_key: str = "", *, content: str = "c", key: str = "k", path: str = "p") -> bytes:
     return assigner.unit(split_key, sha256=content, key=key, path=path)
 
 
@@ -61,7 +61,7 @@ def unit(assigner: Assigner, split_key: str = "", *, content: str = "c", key: st
 def test_shares_are_met_within_4_sigma_and_a_share_of_zero_stays_empty(
     split: Split, expected: tuple[float, ...]
 ) -> None:
-    assigner, n = Assigner(split), 20_000
+    assigner, n = SplitAssigner(split), 20_000
     found = Counter(assigner.split_of(unit(assigner, content=f"{i}")) for i in range(n))
     for name, share in zip(SPLITS, expected, strict=True):
         assert abs(found[name] - n * share) <= 4 * (n * share * (1 - share)) ** 0.5
@@ -70,7 +70,7 @@ def test_shares_are_met_within_4_sigma_and_a_share_of_zero_stays_empty(
 @given(st.lists(st.text(), unique=True, max_size=50), st.integers(), st.sampled_from(["content", "key", "file"]))
 def test_growth_moves_nothing(names: list[str], seed: int, by: Any) -> None:
     def divide(names: list[str]) -> dict[str, str | None]:
-        assigner = Assigner(Split(seed=seed, by=by))
+        assigner = SplitAssigner(Split(seed=seed, by=by))
         return {name: assigner.split_of(unit(assigner, content=name, key=name, path=name)) for name in names}
 
     few = divide(names)
@@ -87,7 +87,7 @@ def test_growth_moves_nothing(names: list[str], seed: int, by: Any) -> None:
     ],
 )
 def test_what_is_divided_as_one(by: Any, same: dict[str, str], other: dict[str, str]) -> None:
-    assigner = Assigner(Split(by=by))
+    assigner = SplitAssigner(Split(by=by))
     assert unit(assigner, **same) == unit(assigner, **same, **other)
     changed = {name: f"{value}!" for name, value in same.items()}
     assert unit(assigner, **same) != unit(assigner, **changed)
@@ -113,7 +113,7 @@ def test_a_group_may_lie_deeper() -> None:
 @pytest.mark.parametrize("row", [{}, {"patient": None}, {"patient": ""}])
 def test_a_record_without_group_is_set_aside(row: dict[str, Any]) -> None:
     keys = SplitKeys(source(Split(by="group", group_field="patient")))
-    with pytest.raises(Fault) as refused:
+    with pytest.raises(RecordFault) as refused:
         keys.row(row)
     assert refused.value.code == "null_group"
 
@@ -139,14 +139,14 @@ def test_a_record_without_group_is_set_aside(row: dict[str, Any]) -> None:
     ],
 )
 def test_dates_divide_and_the_embargo_is_left_out(at: Any, expected: str | None) -> None:
-    assigner = Assigner(BY_TIME)
+    assigner = SplitAssigner(BY_TIME)
     key = SplitKeys(source(BY_TIME)).row({"at": at})
     assert assigner.split_of(unit(assigner, key)) == expected
 
 
 def test_one_border_alone() -> None:
     split = Split(by="time", time_field="at", test_from=datetime(2026, 4, 1, tzinfo=UTC))
-    assigner, keys = Assigner(split), SplitKeys(source(split))
+    assigner, keys = SplitAssigner(split), SplitKeys(source(split))
     assert [assigner.split_of(unit(assigner, keys.row({"at": at}))) for at in ("2026-03-31", "2026-04-01")] == [
         "train",
         "test",
@@ -166,19 +166,19 @@ def test_one_border_alone() -> None:
     ],
 )
 def test_a_record_without_time_is_set_aside(value: Any, code: str) -> None:
-    with pytest.raises(Fault) as refused:
+    with pytest.raises(RecordFault) as refused:
         SplitKeys(source(BY_TIME)).row({"at": value})
     assert refused.value.code == code
 
 
 @given(st.datetimes(timezones=st.timezones()))
 def test_an_instant_is_the_same_however_it_is_written(at: datetime) -> None:
-    assert instant(at) == instant(at.isoformat()) == instant(at.astimezone(UTC))
-    assert datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=instant(at)) == at.astimezone(UTC)
+    assert parse_instant(at) == parse_instant(at.isoformat()) == parse_instant(at.astimezone(UTC))
+    assert datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=parse_instant(at)) == at.astimezone(UTC)
 
 
 def test_a_date_begins_at_midnight_utc() -> None:
-    assert instant(date(2026, 1, 2)) == instant("2026-01-02") == instant(datetime(2026, 1, 2))
+    assert parse_instant(date(2026, 1, 2)) == parse_instant("2026-01-02") == parse_instant(datetime(2026, 1, 2))
 
 
 # -- near-duplicates ------------------------------------------------------------
@@ -244,7 +244,7 @@ def test_near_duplicates_of_a_text() -> None:
 
 def test_what_nobody_knows_the_likeness_of_goes_by_its_content() -> None:
     data = source(Split(by="near"))
-    assigner, key = Assigner(data.split), SplitKeys(data).unknown()
+    assigner, key = SplitAssigner(data.split), SplitKeys(data).unknown()
     assert unit(assigner, key, content="c") != unit(assigner, key, content="d")
     assert unit(assigner, key, content="c") == unit(assigner, key, content="c", key="k2", path="p2")
 
@@ -254,7 +254,7 @@ def test_what_nobody_knows_the_likeness_of_goes_by_its_content() -> None:
 
 def divided(split: Split, records: list[tuple[str, str]]) -> dict[str, str]:
     """Split key -> split of (split key, label) records, as the catalog does it."""
-    assigner = Assigner(split)
+    assigner = SplitAssigner(split)
     units = {key: unit(assigner, content=key) for key, _ in records}
     counts = sorted((units[key], label, n) for (key, label), n in Counter(records).items())
     by_class = defaultdict(list)
@@ -262,7 +262,7 @@ def divided(split: Split, records: list[tuple[str, str]]) -> dict[str, str]:
         by_class[stratum.label].append((stratum.unit, stratum.size))
     found: dict[bytes, str] = {}
     for label, members in by_class.items():
-        found |= dict(stratified(split, label, sorted(members), sum(size for _, size in members)))
+        found |= dict(stratify(split, label, sorted(members), sum(size for _, size in members)))
     return {key: found[units[key]] for key in units}
 
 

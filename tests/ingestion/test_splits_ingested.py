@@ -12,7 +12,7 @@ import pytest
 
 from contracts.datasets import FieldStatistics
 from contracts.events.train import DataSource
-from services.ingestion.ingest import Ingested
+from services.ingestion.job import IngestionResult
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 from tests.ingestion.conftest import Ingesting
@@ -28,11 +28,11 @@ def jsonl(rows: list[dict[str, Any]]) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
-async def index_of(objects: ObjectStore, found: Ingested) -> list[dict[str, Any]]:
+async def index_of(objects: ObjectStore, found: IngestionResult) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (await objects.get(found.index_uri)).splitlines()]
 
 
-async def statistics_of(objects: ObjectStore, found: Ingested) -> dict[str, FieldStatistics]:
+async def statistics_of(objects: ObjectStore, found: IngestionResult) -> dict[str, FieldStatistics]:
     assert found.statistics_uri is not None
     told = json.loads(await objects.get(found.statistics_uri))
     return {name: FieldStatistics.model_validate(field) for name, field in told.items()}

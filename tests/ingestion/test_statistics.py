@@ -15,13 +15,13 @@ from PIL import Image
 
 from contracts.datasets import FieldStatistics, canonical_json
 from services.ingestion.core import statistics
-from services.ingestion.core.statistics import MAX_FIELDS, Statistics, of_image, of_row
+from services.ingestion.core.statistics import MAX_FIELDS, Statistics, measure_image, measure_row
 
 
 def of(rows: list[dict[str, Any]]) -> dict[str, FieldStatistics]:
     added = Statistics()
     for row in rows:
-        added.add(of_row(row))
+        added.add(measure_row(row))
     return added.result()
 
 
@@ -103,7 +103,7 @@ def test_names_made_of_data_do_not_fill_the_manifest() -> None:
 def channels(*images: Image.Image) -> dict[str, FieldStatistics]:
     added = Statistics()
     for image in images:
-        added.add(of_image(image))
+        added.add(measure_image(image))
     return added.result()
 
 
@@ -144,7 +144,7 @@ def test_every_mode_has_channels_or_none() -> None:
 def test_an_image_with_fields_is_one_record() -> None:
     added = Statistics()
     for number in range(3):
-        added.add(of_image(noise(number, "L", (4, 4))) + of_row({"age": number}))
+        added.add(measure_image(noise(number, "L", (4, 4))) + measure_row({"age": number}))
     found = added.result()
     assert (found["l"].count, found["age"].count, found["age"].mean) == (48, 3, 1.0)
     assert math.isfinite(found["l"].std)

@@ -26,10 +26,10 @@ from contracts.events.run import RunPrepared, RunPrepareFailed
 from contracts.events.train import DatasetRef, DataSource, IngestRequested, Split
 from loadtest.data.proxy import FaultProxy
 from services.ingestion import app as ingestion_app
-from services.ingestion import ingest as ingest_module
-from services.ingestion import packs
-from services.ingestion.decoders import Decoders
-from services.ingestion.ingest import Ingest
+from services.ingestion import blob_packs
+from services.ingestion import job as ingest_module
+from services.ingestion.decoders import DecoderPool
+from services.ingestion.job import IngestionJob
 from services.ingestion.progress import Progress as IngestProgress
 from services.ingestion.sources import open_source
 from services.kit.bus import Bus
@@ -37,7 +37,7 @@ from services.kit.clock import SystemClock
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 from services.sharding import app as sharding_app
-from services.sharding.shard import Shard
+from services.sharding.job import ShardingJob
 from tests.kit.support import until as eventually
 from tests.sharding.conftest import Until, running
 from tests.support_data import accepted, digits_lake, fill, image_bytes
@@ -265,7 +265,7 @@ async def test_a_crash_at_any_write_changes_nothing(
     objects: ObjectStore, s3_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever write an instance dies at, the next one finishes, with the dataset that would have been."""
-    monkeypatch.setattr(packs, "PACK_BYTES", 4096)
+    monkeypatch.setattr(blob_packs, "PACK_BYTES", 4096)
     source = f"s3://{s3_settings.bucket_lake}/digits"
     await fill(objects, source, digits_lake(40))
     data = DataSource(source=source, format="images")
@@ -275,11 +275,11 @@ async def test_a_crash_at_any_write_changes_nothing(
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
         source = open_source(data.source, store)
         said = IngestProgress("r1", SystemClock(), None)
-        result = await Ingest(bucket, store, source, decoders, folder, data, said).run()
+        result = await IngestionJob(bucket, store, source, decoders, folder, data, said).run()
         ingested = ingestion_app.ingested_fact("r1", "r1", data, result)
-        return (await Shard(store, folder, ingested, bucket).run()).dataset_id
+        return (await ShardingJob(store, folder, ingested, bucket).run()).dataset_id
 
-    async with Decoders(1) as decoders:
+    async with DecoderPool(1) as decoders:
         for at_write in itertools.count():
             bucket = f"crash-{s3_settings.bucket_datasets}-{at_write}"
             crashed = False

@@ -22,12 +22,20 @@ from contracts import shard_index
 from contracts.datasets import canonical_json
 from contracts.events.dataset import ShardFile
 from services.kit.bus import PoisonMessage
-from services.kit.shuffle import group, place
+from services.kit.sample_order import group, place
 from services.sharding.core import index, tar
-from services.sharding.core.plan import link_name
+from services.sharding.core.manifest import link_name
 from services.sharding.core.rows import fill
-from services.sharding.ordering import Plan
-from services.sharding.writer import BATCH_ROWS, BUFFER_BYTES, Contents, ShardWriter, Wrong, batches, short_key
+from services.sharding.shard_plan import ShardPlan
+from services.sharding.writer import (
+    BATCH_ROWS,
+    BUFFER_BYTES,
+    ContentMismatch,
+    Contents,
+    ShardWriter,
+    batches,
+    short_key,
+)
 
 NAMES = st.from_regex(r"[A-Za-z0-9_/-]{1,90}\.[a-z]{1,4}", fullmatch=True).filter(lambda n: not n.startswith("/"))
 
@@ -115,15 +123,15 @@ class Samples:
         self.pack += content
         self.lines.append(canonical_json(record) + b"\n")
 
-    def plan(self, shard_bytes: int, *, flat: bool = False, seed: int = 0) -> Plan:
+    def plan(self, shard_bytes: int, *, flat: bool = False, seed: int = 0) -> ShardPlan:
         path = self.folder / "index.jsonl"
         path.write_bytes(b"".join(sorted(self.lines)))
         (self.folder / "pack").write_bytes(self.pack)
-        plan = Plan(self.folder / "plan", ("0", "1", "2"), seed, shard_bytes, flat=flat)
+        plan = ShardPlan(self.folder / "plan", ("0", "1", "2"), seed, shard_bytes, flat=flat)
         plan.build(path)
         return plan
 
-    def write(self, plan: Plan) -> dict[str, ShardFile]:
+    def write(self, plan: ShardPlan) -> dict[str, ShardFile]:
         """Write all shards; by name, with the file beside the pack."""
         handle, made = os.open(self.folder / "pack", os.O_RDONLY), {}
         for shard in plan.shards:
@@ -234,7 +242,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path, flat: bool, fast: bool) -> None:
         bit = random.Random(trial).randrange(8 * len(samples.pack))
         samples.pack[bit // 8] ^= 1 << bit % 8
         (samples.folder / "pack").write_bytes(samples.pack)
-        with pytest.raises(Wrong):
+        with pytest.raises(ContentMismatch):
             samples.write(plan)
 
 
@@ -242,7 +250,7 @@ def test_a_pack_that_ends_early_is_found(tmp_path: Path) -> None:
     samples = a_hundred(tmp_path)
     plan = samples.plan(2**16)
     (tmp_path / "pack").write_bytes(samples.pack[:-1])
-    with pytest.raises(Wrong):
+    with pytest.raises(ContentMismatch):
         samples.write(plan)
 
 
@@ -253,9 +261,9 @@ def test_windows_lie_in_flat_files_without_anything_between(tmp_path: Path) -> N
         samples.add(f"text-0a1b/{i:09d}", [("bin", windows[f"text-0a1b/{i:09d}"])])
     made = samples.write(samples.plan(2**16, flat=True))
     assert [shard.samples for shard in made.values()] == [2**16 // 129] * 2 + [1500 - 2 * (2**16 // 129)]
-    in_order = sorted(windows, key=lambda key: place(0, key))
+    sort_rows = sorted(windows, key=lambda key: place(0, key))
     content = b"".join((tmp_path / name.replace("/", "-")).read_bytes() for name in made)
-    assert content == b"".join(windows[key] for key in in_order)
+    assert content == b"".join(windows[key] for key in sort_rows)
     for name, shard in made.items():
         assert shard.path == f"{name}.bin"
         found = shard_index.decode((tmp_path / f"{name.replace('/', '-')}.idx").read_bytes())
@@ -287,8 +295,8 @@ def test_the_order_is_mixed_and_depends_on_keys_and_seed_alone(tmp_path: Path) -
 
 def test_an_order_that_does_not_fit_memory_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = order(tmp_path / "a", 0, range(1000))
-    monkeypatch.setattr("services.sharding.ordering.PART_BYTES", 10_000)
-    monkeypatch.setattr("services.sharding.ordering.BUFFERED_BYTES", 5_000)
+    monkeypatch.setattr("services.sharding.shard_plan.PART_BYTES", 10_000)
+    monkeypatch.setattr("services.sharding.shard_plan.BUFFERED_BYTES", 5_000)
     assert order(tmp_path / "b", 0, range(1000)) == whole
 
 

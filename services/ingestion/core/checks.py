@@ -8,15 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from contracts.events.train import Bounds, DataSource
-from services.ingestion.core.records import Fault, Sound, json_bytes
-from services.ingestion.core.times import instant
+from services.ingestion.core.records import RecordFault, ValidRecord, encode_json
+from services.ingestion.core.times import parse_instant
 
 #: Formats whose records are bytes, without fields.
 WITHOUT_FIELDS = ("text", "tokens")
 ID_BYTES = 16
 
 
-def impossible(data: DataSource) -> str | None:
+def find_impossible_check(data: DataSource) -> str | None:
     """Why no record of this format could pass what is asked of it, and what to change; None if it can."""
     asked = {
         "checks.ranges": bool(data.checks.ranges),
@@ -37,7 +37,7 @@ def impossible(data: DataSource) -> str | None:
     return None
 
 
-class Checker:
+class RecordChecker:
     """Judges sound records by ``data.checks``."""
 
     def __init__(self, data: DataSource) -> None:
@@ -46,10 +46,10 @@ class Checker:
         self._ranges = checks.ranges
         self._required = checks.required
         self._id_field, self._time_field = checks.id_field, checks.time_field
-        self._not_after_us = instant(checks.not_after) if checks.not_after is not None else None
+        self._not_after_us = parse_instant(checks.not_after) if checks.not_after is not None else None
         self._max_bytes = checks.max_record_bytes
 
-    def check(self, record: Sound, written_us: int) -> bytes | None:
+    def check(self, record: ValidRecord, written_us: int) -> bytes | None:
         """Return the hash of the record's id, if records have ids.
 
         Args:
@@ -57,16 +57,18 @@ class Checker:
             written_us: when its object was written; what it tells of cannot lie after that.
 
         Raises:
-            Fault: it is not what the checks ask for.
+            RecordFault: it is not what the checks ask for.
         """
         if record.size > self._max_bytes:
-            raise Fault("oversized", f"{record.size:,} bytes, more than checks.max_record_bytes ({self._max_bytes:,})")
+            raise RecordFault(
+                "oversized", f"{record.size:,} bytes, more than checks.max_record_bytes ({self._max_bytes:,})"
+            )
         if self._labels and record.label not in self._labels:
-            raise Fault("unknown_label", f"label {_short(record.label)} is none of checks.labels")
+            raise RecordFault("unknown_label", f"label {_short(record.label)} is none of checks.labels")
         value = record.value if record.value is not None else {}
         for name in self._required:
             if _empty(member(value, name)):
-                raise Fault("missing_field", f"no field {name!r} (checks.required)")
+                raise RecordFault("missing_field", f"no field {name!r} (checks.required)")
         for name, bounds in self._ranges.items():
             _check_range(name, member(value, name), bounds)
         if self._time_field is not None:
@@ -76,24 +78,24 @@ class Checker:
     def _check_time(self, value: Any, written_us: int) -> None:
         name = self._time_field
         if _empty(value):
-            raise Fault("null_time", f"no field {name!r} (checks.time_field)")
+            raise RecordFault("null_time", f"no field {name!r} (checks.time_field)")
         try:
-            at_us = instant(value)
+            at_us = parse_instant(value)
         except ValueError as error:
-            raise Fault("invalid_time", f"field {name!r}: {error}") from error
+            raise RecordFault("invalid_time", f"field {name!r}: {error}") from error
         if self._not_after_us is not None:
             if at_us > self._not_after_us:
-                raise Fault("future_time", f"field {name!r} is {_short(value)}, after checks.not_after")
+                raise RecordFault("future_time", f"field {name!r} is {_short(value)}, after checks.not_after")
         elif at_us > written_us:
-            raise Fault("future_time", f"field {name!r} is {_short(value)}, after its object was written")
+            raise RecordFault("future_time", f"field {name!r} is {_short(value)}, after its object was written")
 
     def _id(self, value: Mapping[str, Any]) -> bytes | None:
         if self._id_field is None:
             return None
         found = member(value, self._id_field)
         if _empty(found):
-            raise Fault("missing_field", f"no field {self._id_field!r} (checks.id_field)")
-        return hashlib.sha256(json_bytes(found)).digest()[:ID_BYTES]
+            raise RecordFault("missing_field", f"no field {self._id_field!r} (checks.id_field)")
+        return hashlib.sha256(encode_json(found)).digest()[:ID_BYTES]
 
 
 def member(value: Mapping[str, Any], name: str) -> Any:
@@ -116,16 +118,18 @@ def _check_range(name: str, value: Any, bounds: Bounds) -> None:
         try:
             number: float = float(value)
         except ValueError:
-            raise Fault("not_a_number", f"field {name!r} is {_short(value)}") from None
+            raise RecordFault("not_a_number", f"field {name!r} is {_short(value)}") from None
     elif isinstance(value, int | float) and not isinstance(value, bool):
         number = value
     else:
-        raise Fault("not_a_number", f"field {name!r} is a {type(value).__name__}")
+        raise RecordFault("not_a_number", f"field {name!r} is a {type(value).__name__}")
     if isinstance(number, float) and not math.isfinite(number):
-        raise Fault("nan", f"field {name!r} is {number}")
+        raise RecordFault("nan", f"field {name!r} is {number}")
     if (bounds.min is not None and number < bounds.min) or (bounds.max is not None and number > bounds.max):
         low, high = ("-inf" if bounds.min is None else bounds.min), ("inf" if bounds.max is None else bounds.max)
-        raise Fault("out_of_range", f"field {name!r} is {_short(value)}, not within {low} to {high} (checks.ranges)")
+        raise RecordFault(
+            "out_of_range", f"field {name!r} is {_short(value)}, not within {low} to {high} (checks.ranges)"
+        )
 
 
 def _short(value: Any) -> str:

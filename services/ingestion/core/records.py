@@ -23,7 +23,7 @@ MAX_DETAIL_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Sound:
+class ValidRecord:
     """A record to be kept. ``content`` is None if it stays where it is."""
 
     key: str
@@ -45,7 +45,7 @@ class Sound:
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class InvalidRecord:
     """A record to be set aside, and why."""
 
     code: Code
@@ -58,7 +58,7 @@ class Broken:
     label: str | None = None
 
 
-class Fault(ValueError):
+class RecordFault(ValueError):
     """A record is broken."""
 
     def __init__(self, code: Code, detail: str) -> None:
@@ -67,101 +67,101 @@ class Fault(ValueError):
         self.detail = detail[:MAX_DETAIL_CHARS]
 
 
-def of_files(
+def record_of_files(
     key: str,
     files: Mapping[str, bytes],
     label: str | None,
     offset: int | None,
     value: Mapping[str, Any] | None,
     continuous: bool = False,
-) -> Sound:
+) -> ValidRecord:
     """A sample of files, by extension; of one file it is that file."""
     exts = sorted(files)
     content = b"".join(files[ext] for ext in exts)
     fields = tuple((ext, len(files[ext])) for ext in exts) if len(exts) > 1 else None
     digest = hashlib.sha256(content).hexdigest()
-    return Sound(key, exts[0], content, len(content), digest, label, offset, continuous, fields, value)
+    return ValidRecord(key, exts[0], content, len(content), digest, label, offset, continuous, fields, value)
 
 
-def json_line(
+def parse_json_line(
     line: bytes, key: str, offset: int, label_field: str | None, look: Callable[[Mapping[str, Any]], None] | None = None
-) -> Sound | Broken:
+) -> ValidRecord | InvalidRecord:
     """Judge one line of a jsonl file. ``look`` is called with each object, whatever is wrong with it besides."""
     try:
-        value = parsed_json(line)
+        value = parse_json(line)
         if look is not None and isinstance(value, dict):
             look(value)
         return record(value, key, offset, label_field)
-    except Fault as fault:
-        return Broken(fault.code, fault.detail, offset, hashlib.sha256(line).hexdigest())
+    except RecordFault as fault:
+        return InvalidRecord(fault.code, fault.detail, offset, hashlib.sha256(line).hexdigest())
 
 
-def record(value: Any, key: str, offset: int, label_field: str | None) -> Sound:
-    """The canonical form of a record; raises ``Fault``."""
+def record(value: Any, key: str, offset: int, label_field: str | None) -> ValidRecord:
+    """The canonical form of a record; raises ``RecordFault``."""
     if not isinstance(value, dict):
-        raise Fault("not_an_object", f"the record is a JSON {type(value).__name__}, not an object")
-    label, continuous = label_of(value, label_field)
-    content = json_bytes(value)
+        raise RecordFault("not_an_object", f"the record is a JSON {type(value).__name__}, not an object")
+    label, continuous = find_label(value, label_field)
+    content = encode_json(value)
     digest = hashlib.sha256(content).hexdigest()
-    return Sound(key, "json", content, len(content), digest, label, offset, continuous, value=value)
+    return ValidRecord(key, "json", content, len(content), digest, label, offset, continuous, value=value)
 
 
-def json_bytes(value: Any) -> bytes:
-    """Canonical JSON; raises ``Fault``."""
+def encode_json(value: Any) -> bytes:
+    """Canonical JSON; raises ``RecordFault``."""
     try:
         return canonical_json(value)
     except UnicodeEncodeError as error:
-        raise Fault("invalid_utf8", f"text that is no Unicode: {error.reason}") from error
+        raise RecordFault("invalid_utf8", f"text that is no Unicode: {error.reason}") from error
     except RecursionError as error:
-        raise Fault("invalid_json", "nested too deeply") from error
+        raise RecordFault("invalid_json", "nested too deeply") from error
     except ValueError as error:
-        raise Fault("nan", "a number is NaN or infinite: leave the field out or use null") from error
+        raise RecordFault("nan", "a number is NaN or infinite: leave the field out or use null") from error
 
 
-def parsed_json(line: bytes) -> Any:
-    """Read JSON; raises ``Fault``."""
+def parse_json(line: bytes) -> Any:
+    """Read JSON; raises ``RecordFault``."""
     try:
         text = line.decode()
     except UnicodeDecodeError as error:
-        raise Fault("invalid_utf8", f"byte {error.start} is not UTF-8") from error
+        raise RecordFault("invalid_utf8", f"byte {error.start} is not UTF-8") from error
     try:
         return json.loads(text, parse_constant=_refuse_constant)
-    except Fault:
+    except RecordFault:
         raise
     except RecursionError as error:
-        raise Fault("invalid_json", "nested too deeply") from error
+        raise RecordFault("invalid_json", "nested too deeply") from error
     except ValueError as error:
-        raise Fault("invalid_json", str(error)) from error
+        raise RecordFault("invalid_json", str(error)) from error
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise Fault("nan", f"{name} is no JSON number: leave the field out or use null")
+    raise RecordFault("nan", f"{name} is no JSON number: leave the field out or use null")
 
 
-def label_of(value: Mapping[str, Any], field: str | None) -> tuple[str | None, bool]:
-    """The class name in ``field``, and whether it is rather a measured value or a text; raises ``Fault``."""
+def find_label(value: Mapping[str, Any], field: str | None) -> tuple[str | None, bool]:
+    """The class name in ``field``, and whether it is rather a measured value or a text; raises ``RecordFault``."""
     if field is None:
         return None, False
     label = value.get(field)
     if label is None:
-        raise Fault("missing_label", f"no field {field!r} (data.label_field)")
+        raise RecordFault("missing_label", f"no field {field!r} (data.label_field)")
     if isinstance(label, float):
         return None, True
     if isinstance(label, bool | int | str):
         name = _text(label)
         return (name, False) if len(name) <= MAX_LABEL_CHARS else (None, True)
-    raise Fault("missing_label", f"field {field!r} is a {type(label).__name__}, not text or a number")
+    raise RecordFault("missing_label", f"field {field!r} is a {type(label).__name__}, not text or a number")
 
 
 def _text(label: bool | int | str) -> str:
     try:
         return str(label)
     except ValueError as error:  # Python prints no number of more than 4300 digits
-        raise Fault("invalid_label", str(error)) from error
+        raise RecordFault("invalid_label", str(error)) from error
 
 
 def plain(value: Any) -> Any:
-    """``value`` in JSON's types; raises ``Fault``."""
+    """``value`` in JSON's types; raises ``RecordFault``."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
@@ -176,4 +176,4 @@ def plain(value: Any) -> Any:
         return str(value)
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
-    raise Fault("unsupported_type", f"a {type(value).__name__} has no JSON form")
+    raise RecordFault("unsupported_type", f"a {type(value).__name__} has no JSON form")

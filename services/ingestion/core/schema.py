@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 #: A field belongs to a file when at least this share of its records has it.
-USUAL = 0.9
+USUAL_SHARE = 0.9
 #: A file of fewer records says nothing of the others.
-LEAST_RECORDS = 5
+MIN_RECORDS = 5
 #: Files of more fields than this are not compared: their fields are rather data than names.
 MAX_FIELDS = 1000
 #: Types of JSON. Null goes with any of them.
@@ -24,7 +24,7 @@ Shape = Mapping[str, str]
 Shapes = Callable[[], Iterable[tuple[Shape, int]]]
 
 
-class Profile:
+class FieldProfile:
     """Counts the fields of one file's records, at the top and one below; memory is bounded."""
 
     def __init__(self) -> None:
@@ -51,12 +51,12 @@ class Profile:
 
     def shape(self) -> Shape | None:
         """What most of the records are like; None if they tell nothing."""
-        if self._records < LEAST_RECORDS or self._too_many:
+        if self._records < MIN_RECORDS or self._too_many:
             return None
         return {name: self._kind(self._fields[name]) for name in sorted(self._fields)}
 
     def _kind(self, counts: Counter[type]) -> str:
-        if counts.total() < USUAL * self._records:
+        if counts.total() < USUAL_SHARE * self._records:
             return SOMETIMES
         kinds: Counter[str] = Counter()
         for found, count in counts.items():
@@ -66,7 +66,7 @@ class Profile:
         return most if 2 * kinds[most] > kinds.total() else ANY
 
 
-def unlike_fields(shapes: Shapes) -> Iterator[tuple[Shape, str]]:
+def find_deviating_fields(shapes: Shapes) -> Iterator[tuple[Shape, str]]:
     """The shapes of files of records that are unlike most files, and in what.
 
     A file is unlike the others when it lacks a field that most files have, or has it in another type. What comes on
@@ -80,12 +80,12 @@ def unlike_fields(shapes: Shapes) -> Iterator[tuple[Shape, str]]:
             kinds[shape.get(name, MISSING)] += files
     usual = {name: kinds.most_common(1)[0][0] for name, kinds in sorted(names.items())}
     for shape, _ in shapes():
-        texts = (_unlike(name, kind, shape) for name, kind in usual.items())
+        texts = (_describe_deviation(name, kind, shape) for name, kind in usual.items())
         if (text := next(filter(None, texts), None)) is not None:
             yield shape, text
 
 
-def _unlike(name: str, usual: str, shape: Shape) -> str | None:
+def _describe_deviation(name: str, usual: str, shape: Shape) -> str | None:
     found = shape.get(name, MISSING)
     if usual in (SOMETIMES, MISSING) or found == SOMETIMES:
         return None
@@ -99,15 +99,15 @@ def _unlike(name: str, usual: str, shape: Shape) -> str | None:
     return f"field {name!r} is {found} here and {usual} in most files: write all files with one schema"
 
 
-def unlike_columns(shapes: Shapes) -> Iterator[tuple[Shape, str]]:
+def find_deviating_columns(shapes: Shapes) -> Iterator[tuple[Shape, str]]:
     """The shapes of tables that are not, to the last column, like most files (the first, of equally many); and why."""
     usual = max(shapes(), key=lambda each: each[1], default=({}, 0))[0]
     for shape, _ in shapes():
         if list(shape.items()) != list(usual.items()):
-            yield shape, _unlike_column(usual, shape)
+            yield shape, _describe_column_deviation(usual, shape)
 
 
-def _unlike_column(usual: Shape, shape: Shape) -> str:
+def _describe_column_deviation(usual: Shape, shape: Shape) -> str:
     for name in sorted(usual.keys() | shape.keys()):
         if usual.get(name) != shape.get(name):
             return (

@@ -23,8 +23,8 @@ from PIL.Image import Image
 from contracts.datasets import SPLITS, canonical_json
 from contracts.events.train import DataSource, Split
 from services.ingestion.core.checks import member
-from services.ingestion.core.records import Fault
-from services.ingestion.core.times import instant
+from services.ingestion.core.records import RecordFault
+from services.ingestion.core.times import parse_instant
 
 UNIT_BYTES = 16
 _PLACE_BYTES = 8
@@ -51,23 +51,23 @@ class SplitKeys:
         self._split = data.split
         checks = data.checks
         #: Says nothing of how like two records are.
-        self._unlike = {checks.id_field, checks.time_field, data.label_field} - {None}
+        self._describe_deviation = {checks.id_field, checks.time_field, data.label_field} - {None}
 
     def row(self, fields: Mapping[str, Any]) -> str:
         """The split key of a record of fields.
 
         Raises:
-            Fault: it has no group or no time.
+            RecordFault: it has no group or no time.
         """
         if self._split.by == "near":
-            return normalised({name: value for name, value in fields.items() if name not in self._unlike})
+            return normalised({name: value for name, value in fields.items() if name not in self._describe_deviation})
         return self._named(fields)
 
     def image(self, image: Image, fields: Mapping[str, Any] | None = None) -> str:
         """The split key of a decoded image; ``fields`` are what else is known of it (a row of labels.csv).
 
         Raises:
-            Fault: it has no group or no time.
+            RecordFault: it has no group or no time.
         """
         return perceptual_hash(image) if self._split.by == "near" else self._named(fields or {})
 
@@ -79,7 +79,7 @@ class SplitKeys:
         """The split key of a content that says nothing of itself.
 
         Raises:
-            Fault: it should have a group or a time.
+            RecordFault: it should have a group or a time.
         """
         return self._named({})
 
@@ -88,17 +88,17 @@ class SplitKeys:
             name = self._split.group_field or ""
             value = member(fields, name)
             if value is None or value == "":
-                raise Fault("null_group", f"no field {name!r} (split.group_field): its group is not known")
+                raise RecordFault("null_group", f"no field {name!r} (split.group_field): its group is not known")
             return group_text(value)
         if self._split.by == "time":
             name = self._split.time_field or ""
             value = member(fields, name)
             if value is None:
-                raise Fault("null_time", f"no field {name!r} (split.time_field)")
+                raise RecordFault("null_time", f"no field {name!r} (split.time_field)")
             try:
-                return str(instant(value))
+                return str(parse_instant(value))
             except ValueError as error:
-                raise Fault("invalid_time", f"field {name!r}: {error}") from error
+                raise RecordFault("invalid_time", f"field {name!r}: {error}") from error
         return ""
 
 
@@ -150,7 +150,7 @@ def grey(image: Image) -> Image:
 # -- units and splits -----------------------------------------------------------------
 
 
-class Assigner:
+class SplitAssigner:
     """Split keys to units, units to splits. Every answer depends on its argument and the settings alone."""
 
     def __init__(self, split: Split) -> None:
@@ -200,7 +200,7 @@ def _borders(split: Split) -> Iterator[tuple[str, int, int]]:
     """Split, where the embargo before it begins, where it begins itself; in the order of time."""
     for name, begins in (("validation", split.validation_from), ("test", split.test_from)):
         if begins is not None:
-            at = instant(begins) + _TIME_OFFSET
+            at = parse_instant(begins) + _TIME_OFFSET
             yield name, at - round(split.embargo_s * _MICROSECONDS), at
 
 
@@ -226,7 +226,7 @@ def strata(counts: Iterable[tuple[bytes, str | None, int]]) -> Iterator[Stratum]
         yield Stratum(unit, min(labels)[1], -sum(size for size, _ in labels))
 
 
-def stratified(split: Split, label: str, units: Iterable[tuple[bytes, int]], total: int) -> Iterator[tuple[bytes, str]]:
+def stratify(split: Split, label: str, units: Iterable[tuple[bytes, int]], total: int) -> Iterator[tuple[bytes, str]]:
     """Divide the units of one class so that each split has its share of the records, to the nearest whole unit.
 
     Args:

@@ -1,9 +1,9 @@
 """Mean, deviation and range of the numeric fields and image channels of the train split, in float64.
 
-A record's numbers are noted when it is judged (``of_row``, ``of_image``) and added up when it is known which records
-are in the train split, in the order of their keys. Channels are added up in integers, exactly. Fields are added up in
-blocks of ``BLOCK`` records: within a block sums are correctly rounded (``math.fsum``), whatever their order; blocks are
-merged one after the other (Chan, Golub, LeVeque: Updating Formulae and a Pairwise Algorithm for Computing Sample
+A record's numbers are noted when it is validated (``measure_row``, ``measure_image``) and added up when it is known
+which records are in the train split, in the order of their keys. Channels are added up in integers, exactly. Fields
+are added up in blocks of ``BLOCK`` records: within a block sums are correctly rounded (``math.fsum``), whatever their
+order; blocks are merged one after the other (Chan, Golub, LeVeque: Updating Formulae and a Pairwise Algorithm for Computing Sample
 Variances, 1979). So the result is the same to the bit on every machine, for any number of workers and any order of the
 listing.
 """
@@ -37,7 +37,7 @@ _LEVELS_16: _Ints = numpy.arange(_FULL + 1, dtype=numpy.int64)
 #: What a histogram is multiplied with for the number, the sum and the sum of squares of its pixels.
 _POWERS_8: _Ints = numpy.stack([_LEVELS_8**power for power in range(3)], axis=1)
 _POWERS_16: _Ints = numpy.stack([_LEVELS_16**power for power in range(3)], axis=1)
-_PIXELS_A_TURN = 2**20
+_PIXELS_PER_BLOCK = 2**20
 #: Numbers of a record: kind, length of the names, how many; then the names and as many float64.
 _FIELDS = struct.Struct("<cII")
 #: A channel of a record: kind, name, pixels, sum, sum of squares, least, greatest.
@@ -47,7 +47,7 @@ _CHANNEL = struct.Struct("<cc5q")
 # -- of one record --------------------------------------------------------------
 
 
-def of_row(fields: Mapping[str, Any]) -> bytes:
+def measure_row(fields: Mapping[str, Any]) -> bytes:
     """The numbers of a record: those at its top, and ``a.b`` for b in the object a. Truth values are no numbers."""
     found: dict[str, float] = {}
     for name, value in fields.items():
@@ -76,15 +76,15 @@ def _names(names: tuple[str, ...]) -> bytes:
     return json.dumps(names).encode()
 
 
-def of_image(image: Image) -> bytes:
+def measure_image(image: Image) -> bytes:
     """The sums of a decoded image's channels: r, g, b, or l of what is grey. No transparency; none of floats."""
     if image.mode.startswith("I"):
         levels = numpy.asarray(image.convert("I")).ravel()
         if levels.min() < 0 or levels.max() > _FULL:
             return b""
         histogram = numpy.zeros((1, _FULL + 1), dtype=numpy.int64)
-        for at in range(0, levels.size, _PIXELS_A_TURN):
-            histogram[0] += numpy.bincount(levels[at : at + _PIXELS_A_TURN], minlength=_FULL + 1)
+        for at in range(0, levels.size, _PIXELS_PER_BLOCK):
+            histogram[0] += numpy.bincount(levels[at : at + _PIXELS_PER_BLOCK], minlength=_FULL + 1)
         return _channels("l", histogram, _LEVELS_16, _POWERS_16)
     if image.mode == "F":
         return b""
@@ -195,7 +195,7 @@ class Statistics:
         self._block: dict[bytes, list[bytes]] = {}
 
     def add(self, measures: bytes) -> None:
-        """Add one record: what ``of_row`` and ``of_image`` gave, joined."""
+        """Add one record: what ``measure_row`` and ``measure_image`` gave, joined."""
         at = 0
         while at < len(measures):
             if measures[at : at + 1] == b"C":

@@ -9,10 +9,10 @@ from typing import Any
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 #: A number of seconds beyond the year 5000 is a number of milliseconds.
-_MOST_S = 95_617_584_000
+_MAX_S = 95_617_584_000
 
 
-def instant(value: Any) -> int:
+def parse_instant(value: Any) -> int:
     """Microseconds since 1970 (UTC) of an ISO 8601 text, a date, a ``datetime`` or a number of seconds.
 
     What names no zone is UTC.
@@ -26,7 +26,7 @@ def instant(value: Any) -> int:
         except ValueError:
             raise ValueError(f"{value[:60]!r} is no time: write ISO 8601, 2026-05-01T12:00:00Z") from None
     elif isinstance(value, int | float) and not isinstance(value, bool):
-        if not math.isfinite(value) or abs(value) > _MOST_S:
+        if not math.isfinite(value) or abs(value) > _MAX_S:
             raise ValueError(f"{value!r} is no time in seconds since 1970; are these milliseconds?")
         return round(value * 1_000_000)
     elif isinstance(value, date) and not isinstance(value, datetime):

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from contracts.events.train import FeatureJoin
-from services.ingestion.core.records import Broken
+from services.ingestion.core.records import InvalidRecord
 from services.ingestion.features.entities import EntityFile, broken
 from services.ingestion.features.table_join import LoadedTable, Located, TableJoin
 from services.ingestion.features.tables import DAMAGED, open_table
@@ -29,15 +29,15 @@ Progress = Callable[[int, int], None]
 
 def join_files(
     entities: Sequence[Located], tables: Sequence[LoadedTable], join: FeatureJoin, folder: Path, progress: Progress
-) -> list[Path | Broken]:
+) -> list[Path | InvalidRecord]:
     """For each entity file one in ``folder`` with the same rows in the same order, and their features.
 
-    A file that cannot be read gives a ``Broken``. The local entity files are removed as they are used up.
+    A file that cannot be read gives a ``InvalidRecord``. The local entity files are removed as they are used up.
 
     Raises:
         PoisonMessage: a column is missing or of a wrong type, or a feature table cannot be read.
     """
-    files: list[EntityFile | Broken] = []
+    files: list[EntityFile | InvalidRecord] = []
     for number, (uri, path) in enumerate(entities):
         try:
             files.append(EntityFile(open_table("entity table", uri, path), folder / f"joined-{number}.parquet"))
@@ -45,7 +45,7 @@ def join_files(
             files.append(broken(error))
     readable = [file for file in files if isinstance(file, EntityFile)]
     _join_all(readable, tables, join, progress)
-    return [file if isinstance(file, Broken) else file.broken or file.joined for file in files]
+    return [file if isinstance(file, InvalidRecord) else file.broken or file.joined for file in files]
 
 
 def _join_all(

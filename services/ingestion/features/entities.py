@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet as parquet
 
-from services.ingestion.core.records import Broken
+from services.ingestion.core.records import InvalidRecord
 from services.ingestion.features.tables import DAMAGED, TableFile, batches
 from services.kit.bus import PoisonMessage
 
@@ -19,7 +19,7 @@ class EntityFile:
 
     def __init__(self, source: TableFile, joined: Path) -> None:
         self.source, self.joined = source, joined
-        self.broken: Broken | None = None
+        self.broken: InvalidRecord | None = None
         #: Rows that are not written yet.
         self.left = source.rows
         self._keys: _Cursor | None = None
@@ -103,6 +103,6 @@ class _Cursor:
         return taken
 
 
-def broken(error: Exception) -> Broken:
+def broken(error: Exception) -> InvalidRecord:
     """What is said of an entity file that cannot be read."""
-    return Broken("broken_parquet", f"{type(error).__name__}: {error}"[:300], whole_object=True)
+    return InvalidRecord("broken_parquet", f"{type(error).__name__}: {error}"[:300], whole_object=True)

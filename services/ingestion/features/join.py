@@ -19,17 +19,17 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-#: Columns of what is given to ``Winners``, beside those of the key.
+#: Columns of what is given to ``LatestRows``, beside those of the key.
 TIME, EVENT, CREATED, ROW = "__time", "__event", "__created", "__row"
 _PLACE, _ID, _KNOWN = "__place", "__id", "__known"
 #: In place of a row number: no feature row fits.
-NONE = -1
+NO_ROW = -1
 
 Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class JoinRule:
     """What makes a feature row a candidate, beyond its key. In ticks."""
 
     #: Only what was known at the entity row's time.
@@ -39,10 +39,10 @@ class Rule:
     ttl: int | None = None
 
 
-class Winners:
+class LatestRows:
     """The best feature row for each entity row, among the pieces of the feature table added so far."""
 
-    def __init__(self, entities: pl.DataFrame, rule: Rule) -> None:
+    def __init__(self, entities: pl.DataFrame, rule: JoinRule) -> None:
         """``entities`` has the columns of the key and ``TIME`` (Int64). A null in any of them: no features."""
         self._rule, self._count = rule, entities.height
         self._keys = [name for name in entities.columns if name != TIME]
@@ -69,8 +69,8 @@ class Winners:
         self._best = found if self._best is None else _better(self._best, found)
 
     def rows(self) -> Rows:
-        """The winner's row number for each entity row, in their order; ``NONE`` where there is none."""
-        result = np.full(self._count, NONE, dtype=np.int64)
+        """The winner's row number for each entity row, in their order; ``NO_ROW`` where there is none."""
+        result = np.full(self._count, NO_ROW, dtype=np.int64)
         if self._best is not None:
             best = self._asked.hstack(self._best).filter(pl.col(ROW).is_not_null() & self._fresh())
             result[best[_PLACE].to_numpy()] = best[ROW].to_numpy()

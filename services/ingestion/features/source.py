@@ -11,10 +11,10 @@ import structlog
 
 from contracts.events.train import FeatureJoin, FeatureTable
 from services.ingestion.core.keys import extension, is_data
-from services.ingestion.core.records import Broken
-from services.ingestion.features.apart import MEMORY_BYTES, Progress, join_apart, unreadable
-from services.ingestion.processes import Died
-from services.ingestion.sources import Listed, Source
+from services.ingestion.core.records import InvalidRecord
+from services.ingestion.features.isolated_join import MEMORY_BYTES, Progress, join_in_process, unreadable
+from services.ingestion.isolated_process import ProcessDied
+from services.ingestion.sources import Source, SourceObject
 from services.kit.bus import PoisonMessage
 from services.kit.concurrency import gather_limited, run_in_thread
 
@@ -22,10 +22,10 @@ log = structlog.get_logger(__name__)
 
 EXTENSIONS = {"parquet", "pq"}
 #: Files that are copied at a time.
-AT_A_TIME = 4
+PARALLEL_DOWNLOADS = 4
 
 
-class Version(NamedTuple):
+class TableFileVersion(NamedTuple):
     """One file of a feature table, as a fingerprint takes it."""
 
     uri: str
@@ -41,9 +41,9 @@ class FeatureSource:
     def __init__(self, open_source: Callable[[str], Source], spec: FeatureJoin) -> None:
         self._spec = spec
         self._sources = [open_source(table.source) for table in spec.tables]
-        self._files: list[list[Listed]] = []
+        self._files: list[list[SourceObject]] = []
 
-    async def list(self) -> list[Version]:
+    async def list(self) -> list[TableFileVersion]:
         """Every file of every feature table, table by table, in the order of their names.
 
         Raises:
@@ -53,15 +53,19 @@ class FeatureSource:
             await _list_table(table, source) for table, source in zip(self._spec.tables, self._sources, strict=True)
         ]
         return [
-            Version(source.uri(listed), listed.etag, listed.size)
+            TableFileVersion(source.uri(listed), listed.etag, listed.size)
             for source, files in zip(self._sources, self._files, strict=True)
             for listed in files
         ]
 
     async def join(
-        self, source: Source, entities: Sequence[Listed], folder: Path, progress: Progress = lambda done, total: None
-    ) -> dict[str, Path | Broken]:
-        """Under its path each entity file with its features, in ``folder``; ``Broken`` if it cannot be read.
+        self,
+        source: Source,
+        entities: Sequence[SourceObject],
+        folder: Path,
+        progress: Progress = lambda done, total: None,
+    ) -> dict[str, Path | InvalidRecord]:
+        """Under its path each entity file with its features, in ``folder``; ``InvalidRecord`` if it cannot be read.
 
         ``progress`` gets the rows done and all there are, from another thread.
 
@@ -72,37 +76,47 @@ class FeatureSource:
         (first := folder / "join").mkdir()
         try:
             return await self._join(source, entities, first, {}, progress)
-        except Died:
+        except ProcessDied:
             log.warning("the process that joins features died; its files are looked at one by one")
         shutil.rmtree(first)
         (second := folder / "join-again").mkdir()
         broken = await self._unreadable(source, entities, second)
         try:
             return await self._join(source, entities, second, broken, progress)
-        except Died:
+        except ProcessDied:
             raise PoisonMessage(
                 "the process that joins the feature tables dies, though each of their files can be read: it may have "
                 f"{MEMORY_BYTES / 2**30:.0f} GiB of memory; name the columns to join (features), or join fewer tables"
             ) from None
 
     async def _join(
-        self, source: Source, entities: Sequence[Listed], folder: Path, broken: Mapping[str, Broken], progress: Progress
-    ) -> dict[str, Path | Broken]:
+        self,
+        source: Source,
+        entities: Sequence[SourceObject],
+        folder: Path,
+        broken: Mapping[str, InvalidRecord],
+        progress: Progress,
+    ) -> dict[str, Path | InvalidRecord]:
         """Join all but what is known to be broken."""
-        result: dict[str, Path | Broken] = dict(broken)
+        result: dict[str, Path | InvalidRecord] = dict(broken)
         sound = [listed for listed in entities if listed.path not in broken]
         local = await _download(source, sound, folder / "entities")
         tables = [
             await _download(each, files, folder / f"features-{number}")
             for number, (each, files) in enumerate(zip(self._sources, self._files, strict=True))
         ]
-        joined = await join_apart(self._spec, local, tables, folder, progress)
+        joined = await join_in_process(self._spec, local, tables, folder, progress)
         for files in tables:
             for _, path in files:
                 path.unlink()
         return result | {listed.path: found for listed, found in zip(sound, joined, strict=True)}
 
-    async def _unreadable(self, source: Source, entities: Sequence[Listed], folder: Path) -> dict[str, Broken]:
+    async def _unreadable(
+        self,
+        source: Source,
+        entities: Sequence[SourceObject],
+        folder: Path,
+    ) -> dict[str, InvalidRecord]:
         """The entity files that cannot be read. Raises ``PoisonMessage`` if one of a feature table cannot."""
         for number, (table, each, files) in enumerate(zip(self._spec.tables, self._sources, self._files, strict=True)):
             copies = await _download(each, files, folder / f"look-{number}")
@@ -118,14 +132,14 @@ class FeatureSource:
         return {listed.path: broken[uri] for listed, (uri, _) in zip(entities, copies, strict=True) if uri in broken}
 
 
-async def _list_table(table: FeatureTable, source: Source) -> list[Listed]:
-    files: list[Listed] = []
+async def _list_table(table: FeatureTable, source: Source) -> list[SourceObject]:
+    files: list[SourceObject] = []
     async for page in source.listing():
         files += [listed for listed in page if is_data(listed.path)]
     if not files:
         raise PoisonMessage(f"feature table {table.name!r} has no file under {table.source}: check its source")
     for listed in files:
-        objection = source.objection(listed)
+        objection = source.find_objection(listed)
         if objection is None and extension(listed.path) not in EXTENSIONS:
             objection = "it is not named as a Parquet file (.parquet)"
         if objection is None and listed.size == 0:
@@ -139,9 +153,9 @@ async def _list_table(table: FeatureTable, source: Source) -> list[Listed]:
     return sorted(files, key=lambda listed: listed.path)
 
 
-async def _download(source: Source, files: Sequence[Listed], folder: Path) -> list[tuple[str, Path]]:
+async def _download(source: Source, files: Sequence[SourceObject], folder: Path) -> list[tuple[str, Path]]:
     folder.mkdir()
     paths = [folder / str(number) for number in range(len(files))]
     copies = (source.download(listed, path) for listed, path in zip(files, paths, strict=True))
-    await gather_limited(copies, limit=AT_A_TIME)
+    await gather_limited(copies, limit=PARALLEL_DOWNLOADS)
     return [(source.uri(listed), path) for listed, path in zip(files, paths, strict=True)]

@@ -14,7 +14,7 @@ import pyarrow
 from pyarrow import types
 
 from contracts.events.train import FeatureJoin, FeatureTable
-from services.ingestion.features.join import Rows, Rule, Winners
+from services.ingestion.features.join import JoinRule, LatestRows, Rows
 from services.ingestion.features.tables import (
     DAMAGED,
     MICRO,
@@ -84,7 +84,7 @@ class TableJoin:
     entity_keys: tuple[str, ...]
     keys: tuple[Key, ...]
     per_s: int
-    rule: Rule
+    rule: JoinRule
 
     @classmethod
     def of(cls, entities: Sequence[TableFile], table: LoadedTable, join: FeatureJoin) -> TableJoin:
@@ -102,7 +102,7 @@ class TableJoin:
             times += [(file, name) for file in table.files if name is not None]
         per_s = ticks_per_s(times)
         snapshot = None if join.snapshot_at is None else _instant(join.snapshot_at, per_s)
-        rule = Rule(join.as_known, snapshot, duration_ticks(spec.ttl_s, per_s))
+        rule = JoinRule(join.as_known, snapshot, duration_ticks(spec.ttl_s, per_s))
         return cls(table, join.time_field, entity_keys, tuple(keys), per_s, rule)
 
     @property
@@ -125,7 +125,7 @@ class TableJoin:
     def features(self, entities: Sequence[Any], tick: Callable[[], None]) -> Any:
         """The features of these rows (Arrow batches with keys and times), as an Arrow table in their order."""
         rows = pl.concat(entity_rows(batch, self.entity_keys, self.keys, self.time, self.per_s) for batch in entities)
-        winners = Winners(rows, self.rule)
+        winners = LatestRows(rows, self.rule)
         for piece in self._pieces():
             winners.add(piece)
             tick()

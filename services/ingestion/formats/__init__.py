@@ -1,1 +1,1 @@
-"""How each format is read: bytes or a local file in, ``Sound`` and ``Broken`` records out. No store, no bus."""
+"""Readers of the formats: bytes or a local file in, valid and invalid records out. No store, no bus."""

@@ -15,7 +15,7 @@ from contracts.events.train import DataSource
 from services.ingestion.core import statistics
 from services.ingestion.core.keys import extension, file_key
 from services.ingestion.core.reasons import Code
-from services.ingestion.core.records import Broken, Fault, Sound
+from services.ingestion.core.records import InvalidRecord, RecordFault, ValidRecord
 from services.ingestion.core.splits import SplitKeys
 
 #: Extension -> what Pillow calls the format.
@@ -41,7 +41,7 @@ ImageFile.LOAD_TRUNCATED_IMAGES = False
 
 
 @dataclass(frozen=True, slots=True)
-class Labelled:
+class LabelledImage:
     """An image that is to be judged, and what is known of it."""
 
     path: str
@@ -50,34 +50,36 @@ class Labelled:
     value: Mapping[str, Any] | None = None
 
 
-def refuse_unread(path: str, size: int, max_bytes: int) -> Broken | None:
+def reject_unread(path: str, size: int, max_bytes: int) -> InvalidRecord | None:
     """What can be said about an image from the listing alone."""
     if extension(path) not in EXTENSIONS:
         known = ", ".join(sorted(EXTENSIONS))
-        return Broken("unknown_extension", f"extension {extension(path)!r} is none of {known}", whole_object=True)
+        return InvalidRecord(
+            "unknown_extension", f"extension {extension(path)!r} is none of {known}", whole_object=True
+        )
     if size == 0:
-        return Broken("empty", "the file has no bytes", whole_object=True)
+        return InvalidRecord("empty", "the file has no bytes", whole_object=True)
     if size > max_bytes:
-        return Broken("oversized", f"{size:,} bytes, more than {max_bytes:,}", whole_object=True)
+        return InvalidRecord("oversized", f"{size:,} bytes, more than {max_bytes:,}", whole_object=True)
     return None
 
 
-class ImageJudge:
+class ImageValidator:
     """Decodes images. It is sent to the processes that do so, and knows nothing but the settings."""
 
     def __init__(self, data: DataSource) -> None:
         self._split_keys = SplitKeys(data)
         self._statistics = data.statistics
 
-    def judge(self, image: Labelled, content: bytes) -> Sound | Broken:
+    def judge(self, image: LabelledImage, content: bytes) -> ValidRecord | InvalidRecord:
         """Decode one image fully. The verdict comes without the content."""
         digest = hashlib.sha256(content).hexdigest()
         try:
             split_key, measures = self._decode(image, content)
-        except Fault as fault:
-            return Broken(fault.code, fault.detail, sha256=digest, whole_object=True, label=image.label)
+        except RecordFault as fault:
+            return InvalidRecord(fault.code, fault.detail, sha256=digest, whole_object=True, label=image.label)
         key, ext = file_key(image.path), extension(image.path)
-        return Sound(
+        return ValidRecord(
             key,
             ext,
             None,
@@ -89,30 +91,30 @@ class ImageJudge:
             measures=measures,
         )
 
-    def _decode(self, labelled: Labelled, content: bytes) -> tuple[str, bytes]:
+    def _decode(self, labelled: LabelledImage, content: bytes) -> tuple[str, bytes]:
         try:
-            with decoded(content, EXTENSIONS[extension(labelled.path)]) as image:
+            with decode_image(content, EXTENSIONS[extension(labelled.path)]) as image:
                 split_key = self._split_keys.image(image, labelled.value or {})
-                return split_key, statistics.of_image(image) if self._statistics else b""
-        except Fault:
+                return split_key, statistics.measure_image(image) if self._statistics else b""
+        except RecordFault:
             raise
         except Exception as error:
             raise _fault(error) from error
 
 
-def decoded(content: bytes, claimed: str) -> Image.Image:
-    """The image, every pixel of it.
+def decode_image(content: bytes, claimed: str) -> Image.Image:
+    """Decode an image, every pixel of it.
 
     Raises:
-        Fault: it is none, has too many pixels or is another format than ``claimed``. Whatever else is raised, decoders
-            raise in broken bytes: OSError, SyntaxError, struct.error, ValueError...
+        RecordFault: it is no image, has too many pixels or is another format than ``claimed``.
+        Exception: decoders raise many others on broken bytes: OSError, SyntaxError, struct.error, ValueError...
     """
     image = Image.open(io.BytesIO(content), formats=FORMATS)
     if image.format != claimed:
-        raise Fault("wrong_extension", f"named as {claimed} but the content is {image.format}: rename it")
+        raise RecordFault("wrong_extension", f"named as {claimed} but the content is {image.format}: rename it")
     width, height = image.size
     if width * height > MAX_PIXELS:
-        raise Fault("too_many_pixels", f"{width} x {height} pixels, more than {MAX_PIXELS:,}")
+        raise RecordFault("too_many_pixels", f"{width} x {height} pixels, more than {MAX_PIXELS:,}")
     if claimed == "PNG":
         # load() does not look at the checksums of the pixel data, verify() does.
         with Image.open(io.BytesIO(content), formats=["PNG"]) as unread:
@@ -121,12 +123,12 @@ def decoded(content: bytes, claimed: str) -> Image.Image:
     return image
 
 
-def _fault(error: Exception) -> Fault:
+def _fault(error: Exception) -> RecordFault:
     if isinstance(error, Image.DecompressionBombError):
-        return Fault("too_many_pixels", str(error))
+        return RecordFault("too_many_pixels", str(error))
     if isinstance(error, UnidentifiedImageError):
-        return Fault("undecodable", "no image of a known format")
+        return RecordFault("undecodable", "no image of a known format")
     if isinstance(error, MemoryError):
-        return Fault("bomb", "its decoder asks for more memory than an image should need")
+        return RecordFault("bomb", "its decoder asks for more memory than an image should need")
     code: Code = "truncated" if "truncated" in str(error).lower() else "undecodable"
-    return Fault(code, f"{type(error).__name__}: {error}")
+    return RecordFault(code, f"{type(error).__name__}: {error}")

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from contracts.events.train import DataSource
 from services.ingestion.core.keys import row_key, rows_key
-from services.ingestion.core.records import Broken, Fault, Sound, json_bytes, parsed_json
+from services.ingestion.core.records import InvalidRecord, RecordFault, ValidRecord, encode_json, parse_json
 from services.ingestion.formats.tars import sample_of
 
 INDEX = "index.json"
@@ -32,7 +32,7 @@ MAX_SHARD_BYTES = 2**32
 MAX_WINDOW_BYTES = 2**27
 CHUNK = 2**20
 
-Records = Generator[Sound | Broken, None, None]
+Records = Generator[ValidRecord | InvalidRecord, None, None]
 
 
 class MdsFile(BaseModel):
@@ -111,8 +111,8 @@ def samples(data: DataSource, path: str, local: Path, shard: MdsShard) -> Record
             offsets = _offsets(shard, file)
             for number in range(shard.samples):
                 yield _sample(data, columns, file, offsets, number, row_key(prefix, number))
-    except Fault as fault:
-        yield Broken(fault.code, fault.detail, whole_object=True)
+    except RecordFault as fault:
+        yield InvalidRecord(fault.code, fault.detail, whole_object=True)
     finally:
         unpacked.unlink(missing_ok=True)
 
@@ -120,29 +120,33 @@ def samples(data: DataSource, path: str, local: Path, shard: MdsShard) -> Record
 def _check_file(told: MdsFile, local: Path) -> None:
     size = local.stat().st_size
     if size != told.size:
-        raise Fault("broken_mds", f"{told.basename} has {size:,} bytes, {told.size:,} in index.json")
+        raise RecordFault("broken_mds", f"{told.basename} has {size:,} bytes, {told.size:,} in index.json")
     for name, expected in told.hashes.items():
         if name in hashlib.algorithms_guaranteed and not name.startswith("shake"):
             with local.open("rb") as file:
                 if hashlib.file_digest(file, name).hexdigest() != expected:
-                    raise Fault("broken_mds", f"{told.basename} has another {name} than index.json tells")
+                    raise RecordFault("broken_mds", f"{told.basename} has another {name} than index.json tells")
 
 
 def _unpack(shard: MdsShard, packed: Path, unpacked: Path) -> None:
     """Undo the compression, up to the size that the index tells."""
     kind = (shard.compression or "").partition(":")[0]
     if kind not in ("zstd", "gz"):
-        raise Fault("broken_mds", f"its compression {shard.compression!r} is not known here: use zstd, gz or none")
+        raise RecordFault(
+            "broken_mds", f"its compression {shard.compression!r} is not known here: use zstd, gz or none"
+        )
     written = 0
     try:
         with packed.open("rb") as source, unpacked.open("wb") as target:
             for chunk in _zstd(source) if kind == "zstd" else _gzip(source):
                 written += len(chunk)
                 if written > shard.raw_data.size:
-                    raise Fault("bomb", f"it unpacks to more than the {shard.raw_data.size:,} bytes of index.json")
+                    raise RecordFault(
+                        "bomb", f"it unpacks to more than the {shard.raw_data.size:,} bytes of index.json"
+                    )
                 target.write(chunk)
     except (zstandard.ZstdError, zlib.error) as error:
-        raise Fault("broken_mds", f"{type(error).__name__}: {error}") from error
+        raise RecordFault("broken_mds", f"{type(error).__name__}: {error}") from error
 
 
 def _zstd(source: BinaryIO) -> Generator[bytes, None, None]:
@@ -163,10 +167,10 @@ def _gzip(source: BinaryIO) -> Generator[bytes, None, None]:
 def _offsets(shard: MdsShard, file: BinaryIO) -> numpy.ndarray[Any, numpy.dtype[numpy.uint32]]:
     head = file.read(4 + 4 * (shard.samples + 1))
     if len(head) != 4 + 4 * (shard.samples + 1) or struct.unpack("<I", head[:4])[0] != shard.samples:
-        raise Fault("broken_mds", f"it does not hold the {shard.samples:,} samples of index.json")
+        raise RecordFault("broken_mds", f"it does not hold the {shard.samples:,} samples of index.json")
     offsets = numpy.frombuffer(head, "<u4", offset=4)
     if int(offsets[0]) < len(head) or int(offsets[-1]) > shard.raw_data.size or (offsets[1:] < offsets[:-1]).any():
-        raise Fault("broken_mds", "the offsets of its samples are no offsets in it")
+        raise RecordFault("broken_mds", "the offsets of its samples are no offsets in it")
     return offsets
 
 
@@ -177,25 +181,25 @@ def _sample(
     offsets: numpy.ndarray[Any, numpy.dtype[numpy.uint32]],
     number: int,
     key: str,
-) -> Sound | Broken:
+) -> ValidRecord | InvalidRecord:
     start, end = int(offsets[number]), int(offsets[number + 1])
     try:
         if end - start > data.checks.max_record_bytes:
-            raise Fault("oversized", f"a sample of {end - start:,} bytes")
+            raise RecordFault("oversized", f"a sample of {end - start:,} bytes")
         file.seek(start)
         files = columns.files(file.read(end - start))
         return sample_of(data, files, key, number, str(number))
-    except Fault as fault:
-        return Broken(fault.code, fault.detail, number)
+    except RecordFault as fault:
+        return InvalidRecord(fault.code, fault.detail, number)
     except (ValueError, OverflowError, MemoryError, struct.error) as error:
-        return Broken("broken_mds", f"{type(error).__name__}: {error}", number)
+        return InvalidRecord("broken_mds", f"{type(error).__name__}: {error}", number)
 
 
 class _Columns:
     """Decodes one shard's samples.
 
     Raises:
-        Fault: an encoding that is not known, or that would run code.
+        RecordFault: an encoding that is not known, or that would run code.
     """
 
     def __init__(self, shard: MdsShard) -> None:
@@ -206,7 +210,7 @@ class _Columns:
         for name, value, file, encoding, _ in self._columns:
             if value is None and file is None:
                 known = ", ".join(sorted({*VALUES, *FILES}))
-                raise Fault("unsupported_type", f"column {name!r} is encoded as {encoding!r}; known: {known}")
+                raise RecordFault("unsupported_type", f"column {name!r} is encoded as {encoding!r}; known: {known}")
 
     def files(self, sample: bytes) -> dict[str, bytes]:
         """The files of one sample, by extension."""
@@ -217,7 +221,7 @@ class _Columns:
         for name, value, file, _, fixed in self._columns:
             size = fixed if fixed is not None else next(sizes, None)
             if size is None or size < 0 or at + size > len(sample):
-                raise Fault("broken_mds", f"the sample ends within the column {name!r}")
+                raise RecordFault("broken_mds", f"the sample ends within the column {name!r}")
             content, at = sample[at : at + size], at + size
             if value is not None:
                 values[name] = _decoded(name, value, content)
@@ -225,9 +229,9 @@ class _Columns:
                 ext, convert = file
                 files[f"{_safe(name)}.{ext}"] = convert(content)
         if at != len(sample):
-            raise Fault("broken_mds", f"{len(sample) - at} bytes are left over behind the last column")
+            raise RecordFault("broken_mds", f"{len(sample) - at} bytes are left over behind the last column")
         if values:
-            files["json"] = json_bytes(values)
+            files["json"] = encode_json(values)
         return files
 
 
@@ -235,7 +239,7 @@ def _decoded(name: str, decode: Callable[[bytes], Any], content: bytes) -> Any:
     try:
         return decode(content)
     except UnicodeDecodeError as error:
-        raise Fault("invalid_utf8", f"column {name!r}: {error.reason}") from error
+        raise RecordFault("invalid_utf8", f"column {name!r}: {error.reason}") from error
 
 
 def _safe(name: str) -> str:
@@ -249,7 +253,7 @@ def _scalar(kind: str) -> Callable[[bytes], Any]:
 
     def decode(content: bytes) -> Any:
         if len(content) != dtype.itemsize:
-            raise Fault("broken_mds", f"a {kind} of {len(content)} bytes")
+            raise RecordFault("broken_mds", f"a {kind} of {len(content)} bytes")
         return numpy.frombuffer(content, dtype)[0].item()
 
     return decode
@@ -265,7 +269,7 @@ VALUES: Mapping[str, Callable[[bytes], Any]] = {
     "str_int": lambda content: int(content.decode()),
     "str_float": lambda content: float(content.decode()),
     "str_decimal": _text,
-    "json": parsed_json,
+    "json": parse_json,
     "int": _scalar("int64"),
     **{f"{kind}{bits}": _scalar(f"{kind}{bits}") for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
     **{f"float{bits}": _scalar(f"float{bits}") for bits in (16, 32, 64)},
@@ -275,17 +279,17 @@ VALUES: Mapping[str, Callable[[bytes], Any]] = {
 def _pil(content: bytes) -> bytes:
     """Raw pixels, as PNG."""
     if len(content) < 12:
-        raise Fault("truncated", "an image of less than 12 bytes")
+        raise RecordFault("truncated", "an image of less than 12 bytes")
     width, height, mode_size = struct.unpack("<III", content[:12])
     mode = content[12 : 12 + min(mode_size, 16)].decode("ascii", "replace")
     if width * height > 8 * len(content):
-        raise Fault("truncated", f"{len(content):,} bytes for {width} x {height} pixels")
+        raise RecordFault("truncated", f"{len(content):,} bytes for {width} x {height} pixels")
     try:
         image = Image.frombytes(mode, (width, height), content[12 + mode_size :])
         target = io.BytesIO()
         image.save(target, "PNG")
     except Exception as error:  # whatever Pillow says of nonsense
-        raise Fault("undecodable", f"{type(error).__name__}: {error}") from error
+        raise RecordFault("undecodable", f"{type(error).__name__}: {error}") from error
     return target.getvalue()
 
 
@@ -327,11 +331,11 @@ def _array(settings: str) -> Callable[[bytes], bytes]:
     """``ndarray``, ``ndarray:float32`` or ``ndarray:float32:3,4``; as a file of NumPy."""
     dtype_text, _, shape_text = settings.partition(":")
     if dtype_text and dtype_text not in DTYPES.values():
-        raise Fault("unsupported_type", f"an array of {dtype_text!r}")
+        raise RecordFault("unsupported_type", f"an array of {dtype_text!r}")
     try:
         told = tuple(int(part) for part in shape_text.split(",")) if shape_text else None
     except ValueError as error:
-        raise Fault("broken_mds", f"an array of shape {shape_text!r}") from error
+        raise RecordFault("broken_mds", f"an array of shape {shape_text!r}") from error
 
     def convert(content: bytes) -> bytes:
         at, shape = 0, told
@@ -339,14 +343,14 @@ def _array(settings: str) -> Callable[[bytes], bytes]:
         if not dtype_name:
             dtype_name, at = DTYPES.get(content[0], "") if content else "", 1
         if not dtype_name:
-            raise Fault("broken_mds", "an array of no known type")
+            raise RecordFault("broken_mds", "an array of no known type")
         if shape is None:
             if len(content) <= at:
-                raise Fault("broken_mds", "an array without a shape")
+                raise RecordFault("broken_mds", "an array without a shape")
             ndim, width = content[at] >> 2, 1 << (content[at] & 3)
             part = content[at + 1 : at + 1 + ndim * width]
             if len(part) < ndim * width:
-                raise Fault("broken_mds", "an array without a shape")
+                raise RecordFault("broken_mds", "an array without a shape")
             shape = tuple(numpy.frombuffer(part, f"<u{width}").tolist())
             at += 1 + len(part)
         array = numpy.frombuffer(content[at:], numpy.dtype(dtype_name).newbyteorder("<")).reshape(shape)

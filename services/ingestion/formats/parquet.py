@@ -10,20 +10,26 @@ from typing import Any
 
 from contracts.events.train import DataSource
 from services.ingestion.core.keys import row_key, rows_key
-from services.ingestion.core.records import Broken, Fault, Sound, plain, record
+from services.ingestion.core.records import InvalidRecord, RecordFault, ValidRecord, plain, record
 from services.ingestion.core.schema import Shape
-from services.ingestion.formats.unpacking import Unpacked, Unpacker
+from services.ingestion.formats.isolated_reader import ArrowBatch, IsolatedParquetReader
 
 #: Called with the columns of a file, before its rows come.
 Note = Callable[[Shape], None]
 
 
-def records(data: DataSource, path: str, local: Path, unpacker: Unpacker, note: Note) -> Generator[Sound | Broken]:
+def records(
+    data: DataSource,
+    path: str,
+    local: Path,
+    unpacker: IsolatedParquetReader,
+    note: Note,
+) -> Generator[ValidRecord | InvalidRecord]:
     """The rows of one file. Dates become ISO 8601, decimals strings, bytes base64."""
     prefix, number = rows_key(path), 0
     with closing(unpacker.read(local)) as read:
         for place, found in enumerate(read):
-            if isinstance(found, Broken):
+            if isinstance(found, InvalidRecord):
                 yield replace(found, offset=number)
                 return
             if place == 0:
@@ -33,42 +39,47 @@ def records(data: DataSource, path: str, local: Path, unpacker: Unpacker, note: 
                 number += 1
 
 
-def _record(row: Mapping[str, Any] | Fault, key: str, number: int, label_field: str | None) -> Sound | Broken:
+def _record(
+    row: Mapping[str, Any] | RecordFault,
+    key: str,
+    number: int,
+    label_field: str | None,
+) -> ValidRecord | InvalidRecord:
     try:
-        if isinstance(row, Fault):
+        if isinstance(row, RecordFault):
             raise row
         return record(row, key, number, label_field)
-    except Fault as fault:
-        return Broken(fault.code, fault.detail, number)
+    except RecordFault as fault:
+        return InvalidRecord(fault.code, fault.detail, number)
 
 
-def _columns(found: Unpacked) -> Shape:
+def _columns(found: ArrowBatch) -> Shape:
     """Name and type of each."""
     return {field.name: f"{field.type}{'' if field.nullable else ' not null'}" for field in found.table.schema}
 
 
-def python_rows(found: Unpacked) -> Iterator[Mapping[str, Any] | Fault]:
+def python_rows(found: ArrowBatch) -> Iterator[Mapping[str, Any] | RecordFault]:
     """The rows in JSON's types; where a value has none, what is wrong with it."""
     rows = _plain_rows(found.table)
     for number in range(found.table.num_rows + len(found.faults)):
         yield found.faults[number] if number in found.faults else next(rows)
 
 
-def _plain_rows(table: Any) -> Iterator[Mapping[str, Any] | Fault]:
+def _plain_rows(table: Any) -> Iterator[Mapping[str, Any] | RecordFault]:
     names = [name for name, kind in zip(table.schema.names, table.schema.types, strict=True) if not _native(kind)]
     try:
         rows = table.to_pylist()
     except Exception:  # a date that Python has not: the others are sound
         rows = [_one(table.slice(i, 1)) for i in range(table.num_rows)]
     for row in rows:
-        if isinstance(row, Fault) or not names:
+        if isinstance(row, RecordFault) or not names:
             yield row
             continue
         try:
             for name in names:
                 row[name] = plain(row[name])
             yield row
-        except Fault as fault:
+        except RecordFault as fault:
             yield fault
 
 
@@ -76,7 +87,7 @@ def _one(row: Any) -> Any:
     try:
         return row.to_pylist()[0]
     except Exception as error:
-        return Fault("unsupported_type", f"{type(error).__name__}: {error}")
+        return RecordFault("unsupported_type", f"{type(error).__name__}: {error}")
 
 
 def _native(kind: Any) -> bool:

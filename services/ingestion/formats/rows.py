@@ -8,15 +8,15 @@ from pathlib import Path
 
 from contracts.events.train import DataSource
 from services.ingestion.core.keys import row_key, rows_key
-from services.ingestion.core.records import Broken, Sound, json_line
-from services.ingestion.core.schema import Profile
+from services.ingestion.core.records import InvalidRecord, ValidRecord, parse_json_line
+from services.ingestion.core.schema import FieldProfile
 
 BOM = b"\xef\xbb\xbf"
 
-Records = Generator[Sound | Broken, None, None]
+Records = Generator[ValidRecord | InvalidRecord, None, None]
 
 
-def lines(data: DataSource, path: str, local: Path, profile: Profile) -> Records:
+def lines(data: DataSource, path: str, local: Path, profile: FieldProfile) -> Records:
     """The records of a jsonl file; ``profile`` counts their fields, also of those that have no label."""
     prefix, most = rows_key(path), data.checks.max_record_bytes
     number = offset = 0
@@ -30,10 +30,10 @@ def lines(data: DataSource, path: str, local: Path, profile: Profile) -> Records
                 while line and not line.endswith(b"\n"):
                     line = file.readline(min(most, 2**20))
                     offset += len(line)
-                yield Broken("oversized", f"a line of {offset - start:,} bytes", start)
+                yield InvalidRecord("oversized", f"a line of {offset - start:,} bytes", start)
             elif line.strip():
                 content = line.removesuffix(b"\n").removesuffix(b"\r")
-                yield json_line(content, row_key(prefix, number), start, data.label_field, profile.add)
+                yield parse_json_line(content, row_key(prefix, number), start, data.label_field, profile.add)
             number += 1
 
 
@@ -43,12 +43,12 @@ def windows(data: DataSource, path: str, local: Path) -> Records:
     token_bytes = data.token_bytes if data.format == "tokens" else 1
     if local.stat().st_size % token_bytes:
         detail = f"{local.stat().st_size:,} bytes are no whole number of tokens of {token_bytes} (data.token_bytes)"
-        yield Broken("wrong_size", detail, whole_object=True)
+        yield InvalidRecord("wrong_size", detail, whole_object=True)
         return
     size = data.window_length * token_bytes
     with local.open("rb") as file:
         number = 0
         while len(window := file.read(size)) == size:
             digest = hashlib.sha256(window).hexdigest()
-            yield Sound(row_key(prefix, number), "bin", window, size, digest, offset=number * size)
+            yield ValidRecord(row_key(prefix, number), "bin", window, size, digest, offset=number * size)
             number += 1

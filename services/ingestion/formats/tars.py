@@ -10,7 +10,15 @@ from typing import Any, BinaryIO, NamedTuple
 
 from contracts.events.train import DataSource
 from services.ingestion.core.keys import UnsafePath, check_path, row_key, rows_key
-from services.ingestion.core.records import MAX_LABEL_CHARS, Broken, Fault, Sound, label_of, of_files, parsed_json
+from services.ingestion.core.records import (
+    MAX_LABEL_CHARS,
+    InvalidRecord,
+    RecordFault,
+    ValidRecord,
+    find_label,
+    parse_json,
+    record_of_files,
+)
 
 BLOCK = 512
 #: Names and headers of headers are no longer than this.
@@ -22,7 +30,7 @@ MAX_UNPACKED_RATIO, MAX_UNPACKED_BYTES = 200, 64 * 2**30
 MAX_EXTENSION_CHARS = 20
 GZIPPED = (".tar.gz", ".tgz")
 
-Records = Generator[Sound | Broken, None, None]
+Records = Generator[ValidRecord | InvalidRecord, None, None]
 
 
 class Member(NamedTuple):
@@ -54,8 +62,8 @@ def samples(data: DataSource, path: str, local: Path) -> Records:
     try:
         _gunzip(local, unpacked)
         yield from _samples(data, prefix, unpacked)
-    except Fault as fault:
-        yield Broken(fault.code, fault.detail, whole_object=True)
+    except RecordFault as fault:
+        yield InvalidRecord(fault.code, fault.detail, whole_object=True)
     finally:
         unpacked.unlink(missing_ok=True)
 
@@ -73,13 +81,13 @@ def _samples(data: DataSource, prefix: str, local: Path) -> Records:
             if group:
                 yield _sample(data, file, group, row_key(prefix, number))
             elif number == 0:
-                yield Broken("empty", "the archive has no files", whole_object=True)
+                yield InvalidRecord("empty", "the archive has no files", whole_object=True)
         except BrokenTar as error:
             # Unless it is known what would come next, the last sample may lack a file.
             if group and error.follows is not None and error.follows != stem(group[0].name):
                 yield _sample(data, file, group, row_key(prefix, number))
                 group = []
-            yield Broken("broken_tar", str(error), group[0].header if group else None, whole_object=True)
+            yield InvalidRecord("broken_tar", str(error), group[0].header if group else None, whole_object=True)
 
 
 def stem(name: str) -> str:
@@ -88,65 +96,65 @@ def stem(name: str) -> str:
     return folder + slash + last.partition(".")[0]
 
 
-def _sample(data: DataSource, file: BinaryIO, group: list[Member], key: str) -> Sound | Broken:
+def _sample(data: DataSource, file: BinaryIO, group: list[Member], key: str) -> ValidRecord | InvalidRecord:
     offset = group[0].header
     try:
         files: dict[str, bytes] = {}
         check_path(stem(group[0].name).removeprefix("./"))
         if (size := sum(member.size for member in group)) > data.checks.max_record_bytes:
-            raise Fault("oversized", f"a sample of {size:,} bytes")
+            raise RecordFault("oversized", f"a sample of {size:,} bytes")
         for member in group:
             ext = _extension(member.name)
             if ext in files:
-                raise Fault("duplicate_file", f"the sample {stem(member.name)!r} has two files .{ext}")
+                raise RecordFault("duplicate_file", f"the sample {stem(member.name)!r} has two files .{ext}")
             file.seek(member.offset)
             files[ext] = file.read(member.size)
         return sample_of(data, files, key, offset, stem(group[0].name))
     except UnsafePath as error:
-        return Broken("unsafe_key", f"the name {group[0].name[:100]!r} {error}", offset)
-    except Fault as fault:
-        return Broken(fault.code, fault.detail, offset)
+        return InvalidRecord("unsafe_key", f"the name {group[0].name[:100]!r} {error}", offset)
+    except RecordFault as fault:
+        return InvalidRecord(fault.code, fault.detail, offset)
 
 
-def sample_of(data: DataSource, files: dict[str, bytes], key: str, offset: int, name: str) -> Sound:
+def sample_of(data: DataSource, files: dict[str, bytes], key: str, offset: int, name: str) -> ValidRecord:
     """A sample of files, with its label: from the file ``cls``, or ``data.label_field`` of its JSON.
 
     Raises:
-        Fault: its JSON or its label cannot be read, or nothing else is in it.
+        RecordFault: its JSON or its label cannot be read, or nothing else is in it.
     """
     value: dict[str, Any] = {"__key__": name}
     if "json" in files:
-        parsed = parsed_json(files["json"])
+        parsed = parse_json(files["json"])
         value |= parsed if isinstance(parsed, dict) else {}
     label: str | None = None
     continuous = False
     if data.label_field not in (None, CLASS):
-        label, continuous = label_of(value, data.label_field)
+        label, continuous = find_label(value, data.label_field)
     elif CLASS in files:
         label = _class(files.pop(CLASS))
     elif data.label_field == CLASS:
-        raise Fault("missing_label", "the sample has no file .cls (data.label_field)")
+        raise RecordFault("missing_label", "the sample has no file .cls (data.label_field)")
     # Sharding writes the class anew.
     files.pop(CLASS, None)
     if not files:
-        raise Fault("empty", "the sample has no file")
-    return of_files(key, files, label, offset, value, continuous)
+        raise RecordFault("empty", "the sample has no file")
+    return record_of_files(key, files, label, offset, value, continuous)
 
 
 def _class(content: bytes) -> str:
     try:
         label = content.decode().strip()
     except UnicodeDecodeError as error:
-        raise Fault("invalid_utf8", f"the file .cls: {error.reason}") from error
+        raise RecordFault("invalid_utf8", f"the file .cls: {error.reason}") from error
     if not label or len(label) > MAX_LABEL_CHARS:
-        raise Fault("invalid_label", f"the file .cls holds {len(label)} characters")
+        raise RecordFault("invalid_label", f"the file .cls holds {len(label)} characters")
     return label
 
 
 def _extension(name: str) -> str:
     ext = name.rpartition("/")[2].partition(".")[2].lower()
     if not ext or len(ext) > MAX_EXTENSION_CHARS or not all(part.isascii() and _plain(part) for part in ext.split(".")):
-        raise Fault("unknown_extension", f"the file {name[:100]!r} has no extension that can be a field's name")
+        raise RecordFault("unknown_extension", f"the file {name[:100]!r} has no extension that can be a field's name")
     return ext
 
 
@@ -289,7 +297,7 @@ def _gunzip(packed: Path, unpacked: Path) -> None:
             while chunk := source.read(2**20):
                 written += len(chunk)
                 if written > most:
-                    raise Fault("bomb", f"{packed.stat().st_size:,} bytes unpack to more than {most:,}")
+                    raise RecordFault("bomb", f"{packed.stat().st_size:,} bytes unpack to more than {most:,}")
                 target.write(chunk)
     except (OSError, EOFError, zlib.error) as error:
-        raise Fault("broken_tar", f"{type(error).__name__}: {error}") from error
+        raise RecordFault("broken_tar", f"{type(error).__name__}: {error}") from error

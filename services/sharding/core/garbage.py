@@ -35,7 +35,7 @@ DONE = "done.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredObject:
     """An object in the store."""
 
     uri: str
@@ -45,7 +45,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedObjects:
     """What manifests, young journals and open jobs need."""
 
     shards: frozenset[str]
@@ -54,9 +54,9 @@ class Named:
     working: frozenset[str] = frozenset()
 
 
-def named_by(
+def collect_names(
     manifests: Iterable[Manifest], journals: Iterable[Mapping[str, ShardFile]], working: Iterable[str]
-) -> Named:
+) -> NamedObjects:
     """Hashes that are named, and the fingerprints that manifests have; ``working`` are those of open jobs."""
     shards: set[str] = set()
     open_jobs = frozenset(working)
@@ -67,10 +67,10 @@ def named_by(
             shards |= {sha256 for shard in split.shards for sha256 in (shard.sha256, shard.index_sha256)}
     for journal in journals:
         shards |= {sha256 for shard in journal.values() for sha256 in (shard.sha256, shard.index_sha256)}
-    return Named(frozenset(shards), frozenset(fingerprints), open_jobs)
+    return NamedObjects(frozenset(shards), frozenset(fingerprints), open_jobs)
 
 
-def shards_of_journal(content: bytes) -> dict[str, ShardFile]:
+def read_journal(content: bytes) -> dict[str, ShardFile]:
     """The shards that a journal names.
 
     Raises:
@@ -82,12 +82,17 @@ def shards_of_journal(content: bytes) -> dict[str, ShardFile]:
     return {str(name): ShardFile.model_validate(shard) for name, shard in found.items()}
 
 
-def is_young_journal(stored: Stored, now: datetime, grace: timedelta) -> bool:
+def is_young_journal(stored: StoredObject, now: datetime, grace: timedelta) -> bool:
     match = INGESTION_KEY.match(stored.key)
     return match is not None and JOURNAL.match(match["name"]) is not None and now - stored.modified_at <= grace
 
 
-def garbage_shards(shards: Iterable[Stored], named: Named, now: datetime, grace: timedelta) -> list[Stored]:
+def garbage_shards(
+    shards: Iterable[StoredObject],
+    named: NamedObjects,
+    now: datetime,
+    grace: timedelta,
+) -> list[StoredObject]:
     """Shards and indexes that nobody names. What does not lie under its hash is not ours."""
     return [
         shard
@@ -99,8 +104,13 @@ def garbage_shards(shards: Iterable[Stored], named: Named, now: datetime, grace:
 
 
 def garbage_of_ingestion(
-    objects: list[Stored], fingerprint: str, named: Named, now: datetime, grace: timedelta, keep_packs: timedelta
-) -> list[Stored]:
+    objects: list[StoredObject],
+    fingerprint: str,
+    named: NamedObjects,
+    now: datetime,
+    grace: timedelta,
+    keep_packs: timedelta,
+) -> list[StoredObject]:
     """What of one ingestion's objects can go, in the order in which it must."""
     names = {stored.uri: stored.key.rpartition("/")[2] for stored in objects}
     youngest = max(stored.modified_at for stored in objects)

@@ -46,7 +46,7 @@ _SPLIT_NUMBERS = {split: number for number, split in enumerate(SPLITS)}
 Rows = NDArray[np.void]
 
 
-class Encoder:
+class RowEncoder:
     """Turns lines of the index into rows; remembers the extensions that it has met."""
 
     def __init__(self, classes: Sequence[str], *, flat: bool) -> None:
@@ -115,7 +115,7 @@ def needs_extra(record: Mapping[str, Any]) -> bool:
     return record["pack"] is None or bool(record.get("fields"))
 
 
-def in_order(rows: Rows) -> Rows:
+def sort_rows(rows: Rows) -> Rows:
     """The rows in the order of samples."""
     ordered: Rows = rows[np.lexsort((rows["place_low"].astype(np.uint64), rows["place_high"].astype(np.uint64)))]
     return ordered

@@ -6,10 +6,10 @@ import duckdb
 import numpy as np
 import polars as pl
 
-from services.ingestion.features.join import CREATED, EVENT, ROW, TIME, Rule
+from services.ingestion.features.join import CREATED, EVENT, ROW, TIME, JoinRule
 
 
-def winners(entities: pl.DataFrame, features: pl.DataFrame, rule: Rule) -> list[int]:
+def winners(entities: pl.DataFrame, features: pl.DataFrame, rule: JoinRule) -> list[int]:
     """The winner's row number for each entity row; -1 where there is none."""
     keys = [name for name in entities.columns if name != TIME]
     same = " AND ".join(f"e.{key} = f.{key}" for key in keys)

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import polars as pl
 
-from services.ingestion.features.join import CREATED, EVENT, NONE, ROW, TIME, Rule, Winners
+from services.ingestion.features.join import CREATED, EVENT, NO_ROW, ROW, TIME, JoinRule, LatestRows
 
 Key = tuple[int | str | None, ...]
 #: Put behind one another (1, 12), (11, 2) and (1, 1, 2) would be one key.
@@ -22,7 +22,7 @@ class Case:
 
     entities: list[tuple[Key, int | None]]
     features: list[tuple[Key, int | None, int | None]]
-    rule: Rule
+    rule: JoinRule
     #: Where the feature table is cut into pieces, and the order in which they come.
     pieces: list[tuple[int, int]]
 
@@ -45,13 +45,13 @@ def _winner(key: Key, time: int | None, case: Case) -> int:
             continue
         if best is None or (event, created, row) > best:
             best = (event, created, row)
-    return NONE if best is None else best[2]
+    return NO_ROW if best is None else best[2]
 
 
 def joined(case: Case) -> list[int]:
     """What the engine says."""
     rows = feature_frame(case)
-    winners = Winners(entity_frame(case), case.rule)
+    winners = LatestRows(entity_frame(case), case.rule)
     for start, stop in case.pieces:
         winners.add(rows[start:stop])
     return [int(row) for row in winners.rows()]
@@ -111,7 +111,7 @@ def generated(seed: int) -> Case:
     ages = [time - event for _, time in entities for _, event, _ in features if time is not None and event is not None]
     ttl = chance.choice((None, None, 0, span // 2, abs(chance.choice(ages)) if ages else 1, 2**63))
     snapshot = chance.choice((None, None, offset + chance.randrange(span)))
-    rule = Rule(as_known=chance.random() < 0.7, snapshot=snapshot, ttl=ttl)
+    rule = JoinRule(as_known=chance.random() < 0.7, snapshot=snapshot, ttl=ttl)
     cuts = [0, *sorted(chance.randrange(len(features) + 1) for _ in range(chance.choice((0, 0, 1, 3)))), len(features)]
     pieces = list(pairwise(cuts))
     chance.shuffle(pieces)

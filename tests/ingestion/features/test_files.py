@@ -12,7 +12,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from contracts.events.train import FeatureJoin, FeatureTable
-from services.ingestion.core.records import Broken
+from services.ingestion.core.records import InvalidRecord
 from services.ingestion.features import enrich, table_join, tables
 from services.ingestion.features.enrich import join_files
 from services.ingestion.features.table_join import load_table
@@ -55,14 +55,14 @@ class Lake:
         *tables: tuple[FeatureTable, list[tuple[str, Path]]],
         **rule: Any,
     ) -> list[Any]:
-        """The columns of each joined file, or its ``Broken``."""
+        """The columns of each joined file, or its ``InvalidRecord``."""
         spec = FeatureJoin(tables=tuple(spec for spec, _ in tables), **rule)
         loaded = [load_table(one, files) for one, files in tables]
         self._count += 1
         out = self.folder / f"out-{self._count}"
         out.mkdir()
         found = join_files(entity_files, loaded, spec, out, lambda done, total: None)
-        return [one if isinstance(one, Broken) else parquet.read_table(one).to_pydict() for one in found]
+        return [one if isinstance(one, InvalidRecord) else parquet.read_table(one).to_pydict() for one in found]
 
 
 @pytest.fixture
@@ -262,8 +262,8 @@ def test_a_damaged_entity_file_is_set_aside(lake: Lake) -> None:
         content[start : start + place.total_compressed_size] = bytes(place.total_compressed_size)
         path.write_bytes(content)
     found = lake.join([cut, no_keys, entity(), no_text], (table(), [feature]))
-    assert [isinstance(one, Broken) for one in found] == [True, True, False, True]
-    assert {one.code for one in found if isinstance(one, Broken)} == {"broken_parquet"}
+    assert [isinstance(one, InvalidRecord) for one in found] == [True, True, False, True]
+    assert {one.code for one in found if isinstance(one, InvalidRecord)} == {"broken_parquet"}
     assert found[2]["t__v"] == [7] * rows
 
 
@@ -293,7 +293,7 @@ def test_flipped_and_lost_bytes_crash_nothing(lake: Lake) -> None:
             # A time that Python has no date for; whoever takes the rows judges that.
             ends["joined"] += 1
         else:
-            ends["set aside" if isinstance(found, Broken) else "joined"] += 1
+            ends["set aside" if isinstance(found, InvalidRecord) else "joined"] += 1
     assert min(ends.values()) > 10, ends
     assert all("s3://lake/" in reason for reason in reasons)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 import pytest
 
-from services.ingestion.features.join import CREATED, EVENT, NONE, ROW, TIME, Rule, Winners
+from services.ingestion.features.join import CREATED, EVENT, NO_ROW, ROW, TIME, JoinRule, LatestRows
 from tests.ingestion.features import duck
 from tests.ingestion.features.oracle import Case, brute_force, entity_frame, feature_frame, generated, joined
 
@@ -13,27 +13,27 @@ GENERATED = 600
 
 #: (event, created) of the rows of one key, the entity's time, the rule; the row that wins.
 CASES = {
-    "nothing": ([], 5, Rule(), NONE),
-    "an event at the very time counts": ([(5, 5)], 5, Rule(), 0),
-    "one of the future does not": ([(6, 6)], 5, Rule(), NONE),
-    "what was not known yet does not": ([(3, 3), (4, 6)], 5, Rule(), 0),
-    "unless corrections count": ([(3, 3), (4, 6)], 5, Rule(as_known=False), 1),
-    "known at the very time": ([(3, 5)], 5, Rule(), 0),
-    "the latest event wins, not what was heard last": ([(4, 4), (3, 5)], 5, Rule(), 0),
-    "of one event the latest correction": ([(3, 4), (3, 5), (3, 3)], 5, Rule(), 1),
-    "of one event the correction known by then": ([(3, 4), (3, 6)], 5, Rule(), 0),
-    "of equal rows the last": ([(3, 3), (3, 3)], 5, Rule(), 1),
-    "known before it happened": ([(4, 1), (4, 2), (4, 0)], 5, Rule(), 1),
-    "just young enough": ([(2, 2)], 5, Rule(ttl=3), 0),
-    "just too old": ([(1, 1)], 5, Rule(ttl=3), NONE),
-    "no age at all": ([(4, 4), (5, 5)], 5, Rule(ttl=0), 1),
-    "never too old": ([(-(2**62), 0)], 2**62, Rule(ttl=2**63), 0),
-    "an old event heard late does not come back": ([(1, 5), (0, 5)], 5, Rule(ttl=3), NONE),
-    "what came after the snapshot is left out": ([(3, 3), (4, 4)], 5, Rule(snapshot=3), 0),
-    "a snapshot goes by when it was known": ([(3, 3), (3, 4)], 5, Rule(as_known=False, snapshot=3), 0),
-    "never noted: known when it happened": ([(3, None), (4, 9)], 5, Rule(), 0),
-    "never noted and a snapshot": ([(3, None), (4, None)], 5, Rule(snapshot=3), 0),
-    "without an event time it is no candidate": ([(None, 1)], 5, Rule(), NONE),
+    "nothing": ([], 5, JoinRule(), NO_ROW),
+    "an event at the very time counts": ([(5, 5)], 5, JoinRule(), 0),
+    "one of the future does not": ([(6, 6)], 5, JoinRule(), NO_ROW),
+    "what was not known yet does not": ([(3, 3), (4, 6)], 5, JoinRule(), 0),
+    "unless corrections count": ([(3, 3), (4, 6)], 5, JoinRule(as_known=False), 1),
+    "known at the very time": ([(3, 5)], 5, JoinRule(), 0),
+    "the latest event wins, not what was heard last": ([(4, 4), (3, 5)], 5, JoinRule(), 0),
+    "of one event the latest correction": ([(3, 4), (3, 5), (3, 3)], 5, JoinRule(), 1),
+    "of one event the correction known by then": ([(3, 4), (3, 6)], 5, JoinRule(), 0),
+    "of equal rows the last": ([(3, 3), (3, 3)], 5, JoinRule(), 1),
+    "known before it happened": ([(4, 1), (4, 2), (4, 0)], 5, JoinRule(), 1),
+    "just young enough": ([(2, 2)], 5, JoinRule(ttl=3), 0),
+    "just too old": ([(1, 1)], 5, JoinRule(ttl=3), NO_ROW),
+    "no age at all": ([(4, 4), (5, 5)], 5, JoinRule(ttl=0), 1),
+    "never too old": ([(-(2**62), 0)], 2**62, JoinRule(ttl=2**63), 0),
+    "an old event heard late does not come back": ([(1, 5), (0, 5)], 5, JoinRule(ttl=3), NO_ROW),
+    "what came after the snapshot is left out": ([(3, 3), (4, 4)], 5, JoinRule(snapshot=3), 0),
+    "a snapshot goes by when it was known": ([(3, 3), (3, 4)], 5, JoinRule(as_known=False, snapshot=3), 0),
+    "never noted: known when it happened": ([(3, None), (4, 9)], 5, JoinRule(), 0),
+    "never noted and a snapshot": ([(3, None), (4, None)], 5, JoinRule(snapshot=3), 0),
+    "without an event time it is no candidate": ([(None, 1)], 5, JoinRule(), NO_ROW),
 }
 
 
@@ -48,7 +48,7 @@ def test_case(name: str) -> None:
 def test_keys_are_compared_part_by_part() -> None:
     entities = [((1, 12), 5), ((11, 2), 5), ((1, None), 5), ((None, None), 5)]
     features = [((1, 12), 1, 1), ((11, 2), 1, 1), ((1, None), 1, 1), ((None, None), 1, 1)]
-    assert joined(Case(entities, features, Rule(), [(0, 4)])) == [0, 1, NONE, NONE]
+    assert joined(Case(entities, features, JoinRule(), [(0, 4)])) == [0, 1, NO_ROW, NO_ROW]
 
 
 def test_generated_cases_agree_with_brute_force() -> None:
@@ -61,7 +61,7 @@ def test_generated_cases_have_what_goes_wrong() -> None:
     cases = [generated(seed) for seed in range(GENERATED)]
     naive = sum(duck.naive(entity_frame(case), feature_frame(case)) != brute_force(case) for case in cases[:100])
     assert naive > 15
-    found = sum(row != NONE for case in cases for row in brute_force(case))
+    found = sum(row != NO_ROW for case in cases for row in brute_force(case))
     assert found > 2 * GENERATED
     for part in ("ttl", "snapshot"):
         assert sum(brute_force(case) != brute_force(_without(case, part)) for case in cases) > GENERATED // 20
@@ -69,8 +69,8 @@ def test_generated_cases_have_what_goes_wrong() -> None:
 
 
 def _without(case: Case, part: str) -> Case:
-    parts = {name: getattr(case.rule, name) for name in Rule.__dataclass_fields__}
-    rule = Rule(**{**parts, part: False if part == "as_known" else None})
+    parts = {name: getattr(case.rule, name) for name in JoinRule.__dataclass_fields__}
+    rule = JoinRule(**{**parts, part: False if part == "as_known" else None})
     return Case(case.entities, case.features, rule, case.pieces)
 
 
@@ -83,18 +83,18 @@ def test_duckdb_agrees() -> None:
 @pytest.mark.parametrize("as_known", [True, False])
 def test_duckdb_agrees_on_a_larger_table(as_known: bool) -> None:
     entities, features = duck.large_tables(20_000, 200_000, keys=500)
-    rule = Rule(as_known=as_known, ttl=40_000)
-    winners = Winners(entities, rule)
+    rule = JoinRule(as_known=as_known, ttl=40_000)
+    winners = LatestRows(entities, rule)
     for start in range(0, features.height, 70_000):
         winners.add(features[start : start + 70_000])
     found = winners.rows().tolist()
     assert found == duck.winners(entities, features, rule)
-    assert sum(row != NONE for row in found) > 1000
+    assert sum(row != NO_ROW for row in found) > 1000
 
 
 def test_empty_pieces_and_none_at_all() -> None:
     entities = pl.DataFrame({"k0": [1], TIME: [5]}, schema={"k0": pl.Int64, TIME: pl.Int64})
-    winners = Winners(entities, Rule())
-    assert winners.rows().tolist() == [NONE]
+    winners = LatestRows(entities, JoinRule())
+    assert winners.rows().tolist() == [NO_ROW]
     winners.add(pl.DataFrame(schema={"k0": pl.Int64, EVENT: pl.Int64, CREATED: pl.Int64, ROW: pl.Int64}))
-    assert winners.rows().tolist() == [NONE]
+    assert winners.rows().tolist() == [NO_ROW]

@@ -15,10 +15,10 @@ import pytest
 from contracts.events.train import FeatureJoin, FeatureTable
 from services.ingestion.features import enrich
 from services.ingestion.features.source import FeatureSource
-from services.ingestion.sources import Listed, Source, open_source
+from services.ingestion.sources import Source, SourceObject, open_source
 
 
-async def opened(folder: Path) -> tuple[FeatureSource, Source, list[Listed]]:
+async def opened(folder: Path) -> tuple[FeatureSource, Source, list[SourceObject]]:
     """A feature table in two files and an entity table of three rows."""
     times = pyarrow.array([1, 2, 3]).cast(pyarrow.timestamp("s"))
     for name, column in (("features/b", 20), ("features/a", 10), ("entities/all", 0)):

@@ -7,7 +7,7 @@ import sys
 from contracts.events.dataset import DatasetIngested
 from contracts.events.train import IngestRequested
 from services.kit.store.objects import ObjectStore
-from services.sharding.core import plan
+from services.sharding.core.manifest import link_name
 from trainbus.client import dataset_verification
 from trainbus.client.address import StackAddress
 from trainbus.client.connection import Connection, connect
@@ -80,7 +80,7 @@ async def _repair(
             f"the log no longer says how dataset {known.dataset_id[:12]} was made: ingest its source again"
         )
     # Without this link sharding checks every shard instead of trusting that it exists.
-    name = plan.link_name(ingested.fingerprint, ingested.data.shard_bytes)
+    name = link_name(ingested.fingerprint, ingested.data.shard_bytes)
     link = f"{ingested.index_uri.rpartition('/')[0]}/{name}"
     for uri in [link, *(each.uri for each in files)]:
         await objects.delete(uri)

@@ -24,11 +24,11 @@ ATTEMPTS = 2
 READY = "ready"
 
 
-class Died(Exception):
+class ProcessDied(Exception):
     """The process is gone, without having said how its work ended."""
 
 
-class Child:
+class IsolatedProcess:
     """One process and the connection to it. Start it and use it from any one thread at a time."""
 
     def __init__(self, work: Callable[..., None], *args: Any, memory_bytes: int = MEMORY_BYTES) -> None:
@@ -46,7 +46,7 @@ class Child:
             self._process.start()
             theirs.close()
             self.receive()
-        except (OSError, Died) as error:
+        except (OSError, ProcessDied) as error:
             theirs.close()
             self.connection.close()
             # Imported here: most of what a process would import at its start is the bus, which it has no use for.
@@ -55,31 +55,31 @@ class Child:
             raise TransientError(f"no process can be started that reads the source: {error!r}") from error
 
     def send(self, message: Any) -> None:
-        """Raises ``Died``."""
+        """Raises ``ProcessDied``."""
         try:
             self.connection.send(message)
         except OSError as error:
-            raise Died from error
+            raise ProcessDied from error
 
     def receive(self) -> Any:
-        """What it says next. Raises ``Died``, also if there is something left that it said before it was killed."""
+        """Return its next message. Raises ``ProcessDied``, also after ``kill`` if a message is left."""
         try:
             content = self.connection.recv()
         except (EOFError, OSError) as error:
-            raise Died from error
+            raise ProcessDied from error
         if self._killed:
-            raise Died
+            raise ProcessDied
         return content
 
     def receive_bytes(self) -> bytes:
-        """Bytes that it sends next. Raises ``Died``."""
+        """Bytes that it sends next. Raises ``ProcessDied``."""
         try:
             return self.connection.recv_bytes()
         except (EOFError, OSError) as error:
-            raise Died from error
+            raise ProcessDied from error
 
     def kill(self) -> None:
-        """End it, at once; who waits for it in another thread gets ``Died``."""
+        """End it, at once; who waits for it in another thread gets ``ProcessDied``."""
         self._killed = True
         self._process.kill()
 
@@ -90,7 +90,7 @@ class Child:
         self.connection.close()
 
 
-async def apart(
+async def run_isolated(
     work: Callable[..., Any], *args: Any, report: Callable[..., None], memory_bytes: int = MEMORY_BYTES
 ) -> Any:
     """What ``work(report, *args)`` returns in a process of its own; ``report`` is called in a thread of this one.
@@ -98,10 +98,10 @@ async def apart(
     Whoever cancels this ends the process.
 
     Raises:
-        Died: it died, or took more memory than it may have.
+        ProcessDied: it died, or took more memory than it may have.
         Exception: what ``work`` raised.
     """
-    child = await run_in_thread(Child, _report_and_return, work, args, memory_bytes=memory_bytes)
+    child = await run_in_thread(IsolatedProcess, _report_and_return, work, args, memory_bytes=memory_bytes)
     following = asyncio.create_task(run_in_thread(_follow, child, report))
     try:
         return await asyncio.shield(following)
@@ -112,7 +112,7 @@ async def apart(
         await run_in_thread(child.end)
 
 
-def _follow(child: Child, report: Callable[..., None]) -> Any:
+def _follow(child: IsolatedProcess, report: Callable[..., None]) -> Any:
     while True:
         kind, content = child.receive()
         if kind == "returned":
@@ -128,7 +128,7 @@ def limit_cpu(seconds: float) -> None:
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
-def bound(memory_bytes: int = MEMORY_BYTES) -> None:
+def limit_resources(memory_bytes: int = MEMORY_BYTES) -> None:
     """In a new process: limits, and an end when the service ends, even by SIGKILL."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
@@ -144,7 +144,7 @@ def bound(memory_bytes: int = MEMORY_BYTES) -> None:
 
 
 def _run(ours: Any, memory_bytes: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
-    bound(memory_bytes)
+    limit_resources(memory_bytes)
     ours.send(READY)
     work(ours, *args)
 

@@ -13,29 +13,29 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from services.ingestion.core.reasons import Code
-from services.ingestion.core.records import Broken, Fault
-from services.ingestion.processes import ATTEMPTS, CPU_S, Child, Died, limit_cpu
+from services.ingestion.core.records import InvalidRecord, RecordFault
+from services.ingestion.isolated_process import ATTEMPTS, CPU_S, IsolatedProcess, ProcessDied, limit_cpu
 
 #: Rows that are read at a time, or fewer if they are large.
-ROWS_A_BATCH, BATCH_BYTES = 1000, 32 * 2**20
+ROWS_PER_BATCH, BATCH_BYTES = 1000, 32 * 2**20
 #: A row group that becomes larger than this, and so many times the size of its file, is no data.
 MAX_GROUP_BYTES, MAX_RATIO = 2**30, 1000
 
 
-class Unpacked(NamedTuple):
+class ArrowBatch(NamedTuple):
     """Some rows of a file. The first of each file are none: they tell its columns."""
 
     #: An Arrow table of those that are sound.
     table: Any
     #: What is wrong with the others, by their number among these rows.
-    faults: Mapping[int, Fault]
+    faults: Mapping[int, RecordFault]
 
 
-class Unpacker:
+class IsolatedParquetReader:
     """Reads one Parquet file after the other in a process of its own. The process starts with the first."""
 
     def __init__(self) -> None:
-        self._child: Child | None = None
+        self._child: IsolatedProcess | None = None
 
     def close(self) -> None:
         """End the process."""
@@ -43,8 +43,8 @@ class Unpacker:
         if child is not None:
             child.end()
 
-    def read(self, local: Path) -> Generator[Unpacked | Broken]:
-        """The columns and rows of a file; last, ``Broken`` if it cannot be read to its end.
+    def read(self, local: Path) -> Generator[ArrowBatch | InvalidRecord]:
+        """The columns and rows of a file; last, ``InvalidRecord`` if it cannot be read to its end.
 
         Raises:
             TransientError: no process can be started.
@@ -57,22 +57,22 @@ class Unpacker:
                         done += 1
                         yield found
                 return
-            except Died:
+            except ProcessDied:
                 # A machine that is short of memory kills too: once more, in a process that was seen to begin.
                 self.close()
-        yield Broken("broken_parquet", "its reader dies, or does not come to an end", whole_object=True)
+        yield InvalidRecord("broken_parquet", "its reader dies, or does not come to an end", whole_object=True)
 
-    def _attempt(self, local: Path, skip: int) -> Generator[Unpacked | Broken]:
+    def _attempt(self, local: Path, skip: int) -> Generator[ArrowBatch | InvalidRecord]:
         import pyarrow
 
-        self._child = child = self._child or Child(_serve)
+        self._child = child = self._child or IsolatedProcess(_serve)
         whole = False
         try:
             child.send((local, skip))
             while isinstance(said := child.receive(), dict):
                 with pyarrow.ipc.open_stream(child.receive_bytes()) as stream:
                     table = stream.read_all()
-                yield Unpacked(table, {at: Fault(*fault) for at, fault in said.items()})
+                yield ArrowBatch(table, {at: RecordFault(*fault) for at, fault in said.items()})
             whole = True
         finally:
             if not whole:  # given up in the middle of the file: nobody waits for the rest of it
@@ -93,7 +93,7 @@ def _serve(connection: Connection) -> None:
         connection.send(_unpack(connection, local, skip))
 
 
-def _unpack(connection: Connection, local: Path, skip: int) -> Broken | None:
+def _unpack(connection: Connection, local: Path, skip: int) -> InvalidRecord | None:
     """Send what the file holds, but for the first batches; return what is wrong with it."""
     import pyarrow
 
@@ -102,21 +102,21 @@ def _unpack(connection: Connection, local: Path, skip: int) -> Broken | None:
             if number >= skip:
                 _send(connection, schema, batch)
             limit_cpu(CPU_S)
-    except _Refused as refused:
+    except _UnreadableFile as refused:
         return refused.broken
     except MemoryError:
-        return Broken("bomb", "its pages ask for more memory than there is", whole_object=True)
+        return InvalidRecord("bomb", "its pages ask for more memory than there is", whole_object=True)
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         # ArrowInvalid (a ValueError) for a bad footer or page, OSError for a file that ends early.
-        return Broken("broken_parquet", f"{type(error).__name__}: {error}"[:300], whole_object=True)
+        return InvalidRecord("broken_parquet", f"{type(error).__name__}: {error}"[:300], whole_object=True)
     finally:
         limit_cpu(0)
     return None
 
 
-class _Refused(Exception):
+class _UnreadableFile(Exception):
     def __init__(self, code: Code, detail: str) -> None:
-        self.broken = Broken(code, detail, whole_object=True)
+        self.broken = InvalidRecord(code, detail, whole_object=True)
 
 
 def _batches(local: Path) -> Iterator[tuple[Any, Any]]:
@@ -128,7 +128,7 @@ def _batches(local: Path) -> Iterator[tuple[Any, Any]]:
         schema = table.schema_arrow.remove_metadata()
         _check(schema, table.metadata, local.stat().st_size)
         yield schema, None
-        for batch in table.iter_batches(_rows_a_batch(table.metadata)):
+        for batch in table.iter_batches(_rows_per_batch(table.metadata)):
             rows = _microseconds(batch)
             yield rows.schema, rows
 
@@ -137,20 +137,20 @@ def _check(schema: Any, metadata: Any, size_bytes: int) -> None:
     """What can be said of a file from its footer."""
     names = schema.names
     if len(set(names)) < len(names):
-        raise _Refused("broken_parquet", "two columns have one name")
+        raise _UnreadableFile("broken_parquet", "two columns have one name")
     for number in range(metadata.num_row_groups):
         # Not column by column: pyarrow's accessor of a column ends the process (std::terminate) where a damaged footer
         # contradicts itself.
         unpacked_bytes = metadata.row_group(number).total_byte_size
         if unpacked_bytes > MAX_GROUP_BYTES and unpacked_bytes > MAX_RATIO * size_bytes:
             detail = f"a row group of a file of {size_bytes:,} bytes says it unpacks to more than"
-            raise _Refused("bomb", f"{detail} {MAX_RATIO} times as much")
+            raise _UnreadableFile("bomb", f"{detail} {MAX_RATIO} times as much")
 
 
-def _rows_a_batch(metadata: Any) -> int:
+def _rows_per_batch(metadata: Any) -> int:
     sizes = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
     a_row = max((group.total_byte_size // max(1, group.num_rows) for group in sizes), default=1)
-    return max(1, min(ROWS_A_BATCH, BATCH_BYTES // max(1, a_row)))
+    return max(1, min(ROWS_PER_BATCH, BATCH_BYTES // max(1, a_row)))
 
 
 def _send(connection: Connection, schema: Any, batch: Any) -> None:

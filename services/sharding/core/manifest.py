@@ -36,7 +36,7 @@ def journal_name(fingerprint: str, shard_bytes: int) -> str:
     return f"shards-{_plan_id(fingerprint, shard_bytes)}.json"
 
 
-def manifest(
+def build_manifest(
     ingested: DatasetIngested,
     shards: Mapping[str, Sequence[ShardFile]],
     statistics: Mapping[str, FieldStatistics] | None = None,

@@ -30,7 +30,7 @@ class _Unhashed:
         return ""
 
 
-class Packs:
+class PackCache:
     """Shares packs among the shards that are being written. What nobody holds goes first, the oldest first."""
 
     def __init__(self, objects: ObjectStore, folder: Path, source_uri: str, max_bytes: int) -> None:

@@ -10,23 +10,23 @@ import xxhash
 from contracts.datasets import IndexRecord, canonical_json
 from contracts.events.train import DataSource
 from services.ingestion import metrics
+from services.ingestion.blob_packs import PackWriter
 from services.ingestion.catalog import Catalog, Record
 from services.ingestion.core import statistics
-from services.ingestion.core.checks import Checker
-from services.ingestion.core.records import MAX_DETAIL_CHARS, Broken, Fault, Sound
-from services.ingestion.core.splits import Assigner, SplitKeys
-from services.ingestion.core.verdict import Tally
-from services.ingestion.packs import PackWriter
-from services.ingestion.sources import Listed, Source
+from services.ingestion.core.checks import RecordChecker
+from services.ingestion.core.records import MAX_DETAIL_CHARS, InvalidRecord, RecordFault, ValidRecord
+from services.ingestion.core.splits import SplitAssigner, SplitKeys
+from services.ingestion.core.validation import Tally
+from services.ingestion.sources import Source, SourceObject
 
 #: What ``finish`` puts the split's name into. No text in JSON holds this: its quotes would be escaped.
 NO_SPLIT = b'"split":""'
 
-Found = tuple[Listed, Sound | Broken]
+Found = tuple[SourceObject, ValidRecord | InvalidRecord]
 Take = Callable[[list[Found]], Awaitable[None]]
 
 
-class Intake:
+class RecordIntake:
     """One job's records on their way into the catalog, the packs and the quarantine."""
 
     def __init__(
@@ -34,10 +34,10 @@ class Intake:
     ) -> None:
         self._data, self._source, self._catalog, self._packs = data, source, catalog, packs
         self._tally, self._quarantine = tally, quarantine
-        self._checker = Checker(data)
+        self._checker = RecordChecker(data)
         self._split_keys = SplitKeys(data)
-        self._assigner = Assigner(data.split)
-        self._last: tuple[Listed, str] | None = None
+        self._assigner = SplitAssigner(data.split)
+        self._last: tuple[SourceObject, str] | None = None
         #: Records that were looked at.
         self.seen = 0
         self._accepted = metrics.RECORDS.labels(data.format, "accepted")
@@ -47,17 +47,17 @@ class Intake:
         """Take in a batch, in order."""
         for listed, record in found:
             self.seen += 1
-            if isinstance(record, Broken):
-                self.set_aside(listed, record)
+            if isinstance(record, InvalidRecord):
+                self.reject(listed, record)
                 continue
             try:
                 self._keep(listed, record)
-            except Fault as fault:
+            except RecordFault as fault:
                 whole = record.offset is None
-                broken = Broken(fault.code, fault.detail, record.offset, record.sha256, whole, record.label)
-                self.set_aside(listed, broken)
+                broken = InvalidRecord(fault.code, fault.detail, record.offset, record.sha256, whole, record.label)
+                self.reject(listed, broken)
 
-    def _keep(self, listed: Listed, record: Sound) -> None:
+    def _keep(self, listed: SourceObject, record: ValidRecord) -> None:
         identity = self._checker.check(record, listed.written_us)
         unit = self._assigner.unit(self._split_key(record), sha256=record.sha256, key=record.key, path=listed.path)
         pack = self._packs.place(record.key) if record.content is not None else None
@@ -73,13 +73,13 @@ class Intake:
         )
         if not self._catalog.add_record(kept):
             detail = f"another file has the key {record.key!r}: names must differ in more than the extension"
-            raise Fault("duplicate_key", detail)
+            raise RecordFault("duplicate_key", detail)
         if record.content is not None:
             self._packs.write(record.key, record.content)
         self._tally.continuous |= record.continuous
         self._accepted.inc()
 
-    def _split_key(self, record: Sound) -> str:
+    def _split_key(self, record: ValidRecord) -> str:
         """What the split goes by; images have told it when they were decoded."""
         if record.split_key:
             return record.split_key
@@ -89,18 +89,18 @@ class Intake:
             return self._split_keys.text(record.content or b"")
         return self._split_keys.unknown()
 
-    def _measures(self, record: Sound) -> bytes:
+    def _measures(self, record: ValidRecord) -> bytes:
         if record.measures or not self._data.statistics or record.value is None:
             return record.measures
-        return statistics.of_row(record.value)
+        return statistics.measure_row(record.value)
 
-    def _uri(self, listed: Listed) -> str:
+    def _uri(self, listed: SourceObject) -> str:
         """Records of one object come one after the other."""
         if self._last is None or self._last[0] is not listed:
             self._last = listed, self._source.uri(listed)
         return self._last[1]
 
-    def _line(self, listed: Listed, record: Sound, pack: tuple[int, int] | None) -> bytes:
+    def _line(self, listed: SourceObject, record: ValidRecord, pack: tuple[int, int] | None) -> bytes:
         line: IndexRecord = {
             "key": record.key,
             "split": "",
@@ -119,11 +119,11 @@ class Intake:
             line["xxh3"] = xxhash.xxh3_128_hexdigest(record.content)
         return canonical_json(line) + b"\n"
 
-    def set_aside(self, listed: Listed, broken: Broken) -> None:
+    def reject(self, listed: SourceObject, broken: InvalidRecord) -> None:
         """Note what is wrong with a record or an object."""
         self.quarantine(self._source.uri(listed), listed.etag, broken)
 
-    def quarantine(self, uri: str, etag: str, broken: Broken) -> None:
+    def quarantine(self, uri: str, etag: str, broken: InvalidRecord) -> None:
         entry: dict[str, Any] = {
             "uri": uri,
             "etag": etag,
@@ -136,7 +136,7 @@ class Intake:
         self._quarantine.write(canonical_json(entry) + b"\n")
         place = uri if broken.offset is None else f"{uri} at {broken.offset}"
         example = f"{place}: {_printable(broken.detail)}"[: 2 * MAX_DETAIL_CHARS]
-        self._tally.set_aside(broken.code, example, broken.whole_object, broken.label)
+        self._tally.reject(broken.code, example, broken.whole_object, broken.label)
         self._set_aside.inc()
 
 

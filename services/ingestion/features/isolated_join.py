@@ -7,9 +7,9 @@ from contextlib import closing
 from pathlib import Path
 
 from contracts.events.train import FeatureJoin
-from services.ingestion.core.records import Broken
-from services.ingestion.formats.unpacking import Unpacker
-from services.ingestion.processes import apart
+from services.ingestion.core.records import InvalidRecord
+from services.ingestion.formats.isolated_reader import IsolatedParquetReader
+from services.ingestion.isolated_process import run_isolated
 
 #: Address space of the process: a join keeps about 1 GB, and the allocators of two engines reserve more than they use.
 MEMORY_BYTES = 8 * 2**30
@@ -19,33 +19,33 @@ Located = tuple[str, Path]
 Progress = Callable[[int, int], None]
 
 
-async def join_apart(
+async def join_in_process(
     spec: FeatureJoin,
     entities: Sequence[Located],
     tables: Sequence[Sequence[Located]],
     folder: Path,
     progress: Progress,
-) -> list[Path | Broken]:
+) -> list[Path | InvalidRecord]:
     """See ``enrich.join_files``.
 
     Raises:
         PoisonMessage: the tables do not go together, or one of them cannot be read.
-        Died: the process died of it.
+        ProcessDied: the process died of it.
         TransientError: no process can be started.
     """
-    found: list[Path | Broken] = await apart(
+    found: list[Path | InvalidRecord] = await run_isolated(
         _join, spec, entities, tables, folder, report=progress, memory_bytes=MEMORY_BYTES
     )
     return found
 
 
-def unreadable(files: Iterable[Located]) -> dict[str, Broken]:
+def unreadable(files: Iterable[Located]) -> dict[str, InvalidRecord]:
     """Those that cannot be read to their end, by their uri, each tried alone."""
-    broken: dict[str, Broken] = {}
-    with closing(Unpacker()) as unpacker:
+    broken: dict[str, InvalidRecord] = {}
+    with closing(IsolatedParquetReader()) as unpacker:
         for uri, path in files:
             for found in unpacker.read(path):
-                if isinstance(found, Broken):
+                if isinstance(found, InvalidRecord):
                     broken[uri] = found
     return broken
 
@@ -56,7 +56,7 @@ def _join(
     entities: Sequence[Located],
     tables: Sequence[Sequence[Located]],
     folder: Path,
-) -> list[Path | Broken]:
+) -> list[Path | InvalidRecord]:
     # Imported here: the service itself never pays for the memory and threads of the engine.
     from services.ingestion.features.enrich import join_files
     from services.ingestion.features.table_join import load_table

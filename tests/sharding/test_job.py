@@ -23,10 +23,10 @@ from loadtest.data.ingested import BUCKET, FolderStore, Record, digest, ingest
 from services.kit.bus import PoisonMessage, TransientError
 from services.kit.store.errors import ObjectNotFound
 from services.sharding import journal as journal_module
-from services.sharding import packs
-from services.sharding.core.plan import journal_name, link_name
+from services.sharding import pack_cache
+from services.sharding.core.manifest import journal_name, link_name
+from services.sharding.job import Dataset, ShardingJob
 from services.sharding.progress import Progress
-from services.sharding.shard import Dataset, Shard
 
 SHARD_BYTES = 2**16
 IMAGES = DataSource(source="s3://lake/images", format="images", shard_bytes=SHARD_BYTES)
@@ -53,7 +53,7 @@ def made(
 
 def work(store: Any, ingested: DatasetIngested, *, workers: int = 2, **given: Any) -> Dataset:
     with tempfile.TemporaryDirectory() as folder:
-        job = Shard(store, Path(folder), ingested, BUCKET, workers=workers, **given)
+        job = ShardingJob(store, Path(folder), ingested, BUCKET, workers=workers, **given)
         return asyncio.run(job.run())
 
 
@@ -173,7 +173,7 @@ class Dying:
 
 def test_killed_at_any_write_and_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The dataset is the one that would have been; what is finished is not made again; no manifest names a gap."""
-    monkeypatch.setattr("services.sharding.shard.Journal", lambda objects, uri: journal_module.Journal(objects, uri, 0))
+    monkeypatch.setattr("services.sharding.job.Journal", lambda objects, uri: journal_module.Journal(objects, uri, 0))
     records = images(150)
     store, ingested = made(tmp_path / "whole", records)
     whole = work(store, ingested).dataset_id, digest(store)
@@ -336,14 +336,14 @@ def test_a_link_to_a_damaged_manifest_is_refused(small: Small) -> None:
 def test_disk_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packs beyond the bound go as soon as no shard needs them; shards go once they are in the store."""
     held: list[int] = []
-    fetch = packs.Packs._fetch
+    fetch = pack_cache.PackCache._fetch
 
-    async def watching(self: packs.Packs, number: int) -> Path:
+    async def watching(self: pack_cache.PackCache, number: int) -> Path:
         path = await fetch(self, number)
         held.append(sum(path.stat().st_size for path in self._folder.iterdir()))
         return path
 
-    monkeypatch.setattr(packs.Packs, "_fetch", watching)
+    monkeypatch.setattr(pack_cache.PackCache, "_fetch", watching)
     store, ingested = made(tmp_path, images(2000), groups=32, pack_bytes=50_000)
     total = sum(p.stat().st_size for p in (store.root / BUCKET / "ingestions").rglob("pack-*"))
     work(store, ingested, workers=1, disk_bytes=200_000)
@@ -353,7 +353,7 @@ def test_disk_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def test_a_missing_pack_is_missing(tmp_path: Path) -> None:
-    there = packs.Packs(FolderStore(tmp_path), tmp_path / "packs", ingestion_uri(BUCKET, "0" * 64), 10)  # type: ignore[arg-type]
+    there = pack_cache.PackCache(FolderStore(tmp_path), tmp_path / "packs", ingestion_uri(BUCKET, "0" * 64), 10)  # type: ignore[arg-type]
     await there.look()
     with pytest.raises(ObjectNotFound, match="pack-00003"):
         async with there.held([3]):

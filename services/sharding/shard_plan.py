@@ -17,7 +17,7 @@ from pydantic_core import from_json
 
 from contracts.datasets import SPLITS
 from services.kit.bus import PoisonMessage
-from services.kit.shuffle import place
+from services.kit.sample_order import place
 from services.sharding.core import rows as core
 from services.sharding.core import tar
 from services.sharding.core.rows import ROW, Rows
@@ -25,13 +25,13 @@ from services.sharding.core.rows import ROW, Rows
 #: A file of rows to be sorted in memory stands for so many bytes of the index at most.
 PART_BYTES = 16 * 2**20
 MAX_PARTS_BITS = 12
-LINES_A_TIME = 500
+LINES_PER_BATCH = 500
 #: Rows held back while they are dealt out.
 BUFFERED_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class ShardPlan:
+class PlannedShard:
     """One shard to be written: a run of rows in its split's file."""
 
     split: str
@@ -47,7 +47,7 @@ class ShardPlan:
         return f"{self.split}/shard-{self.number:05d}"
 
 
-class Plan:
+class ShardPlan:
     """All shards of a dataset, and the rows that each is made of, on disk."""
 
     def __init__(self, folder: Path, classes: tuple[str, ...], seed: int, shard_bytes: int, *, flat: bool) -> None:
@@ -55,8 +55,8 @@ class Plan:
         self.flat = flat
         #: What the end of an archive takes up is not for samples.
         self._room = shard_bytes if flat else shard_bytes - len(tar.END)
-        self.encoder = core.Encoder(classes, flat=flat)
-        self.shards: list[ShardPlan] = []
+        self.encoder = core.RowEncoder(classes, flat=flat)
+        self.shards: list[PlannedShard] = []
         folder.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -74,7 +74,7 @@ class Plan:
         # As they come in the order of all splits: neighbours need the same packs.
         self.shards.sort(key=lambda shard: (shard.place, shard.split))
 
-    def rows(self, shard: ShardPlan, at_most: int) -> Generator[Rows]:
+    def rows(self, shard: PlannedShard, at_most: int) -> Generator[Rows]:
         """The rows of a shard in order, so many at a time."""
         with self._split_path(shard.split).open("rb") as file:
             file.seek(shard.first * ROW.itemsize)
@@ -100,7 +100,7 @@ class Plan:
         waiting: list[list[bytes]] = [[] for _ in range(2**bits)]
         held = 0
         with index.open("rb") as lines, (self._folder / "extras.jsonl").open("wb") as extras:
-            while batch := list(islice(lines, LINES_A_TIME)):
+            while batch := list(islice(lines, LINES_PER_BATCH)):
                 rows = self._rows(batch, extras)
                 # The parts are equal runs of the order, so the first bits of a place tell which.
                 parts = (rows["place_high"].astype(np.uint64) >> np.uint64(64 - bits)) if bits else np.zeros(len(rows))
@@ -130,12 +130,12 @@ class Plan:
 
     def _cut(self, parts: int) -> None:
         """Sort part by part; append the rows to their splits' files, and note where shards begin."""
-        cutters = [_Cutter(split, self._room) for split in SPLITS]
+        cutters = [_ShardCutter(split, self._room) for split in SPLITS]
         for part in range(parts):
             path = self._part_path(part)
             if not path.exists():
                 continue
-            ordered = core.in_order(np.fromfile(path, dtype=ROW))
+            ordered = core.sort_rows(np.fromfile(path, dtype=ROW))
             path.unlink()
             for number, cutter in enumerate(cutters):
                 mine = ordered[ordered["split"] == number]
@@ -152,12 +152,12 @@ class Plan:
         return self._folder / f"{split}.rows"
 
 
-class _Cutter:
+class _ShardCutter:
     """Cuts one split, of which it sees the rows in order, into shards."""
 
     def __init__(self, split: str, room: int) -> None:
         self.split, self._room = split, room
-        self._made: list[ShardPlan] = []
+        self._made: list[PlannedShard] = []
         #: Of the shard that is open: its first row, its bytes, its place.
         self._first = self._stored = self._place = 0
         self._rows = 0
@@ -175,14 +175,14 @@ class _Cutter:
             begins = start
         self._rows += len(rows)
 
-    def finish(self) -> Iterator[ShardPlan]:
+    def finish(self) -> Iterator[PlannedShard]:
         if self._rows > self._first:
             self._close(self._rows)
         return iter(self._made)
 
     def _close(self, end: int) -> None:
         number, samples = len(self._made), end - self._first
-        self._made.append(ShardPlan(self.split, number, self._first, samples, self._stored, self._place))
+        self._made.append(PlannedShard(self.split, number, self._first, samples, self._stored, self._place))
         self._first, self._stored = end, 0
 
 

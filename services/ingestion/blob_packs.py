@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from contracts.datasets import pack_name
-from services.kit import shuffle
+from services.kit import sample_order
 
 PACK_BYTES = 64 * 2**20
-LEAST_PACK_BYTES = 8 * 2**20
+MIN_PACK_BYTES = 8 * 2**20
 #: On the local disk at a time.
 OPEN_BYTES = 4 * 2**30
 GROUP_BYTES = 2**30
@@ -22,7 +22,7 @@ MAX_GROUPS = 256
 KEEP_BELOW_BYTES = 2**20
 
 
-def groups_for(expected_bytes: int) -> int:
+def choose_group_count(expected_bytes: int) -> int:
     """Of how many groups the packs of so much data are."""
     return max(1, min(MAX_GROUPS, round(expected_bytes / GROUP_BYTES)))
 
@@ -32,7 +32,7 @@ class PackWriter:
 
     def __init__(self, folder: Path, seed: int = 0, groups: int = 1) -> None:
         self._folder, self._seed, self._groups = folder, seed, groups
-        self._pack_bytes = max(LEAST_PACK_BYTES, min(PACK_BYTES, OPEN_BYTES // groups)) if groups > 1 else PACK_BYTES
+        self._pack_bytes = max(MIN_PACK_BYTES, min(PACK_BYTES, OPEN_BYTES // groups)) if groups > 1 else PACK_BYTES
         self._count = 0
         self._open: dict[int, tuple[int, BinaryIO]] = {}
         self.finished: list[Path] = []
@@ -47,7 +47,7 @@ class PackWriter:
         self._file(key)[1].write(content)
 
     def _file(self, key: str) -> tuple[int, BinaryIO]:
-        group = shuffle.group(self._seed, key, self._groups) if self._groups > 1 else 0
+        group = sample_order.group(self._seed, key, self._groups) if self._groups > 1 else 0
         found = self._open.get(group)
         if found is not None and found[1].tell() >= self._pack_bytes:
             self._close(group)

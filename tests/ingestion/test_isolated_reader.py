@@ -22,14 +22,14 @@ import pytest
 from contracts.events.train import FeatureJoin, FeatureTable
 from loadtest.data import fuzzed
 from loadtest.data.quarantine import ingest
-from services.ingestion import processes
-from services.ingestion.core.records import Broken
-from services.ingestion.decoders import Decoders
-from services.ingestion.features import apart
+from services.ingestion import isolated_process
+from services.ingestion.core.records import InvalidRecord
+from services.ingestion.decoders import DecoderPool
+from services.ingestion.features import isolated_join
 from services.ingestion.features.source import FeatureSource
-from services.ingestion.formats import unpacking
+from services.ingestion.formats import isolated_reader
+from services.ingestion.formats.isolated_reader import IsolatedParquetReader
 from services.ingestion.formats.parquet import python_rows
-from services.ingestion.formats.unpacking import Unpacker
 from services.ingestion.sources import FolderSource
 from services.kit.bus import PoisonMessage, TransientError
 
@@ -45,7 +45,7 @@ def table(**columns: list[Any]) -> bytes:
 
 def deadly(connection: Connection) -> None:
     """In place of the process's work: reads, but for columns whose names a library written in C might not like."""
-    sound = unpacking._batches
+    sound = isolated_reader._batches
 
     def batches(local: Path) -> Iterator[tuple[Any, Any]]:
         for number, (schema, batch) in enumerate(sound(local)):
@@ -56,7 +56,7 @@ def deadly(connection: Connection) -> None:
                 while True:
                     pass
             if "eat" in schema.names:
-                bytearray(processes.MEMORY_BYTES)
+                bytearray(isolated_process.MEMORY_BYTES)
             if "crash-once" in schema.names and number == 2:
                 try:
                     local.with_name("crashed").touch(exist_ok=False)
@@ -65,21 +65,21 @@ def deadly(connection: Connection) -> None:
                     pass
             yield schema, batch
 
-    unpacking._batches = batches
-    unpacking._serve(connection)
+    isolated_reader._batches = batches
+    isolated_reader._serve(connection)
 
 
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unpacking, "_serve", deadly)
+    monkeypatch.setattr(isolated_reader, "_serve", deadly)
 
 
-def read(unpacker: Unpacker, path: Path) -> tuple[list[Any], str | None]:
+def read(unpacker: IsolatedParquetReader, path: Path) -> tuple[list[Any], str | None]:
     """The rows of a file, and what is wrong with it."""
     rows: list[Any] = []
     with closing(unpacker.read(path)) as found:
         for one in found:
-            if isinstance(one, Broken):
+            if isinstance(one, InvalidRecord):
                 return rows, one.code
             rows += python_rows(one)
     return rows, None
@@ -100,14 +100,14 @@ def test_what_comes_of_a_file_that_its_reader_dies_of(
 ) -> None:
     (tmp_path / "it").write_bytes(table(**{column: list(range(ROWS))}))
     (tmp_path / "next").write_bytes(table(x=[1, 2]))
-    with closing(Unpacker()) as unpacker:
+    with closing(IsolatedParquetReader()) as unpacker:
         assert read(unpacker, tmp_path / "it") == ([{column: n} for n in range(rows)], code)
         assert read(unpacker, tmp_path / "next") == ([{"x": 1}, {"x": 2}], None)
 
 
 def test_a_file_that_is_given_up_in_the_middle_is_not_read_on(tmp_path: Path) -> None:
     (tmp_path / "it").write_bytes(table(x=list(range(ROWS))))
-    with closing(Unpacker()) as unpacker:
+    with closing(IsolatedParquetReader()) as unpacker:
         for _ in range(3):
             with closing(unpacker.read(tmp_path / "it")) as found:
                 assert [next(found).table.num_rows for _ in range(2)] == [0, 1000]  # type: ignore[union-attr]
@@ -115,9 +115,9 @@ def test_a_file_that_is_given_up_in_the_middle_is_not_read_on(tmp_path: Path) ->
 
 
 def test_no_file_is_blamed_when_no_process_can_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(processes, "_run", refuse)
+    monkeypatch.setattr(isolated_process, "_run", refuse)
     (tmp_path / "it").write_bytes(table(x=[1]))
-    with closing(Unpacker()) as unpacker, pytest.raises(TransientError, match="no process can be started"):
+    with closing(IsolatedParquetReader()) as unpacker, pytest.raises(TransientError, match="no process can be started"):
         read(unpacker, tmp_path / "it")
 
 
@@ -127,7 +127,7 @@ def refuse(*_: Any) -> None:
 
 def test_no_process_outlives_its_reader(tmp_path: Path) -> None:
     (tmp_path / "it").write_bytes(table(x=[1]))
-    unpacker = Unpacker()
+    unpacker = IsolatedParquetReader()
     read(unpacker, tmp_path / "it")
     assert unpacker._child is not None
     process = unpacker._child._process
@@ -142,7 +142,7 @@ def test_damaged_footers_end_no_service(tmp_path: Path) -> None:
     sound = table(x=list(range(20)), y=[str(n) for n in range(20)])
     footer = struct.unpack("<I", sound[-8:-4])[0]
     (tmp_path / "sound").write_bytes(sound)
-    with closing(Unpacker()) as unpacker:
+    with closing(IsolatedParquetReader()) as unpacker:
         for _ in range(60):
             content = bytearray(sound)
             for _ in range(rng.randint(1, 4)):
@@ -157,7 +157,7 @@ def test_damaged_footers_end_no_service(tmp_path: Path) -> None:
 # -- whole ingestions -----------------------------------------------------------------
 
 
-async def test_an_ingestion_goes_on_after_it(planted: None, decoders: Decoders, tmp_path: Path) -> None:
+async def test_an_ingestion_goes_on_after_it(planted: None, decoders: DecoderPool, tmp_path: Path) -> None:
     files = {f"{n}.parquet": table(x=[n]) for n in range(5)} | {"2.parquet": table(crash=[1] * ROWS)}
     case = fuzzed.Case("parquet", files, settings={"split": TRAIN})
     result, store = await ingest(case, decoders, tmp_path)
@@ -167,7 +167,7 @@ async def test_an_ingestion_goes_on_after_it(planted: None, decoders: Decoders, 
     assert told[0] == ("2.parquet", "broken_parquet", "its reader dies, or does not come to an end")
 
 
-async def test_labels_that_their_reader_dies_of(planted: None, decoders: Decoders, tmp_path: Path) -> None:
+async def test_labels_that_their_reader_dies_of(planted: None, decoders: DecoderPool, tmp_path: Path) -> None:
     labels = table(file=[f"{n}.png" for n in range(ROWS)], label=["a"] * ROWS, crash=[1] * ROWS)
     case = fuzzed.Case("images", {"0.png": b"x", "labels.parquet": labels})
     with pytest.raises(PoisonMessage, match=r"labels\.parquet cannot be read as Parquet: its reader dies"):
@@ -183,15 +183,15 @@ def deadly_join(report: Any, spec: FeatureJoin, entities: Any, tables: Any, fold
     if any("crash" in parquet.read_schema(path).names for path in paths):
         entities[0][1].unlink()
         os.kill(os.getpid(), signal.SIGSEGV)
-    return apart._join(report, spec, entities, tables, folder)
+    return isolated_join._join(report, spec, entities, tables, folder)
 
 
 @pytest.fixture
 def lake(planted: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     """Join an entity table and a feature table, by file the columns that they have besides."""
-    monkeypatch.setattr(apart, "_join", deadly_join)
+    monkeypatch.setattr(isolated_join, "_join", deadly_join)
 
-    async def join(entities: dict[str, str], features: dict[str, str]) -> dict[str, Path | Broken]:
+    async def join(entities: dict[str, str], features: dict[str, str]) -> dict[str, Path | InvalidRecord]:
         times = pyarrow.array([1] * ROWS).cast(pyarrow.timestamp("s"))
         for folder, files in (("entities", entities), ("features", features)):
             (tmp_path / folder).mkdir()
@@ -210,7 +210,7 @@ def lake(planted: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call
 
 async def test_a_join_goes_on_without_the_entity_file_that_it_died_of(lake: Any) -> None:
     found = await lake({"a": "label", "b": "crash", "c": "label"}, {"f": "value"})
-    assert isinstance(found["b.parquet"], Broken)
+    assert isinstance(found["b.parquet"], InvalidRecord)
     assert found["b.parquet"].code == "broken_parquet"
     for name in ("a.parquet", "c.parquet"):
         assert parquet.read_table(found[name])["t__value"].to_pylist() == [0] * ROWS

@@ -14,21 +14,21 @@ import structlog
 
 from contracts.datasets import canonical_json, ingestion_uri
 from contracts.events.train import DataSource
+from services.ingestion.blob_packs import KEEP_BELOW_BYTES, PackWriter, choose_group_count
 from services.ingestion.catalog import Catalog
-from services.ingestion.core.checks import impossible
+from services.ingestion.commit import INDEX, STATISTICS, finish
+from services.ingestion.core.checks import find_impossible_check
 from services.ingestion.core.keys import UnsafePath, check_path, is_data, rows_key
-from services.ingestion.core.records import Broken
-from services.ingestion.core.verdict import Fingerprint, Outcome, Tally
-from services.ingestion.decoders import Decoders
-from services.ingestion.features.source import FeatureSource, Version
-from services.ingestion.finish import INDEX, STATISTICS, finish
-from services.ingestion.labels import LABELS, MANIFEST, missing, read_naming
-from services.ingestion.many_records import ManyRecords
-from services.ingestion.packs import KEEP_BELOW_BYTES, PackWriter, groups_for
+from services.ingestion.core.records import InvalidRecord
+from services.ingestion.core.validation import Fingerprint, Outcome, Tally
+from services.ingestion.decoders import DecoderPool
+from services.ingestion.features.source import FeatureSource, TableFileVersion
+from services.ingestion.file_tables import LABELS, MANIFEST, missing, read_file_table
 from services.ingestion.progress import Progress
-from services.ingestion.sources import Listed, Source
-from services.ingestion.taking import Found, Intake, Take
-from services.ingestion.whole_files import Binaries, Images, WholeFiles
+from services.ingestion.record_files import RecordFiles
+from services.ingestion.record_intake import Found, RecordIntake, Take
+from services.ingestion.sources import Source, SourceObject
+from services.ingestion.whole_files import BinaryFiles, ImageFiles, WholeFiles
 from services.kit.bus import PoisonMessage
 from services.kit.concurrency import run_in_thread
 from services.kit.store.errors import ObjectExists, ObjectNotFound
@@ -42,7 +42,7 @@ EXPANSION = {"parquet": 8, "mds": 4, "webdataset": 1}
 
 
 @dataclass(frozen=True, slots=True)
-class Ingested:
+class IngestionResult:
     """Where the result is and what it amounts to."""
 
     fingerprint: str
@@ -63,7 +63,7 @@ class Ingested:
         return f"{self.folder_uri}/{STATISTICS}" if self.outcome.statistics else None
 
 
-class Ingest:
+class IngestionJob:
     """One job's work. The result depends on the source and the settings alone, never on timing."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Ingest:
         bucket: str,
         objects: ObjectStore,
         source: Source,
-        decoders: Decoders,
+        decoders: DecoderPool,
         folder: Path,
         data: DataSource,
         progress: Progress,
@@ -85,18 +85,18 @@ class Ingest:
         self._ahead = min(concurrency, 3)
         self._tally = Tally()
         self._catalog: Catalog
-        self._intake: Intake
+        self._intake: RecordIntake
         self._packs: PackWriter
         self._total_bytes = self._done_bytes = 0
 
-    async def run(self) -> Ingested:
+    async def run(self) -> IngestionResult:
         """List the source and return its index, made now or earlier.
 
         Raises:
             PoisonMessage: the source is missing or empty, or the request makes no sense.
             ObjectChanged, ObjectNotFound: an object is no longer what was listed.
         """
-        if (problem := impossible(self._data)) is not None:
+        if (problem := find_impossible_check(self._data)) is not None:
             raise PoisonMessage(problem)
         with closing(Catalog(self._folder / "catalog.sqlite")) as self._catalog:
             fingerprint = await self._list()
@@ -110,14 +110,14 @@ class Ingest:
             else:
                 # Young again: what is old and in no dataset is collected.
                 await self._objects.put(f"{folder_uri}/{DONE}", content)
-                return Ingested(fingerprint, folder_uri, outcome, reused=True)
+                return IngestionResult(fingerprint, folder_uri, outcome, reused=True)
             expected_bytes = self._total_bytes * EXPANSION.get(self._data.format, 1)
-            self._packs = PackWriter(self._folder, self._data.split.seed, groups_for(expected_bytes))
+            self._packs = PackWriter(self._folder, self._data.split.seed, choose_group_count(expected_bytes))
             try:
                 await self._make(fingerprint, folder_uri)
             finally:
                 self._packs.abandon()
-            return Ingested(fingerprint, folder_uri, self._tally.outcome(), reused=False)
+            return IngestionResult(fingerprint, folder_uri, self._tally.outcome(), reused=False)
 
     async def _make(self, fingerprint: str, folder_uri: str) -> None:
         with (self._folder / QUARANTINE).open("wb") as quarantine:
@@ -140,7 +140,7 @@ class Ingest:
         joined = await self._features.list() if self._features is not None else []
         return await run_in_thread(self._fingerprint, joined)
 
-    def _fingerprint(self, joined: list[Version]) -> str:
+    def _fingerprint(self, joined: list[TableFileVersion]) -> str:
         fingerprint = Fingerprint(self._data)
         for listed in self._catalog.objects():
             fingerprint.add(*listed)
@@ -152,7 +152,7 @@ class Ingest:
 
     async def _judge(self, quarantine: BinaryIO, folder_uri: str) -> None:
         """The first pass: every record is looked at once."""
-        intake = Intake(self._data, self._source, self._catalog, self._packs, self._tally, quarantine)
+        intake = RecordIntake(self._data, self._source, self._catalog, self._packs, self._tally, quarantine)
         self._intake = intake
 
         async def take(found: list[Found]) -> None:
@@ -171,7 +171,7 @@ class Ingest:
         """Each object is a record."""
         is_images = self._data.format == "images"
         tables = LABELS if is_images else MANIFEST
-        naming = await read_naming(tables, self._source, self._catalog, self._intake, self._folder, is_images)
+        naming = await read_file_table(tables, self._source, self._catalog, self._intake, self._folder, is_images)
         if naming is None and not is_images:
             raise PoisonMessage(
                 f"there is no {' or '.join(MANIFEST)} in {self._data.source}: data.format 'binary' needs one that "
@@ -181,9 +181,9 @@ class Ingest:
         keep_below = KEEP_BELOW_BYTES if self._source.shared else None
         table = naming[0] if naming is not None else None
         judging = (
-            Images(self._data, table, self._decoders, keep_below)
+            ImageFiles(self._data, table, self._decoders, keep_below)
             if table is None or is_images
-            else Binaries(self._data, table)
+            else BinaryFiles(self._data, table)
         )
         files = (listed for listed in self._files() if naming is None or listed.path != naming[1].path)
         await WholeFiles(self._data, self._source, judging, self._concurrency, self._ahead).run(files, take)
@@ -192,21 +192,21 @@ class Ingest:
 
     async def _judge_records(self, take: Take) -> None:
         """Each object holds records."""
-        reader = ManyRecords(self._data, self._source, self._catalog, self._decoders, self._folder, self._ahead)
+        reader = RecordFiles(self._data, self._source, self._catalog, self._decoders, self._folder, self._ahead)
         if self._features is not None:
             reader.joined = await self._join(reader, self._features)
         if self._data.format == "mds":
-            indexes = [listed for listed in self._catalog.objects() if reader.auxiliary(listed)]
+            indexes = [listed for listed in self._catalog.objects() if reader.is_auxiliary(listed)]
             await take(await reader.read_indexes(indexes, self._catalog.find))
-        files = (listed for listed in self._files() if not reader.auxiliary(listed))
+        files = (listed for listed in self._files() if not reader.is_auxiliary(listed))
         await reader.run(files, take)
-        for path, broken in reader.drifted():
+        for path, broken in reader.find_drifted_files():
             listed = self._catalog.find(path)
             assert listed is not None
             self._catalog.forget_records(rows_key(path))
-            self._intake.set_aside(listed, broken)
+            self._intake.reject(listed, broken)
 
-    async def _join(self, reader: ManyRecords, features: FeatureSource) -> dict[str, Path | Broken]:
+    async def _join(self, reader: RecordFiles, features: FeatureSource) -> dict[str, Path | InvalidRecord]:
         """The source's files with features beside their rows."""
         loop = asyncio.get_running_loop()
 
@@ -216,24 +216,24 @@ class Ingest:
         files = [
             listed
             for listed in self._catalog.objects()
-            if self._objection(listed) is None and reader.refuse_unread(listed) is None
+            if self._objection(listed) is None and reader.reject_unread(listed) is None
         ]
         return await features.join(self._source, files, self._folder, report)
 
-    def _objection(self, listed: Listed) -> str | None:
+    def _objection(self, listed: SourceObject) -> str | None:
         try:
             check_path(listed.path)
         except UnsafePath as error:
             return f"the object's key {error}: rename it"
-        return self._source.objection(listed)
+        return self._source.find_objection(listed)
 
-    def _files(self) -> Iterator[Listed]:
+    def _files(self) -> Iterator[SourceObject]:
         """The objects in the order of paths. Those that must not be read are set aside."""
         for listed in self._catalog.objects():
             self._tally.objects += 1
             self._done_bytes += listed.size
             if (problem := self._objection(listed)) is not None:
-                self._intake.set_aside(listed, Broken("unsafe_key", problem, whole_object=True))
+                self._intake.reject(listed, InvalidRecord("unsafe_key", problem, whole_object=True))
                 continue
             yield listed
 

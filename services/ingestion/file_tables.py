@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from services.ingestion.catalog import Catalog
-from services.ingestion.core.records import Broken, Fault, json_bytes, parsed_json
+from services.ingestion.core.records import InvalidRecord, RecordFault, encode_json, parse_json
+from services.ingestion.formats.isolated_reader import IsolatedParquetReader
 from services.ingestion.formats.parquet import python_rows
-from services.ingestion.formats.unpacking import Unpacker
-from services.ingestion.sources import Listed, Source
-from services.ingestion.taking import Intake
+from services.ingestion.record_intake import RecordIntake
+from services.ingestion.sources import Source, SourceObject
 from services.kit.bus import PoisonMessage
 from services.kit.concurrency import run_in_thread
 
@@ -23,10 +23,10 @@ FILE, LABEL = "file", "label"
 MAX_LINE_BYTES = 2**20
 
 #: A row and its place in the table, or what is wrong with it.
-Rows = Iterator[tuple[int, Mapping[str, Any] | Fault]]
+Rows = Iterator[tuple[int, Mapping[str, Any] | RecordFault]]
 
 
-class Named(NamedTuple):
+class FileEntry(NamedTuple):
     """What is said of one file."""
 
     label: str
@@ -34,21 +34,21 @@ class Named(NamedTuple):
     value: Mapping[str, Any] | None = None
 
 
-class Naming:
+class FileTable:
     """A table that was read, by the files that it names."""
 
     def __init__(self, name: str, catalog: Catalog) -> None:
         self.name, self._catalog = name, catalog
 
-    def of(self, path: str) -> Named | None:
+    def of(self, path: str) -> FileEntry | None:
         """What it says of a file; an empty label if nothing that is clear."""
         found = self._catalog.label(path)
-        return Named(*found) if found else None
+        return FileEntry(*found) if found else None
 
 
-async def read_naming(
-    names: tuple[str, ...], source: Source, catalog: Catalog, intake: Intake, folder: Path, needs_label: bool
-) -> tuple[Naming, Listed] | None:
+async def read_file_table(
+    names: tuple[str, ...], source: Source, catalog: Catalog, intake: RecordIntake, folder: Path, needs_label: bool
+) -> tuple[FileTable, SourceObject] | None:
     """Read the table that is beside the files; None if there is none.
 
     Raises:
@@ -70,24 +70,24 @@ async def read_naming(
     rows = reader[listed.path.rpartition(".")[2]](source.uri(listed), local, needed)
     await run_in_thread(_note, rows, listed, catalog, intake, needs_label)
     local.unlink()
-    return Naming(listed.path, catalog), listed
+    return FileTable(listed.path, catalog), listed
 
 
-def _note(rows: Rows, listed: Listed, catalog: Catalog, intake: Intake, needs_label: bool) -> None:
+def _note(rows: Rows, listed: SourceObject, catalog: Catalog, intake: RecordIntake, needs_label: bool) -> None:
     for place, row in rows:
         try:
-            if isinstance(row, Fault):
+            if isinstance(row, RecordFault):
                 raise row
             file, label, value = _named(row, needs_label)
-        except Fault as fault:
-            intake.set_aside(listed, Broken(fault.code, fault.detail, place))
+        except RecordFault as fault:
+            intake.reject(listed, InvalidRecord(fault.code, fault.detail, place))
             continue
         known = catalog.add_label(file, label, value)
         if known is not None:
             if needs_label:
-                intake.set_aside(listed, Broken("duplicate_label", f"{file!r} is labelled twice", place))
+                intake.reject(listed, InvalidRecord("duplicate_label", f"{file!r} is labelled twice", place))
             else:
-                intake.set_aside(listed, Broken("duplicate_file", f"{file!r} is named twice", place))
+                intake.reject(listed, InvalidRecord("duplicate_file", f"{file!r} is named twice", place))
             if known != label:
                 catalog.forget_label(file)
 
@@ -96,19 +96,19 @@ def _named(row: Mapping[str, Any], needs_label: bool) -> tuple[str, str, dict[st
     value = dict(row)
     file = value.pop(FILE, None)
     if not isinstance(file, str) or not file.strip():
-        raise Fault("missing_file", f"the row names no file (column {FILE!r})")
+        raise RecordFault("missing_file", f"the row names no file (column {FILE!r})")
     label = value.get(LABEL)
     text = "" if label is None or isinstance(label, float | dict | list) else str(label).strip()
     if needs_label:
         value.pop(LABEL, None)
-    json_bytes([value, file, text])  # it will be written as JSON
+    encode_json([value, file, text])  # it will be written as JSON
     return file.strip(), text, value
 
 
-def missing(naming: tuple[Naming, Listed], catalog: Catalog, intake: Intake) -> None:
+def missing(naming: tuple[FileTable, SourceObject], catalog: Catalog, intake: RecordIntake) -> None:
     """Set aside what the table names and does not exist."""
     for file in catalog.labels_without_object():
-        intake.set_aside(naming[1], Broken("missing_file", f"names {file!r}, which does not exist"))
+        intake.reject(naming[1], InvalidRecord("missing_file", f"names {file!r}, which does not exist"))
 
 
 def _csv(uri: str, local: Path, needed: tuple[str, ...]) -> Rows:
@@ -121,7 +121,7 @@ def _csv(uri: str, local: Path, needed: tuple[str, ...]) -> Rows:
                 if not row:
                     continue
                 if len(row) != len(columns):
-                    yield rows.line_num, Fault("ragged", f"{len(row)} cells, the header has {len(columns)}")
+                    yield rows.line_num, RecordFault("ragged", f"{len(row)} cells, the header has {len(columns)}")
                 else:
                     yield rows.line_num, dict(zip(columns, row, strict=True))
     except (UnicodeDecodeError, csv.Error) as error:
@@ -138,19 +138,19 @@ def _jsonl(uri: str, local: Path, _: tuple[str, ...]) -> Rows:
             if not line.strip():
                 continue
             try:
-                parsed = parsed_json(line.removeprefix(b"\xef\xbb\xbf"))
+                parsed = parse_json(line.removeprefix(b"\xef\xbb\xbf"))
                 if not isinstance(parsed, dict):
-                    raise Fault("not_an_object", f"a JSON {type(parsed).__name__}")
+                    raise RecordFault("not_an_object", f"a JSON {type(parsed).__name__}")
                 yield start, parsed
-            except Fault as fault:
+            except RecordFault as fault:
                 yield start, fault
 
 
 def _parquet(uri: str, local: Path, needed: tuple[str, ...]) -> Rows:
     number = 0
-    with closing(Unpacker()) as unpacker, closing(unpacker.read(local)) as read:
+    with closing(IsolatedParquetReader()) as unpacker, closing(unpacker.read(local)) as read:
         for place, found in enumerate(read):
-            if isinstance(found, Broken):
+            if isinstance(found, InvalidRecord):
                 raise PoisonMessage(f"{uri} cannot be read as Parquet: {found.detail}")
             if place == 0:
                 _check_columns(uri, found.table.schema.names, needed)

@@ -20,7 +20,7 @@ from services.kit.store.errors import ObjectNotFound
 from services.kit.store.objects import ObjectInfo, ObjectStore
 from services.sharding import metrics
 from services.sharding.core import garbage
-from services.sharding.core.garbage import INGESTION_KEY, Stored
+from services.sharding.core.garbage import INGESTION_KEY, StoredObject
 from services.sharding.settings import ShardingSettings
 
 log = structlog.get_logger(__name__)
@@ -29,7 +29,7 @@ PARALLEL_READS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
+class GarbageSummary:
     """What one collection found and removed."""
 
     shards: int
@@ -38,7 +38,7 @@ class Collected:
     kept_shards: int
 
 
-async def collect_garbage(bus: Bus, objects: ObjectStore, settings: ShardingSettings) -> Collected:
+async def collect_garbage(bus: Bus, objects: ObjectStore, settings: ShardingSettings) -> GarbageSummary:
     """Remove what nobody needs. Safe beside datasets that are being made: see ``core/garbage.py``.
 
     Raises:
@@ -48,7 +48,7 @@ async def collect_garbage(bus: Bus, objects: ObjectStore, settings: ShardingSett
     grace, keep_packs = (timedelta(seconds=s) for s in (settings.dataset_gc_grace_s, settings.dataset_keep_packs_s))
     # In this order: what is named after the shards were listed is seen, in a journal or in the manifest that follows.
     shards = [stored async for stored in _listed(objects, f"{root}shards/")]
-    ingestions: dict[str, list[Stored]] = defaultdict(list)
+    ingestions: dict[str, list[StoredObject]] = defaultdict(list)
     async for stored in _listed(objects, f"{root}ingestions/"):
         if match := INGESTION_KEY.match(stored.key):
             ingestions[match["fingerprint"]].append(stored)
@@ -57,7 +57,7 @@ async def collect_garbage(bus: Bus, objects: ObjectStore, settings: ShardingSett
     journals = await gather_limited((_journal(objects, s) for s in young), limit=PARALLEL_READS)
     working = await _working(bus)
     manifests = await _manifests(objects, f"{root}datasets/")
-    named = garbage.named_by(manifests, journals, working)
+    named = garbage.collect_names(manifests, journals, working)
     doomed = garbage.garbage_shards(shards, named, now, grace)
     gone = [await _delete(objects, shard, "shard") for shard in doomed]
     freed = [size_bytes for size_bytes in gone if size_bytes is not None]
@@ -70,12 +70,12 @@ async def collect_garbage(bus: Bus, objects: ObjectStore, settings: ShardingSett
             elif stored.key.endswith(garbage.DONE):
                 break  # somebody took the ingestion up again
     freed_bytes = sum(freed) + sum(removed)
-    collected = Collected(len(freed), len(removed), freed_bytes, len(shards) - len(freed))
+    collected = GarbageSummary(len(freed), len(removed), freed_bytes, len(shards) - len(freed))
     log.info("garbage collected", shards=len(freed), ingestion_objects=len(removed), freed_bytes=freed_bytes)
     return collected
 
 
-async def _delete(objects: ObjectStore, stored: Stored, kind: str) -> int | None:
+async def _delete(objects: ObjectStore, stored: StoredObject, kind: str) -> int | None:
     """Remove it and return its bytes; None if it is gone, or written anew by somebody who means to name it."""
     try:
         if (await objects.head(stored.uri)).modified_at != stored.modified_at:
@@ -88,7 +88,7 @@ async def _delete(objects: ObjectStore, stored: Stored, kind: str) -> int | None
     return stored.size_bytes
 
 
-async def _listed(objects: ObjectStore, uri: str) -> AsyncIterator[Stored]:
+async def _listed(objects: ObjectStore, uri: str) -> AsyncIterator[StoredObject]:
     try:
         async for info in objects.list(uri):
             yield _stored(info)
@@ -96,13 +96,13 @@ async def _listed(objects: ObjectStore, uri: str) -> AsyncIterator[Stored]:
         return  # there is no bucket yet
 
 
-def _stored(info: ObjectInfo) -> Stored:
-    return Stored(info.uri, info.key, info.size_bytes, info.modified_at)
+def _stored(info: ObjectInfo) -> StoredObject:
+    return StoredObject(info.uri, info.key, info.size_bytes, info.modified_at)
 
 
-async def _journal(objects: ObjectStore, stored: Stored) -> dict[str, ShardFile]:
+async def _journal(objects: ObjectStore, stored: StoredObject) -> dict[str, ShardFile]:
     try:
-        return garbage.shards_of_journal(await objects.get(stored.uri))
+        return garbage.read_journal(await objects.get(stored.uri))
     except ObjectNotFound:
         return {}  # the dataset was completed: its manifest is read after this
     except ValueError as error:
@@ -115,7 +115,7 @@ async def _manifests(objects: ObjectStore, uri: str) -> list[Manifest]:
     return [manifest for manifest in found if manifest is not None]
 
 
-async def _manifest(objects: ObjectStore, stored: Stored) -> Manifest | None:
+async def _manifest(objects: ObjectStore, stored: StoredObject) -> Manifest | None:
     try:
         return Manifest.model_validate_json(await objects.get(stored.uri))
     except ObjectNotFound:
@@ -140,7 +140,7 @@ async def _working(bus: Bus) -> set[str]:
     return set(found.values())
 
 
-def _summary(found: Collected) -> str:
+def _summary(found: GarbageSummary) -> str:
     return (
         f"{found.shards} shards and {found.ingestion_objects} objects of ingestions removed "
         f"({found.freed_bytes:,} bytes)"

@@ -24,20 +24,20 @@ from services.kit.concurrency import gather_limited, run_in_thread
 from services.kit.store.errors import ObjectExists, ObjectNotFound
 from services.kit.store.objects import ObjectStore, is_young
 from services.sharding import metrics
-from services.sharding.core import plan
+from services.sharding.core.manifest import FLAT, build_manifest, journal_name, link_name
 from services.sharding.core.rows import Rows
 from services.sharding.journal import Journal
-from services.sharding.ordering import Plan, ShardPlan
-from services.sharding.packs import Packs
+from services.sharding.pack_cache import PackCache
 from services.sharding.progress import Progress
-from services.sharding.writer import BATCH_ROWS, Contents, ShardWriter, Wrong, batches
+from services.sharding.shard_plan import PlannedShard, ShardPlan
+from services.sharding.writer import BATCH_ROWS, ContentMismatch, Contents, ShardWriter, batches
 
 log = structlog.get_logger(__name__)
 
 #: Shards that are fetched for or uploaded while others are written.
 SHARDS_AHEAD = 2
 PARALLEL_READS = 8
-PARALLEL_LOOKS = 16
+PARALLEL_HEADS = 16
 STATISTICS = TypeAdapter(dict[str, FieldStatistics])
 
 
@@ -51,7 +51,7 @@ class Dataset:
     reused: bool
 
 
-async def look_up(objects: ObjectStore, bucket: str, dataset_id: str) -> Dataset:
+async def find_dataset(objects: ObjectStore, bucket: str, dataset_id: str) -> Dataset:
     """The dataset of that id, checked against it.
 
     Raises:
@@ -65,7 +65,7 @@ async def look_up(objects: ObjectStore, bucket: str, dataset_id: str) -> Dataset
     return Dataset(dataset_id, uri, Manifest.model_validate_json(content), reused=True)
 
 
-class Shard:
+class ShardingJob:
     """One job's work. What comes out depends on the index and the settings alone."""
 
     def __init__(
@@ -87,14 +87,12 @@ class Shard:
         self._writing = room or asyncio.Semaphore(workers)
         #: Shards that are on the local disk at a time.
         self._under_way = workers + SHARDS_AHEAD
-        self._packs = Packs(objects, folder / "packs", self._source_uri, disk_bytes)
+        self._packs = PackCache(objects, folder / "packs", self._source_uri, disk_bytes)
         data = ingested.data
-        self._link = f"{self._source_uri}/{plan.link_name(ingested.fingerprint, data.shard_bytes)}"
-        self._journal = Journal(
-            objects, f"{self._source_uri}/{plan.journal_name(ingested.fingerprint, data.shard_bytes)}"
-        )
-        flat = data.format in plan.FLAT
-        self._plan = Plan(folder / "plan", ingested.classes, data.split.seed, data.shard_bytes, flat=flat)
+        self._link = f"{self._source_uri}/{link_name(ingested.fingerprint, data.shard_bytes)}"
+        self._journal = Journal(objects, f"{self._source_uri}/{journal_name(ingested.fingerprint, data.shard_bytes)}")
+        flat = data.format in FLAT
+        self._plan = ShardPlan(folder / "plan", ingested.classes, data.split.seed, data.shard_bytes, flat=flat)
         self._progress = progress or Progress()
 
     async def run(self) -> Dataset:
@@ -120,7 +118,7 @@ class Shard:
         """The dataset that this input became before, if all of it is in the store."""
         try:
             dataset_id = json.loads(await self._objects.get(self._link))["dataset_id"]
-            dataset = await look_up(self._objects, self._bucket, dataset_id)
+            dataset = await find_dataset(self._objects, self._bucket, dataset_id)
         except ObjectNotFound:
             return None
         except (ValueError, KeyError, TypeError) as error:
@@ -134,7 +132,7 @@ class Shard:
 
         files = [file for split in dataset.manifest.splits.values() for file in split.shards]
         parts = [(f.sha256, f.size_bytes) for f in files] + [(f.index_sha256, f.index_bytes) for f in files]
-        missing = sum(await gather_limited((is_missing(*part) for part in parts), limit=PARALLEL_LOOKS))
+        missing = sum(await gather_limited((is_missing(*part) for part in parts), limit=PARALLEL_HEADS))
         if missing:
             log.warning("a dataset is not whole any more, making it anew", dataset_id=dataset_id, missing=missing)
             return None
@@ -168,7 +166,7 @@ class Shard:
         named = sorted(zip(self._plan.shards, made, strict=True), key=lambda pair: pair[0].number)
         return {split: [file for shard, file in named if shard.split == split] for split in SPLITS}
 
-    async def _shard(self, shard: ShardPlan, finished: ShardFile | None) -> ShardFile:
+    async def _shard(self, shard: PlannedShard, finished: ShardFile | None) -> ShardFile:
         """Have one shard in the store: one that an earlier attempt made, or made now."""
         if finished is not None and finished.samples == shard.samples and await self._is_there(finished):
             file = finished
@@ -199,7 +197,7 @@ class Shard:
             return False
         return there.size_bytes == size_bytes
 
-    async def _make(self, shard: ShardPlan) -> ShardFile:
+    async def _make(self, shard: PlannedShard) -> ShardFile:
         """Write the shard and upload it.
 
         Raises:
@@ -207,20 +205,20 @@ class Shard:
         """
         try:
             return await self._write_and_upload(shard)
-        except _Damaged as error:
+        except _PackCorrupted as error:
             # The copy here may be at fault; if the one in the store is, it shows again.
             log.warning("a pack is not what was ingested, fetching it again", pack=error.pack, key=error.key)
             self._packs.spoil(error.pack)
         try:
             return await self._write_and_upload(shard)
-        except _Damaged as error:
+        except _PackCorrupted as error:
             uri = f"{self._source_uri}/{pack_name(error.pack)}"
             raise PoisonMessage(
                 f"{uri} is damaged (record {error.key}): remove {self._source_uri}/done.json and send the request "
                 "again, to have the source read anew"
             ) from error
 
-    async def _write_and_upload(self, shard: ShardPlan) -> ShardFile:
+    async def _write_and_upload(self, shard: PlannedShard) -> ShardFile:
         path, index_path = (self._folder / f"{shard.name.replace('/', '-')}.{end}" for end in ("shard", "idx"))
         try:
             file = await self._write(shard, path, index_path)
@@ -247,7 +245,7 @@ class Shard:
                 log.warning("an object is not what its name says, replacing it", uri=uri)
                 await self._objects.put_file(path, uri, sha256=sha256)
 
-    async def _write(self, shard: ShardPlan, path: Path, index_path: Path) -> ShardFile:
+    async def _write(self, shard: PlannedShard, path: Path, index_path: Path) -> ShardFile:
         encoder, flat = self._plan.encoder, self._plan.flat
         open_writer = partial(ShardWriter, path, shard.name, encoder.extensions, encoder.class_contents, flat=flat)
         try:
@@ -264,7 +262,7 @@ class Shard:
             await self._objects.delete(f"{self._source_uri}/done.json")
             raise PoisonMessage(f"{error} is gone, since it was not needed for long; send the request again") from error
 
-    def _packs_of(self, shard: ShardPlan) -> list[int]:
+    def _packs_of(self, shard: PlannedShard) -> list[int]:
         found = [np.unique(rows["pack"]) for rows in self._plan.rows(shard, BATCH_ROWS)]
         return [int(pack) for pack in np.unique(np.concatenate(found)) if pack >= 0]
 
@@ -283,10 +281,10 @@ class Shard:
             await gather_limited(map(fetch, unpacked), limit=PARALLEL_READS)
             async with self._writing:
                 await run_in_thread(_append, writer, batch, extras, packs, local)
-        except Wrong as error:
+        except ContentMismatch as error:
             row = batch[error.row]
             if row["pack"] >= 0:
-                raise _Damaged(int(row["pack"]), row["key"].decode()) from error
+                raise _PackCorrupted(int(row["pack"]), row["key"].decode()) from error
             uri = extras[int(row["extra"])]["uri"]
             raise PoisonMessage(f"{uri} changed after it was ingested: send the request again") from error
         except ValueError as error:
@@ -301,13 +299,13 @@ class Shard:
         """Write the manifest, once all that it names is seen to be there."""
         self._progress.phase = "uploading"
         files = [file for split in shards.values() for file in split]
-        there = await gather_limited(map(self._is_there, files), limit=PARALLEL_LOOKS)
+        there = await gather_limited(map(self._is_there, files), limit=PARALLEL_HEADS)
         if not all(there):
             await self._journal.remove()
             raise TransientError(
                 f"{there.count(False)} shards were removed from the store meanwhile: making them again"
             )
-        manifest = plan.manifest(self._ingested, shards, statistics)
+        manifest = build_manifest(self._ingested, shards, statistics)
         content = manifest.to_bytes()
         dataset_id = hashlib.sha256(content).hexdigest()
         uri = dataset_uri(self._bucket, dataset_id)
@@ -318,7 +316,7 @@ class Shard:
         return Dataset(dataset_id, uri, manifest, reused=False)
 
 
-class _Damaged(Exception):
+class _PackCorrupted(Exception):
     """What a pack holds is not what was ingested."""
 
     def __init__(self, pack: int, key: str) -> None:

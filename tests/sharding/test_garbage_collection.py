@@ -28,22 +28,22 @@ from services.kit.clock import ManualClock
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectExists, ObjectNotFound
 from services.kit.store.objects import ObjectStore
-from services.sharding.collect import GARBAGE, collect_garbage
 from services.sharding.core import garbage
-from services.sharding.core.garbage import Named, Stored
-from services.sharding.core.plan import journal_name
+from services.sharding.core.garbage import NamedObjects, StoredObject
+from services.sharding.core.manifest import journal_name
+from services.sharding.garbage_collection import GARBAGE, collect_garbage
+from services.sharding.job import Dataset, ShardingJob
 from services.sharding.progress import Progress
 from services.sharding.settings import ShardingSettings
-from services.sharding.shard import Dataset, Shard
-from tests.sharding.test_shard import images
+from tests.sharding.test_job import images
 
 NOW = datetime(2026, 6, 1, tzinfo=UTC)
 GRACE, KEEP = timedelta(hours=48), timedelta(days=7)
 A, B = "a" * 64, "b" * 64
 
 
-def stored(key: str, age: timedelta) -> Stored:
-    return Stored(f"s3://d/{key}", key, 10, NOW - age)
+def stored(key: str, age: timedelta) -> StoredObject:
+    return StoredObject(f"s3://d/{key}", key, 10, NOW - age)
 
 
 # -- the core --------------------------------------------------------------------------
@@ -78,7 +78,7 @@ HASHES = st.lists(st.integers(0, 30), unique=True, max_size=8).map(lambda number
 def test_a_shard_goes_only_if_it_is_old_and_nothing_names_it(
     manifests: list[str], journals: list[str], indexes: list[str], ages: list[int]
 ) -> None:
-    named = garbage.named_by(
+    named = garbage.collect_names(
         [manifest(*(file(sha256, A) for sha256 in manifests)), manifest(*(file(A, sha256) for sha256 in indexes))],
         [{sha256: file(sha256, A)} for sha256 in journals],
         [],
@@ -92,7 +92,7 @@ def test_a_shard_goes_only_if_it_is_old_and_nothing_names_it(
 
 def test_what_does_not_lie_under_its_hash_is_left_alone() -> None:
     there = [stored(key, timedelta(days=99)) for key in ("shards/readme.txt", f"shards/{A}", f"other/aa/{A}")]
-    assert garbage.garbage_shards(there, Named(frozenset(), frozenset()), NOW, GRACE) == []
+    assert garbage.garbage_shards(there, NamedObjects(frozenset(), frozenset()), NOW, GRACE) == []
 
 
 INGESTION = ("done.json", "index.jsonl", "pack-00000", "quarantine.jsonl", "statistics.json", f"dataset-{A[:16]}.json")
@@ -110,21 +110,21 @@ INGESTION = ("done.json", "index.jsonl", "pack-00000", "quarantine.jsonl", "stat
 )
 def test_what_goes_of_an_ingestion(age: timedelta, named: bool, gone: tuple[str, ...]) -> None:
     there = [stored(f"ingestions/{A}/{name}", age) for name in INGESTION]
-    needed = Named(frozenset(), frozenset({A} if named else {B}))
+    needed = NamedObjects(frozenset(), frozenset({A} if named else {B}))
     found = garbage.garbage_of_ingestion(there, A, needed, NOW, GRACE, KEEP)
     assert tuple(s.key.rpartition("/")[2] for s in found) == gone
 
 
 def test_the_packs_that_a_job_needs_stay() -> None:
     there = [stored(f"ingestions/{A}/{name}", timedelta(days=99)) for name in INGESTION]
-    needed = garbage.named_by([manifest()], [], [A])
+    needed = garbage.collect_names([manifest()], [], [A])
     assert garbage.garbage_of_ingestion(there, A, needed, NOW, GRACE, KEEP) == []
 
 
 def test_an_ingestion_that_goes_on_or_is_taken_up_again_stays() -> None:
     there = [stored(f"ingestions/{A}/{name}", timedelta(days=99)) for name in INGESTION[1:]]
     young = stored(f"ingestions/{A}/pack-00001", timedelta(hours=1))
-    nothing = Named(frozenset(), frozenset())
+    nothing = NamedObjects(frozenset(), frozenset())
     assert garbage.garbage_of_ingestion([*there, young], A, nothing, NOW, GRACE, KEEP) == []
     assert len(garbage.garbage_of_ingestion(there, A, nothing, NOW, GRACE, KEEP)) == len(there)
 
@@ -135,7 +135,7 @@ def test_an_old_journal_goes_and_a_young_one_names() -> None:
     assert not garbage.is_young_journal(old, NOW, GRACE)
     assert garbage.is_young_journal(young, NOW, GRACE)
     done = stored(f"ingestions/{A}/done.json", timedelta(hours=49))
-    needed = Named(frozenset(), frozenset({A}))
+    needed = NamedObjects(frozenset(), frozenset({A}))
     assert garbage.garbage_of_ingestion([done, old], A, needed, NOW, GRACE, KEEP) == [old]
     assert garbage.garbage_of_ingestion([done, young], A, needed, NOW, GRACE, KEEP) == []
 
@@ -168,7 +168,7 @@ class World:
 
     async def shard(self, ingested: DatasetIngested, objects: Any = None) -> Dataset:
         folder = Path(tempfile.mkdtemp(dir=self.folder))
-        return await Shard(objects or self.objects, folder, ingested, self.bucket).run()
+        return await ShardingJob(objects or self.objects, folder, ingested, self.bucket).run()
 
     async def keys(self, prefix: str) -> set[str]:
         return {info.key async for info in self.objects.list(f"s3://{self.bucket}/{prefix}")}
@@ -260,9 +260,9 @@ class Watched:
         return call
 
 
-@pytest.mark.parametrize("named_by", ["nothing", "journal"])
+@pytest.mark.parametrize("collect_names", ["nothing", "journal"])
 async def test_a_collection_at_any_moment_of_the_making_costs_no_dataset(
-    bus: Bus, s3_settings: Settings, tmp_path: Path, named_by: str
+    bus: Bus, s3_settings: Settings, tmp_path: Path, collect_names: str
 ) -> None:
     """The shards are there, named by nobody (or by the journal of a killed attempt) and old, when work begins."""
     store = FolderStore(tmp_path / "store")
@@ -277,14 +277,14 @@ async def test_a_collection_at_any_moment_of_the_making_costs_no_dataset(
 
     async def work(objects: Any) -> Dataset:
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
-        return await Shard(objects, folder, ingested, "datasets", workers=1).run()
+        return await ShardingJob(objects, folder, ingested, "datasets", workers=1).run()
 
     async def collect() -> object:
         return await collect_garbage(bus, store, settings)  # type: ignore[arg-type]
 
     whole = await work(store)
     shards = [(p, p.read_bytes()) for p in (store.root / "datasets" / "shards").rglob("*") if p.is_file()]
-    if named_by == "journal":
+    if collect_names == "journal":
         made = [(split, shard) for split, files in whole.manifest.splits.items() for shard in files.shards]
         journal_content = canonical_json({s.path.rpartition(".")[0]: s.model_dump(mode="json") for _, s in made})
     removed = 0

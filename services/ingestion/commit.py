@@ -10,27 +10,27 @@ from contracts.datasets import IndexRecord, canonical_json
 from contracts.events.train import DataSource
 from services.ingestion.catalog import Catalog, Record
 from services.ingestion.core.reasons import Code
-from services.ingestion.core.records import Broken
-from services.ingestion.core.splits import Assigner, strata, stratified
+from services.ingestion.core.records import InvalidRecord
+from services.ingestion.core.splits import SplitAssigner, strata, stratify
 from services.ingestion.core.statistics import Statistics
-from services.ingestion.core.verdict import Tally
-from services.ingestion.taking import NO_SPLIT, Intake
+from services.ingestion.core.validation import Tally
+from services.ingestion.record_intake import NO_SPLIT, RecordIntake
 
 INDEX, STATISTICS = "index.jsonl", "statistics.json"
 #: Formats whose content holds its label: equal contents have equal labels.
 LABEL_WITHIN = ("jsonl", "parquet", "text", "tokens")
 
 
-def finish(data: DataSource, catalog: Catalog, intake: Intake, tally: Tally, folder: Path) -> None:
+def finish(data: DataSource, catalog: Catalog, intake: RecordIntake, tally: Tally, folder: Path) -> None:
     """Write ``index.jsonl`` and ``statistics.json`` into ``folder``, in the order of keys, whatever came first."""
     # 1. Records that contradict each other.
     if data.checks.id_field is not None:
-        _set_aside(intake, catalog.take_conflicting_ids(), "conflicting_id", "another record of this id is different")
+        _reject(intake, catalog.take_conflicting_ids(), "conflicting_id", "another record of this id is different")
         for _ in catalog.take_second_copies():
             tally.left_out += 1
     if data.format not in LABEL_WITHIN:
         detail = "the same content has another label elsewhere"
-        _set_aside(intake, catalog.take_conflicting_labels(), "conflicting_label", detail)
+        _reject(intake, catalog.take_conflicting_labels(), "conflicting_label", detail)
     # 2. Splits, which nothing that is set aside has a say in.
     split_of = _splits(data, catalog)
     # 3. What is left, in the order of keys.
@@ -55,19 +55,19 @@ def finish(data: DataSource, catalog: Catalog, intake: Intake, tally: Tally, fol
         tally.statistics = True
 
 
-def _set_aside(intake: Intake, records: Iterator[Record], code: Code, detail: str) -> None:
+def _reject(intake: RecordIntake, records: Iterator[Record], code: Code, detail: str) -> None:
     for record in records:
         line: IndexRecord = json.loads(record.line)
         whole = line["offset"] is None
-        broken = Broken(code, detail, line["offset"], line["sha256"], whole_object=whole, label=record.label)
+        broken = InvalidRecord(code, detail, line["offset"], line["sha256"], whole_object=whole, label=record.label)
         intake.quarantine(line["uri"], line["etag"], broken)
 
 
 def _splits(data: DataSource, catalog: Catalog) -> Callable[[bytes], str | None]:
     """The split of each unit: by its place alone or, stratified, by counts of what is left in the catalog."""
     if not data.split.stratify:
-        return Assigner(data.split).split_of
+        return SplitAssigner(data.split).split_of
     catalog.add_strata(strata(catalog.unit_sizes()))
     for label, total in catalog.class_sizes():
-        catalog.assign(stratified(data.split, label, catalog.units_of(label), total))
+        catalog.assign(stratify(data.split, label, catalog.units_of(label), total))
     return catalog.assigned

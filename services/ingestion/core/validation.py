@@ -77,7 +77,7 @@ class Tally:
         if label is not None:
             _count(self.labels, label)
 
-    def set_aside(self, code: str, example: str, whole_object: bool, label: str | None = None) -> None:
+    def reject(self, code: str, example: str, whole_object: bool, label: str | None = None) -> None:
         known = self.faults.get(code)
         first = known.example if known else example
         self.faults[code] = QuarantineCount(code=code, count=(known.count if known else 0) + 1, example=first)
@@ -166,16 +166,16 @@ class Outcome(BaseModel):
         return cls.model_validate(done)
 
 
-def objection(outcome: Outcome, data: DataSource, quarantine_uri: str) -> str | None:
+def find_objection(outcome: Outcome, data: DataSource, quarantine_uri: str) -> str | None:
     """Why this cannot be used and what to change; None if it can."""
     total = outcome.accepted + outcome.left_out + outcome.broken
     if outcome.accepted + outcome.left_out == 0:
-        reasons = _reasons(outcome.quarantined)
+        reasons = _describe_reasons(outcome.quarantined)
         found = f"all {total:,} records are broken: {reasons}" if total else "there is no record in it"
         return f"{data.source} has no usable {data.format} data: {found}. Check data.source and data.format."
-    if (problem := _too_bad(outcome, data, total)) is not None:
+    if (problem := _describe_excess(outcome, data, total)) is not None:
         advice = f"Repair or remove them (all are listed in {quarantine_uri}), or raise data.max_invalid_fraction."
-        return f"{problem}: {_reasons(outcome.quarantined)}. {advice}"
+        return f"{problem}: {_describe_reasons(outcome.quarantined)}. {advice}"
     if data.format == "images" and outcome.too_many_classes:
         return (
             f"{data.source} has more than {MAX_CLASSES:,} classes, or {MAX_CLASSES_BYTES:,} bytes of class names: "
@@ -190,7 +190,7 @@ def objection(outcome: Outcome, data: DataSource, quarantine_uri: str) -> str | 
     return _empty_split(outcome, data)
 
 
-def _too_bad(outcome: Outcome, data: DataSource, total: int) -> str | None:
+def _describe_excess(outcome: Outcome, data: DataSource, total: int) -> str | None:
     """What there is too much of among the broken."""
     most = f"more than data.max_invalid_fraction allows ({data.max_invalid_fraction:.1%})"
     drifted = next((fault.count for fault in outcome.quarantined if fault.code == "schema_drift"), 0)
@@ -233,7 +233,7 @@ def _empty_split(outcome: Outcome, data: DataSource) -> str | None:
     return None
 
 
-def _reasons(faults: Iterable[QuarantineCount], most: int = 3) -> str:
+def _describe_reasons(faults: Iterable[QuarantineCount], most: int = 3) -> str:
     faults = list(faults)
     shown = "; ".join(f"{fault.count:,} {fault.code} (such as {fault.example})" for fault in faults[:most])
     return shown + (f"; and {len(faults) - most} other kinds" if len(faults) > most else "")

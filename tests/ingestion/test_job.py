@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from contracts.events.train import DataSource, Split
-from services.ingestion import packs, whole_files
+from services.ingestion import blob_packs, whole_files
 from services.kit.bus import PoisonMessage
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectChanged
@@ -122,7 +122,7 @@ async def test_timing_never_shows_in_the_result(
 ) -> None:
     """Concurrency 1 and 8, an ordered and a shuffled listing: the same bytes."""
     monkeypatch.setattr(whole_files, "BATCH_FILES", 7)
-    monkeypatch.setattr(packs, "PACK_BYTES", 2000)
+    monkeypatch.setattr(blob_packs, "PACK_BYTES", 2000)
     await fill(objects, f"{lake}/digits", {**digits_lake(50), "0/broken.png": b"no"})
     data = DataSource(source=f"{lake}/digits", format="images")
     results = []

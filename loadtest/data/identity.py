@@ -27,7 +27,7 @@ import sys, time
 from pathlib import Path
 from loadtest.data import ingested, writing
 from services.sharding import journal, job
-shard.Journal = lambda objects, uri: journal.Journal(objects, uri, every_s=0.0)
+job.Journal = lambda objects, uri: journal.Journal(objects, uri, every_s=0.0)
 
 class Slow(ingested.FolderStore):
     # Stops to be killed once so many files (shards and indexes) are in the store.

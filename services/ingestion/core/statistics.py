@@ -4,8 +4,8 @@ A record's numbers are noted when it is validated (``measure_row``, ``measure_im
 which records are in the train split, in the order of their keys. Channels are added up in integers, exactly. Fields
 are added up in blocks of ``BLOCK`` records: within a block sums are correctly rounded (``math.fsum``), whatever their
 order; blocks are merged one after the other (Chan, Golub, LeVeque: Updating Formulae and a Pairwise Algorithm for
-Computing Sample Variances, 1979). So the result is the same to the bit on every machine, for any number of workers and any order of the
-listing.
+Computing Sample Variances, 1979). So the result is the same to the bit on every machine, for any number of workers and
+any order of the listing.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ async def test_the_notebook_runs_as_it_stands(stack: Stack, tmp_path: Path) -> N
     cells = json.loads(notebook.read_text())["cells"]
     assert [cell["source"] for cell in cells] == [cell["source"] for cell in COMMITTED]
     texts = "\n".join(printed(cells))
-    for text in ("completed after", "exact", "digits-0.json", "needs at least 16 slots", "champion v"):
+    for text in ("completed after", "exact", "digests-0.json", "needs at least 16 slots", "champion v"):
         assert text in texts
 
 

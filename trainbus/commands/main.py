@@ -27,9 +27,9 @@ app = typer.Typer(
 )
 for group in (stack, runs, cluster):
     app.add_typer(group.app)
-app.add_typer(checkpoints.app, name="checkpoints")
-app.add_typer(datasets.app, name="datasets")
-app.add_typer(scheduler.app, name="scheduler")
+app.add_typer(checkpoints.app, name="checkpoints", rich_help_panel="Runs")
+app.add_typer(datasets.app, name="datasets", rich_help_panel="Data")
+app.add_typer(scheduler.app, name="scheduler", rich_help_panel="Cluster")
 
 
 def main() -> None:

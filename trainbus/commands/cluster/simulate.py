@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from trainbus.client.errors import TrainbusError, UsageError
+from trainbus.commands.progress import count_bar
 
 if TYPE_CHECKING:
     from contracts.scheduling import Policy
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from services.scheduler.simulate.report import Recorder
     from services.scheduler.simulate.traces import Trace
 
-#: Jobs of a trace from which on progress is shown.
-LONG_TRACE = 500
+#: Jobs from which on a trace gets a progress bar.
+MIN_JOBS_FOR_BAR = 500
 
 
 def simulate(
@@ -39,7 +40,7 @@ def simulate(
         Path | None, typer.Option("--pods", help="Pods (CSV): cpu_milli, memory_mib, num_gpu, gpu_milli.")
     ] = None,
     tune: Annotated[
-        float, typer.Option(min=0.01, help="Pods are drawn until they ask for so many times the GPUs.")
+        float, typer.Option(min=0.01, help="Draw pods until they request this multiple of the GPUs.")
     ] = 1.3,
     policy: Annotated[
         str | None, typer.Option(help="A policy's name or file; default: priority-first-come, fgd for packing.")
@@ -48,20 +49,20 @@ def simulate(
         list[str] | None, typer.Option("--set", help="A field of the policy: order.skip=true; repeatable.")
     ] = None,
     resume_cost_s: Annotated[
-        float, typer.Option("--resume-cost-s", min=0, help="Seconds that a preempted job takes to go on.")
+        float, typer.Option("--resume-cost-s", min=0, help="Seconds that a preempted job needs to resume.")
     ] = 60.0,
     seed: Annotated[int, typer.Option(help="Order and choice of pods; the trace of --generate.")] = 0,
     generate: Annotated[
-        int | None, typer.Option("--generate", min=1, help="Make up so many jobs instead of reading a trace.")
+        int | None, typer.Option("--generate", min=1, help="Generate this many jobs instead of reading a trace.")
     ] = None,
     over_bus: Annotated[
-        bool, typer.Option("--over-bus", help="Drive the whole service over a nats-server instead of its core.")
+        bool, typer.Option("--over-bus", help="Drive the whole service over a nats-server, not only its core.")
     ] = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Folder for charts (PNG).")] = None,
     events: Annotated[Path | None, typer.Option("--events", help="File for the log of facts (JSONL).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Run a trace through the scheduler's own fold and decide, on a virtual clock: waits, use, preemptions."""
+    """Simulate the scheduler on a trace, on a virtual clock; print waits, use and preemptions."""
     packing = trace_format == "openb"
     played = _generated(generate, gpus, gpus_per_node, seed) if generate else None
     played = played or (_openb(nodes, pods, tune, seed) if packing else _pai(trace, gpus, gpus_per_node))
@@ -88,7 +89,7 @@ def _pai(trace: Path | None, gpus: int, gpus_per_node: int) -> Trace:
     from services.scheduler.simulate import traces
 
     if trace is None:
-        raise UsageError("say which trace: --trace FILE, or --generate N to make one up")
+        raise UsageError("give a trace: --trace FILE, or --generate N")
     return _read(lambda: traces.read_pai(trace, gpus, gpus_per_node))
 
 
@@ -141,7 +142,7 @@ def _simulate(
 def _over_bus(
     trace: Trace, policy: Policy, resume_cost_s: float, listeners: Any, progress: Callable[[int], None]
 ) -> Effort:
-    """Simulate with the whole service, on a nats-server of its own."""
+    """Simulate with the whole service, on its own nats-server."""
     import logging
     import tempfile
 
@@ -150,7 +151,7 @@ def _over_bus(
     from services.scheduler.simulate.over_bus import simulate_over_bus
     from trainbus.embedded.servers import NatsServer, ServerError, free_ports
 
-    # What is printed is the result; the service's log is of interest where it says that something went wrong.
+    # The command prints the result; of the service's log only errors matter.
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
@@ -171,7 +172,7 @@ def _over_bus(
 
 @contextmanager
 def _listeners(recorder: Recorder, events: Path | None) -> Iterator[tuple[Any, ...]]:
-    """Who hears the facts: the recorder, and the file for them."""
+    """Yield what records the facts: the recorder and, where one is given, the file."""
     from services.scheduler.simulate.report import EventLog
 
     if events is None:
@@ -187,20 +188,15 @@ def _listeners(recorder: Recorder, events: Path | None) -> Iterator[tuple[Any, .
 
 @contextmanager
 def _progress(trace: Trace) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, for traces that take a while."""
-    if len(trace.jobs) < LONG_TRACE or not sys.stderr.isatty():
+    """Show a bar on stderr for a long trace."""
+    if len(trace.jobs) < MIN_JOBS_FOR_BAR:
         yield lambda submitted: None
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
-
-    columns = "submitted", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=len(trace.jobs))
-        yield lambda submitted: bar.update(task, completed=submitted)
+    with count_bar("submitted", len(trace.jobs)) as advance:
+        yield advance
 
 
-#: Key of the summary -> how a person calls it, and its unit; in this order.
+#: Key of the summary -> its label and unit; in this order.
 SHOWN = {
     "jobs": ("jobs", "n"),
     "completed": ("completed", "n"),
@@ -214,16 +210,16 @@ SHOWN = {
     "p99_jct_s": ("p99 completion", "s"),
     "makespan_s": ("all done after", "s"),
     "utilisation": ("use", "%"),
-    "allocated_while_backlog": ("use while more is asked for than there is", "%"),
+    "allocated_while_backlog": ("use while more is requested than free", "%"),
     "arrived": ("arrived", "n"),
     "placed": ("placed", "n"),
     "unplaced": ("not placed", "n"),
-    "allocated_gpu_percent_at_100": ("GPUs allocated as 100% are asked for", "percent"),
+    "allocated_gpu_percent_at_100": ("GPUs allocated at 100% requested", "percent"),
     "allocated_gpu_percent": ("GPUs allocated in the end", "percent"),
     "preemptions": ("preemptions", "n"),
     "decisions": ("decisions", "n"),
     "decisions_per_s": ("decisions a second", "n"),
-    "decide_p99_ms": ("p99 of a pass", "ms"),
+    "decide_p99_ms": ("p99 of a cycle", "ms"),
     "wall_s": ("took", "s"),
 }
 

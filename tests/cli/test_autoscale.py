@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cli.test_stack import Up, until
-from trainbus.embedded.layout import BadOptions, StackOptions, plan, policy_file
+from trainbus.embedded.layout import InvalidOptionsError, StackOptions, plan_stack, policy_file
 
 
 @pytest.fixture
@@ -67,14 +67,14 @@ def nodes(up: Up) -> list[dict[str, Any]]:
 
 
 def test_pools_are_written_into_the_policy(tmp_path: Path) -> None:
-    layout = plan(StackOptions(tmp_path, autoscale=("burst=3",), idle_s=5, slots=4), {})
+    layout = plan_stack(StackOptions(tmp_path, autoscale=("burst=3",), idle_s=5, slots=4), {})
     told = {unit.name: unit.environment for unit in layout.units}
     assert told["scheduler"]["TRAINBUS_POLICY"] == str(policy_file(tmp_path))
     pools = json.loads(policy_file(tmp_path).read_text())["pools"]
     assert pools["idle_s"] == 5
     (pool,) = pools["pools"]
     assert (pool["name"], pool["max_nodes"], pool["slots_per_node"]) == ("burst", 3, 4)
-    plain = plan(StackOptions(tmp_path), {})
+    plain = plan_stack(StackOptions(tmp_path), {})
     assert "autoscaler" not in {unit.name for unit in plain.units}
     assert not policy_file(tmp_path).exists()
     assert [unit.name for unit in plain.spare] == ["autoscaler"]
@@ -90,5 +90,5 @@ def test_pools_are_written_into_the_policy(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_is_said(tmp_path: Path, options: dict[str, Any], problem: str) -> None:
-    with pytest.raises(BadOptions, match=problem):
-        plan(StackOptions(tmp_path, **options), {})
+    with pytest.raises(InvalidOptionsError, match=problem):
+        plan_stack(StackOptions(tmp_path, **options), {})

@@ -23,12 +23,12 @@ READY_TIMEOUT_S = 180.0
 
 
 class StackError(Exception):
-    """The stack does not start, or there is none; the text says what to do."""
+    """The stack does not start or stop; the text says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class StackInfo:
-    """A stack that runs, as its ``stack.json`` describes it."""
+    """A running stack, as its ``stack.json`` describes it."""
 
     data_dir: Path
     state: str
@@ -47,7 +47,7 @@ class StackInfo:
 
 
 def read_stack(data_dir: Path) -> StackInfo | None:
-    """The stack that runs on a data folder, or None. A file left by a killed stack counts for none."""
+    """Return the stack that runs on a data folder, else None, also where a killed stack has left its file."""
     try:
         content = json.loads(stack_file(data_dir).read_text())
     except (OSError, ValueError):
@@ -68,8 +68,8 @@ def read_stack(data_dir: Path) -> StackInfo | None:
     )
 
 
-def _missing(info: StackInfo | None) -> str:
-    """Which parts of a stack that does not get ready are not, and where to look."""
+def _describe_unready(info: StackInfo | None) -> str:
+    """Return which parts of a stack are not ready, and their logs."""
     parts = [f"\n  {each['name']}: see {each['log']}" for each in info.processes if not each["ready"]] if info else []
     return ". Not ready yet:" + "".join(parts) if parts else ""
 
@@ -85,7 +85,7 @@ def is_locked(data_dir: Path) -> bool:
 
 
 class StackProcess:
-    """An embedded stack that lives no longer than this process; use it as a context manager."""
+    """An embedded stack that ends with this process; a context manager."""
 
     def __init__(self, options: StackOptions, *, output: Path | None = None, detach: bool = False) -> None:
         self.options, self._output, self._detach = options, output, detach
@@ -100,7 +100,7 @@ class StackProcess:
         self.stop()
 
     def start(self) -> None:
-        """Start the supervisor. It stops the stack when our end of the pipe closes, even by SIGKILL."""
+        """Start the supervisor. It stops the stack when this process ends, even by SIGKILL: a pipe closes."""
         command = [sys.executable, "-m", "trainbus.embedded.supervisor"]
         command += ["--data-dir", str(self.options.data_dir)]
         command += ["--nodes", str(self.options.nodes), "--slots", str(self.options.slots)]
@@ -111,7 +111,7 @@ class StackProcess:
         pass_fds: tuple[int, ...] = ()
         read_end: int | None = None
         if not self._detach:
-            # Should the supervisor itself be killed, what it started becomes ours to end.
+            # If the supervisor is killed, its children become this process's, which ends them.
             process.adopt_orphans()
             read_end, self._pipe = os.pipe()
             command += ["--watch-fd", str(read_end)]
@@ -124,7 +124,7 @@ class StackProcess:
                 stdout=out,
                 stderr=out,
                 pass_fds=pass_fds,
-                # Ctrl-C in the terminal goes to us alone, and we stop the stack in order.
+                # Ctrl-C in the terminal reaches this process only, which stops the stack in order.
                 start_new_session=True,
             )
         if read_end is not None:
@@ -145,18 +145,20 @@ class StackProcess:
         while True:
             code = self.poll()
             if code == EXIT_LOCKED:
-                raise StackError(locked_text(self.options.data_dir))
+                raise StackError(describe_lock(self.options.data_dir))
             if code is not None:
                 raise StackError(f"the stack did not start (exit code {code}){self._output_tail()}")
             info = read_stack(self.options.data_dir)
             if info is not None and info.ready and self._supervisor and info.pid == self._supervisor.pid:
                 return info
             if time.monotonic() > deadline:
-                raise StackError(f"the stack is not ready after {timeout_s:.0f} s{_missing(info)}{self._output_tail()}")
+                raise StackError(
+                    f"the stack is not ready after {timeout_s:.0f} s{_describe_unready(info)}{self._output_tail()}"
+                )
             time.sleep(0.03)
 
     def stop(self, patience_s: float = 60.0) -> None:
-        """Stop everything in order and wait for it. Whatever is left then is killed."""
+        """Stop everything in order and wait; kill what is left after ``patience_s`` seconds."""
         if self._supervisor is None:
             return
         if self._pipe is not None:
@@ -171,13 +173,13 @@ class StackProcess:
             self._supervisor.wait()
         self.end_orphans()
 
-    def hasten(self) -> None:
-        """Somebody insists: stop without waiting for checkpoints."""
+    def stop_at_once(self) -> None:
+        """Stop without waiting for checkpoints."""
         if self._supervisor is not None and self._supervisor.poll() is None:
             self._supervisor.terminate()
 
     def end_orphans(self) -> None:
-        """End what a killed supervisor left behind."""
+        """End the children of a killed supervisor."""
         assert self._supervisor is not None
         supervised = self._supervisor.returncode
         if supervised is not None and supervised < 0 and not self._detach:
@@ -206,8 +208,8 @@ def stop_stack(data_dir: Path, patience_s: float = 60.0) -> bool:
     return True
 
 
-def locked_text(data_dir: Path) -> str:
-    """What to say when a data folder is in use."""
+def describe_lock(data_dir: Path) -> str:
+    """Return the message about a data folder that another stack uses."""
     holder = ""
     with contextlib.suppress(OSError):
         holder = (data_dir / "stack.lock").read_text().strip()

@@ -1,8 +1,7 @@
-"""Processes that cannot be left behind: lives tied to their parent, forked services, orphans found.
+"""Processes that do not outlive their parent: forked services, and orphans that are found and ended.
 
-On Linux the kernel helps: a child can ask for a signal when its parent dies, and a "subreaper" becomes
-the parent of its descendants' orphans, so that it can find and end them. Elsewhere these are no-ops
-and what is left is the orderly stop.
+On Linux a child can request a signal for its parent's death, and a subreaper becomes the parent of its descendants'
+orphans, so that it can end them. Elsewhere these functions do nothing, and only an orderly stop ends the children.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
 
-# Loaded here, before any fork: a child between fork and exec should not import anything.
+# Loaded before any fork: a child between fork and exec must not import.
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
@@ -39,7 +38,7 @@ def adopt_orphans() -> None:
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> Callable[[], None]:
-    """Return what a child must call first so that it gets signal ``number`` when this process dies."""
+    """Return a function that a child calls first to get signal ``number`` when this process dies."""
     parent = os.getpid()
 
     def tie() -> None:
@@ -51,16 +50,16 @@ def end_with_parent(number: int = signal.SIGKILL) -> Callable[[], None]:
 
 
 def fork(target: Callable[[], int], process_name: str, environment: Mapping[str, str], log_path: Path) -> int:
-    """Run ``target`` in a fork of this process, with a session, environment and log of its own; return its pid.
+    """Run ``target`` in a fork of this process with its own session, environment and log; return its pid.
 
-    The fork has the modules that this process has imported: a second of work on every start and
-    tens of megabytes on every service are shared. This process must have one thread.
+    The fork shares the imported modules: that saves a second per start and tens of megabytes per service. This
+    process must have one thread.
     """
     tie = end_with_parent()
     sys.stdout.flush()
     sys.stderr.flush()
     gc.collect()
-    gc.freeze()  # the collector would touch, and thereby copy, every page that is shared
+    gc.freeze()  # a collection would write to every shared page and so copy it
     pid = os.fork()
     if pid:
         gc.unfreeze()
@@ -73,7 +72,7 @@ def fork(target: Callable[[], int], process_name: str, environment: Mapping[str,
     except BaseException:
         traceback.print_exc()
     finally:
-        # Not sys.exit: that would unwind the supervisor's stack, whose finally clauses are not ours.
+        # Not sys.exit: it would run the finally clauses of the supervisor's frames.
         with contextlib.suppress(Exception):
             atexit._run_exitfuncs()
         with contextlib.suppress(Exception):
@@ -83,7 +82,7 @@ def fork(target: Callable[[], int], process_name: str, environment: Mapping[str,
 
 
 def _become_child(process_name: str, environment: Mapping[str, str], log_path: Path) -> None:
-    """Shed what belongs to the supervisor: its session, signals, files, environment and name."""
+    """Replace the supervisor's session, signals, files, environment and name."""
     os.setsid()
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGHUP):
@@ -99,11 +98,11 @@ def _become_child(process_name: str, environment: Mapping[str, str], log_path: P
 
 
 def set_title(title: str) -> None:
-    """Let ``ps`` show ``title``, so that a person who looks at a fork, or ends it, knows which it is. Linux only."""
+    """Set the title that ``ps`` shows, so that forks can be told apart. Linux only."""
     if _libc is None:
         return
     _prctl(PR_SET_NAME, title.split()[-1].encode()[:15])
-    # The kernel shows the memory in which it once put the arguments: fields 48 and 49 are its bounds.
+    # The kernel shows the memory that held the arguments: fields 48 and 49 are its bounds.
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])
     if end > start:
@@ -121,7 +120,7 @@ def run_service(name: str) -> int:
     if importlib.util.find_spec(f"services.{name}.__main__") is None:
         raise ModuleNotFoundError(f"there is no service {name!r}", name=f"services.{name}")
     try:
-        sys.argv[:] = [f"services.{name}"]  # a service sees no arguments of ours
+        sys.argv[:] = [f"services.{name}"]  # the service gets no arguments
         runpy.run_module(f"services.{name}", run_name="__main__", alter_sys=False)
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
@@ -132,7 +131,7 @@ def run_service(name: str) -> int:
 
 
 def descendants(pid: int) -> list[int]:
-    """Every living process below ``pid``, children before grandchildren. Linux only, else empty."""
+    """Return every living process below ``pid``, children before grandchildren; empty where this is not Linux."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat") if sys.platform == "linux" else ():
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -149,7 +148,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def end_all(pids: Callable[[], Iterable[int]], patience_s: float = 2.0) -> int:
-    """SIGTERM, then SIGKILL, every process that ``pids`` still names; return how many there were."""
+    """End every process that ``pids`` returns by SIGTERM, then by SIGKILL; return how many there were."""
     first = list(pids())
     deadline = time.monotonic() + patience_s
     for pid in first:
@@ -166,7 +165,7 @@ def end_all(pids: Callable[[], Iterable[int]], patience_s: float = 2.0) -> int:
 
 
 def reap(known: Iterable[int] = ()) -> None:
-    """Collect children that ended and that nobody waits for: adopted orphans."""
+    """Collect ended children except ``known``: adopted orphans."""
     keep = set(known)
     with contextlib.suppress(ChildProcessError):
         while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):

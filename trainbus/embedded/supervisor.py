@@ -1,7 +1,7 @@
-"""Runs the embedded stack: starts everything at once, restarts what dies, stops it all in order.
+"""Supervise the embedded stack: start all processes at once, restart those that end, stop them in order.
 
-It is a process of its own with one thread (it forks the services) and without asyncio. Whoever
-started it holds the other end of a pipe: when that closes, however it came to close, the stack stops.
+The supervisor is a process with one thread (it forks the services) and without asyncio. Its parent holds the other
+end of a pipe: when the pipe closes, for whatever reason, the stack stops.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from pathlib import Path
 from typing import IO, Any
 
 from trainbus.embedded import process
-from trainbus.embedded.layout import BUCKETS, WORKER, Layout, StackOptions, Unit, plan, stack_file, write_json
+from trainbus.embedded.layout import BUCKETS, WORKER, Layout, StackOptions, Unit, plan_stack, stack_file, write_json
 from trainbus.embedded.servers import Server, ServerError
 
 #: Exit codes of the supervisor.
 EXIT_STOPPED, EXIT_FAILED, EXIT_LOCKED = 0, 1, 3
 #: Seconds before a dead child is started again; the last one repeats.
 RESTART_DELAYS_S = (0.1, 0.5, 1.0, 2.0, 5.0)
-#: A child that has lived so long starts with the first delay again.
-LIVED_WELL_S = 20.0
-#: Deaths of one child before the stack was ready after which it cannot be a passing trouble.
-START_ATTEMPTS = 4
+#: A child that ran this long is restarted with the first delay again.
+STABLE_AFTER_S = 20.0
+#: Ends of one child after which a stack that is not ready yet is given up.
+MAX_START_ATTEMPTS = 4
 TICK_S = 0.05
-#: How often it looks which nodes the autoscaler wants.
-LOOK_S = 0.25
+#: Seconds between two checks of the nodes that the autoscaler wants.
+NODES_CHECK_S = 0.25
 #: A little more than a service gives its handlers to finish.
 SERVICE_STOP_S = 15.0
-#: Imported before the services are forked. None of their own modules: each shows its own metrics alone.
+#: Imported before the services are forked; not their own modules, since those register metrics.
 SHARED_IMPORTS = (
     "contracts.topology",
     "services.kit.service",
@@ -60,18 +60,18 @@ class Child:
     start: Callable[[], int]
     log_path: Path
     unit: Unit | None = None
-    #: The file for which it is here: a node that the autoscaler wants.
+    #: The autoscaler's file about this node, if the autoscaler wants it.
     wanted_by: Path | None = None
     server: Server | None = None
     pid: int | None = None
     started_at: float = 0.0
     start_again_at: float | None = None
     restarts: int = 0
-    #: Deaths in a row, none of them after a long life.
-    deaths: int = 0
+    #: Ends in a row, each soon after the start.
+    early_ends: int = 0
     ready: bool = False
-    #: A node that the autoscaler no longer wants: until when it may take to end.
-    leaves_by: float | None = None
+    #: When a node that the autoscaler no longer wants is killed.
+    kill_at: float | None = None
 
     def log_tail(self, lines: int = 12) -> str:
         with contextlib.suppress(OSError):
@@ -79,23 +79,23 @@ class Child:
         return ""
 
 
-class StartFailed(Exception):
-    """The stack cannot start; the text says which part and shows the end of its log."""
+class StartError(Exception):
+    """The stack cannot start; the text names the part and has the end of its log."""
 
 
 @dataclass(slots=True)
 class Supervisor:
-    """One run of the stack, from nothing to nothing."""
+    """One run of the stack, from its start to its end."""
 
     layout: Layout
-    #: Read end of the pipe whose closing means that the stack shall stop; None: only signals stop it.
+    #: Read end of the pipe whose closing stops the stack; None: only signals stop it.
     watch_fd: int | None
     children: list[Child] = field(default_factory=list)
     stop_requests: int = 0
-    #: The process that makes the buckets, until it is done.
-    initialising: int | None = None
+    #: The process that makes the buckets, while it runs.
+    init_pid: int | None = None
     was_ready: bool = False
-    look_at: float = 0.0
+    nodes_check_at: float = 0.0
     _wakeup: socket.socket | None = None
 
     def run(self) -> int:
@@ -107,8 +107,8 @@ class Supervisor:
             self._start_all()
             while not self.stop_requests:
                 self._tick()
-        except (StartFailed, ServerError) as error:
-            say(str(error))
+        except (StartError, ServerError) as error:
+            print_status(str(error))
             code = EXIT_FAILED
         finally:
             self._stop_all()
@@ -122,10 +122,10 @@ class Supervisor:
             self.children.append(Child(server.name, _starter(server), server.log_path, server=server))
         for child in self.children:
             self._start(child)
-        _import_what_services_share()
+        _import_shared_modules()
         environment = self.layout.units[0].environment
         log_path = self.layout.data_dir / "logs" / "init.log"
-        self.initialising = process.fork(_make_buckets, "trainbus init", environment, log_path)
+        self.init_pid = process.fork(_make_buckets, "trainbus init", environment, log_path)
         for unit in self.layout.units:
             child = Child(unit.name, _forker(unit), unit.log_path, unit=unit)
             self.children.append(child)
@@ -138,10 +138,10 @@ class Supervisor:
     # -- while it runs ------------------------------------------------------
 
     def _tick(self) -> None:
-        """Notice what ended, start what is due, look at what is not ready yet; then wait a little."""
+        """Collect ended children, start those that are due, check which are ready; then wait for a tick."""
         self._collect()
         now = time.monotonic()
-        changed = self.layout.scales and now >= self.look_at and self._look_for_nodes(now)
+        changed = self.layout.scales and now >= self.nodes_check_at and self._scale_nodes(now)
         for child in self.children:
             if child.start_again_at is not None and now >= child.start_again_at:
                 self._start(child)
@@ -150,72 +150,74 @@ class Supervisor:
             if child.pid is not None and not child.ready and _answers(child):
                 child.ready = True
                 if child.restarts and self.was_ready:
-                    say(f"{child.name} is ready again after {now - child.started_at:.1f} s")
-        if not self.was_ready and self.initialising is None and all(child.ready for child in self.children):
+                    print_status(f"{child.name} is ready again after {now - child.started_at:.1f} s")
+        if not self.was_ready and self.init_pid is None and all(child.ready for child in self.children):
             self.was_ready = changed = True
         if changed:
             self._write_state()
         self._wait()
 
-    def _look_for_nodes(self, now: float) -> bool:
-        """Start the nodes that the autoscaler wants, ask those that it does not want to end; whether any came or went.
+    def _scale_nodes(self, now: float) -> bool:
+        """Start the nodes that the autoscaler wants, stop the others; return whether any started or ended.
 
-        Nodes that it wanted when the stack was last up are wanted still: it finds them and says otherwise.
+        Files of an earlier run of the stack count: the autoscaler deletes those that it no longer wants.
         """
-        self.look_at = now + LOOK_S
-        wanted = self.layout.wanted_nodes()
-        gone = [child for child in self.children if child.leaves_by is not None and child.pid is None]
+        self.nodes_check_at = now + NODES_CHECK_S
+        wanted = self.layout.find_wanted_nodes()
+        gone = [child for child in self.children if child.kill_at is not None and child.pid is None]
         self.children = [child for child in self.children if child not in gone]
         for child in self.children:
             if child.wanted_by is None or child.name in wanted:
                 continue
-            if child.leaves_by is None:
-                say(f"{child.name} is not wanted any more and is stopped")
-                child.leaves_by = now + self.layout.options.grace_s
+            if child.kill_at is None:
+                print_status(f"{child.name} is no longer wanted and is stopped")
+                child.kill_at = now + self.layout.options.grace_s
                 child.start_again_at = None
                 if child.pid is not None:
                     _kill(child.pid, signal.SIGTERM)
-            elif now > child.leaves_by and child.pid is not None:
+            elif now > child.kill_at and child.pid is not None:
                 _kill(child.pid, signal.SIGKILL)
         known = {child.name for child in self.children}
         new = [name for name in wanted if name not in known]
         for name in new:
-            unit = self.layout.wanted_node(wanted[name])
+            unit = self.layout.make_wanted_node(wanted[name])
             child = Child(name, _forker(unit), unit.log_path, unit=unit, wanted_by=wanted[name])
             self.children.append(child)
-            say(f"{name} is wanted and is started")
+            print_status(f"{name} is wanted and is started")
             self._start(child)
         return bool(gone or new)
 
     def _collect(self) -> None:
-        """Take note of children that have ended."""
+        """Note the children that have ended and schedule their restarts."""
         for child in self.children:
             if child.pid is None or (code := _ended(child)) is None:
                 continue
-            if child.leaves_by is not None:
+            if child.kill_at is not None:
                 child.pid, child.ready = None, False
                 continue
-            lived_s = time.monotonic() - child.started_at
+            ran_s = time.monotonic() - child.started_at
             child.pid, child.ready = None, False
-            child.deaths = 1 if lived_s > LIVED_WELL_S else child.deaths + 1
-            delay_s = RESTART_DELAYS_S[min(child.deaths, len(RESTART_DELAYS_S)) - 1]
+            child.early_ends = 1 if ran_s > STABLE_AFTER_S else child.early_ends + 1
+            delay_s = RESTART_DELAYS_S[min(child.early_ends, len(RESTART_DELAYS_S)) - 1]
             child.start_again_at = time.monotonic() + delay_s
-            say(f"{child.name} {_how(code)}; it is started again in {delay_s:g} s (its log: {child.log_path})")
-            if not self.was_ready and child.deaths >= START_ATTEMPTS:
-                raise StartFailed(
-                    f"{child.name} ended {child.deaths} times while starting; the end of its log:\n{child.log_tail()}"
+            print_status(
+                f"{child.name} {_describe_end(code)}; it restarts in {delay_s:g} s (its log: {child.log_path})"
+            )
+            if not self.was_ready and child.early_ends >= MAX_START_ATTEMPTS:
+                raise StartError(
+                    f"{child.name} ended {child.early_ends} times at its start; its log ends:\n{child.log_tail()}"
                 )
-        if self.initialising is not None:
-            pid, status = os.waitpid(self.initialising, os.WNOHANG)
+        if self.init_pid is not None:
+            pid, status = os.waitpid(self.init_pid, os.WNOHANG)
             if pid:
-                self.initialising = None
+                self.init_pid = None
                 if status:
                     log = (self.layout.data_dir / "logs" / "init.log").read_text(errors="replace")[-2000:]
-                    raise StartFailed(f"the buckets could not be made:\n{log}")
+                    raise StartError(f"the buckets could not be made:\n{log}")
         process.reap(known=[child.pid for child in self.children if child.pid is not None])
 
     def _wait(self) -> None:
-        """Sleep for a tick, or until a child ends, a signal comes or our starter is gone."""
+        """Sleep for a tick, or until a child ends, a signal comes or the parent ends."""
         assert self._wakeup is not None
         watched: list[Any] = [self._wakeup] + ([] if self.watch_fd is None else [self.watch_fd])
         ready, _, _ = select.select(watched, [], [], TICK_S)
@@ -267,10 +269,12 @@ class Supervisor:
         left = process.end_all(lambda: process.descendants(os.getpid()))
         stack_file(self.layout.data_dir).unlink(missing_ok=True)
         more = f", {left} leftover processes ended" if left else ""
-        say(f"stopped in {time.monotonic() - started_at:.1f} s{more}; the data stays in {self.layout.data_dir}")
+        print_status(
+            f"stopped in {time.monotonic() - started_at:.1f} s{more}; the data stays in {self.layout.data_dir}"
+        )
 
     def _end(self, children: list[Child], patience_s: float, asked: int) -> None:
-        """Ask children to end; kill those that have not after ``patience_s`` or once somebody insists."""
+        """Send SIGTERM to children; kill those that run after ``patience_s`` or at another stop request."""
         for child in children:
             child.start_again_at = None
             if child.pid is not None:
@@ -283,7 +287,7 @@ class Supervisor:
             if time.monotonic() > deadline or self.stop_requests > asked:
                 for child in alive:
                     if child.pid is not None:
-                        say(f"{child.name} did not stop in time and is killed")
+                        print_status(f"{child.name} did not stop in time and is killed")
                         _kill(child.pid, signal.SIGKILL)
                         os.waitpid(child.pid, 0)
                         child.pid = None
@@ -306,8 +310,8 @@ class Supervisor:
     _sender: socket.socket | None = None
 
 
-def say(text: str) -> None:
-    """Tell whoever watches the stack."""
+def print_status(text: str) -> None:
+    """Print a line with the time."""
     with contextlib.suppress(OSError):
         print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
 
@@ -341,17 +345,17 @@ def _answers(child: Child) -> bool:
     if child.server is not None:
         return child.server.answers()
     assert child.unit is not None
-    link = http.client.HTTPConnection("127.0.0.1", child.unit.port, timeout=0.5)
+    connection = http.client.HTTPConnection("127.0.0.1", child.unit.port, timeout=0.5)
     try:
-        link.request("GET", "/ready")
-        return link.getresponse().status == 200
+        connection.request("GET", "/ready")
+        return connection.getresponse().status == 200
     except (OSError, http.client.HTTPException):
         return False
     finally:
-        link.close()
+        connection.close()
 
 
-def _how(code: int) -> str:
+def _describe_end(code: int) -> str:
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"
@@ -362,8 +366,8 @@ def _kill(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def _import_what_services_share() -> None:
-    """Import once what most services import, so that their forks start with it."""
+def _import_shared_modules() -> None:
+    """Import what most services import, so that their forks share it."""
     for name in SHARED_IMPORTS:
         importlib.import_module(name)
 
@@ -388,7 +392,7 @@ def _make_buckets() -> int:
 
 
 def lock(data_dir: Path, patience_s: float = 0.5) -> IO[str] | None:
-    """Claim a data folder for this process's life; None if another stack has it."""
+    """Lock a data folder until this process ends; return None if another stack has it."""
     data_dir.mkdir(parents=True, exist_ok=True)
     file = (data_dir / "stack.lock").open("a+")
     deadline = time.monotonic() + patience_s
@@ -397,7 +401,7 @@ def lock(data_dir: Path, patience_s: float = 0.5) -> IO[str] | None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except BlockingIOError:
-            # Somebody who looks whether a stack runs holds the lock for an instant.
+            # A process that checks whether a stack runs holds the lock for an instant.
             if time.monotonic() > deadline:
                 file.close()
                 return None
@@ -405,7 +409,7 @@ def lock(data_dir: Path, patience_s: float = 0.5) -> IO[str] | None:
     file.truncate(0)
     file.write(f"{os.getpid()}\n")
     file.flush()
-    # A stack that was killed has left word of itself; whoever looks for one now would take it for this one's.
+    # A killed stack has left its file, which a reader would take for this stack's.
     stack_file(data_dir).unlink(missing_ok=True)
     return file
 
@@ -426,7 +430,7 @@ def main(arguments: list[str] | None = None) -> int:
     if held is None:
         return EXIT_LOCKED
     with held:
-        layout = plan(
+        layout = plan_stack(
             StackOptions(
                 given.data_dir.resolve(),
                 given.nodes,

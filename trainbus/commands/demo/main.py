@@ -36,7 +36,7 @@ from trainbus.client.state import Board, RunView
 from trainbus.commands import render
 from trainbus.commands.demo import lake as demo_lake
 from trainbus.commands.demo.screen import Screen
-from trainbus.embedded.launch import StackError, StackInfo, StackProcess, is_locked, locked_text
+from trainbus.embedded.launch import StackError, StackInfo, StackProcess, describe_lock, is_locked
 from trainbus.embedded.layout import DEFAULT_DATA_DIR, StackOptions
 
 #: Where the example lies in a checkout.
@@ -84,7 +84,7 @@ def run_demo(data_dir: Path | None, *, keep: bool = False) -> int:
     folder = find_data_dir(data_dir)
     _check_example()
     if is_locked(folder):
-        raise TrainbusError(locked_text(folder))
+        raise TrainbusError(describe_lock(folder))
     folder.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, _as_interrupt)
     demo = _demo()

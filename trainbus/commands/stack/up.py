@@ -16,12 +16,19 @@ from trainbus.embedded.launch import (
     StackError,
     StackInfo,
     StackProcess,
+    describe_lock,
     is_locked,
-    locked_text,
     read_stack,
     stop_stack,
 )
-from trainbus.embedded.layout import BadOptions, StackOptions, UnknownUnit, mlflow_uri, plan, s3_keys
+from trainbus.embedded.layout import (
+    InvalidOptionsError,
+    StackOptions,
+    UnknownUnitError,
+    mlflow_uri,
+    plan_stack,
+    s3_keys,
+)
 from trainbus.embedded.process import end_with_parent
 
 
@@ -41,16 +48,16 @@ def start_stack(
 
     folder = find_data_dir(data_dir)
     if is_locked(folder):
-        raise TrainbusError(locked_text(folder))
+        raise TrainbusError(describe_lock(folder))
     folder.mkdir(parents=True, exist_ok=True)
     started_at = time.monotonic()
     output = folder / "supervisor.log" if detach else None
     options = StackOptions(folder, nodes, slots, without, policy, autoscale, idle_s)
     try:
-        plan(options, os.environ)
-    except UnknownUnit as error:
+        plan_stack(options, os.environ)
+    except UnknownUnitError as error:
         raise UsageError(f"--without: {error}") from error
-    except BadOptions as error:
+    except InvalidOptionsError as error:
         raise UsageError(str(error)) from error
     stack = StackProcess(options, output=output, detach=detach)
     stopping = _stop_on_signals(stack)
@@ -85,7 +92,7 @@ def _stop_on_signals(stack: StackProcess) -> list[int]:
         seen.append(number)
         if len(seen) == 1:
             print("\nstopping (workers complete their checkpoints; once more to hurry)", flush=True)
-        stack.hasten()
+        stack.stop_at_once()
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
@@ -114,7 +121,7 @@ def join_stack(name: str, data_dir: Path | None) -> None:
     stack = read_stack(folder)
     if stack is None:
         return
-    layout = plan(StackOptions(folder, stack.nodes, stack.slots), os.environ, running=True)
+    layout = plan_stack(StackOptions(folder, stack.nodes, stack.slots), os.environ, running=True)
     running = {each["name"] for each in stack.processes}
     units = [unit for unit in (*layout.units, *layout.spare) if unit.service == name]
     free = [unit for unit in units if unit.name not in running]

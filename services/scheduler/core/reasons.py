@@ -175,11 +175,21 @@ def _not_waiting(run: Run) -> tuple[str, str]:
         case Phase.RUNNING:
             return "running", f"runs on {_slots(run.slot_count)}{wish} of {where}"
         case Phase.PREEMPTING:
-            return "preempting", run.preempting.reason if run.preempting else "is being stopped"
+            return "preempting", _stop_text(run)
         case Phase.COMPLETED | Phase.FAILED | Phase.CANCELLED | Phase.REJECTED:
             return str(run.phase), run.outcome
         case _:
             return "deciding", "will be decided on at once"
+
+
+def _stop_text(run: Run) -> str:
+    """Return why the run is stopped, and what that costs and gains."""
+    stop = run.preempting
+    if stop is None:
+        return "is being stopped"
+    if stop.cost_slot_s is None or stop.gain_slot_s is None:
+        return stop.reason
+    return f"{stop.reason}; that costs {stop.cost_slot_s:.6g} slot-seconds and gains {stop.gain_slot_s:.6g}"
 
 
 def summary(cluster: Cluster, limit: int = 100) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""The smallest change that would start a run that waits: every one that is named has been tried.
+"""The smallest changes of a request that would start a run that waits: every one that is named has been tried.
 
-A change is tried by deciding once more, for a cluster in which the run had been asked for like that. So whatever rule
-of the policy binds, and whoever else waits, is taken into account, and what is said comes true.
+A change is tried by running the cycle once more, for a cluster in which the run had been submitted like that. So every
+rule of the policy and every other run that waits is taken into account, and the answer comes true.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from services.scheduler.core.decisions import PlaceRun, PreemptRun
 from services.scheduler.core.reasons import Why
 from services.scheduler.core.state.cluster import Cluster, Run
 from services.scheduler.core.state.durations import run_kind_of
-from services.scheduler.core.state.index import Index, RunQueue
 from services.scheduler.core.state.slot_request import slot_request_of
 
 #: How many kinds of accelerator, clusters and teams are tried.
@@ -55,7 +54,7 @@ def smallest_changes(cluster: Cluster, run: Run, now: datetime, policy: Policy, 
 
 
 class Attempt:
-    """Deciding once more, with the run asked for in another way."""
+    """Runs the cycle once more, with another request of the run."""
 
     def __init__(self, cluster: Cluster, run: Run, now: datetime, policy: Policy) -> None:
         self.cluster, self.run, self.now, self.policy = cluster, run, now, policy
@@ -74,32 +73,28 @@ class Attempt:
         return Change(fields, "after preemption", tuple(victims)) if victims else None
 
     def changed(self, spec: RunSpec) -> Cluster:
-        """The cluster as it would be with this request; it shares all else, and what is found out about it."""
-        clone = copy.copy(self.cluster)
-        slots, kind = spec.slots, run_kind_of(spec)
+        """Return the cluster as it would be with this request."""
+        clone, slots = fork_cluster(self.cluster), spec.slots
         run = replace(
-            self.run, spec=spec, demand=slot_request_of(spec), least=slots.min, most=slots.max, kind=kind, wants=None
+            self.run,
+            spec=spec,
+            demand=slot_request_of(spec),
+            least=slots.min,
+            most=slots.max,
+            kind=run_kind_of(spec),
+            wants=None,
         )
-        clone.runs = copy.copy(self.cluster.runs)
         clone.runs[run.run_id] = run
-        index, queue = self.cluster.index, self.cluster.index.queue
-        clone.index = Index(
-            digest=index.digest,
-            queue=RunQueue({group: list(entries) for group, entries in queue.groups.items()}, dict(queue.places)),
-            touched={**index.touched, run.run_id: None},
-            light=set(index.light),
-            sizes=index.sizes.copy(),
-            sized=dict(index.sized),
-            priority=dict(index.priority),
-            priorities=index.priorities.copy(),
-            going=set(index.going),
-            wants=index.wants,
-            nodes_version=index.nodes_version,
-            remembered_version=index.remembered_version,
-            remembered=index.remembered,
-            nodes_changed=False,
-        )
+        clone.index.touched[run.run_id] = None
         return clone
+
+
+def fork_cluster(cluster: Cluster) -> Cluster:
+    """Return a cluster in which a cycle may be tried: what the cycle changes is a copy, and the rest is shared."""
+    clone = copy.copy(cluster)
+    clone.runs = copy.copy(cluster.runs)
+    clone.index = cluster.index.fork()
+    return clone
 
 
 def with_fields(spec: RunSpec, fields: dict[str, Any]) -> RunSpec:

@@ -10,7 +10,7 @@ from contracts.scheduling import Policy
 from services.scheduler.core import reasons
 from services.scheduler.core.decide import run_steps
 from services.scheduler.core.explain.estimate import ReleaseTimes
-from services.scheduler.core.explain.request_changes import smallest_changes
+from services.scheduler.core.explain.request_changes import fork_cluster, smallest_changes
 from services.scheduler.core.place.placer import Placer
 from services.scheduler.core.place.resource_request import resource_request_of
 from services.scheduler.core.state.cluster import EPOCH, Cluster, Run
@@ -23,13 +23,17 @@ LISTED = 10
 def answer(
     cluster: Cluster, run_id: str, now: datetime, policy: Policy, reachable_since: datetime = EPOCH
 ) -> dict[str, Any]:
-    """What can be said about a run: its state, the constraint that binds it, a sentence; and for one that waits who
-    holds what it needs, until when, and the smallest changes that would start it (``change.py``).
+    """Return the state of a run, the constraint that binds it, and a sentence; and of a run that waits who has the
+    slots that it needs, until when, and the smallest changes that would start it (``request_changes.py``).
+
+    A pure function: the cycles that it runs change copies alone.
     """
     run = cluster.runs.get(run_id)
     # Only a run that waits needs a look at all the others.
-    waiting = run is not None and not run.parts and not run.terminal
-    why = run_steps(cluster, now, policy, reachable_since, about=run_id).waits.get(run_id) if waiting else None
+    is_waiting = run is not None and not run.parts and not run.terminal
+    why = None
+    if is_waiting:
+        why = run_steps(_pending(cluster), now, policy, reachable_since, about=run_id).waits.get(run_id)
     said = reasons.state(cluster, run_id, why)
     if run is None or why is None or run_id not in cluster.queued:
         return said
@@ -43,6 +47,15 @@ def answer(
     if room_at is not None:
         said["room_at"] = room_at.isoformat(timespec="seconds")
     return said
+
+
+def _pending(cluster: Cluster) -> Cluster:
+    """Return a copy in which what was not settled yet will be."""
+    clone = fork_cluster(cluster)
+    index = cluster.index
+    clone.index.unsettled, clone.index.nodes_changed = index.unsettled.copy(), index.nodes_changed
+    clone.index.alarms, clone.index.alarmed = index.alarms.copy(), index.alarmed.copy()
+    return clone
 
 
 def holders(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> tuple[list[dict[str, Any]], datetime | None]:

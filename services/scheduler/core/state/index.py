@@ -5,11 +5,12 @@ Everything in it follows from the cluster, the policy and the clock: without it 
 
 from __future__ import annotations
 
+import copy
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 #: The key by which runs are ordered; smaller goes first.
@@ -90,6 +91,21 @@ class Index:
     holders_at: int = -1
     #: Some node changed: whatever any queued run was told may no longer be true.
     nodes_changed: bool = True
+
+    def fork(self) -> Index:
+        """Return an index that a trial may change, with nothing to settle and nothing to explain."""
+        forked = copy.copy(self)
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, dict | list | set):
+                setattr(forked, each.name, value.copy())
+        forked.queue = RunQueue(
+            {group: entries.copy() for group, entries in self.queue.groups.items()}, self.queue.places.copy()
+        )
+        for nothing in (forked.unsettled, forked.untold, forked.alarms, forked.alarmed):
+            nothing.clear()
+        forked.nodes_changed = False
+        return forked
 
     def touch(self, run_id: str) -> None:
         """Something was said about this run."""

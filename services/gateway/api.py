@@ -14,9 +14,9 @@ from contracts import subjects, topology
 from contracts.envelope import MAX_BODY_BYTES, InvalidData
 from contracts.events.run import RunLog, RunProgress
 from contracts.events.train import CancelRequested, RestoreRequested
+from contracts.state.run import STATES, TERMINAL_STATES
 from services.gateway import queries, views
 from services.gateway.commands import MAX_KEY, Commands, Unavailable, recorded_why, same_request
-from services.gateway.core.rows import STATES, TERMINAL
 from services.gateway.instrument import Instrument, SameSite
 from services.gateway.page import CONTENT_SECURITY_POLICY, PAGE
 from services.gateway.projection import Projection, event_row
@@ -113,7 +113,7 @@ def _requests(commands: Commands, projection: Projection) -> APIRouter:
     ) -> views.Accepted:
         """Stop a run for good. Its checkpoints stay."""
         row = await find(projection, run)
-        if row["state"] in TERMINAL:
+        if row["state"] in TERMINAL_STATES:
             raise HTTPException(409, f"run {row['run_id']} is already {row['state']}: there is nothing to cancel")
         envelope = commands.envelope(CancelRequested, key or "")
         ack = await commands.publish(CancelRequested(run_id=row["run_id"], reason=reason), envelope)
@@ -210,7 +210,7 @@ def _runs(commands: Commands, projection: Projection) -> APIRouter:
     async def get_why(run: str) -> dict[str, Any]:
         """Why the run is where it is, asked of the scheduler."""
         row = await find(projection, run)
-        if row["state"] not in TERMINAL and (answer := await commands.ask_scheduler(row)) is not None:
+        if row["state"] not in TERMINAL_STATES and (answer := await commands.ask_scheduler(row)) is not None:
             return answer
         await projection.catch_up()
         return recorded_why(await queries.find_run(store, row["run_id"]))
@@ -276,7 +276,7 @@ def _streams(service: Service, projection: Projection) -> APIRouter:
 
 
 def _terminal(row: Row) -> bool:
-    return row["state"] in TERMINAL
+    return row["state"] in TERMINAL_STATES
 
 
 def _last(found: list[Message[Any]], default: int) -> int:

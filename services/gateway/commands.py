@@ -13,8 +13,8 @@ from contracts import subjects
 from contracts.base import Request, run_id_for
 from contracts.envelope import Envelope, EnvelopeError, InvalidData, parse, read_json
 from contracts.events.train import TrainRequested
+from contracts.state.run import TERMINAL_STATES
 from services.gateway.core.fold import request_hash
-from services.gateway.core.rows import TERMINAL
 from services.gateway.queries import Row
 from services.kit import telemetry
 from services.kit.bus import Bus, PublishAck, TransientError
@@ -97,7 +97,7 @@ class Commands:
 def recorded_why(row: Row) -> dict[str, Any]:
     """Why a run is where it is, as far as its facts say."""
     message = row["waiting_message"] or row["reason"] or f"the run is {row['state']}"
-    if row["state"] not in TERMINAL:
+    if row["state"] not in TERMINAL_STATES:
         message += " (recorded earlier: the scheduler does not answer)"
     return {"run_id": row["run_id"], "state": row["state"], "message": message, "answered_by": "read model"}
 

@@ -11,9 +11,9 @@ import structlog
 from nats.js.errors import Error as JetStreamError
 
 from contracts import topology
+from contracts.state.node import SEVERITY
+from contracts.state.run import STATES
 from services.gateway import metrics, queries
-from services.gateway.core.fold import GONENESS
-from services.gateway.core.rows import STATES
 from services.gateway.store import Store
 from services.kit.bus import Bus
 
@@ -33,7 +33,7 @@ async def watch_read_model(store: Store) -> None:
         metrics.OLDEST_QUEUED_SECONDS.set(0 if oldest is None else max(time.time() - oldest, 0))
         nodes = await queries.nodes(store)
         node_states = Counter(node.state for node in nodes)
-        for state in GONENESS:
+        for state in SEVERITY:
             metrics.NODES.labels(state).set(node_states[state])
         there = [node for node in nodes if node.state not in ("left", "lost")]
         used = sum(node.used for node in there)

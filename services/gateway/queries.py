@@ -10,8 +10,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from contracts.state.run import HOLDING_STATES
 from services.gateway import views
-from services.gateway.core.rows import HOLDING
 from services.gateway.store import CHECKPOINTS, DATASETS, EVENTS, MODELS, NODES, POINTS, PROGRESS, RUNS, Store
 
 Row = Mapping[Any, Any]
@@ -126,7 +126,7 @@ async def checkpoints(store: Store, run_id: str) -> list[views.Checkpoint]:
 
 
 async def holding_runs(store: Store) -> list[Row]:
-    return list(await store.fetch(sa.select(RUNS).where(RUNS.c.state.in_(HOLDING))))
+    return list(await store.fetch(sa.select(RUNS).where(RUNS.c.state.in_(HOLDING_STATES))))
 
 
 async def nodes(store: Store) -> list[views.Node]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from services.gateway.core.rows import HOLDING, TERMINAL
+from contracts.state.run import HOLDING_STATES, TERMINAL_STATES
 
 
 def _time(value: Any) -> Any:
@@ -312,7 +312,7 @@ def run_fields(row: Mapping[Any, Any]) -> dict[str, Any]:
         waiting = {"code": row["waiting_code"], "message": row["waiting_message"], "since": row["waiting_since"]}
     return {
         **row,
-        "terminal": row["state"] in TERMINAL,
+        "terminal": row["state"] in TERMINAL_STATES,
         "slots": {
             "min": row["slots_min"],
             "max": row["slots_max"],
@@ -336,7 +336,7 @@ def timeline_fields(row: Mapping[Any, Any]) -> dict[str, Any]:
 
 def settled(row: Mapping[Any, Any]) -> bool:
     """Whether no further fact about the run is to be expected, its verdict included."""
-    if row["state"] not in TERMINAL:
+    if row["state"] not in TERMINAL_STATES:
         return False
     evaluation = (row["spec"] or {}).get("evaluation")
     return row["state"] != "completed" or not evaluation or row["verdict"] in ("promoted", "not_promoted")
@@ -346,7 +346,7 @@ def used_slots(runs: list[Mapping[Any, Any]]) -> dict[str, dict[str, int]]:
     """node -> run -> slots held there, from the rows of runs that hold slots."""
     used: dict[str, dict[str, int]] = {}
     for run in runs:
-        for member in run["members"] if run["state"] in HOLDING else ():
+        for member in run["members"] if run["state"] in HOLDING_STATES else ():
             if not member["released"]:
                 used.setdefault(member["node_id"], {})[run["run_id"]] = len(member["slots"])
     return used

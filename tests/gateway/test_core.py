@@ -17,6 +17,7 @@ from contracts.events.node import NodeDraining, NodeJoined, NodeLost, NodeNotice
 from contracts.events.run import (
     Problem,
     RunCancelled,
+    RunCancelling,
     RunCompleted,
     RunEvaluated,
     RunExited,
@@ -59,6 +60,7 @@ DECIDED = ("state", "generation", "members", "placements", "verdict", "checkpoin
 WITH_DATA = ACCEPTED.model_copy(update={"spec": SPEC.model_copy(update={"data": DatasetRef(dataset_id=SHA)})})
 PREPARED = RunPrepared(run_id=RUN, dataset_id=SHA, manifest_uri="s3://datasets/m.json", train_samples=1)
 PREEMPTING = RunPreempting(run_id=RUN, generation=1, reason="r", grace_s=1)
+CANCELLING = RunCancelling(run_id=RUN, reason="asked")
 REJECTED = RunRejected(run_id=RUN, reason="no", problems=(Problem(field="slots", message="too many"),))
 
 
@@ -78,6 +80,8 @@ REJECTED = RunRejected(run_id=RUN, reason="no", problems=(Problem(field="slots",
         pytest.param([ACCEPTED, QUEUED, PLACED, STARTED], "running", id="running"),
         pytest.param([ACCEPTED, PLACED, STARTED, PREEMPTING], "preempting", id="preempting"),
         pytest.param([ACCEPTED, PLACED, PREEMPTING, STARTED], "preempting", id="started while preempting"),
+        pytest.param([ACCEPTED, PLACED, STARTED, CANCELLING], "cancelling", id="cancelling"),
+        pytest.param([ACCEPTED, PLACED, CANCELLING, STARTED, PREEMPTING], "cancelling", id="cancelling until its end"),
         pytest.param([ACCEPTED, PLACED, placed(2, "n1"), STARTED], "placed", id="started of a stale generation"),
         pytest.param([ACCEPTED, PLACED, QUEUED], "placed", id="queued of a stale generation"),
         pytest.param(

@@ -62,7 +62,7 @@ def recorded_reason(view: RunView) -> str:
             return view.reason or "its data is being ingested and sharded"
         case "queued":
             return view.reason or "the scheduler is about to place it"
-        case "starting":
+        case "placed":
             return f"it was placed on {view.slots_got} slots and its ranks are starting"
         case "running":
             return f"it runs on {view.slots_got} slots of the {view.slots_min} to {view.slots_max} it can use"

@@ -9,9 +9,10 @@ from typing import Any
 
 from contracts import subjects, topology
 from contracts.events import run
+from contracts.state.run import TERMINAL_STATES
 from trainbus.client.connection import Connection, StoredEvent
 from trainbus.client.errors import NotFoundError
-from trainbus.client.state import ENDED, Board, RunView, fold
+from trainbus.client.state import Board, RunView, fold
 
 #: The facts that a list of runs needs; the many others of long runs stay on the server.
 RUN_FACTS = tuple(
@@ -105,7 +106,7 @@ async def follow_run(connection: Connection, run_id: str) -> AsyncIterator[tuple
         if batch:
             yield view, batch
         evaluated = view.spec is not None and view.spec.evaluation is not None
-        if view.state in ENDED and (view.state != "completed" or not evaluated or view.verdict):
+        if view.state in TERMINAL_STATES and (view.state != "completed" or not evaluated or view.verdict):
             return
 
 

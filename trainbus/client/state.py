@@ -14,10 +14,8 @@ from typing import Any
 from contracts import exactness
 from contracts.events import capacity, checkpoint, dataset, model, node, run, study
 from contracts.spec.run import RunSpec
-
-ENDED = ("completed", "failed", "cancelled", "rejected")
-#: A node's state gives way only to one that is as far or further from use.
-GONENESS = {"up": 0, "draining": 1, "notice": 2, "unfit": 3, "left": 4, "lost": 4}
+from contracts.state.node import GONE_STATES, incarnations_before, next_node_state
+from contracts.state.run import TERMINAL_STATES, change_run
 
 
 @dataclass(slots=True)
@@ -37,7 +35,7 @@ class RunView:
     run_id: str
     name: str = ""
     kind: str = "train"
-    state: str = "accepted"
+    state: str = "requested"
     requested_at: datetime | None = None
     ended_at: datetime | None = None
     priority: int = 0
@@ -46,6 +44,7 @@ class RunView:
     slots_got: int = 0
     nodes: tuple[str, ...] = ()
     generation: int = 0
+    next_generation: int = 0
     resizes: tuple[int, ...] = ()
     failures: int = 0
     step: int = 0
@@ -82,7 +81,7 @@ class RunView:
 
     @property
     def ended(self) -> bool:
-        return self.state in ENDED
+        return self.state in TERMINAL_STATES
 
     @property
     def restarts(self) -> int:
@@ -105,6 +104,7 @@ class NodeView:
     address: str = ""
     memory_bytes: int = 0
     incarnation: str = ""
+    past_incarnations: list[str] = field(default_factory=list)
     joined_at: datetime | None = None
     #: Why it is being drained, is unfit, or is taken away.
     reason: str = ""
@@ -160,13 +160,15 @@ class Board:
             if view.requested_at is None:
                 view.requested_at = time
             before = view.state
-            if (change := _RUN.get(type(event))) is not None:
+            counts = self._change_life(view, event)
+            if counts and (change := _RUN.get(type(event))) is not None:
                 change(view, event)
-            if view.ended and before not in ENDED:
+            if view.ended and before not in TERMINAL_STATES:
                 view.ended_at = time
             if text := describe(event):
                 view.timeline.append(Moment(sequence, time, event.fact, text))
-            self._occupy(event)
+            if counts:
+                self._occupy(event)
             if isinstance(event, run.RunPrepared) and event.run_id in self.datasets:
                 self._name_dataset(self.datasets[event.run_id], event.dataset_id)
         elif isinstance(event, node.NodeFact):
@@ -177,6 +179,16 @@ class Board:
             self.models[event.model] = ModelView(
                 event.model, event.version, event.run_id, event.metrics, event.reason, time, event.checkpoint_uri
             )
+
+    @staticmethod
+    def _change_life(view: RunView, event: run.RunFact) -> bool:
+        """Bring the run's state, generation and reason up to date; False if the fact does not count."""
+        changes = change_run(view, event)
+        for name, value in (changes or {}).items():
+            setattr(view, name, "" if value is None else value)
+        if view.ended:
+            view.slots_got, view.nodes = 0, ()
+        return changes is not None
 
     def _occupy(self, event: run.RunFact) -> None:
         """Keep each node's busy slots up to date."""
@@ -197,18 +209,24 @@ class Board:
             there.busy = {slot: held for slot, held in there.busy.items() if held[0] != run_id}
 
     def _on_node(self, event: node.NodeFact, time: datetime) -> None:
+        known = self.nodes.get(event.node_id)
+        # A node that was only seen in placements has no incarnation yet.
+        state = next_node_state(known if known is not None and known.incarnation else None, event)
+        if state is None:
+            return
         there = self.nodes.setdefault(event.node_id, NodeView(event.node_id))
+        there.state = state
         if isinstance(event, node.NodeJoined):
             running = {run_id for run_id, _ in event.running}
             there.busy = {slot: held for slot, held in there.busy.items() if held[0] in running}
-            there.state, there.incarnation, there.joined_at = "up", event.incarnation, time
+            there.past_incarnations = incarnations_before(there) if there.incarnation else []
+            there.incarnation, there.joined_at = event.incarnation, time
             there.slots, there.accelerator = event.slots, event.accelerator
             there.address, there.memory_bytes = event.address, event.memory_bytes
             there.machine_digest, there.reason = event.machine_digest, ""
-        elif event.incarnation == there.incarnation:
-            if event.fact in GONENESS and GONENESS[event.fact] >= GONENESS[there.state]:
-                there.state, there.reason = event.fact, describe(event)
-            if there.state in ("left", "lost"):
+        else:
+            there.reason = describe(event)
+            if state in GONE_STATES:
                 there.busy = {}
 
     def _on_dataset(self, event: dataset.DatasetFact) -> None:
@@ -260,7 +278,6 @@ def _accepted(view: RunView, event: run.RunAccepted) -> None:
     spec = event.spec
     view.name, view.kind, view.priority, view.model = spec.name, spec.kind, spec.priority, spec.model
     view.slots_min, view.slots_max, view.experiment = spec.slots.min, spec.slots.max, spec.experiment
-    view.state = "accepted" if spec.data is None else "preparing"
     view.parent_run_id = event.parent_run_id
     view.metric = spec.evaluation.metric if spec.evaluation else None
     view.evaluates = spec.evaluate.run_id if spec.evaluate else None
@@ -269,7 +286,7 @@ def _accepted(view: RunView, event: run.RunAccepted) -> None:
 
 
 def _rejected(view: RunView, event: run.RunRejected) -> None:
-    view.state, view.name = "rejected", event.name or view.name
+    view.name = event.name or view.name
     view.reason = "; ".join(f"{p.field}: {p.message}" if p.field else p.message for p in event.problems) or event.reason
 
 
@@ -277,13 +294,8 @@ def _prepared(view: RunView, event: run.RunPrepared) -> None:
     view.dataset_id = event.dataset_id
 
 
-def _prepare_failed(view: RunView, event: run.RunPrepareFailed) -> None:
-    view.reason = event.reason
-
-
 def _queued(view: RunView, event: run.RunQueued) -> None:
-    view.state, view.failures, view.slots_got, view.nodes = "queued", event.failures, 0, ()
-    view.reason = "" if event.reason == "new" else event.reason
+    view.slots_got, view.nodes = 0, ()
 
 
 def _waiting(view: RunView, event: run.RunWaiting) -> None:
@@ -292,7 +304,6 @@ def _waiting(view: RunView, event: run.RunWaiting) -> None:
 
 
 def _placed(view: RunView, event: run.RunPlaced) -> None:
-    view.state, view.generation, view.reason = "starting", event.generation, ""
     view.slots_got = event.world_size
     view.nodes = tuple(member.node_id for member in event.members)
     view.resizes = (*view.resizes, event.world_size)
@@ -309,22 +320,7 @@ def _started(view: RunView, event: run.RunStarted) -> None:
     ]
     if (reading := exactness.assess(view.spec, said)) is not None:
         view.exactness, view.exactness_reason, view.inexact_since = reading.exactness, reading.why, reading.since
-    if event.generation == view.generation and view.state == "starting":
-        view.state = "running"
-        view.step, view.samples_consumed = (
-            max(view.step, event.step),
-            max(view.samples_consumed, event.samples_consumed),
-        )
-
-
-def _preempting(view: RunView, event: run.RunPreempting) -> None:
-    if event.generation == view.generation and view.state != "cancelling":
-        view.state, view.reason = "preempting", event.reason
-
-
-def _cancelling(view: RunView, event: run.RunCancelling) -> None:
-    if not view.ended:
-        view.state, view.reason = "cancelling", event.reason
+    view.step, view.samples_consumed = max(view.step, event.step), max(view.samples_consumed, event.samples_consumed)
 
 
 def _let_go(view: RunView, event: run.RunReleased | run.RunExited) -> None:
@@ -348,17 +344,11 @@ def _deleted(view: RunView, event: checkpoint.CheckpointDeleted) -> None:
 
 
 def _completed(view: RunView, event: run.RunCompleted) -> None:
-    view.state, view.reason, view.slots_got, view.nodes = "completed", "", 0, ()
     view.metrics.update(event.metrics)
 
 
 def _failed(view: RunView, event: run.RunFailed) -> None:
-    view.state, view.reason, view.log_tail = "failed", event.reason, event.log_tail
-    view.slots_got, view.nodes = 0, ()
-
-
-def _cancelled(view: RunView, event: run.RunCancelled) -> None:
-    view.state, view.reason, view.slots_got, view.nodes = "cancelled", event.reason, 0, ()
+    view.log_tail = event.log_tail
 
 
 def _tracked(view: RunView, event: run.RunTracked) -> None:
@@ -381,20 +371,16 @@ _RUN: dict[type[Any], Callable[[RunView, Any], None]] = {
     run.RunAccepted: _accepted,
     run.RunRejected: _rejected,
     run.RunPrepared: _prepared,
-    run.RunPrepareFailed: _prepare_failed,
     run.RunQueued: _queued,
     run.RunWaiting: _waiting,
     run.RunPlaced: _placed,
     run.RunStarted: _started,
-    run.RunPreempting: _preempting,
-    run.RunCancelling: _cancelling,
     run.RunReleased: _let_go,
     run.RunExited: _let_go,
     checkpoint.CheckpointCommitted: _committed,
     checkpoint.CheckpointDeleted: _deleted,
     run.RunCompleted: _completed,
     run.RunFailed: _failed,
-    run.RunCancelled: _cancelled,
     run.RunTracked: _tracked,
     run.RunEvaluated: _evaluated,
     run.RunPromoted: _promoted,

@@ -20,7 +20,7 @@ from trainbus.client.state import ModelView, Moment, NodeView, RunView
 STATE_STYLE = {
     "completed": "green",
     "running": "bold cyan",
-    "starting": "cyan",
+    "placed": "cyan",
     "preempting": "yellow",
     "cancelling": "yellow",
     "queued": "yellow",

@@ -21,6 +21,7 @@ from contracts.events.run import (
     RunRejected,
 )
 from contracts.spec.run import RunSpec
+from contracts.state.model import champion_of, rollback_target
 
 #: The facts that ``State.apply`` folds.
 FOLDED: tuple[type[Event], ...] = (
@@ -67,6 +68,14 @@ class Version:
     sequence: int
     caused_by: str
 
+    @property
+    def version(self) -> int:
+        return self.fact.version
+
+    @property
+    def rollback(self) -> bool:
+        return self.fact.rollback
+
 
 @dataclass(slots=True)
 class State:
@@ -108,18 +117,11 @@ class State:
 
     def champion(self, model: str) -> Version | None:
         """The version that counts now."""
-        history = self.models.get(model)
-        return history[-1] if history else None
+        return champion_of(self.models.get(model, ()))
 
     def before_champion(self, model: str) -> Version | None:
-        """What a rollback brings back: each rollback takes one promotion off, so two go back two."""
-        stack: list[Version] = []
-        for version in self.models.get(model, ()):
-            if not version.fact.rollback:
-                stack.append(version)
-            elif stack:
-                stack.pop()
-        return stack[-2] if len(stack) > 1 else None
+        """What a rollback brings back."""
+        return rollback_target(self.models.get(model, ()))
 
     def _change(self, run_id: str, **fields: object) -> None:
         if (candidate := self.open.get(run_id)) is not None:

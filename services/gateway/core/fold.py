@@ -13,10 +13,9 @@ from contracts.base import Event
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted
 from contracts.events.dataset import DatasetSharded
 from contracts.events.model import ModelPromoted
-from contracts.events.node import NodeDraining, NodeFact, NodeJoined, NodeLeft, NodeLost, NodeNotice, NodeUnfit
+from contracts.events.node import NodeFact, NodeJoined, NodeNotice
 from contracts.events.run import (
     RunAccepted,
-    RunCancelled,
     RunCompleted,
     RunEvaluated,
     RunExited,
@@ -24,9 +23,7 @@ from contracts.events.run import (
     RunFailed,
     RunNotPromoted,
     RunPlaced,
-    RunPreempting,
     RunPrepared,
-    RunPrepareFailed,
     RunProgress,
     RunPromoted,
     RunQueued,
@@ -38,11 +35,9 @@ from contracts.events.run import (
 )
 from contracts.events.train import RestoreRequested, TrainRequested
 from contracts.spec.run import RunFields
-from services.gateway.core.rows import HOLDING, TERMINAL, Checkpoint, Dataset, Model, Node, Point, Progress, Run
-
-#: A node's state gives way only to one that is as far or further from use.
-GONENESS = {"up": 0, "draining": 1, "notice": 2, "unfit": 3, "left": 4, "lost": 4}
-VERDICTS = (RunEvaluated, RunPromoted, RunNotPromoted)
+from contracts.state.node import incarnations_before, next_node_state
+from contracts.state.run import TERMINAL_STATES, change_run
+from services.gateway.core.rows import Checkpoint, Dataset, Model, Node, Point, Progress, Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,81 +118,57 @@ def request_hash(spec: TrainRequested) -> str:
 
 def fold_run(run: Run, fact: Event, at: At) -> Run:
     """The run after ``fact``; the very same object if the fact changes nothing."""
-    if run.state in TERMINAL and not isinstance(fact, (*VERDICTS, RunTracked)):
+    if not isinstance(fact, RunFact) or (life := change_run(run, fact)) is None:
         return run
-    if isinstance(fact, (RunStarted, RunPreempting, RunReleased, RunExited)) and (
-        fact.generation != run.generation or run.state not in HOLDING
-    ):
-        return run
+    columns = _columns(run, fact, at)
+    if life.get("state") in TERMINAL_STATES:
+        columns |= {"ended_at": at.time_s, **_not_waiting()}
+    return replace(run, **{**columns, **life}) if columns or life else run
+
+
+def _columns(run: Run, fact: RunFact, at: At) -> dict[str, Any]:
+    """What a fact that counts says beyond the run's life."""
     match fact:
         case RunAccepted():
-            return _accepted(run, fact, at)
+            since = run.requested_at or at.time_s
+            return {**_spec_columns(fact.spec), "parent_run_id": fact.parent_run_id, "requested_at": since}
         case RunRejected():
-            problems = [problem.model_dump() for problem in fact.problems]
             name = run.name if run.spec else fact.name or run.name
-            return replace(run, state="rejected", name=name, reason=fact.reason, problems=problems, ended_at=at.time_s)
+            return {"name": name, "problems": [problem.model_dump() for problem in fact.problems]}
         case RunPrepared():
-            state = "accepted" if run.state == "preparing" else run.state
-            return replace(run, state=state, dataset_id=fact.dataset_id)
-        case RunPrepareFailed():
-            return replace(run, reason=fact.reason)
-        case RunQueued() if fact.next_generation > run.generation:
-            return replace(
-                run,
-                state="queued",
-                next_generation=fact.next_generation,
-                failures=fact.failures,
-                reason=None if fact.reason == "new" else fact.reason,
-                queued_at=at.time_s,
-                slots_got=0,
-                members=[],
-                waiting_code=None,
-                waiting_message=None,
-                waiting_since=None,
-            )
-        case RunWaiting() if fact.next_generation > run.generation:
-            return replace(run, waiting_code=fact.code, waiting_message=fact.message, waiting_since=at.time_s)
-        case RunPlaced() if fact.generation > run.generation:
+            return {"dataset_id": fact.dataset_id}
+        case RunQueued():
+            return {"queued_at": at.time_s, "slots_got": 0, "members": [], **_not_waiting()}
+        case RunWaiting():
+            return {"waiting_code": fact.code, "waiting_message": fact.message, "waiting_since": at.time_s}
+        case RunPlaced():
             return _placed(run, fact)
         case RunStarted():
             return _started(run, fact, at)
-        case RunPreempting():
-            return replace(run, state="preempting", reason=fact.reason)
         case RunReleased():
-            return replace(run, members=_let_go(run, fact.node_id))
+            return {"members": _release(run, fact.node_id)}
         case RunExited():
-            reason = fact.reason if fact.outcome == "failed" and fact.reason else run.reason
-            return replace(
-                run, members=_let_go(run, fact.node_id), reason=reason, log_tail=list(fact.log_tail) or run.log_tail
-            )
-        case RunCompleted() if fact.generation >= run.generation:
-            return replace(
-                run,
-                state="completed",
-                reason=None,
-                ended_at=at.time_s,
-                metrics=finite(fact.metrics),
-                checkpoint=_newer(run.checkpoint, fact.checkpoint.model_dump() if fact.checkpoint else None),
-                artifacts=[artifact.model_dump() for artifact in fact.artifacts],
-                **_not_waiting(),
-            )
-        case RunFailed() if fact.generation == 0 or fact.generation >= run.generation:
-            tail = list(fact.log_tail) or run.log_tail
-            return replace(run, state="failed", reason=fact.reason, log_tail=tail, ended_at=at.time_s, **_not_waiting())
-        case RunCancelled():
-            return replace(run, state="cancelled", reason=fact.reason, ended_at=at.time_s, **_not_waiting())
+            return {"members": _release(run, fact.node_id), "log_tail": list(fact.log_tail) or run.log_tail}
+        case RunCompleted():
+            found = fact.checkpoint.model_dump() if fact.checkpoint else None
+            return {
+                "metrics": finite(fact.metrics),
+                "checkpoint": _newer(run.checkpoint, found),
+                "artifacts": [artifact.model_dump() for artifact in fact.artifacts],
+            }
+        case RunFailed():
+            return {"log_tail": list(fact.log_tail) or run.log_tail}
         case RunTracked():
-            return replace(run, mlflow_run_id=fact.mlflow_run_id, mlflow_experiment_id=fact.mlflow_experiment_id)
+            return {"mlflow_run_id": fact.mlflow_run_id, "mlflow_experiment_id": fact.mlflow_experiment_id}
         case RunEvaluated():
             evaluation = fact.model_dump(mode="json", exclude={"run_id"})
-            return replace(run, evaluation=evaluation, verdict=run.verdict or "evaluated")
+            return {"evaluation": evaluation, "verdict": run.verdict or "evaluated"}
         case RunPromoted():
-            return replace(
-                run, verdict="promoted", verdict_reason=fact.reason, model=fact.model, model_version=fact.version
-            )
+            verdict = {"verdict": "promoted", "verdict_reason": fact.reason}
+            return {**verdict, "model": fact.model, "model_version": fact.version}
         case RunNotPromoted():
-            return replace(run, verdict="not_promoted", verdict_reason=fact.reason)
-    return run
+            return {"verdict": "not_promoted", "verdict_reason": fact.reason}
+    return {}
 
 
 def _spec_columns(spec: RunFields) -> dict[str, Any]:
@@ -239,20 +210,7 @@ def _asked_before(run: Run, request: TrainRequested | RestoreRequested, at: At) 
     return replace(run, name=run.name or requested.name, parent_run_id=run.parent_run_id or requested.parent_run_id)
 
 
-def _accepted(run: Run, fact: RunAccepted, at: At) -> Run:
-    if run.state != "requested":
-        return run
-    columns = _spec_columns(fact.spec)
-    return replace(
-        run,
-        **columns,
-        state="accepted" if fact.spec.data is None else "preparing",
-        parent_run_id=fact.parent_run_id,
-        requested_at=run.requested_at or at.time_s,
-    )
-
-
-def _started(run: Run, fact: RunStarted, at: At) -> Run:
+def _started(run: Run, fact: RunStarted, at: At) -> dict[str, Any]:
     first = next((member["node_id"] for member in run.members if 0 in member["ranks"]), fact.node_id)
     placements = run.placements
     if fact.node_id == first and placements and placements[-1]["generation"] == fact.generation:
@@ -262,16 +220,14 @@ def _started(run: Run, fact: RunStarted, at: At) -> Run:
     start = fact.model_dump(mode="json", exclude={"run_id"})
     starts = run.starts if any(_who(known) == _who(start) for known in run.starts) else [*run.starts, start]
     reading = exactness.assess(run.spec, [_start(known) for known in starts])
-    return replace(
-        run,
-        state="running" if run.state == "placed" else run.state,
-        started_at=run.started_at or at.time_s,
-        placements=placements,
-        starts=starts,
-        exactness=reading.exactness if reading else None,
-        exactness_reason=(reading.why or None) if reading else None,
-        inexact_since=reading.since if reading else None,
-    )
+    return {
+        "started_at": run.started_at or at.time_s,
+        "placements": placements,
+        "starts": starts,
+        "exactness": reading.exactness if reading else None,
+        "exactness_reason": (reading.why or None) if reading else None,
+        "inexact_since": reading.since if reading else None,
+    }
 
 
 def _who(start: Mapping[str, Any]) -> tuple[int, str]:
@@ -288,27 +244,23 @@ def _start(known: Mapping[str, Any]) -> exactness.GenerationStart:
     )
 
 
-def _placed(run: Run, fact: RunPlaced) -> Run:
-    resume_step = fact.resume.step if fact.resume else 0
-    columns = {} if run.spec is not None else _spec_columns(fact.spec)
-    return replace(
-        run,
-        **{**columns, **_not_waiting()},
-        state="placed",
-        generation=fact.generation,
-        slots_got=fact.world_size,
-        slots_wanted=fact.wanted_slots or run.slots_max or fact.world_size,
-        members=[{**member.model_dump(mode="json"), "released": False} for member in fact.members],
-        placements=[*run.placements, {"generation": fact.generation, "resume_step": resume_step}],
-        reason=None,
-    )
+def _placed(run: Run, fact: RunPlaced) -> dict[str, Any]:
+    placement = {"generation": fact.generation, "resume_step": fact.resume.step if fact.resume else 0}
+    return {
+        **({} if run.spec is not None else _spec_columns(fact.spec)),
+        **_not_waiting(),
+        "slots_got": fact.world_size,
+        "slots_wanted": fact.wanted_slots or run.slots_max or fact.world_size,
+        "members": [{**member.model_dump(mode="json"), "released": False} for member in fact.members],
+        "placements": [*run.placements, placement],
+    }
 
 
 def _not_waiting() -> dict[str, Any]:
     return {"waiting_code": None, "waiting_message": None, "waiting_since": None}
 
 
-def _let_go(run: Run, node_id: str) -> list[dict[str, Any]]:
+def _release(run: Run, node_id: str) -> list[dict[str, Any]]:
     return [{**m, "released": True} if m["node_id"] == node_id else m for m in run.members]
 
 
@@ -320,7 +272,7 @@ def _newer(have: dict[str, Any] | None, found: dict[str, Any] | None) -> dict[st
 
 def _on_committed(rows: Rows, fact: CheckpointCommitted, at: At) -> None:
     run = rows.runs.get(fact.run_id) or Run(fact.run_id, requested_at=at.time_s)
-    if fact.generation < run.generation:
+    if change_run(run, fact) is None:
         return
     ref = fact.checkpoint
     rows.checkpoints[ref.uri] = Checkpoint(
@@ -407,11 +359,15 @@ def finite(values: Mapping[str, float]) -> dict[str, float]:
 
 def fold_node(node: Node | None, fact: NodeFact, at: At) -> Node | None:
     """The node after ``fact``. News of an old incarnation cannot end a new one."""
+    state = next_node_state(node, fact)
+    if state is None:
+        return node
     if isinstance(fact, NodeJoined):
         return Node(
             node_id=fact.node_id,
             incarnation=fact.incarnation,
-            state="up",
+            past_incarnations=incarnations_before(node),
+            state=state,
             slots=fact.slots,
             accelerator=fact.accelerator,
             address=fact.address,
@@ -423,17 +379,7 @@ def fold_node(node: Node | None, fact: NodeFact, at: At) -> Node | None:
             changed_at=at.time_s,
             machine_digest=fact.machine_digest,
         )
-    if node is None or node.incarnation != fact.incarnation:
-        return node
-    state = {
-        NodeLeft: "left",
-        NodeLost: "lost",
-        NodeDraining: "draining",
-        NodeNotice: "notice",
-        NodeUnfit: "unfit",
-    }.get(type(fact))
-    if state is None or GONENESS[state] < GONENESS[node.state]:
-        return node
+    assert node is not None
     reason = _notice(fact) if isinstance(fact, NodeNotice) else getattr(fact, "reason", "")
     return replace(node, state=state, reason=reason or None, changed_at=at.time_s)
 

@@ -5,26 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from contracts.events import run
-
-#: States after which nothing more happens to a run itself; a verdict may still come.
-TERMINAL = frozenset(fact.fact for fact in run.TERMINAL)
-#: States in which a run holds slots.
-HOLDING = frozenset({"placed", "running", "preempting"})
-STATES = (
-    "requested",
-    "accepted",
-    "preparing",
-    "queued",
-    "placed",
-    "running",
-    "preempting",
-    "completed",
-    "failed",
-    "cancelled",
-    "rejected",
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -143,6 +123,7 @@ class Node:
     reason: str | None = None
     #: Nodes with the same one do arithmetic with the same last bits.
     machine_digest: str = ""
+    past_incarnations: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -377,11 +377,14 @@ def _age(committed: Committed) -> tuple[int, int]:
 
 
 def _completed(cluster: Cluster, known: Run, fact: run.RunCompleted, time: datetime) -> None:
-    _over(cluster, known, Phase.COMPLETED, "completed", time)
+    if fact.generation >= known.generation:
+        _over(cluster, known, Phase.COMPLETED, "completed", time)
 
 
 def _failed(cluster: Cluster, known: Run, fact: run.RunFailed, time: datetime) -> None:
-    _over(cluster, known, Phase.FAILED, fact.reason, time)
+    # Generation 0: it failed before it was placed.
+    if fact.generation == 0 or fact.generation >= known.generation:
+        _over(cluster, known, Phase.FAILED, fact.reason, time)
 
 
 def _cancelled(cluster: Cluster, known: Run, fact: run.RunCancelled, time: datetime) -> None:

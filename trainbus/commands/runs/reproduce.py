@@ -14,6 +14,7 @@ from rich.table import Table
 
 from contracts import exactness, subjects, topology
 from contracts.events.train import CancelRequested
+from contracts.state.run import TERMINAL_STATES
 from services.checkpoint.core import digests
 from trainbus.client.address import StackAddress
 from trainbus.client.checkpoints import StoredCheckpoint, read_digests_of
@@ -29,7 +30,7 @@ from trainbus.client.reproduction import (
     plan_reproduction,
 )
 from trainbus.client.runs import read_end
-from trainbus.client.state import ENDED, Board, RunView, narrate
+from trainbus.client.state import Board, RunView, narrate
 from trainbus.commands import render
 
 #: Exit codes; 2 is a run that cannot be reproduced.
@@ -129,7 +130,9 @@ class ReproductionScreen:
         """Whether the comparison is complete, or the run has ended."""
         # Where retention has deleted the recorded checkpoint, a later one shows which tensors differ.
         return (
-            self.comparison.first_comparable_difference is not None or self.comparison.done or self.view.state in ENDED
+            self.comparison.first_comparable_difference is not None
+            or self.comparison.done
+            or self.view.state in TERMINAL_STATES
         )
 
     def _table(self) -> Table:
@@ -175,7 +178,7 @@ async def _conclude(client: AsyncClient, recorded: RecordedRun, screen: Reproduc
             f"the reproduction {view.run_id} {_end_of(view)} before its last state was reached, so nothing is proved: "
             f"{len(comparison.compared)} of {len(comparison.wanted)} states were compared and the same",
         )
-    if view.state not in ENDED and (difference is not None or not screen.planned.to_the_end):
+    if view.state not in TERMINAL_STATES and (difference is not None or not screen.planned.to_the_end):
         await _cancel_if_running(client, view.run_id, "compared: it is not needed any more")
     result = ReproductionResult(recorded.run_id, view.run_id, len(comparison.compared), len(comparison.wanted))
     result.note = screen.planned.note

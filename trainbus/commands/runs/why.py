@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
+from contracts.state.run import TERMINAL_STATES
 from trainbus.client.client import AsyncClient
 from trainbus.client.explanation import explain_past
 from trainbus.client.fact_log import BusLog
-from trainbus.client.state import ENDED
 from trainbus.commands import render
 from trainbus.commands.progress import entries_with_bar
 from trainbus.commands.times import parse_time
@@ -20,7 +20,7 @@ async def print_reason(client: AsyncClient, name: str, *, as_json: bool) -> None
         named = {"run_id": found.run_id, "state": found.state, "why": found.reason, "answered_by": found.answered_by}
         print(render.as_json({**named, **found.details}))
         return
-    verb = "" if found.state in ENDED else "is "
+    verb = "" if found.state in TERMINAL_STATES else "is "
     head = f"{found.run_id} ({render.escape(found.name)}) {verb}{render.state(found.state)}"
     render.console().print(f"{head}: {render.escape(found.reason)}", soft_wrap=True)
     render.print_wait(found.details)

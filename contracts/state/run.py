@@ -1,0 +1,177 @@
+"""A run's life as its facts add up.
+
+``change_run`` is the one place that says what a fact changes about a run's state, generation and failures. The gateway,
+the command line and evaluation keep more about a run than this; they ask here first, and leave out what does not count.
+The scheduler folds the same facts into an indexed cluster, which agrees (``tests/contracts/test_state.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from contracts.base import Fact
+from contracts.events.checkpoint import CheckpointDeleted, CheckpointPinned, CheckpointRepaired, CheckpointRotten
+from contracts.events.run import (
+    TERMINAL,
+    GenerationFact,
+    RunAccepted,
+    RunCancelled,
+    RunCancelling,
+    RunCompleted,
+    RunEvaluated,
+    RunExited,
+    RunFailed,
+    RunNotPromoted,
+    RunPlaced,
+    RunPreempting,
+    RunPrepared,
+    RunPrepareFailed,
+    RunPromoted,
+    RunQueued,
+    RunRejected,
+    RunReleased,
+    RunReserved,
+    RunStarted,
+    RunTracked,
+    RunWaiting,
+)
+
+STATES = (
+    "requested",
+    "accepted",
+    "preparing",
+    "queued",
+    "placed",
+    "running",
+    "preempting",
+    "cancelling",
+    "completed",
+    "failed",
+    "cancelled",
+    "rejected",
+)
+#: After these nothing more happens to the run itself; what follows is about its result.
+TERMINAL_STATES = frozenset(fact.fact for fact in TERMINAL)
+#: In these a run may hold slots.
+HOLDING_STATES = frozenset({"placed", "running", "preempting", "cancelling"})
+#: Facts about what a run left behind: they count whatever its state is.
+ABOUT_RESULTS = (
+    RunTracked,
+    RunEvaluated,
+    RunPromoted,
+    RunNotPromoted,
+    CheckpointDeleted,
+    CheckpointPinned,
+    CheckpointRotten,
+    CheckpointRepaired,
+)
+
+#: Facts that count while the run holds slots.
+OF_HOLDERS = (RunStarted, RunPreempting, RunReleased, RunExited)
+
+#: The fields that a fact changes, by name; None: the fact does not count.
+Changes = dict[str, Any] | None
+
+
+class RunLife(Protocol):
+    """What every view of a run has."""
+
+    @property
+    def state(self) -> str: ...
+    @property
+    def generation(self) -> int: ...
+    @property
+    def next_generation(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """A run's life and nothing more."""
+
+    state: str = "requested"
+    generation: int = 0
+    #: What its next placement will be, while it is queued.
+    next_generation: int = 0
+    #: Failures by the run's own fault.
+    failures: int = 0
+    #: Why it is where it is: a failure, a preemption, a rejection.
+    reason: str | None = None
+
+
+def reduce_run(run: RunState, fact: Fact) -> RunState:
+    """Return the run after ``fact``; the very same object if nothing changes."""
+    changes = change_run(run, fact)
+    return replace(run, **changes) if changes else run
+
+
+def change_run(run: RunLife, fact: Fact) -> Changes:
+    """Return the fields of ``RunState`` that ``fact`` changes; None if it does not count.
+
+    A fact of an old generation does not count, nor does one about the life of a run that is over.
+    """
+    if isinstance(fact, ABOUT_RESULTS):
+        return {}
+    if isinstance(fact, GenerationFact) and not isinstance(fact, RunPlaced):
+        if fact.fact.startswith("checkpoint_"):
+            return None if fact.generation < run.generation else {}
+        if fact.generation != run.generation:
+            return None
+    if run.state in TERMINAL_STATES or (isinstance(fact, OF_HOLDERS) and run.state not in HOLDING_STATES):
+        return None
+    return _change_living(run, fact)
+
+
+def _change_living(run: RunLife, fact: Fact) -> Changes:
+    match fact:
+        case RunAccepted():
+            accepted = "accepted" if fact.spec.data is None else "preparing"
+            return {"state": accepted} if run.state == "requested" else None
+        case RunRejected():
+            return {"state": "rejected", "reason": fact.reason} if run.state == "requested" else None
+        case RunPrepared():
+            return {"state": "accepted"} if run.state == "preparing" else {}
+        case RunPrepareFailed():
+            return {"reason": fact.reason}
+        case RunQueued():
+            return _queue(run, fact)
+        case RunPlaced():
+            if fact.generation <= run.generation:
+                return None
+            return {"generation": fact.generation} | _unless_cancelling(run, state="placed", reason=None)
+        case RunWaiting() | RunReserved():
+            return {} if fact.next_generation > run.generation else None
+        case RunStarted():
+            return {"state": "running"} if run.state == "placed" else {}
+        case RunPreempting():
+            # The first one stands.
+            return (
+                None if run.state == "preempting" else _unless_cancelling(run, state="preempting", reason=fact.reason)
+            )
+        case RunExited(outcome="failed", reason=reason) if reason:
+            return _unless_cancelling(run, reason=reason)
+        case RunCancelling():
+            return {"state": "cancelling", "reason": fact.reason} if run.state != "cancelling" else None
+        case RunCompleted():
+            return {"state": "completed", "reason": None} if fact.generation >= run.generation else None
+        case RunFailed():
+            # Generation 0: it failed before it was placed.
+            counts = fact.generation == 0 or fact.generation >= run.generation
+            return {"state": "failed", "reason": fact.reason} if counts else None
+        case RunCancelled():
+            return {"state": "cancelled", "reason": fact.reason}
+    return {}
+
+
+def _queue(run: RunLife, fact: RunQueued) -> Changes:
+    known = run.state == "queued" and fact.next_generation == run.next_generation
+    if known or fact.next_generation <= run.generation:
+        return None
+    reason = None if fact.reason == "new" else fact.reason
+    counted = {"next_generation": fact.next_generation, "failures": fact.failures}
+    return counted | _unless_cancelling(run, state="queued", reason=reason)
+
+
+def _unless_cancelling(run: RunLife, **changes: Any) -> dict[str, Any]:
+    """Return the changes; none of them for a run that is being cancelled, which nothing but its end changes."""
+    return {} if run.state == "cancelling" else changes

@@ -1,0 +1,256 @@
+"""One life: the reducer, the gateway's fold, the command line's view and the scheduler's cluster agree on it."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contracts.base import Fact
+from contracts.events.checkpoint import CheckpointCommitted
+from contracts.events.model import ModelPromoted
+from contracts.events.node import NodeDraining, NodeJoined, NodeLeft, NodeLost, NodeNotice
+from contracts.events.run import (
+    CheckpointRef,
+    Member,
+    RunAccepted,
+    RunCancelled,
+    RunCancelling,
+    RunCompleted,
+    RunExited,
+    RunFailed,
+    RunPlaced,
+    RunPreempting,
+    RunPrepared,
+    RunPrepareFailed,
+    RunQueued,
+    RunReleased,
+    RunStarted,
+    RunWaiting,
+)
+from contracts.spec.data import DatasetRef
+from contracts.spec.run import RunSpec
+from contracts.state.model import champion_of, rollback_target
+from contracts.state.node import next_node_state
+from contracts.state.run import RunState, change_run, reduce_run
+from services.gateway.core.fold import At, Rows
+from services.gateway.core.fold import apply as project
+from services.scheduler.core.fold import apply as schedule
+from services.scheduler.core.state.cluster import Cluster, Phase
+from trainbus.client.state import Board
+
+START = datetime(2026, 1, 2, tzinfo=UTC)
+RUN, SHA = "r1", "ab" * 32
+PLAIN = RunSpec(name="a", command=["true"])
+WITH_DATA = RunSpec(name="a", command=["true"], data=DatasetRef(dataset_id=SHA))
+REF = CheckpointRef(uri="s3://models/x.json", step=1, epoch=0, samples_consumed=1)
+
+
+def accepted(spec: RunSpec = PLAIN) -> RunAccepted:
+    return RunAccepted(run_id=RUN, spec=spec, request_id="q", request_source="s")
+
+
+def placed(generation: int) -> RunPlaced:
+    member = Member(node_id="n1", slots=(0,), ranks=(0,))
+    return RunPlaced(
+        run_id=RUN, generation=generation, members=(member,), world_size=1, spec=PLAIN, decided_at_sequence=0,
+        decided_at=START,
+    )  # fmt: skip
+
+
+class History:
+    """Draws a history that scheduler, agents and operators could have written."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        self.data, self.facts = data, [NodeJoined(node_id="n1", incarnation="i1", address="", slots=4, lease_ttl_s=30)]
+        self.generation, self.failures, self.cancelling = 0, 0, False
+
+    def choose(self, *options: str) -> str:
+        return self.data.draw(st.sampled_from(options))
+
+    def add(self, *facts: Fact) -> None:
+        self.facts += facts
+
+    def write(self) -> list[Fact]:
+        with_data = self.choose("with data", "without") == "with data"
+        self.add(accepted(WITH_DATA if with_data else PLAIN))
+        if with_data:
+            if self.choose("prepared", "not") == "not":
+                self.add(RunPrepareFailed(run_id=RUN, reason="bad data"), RunFailed(run_id=RUN, reason="bad data"))
+                return self.facts
+            self.add(RunPrepared(run_id=RUN, dataset_id=SHA, manifest_uri="s3://datasets/x", train_samples=1))
+        self.queue("new")
+        while self.wait_and_place():
+            pass
+        return self.facts
+
+    def queue(self, reason: Any) -> None:
+        queued = RunQueued(run_id=RUN, next_generation=self.generation + 1, reason=reason, failures=self.failures)
+        self.add(queued)
+
+    def cancel(self) -> None:
+        self.add(RunCancelling(run_id=RUN, reason="asked"))
+        self.cancelling = True
+
+    def wait_and_place(self) -> bool:
+        """One generation; whether another one follows."""
+        match self.choose("place", "waiting", "cancel", "stop here"):
+            case "stop here":
+                return False
+            case "waiting":
+                waiting = RunWaiting(run_id=RUN, next_generation=self.generation + 1, code="slots", message="full")
+                self.add(waiting)
+            case "cancel":
+                self.cancel()
+                self.add(RunCancelled(run_id=RUN, reason="asked"))
+                return False
+        self.generation += 1
+        self.add(placed(self.generation))
+        generation = {"run_id": RUN, "generation": self.generation}
+        if self.choose("stays placed", "starts", "starts") == "stays placed":
+            return False
+        self.add(RunStarted(**generation, node_id="n1"))
+        if self.choose("commits", "does not") == "commits":
+            self.add(CheckpointCommitted(**generation, checkpoint=REF, size_bytes=1))
+        if self.choose("is cancelled", "goes on", "goes on") == "is cancelled":
+            self.cancel()
+        if self.cancelling or self.choose("is preempted", "ends") == "is preempted":
+            self.add(RunPreempting(**generation, reason="yields", grace_s=1))
+            self.stale()
+            if self.choose("lets go", "stop here") == "stop here":
+                return False
+            self.add(RunReleased(**generation, node_id="n1"))
+            if self.cancelling:
+                self.add(RunCancelled(run_id=RUN, reason="asked"))
+                return False
+            self.queue("preempted")
+            return True
+        return self.end(generation)
+
+    def end(self, generation: dict[str, Any]) -> bool:
+        if self.choose("succeeds", "fails") == "succeeds":
+            self.add(RunExited(**generation, node_id="n1", outcome="succeeded"))
+            self.add(RunCompleted(**generation))
+            return False
+        self.add(RunExited(**generation, node_id="n1", outcome="failed", reason="crash"))
+        self.failures += 1
+        if self.failures == 3:
+            self.add(RunFailed(**generation, reason="crashed too often"))
+            return False
+        self.queue("crashed")
+        return True
+
+    def stale(self) -> None:
+        """Late facts of the generation before: nobody believes them."""
+        if self.generation > 1:
+            old = {"run_id": RUN, "generation": self.generation - 1}
+            self.add(RunStarted(**old, node_id="n1"), RunPreempting(**old, reason="old", grace_s=1))
+            self.add(RunExited(**old, node_id="n1", outcome="failed", reason="old"), placed(self.generation - 1))
+            self.add(RunCompleted(**old))
+
+
+@given(st.data())
+def test_reducer_gateway_command_line_and_scheduler_agree(data: st.DataObject) -> None:
+    run, cluster, rows, board = RunState(), Cluster(), Rows(), Board()
+    for number, fact in enumerate(History(data).write(), start=1):
+        time = START + timedelta(seconds=number)
+        schedule(cluster, fact, number, time)
+        project(rows, fact, At(number, time.timestamp()))
+        board.apply(number, time, fact)
+        run = reduce_run(run, fact)
+        if RUN in rows.runs:
+            row, view, scheduled = rows.runs[RUN], board.runs[RUN], cluster.runs[RUN]
+            life = (run.state, run.generation, run.failures)
+            assert (row.state, row.generation, row.failures) == life, fact
+            assert (view.state, view.generation, view.failures) == life, fact
+            assert (state_of(scheduled), scheduled.generation, scheduled.failures) == life, fact
+            assert (row.reason or "", row.next_generation) == (run.reason or "", run.next_generation)
+
+
+def state_of(run: Any) -> str:
+    """The state that the scheduler's run is in, as everybody else calls it."""
+    if run.cancel_reason is not None and not run.terminal:
+        return "cancelling"
+    return "accepted" if run.phase is Phase.READY else str(run.phase)
+
+
+LIVING = [accepted(), RunQueued(run_id=RUN, next_generation=1), placed(1)]
+
+
+def life_of(*facts: Fact) -> RunState:
+    run = RunState()
+    for fact in facts:
+        run = reduce_run(run, fact)
+    return run
+
+
+def test_a_run_that_is_being_cancelled_stays_so_until_its_end() -> None:
+    asked = RunCancelling(run_id=RUN, reason="asked")
+    preempting = RunPreempting(run_id=RUN, generation=1, reason="cancelled", grace_s=1, then="cancel")
+    crashed = RunExited(run_id=RUN, generation=1, node_id="n1", outcome="failed", reason="crash")
+    started = RunStarted(run_id=RUN, generation=1, node_id="n1")
+    run = life_of(*LIVING, asked, started, preempting, crashed)
+    assert (run.state, run.reason, run.generation) == ("cancelling", "asked", 1)
+    assert reduce_run(run, RunCancelled(run_id=RUN, reason="asked")).state == "cancelled"
+    assert reduce_run(run, RunCompleted(run_id=RUN, generation=1)).state == "completed"
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [
+        RunStarted(run_id=RUN, generation=1, node_id="n1"),
+        RunPreempting(run_id=RUN, generation=1, reason="x", grace_s=1),
+        RunReleased(run_id=RUN, generation=1, node_id="n1"),
+        RunExited(run_id=RUN, generation=1, node_id="n1", outcome="failed", reason="x"),
+        RunCompleted(run_id=RUN, generation=1),
+        RunFailed(run_id=RUN, generation=1, reason="x"),
+        RunQueued(run_id=RUN, next_generation=2),
+        RunWaiting(run_id=RUN, next_generation=2, code="slots", message="x"),
+        CheckpointCommitted(run_id=RUN, generation=1, checkpoint=REF, size_bytes=1),
+        placed(1),
+        placed(2),
+    ],
+    ids=lambda fact: fact.fact,
+)
+def test_a_fact_of_an_old_generation_does_not_count(fact: Fact) -> None:
+    run = life_of(*LIVING, placed(2))
+    assert change_run(run, fact) is None
+    assert reduce_run(run, fact) is run
+
+
+@pytest.mark.parametrize("end", [RunCompleted(run_id=RUN, generation=1), RunFailed(run_id=RUN, reason="x")])
+def test_a_run_that_is_over_stays_over(end: Fact) -> None:
+    run = life_of(*LIVING, end)
+    for fact in [*LIVING, placed(2), RunCancelled(run_id=RUN, reason="late")]:
+        assert reduce_run(run, fact) is run
+
+
+def test_a_node_goes_further_from_use_and_comes_back_with_a_new_incarnation() -> None:
+    class View:
+        state, incarnation, past_incarnations = "notice", "i2", ("i1",)
+
+    def joined(incarnation: str) -> NodeJoined:
+        return NodeJoined(node_id="n1", incarnation=incarnation, address="", slots=1, lease_ttl_s=30)
+
+    now: dict[str, Any] = {"node_id": "n1", "incarnation": "i2"}
+    assert next_node_state(View(), NodeDraining(**now)) is None
+    assert next_node_state(View(), NodeLeft(**now)) == "left"
+    assert next_node_state(View(), NodeNotice(**now, source="s", kind="k")) == "notice"
+    assert next_node_state(View(), NodeLost(node_id="n1", incarnation="i1")) is None
+    assert [next_node_state(View(), joined(each)) for each in ("i1", "i2", "i3")] == [None, None, "up"]
+
+
+def test_each_rollback_takes_one_promotion_off() -> None:
+    def promotion(version: int, *, rollback: bool = False) -> ModelPromoted:
+        uri = f"s3://models/{version}.json"
+        return ModelPromoted(model="m", version=version, run_id=f"r{version}", checkpoint_uri=uri, rollback=rollback)
+
+    history = [promotion(1), promotion(2), promotion(3)]
+    assert champion_of(history) == history[2]
+    assert rollback_target(history) == history[1]
+    assert rollback_target([*history, promotion(4, rollback=True)]) == history[0]
+    assert rollback_target([*history, promotion(4, rollback=True), promotion(5, rollback=True)]) is None
+    assert (champion_of([]), rollback_target([])) == (None, None)

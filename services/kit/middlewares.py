@@ -1,4 +1,4 @@
-"""FastStream middlewares of every handler: metrics, acknowledgement, deadlines and tracing, in this order from outside.
+"""FastStream middlewares of every handler: metrics, acknowledgement and tracing, in this order from outside.
 
 FastStream's default acknowledgement terminates a message on any exception (the event is lost), and its nack
 redelivers at once. Here ``PoisonMessage`` goes to DEAD_LETTERS and is terminated; ``TransientError`` and anything
@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import cache
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +22,7 @@ from faststream.message import StreamMessage
 from faststream.nats import NatsMessage
 from nats.aio.msg import Msg
 from opentelemetry.trace import SpanKind
+from prometheus_client import Counter, Histogram
 
 from contracts import topology
 from contracts.base import Event
@@ -155,7 +157,7 @@ class MetricsMiddleware(GroupMiddleware):
         self._delivery.type = event.envelope.type
         if event.stored_at is not None:
             lag_s = (self.group.clock.now() - event.stored_at).total_seconds()
-            metrics.DELIVERY_LAG_SECONDS.labels(self.group.consumer.name).observe(max(lag_s, 0))
+            _lag_of(self.group.consumer.name).observe(max(lag_s, 0))
         return await call_next(msg)
 
     async def after_processed(
@@ -171,8 +173,9 @@ class MetricsMiddleware(GroupMiddleware):
             # Neither acknowledged nor stored as a dead letter: the server delivers it again after ack_wait.
             delivery.outcome = "failed"
             log.error("message neither handled nor stored", consumer=consumer, error=repr(exc_val))
-        metrics.HANDLED.labels(consumer, delivery.type, delivery.outcome).inc()
-        metrics.HANDLING_SECONDS.labels(consumer, delivery.type).observe(time.monotonic() - delivery.started_s)
+        count, seconds = _series(consumer, delivery.type, delivery.outcome)
+        count.inc()
+        seconds.observe(time.monotonic() - delivery.started_s)
         return exc_val is not None
 
 
@@ -242,22 +245,6 @@ class AcknowledgementMiddleware(GroupMiddleware):
         return "dead"
 
 
-class DeadlineMiddleware(GroupMiddleware):
-    """Keeps the server from redelivering a message while its handler still runs."""
-
-    async def on_receive(self) -> None:
-        self.group.deadlines.add(self.msg)
-
-    async def after_processed(
-        self,
-        exc_type: type[BaseException] | None = None,
-        exc_val: BaseException | None = None,
-        exc_tb: TracebackType | None = None,
-    ) -> bool:
-        self.group.deadlines.remove(self.msg)
-        return False
-
-
 class TracingMiddleware(GroupMiddleware):
     """Runs the handler in a span of the event's trace, with the event's ids on every log line."""
 
@@ -272,7 +259,7 @@ class TracingMiddleware(GroupMiddleware):
 
 
 #: Outermost first.
-MIDDLEWARES = (MetricsMiddleware, AcknowledgementMiddleware, DeadlineMiddleware, TracingMiddleware)
+MIDDLEWARES = (MetricsMiddleware, AcknowledgementMiddleware, TracingMiddleware)
 
 
 class RetriedMessage(Msg):
@@ -290,6 +277,20 @@ class RetriedMessage(Msg):
         self.outcome = self.outcome or "dead"
 
     async def in_progress(self) -> None: ...
+
+
+@cache
+def _series(consumer: str, event_type: str, outcome: str) -> tuple[Counter, Histogram]:
+    """Return a message's metrics. Looking them up by their labels costs as much as a small handler."""
+    return (
+        metrics.HANDLED.labels(consumer, event_type, outcome),
+        metrics.HANDLING_SECONDS.labels(consumer, event_type),
+    )
+
+
+@cache
+def _lag_of(consumer: str) -> Histogram:
+    return metrics.DELIVERY_LAG_SECONDS.labels(consumer)
 
 
 def _counts(msg: Msg) -> tuple[int, int]:

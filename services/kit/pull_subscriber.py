@@ -65,6 +65,10 @@ class PullSubscriber(PullStreamSubscriber):
                 await self._queue.get_nowait().nak()
         self.tasks.clear()
 
+    def get_log_context(self, message: Any) -> dict[str, str]:
+        """Return nothing: FastStream logs nothing here, and building its context costs a tenth of a message."""
+        return {}
+
     async def retry(self, message: RetriedMessage) -> str:
         """Handle a dead letter once more, in turn with the consumer's messages; return the outcome."""
         settled = self._retries[id(message)] = asyncio.Event()

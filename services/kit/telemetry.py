@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import cast
 
 import structlog
 from opentelemetry import propagate, trace
@@ -93,8 +94,6 @@ def current_traceparent(fallback: str = "") -> str:
     return carrier.get("traceparent", fallback)
 
 
-@contextmanager
-def bind_log_context(ids: Mapping[str, str]) -> Iterator[None]:
+def bind_log_context(ids: Mapping[str, str]) -> AbstractContextManager[None]:
     """Add ids (run_id and such) to every log line written inside."""
-    with structlog.contextvars.bound_contextvars(**ids):
-        yield
+    return cast(AbstractContextManager[None], structlog.contextvars.bound_contextvars(**ids))

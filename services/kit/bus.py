@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
@@ -14,19 +15,21 @@ import structlog
 from faststream.middlewares import AckPolicy
 from faststream.nats import NatsBroker
 from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
 from nats.js.api import RawStreamMsg
 from nats.js.errors import APIError, BadRequestError, KeyNotFoundError, NotFoundError
 from nats.js.kv import KeyValue
 from opentelemetry.trace import SpanKind
 
-from contracts import topology
+from contracts import subjects, topology
 from contracts.base import Event, Fact
 from contracts.envelope import Envelope, EnvelopeError, RawMessage, fact_envelope
 from services.kit import metrics, telemetry
 from services.kit.clock import Clock, SystemClock
 from services.kit.concurrency import cancel_and_wait
-from services.kit.dead_letters import build_dead_letter
+from services.kit.dead_letters import RETRY_ENDPOINT, build_dead_letter, read_dead_letter
 from services.kit.follow import follow
 from services.kit.handlers import Handler, Handlers
 from services.kit.messages import (
@@ -46,8 +49,10 @@ from services.kit.messages import (
     decode_followed,
     decode_stored,
     encode_message,
+    raw_of_stored,
 )
-from services.kit.middlewares import InvalidHandler
+from services.kit.middlewares import InvalidHandler, RetriedMessage
+from services.kit.pull_subscriber import PullSubscriber
 from services.kit.reconcile import reconcile
 from services.kit.settings import Settings
 
@@ -60,6 +65,7 @@ PUBLISH_PATIENCE_S = 120.0
 MAX_HEADER_BYTES = 64 * 1024
 #: Times to open a connection again that the server has closed.
 REOPEN_ATTEMPTS = 10
+REOPEN_INTERVAL_S = 0.5
 
 
 class Bus:
@@ -74,6 +80,8 @@ class Bus:
         self._connection: Client | None = None
         self._reopening: asyncio.Task[None] | None = None
         self._lost = asyncio.Event()
+        self._endpoints: dict[str, tuple[str, Callable[[Msg], Awaitable[None]]]] = {}
+        self._endpoint_subscriptions: dict[str, Subscription] = {}
         password = settings.nats_password.get_secret_value() if settings.nats_password else None
         self.broker = NatsBroker(
             settings.nats_servers,
@@ -115,6 +123,8 @@ class Bus:
     async def start(self) -> None:
         """Start every handler registered with ``subscriber``. Call ``connect`` first."""
         self._handlers.include_in(self.broker)
+        for name, subscriber in self._handlers.subscribers.items():
+            await self._add_retry_endpoint(name, subscriber)
         await self.broker.start()
 
     async def stop(self) -> None:
@@ -369,6 +379,51 @@ class Bus:
         subject, headers, body = build_dead_letter(consumer, raw, reason, self.nc.max_payload)
         await self._retry_while_away(lambda: self.js.publish(subject, body, headers=headers))
 
+    async def add_endpoint(self, subject: str, queue: str, answer: Callable[[Msg], Awaitable[None]]) -> None:
+        """Answer questions on ``subject`` (core NATS), one instance of ``queue`` each; also on a new connection."""
+        self._endpoints[subject] = (queue, answer)
+        await self._subscribe_endpoint(subject)
+
+    async def remove_endpoint(self, subject: str) -> None:
+        """Answer no more questions on ``subject``."""
+        self._endpoints.pop(subject, None)
+        subscription = self._endpoint_subscriptions.pop(subject, None)
+        if subscription is not None and self.connected:
+            await subscription.unsubscribe()
+
+    async def _subscribe_endpoint(self, subject: str) -> None:
+        queue, answer = self._endpoints[subject]
+        self._endpoint_subscriptions[subject] = await self.nc.subscribe(subject, queue=queue, cb=answer)
+
+    async def _add_retry_endpoint(self, consumer: str, subscriber: PullSubscriber) -> None:
+        """Answer ``trainbus dead-letters retry``: handle one dead letter of the consumer, in turn with its messages."""
+
+        async def retry(message: Msg) -> None:
+            try:
+                sequence = int(json.loads(message.data)["sequence"])
+            except (ValueError, KeyError, TypeError):
+                answer = {"outcome": "refused", "reason": 'ask with a body like {"sequence": 1}'}
+            else:
+                answer = await self._retry_dead_letter(consumer, subscriber, sequence)
+            await message.respond(json.dumps(answer).encode())
+
+        await self.add_endpoint(subjects.service(consumer, RETRY_ENDPOINT), consumer, retry)
+
+    async def _retry_dead_letter(self, consumer: str, subscriber: PullSubscriber, sequence: int) -> dict[str, str]:
+        try:
+            stored = await self.js.get_msg(topology.DEAD_LETTERS.name, sequence)
+        except NotFoundError:
+            return {"outcome": "missing", "reason": f"there is no dead letter {sequence}"}
+        letter = read_dead_letter(raw_of_stored(stored, topology.DEAD_LETTERS.name))
+        if letter.consumer != consumer or letter.is_cut:
+            return {"outcome": "refused", "reason": "it belongs to another consumer, or was cut when it was stored"}
+        message = RetriedMessage.of(letter)
+        outcome = await subscriber.retry(message)
+        if outcome == "ok":
+            await self.js.delete_msg(topology.DEAD_LETTERS.name, sequence)
+            subscriber.resume()
+        return {"outcome": outcome or "failed", "reason": message.reason}
+
     # -- connection events --------------------------------------------------
 
     async def _on_reconnected(self) -> None:
@@ -390,9 +445,13 @@ class Bus:
 
     async def _reopen(self, connection: Client) -> None:
         for attempt in range(1, REOPEN_ATTEMPTS + 1):
-            await asyncio.sleep(0.1 * attempt)
+            await asyncio.sleep(REOPEN_INTERVAL_S)
             try:
                 await connection.connect(**self.broker._connection_kwargs)
+                # A request made meanwhile has named its inbox and could not subscribe to it: none would be answered.
+                connection._resp_sub_prefix = None
+                for subject in self._endpoints:
+                    await self._subscribe_endpoint(subject)
             except (OSError, nats.errors.Error) as error:
                 log.error("cannot connect to NATS again", attempt=attempt, error=repr(error))
             else:

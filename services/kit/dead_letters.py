@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-from nats.js.api import RawStreamMsg
-
 from contracts import subjects, topology
 from contracts.envelope import MESSAGE_ID_HEADER, RawMessage
 
 #: What begins the headers that we add to a dead letter.
 PREFIX = "trainbus-dead-"
+#: Name of the endpoint at which a consumer handles a dead letter once more: ``svc.<consumer>.retry``.
+RETRY_ENDPOINT = "retry"
 #: Bytes of a dead letter that are kept free for its headers; a body that leaves less is cut.
 HEADERS_BYTES = 64 * 1024
 #: Bytes of the sender's headers that a dead letter keeps.
@@ -105,21 +105,22 @@ def build_dead_letter(
     return subjects.dead(consumer.name, raw.subject), {**kept, **ours}, raw.body[:body_room]
 
 
-def read_dead_letter(stored: RawStreamMsg) -> DeadLetter:
+def read_dead_letter(stored: RawMessage) -> DeadLetter:
     """Return what ``build_dead_letter`` made of a message."""
-    headers = stored.headers or {}
+    headers = stored.headers
+    original = RawMessage(
+        headers.get(f"{PREFIX}subject", ""),
+        stored.body,
+        _sender_headers(headers),
+        headers.get(f"{PREFIX}stream", ""),
+        int(headers.get(f"{PREFIX}sequence") or 0),
+    )
     return DeadLetter(
-        stored.seq or 0,
+        stored.sequence,
         headers.get(f"{PREFIX}consumer", ""),
         headers.get(f"{PREFIX}reason", ""),
-        stored.time,
-        RawMessage(
-            headers.get(f"{PREFIX}subject", ""),
-            stored.data or b"",
-            _sender_headers(headers),
-            headers.get(f"{PREFIX}stream", ""),
-            int(headers.get(f"{PREFIX}sequence") or 0),
-        ),
+        stored.stored_at,
+        original,
         any(f"{PREFIX}{name}" in headers for name in ("bytes", "headers-cut")),
     )
 

@@ -14,7 +14,7 @@ from services.kit import metrics
 from services.kit.clock import Clock
 from services.kit.dead_letters import DeadLetterLimit
 from services.kit.messages import E, Message
-from services.kit.middlewares import MIDDLEWARES, OUTCOMES, DeadLetter, HandlerGroup, InvalidHandler
+from services.kit.middlewares import MIDDLEWARES, OUTCOMES, HandlerGroup, InvalidHandler, StoreDeadLetter
 from services.kit.pull_subscriber import PullSubscriber, add_pull_subscriber
 from services.kit.settings import Settings
 
@@ -24,7 +24,7 @@ Handler: TypeAlias = Callable[[Message[E]], Awaitable[None]]
 class Handlers:
     """The handlers of one service instance."""
 
-    def __init__(self, service: str, settings: Settings, clock: Clock, dead_letter: DeadLetter) -> None:
+    def __init__(self, service: str, settings: Settings, clock: Clock, dead_letter: StoreDeadLetter) -> None:
         self._service, self._settings, self._clock, self._dead_letter = service, settings, clock, dead_letter
         self._groups: dict[str, HandlerGroup] = {}
         self.subscribers: dict[str, PullSubscriber] = {}

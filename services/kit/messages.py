@@ -146,11 +146,16 @@ def bucket_entry_of(msg: Msg, prefix: str) -> BucketEntry:
     return BucketEntry(msg.subject.removeprefix(prefix), msg.metadata.sequence.stream, None if deleted else msg.data)
 
 
-def decode_stored(message: RawStreamMsg, stream: str) -> Message[Any]:
-    """A message that was asked for by itself. Raises ``EnvelopeError`` if it cannot be decoded."""
-    raw = RawMessage(
+def raw_of_stored(message: RawStreamMsg, stream: str) -> RawMessage:
+    """Return a message that was asked for by itself, undecoded."""
+    return RawMessage(
         message.subject or "", message.data or b"", message.headers or {}, stream, message.seq or 0, message.time
     )
+
+
+def decode_stored(message: RawStreamMsg, stream: str) -> Message[Any]:
+    """Return a message that was asked for by itself, decoded. Raises ``EnvelopeError`` if it cannot be."""
+    raw = raw_of_stored(message, stream)
     envelope, event = decode(raw)
     return Message(event, envelope, raw.subject, stream, raw.sequence, stored_at=raw.stored_at)
 

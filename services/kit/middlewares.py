@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import cache
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import nats.errors
 import structlog
@@ -29,14 +29,14 @@ from contracts.base import Event
 from contracts.envelope import Envelope, EnvelopeError, InvalidData, RawMessage, decode
 from services.kit import metrics, telemetry
 from services.kit.clock import Clock
-from services.kit.dead_letters import DeadLetterLimit
+from services.kit.dead_letters import DeadLetter, DeadLetterLimit
 from services.kit.messages import Message, PoisonMessage, TransientError, raw_of
 
 log = structlog.get_logger(__name__)
 
 InvalidHandler = Callable[[RawMessage, InvalidData], Awaitable[None]]
 #: Stores a message of a consumer in DEAD_LETTERS, with the reason.
-DeadLetter = Callable[[topology.Consumer, RawMessage, str], Awaitable[None]]
+StoreDeadLetter = Callable[[topology.Consumer, RawMessage, str], Awaitable[None]]
 
 #: Seconds before the n-th redelivery; the last one repeats.
 RETRY_DELAYS_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
@@ -76,7 +76,7 @@ class HandlerGroup:
     consumer: topology.Consumer
     service: str
     clock: Clock
-    dead_letter: DeadLetter
+    dead_letter: StoreDeadLetter
     limit: DeadLetterLimit
     #: Fault injection: every message is handled a second time.
     duplicate: bool = False
@@ -218,6 +218,8 @@ class AcknowledgementMiddleware(GroupMiddleware):
             return await self._dead_letter(f"given up after {deliveries} deliveries: {error!r}", counts=True)
         delay_s = RETRY_DELAYS_S[min(deliveries, len(RETRY_DELAYS_S)) - 1]
         subject = self.msg.subject
+        if isinstance(self.msg, RetriedMessage):
+            self.msg.reason = repr(error)
         if isinstance(error, TransientError):
             log.info("handler failed, message is retried", subject=subject, delay_s=delay_s, error=repr(error))
         else:
@@ -236,10 +238,12 @@ class AcknowledgementMiddleware(GroupMiddleware):
         consumer, raw = self.group.consumer, raw_of(self.msg)
         if counts and not isinstance(self.msg, RetriedMessage) and not self.group.limit.allows_dead_letter():
             log.error("dead-letter limit reached, consumer stops", consumer=consumer.name, reason=reason)
-            await _send(self.msg.nak(delay=RETRY_DELAYS_S[-1]))
+            await _send(self.msg.nak())
             return "refused"
         log.error("dead letter", subject=raw.subject, sequence=raw.sequence, consumer=consumer.name, reason=reason)
-        if not isinstance(self.msg, RetriedMessage):
+        if isinstance(self.msg, RetriedMessage):
+            self.msg.reason = reason
+        else:
             await self.group.dead_letter(consumer, raw, reason)
         await _send(self.msg.term())
         return "dead"
@@ -263,9 +267,13 @@ MIDDLEWARES = (MetricsMiddleware, AcknowledgementMiddleware, TracingMiddleware)
 
 
 class RetriedMessage(Msg):
-    """A dead letter that an operator retries: delivered by us, so nothing is acknowledged to the server."""
+    """A dead letter that an operator retries: delivered by us, so nothing is acknowledged to the server.
+
+    It is neither retried nor stored again by itself: it still is a dead letter, and the operator gets the reason.
+    """
 
     outcome = ""
+    reason = ""
 
     async def ack(self) -> None:
         self.outcome = "ok"
@@ -277,6 +285,13 @@ class RetriedMessage(Msg):
         self.outcome = self.outcome or "dead"
 
     async def in_progress(self) -> None: ...
+
+    @classmethod
+    def of(cls, letter: DeadLetter) -> RetriedMessage:
+        """Return the message that a dead letter was, at its place in its stream."""
+        raw, stored_ns = letter.message, int((letter.at.timestamp() if letter.at else 0) * 1e9)
+        reply = f"$JS.ACK.{raw.stream}.{letter.consumer}.1.{raw.sequence}.0.{stored_ns}.0"
+        return cls(cast(Any, None), raw.subject, reply, raw.body, dict(raw.headers))
 
 
 @cache

@@ -56,18 +56,16 @@ async def serve_queries(
         said["queue"] = [each | forecast.of(each["run_id"]) for each in said["queue"]]
         await message.respond(_json({**leads, "policy": policy.name, **said}))
 
-    asked = [
-        await bus.nc.subscribe(subjects.service("scheduler", "why"), queue=GROUP, cb=why),
-        await bus.nc.subscribe(subjects.service("scheduler", "state"), queue=GROUP, cb=state),
-    ]
+    endpoints = {subjects.service("scheduler", "why"): why, subjects.service("scheduler", "state"): state}
+    for subject, callback in endpoints.items():
+        await bus.add_endpoint(subject, GROUP, callback)
     # The service answers as soon as its subscriptions are at the server.
     await bus.nc.flush()
     try:
         yield
     finally:
-        if bus.connected:
-            for subscription in asked:
-                await subscription.unsubscribe()
+        for subject in endpoints:
+            await bus.remove_endpoint(subject)
 
 
 def _json(value: dict[str, Any]) -> bytes:

@@ -21,6 +21,9 @@ from services.kit.handlers import Handlers
 from services.kit.reconcile import reconcile
 from services.kit.settings import Settings
 from tests.kit.support import CONSUMER, TOPOLOGY, until
+from trainbus.client import dead_letters
+from trainbus.client.connection import Connection
+from trainbus.client.errors import TrainbusError
 
 FACT = RunCancelled(run_id="r1", reason="x")
 
@@ -130,6 +133,10 @@ async def test_a_connection_that_the_server_closes_is_opened_again(bus: Bus) -> 
     await until(lambda: seen == followed == ["r1", "r2"], "the second event")
     assert not reader.done()
     reader.cancel()
+    with pytest.raises(TrainbusError, match="no dead letter 1"):
+        await dead_letters.retry_dead_letter(Connection(bus.nc), 1)
+    answer = await Connection(bus.nc).query(CONSUMER.name, "retry", {"sequence": 1}, 5.0)
+    assert answer is not None, "its endpoints answer on the new connection"
 
 
 async def test_a_dead_letter_that_cannot_be_stored_is_counted(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,3 +233,64 @@ async def test_handlers_run_without_a_server() -> None:
         await broker.publish("nonsense", "run.r3.cancelled", headers={"ce-id": "r3"})
     assert [event.run_id for event in seen] == ["r1", "r2"]
     assert [letter.split(":")[0] for letter in letters] == ["run.r2.cancelled", "run.r3.cancelled"]
+
+
+async def test_a_retry_reaches_its_consumer_alone_and_removes_the_dead_letter(bus: Bus) -> None:
+    deployed, seen = asyncio.Event(), []
+
+    @bus.subscriber(CONSUMER, RunCancelled)
+    async def on_cancelled(message: Message[RunCancelled]) -> None:
+        seen.append((message.stream, message.sequence, message.envelope.id))
+        if not deployed.is_set():
+            raise PoisonMessage("a bad deploy")
+
+    await bus.publish(FACT)
+    await bus.start()
+    await wait_for_dead_letters(bus, 1)
+    link = Connection(bus.nc)
+    (letter,) = await dead_letters.list_dead_letters(link, CONSUMER.name)
+    assert (letter.reason, letter.message.subject) == ("a bad deploy", FACT.subject)
+    with pytest.raises(TrainbusError, match="a bad deploy"):
+        await dead_letters.retry_dead_letter(link, letter.sequence)
+    assert await count_dead_letters(bus) == 1, "it failed again and is kept"
+    deployed.set()
+    await dead_letters.retry_dead_letter(link, letter.sequence)
+    assert seen == [("TEST", 1, FACT.event_id)] * 3
+    assert await count_dead_letters(bus) == 0
+    assert (await bus.js.stream_info("TEST")).state.messages == 1, "nobody else got it again"
+
+
+async def test_a_retry_that_succeeds_lets_a_stopped_consumer_go_on(bus: Bus) -> None:
+    deployed, seen = asyncio.Event(), []
+
+    @bus.subscriber(CONSUMER, RunCancelled)
+    async def on_cancelled(message: Message[RunCancelled]) -> None:
+        if not deployed.is_set():
+            raise PoisonMessage("a bad deploy")
+        seen.append(message.event.run_id)
+
+    for number in range(8):
+        await bus.publish(RunCancelled(run_id=f"r{number}", reason="x"))
+    await bus.start()
+    await until(lambda: bus.stopped_consumers == [CONSUMER.name], "the consumer to stop")
+    deployed.set()
+    for letter in await dead_letters.list_dead_letters(Connection(bus.nc)):
+        await dead_letters.retry_dead_letter(Connection(bus.nc), letter.sequence)
+    await until(lambda: len(seen) == 8, "every message to be handled")
+    assert bus.stopped_consumers == []
+
+
+async def test_a_dead_letter_is_dropped_and_a_missing_one_is_named(bus: Bus) -> None:
+    @bus.subscriber(CONSUMER, RunCancelled)
+    async def on_cancelled(_: Message[RunCancelled]) -> None:
+        raise PoisonMessage("never")
+
+    await bus.publish(FACT)
+    await bus.start()
+    await wait_for_dead_letters(bus, 1)
+    link = Connection(bus.nc)
+    (letter,) = await dead_letters.list_dead_letters(link)
+    await dead_letters.drop_dead_letter(link, letter.sequence)
+    assert await dead_letters.list_dead_letters(link) == []
+    with pytest.raises(TrainbusError, match=f"no dead letter {letter.sequence}"):
+        await dead_letters.retry_dead_letter(link, letter.sequence)

@@ -11,6 +11,7 @@ from trainbus.client.errors import TrainbusError
 from trainbus.commands.checkpoints import app as checkpoints
 from trainbus.commands.cluster import app as cluster
 from trainbus.commands.datasets import app as datasets
+from trainbus.commands.dead_letters import app as dead_letters
 from trainbus.commands.runs import app as runs
 from trainbus.commands.scheduler import app as scheduler
 from trainbus.commands.stack import app as stack
@@ -30,6 +31,10 @@ for group in (stack, runs, cluster):
 app.add_typer(checkpoints.app, name="checkpoints", rich_help_panel="Runs")
 app.add_typer(datasets.app, name="datasets", rich_help_panel="Data")
 app.add_typer(scheduler.app, name="scheduler", rich_help_panel="Cluster")
+app.add_typer(checkpoints.app, name="checkpoints")
+app.add_typer(datasets.app, name="datasets")
+app.add_typer(dead_letters.app, name="dead-letters")
+app.add_typer(scheduler.app, name="scheduler")
 
 
 def main() -> None:

@@ -1,0 +1,78 @@
+"""``trainbus dead-letters``: what it prints, and what it deletes."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from contracts import topology
+from contracts.envelope import RawMessage
+from services.kit.bus import Bus
+from services.kit.dead_letters import DeadLetterLimit, build_dead_letter
+from trainbus.client.connection import Connection
+from trainbus.client.errors import TrainbusError
+from trainbus.commands.dead_letters.change import drop_dead_letters, retry_dead_letters
+from trainbus.commands.dead_letters.tables import print_dead_letter, print_dead_letters
+
+RAW = RawMessage(
+    "run.r1.accepted", b'{"run_id":"r1"}', {"ce-id": "a", "Nats-Msg-Id": "m", "Nats-Batch-Id": "b"}, "FACTS", 7
+)
+
+
+async def store(bus: Bus, raw: RawMessage = RAW) -> int:
+    subject, headers, body = build_dead_letter(topology.SHARDING, raw, "no such\n[red]column[/]", bus.nc.max_payload)
+    return (await bus.js.publish(subject, body, headers=headers)).seq
+
+
+def client_of(bus: Bus) -> Any:
+    return SimpleNamespace(connection=Connection(bus.nc))
+
+
+async def test_a_dead_letter_is_listed_and_shown_with_what_it_was(bus: Bus, capsys: pytest.CaptureFixture[str]) -> None:
+    await print_dead_letters(client_of(bus), None, as_json=False)
+    assert capsys.readouterr().out == "there are no dead letters\n"
+    sequence = await store(bus)
+    await print_dead_letters(client_of(bus), "sharding", as_json=False)
+    assert "no such [red]column[/]" in capsys.readouterr().out
+    await print_dead_letters(client_of(bus), "tracking", as_json=True)
+    assert json.loads(capsys.readouterr().out) == []
+    await print_dead_letter(client_of(bus), sequence, as_json=True)
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["subject"], shown["stream"], shown["stream_sequence"]) == ("run.r1.accepted", "FACTS", 7)
+    assert shown["headers"] == {"ce-id": "a", "Nats-Msg-Id": "m"}
+    assert shown["body"] == '{"run_id":"r1"}'
+
+
+async def test_dropping_deletes_and_a_service_that_is_away_is_named(
+    bus: Bus, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sequence = await store(bus)
+    with pytest.raises(TrainbusError, match="consumer 'sharding' does not answer"):
+        await retry_dead_letters(client_of(bus), [sequence])
+    await drop_dead_letters(client_of(bus), [sequence])
+    with pytest.raises(TrainbusError, match=f"no dead letter {sequence}"):
+        await drop_dead_letters(client_of(bus), [sequence])
+    assert capsys.readouterr().out == f"{sequence}: dropped\n"
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "allowed"),
+    [
+        pytest.param("ddd", "yyy", id="up to the limit in a row"),
+        pytest.param("dddd", "yyyn", id="beyond it"),
+        pytest.param("dddhddd", "yyyyyy", id="a message that is handled starts the row anew"),
+        pytest.param("dddd" + "h" * 20 + "d", "yyynn", id="what has stopped stays stopped"),
+        pytest.param("ddh" * 3 + "dh" + "d", "yyyyyyyn", id="half of the window"),
+    ],
+)
+def test_the_limit_counts_in_a_row_and_by_share(outcomes: str, allowed: str) -> None:
+    limit, answers = DeadLetterLimit(max_consecutive=3, max_share=0.5, window=10), ""
+    for outcome in outcomes:
+        if outcome == "h":
+            limit.record_handled()
+        else:
+            answers += "y" if limit.allows_dead_letter() else "n"
+    assert answers == allowed

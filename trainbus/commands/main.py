@@ -31,10 +31,7 @@ for group in (stack, runs, cluster):
 app.add_typer(checkpoints.app, name="checkpoints", rich_help_panel="Runs")
 app.add_typer(datasets.app, name="datasets", rich_help_panel="Data")
 app.add_typer(scheduler.app, name="scheduler", rich_help_panel="Cluster")
-app.add_typer(checkpoints.app, name="checkpoints")
-app.add_typer(datasets.app, name="datasets")
-app.add_typer(dead_letters.app, name="dead-letters")
-app.add_typer(scheduler.app, name="scheduler")
+app.add_typer(dead_letters.app, name="dead-letters", rich_help_panel="Cluster")
 
 
 def main() -> None:

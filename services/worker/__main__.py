@@ -1,7 +1,7 @@
 from services.worker.app import build
-from services.worker.launch.process_hardening import hide_from_ranks
+from services.worker.launch.process_hardening import protect_credentials
 from services.worker.settings import WorkerSettings
 
 if __name__ == "__main__":
-    hide_from_ranks()
+    protect_credentials()
     build(WorkerSettings()).main()

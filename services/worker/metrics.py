@@ -1,4 +1,4 @@
-"""The agent's own metrics."""
+"""The metrics of the worker."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from services.kit.metrics import initialize_series
 
-#: Where a shard was: here, in the shared folder, in the store.
+#: Where a shard was: on this node, in the shared folder, in the store.
 TIERS = ("hot", "warm", "cold")
 
 SLOTS = Gauge("trainbus_worker_slots", "Slots that this node offers.")
-SLOTS_USED = Gauge("trainbus_worker_slots_used", "Slots held by placements on this node.")
+SLOTS_USED = Gauge("trainbus_worker_slots_used", "Slots used by generations on this node.")
 RANKS_RUNNING = Gauge("trainbus_worker_ranks_running", "Rank processes alive on this node.")
 PLACEMENTS = initialize_series(
     Counter(
@@ -26,24 +26,29 @@ RANK_STARTS = initialize_series(
 )
 PREPARE_SECONDS = Histogram(
     "trainbus_worker_prepare_seconds",
-    "From taking up a placement to starting its ranks: code, data, checkpoint, rendezvous.",
+    "Seconds to prepare a generation before its ranks start: code, data, checkpoint, rendezvous.",
     buckets=(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800),
 )
 UPLOAD_SECONDS = Histogram(
     "trainbus_worker_checkpoint_upload_seconds",
-    "From a checkpoint's last local rank to its staging.",
+    "Seconds from a checkpoint's last local rank to its staging.",
     buckets=(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300),
 )
-UPLOAD_BYTES = Counter("trainbus_worker_checkpoint_bytes_total", "Bytes of staged checkpoints, sent or already there.")
+UPLOAD_BYTES = Counter(
+    "trainbus_worker_checkpoint_bytes_total", "Bytes of staged checkpoints, sent or already in the store."
+)
 SENT_BYTES = Counter("trainbus_worker_checkpoint_sent_bytes_total", "Bytes of checkpoints that the store did not have.")
 JOURNAL_LAG_BYTES = Gauge("trainbus_worker_journal_lag_bytes", "Journal bytes written by ranks and not yet published.")
 BAD_LINES = Counter("trainbus_worker_bad_journal_lines_total", "Journal lines that could not be read and were skipped.")
 CACHE_LOOKUPS = initialize_series(
-    Counter("trainbus_worker_cache_lookups_total", "Files asked of the node's cache.", ["result"]), ("hit", "miss")
+    Counter("trainbus_worker_cache_lookups_total", "Files requested from the node's cache.", ["result"]),
+    ("hit", "miss"),
 )
 CACHE_BYTES = Gauge("trainbus_worker_cache_bytes", "Size of the node's cache.")
-JOINS = Counter("trainbus_worker_joins_total", "Lives of this agent: starts, and returns after it was taken for lost.")
-REATTACHED = Counter("trainbus_worker_reattached_total", "Placements whose ranks a restarted agent took up again.")
+JOINS = Counter(
+    "trainbus_worker_joins_total", "Times that this agent joined: after its start, and after it was declared lost."
+)
+REATTACHED = Counter("trainbus_worker_reattached_total", "Generations whose ranks a restarted agent found running.")
 STALLS = Counter("trainbus_worker_stalls_total", "Times that a rank here made no progress for too long.")
 STARVED = initialize_series(
     Counter("trainbus_worker_starved_total", "Times that a rank here waited for its data, by cause.", ["bound_by"]),
@@ -61,7 +66,7 @@ SHARDS_BYTES = Gauge("trainbus_worker_shards_bytes", "Size of the dataset shards
 SHARD_BYTES = initialize_series(
     Counter(
         "trainbus_worker_shard_bytes_total",
-        "Bytes of shards taken into use, by where they were: hot (here), warm (the shared folder), cold (the store).",
+        "Bytes of shards used, by tier: hot (this node), warm (the shared folder), cold (the store).",
         ["tier"],
     ),
     TIERS,
@@ -74,7 +79,7 @@ SHARDS_CORRUPTED = initialize_series(
     TIERS,
 )
 SHARDS_AHEAD_SECONDS = Gauge(
-    "trainbus_worker_shards_ahead_seconds", "Time until a rank here needs a shard that is not here yet."
+    "trainbus_worker_shards_ahead_seconds", "Seconds until a rank here needs a shard that is not here yet."
 )
 SHARD_WAIT_SECONDS = Histogram(
     "trainbus_worker_shard_wait_seconds",

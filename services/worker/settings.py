@@ -1,4 +1,4 @@
-"""What a node's agent must be told."""
+"""The settings of a node's agent."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ class WorkerSettings(Settings):
     """Settings of one node. ``data_dir`` is the node's own: two agents must not share one."""
 
     node_id: str = Field(default_factory=lambda: token(socket.gethostname()), pattern=TOKEN_PATTERN)
-    #: None: as many as there are GPUs, or CPU cores on a machine without.
+    #: Slots that the node offers. None: one for each GPU, or for each CPU core on a machine without GPUs.
     slots: int | None = Field(None, ge=0, le=4096)
-    #: ``cpu`` leaves GPUs alone.
+    #: ``cpu``: offer CPU slots even if there are GPUs.
     accelerator: Literal["auto", "cpu"] = "auto"
-    #: Where the ranks of other nodes reach the ranks of this one.
+    #: The address at which ranks of other nodes reach the ranks of this one.
     address: str = "127.0.0.1"
-    #: Where the node is and what it is: ``cluster``, ``zone``, ``switch``, ``pool`` and ``capacity`` (on-demand or
-    #: spot) mean something to the scheduler, others can be named by ``gang.together`` and by maintenance windows.
+    #: The scheduler reads ``cluster``, ``zone``, ``switch``, ``pool`` and ``capacity`` (on-demand or spot);
+    #: ``gang.together`` and maintenance windows can name any label.
     labels: dict[str, str] = Field(default_factory=dict)
-    #: Processors for runs that say how many they need; None: all that this process may use, 0: they are not counted.
+    #: Processors for runs that request some. None: all that this process may use; 0: they are not counted.
     cpus: float | None = Field(None, ge=0)
-    #: Where the control daemon of CUDA MPS listens; None: where CUDA looks for it, if there is one; '' : there is none.
+    #: Folder in which the control daemon of CUDA MPS listens. None: where CUDA looks for it; '': MPS is not used.
     mps_pipe_dir: str | None = None
-    #: Keep a process with torch imported from which ranks are forked in milliseconds.
+    #: Run a warm server: a process that has imported torch, and forks ranks in milliseconds.
     warm: bool = True
 
-    #: Seconds after which ranks that hear nothing of an agent end themselves.
+    #: Seconds after which ranks without an agent end themselves.
     orphan_timeout_s: float = Field(30.0, gt=0)
-    #: Seconds between two looks at journals and logs; a rank's doorbell comes sooner.
+    #: Seconds between two reads of journals and logs; a rank's doorbell causes one at once.
     follow_interval_s: float = Field(0.2, gt=0)
     #: Seconds between two measurements of the node for each run.
     system_interval_s: float = Field(5.0, gt=0)
@@ -44,38 +44,36 @@ class WorkerSettings(Settings):
     kill_after_s: float = Field(1.0, ge=0)
     #: Seconds that the other nodes wait for the address of rank 0.
     rendezvous_timeout_s: float = Field(180.0, gt=0)
-    #: Seconds that a run which ended by itself waits for its last checkpoint to be committed.
+    #: Seconds that a run which has finished waits for its last checkpoint to be committed.
     commit_timeout_s: float = Field(15.0, ge=0)
 
-    #: Where ranks leave state that outlives them, on a file system in memory. None: below /dev/shm where there is
-    #: one; '' : nowhere.
+    #: Folder in memory in which ranks save state that survives them. None: below /dev/shm, if there is one; '': none.
     memory_dir: str | None = None
-    #: Bytes that may lie there; what was left longest ago goes first.
+    #: Bytes of that state; the oldest is evicted first.
     memory_max_bytes: int = Field(16 * GIB, ge=0)
-    #: Seconds that ranks which lost a peer may take to leave their state behind.
+    #: Seconds that ranks which lost a peer may take to save their state.
     survivor_save_s: float = Field(10.0, ge=0)
 
-    #: Where machines of a cloud learn that they will be taken away: link-local, the same in all of them.
+    #: The metadata server of a cloud's machines, which announces that a machine will be taken away.
     metadata_url: str = "http://169.254.169.254"
-    #: Seconds between two questions whether they will.
+    #: Seconds between two requests to it.
     notice_interval_s: float = Field(1.0, gt=0)
-    #: Written by a pod's preStop hook: the seconds until the pod is killed, or nothing.
+    #: File that a pod's preStop hook writes: the seconds until the pod is killed, or nothing.
     prestop_file: Path = Path("/tmp/trainbus-prestop")
-    #: Seconds of a notice that are left to everything but the run: to say it, and to end.
+    #: Seconds of a notice's time for the agent itself, to publish it and to end; its runs have the rest.
     notice_margin_s: float = Field(2.0, ge=0)
 
-    #: Where code, checkpoints and shards are kept for the runs of this node: the fastest disk that it has. None:
-    #: ``cache`` in ``data_dir``.
+    #: Folder of the cache for code, checkpoints and shards: on the fastest disk. None: ``cache`` in ``data_dir``.
     cache_dir: Path | None = None
     cache_max_bytes: int = Field(64 * GIB, ge=0)
-    #: A folder shared by nodes in which shards are looked for before the store, and left if it can be written.
+    #: A folder shared by nodes: shards are read from it before the store, and written to it if it is writable.
     cache_warm_dir: Path | None = None
-    #: Where the cache cannot hold all that its runs will read: shards come no earlier than so many seconds before they
-    #: are needed. More rides out longer stalls of the store, less fetches less again.
+    #: How soon a shard must be needed to displace one that is needed later. A larger value survives longer stalls of
+    #: the store; a smaller one fetches fewer shards twice.
     cache_ahead_s: float = Field(60.0, gt=0)
-    #: Seconds without a byte of a shard after which another connection is tried.
+    #: Seconds without a byte of a shard after which another connection is opened.
     cache_stall_s: float = Field(2.0, gt=0)
-    #: Folders of ended runs that are kept for a look at their logs.
+    #: Folders of ended runs that stay on the node, for their logs.
     keep_finished: int = Field(5, ge=0)
     package_max_bytes: int = Field(2 * GIB, gt=0)
     package_max_files: int = Field(20_000, gt=0)

@@ -188,13 +188,13 @@ Root Cause (first observed failure):
     ],
 )
 def test_the_cause_is_what_the_script_said_and_not_what_torchrun_did(lines: list[str], expected: Any) -> None:
-    failure, tail = rank_exits.cause(rank_exits.Exit(0, 1, 9.0), lines)
+    failure, tail = rank_exits.find_cause(rank_exits.Exit(0, 1, 9.0), lines)
     assert (failure.rank, failure.code, tail) == (expected or (0, 1, tuple(lines[-rank_exits.TAIL_LINES :])))
 
 
 def test_exits_in_words() -> None:
-    assert rank_exits.exit_text(-9) == rank_exits.exit_text(137) == "was killed by SIGKILL"
-    assert rank_exits.exit_text(3) == "ended with exit code 3"
+    assert rank_exits.describe_exit(-9) == rank_exits.describe_exit(137) == "was killed by SIGKILL"
+    assert rank_exits.describe_exit(3) == "ended with exit code 3"
     assert rank_exits.is_infrastructure_failure(1, False, "RuntimeError: EADDRINUSE")
     assert not rank_exits.is_infrastructure_failure(1, True, "RuntimeError: EADDRINUSE")
 

@@ -11,7 +11,7 @@ import pytest
 #: Root reads everything, so as root the part is played by somebody else.
 PLAY = """
 import ctypes, os, subprocess, sys
-from services.worker.launch.process_hardening import PR_SET_DUMPABLE, hide_from_ranks
+from services.worker.launch.process_hardening import PR_SET_DUMPABLE, protect_credentials
 
 def look(pid):
     child = os.fork()
@@ -27,7 +27,7 @@ if os.getuid() == 0:
     os.setuid(65534)
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
 before = look(os.getpid())
-hide_from_ranks()
+protect_credentials()
 rank = subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE, env={"THE_KEY": "of a rank"})
 print(before, look(os.getpid()), look(rank.pid))
 rank.communicate()

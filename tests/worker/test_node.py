@@ -18,7 +18,7 @@ from services.worker.cache.node_cache import NodeCache
 from services.worker.cache.shard_files import shard_path
 from services.worker.node import inventory as node
 from services.worker.node.inventory import Gpu, cpu_limit, find_gpus, inspect_node, memory_limit_bytes, visible_gpus
-from services.worker.node.system_metrics import gpu_values
+from services.worker.node.system_metrics import measure_gpus
 from services.worker.settings import WorkerSettings
 from tests.worker.conftest import World
 
@@ -115,7 +115,7 @@ def test_what_is_said_of_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_slice_is_measured_as_far_as_anybody_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
-    values = gpu_values([find_gpus()[1]])
+    values = measure_gpus([find_gpus()[1]])
     assert values["system/gpu_0_memory_usage_percentage"] == 50
     assert values["system/gpu_0_power_usage_watts"] == 300
     assert "system/gpu_0_utilization_percentage" not in values

@@ -26,7 +26,7 @@ from services.worker.notices.base import MetadataServer, Notice, NoticeSource
 from services.worker.notices.ec2 import Ec2Source
 from services.worker.notices.gcp import GcpSource
 from services.worker.notices.kubernetes import KubernetesSource
-from services.worker.notices.listener import listen
+from services.worker.notices.listener import forward_notices
 from services.worker.notices.slurm import SlurmSource
 from tests.worker.conftest import World, until
 
@@ -165,7 +165,7 @@ async def test_azure_may_begin_when_nothing_runs_any_more(fake: Fake, metadata: 
     fake.say("/metadata/scheduledevents", json.dumps({"DocumentIncarnation": 1, "Events": events}))
     azure, node = AzureSource(metadata), Node()
     assert await azure.applies()
-    listening = asyncio.create_task(listen(azure, node))
+    listening = asyncio.create_task(forward_notices(azure, node))
     async with asyncio.timeout(60):
         await until(lambda: bool(node.heard), 60)
         await asyncio.sleep(0.1)
@@ -258,4 +258,4 @@ async def test_a_notice_is_told_and_runs_leave_with_a_checkpoint(
     # What was placed before the scheduler knew is given back untouched.
     await world.place("late", params={"steps": 100_000})
     late = await world.wait_for(RunReleased, "late")
-    assert (late.clean, late.detail) == (True, "nothing had been started")
+    assert (late.clean, late.detail) == (True, "no rank had been started")

@@ -24,7 +24,7 @@ async def test_ranks_are_forked_and_a_killed_warm_process_comes_back(tmp_path: P
     keeping = asyncio.create_task(warm.run())
     try:
         for life in range(2):
-            await until(lambda: warm.ready, 60)
+            await until(lambda: warm.is_ready, 60)
             pid = warm.pid
             assert pid is not None
             folder = tmp_path / f"g{life}"
@@ -38,7 +38,7 @@ async def test_ranks_are_forked_and_a_killed_warm_process_comes_back(tmp_path: P
             assert "TRAINBUS_LAUNCH" in (folder / "rank_0.log").read_text()
             if life == 0:
                 psutil.Process(pid).kill()
-                await until(lambda: not warm.ready, 60)
+                await until(lambda: not warm.is_ready, 60)
     finally:
         await cancel_and_wait(keeping)
         await executor.close()
@@ -46,7 +46,7 @@ async def test_ranks_are_forked_and_a_killed_warm_process_comes_back(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("environment", "heeded"),
+    ("environment", "can_fork"),
     [
         pytest.param({"MODE": "x", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, True, id="read by whoever wants it, later"),
         pytest.param({"ATEN_CPU_CAPABILITY": "avx2"}, False, id="read when torch is loaded"),
@@ -55,6 +55,6 @@ async def test_ranks_are_forked_and_a_killed_warm_process_comes_back(tmp_path: P
         pytest.param({"TORCH_FR_BUFFER_SIZE": "9", "TORCH_NCCL_BLOCKING_WAIT": "1"}, True, id="read when ranks meet"),
     ],
 )
-def test_a_fork_heeds_what_is_not_read_before_it(environment: dict[str, str], heeded: bool) -> None:
+def test_a_fork_heeds_what_is_not_read_before_it(environment: dict[str, str], can_fork: bool) -> None:
     warm = WarmServer(Path("warm.sock"), Path("warm.log"), {"ATEN_CPU_CAPABILITY": "default"})
-    assert ProcessExecutor(warm)._heeds(ProcessSpec(0, None, environment)) is heeded
+    assert ProcessExecutor(warm)._can_fork(ProcessSpec(0, None, environment)) is can_fork

@@ -18,7 +18,7 @@ from contracts.progress import ring_name
 from services.kit.clock import ManualClock
 from services.worker.core.stall_detector import FIRST_STEPS_FACTOR, StallDetector
 from services.worker.launch.executor import RankProcess
-from services.worker.node.inventory import machine
+from services.worker.node.inventory import describe_machine
 from services.worker.ranks import stack_dump
 from services.worker.ranks.stall_watcher import StallWatcher
 from tests.worker.conftest import World, until
@@ -129,8 +129,8 @@ def test_a_machine_is_told_from_others_by_what_decides_last_bits(
 ) -> None:
     path = tmp_path / "cpuinfo"
     path.write_text(cpuinfo)
-    found = machine(cpuinfo=path)
+    found = describe_machine(cpuinfo=path)
     assert (found["cpu.isa"], found["cpu.model"]) == (isa, model)
     path.write_text(cpuinfo * 8)  # more cores are no other machine
-    assert machine(cpuinfo=path) == found
+    assert describe_machine(cpuinfo=path) == found
     assert {"torch", "numpy", "arch"} <= set(found)

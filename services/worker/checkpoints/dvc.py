@@ -1,4 +1,4 @@
-"""A checkpoint's files under the names that DVC looks for, and the pointer file that names them.
+"""Checkpoints for DVC: the files under the names that DVC reads, and the pointer file that names them.
 
 With the remote ``s3://<models>/dvc``, ``dvc pull`` of the pointer file gives exactly the checkpoint's files. Layout and
 fields are those of DVC 3: ``files/md5/<first two digits>/<the rest>`` under the remote, and ``outs`` of ``md5``,
@@ -21,21 +21,21 @@ REMOTE = "dvc"
 
 
 async def write_pointer(objects: ObjectStore, bucket: str, pointer_key: str, files: Mapping[str, Path]) -> str:
-    """Store the files for DVC, the pointer last; return the pointer's address."""
+    """Store the files and then their pointer; return the pointer's address."""
     outs = []
     for name, path in sorted(files.items()):
         md5, size_bytes = await asyncio.to_thread(_md5, path)
         uri = f"s3://{bucket}/{REMOTE}/files/md5/{md5[:2]}/{md5[2:]}"
-        if not await _is_there(objects, uri, size_bytes):
+        if not await _is_stored(objects, uri, size_bytes):
             await objects.upload(path, uri)
         outs.append((name, md5, size_bytes))
     pointer_uri = f"s3://{bucket}/{pointer_key}"
-    await objects.put(pointer_uri, pointer(outs), content_type="application/yaml")
+    await objects.put(pointer_uri, pointer_content(outs), content_type="application/yaml")
     return pointer_uri
 
 
-def pointer(outs: Iterable[tuple[str, str, int]]) -> bytes:
-    """The ``.dvc`` file for (path, md5, bytes) of each file."""
+def pointer_content(outs: Iterable[tuple[str, str, int]]) -> bytes:
+    """Return the ``.dvc`` file for (path, md5, bytes) of each file."""
     lines = ["outs:"]
     for path, md5, size_bytes in outs:
         # A JSON string is a YAML string, whatever is in it.
@@ -44,11 +44,11 @@ def pointer(outs: Iterable[tuple[str, str, int]]) -> bytes:
 
 
 def pointer_key(experiment: str, run_id: str, epoch: int, step: int, generation: int, node_id: str) -> str:
-    """Beside the manifest; each node names its own files."""
+    """Return the pointer's key, next to the manifest's; each node has its own pointer."""
     return f"{experiment}/{run_id}/checkpoints/epoch_{epoch}/step_{step:08d}.g{generation}.{node_id}.dvc"
 
 
-async def _is_there(objects: ObjectStore, uri: str, size_bytes: int) -> bool:
+async def _is_stored(objects: ObjectStore, uri: str, size_bytes: int) -> bool:
     try:
         return (await objects.head(uri)).size_bytes == size_bytes
     except ObjectNotFound:

@@ -10,9 +10,9 @@ from contracts.events.run import Member, RunPlaced
 from contracts.ranks import LAUNCH_VARIABLE, MEMORY_FRACTION_VARIABLE
 from contracts.spec.run import RunSpec
 
-#: All that a rank gets to see of the agent's environment. Nothing else can leak.
+#: The variables that a rank inherits of the agent's environment. No other one can leak.
 INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "USER", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
-#: What a process has on a device beside its tensors: CUDA's context, the libraries' kernels and workspaces.
+#: Device memory of a process without its tensors: CUDA's context, the libraries' kernels and workspaces.
 CONTEXT_BYTES = 2**30
 #: Collectives that a flight recorder keeps.
 FLIGHT_ENTRIES = 2000
@@ -20,7 +20,7 @@ FLIGHT_ENTRIES = 2000
 
 @dataclass(frozen=True, slots=True)
 class NodeEnvironment:
-    """Where ranks run: what the environment says of the node and the meeting point."""
+    """Where ranks run: the node and the rendezvous."""
 
     launch_path: str
     master_address: str
@@ -31,7 +31,7 @@ class NodeEnvironment:
     cores: int
     slots: int
     interface: str = ""
-    #: GPU of each slot; empty on a node without. The profile of each that is a MIG slice; empty where none is.
+    #: The GPU of each slot; empty on a node without. The profile of each MIG slice; empty where there is none.
     gpus: tuple[str, ...] = ()
     profiles: tuple[str, ...] = ()
     slot_memory_bytes: int = 0
@@ -52,7 +52,7 @@ class ProcessSpec:
 def build_process_specs(
     placed: RunPlaced, member: Member, inherited: Mapping[str, str], place: NodeEnvironment
 ) -> list[ProcessSpec]:
-    """The processes of this node's part: one a rank for a task, one a node for a command under torchrun."""
+    """Return the processes of this node: one a rank for a task, one a node for a command under torchrun."""
     spec = placed.spec
     if spec.command is None:
         return [
@@ -66,7 +66,7 @@ def build_process_specs(
 
 
 def torchrun_command(placed: RunPlaced, member: Member, place: NodeEnvironment) -> tuple[str, ...]:
-    """The prefix that starts a command once for each slot."""
+    """Return the prefix that starts a command once for each slot."""
     members = sorted((each for each in placed.members if each.ranks), key=lambda each: each.ranks[0])
     node_rank = next(number for number, each in enumerate(members) if each.node_id == member.node_id)
     return (
@@ -85,7 +85,7 @@ def torchrun_command(placed: RunPlaced, member: Member, place: NodeEnvironment) 
 def build_environment(
     placed: RunPlaced, member: Member, index: int, inherited: Mapping[str, str], place: NodeEnvironment
 ) -> dict[str, str]:
-    """The whole environment of one rank: a few inherited names, the run's own, and the rank's place."""
+    """Return the whole environment of one rank: inherited variables, the run's own, and the rank's place."""
     spec = placed.spec
     own = {name: inherited[name] for name in INHERITED if name in inherited}
     path = [entry for entry in own.get("PATH", "/usr/bin:/bin").split(":") if entry != place.bin_folder]
@@ -94,11 +94,11 @@ def build_environment(
     own["PYTHONPATH"] = ":".join(entry for entry in (*place.python_path, spec.env.get("PYTHONPATH", "")) if entry)
     own.setdefault("OMP_NUM_THREADS", str(_threads(spec, place)))
     if place.interface:
-        # gloo and NCCL otherwise look the host's name up, which many machines cannot resolve.
+        # Without it gloo and NCCL look up the host's name, which many machines cannot resolve.
         own.setdefault("GLOO_SOCKET_IFNAME", place.interface)
         own.setdefault("NCCL_SOCKET_IFNAME", place.interface)
     if place.gpus:
-        # In the generation's folder; the rank follows. The agent asks for it when a rank stalls (``flight.py``).
+        # In the generation's folder; torch appends the rank. The agent requests dumps when a rank stalls.
         stem = str(PurePosixPath(place.launch_path).with_name(f"flight_g{placed.generation}_"))
         own.setdefault("TORCH_FR_BUFFER_SIZE", str(FLIGHT_ENTRIES))
         own |= {"TORCH_FR_DUMP_TEMP_FILE": stem, "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": stem}
@@ -120,14 +120,14 @@ def build_environment(
 
 
 def _threads(spec: RunSpec, place: NodeEnvironment) -> int:
-    """Threads of a rank's arithmetic on CPU: what its run asked for, else its part of a GPU node, else one."""
+    """Return a rank's threads for arithmetic: as its run requests, else its part of a GPU node, else one."""
     if spec.resources.cpus:
         return max(1, int(spec.resources.cpus))
     return max(1, place.cores // max(1, place.slots)) if place.gpus and spec.resources.share == 1 else 1
 
 
 def _devices(spec: RunSpec, member: Member, index: int, place: NodeEnvironment) -> list[str]:
-    """What a rank sees. Of MIG slices a process can use one alone, so each rank sees its own."""
+    """Return the devices that a rank sees. A process can use one MIG slice only, so each rank sees its own."""
     if not place.gpus or spec.resources.share == 0:
         return []
     if any(place.profiles):
@@ -136,12 +136,11 @@ def _devices(spec: RunSpec, member: Member, index: int, place: NodeEnvironment) 
 
 
 def share_limits(spec: RunSpec, devices: int, place: NodeEnvironment) -> dict[str, str]:
-    """What keeps ranks that share a device to their part of it; nothing where they have it whole.
+    """Return the variables that limit ranks to their share of a device; none for a whole device.
 
-    The part of the memory is kept by the trainer, in other programs by torch's allocator (one too old to know the
-    setting refuses to start), and under MPS by its daemon for any program. The part of the multiprocessors takes
-    effect under MPS alone: without, the driver lets the processes take turns. On CPU slots ranks are given one
-    thread, and nothing else is kept to.
+    The trainer limits the memory itself, torch's allocator does in other programs (one too old for the setting refuses
+    to start), and under MPS its daemon does for any program. The share of the multiprocessors takes effect under MPS
+    only: without it the driver gives the processes turns. On CPU slots a rank has one thread and no other limit.
     """
     share = spec.resources.share
     if not 0 < share < 1:
@@ -153,7 +152,7 @@ def share_limits(spec: RunSpec, devices: int, place: NodeEnvironment) -> dict[st
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(max(1, int(share * 100))),
     }
     if is_command(spec):
-        limits |= _allocator(spec.env, limits[MEMORY_FRACTION_VARIABLE])
+        limits |= _allocator_limits(spec.env, limits[MEMORY_FRACTION_VARIABLE])
     if place.mps_pipe:
         each = f"{int(share * place.slot_memory_bytes) // 2**20}M"
         limits["CUDA_MPS_PIPE_DIRECTORY"] = place.mps_pipe
@@ -161,8 +160,8 @@ def share_limits(spec: RunSpec, devices: int, place: NodeEnvironment) -> dict[st
     return limits
 
 
-def _allocator(env: Mapping[str, str], fraction: str) -> dict[str, str]:
-    """What tells torch's allocator in a program that is not the Trainer's; other settings of the run's own stay."""
+def _allocator_limits(env: Mapping[str, str], fraction: str) -> dict[str, str]:
+    """Return the setting of torch's allocator in programs other than the Trainer; the run's other settings stay."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     own = next((env[name] for name in names if env.get(name)), "")
     kept = [part for part in own.split(",") if part and not part.strip().startswith("per_process_memory_fraction")]
@@ -170,20 +169,20 @@ def _allocator(env: Mapping[str, str], fraction: str) -> dict[str, str]:
 
 
 def memory_fraction(share: float, device_bytes: int) -> float:
-    """The part of a device's memory that tensors may take, so that with all the rest it is ``share``."""
+    """Return the part of a device's memory for tensors, so that the whole process uses ``share``."""
     rest = CONTEXT_BYTES / device_bytes if device_bytes else 0.0
     return max(share - rest, share / 2)
 
 
 def slot_problem(spec: RunSpec, member: Member, slots: int, profiles: Sequence[str] = ()) -> str | None:
-    """Why the placement cannot be run on a node of so many slots."""
+    """Return why the placement does not fit a node of ``slots`` slots; None if it does."""
     if spec.resources.share == 0:
-        return None if len(member.slots) == len(member.ranks) else _unequal(member)
+        return None if len(member.slots) == len(member.ranks) else _mismatch(member)
     wrong = [slot for slot in member.slots if not 0 <= slot < slots]
     if wrong:
         return f"slots {wrong} are not on node {member.node_id}, which has {slots}"
     if len(member.slots) != len(member.ranks) or len(set(member.slots)) != len(member.slots):
-        return _unequal(member)
+        return _mismatch(member)
     if is_command(spec) and len(member.slots) > 1 and any(profiles):
         return (
             f"a command cannot have {len(member.slots)} MIG slices of node {member.node_id}: its processes would all "
@@ -192,7 +191,7 @@ def slot_problem(spec: RunSpec, member: Member, slots: int, profiles: Sequence[s
     return None
 
 
-def _unequal(member: Member) -> str:
+def _mismatch(member: Member) -> str:
     return f"node {member.node_id} was given {len(member.ranks)} ranks for slots {list(member.slots)}"
 
 

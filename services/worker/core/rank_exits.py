@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from contracts.ranks import EXIT_DONE, EXIT_STOPPED
 
 TAIL_LINES = 30
-#: Lines that are looked through for the cause: torchrun writes some forty of its own below it.
+#: Lines that are searched for the cause: torchrun writes some forty of its own below it.
 SEARCHED_LINES = 200
-#: A rank that heard nothing of an agent for too long ends with this.
+#: Exit code of a rank that lost its agent for too long.
 EXIT_ORPHANED = 76
 
 _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use|errno: ?98\b", re.IGNORECASE)
-#: What torch says when the other nodes' ranks never came to the meeting point.
+#: torch's errors when the other nodes' ranks never came to the rendezvous.
 _PEERS_MISSING = re.compile(r"DistStoreError|DistNetworkError: The client socket has timed out|wait timeout after \d+")
 
 #: How torchrun's own report of a failed child begins, and where it names the first one that failed.
@@ -27,15 +27,15 @@ _ROOT_CAUSE = re.compile(r"Root Cause.*?^ *rank +: (\d+).*?^ *exitcode +: (-?\d+
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How one process ended. ``at`` orders the ends: the first failure is the cause of the others."""
+    """How one process ended. ``at`` orders the exits: the first failure is the cause of the others."""
 
     rank: int
     code: int
     at: float
 
 
-def exit_text(code: int) -> str:
-    """An exit code in words. Shells give 128 + n for a signal, subprocess -n."""
+def describe_exit(code: int) -> str:
+    """Return an exit code in words. A signal n is 128 + n to shells, -n to subprocess."""
     number = -code if code < 0 else code - 128
     if code < 0 or 128 < code < 160:
         try:
@@ -45,8 +45,8 @@ def exit_text(code: int) -> str:
     return f"ended with exit code {code}"
 
 
-def cause(failure: Exit, lines: Sequence[str]) -> tuple[Exit, tuple[str, ...]]:
-    """The rank that failed, and its last words: torchrun's own report, if there is one, is read and left out."""
+def find_cause(failure: Exit, lines: Sequence[str]) -> tuple[Exit, tuple[str, ...]]:
+    """Return the rank that failed and its last lines, without torchrun's own report, which names that rank."""
     reported = next((number for number, line in enumerate(lines) if line.startswith(_CHILD_FAILED)), None)
     if reported is None:
         return failure, tuple(lines[-TAIL_LINES:])
@@ -57,20 +57,20 @@ def cause(failure: Exit, lines: Sequence[str]) -> tuple[Exit, tuple[str, ...]]:
 
 
 def first_failure(exits: Sequence[Exit]) -> Exit | None:
-    """The first process that did not end in good order."""
+    """Return the first process that failed."""
     failures = [each for each in exits if each.code not in (EXIT_DONE, EXIT_STOPPED)]
     return min(failures, key=lambda each: each.at) if failures else None
 
 
-def ended_well(exits: Sequence[Exit]) -> bool:
-    """Whether every process is done with its work."""
+def all_succeeded(exits: Sequence[Exit]) -> bool:
+    """Whether every process has finished its work."""
     return all(each.code == EXIT_DONE for each in exits)
 
 
 def is_infrastructure_failure(code: int, started: bool, text: str) -> bool:
-    """Whether the ranks failed for a port that somebody took in the meantime, or for want of an agent or of peers.
+    """Whether the run is not at fault: a port was taken meanwhile, or the agent or the peers were away.
 
-    Peers that fail say so themselves, and the generation is then stopped long before a rank gives up waiting.
+    Peers that fail report it themselves, and the generation is stopped long before a rank stops waiting for them.
     """
     if started:
         return code == EXIT_ORPHANED

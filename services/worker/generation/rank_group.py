@@ -92,7 +92,7 @@ class RankGroup:
         """Start all processes and write them down.
 
         Raises:
-            StartError, OSError: one could not be started; the others have been killed.
+            RankStartError, OSError: one could not be started; the others have been killed.
         """
         started: list[RankProcess] = []
         try:

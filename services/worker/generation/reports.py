@@ -13,7 +13,7 @@ from contracts.events.run import Artifact, RunExited, RunPlaced, RunReleased
 from services.kit.bus import TransientError
 from services.worker import metrics
 from services.worker.core.journal import RankState
-from services.worker.core.rank_exits import Exit, cause, exit_text, is_infrastructure_failure
+from services.worker.core.rank_exits import Exit, describe_exit, find_cause, is_infrastructure_failure
 from services.worker.generation.files import GenerationFiles
 from services.worker.local_files import read_json, write_atomically
 from services.worker.ranks.journal_follower import Publish
@@ -75,10 +75,10 @@ class ReportBuilder:
         """Report that a rank failed by itself; ``lines`` are the last of its output."""
         ended = ranks.get(failure.rank)
         error = ended.ended.error if ended is not None and ended.ended is not None else ""
-        failure, tail = cause(failure, lines)
+        failure, tail = find_cause(failure, lines)
         started = any(state.started for state in ranks.values())
         position = RunPosition.of(self.placed, ranks)
-        reason = f"rank {failure.rank} {exit_text(failure.code)}" + (f": {error}" if error else "")
+        reason = f"rank {failure.rank} {describe_exit(failure.code)}" + (f": {error}" if error else "")
         return RunExited(
             run_id=self.placed.run_id,
             generation=self.placed.generation,

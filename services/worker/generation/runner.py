@@ -25,7 +25,7 @@ from services.worker.checkpoints.stager import CheckpointStager
 from services.worker.core.journal import JournalSource
 from services.worker.core.metric_patterns import compile_patterns
 from services.worker.core.rank_environment import NodeEnvironment, build_process_specs, is_command
-from services.worker.core.rank_exits import SEARCHED_LINES, ended_well, exit_text, first_failure
+from services.worker.core.rank_exits import SEARCHED_LINES, all_succeeded, describe_exit, first_failure
 from services.worker.generation.files import GenerationFiles, PlacementRecord
 from services.worker.generation.final_checkpoints import CRASH_UPLOAD_S, upload_rest, wait_until_committed
 from services.worker.generation.preparation import GenerationInputs, open_dataset, prepare_inputs
@@ -41,7 +41,7 @@ from services.worker.generation.reports import (
 from services.worker.generation.requests import GenerationDropped, GenerationRequests
 from services.worker.generation.survivor_grace import SurvivorGrace
 from services.worker.launch.code_package import PackageError
-from services.worker.launch.executor import StartError
+from services.worker.launch.executor import RankStartError
 from services.worker.launch.rank_python import interpreter_folder, python_root
 from services.worker.local_files import write_atomically
 from services.worker.node.gpu_check import UnfitDeviceError
@@ -271,7 +271,7 @@ class GenerationRunner:
         specs = build_process_specs(self.placed, self.member, self._context.environment, environment)
         try:
             await self._group.start(specs, inputs.code_folder or self.files.folder)
-        except (StartError, OSError) as error:
+        except (RankStartError, OSError) as error:
             reason = f"node {self.member.node_id} could not start the ranks: {error}"
             raise GenerationFailure(reason, infrastructure=True) from error
 
@@ -374,13 +374,13 @@ class GenerationRunner:
         if step is not None and failure is None:
             patience_s = self._context.settings.commit_timeout_s
             committed = await wait_until_committed(step, self._requests, patience_s, self._now)
-        if ended_well(exits) and not self._group.terminated:
+        if all_succeeded(exits) and not self._group.terminated:
             results = [state.result for _, state in sorted(ranks.items()) if state.result is not None]
             artifacts = await stager.upload_artifacts([name for result in results for name in result.artifacts])
             return self._build_report.succeeded(ranks, artifacts)
         position = RunPosition.of(self.placed, ranks)
         if failure is not None:
-            detail = f"rank {failure.rank} {exit_text(failure.code)} after it was told to stop"
+            detail = f"rank {failure.rank} {describe_exit(failure.code)} after it was told to stop"
             return self._build_report.released(position, clean=False, detail=detail)
         clean = (committed and step is not None and step >= position.step) or position.step <= position.resumed_step
         if is_command(self.placed.spec):

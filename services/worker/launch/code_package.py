@@ -1,4 +1,4 @@
-"""Unpacking a code package: a gzipped tar by somebody we need not trust."""
+"""The code package of a run: a gzipped tar from an untrusted user."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ GIB = 2**30
 
 
 class PackageError(ValueError):
-    """The package is not to be unpacked; the text says what to change."""
+    """The package cannot be unpacked; the text says what to change."""
 
 
 def unpack_package(package: Path, folder: Path, *, max_bytes: int = 2 * GIB, max_files: int = 20_000) -> None:
-    """Unpack into ``folder`` (made anew): all of it inside, or a ``PackageError`` and no folder."""
+    """Unpack into a new ``folder``.
+
+    Raises:
+        PackageError: the package is refused; there is no folder then.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -30,7 +34,7 @@ def unpack_package(package: Path, folder: Path, *, max_bytes: int = 2 * GIB, max
         OSError,
         UnicodeError,
         RuntimeError,
-    ) as error:  # RuntimeError: a ring of links
+    ) as error:  # RuntimeError: a cycle of links
         raise PackageError(
             f"the code package cannot be unpacked: {error}. It must be a whole gzipped tar: "
             "upload it with `trainbus submit`, or make it with `tar czf`"
@@ -39,8 +43,8 @@ def unpack_package(package: Path, folder: Path, *, max_bytes: int = 2 * GIB, max
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def problem(member: tarfile.TarInfo) -> str | None:
-    """Why this member is refused, None if it is sound. What it says is all that is looked at."""
+def find_problem(member: tarfile.TarInfo) -> str | None:
+    """Return why this member is refused, from its header alone; None if it is accepted."""
     name = PurePosixPath(member.name)
     if name.is_absolute() or member.name.startswith(("/", "\\")):
         return "has an absolute path: pack it with a relative one"
@@ -73,10 +77,10 @@ def _link_problem(member: tarfile.TarInfo, name: PurePosixPath) -> str | None:
 
 
 def _extract(package: Path, folder: Path, max_bytes: int, max_files: int) -> None:
-    # Written by hand: the filters of tarfile itself are not in every Python 3.11.
+    # By hand: the filters of tarfile are not in every Python 3.11.
     size_bytes = count = 0
     links: list[tarfile.TarInfo] = []
-    # As a stream: a bomb is noticed by what its headers say, before it is blown up.
+    # As a stream: a bomb is recognized by its headers, before it is unpacked.
     with tarfile.open(package, "r|gz") as archive:
         for member in archive:
             count += 1
@@ -88,7 +92,7 @@ def _extract(package: Path, folder: Path, max_bytes: int, max_files: int) -> Non
                     f"the code package unpacks to more than {max_bytes:,} bytes: put data into the lake, "
                     "and name it in 'data'"
                 )
-            reason = problem(member)
+            reason = find_problem(member)
             if reason is not None:
                 raise PackageError(f"the code package is refused: {member.name!r} {reason}")
             if member.issym() or member.islnk():
@@ -96,15 +100,15 @@ def _extract(package: Path, folder: Path, max_bytes: int, max_files: int) -> Non
             elif member.isdir():
                 (folder / member.name).mkdir(parents=True, exist_ok=True)
             else:
-                _write(archive, member, folder / member.name)
-    # Links come last, so that nothing was ever written through one.
+                _write_file(archive, member, folder / member.name)
+    # Links come last, so that nothing is written through one.
     for link in links:
-        _link(link, folder)
+        _write_link(link, folder)
     if count == 0:
         raise PackageError("the code package is empty: pack the folder that holds the task")
 
 
-def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
+def _write_file(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     content = archive.extractfile(member)
     assert content is not None  # it is a file
@@ -114,7 +118,7 @@ def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> Non
     path.chmod(0o755 if member.mode & 0o111 else 0o644)
 
 
-def _link(member: tarfile.TarInfo, folder: Path) -> None:
+def _write_link(member: tarfile.TarInfo, folder: Path) -> None:
     """Make a link whose target, with every other link in place, is inside the package."""
     path = folder / member.name
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,6 @@
-"""Starting and ending rank processes.
+"""The executor: how the processes of ranks are started, watched and killed.
 
-``Executor`` is what a placement needs; ``ProcessExecutor`` runs ranks as processes of this machine.
-An executor for containers or another scheduler's pods has the same five methods.
+``ProcessExecutor`` runs ranks as processes of this machine. An executor for containers or pods has the same methods.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,21 +26,21 @@ from services.worker.launch.warm_server import WarmServer, WarmServerError, Warm
 
 log = structlog.get_logger(__name__)
 
-#: Writes the exit code where a restarted agent finds it. The shell survives a SIGTERM to the group,
-#: which the rank gets too, because it has still to write.
+#: Writes the exit code where a restarted agent finds it. The shell survives a SIGTERM to the group, which the rank
+#: gets, too: it still has to write.
 WRAPPER = (
     'trap : TERM INT; "$@"; code=$?; echo $code > "$TRAINBUS_EXIT.tmp" && mv "$TRAINBUS_EXIT.tmp" "$TRAINBUS_EXIT"'
 )
 
 
-#: Beginnings of variables that libraries read when they are loaded: a fork of the warm process would not heed them.
-READ_WHEN_LOADED = ("ATEN_", "ONEDNN_", "DNNL_", "MKL_", "KMP_", "GOMP_", "LD_", "TORCH_", "PYTORCH_", "PYTHONHASHSEED")
-#: Of these, the ones that are read later, when ranks begin to talk to each other.
-READ_WHEN_JOINING = ("TORCH_FR_", "TORCH_NCCL_")
+#: Prefixes of variables that libraries read when they are loaded: a fork of the warm server would ignore them.
+READ_AT_IMPORT = ("ATEN_", "ONEDNN_", "DNNL_", "MKL_", "KMP_", "GOMP_", "LD_", "TORCH_", "PYTORCH_", "PYTHONHASHSEED")
+#: Those of them that are read later, when the process group is created.
+READ_AT_INIT = ("TORCH_FR_", "TORCH_NCCL_")
 
 
-class StartError(Exception):
-    """A rank may or may not have been started; the text says why that is not known."""
+class RankStartError(Exception):
+    """A rank may or may not have been started; the text says why that is unknown."""
 
 
 UNKNOWN_EXIT = -int(signal.SIGKILL)
@@ -49,11 +48,11 @@ UNKNOWN_EXIT = -int(signal.SIGKILL)
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """A process that can be told from any other, also after the agent or the machine was restarted."""
+    """A process, identified also after the agent or the machine was restarted."""
 
     rank: int
     pid: int
-    #: Its start as psutil gives it, and the machine's: a pid alone is soon another process's.
+    #: When it and the machine were started, by psutil: a pid alone is soon another process's.
     created: float
     booted: float
 
@@ -65,27 +64,31 @@ class Executor(Protocol):
     """How the ranks of one generation are run."""
 
     async def start(self, start: ProcessSpec, folder: Path, cwd: Path) -> RankProcess:
-        """Start one; its exit code will be in ``exit_path(folder, rank)`` whoever is there to see it."""
+        """Start a rank; its exit code will be in ``exit_path(folder, rank)``, even if no agent runs then."""
         ...
 
-    def is_alive(self, process: RankProcess) -> bool: ...
+    def is_alive(self, process: RankProcess) -> bool:
+        """Whether the process has not ended."""
+        ...
 
     def watch(self, process: RankProcess, on_end: Callable[[], None]) -> Callable[[], None]:
-        """Call ``on_end`` when the process ends, and again when its exit code is written; returns what stops that.
+        """Call ``on_end`` when the process ends, and again when its exit code is written; return what stops that.
 
-        A help and no promise: whoever waits for the end looks now and then as well.
+        The calls are best effort: the caller has to poll as well.
         """
         ...
 
     def signal(self, process: RankProcess, number: int) -> None:
-        """Send a signal to the rank and everything it started. No error if it is gone."""
+        """Send a signal to the rank's process group; do nothing if it has ended."""
         ...
 
     async def sweep(self, folder: Path, processes: Sequence[RankProcess]) -> int:
-        """Kill whatever still belongs to the generation in ``folder``; return how many that were."""
+        """Kill every process that belongs to the generation in ``folder``; return how many."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Release what the executor itself holds."""
+        ...
 
 
 def exit_path(folder: Path, rank: int) -> Path:
@@ -97,7 +100,7 @@ def log_path(folder: Path, rank: int) -> Path:
 
 
 def read_exit(folder: Path, rank: int) -> tuple[int, float] | None:
-    """(exit code, when), None while there is none."""
+    """Return (exit code, time); None while it is not written."""
     path = exit_path(folder, rank)
     try:
         return int(path.read_text().strip() or UNKNOWN_EXIT), path.stat().st_mtime
@@ -108,44 +111,51 @@ def read_exit(folder: Path, rank: int) -> tuple[int, float] | None:
 
 
 class ProcessExecutor:
-    """Ranks as processes: forked from a warm one where possible, started cold otherwise."""
+    """Runs ranks as processes: forked from the warm server where possible, else started cold."""
 
     def __init__(
-        self, warm: WarmServer | None = None, rank_command: Sequence[str] = (sys.executable, "-m", "trainbus.rank")
+        self,
+        warm_server: WarmServer | None = None,
+        rank_command: Sequence[str] = (sys.executable, "-m", "trainbus.rank"),
     ) -> None:
-        self._warm, self._rank_command = warm, tuple(rank_command)
+        self._warm_server, self._rank_command = warm_server, tuple(rank_command)
         self._children: list[subprocess.Popen[bytes]] = []
 
     async def start(self, start: ProcessSpec, folder: Path, cwd: Path) -> RankProcess:
         pid: int | None = None
-        if start.command is None and self._warm is not None and self._warm.ready and self._heeds(start):
+        if (
+            start.command is None
+            and self._warm_server is not None
+            and self._warm_server.is_ready
+            and self._can_fork(start)
+        ):
             try:
-                pid = await self._warm.fork(
+                pid = await self._warm_server.fork(
                     start.environment, cwd, log_path(folder, start.rank), exit_path(folder, start.rank)
                 )
                 metrics.RANK_STARTS.labels("warm").inc()
             except WarmServerTimeout as error:
-                # It may yet fork: starting cold now could make two of one rank.
-                raise StartError(str(error)) from error
+                # It may still fork: a cold start now could make two of one rank.
+                raise RankStartError(str(error)) from error
             except WarmServerError as error:
-                log.warning("the warm process cannot fork, starting cold", error=str(error))
+                log.warning("the warm server cannot fork, starting cold", error=str(error))
         if pid is None:
             pid = self._start_cold(start, folder, cwd)
             metrics.RANK_STARTS.labels("cold").inc()
         try:
             created = psutil.Process(pid).create_time()
         except psutil.NoSuchProcess:
-            created = 0.0  # it has ended already; its exit file tells
+            created = 0.0  # it has ended already; its exit file has the code
         return RankProcess(start.rank, pid, created, psutil.boot_time())
 
-    def _heeds(self, start: ProcessSpec) -> bool:
-        """Whether a fork is as good as a fresh start under the rank's environment."""
-        assert self._warm is not None
-        loaded_with = self._warm.environment
+    def _can_fork(self, start: ProcessSpec) -> bool:
+        """Whether a fork behaves as a fresh start with the rank's environment does."""
+        assert self._warm_server is not None
+        imported_with = self._warm_server.environment
         return all(
-            loaded_with.get(name) == value
+            imported_with.get(name) == value
             for name, value in start.environment.items()
-            if name.startswith(READ_WHEN_LOADED) and not name.startswith(READ_WHEN_JOINING)
+            if name.startswith(READ_AT_IMPORT) and not name.startswith(READ_AT_INIT)
         )
 
     def _start_cold(self, start: ProcessSpec, folder: Path, cwd: Path) -> int:
@@ -166,14 +176,14 @@ class ProcessExecutor:
 
     def is_alive(self, process: RankProcess) -> bool:
         self._children = [child for child in self._children if child.poll() is None]
-        return _same(process)
+        return _is_alive(process)
 
     def watch(self, process: RankProcess, on_end: Callable[[], None]) -> Callable[[], None]:
-        # The kernel tells of the end; of the exit code, which is written after it, the warm process does.
-        warm = self._warm
-        stops = [_on_death(process.pid, on_end)]
-        if warm is not None:
-            stops.append(warm.on_exit(process.pid, on_end))
+        # The kernel reports the end; the warm server reports the exit code, which is written after it.
+        warm_server = self._warm_server
+        stops = [_call_on_death(process.pid, on_end)]
+        if warm_server is not None:
+            stops.append(warm_server.on_exit(process.pid, on_end))
 
         def stop_all() -> None:
             for stop in stops:
@@ -182,7 +192,7 @@ class ProcessExecutor:
         return stop_all
 
     def signal(self, process: RankProcess, number: int) -> None:
-        if _same(process):
+        if _is_alive(process):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, number)
 
@@ -193,26 +203,26 @@ class ProcessExecutor:
         """Process groups alone are not enough: torchrun gives its children sessions of their own."""
         killed = 0
         booted = psutil.boot_time()
-        sessions = {each.pid for each in processes if abs(each.booted - booted) < 60 and not _reused(each)}
+        sessions = {each.pid for each in processes if abs(each.booted - booted) < 60 and not _is_pid_reused(each)}
         for _ in range(20):
-            left = list(_belonging(folder, sessions))
-            if not left:
+            pids = list(_find_pids(folder, sessions))
+            if not pids:
                 break
-            for pid in left:
+            for pid in pids:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
                     killed += 1
-            psutil.wait_procs([psutil.Process(pid) for pid in left if psutil.pid_exists(pid)], timeout=0.1)
+            psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=0.1)
         self._children = [child for child in self._children if child.poll() is None]
         return killed
 
     async def close(self) -> None:
-        if self._warm is not None:
-            await self._warm.close()
+        if self._warm_server is not None:
+            await self._warm_server.close()
 
 
-def _same(process: RankProcess) -> bool:
-    """Whether the very process is alive. A zombie is not: it has ended and waits to be noticed."""
+def _is_alive(process: RankProcess) -> bool:
+    """Whether this very process is alive. A zombie is not: it has ended."""
     try:
         now = psutil.Process(process.pid)
         return bool(abs(now.create_time() - process.created) < 0.05 and now.status() != psutil.STATUS_ZOMBIE)
@@ -220,11 +230,11 @@ def _same(process: RankProcess) -> bool:
         return False
 
 
-def _on_death(pid: int, then: Callable[[], None]) -> Callable[[], None]:
-    """Call ``then`` once when the process is dead; returns what stops waiting for it."""
+def _call_on_death(pid: int, callback: Callable[[], None]) -> Callable[[], None]:
+    """Call ``callback`` once when the process has ended; return what stops that."""
     try:
         handle = os.pidfd_open(pid)
-    except (OSError, AttributeError):  # dead already, or a system without: looking now and then finds it
+    except (OSError, AttributeError):  # ended already, or no pidfd here: the caller polls
         return lambda: None
     loop = asyncio.get_running_loop()
     open_handles = [handle]
@@ -234,23 +244,23 @@ def _on_death(pid: int, then: Callable[[], None]) -> Callable[[], None]:
             loop.remove_reader(handle)
             os.close(open_handles.pop())
 
-    def died() -> None:
+    def on_readable() -> None:
         stop()
-        then()
+        callback()
 
-    loop.add_reader(handle, died)
+    loop.add_reader(handle, on_readable)
     return stop
 
 
-def _reused(process: RankProcess) -> bool:
+def _is_pid_reused(process: RankProcess) -> bool:
     try:
         return bool(abs(psutil.Process(process.pid).create_time() - process.created) >= 0.05)
     except psutil.Error:
         return False
 
 
-def _belonging(folder: Path, sessions: Iterable[int]) -> Iterable[int]:
-    """Processes of a generation: in a rank's session, writing to its log, or with its launch in the environment."""
+def _find_pids(folder: Path, sessions: Iterable[int]) -> Iterator[int]:
+    """Yield a generation's processes, found by session, by the log they write, or by their environment."""
     launch = str(folder / "launch.json")
     logs = f"{folder.resolve()}/"
     sessions = set(sessions)
@@ -261,7 +271,7 @@ def _belonging(folder: Path, sessions: Iterable[int]) -> Iterable[int]:
                 continue
             if (
                 os.getsid(pid) in sessions
-                or _output(pid).startswith(logs)
+                or _stdout_path(pid).startswith(logs)
                 or process.environ().get(LAUNCH_VARIABLE) == launch
             ):
                 yield pid
@@ -269,7 +279,7 @@ def _belonging(folder: Path, sessions: Iterable[int]) -> Iterable[int]:
             continue
 
 
-def _output(pid: int) -> str:
+def _stdout_path(pid: int) -> str:
     try:
         return os.readlink(f"/proc/{pid}/fd/1")
     except OSError:

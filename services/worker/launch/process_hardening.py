@@ -1,4 +1,4 @@
-"""Keeps the agent's credentials from the user's code, which runs as the same user beside it."""
+"""Protection of the agent's credentials from ranks, which run as the same user."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import sys
 PR_SET_DUMPABLE = 4
 
 
-def hide_from_ranks() -> None:
-    """Close this process's environment and memory to all but root; what it starts anew is open again.
+def protect_credentials() -> None:
+    """Deny access to this process's environment and memory to all but root; processes that it starts are not protected.
 
-    Without it ``/proc/<agent>/environ`` has the store's keys for whoever runs as the agent's user. On Linux only.
+    Without it every process of the agent's user reads the store's keys from ``/proc/<agent>/environ``. On Linux only.
 
     Raises:
         OSError: the kernel refuses.
@@ -20,4 +20,4 @@ def hide_from_ranks() -> None:
         return
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "cannot close the agent's memory to its ranks")
+        raise OSError(ctypes.get_errno(), "the agent's memory cannot be protected from its ranks")

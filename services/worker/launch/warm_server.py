@@ -1,6 +1,6 @@
-"""The warm process: torch imported once, ranks forked from it in milliseconds.
+"""The warm server: a process that has imported torch, and forks ranks in milliseconds.
 
-It is a help and never a need: while it is starting, away or broken, ranks start cold.
+Ranks start cold while it is starting or broken.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ import structlog
 
 log = structlog.get_logger(__name__)
 
-ANSWER_TIMEOUT_S = 5.0
+REPLY_TIMEOUT_S = 5.0
 CONNECT_RETRY_S = 0.1
-#: Seconds before it is started again after it ended, the last one repeats.
+#: Seconds until it is restarted after it has ended; the last one repeats.
 RESTART_DELAYS_S = (0.5, 2.0, 10.0, 60.0)
 END_TIMEOUT_S = 3.0
 
 
 class WarmServerError(Exception):
-    """The warm process did not do it."""
+    """The warm server did not fork."""
 
 
 class WarmServerTimeout(WarmServerError):
-    """It did not say whether it did it."""
+    """The warm server did not reply: it may have forked."""
 
 
 class WarmServer:
-    """Keeps one warm process and talks to it."""
+    """The connection to one warm server, which is restarted when it ends."""
 
     def __init__(self, socket: Path, log_file: Path, environment: Mapping[str, str]) -> None:
         self._socket, self._log_file, self.environment = socket, log_file, dict(environment)
         self._pid: int | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._answers: dict[str, asyncio.Future[dict[str, Any]]] = {}
-        #: Called when the fork of that pid has ended and its exit code is written.
+        self._replies: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        #: By pid: called when a fork has ended and its exit code is written.
         self._listeners: dict[int, Callable[[], None]] = {}
         self._ids = itertools.count()
         self._closing = False
 
     @property
-    def ready(self) -> bool:
-        """Whether a fork can be asked for now."""
+    def is_ready(self) -> bool:
+        """Whether it can fork now."""
         return self._writer is not None and self._pid is not None
 
     @property
@@ -61,21 +61,21 @@ class WarmServer:
         return self._pid
 
     async def run(self) -> None:
-        """Keep the process alive and the connection open until cancelled; use one that an earlier agent left."""
+        """Keep the process running and connected until cancelled; use one that an earlier agent started."""
         for attempt in itertools.count():
-            if attempt or not await self._talk():
+            if attempt or not await self._connect():
                 self._spawn()
                 await self._connect_when_up()
             if self._closing:
                 return
             delay_s = RESTART_DELAYS_S[min(attempt, len(RESTART_DELAYS_S) - 1)]
-            log.warning("the warm process ended, ranks start cold until it is back", delay_s=delay_s)
+            log.warning("the warm server ended, ranks start cold until it runs again", delay_s=delay_s)
             await asyncio.sleep(delay_s)
 
     async def fork(self, environment: Mapping[str, str], cwd: Path, log_file: Path, exit_file: Path) -> int:
         """Fork a rank and return its pid."""
         name = f"f{next(self._ids)}"
-        answer = await self._ask(
+        reply = await self._request(
             name,
             {
                 "op": "fork",
@@ -86,13 +86,13 @@ class WarmServer:
                 "exit_file": str(exit_file),
             },
         )
-        if answer.get("op") != "forked":
-            raise WarmServerError(str(answer.get("error", answer)))
-        return int(answer["pid"])
+        if reply.get("op") != "forked":
+            raise WarmServerError(str(reply.get("error", reply)))
+        return int(reply["pid"])
 
-    def on_exit(self, pid: int, then: Callable[[], None]) -> Callable[[], None]:
-        """Call ``then`` when a fork has ended; returns what stops listening."""
-        self._listeners[pid] = then
+    def on_exit(self, pid: int, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call ``callback`` when a fork has ended; return what stops that."""
+        self._listeners[pid] = callback
 
         def stop() -> None:
             self._listeners.pop(pid, None)
@@ -106,7 +106,7 @@ class WarmServer:
             self._writer.close()
         pid = self._pid or (self._child.pid if self._child is not None else None)
         if pid is not None:
-            await asyncio.to_thread(_end, pid)
+            await asyncio.to_thread(_end_process, pid)
         if self._child is not None:
             await asyncio.to_thread(self._child.wait)
         self._socket.unlink(missing_ok=True)
@@ -129,12 +129,12 @@ class WarmServer:
 
     async def _connect_when_up(self) -> None:
         while not self._closing and self._child is not None and self._child.poll() is None:
-            if await self._talk():
+            if await self._connect():
                 return
             await asyncio.sleep(CONNECT_RETRY_S)
 
-    async def _talk(self) -> bool:
-        """Connect and read answers until the connection ends; False if there was none."""
+    async def _connect(self) -> bool:
+        """Connect and read replies until the connection ends; return whether there was one."""
         try:
             reader, writer = await asyncio.open_unix_connection(self._socket, limit=2**20)
         except OSError:
@@ -143,43 +143,43 @@ class WarmServer:
             writer.write(b'{"op":"ping"}\n')
             self._writer = writer
             while raw := await reader.readline():
-                self._on_answer(json.loads(raw))
+                self._handle_reply(json.loads(raw))
         except (ConnectionError, ValueError) as error:
-            log.warning("lost the warm process", error=repr(error))
+            log.warning("the connection to the warm server ended", error=repr(error))
         finally:
             self._writer, self._pid = None, None
             writer.close()
-            for future in self._answers.values():
+            for future in self._replies.values():
                 if not future.done():
-                    future.set_exception(WarmServerError("the connection to the warm process ended"))
+                    future.set_exception(WarmServerError("the connection to the warm server ended"))
         return True
 
-    def _on_answer(self, answer: dict[str, Any]) -> None:
-        if answer.get("op") == "pong":
-            self._pid = int(answer["pid"])
-            log.info("the warm process is ready", pid=self._pid)
-        if answer.get("op") == "exited" and (listener := self._listeners.get(int(answer["pid"]))) is not None:
+    def _handle_reply(self, reply: dict[str, Any]) -> None:
+        if reply.get("op") == "pong":
+            self._pid = int(reply["pid"])
+            log.info("the warm server is ready", pid=self._pid)
+        if reply.get("op") == "exited" and (listener := self._listeners.get(int(reply["pid"]))) is not None:
             listener()
-        future = self._answers.get(str(answer.get("id", "")))
+        future = self._replies.get(str(reply.get("id", "")))
         if future is not None and not future.done():
-            future.set_result(answer)
+            future.set_result(reply)
 
-    async def _ask(self, name: str, question: dict[str, Any]) -> dict[str, Any]:
+    async def _request(self, name: str, request: dict[str, Any]) -> dict[str, Any]:
         writer = self._writer
         if writer is None:
-            raise WarmServerError("the warm process is not there")
+            raise WarmServerError("the warm server is not connected")
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._answers[name] = future
+        self._replies[name] = future
         try:
-            writer.write(json.dumps(question).encode() + b"\n")
-            return await asyncio.wait_for(future, ANSWER_TIMEOUT_S)
+            writer.write(json.dumps(request).encode() + b"\n")
+            return await asyncio.wait_for(future, REPLY_TIMEOUT_S)
         except TimeoutError as error:
-            raise WarmServerTimeout(f"no answer within {ANSWER_TIMEOUT_S:.0f} s") from error
+            raise WarmServerTimeout(f"no reply within {REPLY_TIMEOUT_S:.0f} s") from error
         finally:
-            self._answers.pop(name, None)
+            self._replies.pop(name, None)
 
 
-def _end(pid: int) -> None:
+def _end_process(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError, psutil.Error):
         process = psutil.Process(pid)
         os.kill(pid, signal.SIGTERM)

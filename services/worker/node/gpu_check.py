@@ -1,4 +1,4 @@
-"""Whether the devices that a run is to use are fit for it: asked of the driver, and tried."""
+"""The check of a run's devices before its ranks start: by the driver, and by a small computation."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from services.worker import metrics
 from services.worker.core.rank_environment import CONTEXT_BYTES
 from services.worker.node.inventory import Gpu
 
-#: Memory that somebody else may hold on a device before it is not ours.
+#: Memory of a device that other programs may use before the device counts as taken.
 USED_MAX_SHARE = 0.05
 USED_MAX_BYTES = 2 * 2**30
 MATMUL_TIMEOUT_S = 90.0
-#: Seconds after which a device must compute once more.
+#: Seconds after which a device is computed on again.
 RECOMPUTE_S = 600.0
 RELEASE_PATIENCE_S = 5.0
 RELEASE_POLL_S = 0.25
-#: A product of whole numbers small enough to be exact in float32 whatever the order of the sums.
+#: A product of integers small enough to be exact in float32 in every order of the sums.
 MATMUL = """
 import torch
 a = (torch.arange(512 * 512, device="cuda") % 7 - 3).reshape(512, 512).float()
@@ -30,12 +30,12 @@ b = (torch.arange(512 * 512, device="cuda") % 5 - 2).reshape(512, 512).float()
 torch.backends.cuda.matmul.allow_tf32 = False
 expected = a.cpu().double() @ b.cpu().double()
 for _ in range(3):
-    assert torch.equal((a @ b).cpu().double(), expected), "a matrix product came out wrong"
+    assert torch.equal((a @ b).cpu().double(), expected), "a matrix product is wrong"
 """
 
 
 class UnfitDeviceError(Exception):
-    """Devices that a run was to use failed their check."""
+    """Devices of a run failed their check."""
 
     def __init__(self, problems: Mapping[int, str]) -> None:
         super().__init__("; ".join(problems.values()))
@@ -43,7 +43,7 @@ class UnfitDeviceError(Exception):
 
 
 class GpuCheck:
-    """Checks devices before a run touches them. What was computed right a while ago is not computed again."""
+    """Checks devices before a run uses them. One that computed correctly a while ago does not compute again."""
 
     def __init__(
         self,
@@ -52,33 +52,33 @@ class GpuCheck:
         now: Callable[[], float] = time.monotonic,
         patience_s: float = RELEASE_PATIENCE_S,
     ) -> None:
-        """``command`` computes on the device named in CUDA_VISIBLE_DEVICES and exits with 0 if that came out right."""
+        """``command`` computes on the device in CUDA_VISIBLE_DEVICES and exits with 0 if the result is correct."""
         self._gpus, self._command, self._now, self._patience_s = gpus, command, now, patience_s
         self._computed: dict[str, float] = {}
 
-    async def check(self, slots: Iterable[int], held: Mapping[int, Sequence[float]] | None = None) -> None:
-        """Return if the devices of these slots are fit; a node of CPU slots has none to be checked.
+    async def check(self, slots: Iterable[int], others: Mapping[int, Sequence[float]] | None = None) -> None:
+        """Check the devices of these slots; a node of CPU slots has none.
 
         Args:
-            held: slot -> the shares of its device that other runs have; only given for devices that are shared.
-                They may use so much memory of it, and nothing is tried out on it in between.
+            others: slot -> the shares of its device that other runs have; only for devices that are shared. Those runs
+                may use that much memory, and nothing is computed on the device meanwhile.
 
         Raises:
-            Unfit: they are not.
+            UnfitDeviceError: one failed.
         """
-        wanted = {slot: self._gpus[slot] for slot in slots if slot < len(self._gpus)}
-        if not wanted:
+        devices = {slot: self._gpus[slot] for slot in slots if slot < len(self._gpus)}
+        if not devices:
             return
-        held = held or {}
-        problems = await self._ask(wanted, held)
-        sound = {
+        others = others or {}
+        problems = await self._query_driver(devices, others)
+        due = {
             slot: gpu
-            for slot, gpu in wanted.items()
-            if slot not in problems and not held.get(slot) and self._is_due(gpu)
+            for slot, gpu in devices.items()
+            if slot not in problems and not others.get(slot) and self._is_due(gpu)
         }
-        tried = await asyncio.gather(*(_tried(gpu, self._command) for gpu in sound.values()))
-        problems |= {slot: why for slot, why in zip(sound, tried, strict=True) if why}
-        for slot, gpu in sound.items():
+        tried = await asyncio.gather(*(_compute(gpu, self._command) for gpu in due.values()))
+        problems |= {slot: why for slot, why in zip(due, tried, strict=True) if why}
+        for slot, gpu in due.items():
             if slot not in problems:
                 self._computed[gpu.uuid] = self._now()
         metrics.DEVICE_CHECKS.labels("failed" if problems else "passed").inc()
@@ -88,19 +88,19 @@ class GpuCheck:
     def _is_due(self, gpu: Gpu) -> bool:
         return self._now() - self._computed.get(gpu.uuid, -math.inf) > RECOMPUTE_S
 
-    async def _ask(self, wanted: Mapping[int, Gpu], held: Mapping[int, Sequence[float]]) -> dict[int, str]:
-        """What the driver says. Memory of a process that has just ended may take a moment to be free."""
+    async def _query_driver(self, devices: Mapping[int, Gpu], others: Mapping[int, Sequence[float]]) -> dict[int, str]:
+        """Return the problems that the driver reports. Memory of a process that has just ended is freed late."""
         deadline = self._now() + self._patience_s
-        asked = [(gpu, held.get(slot, ())) for slot, gpu in wanted.items()]
+        queries = [(gpu, others.get(slot, ())) for slot, gpu in devices.items()]
         while True:
-            found = await asyncio.to_thread(_asked, asked)
+            found = await asyncio.to_thread(_driver_problems, queries)
             if not found or self._now() >= deadline:
-                return {slot: found[gpu.uuid] for slot, gpu in wanted.items() if gpu.uuid in found}
+                return {slot: found[gpu.uuid] for slot, gpu in devices.items() if gpu.uuid in found}
             await asyncio.sleep(RELEASE_POLL_S)
 
 
-def _asked(gpus: Sequence[tuple[Gpu, Sequence[float]]]) -> dict[str, str]:
-    """By uuid, what the driver says against a device of which others have those shares."""
+def _driver_problems(gpus: Sequence[tuple[Gpu, Sequence[float]]]) -> dict[str, str]:
+    """Return uuid -> the problem of a device of which other runs have those shares."""
     import pynvml
 
     try:
@@ -108,25 +108,25 @@ def _asked(gpus: Sequence[tuple[Gpu, Sequence[float]]]) -> dict[str, str]:
     except pynvml.NVMLError as error:
         return {gpu.uuid: f"the driver does not answer: {error}" for gpu, _ in gpus}
     try:
-        found = {gpu.uuid: _problem(pynvml, gpu, held) for gpu, held in gpus}
+        found = {gpu.uuid: _problem(pynvml, gpu, shares) for gpu, shares in gpus}
         return {uuid: why for uuid, why in found.items() if why}
     finally:
         pynvml.nvmlShutdown()
 
 
-def _problem(nvml: Any, gpu: Gpu, held: Sequence[float]) -> str:
+def _problem(nvml: Any, gpu: Gpu, shares: Sequence[float]) -> str:
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(gpu.uuid))
         # A slice has no counters of errors of its own.
         handle = nvml.nvmlDeviceGetHandleByUUID(gpu.board)
     except nvml.NVMLError as error:
-        return f"{gpu.name} ({gpu.uuid}) is not visible any more: {error}"
+        return f"{gpu.name} ({gpu.uuid}) is not visible to the driver: {error}"
     name = f"{gpu.name} ({gpu.uuid})"
-    others_bytes = sum(share * memory.total + CONTEXT_BYTES for share in held)
+    others_bytes = sum(share * memory.total + CONTEXT_BYTES for share in shares)
     if memory.used > others_bytes + max(USED_MAX_SHARE * memory.total, USED_MAX_BYTES):
-        beside = f" beyond the {sum(held):.0%} that other runs have of it" if held else ""
-        return f"{name}: {memory.used / 2**30:.1f} GiB of its memory are in use by somebody else{beside}"
-    uncorrected = _asking(
+        beyond = f" beyond the {sum(shares):.0%} that other runs have of it" if shares else ""
+        return f"{name}: {memory.used / 2**30:.1f} GiB of its memory are in use by another program{beyond}"
+    uncorrected = _query(
         nvml,
         nvml.nvmlDeviceGetTotalEccErrors,
         handle,
@@ -135,24 +135,24 @@ def _problem(nvml: Any, gpu: Gpu, held: Sequence[float]) -> str:
     )
     if uncorrected:
         return f"{name}: {uncorrected} memory errors that could not be corrected since the driver was loaded"
-    if _asking(nvml, nvml.nvmlDeviceGetRetiredPagesPendingStatus, handle):
-        return f"{name}: pages of its memory are to be retired, which takes a reset"
-    remapped = _asking(nvml, nvml.nvmlDeviceGetRemappedRows, handle)
+    if _query(nvml, nvml.nvmlDeviceGetRetiredPagesPendingStatus, handle):
+        return f"{name}: pages of its memory are pending retirement: reset the GPU"
+    remapped = _query(nvml, nvml.nvmlDeviceGetRemappedRows, handle)
     if remapped and (remapped[2] or remapped[3]):  # pending, failed
-        return f"{name}: rows of its memory are to be remapped, which takes a reset, or could not be"
+        return f"{name}: rows of its memory are pending remapping, or could not be remapped: reset the GPU"
     return ""
 
 
-def _asking(nvml: Any, question: Any, *arguments: Any) -> Any:
-    """The answer, None where the device knows no such thing."""
+def _query(nvml: Any, query: Any, *arguments: Any) -> Any:
+    """Return the answer; None if the device does not support the query."""
     try:
-        return question(*arguments)
+        return query(*arguments)
     except nvml.NVMLError:
         return None
 
 
-async def _tried(gpu: Gpu, command: Sequence[str]) -> str:
-    """Compute something on the device, in a process of its own: '' if it came out right."""
+async def _compute(gpu: Gpu, command: Sequence[str]) -> str:
+    """Compute on the device, in a process of its own; return the problem, '' if the result is correct."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu.uuid}
     process = await asyncio.create_subprocess_exec(
         *command, env=environment, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
@@ -167,5 +167,5 @@ async def _tried(gpu: Gpu, command: Sequence[str]) -> str:
             await process.wait()
     if process.returncode == 0:
         return ""
-    said = errors.decode(errors="replace").strip().splitlines()
-    return f"{gpu.name} ({gpu.uuid}): a small computation failed: {said[-1][:500] if said else process.returncode}"
+    lines = errors.decode(errors="replace").strip().splitlines()
+    return f"{gpu.name} ({gpu.uuid}): a small computation failed: {lines[-1][:500] if lines else process.returncode}"

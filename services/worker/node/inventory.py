@@ -1,4 +1,4 @@
-"""What this node has: GPUs by NVML, CPU slots on a machine without."""
+"""The inventory of a node: GPUs by NVML, CPU slots on a machine without."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from services.worker.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)
 
-#: What tells a kind of processor from others, on x86 and on ARM.
+#: What identifies a model of processor, on x86 and on ARM.
 PROCESSOR = {
     "vendor": ("vendor_id", "CPU implementer"),
     "family": ("cpu family", "CPU architecture"),
@@ -29,19 +29,19 @@ PROCESSOR = {
     "name": ("model name",),
     "stepping": ("stepping", "CPU revision"),
 }
-#: Instructions that decide which kernels the libraries choose.
+#: Instruction sets that decide which kernels the libraries choose.
 ISA_PREFIXES = ("avx", "amx", "sve", "sme")
 ISA = {"fma", "f16c", "sse4_2", "asimd", "asimddp", "asimdhp", "asimdfhm", "bf16", "i8mm", "fphp"}
 
 
-#: Where the kernel says how much of the machine a container may use (cgroup v2).
+#: The limits of a container (cgroup v2).
 CGROUP = Path("/sys/fs/cgroup")
 GIBIBYTE = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What one slot stands for: a whole GPU, or a MIG slice of one."""
+    """The device of one slot: a whole GPU, or a MIG slice of one."""
 
     uuid: str
     name: str
@@ -54,13 +54,13 @@ class Gpu:
 
     @property
     def board(self) -> str:
-        """The uuid of the GPU itself, which health, load and power are asked of."""
+        """The uuid of the whole GPU, which has health, load and power."""
         return self.parent or self.uuid
 
 
 @dataclass(frozen=True, slots=True)
 class NodeInventory:
-    """What a node offers."""
+    """The resources of a node."""
 
     slots: int
     accelerator: str
@@ -70,14 +70,14 @@ class NodeInventory:
     #: One for each slot; empty on a node of CPU slots.
     gpus: tuple[Gpu, ...]
     software: dict[str, str]
-    #: What decides the last bits of arithmetic here, and a hash of it.
+    #: What decides the last bits of arithmetic here.
     machine: dict[str, str]
     #: Processors for runs that say how many they need.
     cpus: float = 0.0
 
     @property
     def slot_profiles(self) -> tuple[str, ...]:
-        """MIG profile of each slot, '' for a whole GPU; empty where all are whole."""
+        """The MIG profile of each slot, '' for a whole GPU; empty if all are whole."""
         profiles = tuple(gpu.mig_profile for gpu in self.gpus)
         return profiles if any(profiles) else ()
 
@@ -104,13 +104,13 @@ def inspect_node(settings: WorkerSettings) -> NodeInventory:
         slot_memory_bytes=min(gpu.memory_bytes for gpu in gpus) if gpus else memory_bytes // max(slots, 1),
         gpus=gpus,
         software=_software(),
-        machine=machine(gpus),
+        machine=describe_machine(gpus),
         cpus=min(float(cores), cpu_limit()) if settings.cpus is None else settings.cpus,
     )
 
 
 def cpu_limit(cgroup: Path = CGROUP) -> float:
-    """Processors' worth of time that a container may use; infinite where nothing limits it."""
+    """Return the processors that a container may use; infinity without a limit."""
     with suppress(OSError, ValueError):
         quota, period = (cgroup / "cpu.max").read_text().split()
         return int(quota) / int(period)
@@ -118,16 +118,16 @@ def cpu_limit(cgroup: Path = CGROUP) -> float:
 
 
 def memory_limit_bytes(cgroup: Path = CGROUP) -> int:
-    """Memory that a container may use; more than any machine has where nothing limits it."""
+    """Return the memory that a container may use; more than any machine has without a limit."""
     with suppress(OSError, ValueError):
         return int((cgroup / "memory.max").read_text())
     return 2**63
 
 
-def machine(gpus: tuple[Gpu, ...] = (), cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
-    """What decides the last bits of a sum on this machine: processor, what it can do, GPUs, libraries.
+def describe_machine(gpus: tuple[Gpu, ...] = (), cpuinfo: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
+    """Return what decides the last bits of a sum on this machine: processor, instruction sets, GPUs, libraries.
 
-    Nothing of it changes with the load, the number of cores or the name of the machine.
+    None of it changes with the load, the number of cores or the name of the machine.
     """
     try:
         processor = _first_processor(cpuinfo.read_text())
@@ -168,7 +168,7 @@ def _driver() -> str:
 
 
 def find_gpus() -> tuple[Gpu, ...]:
-    """The machine's GPUs in PCI order, MIG slices in the place of those that are cut up; none without a driver."""
+    """Return the machine's GPUs in PCI order, with MIG slices in place of partitioned ones; none without a driver."""
     import pynvml
 
     try:
@@ -178,29 +178,29 @@ def find_gpus() -> tuple[Gpu, ...]:
     try:
         return tuple(gpu for number in range(pynvml.nvmlDeviceGetCount()) for gpu in _slots_of(pynvml, number))
     except pynvml.NVMLError as error:
-        log.warning("the GPUs cannot be listed, none is offered", error=str(error))
+        log.warning("the GPUs cannot be listed, the node offers none", error=str(error))
         return ()
     finally:
         pynvml.nvmlShutdown()
 
 
 def _slots_of(nvml: Any, number: int) -> list[Gpu]:
-    """One GPU, or the slices that it is cut into; a GPU in MIG mode without any slice offers nothing."""
+    """Return a GPU, or its slices; a GPU in MIG mode without a slice offers nothing."""
     handle = nvml.nvmlDeviceGetHandleByIndex(number)
     total_bytes = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
     whole = Gpu(
         _text(nvml.nvmlDeviceGetUUID(handle)), _text(nvml.nvmlDeviceGetName(handle)), total_bytes, number=number
     )
     try:
-        cut_up = nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE
-    except nvml.NVMLError:  # a kind of GPU that cannot be cut up
-        cut_up = False
-    return [_slice(nvml, each, whole) for each in _slice_handles(nvml, handle)] if cut_up else [whole]
+        is_partitioned = nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE
+    except nvml.NVMLError:  # a model that cannot be partitioned
+        is_partitioned = False
+    return [_slice(nvml, each, whole) for each in _slice_handles(nvml, handle)] if is_partitioned else [whole]
 
 
 def _slice_handles(nvml: Any, handle: Any) -> Iterator[Any]:
     for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-        with suppress(nvml.NVMLError):  # places for slices need not be taken
+        with suppress(nvml.NVMLError):  # not every place has a slice
             yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
 
 
@@ -216,9 +216,9 @@ def _slice(nvml: Any, handle: Any, whole: Gpu) -> Gpu:
 
 
 def _profile(nvml: Any, handle: Any, total_bytes: int) -> str:
-    """The name of a slice's profile, as ``nvidia-smi`` and the Kubernetes device plugin write it.
+    """Return the name of a slice's profile, as ``nvidia-smi`` and the Kubernetes device plugin write it.
 
-    Its memory is named in eighths of the GPU's, rounded up, rather than by what is left of it for use.
+    The name has the memory in eighths of the GPU's, rounded up, not the usable part.
     """
     attributes = nvml.nvmlDeviceGetAttributes(handle)
     eighths = math.ceil(attributes.memorySizeMB * 2**20 / total_bytes * 8)
@@ -229,20 +229,20 @@ def _profile(nvml: Any, handle: Any, total_bytes: int) -> str:
 
 
 def visible_gpus(gpus: tuple[Gpu, ...], visible: str | None) -> tuple[Gpu, ...]:
-    """Those GPUs that whoever started the agent meant it to have (CUDA_VISIBLE_DEVICES)."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES (``visible``) gives to the agent."""
     if visible is None:
         return gpus
     by_name: dict[str, list[Gpu]] = {}
     for gpu in gpus:
-        # A GPU that is cut up stands for all of its slices.
+        # The name of a partitioned GPU stands for all its slices.
         for name in {str(gpu.number), gpu.uuid, gpu.board}:
             by_name.setdefault(name, []).append(gpu)
-    meant = [gpu for part in visible.split(",") for gpu in by_name.get(part.strip(), ())]
-    return tuple(dict.fromkeys(meant))
+    visible_ones = [gpu for part in visible.split(",") for gpu in by_name.get(part.strip(), ())]
+    return tuple(dict.fromkeys(visible_ones))
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has ``address``, '' if none has."""
+    """Return the network interface that has ``address``; '' if none has."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == address for each in addresses):
             return str(name)

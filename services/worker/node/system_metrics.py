@@ -1,4 +1,4 @@
-"""What the node and the ranks use, measured from outside."""
+"""System metrics: what a node and its ranks use of processor, memory and GPUs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SystemMeter:
         psutil.cpu_percent(None)
 
     def measure(self, pids: Iterable[int], slots: Iterable[int] = ()) -> dict[str, float]:
-        """Named as MLflow names its system metrics, so that they stand beside those of other runs."""
+        """Return values under the names of MLflow's system metrics."""
         memory = psutil.virtual_memory()
         values = {
             "system/cpu_utilization_percentage": float(psutil.cpu_percent(None)),
@@ -29,18 +29,18 @@ class SystemMeter:
             "system/system_memory_usage_percentage": float(memory.percent),
         }
         cpu_percent = memory_bytes = 0.0
-        for process in self._family(pids):
+        for process in self._process_tree(pids):
             with contextlib.suppress(psutil.Error):
                 cpu_percent += process.cpu_percent(None)
                 memory_bytes += process.memory_info().rss
         values["system/ranks_cpu_percentage"] = cpu_percent
         values["system/ranks_memory_usage_megabytes"] = memory_bytes / MEBIBYTE
         if self._gpus:
-            values |= gpu_values([self._gpus[slot] for slot in slots if slot < len(self._gpus)])
+            values |= measure_gpus([self._gpus[slot] for slot in slots if slot < len(self._gpus)])
         return values
 
-    def _family(self, pids: Iterable[int]) -> list[psutil.Process]:
-        """The processes and their children; objects are kept, for their percentages need a before."""
+    def _process_tree(self, pids: Iterable[int]) -> list[psutil.Process]:
+        """Return the processes and their children, the same objects each time: percentages need the one before."""
         now: dict[int, psutil.Process] = {}
         for pid in pids:
             with contextlib.suppress(psutil.Error):
@@ -51,8 +51,8 @@ class SystemMeter:
         return list(now.values())
 
 
-def gpu_values(gpus: list[Gpu]) -> dict[str, float]:
-    """Load, memory and power of some GPUs."""
+def measure_gpus(gpus: list[Gpu]) -> dict[str, float]:
+    """Return load, memory and power of GPUs."""
     import pynvml
 
     values: dict[str, float] = {}
@@ -67,7 +67,7 @@ def gpu_values(gpus: list[Gpu]) -> dict[str, float]:
                 values[f"system/gpu_{number}_memory_usage_megabytes"] = memory.used / MEBIBYTE
                 values[f"system/gpu_{number}_memory_usage_percentage"] = 100.0 * memory.used / memory.total
             with contextlib.suppress(pynvml.NVMLError):
-                # Of a MIG slice: of the whole GPU, which nobody tells for the slice alone. Load not even that.
+                # Power is the whole GPU's, also for a MIG slice; the driver reports no load then.
                 board = pynvml.nvmlDeviceGetHandleByUUID(gpu.board)
                 values[f"system/gpu_{number}_power_usage_watts"] = pynvml.nvmlDeviceGetPowerUsage(board) / 1000
                 load = pynvml.nvmlDeviceGetUtilizationRates(board)

@@ -1,4 +1,4 @@
-"""Notices that the machine will be taken away, from whoever runs it."""
+"""Notices that the machine will be taken away: from clouds, Slurm and Kubernetes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ __all__ = ["Notice", "Source", "find_sources"]
 log = structlog.get_logger(__name__)
 
 DMI = Path("/sys/class/dmi/id")
-#: What the makers of clouds write into the firmware of their machines.
-MAKERS: dict[str, type[Ec2Source] | type[GcpSource] | type[AzureSource]] = {
+#: Vendor names in the firmware of the clouds' machines.
+VENDORS: dict[str, type[Ec2Source] | type[GcpSource] | type[AzureSource]] = {
     "amazon": Ec2Source,
     "google": GcpSource,
     "microsoft corporation": AzureSource,
@@ -38,7 +38,7 @@ async def find_sources(
     environment: Mapping[str, str] = os.environ,
     dmi: Path = DMI,
 ) -> list[NoticeSource]:
-    """The sources that apply on this machine; found within a second or two, without a word to any other machine."""
+    """Return the sources that exist on this machine, within a second or two and without a request to another one."""
     metadata = MetadataServer(session, metadata_url, interval_s)
     candidates: list[NoticeSource] = [SlurmSource(environment), KubernetesSource(environment, prestop_file, interval_s)]
     candidates += [cloud(metadata) for cloud in _clouds(dmi)]
@@ -49,7 +49,7 @@ async def find_sources(
 
 
 def _clouds(dmi: Path) -> list[type[Ec2Source] | type[GcpSource] | type[AzureSource]]:
-    """The clouds worth asking: the one that the firmware names; all of them where it cannot be read."""
+    """Return the cloud that the firmware names; all clouds if it cannot be read."""
     words = ""
     for name in ("sys_vendor", "board_vendor", "bios_vendor", "product_name"):
         try:
@@ -58,4 +58,4 @@ def _clouds(dmi: Path) -> list[type[Ec2Source] | type[GcpSource] | type[AzureSou
             continue
     if not words:
         return [Ec2Source, GcpSource, AzureSource]
-    return [cloud for maker, cloud in MAKERS.items() if maker in words]
+    return [cloud for vendor, cloud in VENDORS.items() if vendor in words]

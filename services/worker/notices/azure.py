@@ -1,4 +1,4 @@
-"""Azure: Scheduled Events, from the instance metadata service; an event may begin as soon as we say so.
+"""Azure: Scheduled Events, from the instance metadata service; an event that is acknowledged begins at once.
 
 https://learn.microsoft.com/azure/virtual-machines/linux/scheduled-events
 """
@@ -21,7 +21,7 @@ log = structlog.get_logger(__name__)
 HEADERS = {"Metadata": "true"}
 EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
 NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
-#: Events that end what runs on the machine. A freeze of seconds does not.
+#: Events that end the runs on the machine. A freeze of seconds does not.
 ENDING = {"Preempt", "Terminate", "Reboot", "Redeploy"}
 
 
@@ -34,31 +34,31 @@ class AzureSource:
 
     async def applies(self) -> bool:
         try:
-            status, body, _ = await self._metadata.ask(NAME, HEADERS, timeout_s=PROBE_TIMEOUT_S)
+            status, body, _ = await self._metadata.request(NAME, HEADERS, timeout_s=PROBE_TIMEOUT_S)
         except (aiohttp.ClientError, TimeoutError):
             return False
         self._machine = body.strip() if status == 200 else ""
         return status == 200
 
     def watch(self) -> AsyncIterator[Notice]:
-        return poll_notices(self.name, self._metadata.interval_s, self._look)
+        return poll_notices(self.name, self._metadata.interval_s, self._fetch)
 
-    async def _look(self) -> list[Notice]:
-        status, body, _ = await self._metadata.ask(EVENTS, HEADERS)
+    async def _fetch(self) -> list[Notice]:
+        status, body, _ = await self._metadata.request(EVENTS, HEADERS)
         if status != 200:
-            raise ValueError(f"scheduled events answer {status}")
-        return [self._notice(event) for event in json.loads(body)["Events"] if self._ends_us(event)]
+            raise ValueError(f"scheduled events returned status {status}")
+        return [self._notice(event) for event in json.loads(body)["Events"] if self._ends_machine(event)]
 
     async def acknowledge(self, notice: Notice) -> None:
-        """Let the event begin: nobody pays for a machine that waits out its notice."""
+        """Let the event begin at once."""
         request = {"StartRequests": [{"EventId": notice.token}]}
         try:
-            await self._metadata.ask(EVENTS, HEADERS, method="POST", json=request)
+            await self._metadata.request(EVENTS, HEADERS, method="POST", json=request)
         except (aiohttp.ClientError, TimeoutError) as error:
             log.warning("a scheduled event could not be acknowledged", event_id=notice.token, error=repr(error))
 
-    def _ends_us(self, event: dict[str, Any]) -> bool:
-        # The events of a whole scale set are told to each of its machines.
+    def _ends_machine(self, event: dict[str, Any]) -> bool:
+        # Each machine of a scale set gets the events of all of them.
         return event["EventType"] in ENDING and (not self._machine or self._machine in event["Resources"])
 
     def _notice(self, event: dict[str, Any]) -> Notice:

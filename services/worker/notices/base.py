@@ -1,4 +1,4 @@
-"""What a source of notices is, and how machines' metadata are asked."""
+"""Notices that a machine will be taken away: their sources, and the metadata server that some of them poll."""
 
 from __future__ import annotations
 
@@ -16,49 +16,49 @@ log = structlog.get_logger(__name__)
 
 PROBE_TIMEOUT_S = 1.0
 REQUEST_TIMEOUT_S = 5.0
-#: The longest that a server which fails is left alone.
+#: The longest pause between two requests to a server that fails.
 RETRY_MAX_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """Somebody said that the machine will be taken away (``leave``), or may be."""
+    """The machine will be taken away (``leave``), or may be."""
 
     source: str
     kind: str
-    #: Seconds that are left; None where nobody says.
+    #: Seconds until then; None if the source gives none.
     grace_s: float | None = None
     detail: str = ""
-    #: False: a recommendation; what runs may go on until there is a better place.
+    #: False: a recommendation; runs go on until there is a better place.
     leave: bool = True
-    #: The source's own name for it.
+    #: The source's own id of the notice.
     token: str = ""
 
 
 class NoticeSource(Protocol):
-    """One way in which notices come."""
+    """One origin of notices."""
 
     @property
     def name(self) -> str: ...
 
     async def applies(self) -> bool:
-        """Whether notices can come this way on this machine; answers within a second or two."""
+        """Whether this source exists on this machine; takes a second or two at most."""
         ...
 
     def watch(self) -> AsyncIterator[Notice]:
-        """Every notice once, for ever; what goes wrong is tried again."""
+        """Yield every notice once, for ever; errors are retried."""
         ...
 
     async def acknowledge(self, notice: Notice) -> None:
-        """Say that nothing runs here any more: the machine may go now."""
+        """Tell the source that no run is left on the machine."""
         ...
 
 
 class MetadataServer:
-    """The metadata server of the machine: at an address that no other machine can have."""
+    """The metadata server of the machine, at a link-local or loopback address."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, interval_s: float) -> None:
-        """Remember where to ask.
+        """Check the address.
 
         Raises:
             ValueError: the address is neither link-local nor loopback.
@@ -69,10 +69,10 @@ class MetadataServer:
         except ValueError:
             address = None
         if address is None or not (address.is_link_local or address.is_loopback):
-            raise ValueError(f"{url!r} is no metadata server: give a link-local or loopback address")
+            raise ValueError(f"{url!r} is not a metadata server: give a link-local or loopback address")
         self._session, self._url, self.interval_s = session, url.rstrip("/"), interval_s
 
-    async def ask(
+    async def request(
         self,
         path: str,
         headers: Mapping[str, str],
@@ -81,10 +81,10 @@ class MetadataServer:
         json: object = None,
         timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> tuple[int, str, str]:
-        """(status, body, ETag).
+        """Send a request; return (status, body, ETag).
 
         Raises:
-            aiohttp.ClientError, TimeoutError: there was no answer.
+            aiohttp.ClientError, TimeoutError: the server does not answer.
         """
         async with self._session.request(
             method,
@@ -98,15 +98,17 @@ class MetadataServer:
 
 
 class RetryBackoff:
-    """Longer and longer pauses while a server fails; the first failure is told, not all of them."""
+    """Exponential pauses while a server fails; only the first failure is logged."""
 
     def __init__(self, name: str, interval_s: float) -> None:
         self._name, self._interval_s, self._failures = name, interval_s, 0
 
-    def worked(self) -> None:
+    def reset(self) -> None:
+        """Note that the server has answered."""
         self._failures = 0
 
-    async def failed(self, error: object) -> None:
+    async def pause(self, error: object) -> None:
+        """Pause after a failure, longer each time."""
         if self._failures == 0:
             log.warning("a source of notices does not answer", source=self._name, error=repr(error))
         self._failures += 1
@@ -114,17 +116,17 @@ class RetryBackoff:
 
 
 async def poll_notices(
-    name: str, interval_s: float, look: Callable[[], Awaitable[Iterable[Notice]]]
+    name: str, interval_s: float, fetch: Callable[[], Awaitable[Iterable[Notice]]]
 ) -> AsyncIterator[Notice]:
-    """Every notice that ``look`` ever finds, once; what it cannot ask or read is tried again later."""
-    patience, seen = RetryBackoff(name, interval_s), set[str]()
+    """Yield every notice that ``fetch`` ever returns, once; its errors are retried."""
+    backoff, seen = RetryBackoff(name, interval_s), set[str]()
     while True:
         found: Iterable[Notice] = ()
         try:
-            found = await look()
-            patience.worked()
+            found = await fetch()
+            backoff.reset()
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
-            await patience.failed(error)
+            await backoff.pause(error)
         for notice in found:
             if notice.token not in seen:
                 seen.add(notice.token)

@@ -29,47 +29,47 @@ class Ec2Source:
 
     async def applies(self) -> bool:
         try:
-            await self._renew(PROBE_TIMEOUT_S)
+            await self._renew_token(PROBE_TIMEOUT_S)
         except (aiohttp.ClientError, TimeoutError):
             return False
         return bool(self._token)
 
     def watch(self) -> AsyncIterator[Notice]:
-        return poll_notices(self.name, self._metadata.interval_s, self._look)
+        return poll_notices(self.name, self._metadata.interval_s, self._fetch)
 
-    async def _look(self) -> list[Notice]:
-        return [*self._action(await self._get(ACTION)), *self._rebalance(await self._get(REBALANCE))]
+    async def _fetch(self) -> list[Notice]:
+        return [*self._action_notices(await self._get(ACTION)), *self._rebalance_notices(await self._get(REBALANCE))]
 
     async def acknowledge(self, notice: Notice) -> None:
-        """EC2 takes no answer."""
+        """EC2 expects no acknowledgement."""
 
-    def _action(self, body: str) -> list[Notice]:
+    def _action_notices(self, body: str) -> list[Notice]:
         if not body:
             return []
-        said = json.loads(body)
-        at = datetime.fromisoformat(said["time"]).timestamp()
-        return [Notice(self.name, said["action"], max(at - time.time(), 0.0), f"at {said['time']}", token=body)]
+        action = json.loads(body)
+        at = datetime.fromisoformat(action["time"]).timestamp()
+        return [Notice(self.name, action["action"], max(at - time.time(), 0.0), f"at {action['time']}", token=body)]
 
-    def _rebalance(self, body: str) -> list[Notice]:
+    def _rebalance_notices(self, body: str) -> list[Notice]:
         if not body:
             return []
         return [Notice(self.name, "rebalance", None, "an interruption is likely", leave=False, token="rebalance")]
 
     async def _get(self, path: str) -> str:
-        """The document, '' while there is none."""
+        """Return the document; '' while there is none."""
         for _ in range(2):
-            status, body, _ = await self._metadata.ask(path, {"X-aws-ec2-metadata-token": self._token})
-            if status == 401:  # the token is used up
-                await self._renew()
+            status, body, _ = await self._metadata.request(path, {"X-aws-ec2-metadata-token": self._token})
+            if status == 401:  # the token has expired
+                await self._renew_token()
                 continue
             if status == 404:
                 return ""
             if status != 200:
-                raise ValueError(f"{path} answers {status}")
+                raise ValueError(f"{path} returned status {status}")
             return body
-        raise ValueError("the metadata service takes no token")
+        raise ValueError("the metadata service accepts no token")
 
-    async def _renew(self, timeout_s: float = 5.0) -> None:
+    async def _renew_token(self, timeout_s: float = 5.0) -> None:
         headers = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_TTL_S)}
-        status, body, _ = await self._metadata.ask("/latest/api/token", headers, method="PUT", timeout_s=timeout_s)
+        status, body, _ = await self._metadata.request("/latest/api/token", headers, method="PUT", timeout_s=timeout_s)
         self._token = body if status == 200 else ""

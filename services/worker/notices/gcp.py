@@ -1,4 +1,4 @@
-"""Google Compute Engine: preemption and host maintenance, from the metadata server, which answers when they come.
+"""Google Compute Engine: preemption and host maintenance, from the metadata server, which holds requests.
 
 https://cloud.google.com/compute/docs/instances/create-use-preemptible#determine_if_an_instance_was_preempted and
 https://cloud.google.com/compute/docs/metadata/getting-live-migration-notice
@@ -16,9 +16,9 @@ from services.worker.notices.base import PROBE_TIMEOUT_S, MetadataServer, Notice
 
 HEADERS = {"Metadata-Flavor": "Google"}
 INSTANCE = "/computeMetadata/v1/instance/"
-#: What a preempted machine is given.
+#: Seconds that a preempted machine has.
 PREEMPTION_GRACE_S = 30.0
-#: What a machine that cannot be moved is given at the least before maintenance.
+#: Seconds that a machine which cannot be migrated has before maintenance, at the least.
 MAINTENANCE_GRACE_S = 60.0
 #: Seconds that the server holds a request for a change.
 HELD_S = 60
@@ -32,7 +32,7 @@ class GcpSource:
 
     async def applies(self) -> bool:
         try:
-            status, _, _ = await self._metadata.ask(INSTANCE + "preempted", HEADERS, timeout_s=PROBE_TIMEOUT_S)
+            status, _, _ = await self._metadata.request(INSTANCE + "preempted", HEADERS, timeout_s=PROBE_TIMEOUT_S)
         except (aiohttp.ClientError, TimeoutError):
             return False
         return status == 200
@@ -47,35 +47,35 @@ class GcpSource:
             await cancel_and_wait(*tasks)
 
     async def acknowledge(self, notice: Notice) -> None:
-        """Compute Engine takes no answer."""
+        """Compute Engine expects no acknowledgement."""
 
     async def _follow(self, name: str, found: asyncio.Queue[Notice]) -> None:
-        """Put a notice into the queue each time that the value comes to mean one."""
-        patience, etag, before = RetryBackoff(self.name, self._metadata.interval_s), "", ""
+        """Queue a notice each time that the value changes to one that ends the machine."""
+        backoff, etag, before = RetryBackoff(self.name, self._metadata.interval_s), "", ""
         while True:
             wait = f"?wait_for_change=true&timeout_sec={HELD_S}&last_etag={etag}" if etag else ""
             try:
-                status, body, etag = await self._metadata.ask(
+                status, body, etag = await self._metadata.request(
                     INSTANCE + name + wait, HEADERS, timeout_s=HELD_S + PROBE_TIMEOUT_S * 5
                 )
             except (aiohttp.ClientError, TimeoutError) as error:
-                await patience.failed(error)
+                await backoff.pause(error)
                 continue
             if status != 200:
-                await patience.failed(f"{name} answers {status}")
+                await backoff.pause(f"{name} returned status {status}")
                 continue
-            patience.worked()
-            if body != before and (notice := self._meaning(body.strip())) is not None:
+            backoff.reset()
+            if body != before and (notice := self._to_notice(body.strip())) is not None:
                 found.put_nowait(notice)
             before = body
             if not etag:
                 await asyncio.sleep(self._metadata.interval_s)
 
-    def _meaning(self, value: str) -> Notice | None:
+    def _to_notice(self, value: str) -> Notice | None:
         match value:
             case "TRUE":
                 return Notice(self.name, "preempted", PREEMPTION_GRACE_S)
             case "TERMINATE_ON_HOST_MAINTENANCE":
                 return Notice(self.name, "maintenance", MAINTENANCE_GRACE_S, "the host is maintained")
-            case _:  # NONE, FALSE, and moves that the machine survives
+            case _:  # NONE, FALSE, and live migrations
                 return None

@@ -14,8 +14,8 @@ from services.worker.notices.base import Notice
 
 #: Kubernetes' own ``terminationGracePeriodSeconds`` where the pod gives none.
 DEFAULT_GRACE_S = 30.0
-#: A file that is empty for so long was only touched: the hook gives no number.
-WRITING_S = 1.0
+#: A file that stays empty for this long was only touched: the hook gives no number.
+WRITE_TIME_S = 1.0
 
 
 class KubernetesSource:
@@ -37,20 +37,20 @@ class KubernetesSource:
         await asyncio.Event().wait()
 
     async def acknowledge(self, notice: Notice) -> None:
-        """The agent's end is the answer."""
+        """The end of the agent is the acknowledgement."""
 
     def _written_at(self) -> float | None:
-        """When the hook wrote the file; one from before our start meant another life of the container."""
+        """Return when the hook wrote the file; one from before the agent's start is of another container."""
         try:
             found = self._file.stat()
         except OSError:
             return None
-        if found.st_size == 0 and time.time() < found.st_mtime + WRITING_S:
+        if found.st_size == 0 and time.time() < found.st_mtime + WRITE_TIME_S:
             return None  # a shell empties the file before it writes
         return found.st_mtime if found.st_mtime >= self._since - 1 else None
 
     def _grace_s(self) -> float:
-        """Seconds that the pod has from the hook on: the file's content, if it is a number."""
+        """Return the seconds of the pod from the hook on: the file's content, if it is a number."""
         try:
             return float(self._file.read_text().strip())
         except (OSError, ValueError):

@@ -1,6 +1,6 @@
 """Slurm: the signal of ``sbatch --signal=USR1@<seconds>``, and the end of the job's time.
 
-What Slurm preempts gets SIGTERM, which every agent heeds. https://slurm.schedmd.com/sbatch.html
+A job that Slurm preempts gets SIGTERM, which every agent handles. https://slurm.schedmd.com/sbatch.html
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Mapping
 
 from services.worker.notices.base import Notice
 
-#: Seconds before the end of the job's time at which its runs begin to leave.
+#: Seconds before the end of the job's time at which its runs are stopped.
 LEAVE_BEFORE_S = 120.0
 
 
@@ -45,4 +45,4 @@ class SlurmSource:
             loop.remove_signal_handler(signal.SIGUSR1)
 
     async def acknowledge(self, notice: Notice) -> None:
-        """Slurm takes no answer."""
+        """Slurm expects no acknowledgement."""

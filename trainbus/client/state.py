@@ -453,8 +453,8 @@ _TEXT: dict[type[Any], Callable[[Any], str]] = {
     run.RunStarved: lambda e: (
         f"rank {e.rank} on {e.node_id} waits for data {e.wait_share:.0%} of its time ({e.bound_by}): {e.hint}"
     ),
-    run.RunPreempting: lambda e: f"asked to let go within {e.grace_s:g} s: {e.reason}",
-    run.RunReleased: lambda e: f"let go of {e.node_id} at step {e.step}" + ("" if e.clean else " (not all committed)"),
+    run.RunPreempting: lambda e: f"asked to release its slots within {e.grace_s:g} s: {e.reason}",
+    run.RunReleased: lambda e: f"released {e.node_id} at step {e.step}" + ("" if e.clean else " (not all committed)"),
     run.RunExited: _exited,
     run.RunCompleted: lambda e: "completed" + (f": {numbers(e.metrics)}" if e.metrics else ""),
     run.RunFailed: lambda e: f"failed: {e.reason}",

@@ -166,7 +166,7 @@ def _keep(stack: StackProcess) -> None:
 
 def _wait_for_stack(demo: Demo, stack: StackProcess) -> None:
     stage = demo.screen.stage("embedded stack")
-    stage.detail = "NATS, S3, eight services, two nodes of two slots"
+    stage.detail = "NATS, S3, seven services, two nodes of two slots"
     deadline = time.monotonic() + 60
     info: StackInfo | None = None
     while info is None:

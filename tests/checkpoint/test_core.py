@@ -328,3 +328,15 @@ def test_what_is_no_manifest_stops_the_collection(body: bytes) -> None:
 
 def test_what_is_committed_is_never_too_long_a_chain_to_be_restored() -> None:
     assert commit.MAX_CHAIN == chunks.MAX_CHAIN
+
+
+def test_the_end_of_an_old_generation_releases_no_checkpoint() -> None:
+    holds, other = Holds(), "s3://models/x/rparent/checkpoints/epoch_1/step_1.g1.json"
+    spec = RunSpec(name="tuned", command=["true"], init_from=other)
+    holds.apply(RunAccepted(run_id="rt", spec=spec, request_id="1", request_source="s"))
+    for generation in (1, 2):
+        holds.apply(placed(generation, run="rt"))
+    holds.apply(RunCompleted(run_id="rt", generation=1))
+    assert holds.uris == {other}
+    holds.apply(RunCompleted(run_id="rt", generation=2))
+    assert holds.uris == set()

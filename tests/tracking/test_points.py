@@ -71,12 +71,13 @@ def test_how_exact_a_run_is_stands_in_its_tags() -> None:
         state_digest="d" * 64,
         manifest_sha256="a" * 64,
     )
-    for sequence, fact in enumerate((exact, committed, exact, committed), 2):
+    for sequence, fact in enumerate((placed(1, None), exact, committed, exact, committed), 2):
         fold(run, fact, AT, sequence)
     tags = describe.tags(run, 1, 1)
     names = ("exactness", "exactness_reason", "logical_ranks", "environment_digest", "state_digest")
     assert [tags[f"trainbus.{name}"] for name in names] == ["exact", "", "4", "e" * 64, "d" * 64]
     assert tags["trainbus.manifest_sha256"] == "a" * 64
+    fold(run, placed(2, 5), AT, 8)
     fold(run, RunStarted(**start, generation=2, environment={"cpu": "AVX2"}, environment_digest="f" * 64), AT, 9)
     tags = describe.tags(run, 1, 2)
     assert (tags["trainbus.exactness"], tags["trainbus.environment_digest"]) == ("samples-exact", "f" * 64)

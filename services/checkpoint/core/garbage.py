@@ -66,7 +66,7 @@ class Ledger:
         self.holds.apply(event)
         match event:
             case RunPlaced():
-                self.generation[event.run_id] = event.generation
+                self.generation[event.run_id] = max(event.generation, self.generation.get(event.run_id, 0))
             case CheckpointStaged():
                 key = (event.run_id, event.generation, event.step)
                 _, blobs = self.staged.get(key, (time, set()))

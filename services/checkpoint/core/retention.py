@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from contracts.base import Event
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointPinned
 from contracts.events.model import ModelPromoted
-from contracts.events.run import RunAccepted, RunCancelled, RunCompleted, RunFailed, RunPlaced
+from contracts.events.run import RunAccepted, RunCancelled, RunCompleted, RunFact, RunFailed, RunPlaced
 from contracts.events.train import Retention
+from contracts.state.run import RunState, change_run, reduce_run
 
 #: What tells which checkpoints somebody counts on, for ``Holds``.
 HOLDING = (RunAccepted, RunPlaced, RunCompleted, RunFailed, RunCancelled, ModelPromoted)
@@ -85,8 +86,17 @@ class Holds:
 
     champions: set[str] = field(default_factory=set)
     by_run: dict[str, set[str]] = field(default_factory=dict)
+    #: The runs that have not ended.
+    runs: dict[str, RunState] = field(default_factory=dict)
 
     def apply(self, event: Event) -> None:
+        if not isinstance(event, HOLDING):
+            return
+        if isinstance(event, RunFact):
+            before = self.runs.get(event.run_id, RunState())
+            if change_run(before, event) is None:
+                return
+            self.runs[event.run_id] = reduce_run(before, event)
         match event:
             case ModelPromoted():
                 self.champions.add(event.checkpoint_uri)
@@ -99,6 +109,7 @@ class Holds:
                     self._hold(event.run_id, {resume.uri})
             case RunCompleted() | RunFailed() | RunCancelled():
                 self.by_run.pop(event.run_id, None)
+                self.runs.pop(event.run_id)
 
     def _hold(self, run_id: str, uris: set[str | None]) -> None:
         if found := {uri for uri in uris if uri}:

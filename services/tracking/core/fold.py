@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from contracts import exactness, subjects, topology
-from contracts.base import Event
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.run import (
     Artifact,
@@ -22,6 +21,7 @@ from contracts.events.run import (
     RunPrepared,
     RunStarted,
 )
+from contracts.state.run import change_run
 
 #: The attempt that exists from ``accepted`` on, before anything is placed.
 FIRST_ATTEMPT = 1
@@ -55,6 +55,7 @@ class Run:
 
     run_id: str
     sequence: int = 0
+    state: str = "requested"
     accepted: RunAccepted | None = None
     accepted_at: datetime | None = None
     prepared: RunPrepared | None = None
@@ -80,6 +81,10 @@ class Run:
     def generation(self) -> int:
         """The newest placement, 0 before the first."""
         return max(self.placements, default=0)
+
+    @property
+    def next_generation(self) -> int:
+        return self.generation + 1
 
     def begun(self, generation: int) -> int:
         """The newest generation up to ``generation`` of which it is known where it began; the first one otherwise.
@@ -131,11 +136,15 @@ def filters(run_id: str) -> tuple[str, ...]:
     return tuple(subjects.fact(event.aggregate, run_id, event.fact) for event in wanted)
 
 
-def fold(run: Run, event: Event, at: datetime, sequence: int) -> None:
-    """Take one fact in. What says the same again changes nothing; the first of a kind stands."""
+def fold(run: Run, event: RunFact, at: datetime, sequence: int) -> None:
+    """Take one fact in. What says the same again changes nothing, nor does what does not count in a run's life."""
     run.sequence = max(run.sequence, sequence)
+    changes = change_run(run, event)
+    if changes is None:
+        return
+    run.state = changes.get("state", run.state)
     match event:
-        case RunAccepted() if run.accepted is None:
+        case RunAccepted():
             run.accepted, run.accepted_at = event, at
         case RunPrepared() if run.prepared is None:
             run.prepared = event
@@ -154,11 +163,11 @@ def fold(run: Run, event: Event, at: datetime, sequence: int) -> None:
             known = run.committed.get(event.generation)
             if known is None or event.checkpoint.step > known.step:
                 run.committed[event.generation] = event.checkpoint
-        case RunCompleted() if run.ended is None:
+        case RunCompleted():
             run.ended = Ended("FINISHED", at, "", event.metrics, event.artifacts)
-        case RunFailed() if run.ended is None:
+        case RunFailed():
             run.ended = Ended("FAILED", at, event.reason)
-        case RunCancelled() if run.ended is None:
+        case RunCancelled():
             run.ended = Ended("KILLED", at, event.reason)
         case RunEvaluated() if run.evaluated is None:
             run.evaluated, run.evaluated_at = event, at

@@ -33,15 +33,15 @@ from contracts.events.run import (
     RunWaiting,
 )
 from contracts.spec.run import RunSpec
-from trainbus.client.state import _TEXT, Board, fold
+from trainbus.client.views import _TEXT, StackView, fold_facts
 from trainbus.commands.render import details, nodes, timeline
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 SPEC = RunSpec(name="digits", command=["true"], slots={"min": 1, "max": 4})
 
 
-def board(*facts: Any) -> Board:
-    return fold((number, START + timedelta(seconds=number), fact) for number, fact in enumerate(facts, 1))
+def board(*facts: Any) -> StackView:
+    return fold_facts((number, START + timedelta(seconds=number), fact) for number, fact in enumerate(facts, 1))
 
 
 def accepted(run_id: str = "r1", name: str = "digits") -> RunAccepted:

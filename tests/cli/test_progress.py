@@ -13,7 +13,7 @@ from contracts.envelope import Envelope
 from contracts.events.run import ProgressPoint, RunProgress
 from trainbus.client.connection import Connection, StoredEvent
 from trainbus.client.runs import NEWEST_PROGRESS, add_progress
-from trainbus.client.state import RunView
+from trainbus.client.views import RunView
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 

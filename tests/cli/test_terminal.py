@@ -12,7 +12,7 @@ from rich.console import Console
 from contracts.events.run import RunAccepted, RunCancelled, RunFailed
 from contracts.spec.run import RunSpec
 from trainbus.client.errors import UsageError
-from trainbus.client.state import describe, fold
+from trainbus.client.views import describe, fold_facts
 from trainbus.commands import main, render
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -36,7 +36,7 @@ def test_a_run_of_a_hostile_name() -> None:
         RunAccepted(run_id="r1", spec=spec, request_id="q", request_source="s"),
         RunFailed(run_id="r1", generation=1, reason=HOSTILE),
     ]
-    board = fold((number, NOW, fact) for number, fact in enumerate(facts, 1))
+    board = fold_facts((number, NOW, fact) for number, fact in enumerate(facts, 1))
     (view,) = board.runs.values()
     text = shown(render.runs([view], NOW)) + shown(render.details(view, NOW)) + shown(render.timeline(view.timeline))
     assert not set(text) & set("\x1b\x07\r\x9b\u202e")

@@ -40,7 +40,7 @@ from services.gateway.core.fold import At, Rows
 from services.gateway.core.fold import apply as project
 from services.scheduler.core.fold import apply as schedule
 from services.scheduler.core.state.cluster import Cluster, Phase
-from trainbus.client.state import Board
+from trainbus.client.views import Board
 
 START = datetime(2026, 1, 2, tzinfo=UTC)
 RUN, SHA = "r1", "ab" * 32

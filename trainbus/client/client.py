@@ -32,7 +32,6 @@ from trainbus.client.errors import NotFoundError, RunFailedError, TrainbusError,
 from trainbus.client.explanation import Explanation
 from trainbus.client.metrics import MetricPoint, read_metrics
 from trainbus.client.package import pack_project
-from trainbus.client.state import ModelView, NodeView, RunView, describe
 from trainbus.client.submission import (
     TASK,
     Submission,
@@ -41,6 +40,7 @@ from trainbus.client.submission import (
     locate_task,
     upload_package,
 )
+from trainbus.client.views import ModelView, NodeView, RunView, describe
 
 T = TypeVar("T")
 #: A run's id, the unique start of one, or its name; or what ``submit`` and ``run`` return.

@@ -24,7 +24,7 @@ from contracts.envelope import Envelope, EnvelopeError, RawMessage, decode, enco
 from trainbus.client.address import StackAddress
 from trainbus.client.errors import StackUnreachableError
 from trainbus.client.nats_import import aiohttp_hidden
-from trainbus.client.state import describe
+from trainbus.client.views import describe
 
 with aiohttp_hidden():
     import nats.errors

@@ -11,7 +11,7 @@ from contracts import subjects, topology
 from trainbus.client.connection import Connection
 from trainbus.client.errors import NotFoundError, UsageError
 from trainbus.client.runs import fold_events
-from trainbus.client.state import RunView
+from trainbus.client.views import RunView
 
 if TYPE_CHECKING:
     from services.scheduler.replay.log import Entry

@@ -12,7 +12,7 @@ from contracts.events import run
 from contracts.state.run import TERMINAL_STATES
 from trainbus.client.connection import Connection, StoredEvent
 from trainbus.client.errors import NotFoundError
-from trainbus.client.state import Board, RunView, fold
+from trainbus.client.views import RunView, StackView, fold_facts
 
 #: The facts that a list of runs needs; the many others of long runs stay on the server.
 RUN_FACTS = tuple(
@@ -34,9 +34,9 @@ NEWEST_PROGRESS = 200
 IDLE_BATCHES = 2
 
 
-def fold_events(stored: Iterable[StoredEvent]) -> Board:
+def fold_events(stored: Iterable[StoredEvent]) -> StackView:
     """Return the state that events of the log add up to."""
-    return fold((each.sequence, each.envelope.time, each.event) for each in stored)
+    return fold_facts((each.sequence, each.envelope.time, each.event) for each in stored)
 
 
 async def list_runs(connection: Connection, *, include_ended: bool) -> list[RunView]:
@@ -98,7 +98,7 @@ async def follow_run(connection: Connection, run_id: str) -> AsyncIterator[tuple
 
     The state is the same object each time.
     """
-    state = Board()
+    state = StackView()
     view = state.runs[run_id] = RunView(run_id)
     async for batch in connection.follow(topology.FACTS, subjects.run(run_id)):
         for stored in batch:

@@ -1,4 +1,4 @@
-"""How things look on a terminal. Without one (CI, pipes) the same, plain."""
+"""Tables and texts for a terminal; plain where there is none (CI, pipes)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.console import Console, Group
 from rich.markup import escape as _escape_markup
 from rich.table import Table
 
-from trainbus.client.state import ModelView, Moment, NodeView, RunView
+from trainbus.client.views import ModelView, NodeView, RunView, TimelineEntry
 
 STATE_STYLE = {
     "completed": "green",
@@ -36,14 +36,14 @@ STATE_STYLE = {
     "unfit": "bold red",
     "left": "dim",
 }
-#: Columns whose values are of use only in one piece.
+#: Columns whose values are not wrapped.
 UNBROKEN = ("run", "state", "metric", "verdict", "node", "dataset", "manifest")
-#: Without a terminal there is no width to fit; long lines are better than broken ones.
+#: Width where there is no terminal: long lines are better than wrapped ones.
 PLAIN_WIDTH = 160
-#: Columns of a terminal from which on tables show what can also be had from `trainbus show`.
+#: Terminal width from which on tables have the columns that `trainbus show` also has.
 WIDE = 130
-#: Characters that act on a terminal, or turn what stands beside them around, and how they are shown instead.
-_ACTING = {
+#: Control characters and text-direction marks -> how they are shown.
+_CONTROL_CHARACTERS = {
     code: chr(code).encode("unicode_escape").decode()
     for code in (*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
     if chr(code) not in "\n\t"
@@ -51,23 +51,23 @@ _ACTING = {
 
 
 def console(stderr: bool = False) -> Console:
-    """A console that writes plain text where there is no terminal."""
+    """Return a console that writes plain text where there is no terminal."""
     stream = sys.stderr if stderr else sys.stdout
     return Console(stderr=stderr, width=None if stream.isatty() else PLAIN_WIDTH, highlight=False, soft_wrap=False)
 
 
 def visible(text: str) -> str:
-    """Text as somebody else chose it, with every character shown that would act on the terminal."""
-    return text.translate(_ACTING)
+    """Return text from outside with its control characters made visible."""
+    return text.translate(_CONTROL_CHARACTERS)
 
 
 def escape(text: str) -> str:
-    """Text as somebody else chose it, for a console: nothing in it is markup or acts on the terminal."""
+    """Return text from outside for a console: without markup and control characters."""
     return _escape_markup(visible(text))
 
 
 def as_json(value: Any) -> str:
-    """JSON of views, models, times and whatever they are made of."""
+    """Return the JSON of views, models, times and collections of them."""
     return json.dumps(_plain(value), indent=2, default=str)
 
 
@@ -84,13 +84,13 @@ def _plain(value: Any) -> Any:
 
 
 def whole(view: RunView) -> dict[str, Any]:
-    """All there is to know about a run, but for its request: people put secrets into its ``env``."""
+    """Return a run for JSON without its request: people put secrets into its ``env``."""
     plain: dict[str, Any] = _plain(view)
     return {name: value for name, value in plain.items() if name != "spec"}
 
 
 def summary(view: RunView) -> dict[str, Any]:
-    """A run for lists: without its timeline, environments and output."""
+    """Return a run for lists: without its timeline, environments and output."""
     return {name: value for name, value in whole(view).items() if name not in ("timeline", "log_tail", "starts")}
 
 
@@ -99,12 +99,12 @@ def state(name: str) -> str:
 
 
 def ago(time: datetime | None, now: datetime) -> str:
-    """``3 m``: how long since."""
+    """Return how long ago a time was: ``3 m``."""
     return "" if time is None else span((now - time).total_seconds())
 
 
 def span(seconds: float) -> str:
-    """A length of time in the unit that suits it."""
+    """Return a duration in the largest unit that fits."""
     seconds = max(0.0, seconds)
     for size, unit in ((86_400, "d"), (3_600, "h"), (60, "m")):
         if seconds >= size:
@@ -113,7 +113,7 @@ def span(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in binary units."""
+    """Return bytes in binary units."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -132,7 +132,7 @@ def table(*columns: str, title: str | None = None, right: Iterable[str] = ()) ->
 
 
 def runs(views: Iterable[RunView], now: datetime, width: int = PLAIN_WIDTH) -> Group:
-    """One line a run, and under the table why those wait or failed that do."""
+    """Return a table of runs, and under it the reasons of those that wait or failed."""
     views = list(views)
     names = ["run", "name", "state", "slots", "step", "restarts", "exact", "checkpoint", "metric", "verdict", "age"]
     narrow = width < WIDE
@@ -163,16 +163,16 @@ def runs(views: Iterable[RunView], now: datetime, width: int = PLAIN_WIDTH) -> G
 
 
 def slots(view: RunView) -> str:
-    """What a run has had one after the other, of what it wants: ``4→2 of 1-4``."""
+    """Return the slots that a run has had one after the other, and its range: ``4→2 of 1-4``."""
     wants = str(view.slots_max) if view.slots_min == view.slots_max else f"{view.slots_min}-{view.slots_max}"
-    # Placed again on as many slots is a restart, not another size.
+    # A placement on the same number of slots is a restart, not another size.
     sizes = [size for size, before in zip(view.resizes, (None, *view.resizes), strict=False) if size != before]
     got = "→".join(str(size) for size in sizes[-4:]) or "0"
     return f"{got} of {wants}"
 
 
 def metric(view: RunView) -> str:
-    """The value that matters: on the test split if it was evaluated, else the last that training told."""
+    """Return the metric that matters: of the evaluation if there is one, else the last of the training."""
     if view.evaluation:
         name = view.metric if view.metric in view.evaluation else next(iter(view.evaluation))
         return f"{name} {view.evaluation[name]:.4f}" if name else ""
@@ -183,7 +183,7 @@ def metric(view: RunView) -> str:
 
 
 def details(view: RunView, now: datetime) -> Table:
-    """What there is to know about one run."""
+    """Return all fields of one run."""
     made = Table.grid(padding=(0, 2))
     last = view.last_checkpoint
     rows: list[tuple[str, str]] = [
@@ -221,7 +221,7 @@ def details(view: RunView, now: datetime) -> Table:
 
 
 def _init(view: RunView) -> str:
-    """The checkpoint whose weights the run began with, and what it did not take of it."""
+    """Return the checkpoint whose weights the run started with, and the tensors that it left out."""
     if view.spec is None or view.spec.init_from is None:
         return ""
     without = f" [dim](without {escape(', '.join(view.spec.init_exclude))})[/]" if view.spec.init_exclude else ""
@@ -229,7 +229,7 @@ def _init(view: RunView) -> str:
 
 
 def exactness(view: RunView) -> str:
-    """Whether the run is exact to the bit, on how many logical ranks and in which environment, or why it is not."""
+    """Return whether the run is exact to the bit, on how many logical ranks and in which environment, or why not."""
     if view.exactness != "exact":
         return f"{view.exactness} [dim]({escape(view.exactness_reason)})[/]" if view.exactness else ""
     digests = sorted({start.environment_digest[:12] for start in view.starts if start.environment_digest})
@@ -241,8 +241,8 @@ def numbers(values: dict[str, float]) -> str:
     return ", ".join(f"{escape(name)} {value:.4g}" for name, value in sorted(values.items()))
 
 
-def timeline(moments: Iterable[Moment], start: datetime | None = None) -> Table:
-    """A run's life, line by line, in seconds since it was requested. Checkpoints in a row are one line."""
+def timeline(moments: Iterable[TimelineEntry], start: datetime | None = None) -> Table:
+    """Return a run's timeline in seconds since its request. Checkpoints in a row are one line."""
     made = table("at", "seq", "", right=("at", "seq"))
     for moment in _without_routine(moments):
         start = start or moment.time
@@ -250,29 +250,29 @@ def timeline(moments: Iterable[Moment], start: datetime | None = None) -> Table:
     return made
 
 
-def _without_routine(moments: Iterable[Moment]) -> Iterator[Moment]:
-    """Leave out what retention deletes; of checkpoints in a row keep the last, with their number."""
-    row: list[Moment] = []
+def _without_routine(moments: Iterable[TimelineEntry]) -> Iterator[TimelineEntry]:
+    """Leave out deletions; of checkpoints in a row keep the last, with their number."""
+    row: list[TimelineEntry] = []
     for moment in moments:
         if moment.fact == "checkpoint_committed":
             row.append(moment)
         elif moment.fact != "checkpoint_deleted":
-            yield from _one_of(row)
+            yield from _merge_checkpoints(row)
             row = []
             yield moment
-    yield from _one_of(row)
+    yield from _merge_checkpoints(row)
 
 
-def _one_of(row: list[Moment]) -> list[Moment]:
+def _merge_checkpoints(row: list[TimelineEntry]) -> list[TimelineEntry]:
     if not row:
         return []
     last = row[-1]
     more = f"{len(row)} checkpoints, the last: " if len(row) > 1 else ""
-    return [Moment(last.sequence, last.time, last.fact, more + last.text)]
+    return [TimelineEntry(last.sequence, last.time, last.fact, more + last.text)]
 
 
 def nodes(views: Iterable[NodeView], names: Mapping[str, str], now: datetime) -> Group:
-    """One line a node, and under the table why those are out of use that are."""
+    """Return a table of nodes, and under it the reasons of those that are out of use."""
     views = list(views)
     made = table("node", "state", "slots", "kind", "busy with", "up", right=("slots", "up"))
     for view in views:
@@ -284,10 +284,12 @@ def nodes(views: Iterable[NodeView], names: Mapping[str, str], now: datetime) ->
             view.node_id, state(view.state), f"{len(view.busy)}/{view.slots}", view.accelerator, busy,
             ago(view.joined_at, now) if view.state in ("up", "draining", "notice", "unfit") else "",
         )  # fmt: skip
-    return Group(made, *(f"{view.node_id} {escape(view.reason)}" for view in views if view.reason and _awry(view)))
+    return Group(
+        made, *(f"{view.node_id} {escape(view.reason)}" for view in views if view.reason and _is_out_of_use(view))
+    )
 
 
-def _awry(view: NodeView) -> bool:
+def _is_out_of_use(view: NodeView) -> bool:
     return view.state in ("draining", "notice", "unfit")
 
 
@@ -303,15 +305,17 @@ def utc_now() -> datetime:
 
 
 def print_wait(answer: dict[str, Any]) -> None:
-    """Print who holds what a run waits for, and when it is expected to start, if the scheduler said so."""
+    """Print which runs hold what a run waits for, and when it is expected to start, as far as the scheduler knows."""
     if holders := answer.get("holders"):
-        table = Table(box=None, padding=(0, 2, 0, 0), title="who holds what it needs", title_justify="left")
+        table = Table(box=None, padding=(0, 2, 0, 0), title="runs that hold what it needs", title_justify="left")
         for column in ("run", "name", "slots", "priority", "until"):
             table.add_column(column, justify="right" if column in ("slots", "priority") else "left")
         for each in holders:
-            until = f"{each['until']}{' at the latest' if each['until_is'] == 'limit' else ', as is expected'}"
+            until = f"{each['until']}{' at the latest' if each['until_is'] == 'limit' else ' (expected)'}"
             table.add_row(each["run_id"], escape(each["name"]), str(each["slots"]), str(each["priority"]), until)
         console().print(table)
     if "start_p50" in answer:
         p10, p50, p90 = (answer[name] for name in ("start_p10", "start_p50", "start_p90"))
-        console().print(f"expected to start about {p50}, between {p10} and {p90} in four of five cases", soft_wrap=True)
+        console().print(
+            f"expected to start at about {p50}, with 80 % probability between {p10} and {p90}", soft_wrap=True
+        )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 PREFIX = "digits/"
 SIDE = 8
-#: Files that are no images, to be found and set aside: one cut off, one that is something else.
+#: Invalid files for the validation to quarantine: one truncated, one no image.
 BROKEN = ("3/broken-cut-off.png", "7/broken-not-an-image.png")
 PARALLEL = 16
 

@@ -1,7 +1,6 @@
-"""``make run``: the main job end to end on this machine, shown as it happens and checked at the end.
+"""``trainbus demo``: two competing trainings end to end on this machine, shown live and checked at the end.
 
-A client of the stack like any other: it fills the lake, publishes two requests, and from then on only
-reads the log.
+The demo is a client of the stack: it fills the lake, publishes two requests, and then only reads the log.
 """
 
 from __future__ import annotations
@@ -32,25 +31,25 @@ from trainbus.client.connection import Connection, connect
 from trainbus.client.errors import TrainbusError
 from trainbus.client.package import CodePackage, pack_project
 from trainbus.client.runs import NODE_FACTS
-from trainbus.client.state import Board, RunView
+from trainbus.client.views import RunView, StackView
 from trainbus.commands import render
 from trainbus.commands.demo import lake as demo_lake
 from trainbus.commands.demo.screen import Screen
 from trainbus.embedded.launch import StackError, StackInfo, StackProcess, describe_lock, is_locked
 from trainbus.embedded.layout import DEFAULT_DATA_DIR, StackOptions
 
-#: Where the example lies in a checkout.
+#: The example's folder in a checkout.
 EXAMPLE = Path(trainbus.__file__).parents[1] / "examples" / "digits"
-#: Seconds without any event after which the demo gives up; a loaded machine is slow, but not silent.
+#: Seconds without an event after which the demo fails; a loaded machine is slow, but not silent.
 SILENCE_S = 90.0
 #: The share of run one after which the second request arrives.
 HALF_WAY = 0.4
 FIRST, SECOND = "digits", "digits-urgent"
-#: Long enough that a second run fits into the middle of it, short enough to watch.
+#: Long enough for a second run in the middle, short enough to watch.
 TRAINING = {
     "epochs": 24,
     "global_batch": 64,
-    # Exact mode: four processes, two, and four again end with the bits of a run that was left in peace.
+    # Exact mode: four processes, then two, then four end with the bits of an undisturbed run.
     "logical_ranks": 4,
     "clip_norm": 1.0,
     "precision": "fp32",
@@ -62,25 +61,25 @@ SECOND_TRAINING = {**TRAINING, "epochs": 6, "seed": 2}
 
 @dataclass(slots=True)
 class Demo:
-    """What has happened so far."""
+    """The demo's state."""
 
-    board: Board
+    stack_view: StackView
     screen: Screen
     first: str = ""
     second: str = ""
     problems: list[str] = field(default_factory=list)
 
     def view(self, run_id: str) -> RunView:
-        return self.board.runs.get(run_id) or RunView(run_id)
+        return self.stack_view.runs.get(run_id) or RunView(run_id)
 
     @property
-    def finished(self) -> bool:
-        """Whether both runs have a verdict and a page in MLflow, or cannot get one any more."""
+    def is_finished(self) -> bool:
+        """Whether both runs have a verdict and a page in MLflow, or have ended without."""
         return all(_settled(self.view(run_id)) for run_id in (self.first, self.second))
 
 
 def run_demo(data_dir: Path | None, *, keep: bool = False) -> int:
-    """Run the demo on a stack of its own; 0 if everything that it promises was seen."""
+    """Run the demo on its own stack; return 0 if everything that it promises was seen."""
     folder = find_data_dir(data_dir)
     _check_example()
     if is_locked(folder):
@@ -90,14 +89,14 @@ def run_demo(data_dir: Path | None, *, keep: bool = False) -> int:
     demo = _demo()
     stack = StackProcess(StackOptions(folder), output=folder / "supervisor.log")
     try:
-        # Drawing the scans takes a moment of its own; the stack starts meanwhile.
+        # The scans are drawn while the stack starts.
         with stack, ThreadPoolExecutor(1) as pool:
             scans = pool.submit(demo_lake.draw_scans)
             with demo.screen.shown():
                 _wait_for_stack(demo, stack)
-                asyncio.run(_play(demo, find_address(folder), scans))
+                asyncio.run(_play_demo(demo, find_address(folder), scans))
             problems = _check(demo)
-            _last_screen(demo, problems, _look_closer(folder))
+            _last_screen(demo, problems, _next_steps(folder))
             if keep and not problems:
                 _keep(stack)
     except StackError as error:
@@ -115,7 +114,7 @@ def run_demo_on_running_stack(data_dir: Path | None) -> int:
     demo = _demo()
     try:
         with ThreadPoolExecutor(1) as pool, demo.screen.shown():
-            asyncio.run(_play(demo, address, pool.submit(demo_lake.draw_scans)))
+            asyncio.run(_play_demo(demo, address, pool.submit(demo_lake.draw_scans)))
         problems = _check(demo)
     except TimeoutError:
         problems = [_silent(), *_check(demo)]
@@ -124,8 +123,8 @@ def run_demo_on_running_stack(data_dir: Path | None) -> int:
 
 
 def _demo() -> Demo:
-    board = Board()
-    return Demo(board, Screen(board, render.console()))
+    stack_view = StackView()
+    return Demo(stack_view, Screen(stack_view, render.console()))
 
 
 def _check_example() -> None:
@@ -133,20 +132,20 @@ def _check_example() -> None:
         raise TrainbusError(f"the demo's example is not in {EXAMPLE}: run it from a checkout of the project")
 
 
-def _look_closer(folder: Path) -> str:
-    """What to type next, as it can be typed here."""
+def _next_steps(folder: Path) -> str:
+    """Return the commands to try next, as they can be typed here."""
     command = "trainbus" if shutil.which("trainbus") else os.path.relpath(sys.argv[0])
     where = "" if folder == DEFAULT_DATA_DIR else f" --data-dir {folder}"
     lines = [
         (f"{command} up{where}", "the same stack again, with this history; then, in another terminal:"),
         (f"{command} show {FIRST}{where}", "one run; also ps, why, logs, checkpoints ls, models, datasets"),
         (f"{command} reproduce {FIRST} --slots 1{where}", "train it again on one slot and compare the bits"),
-        (f"{command} events -f{where}", "every fact as it happens"),
+        (f"{command} events -f{where}", "every fact as it comes"),
         (f"{command} ui{where}", "MLflow's pages and the gateway's"),
     ]
     width = max(len(what) for what, _ in lines) + 3
     typed = "\n".join(f"  {what:<{width}}[dim]{why}[/]" for what, why in lines)
-    return f"\n[bold]Look closer[/] (the data stays in {folder})\n{typed}\n"
+    return f"\n[bold]Next[/] (the data stays in {folder})\n{typed}\n"
 
 
 def _silent() -> str:
@@ -158,7 +157,7 @@ def _as_interrupt(_number: int, _frame: FrameType | None) -> None:
 
 
 def _keep(stack: StackProcess) -> None:
-    print("\nthe stack goes on; Ctrl-C stops it", flush=True)
+    print("\nthe stack keeps running; Ctrl-C stops it", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         while stack.poll() is None:
             time.sleep(0.2)
@@ -180,12 +179,12 @@ def _wait_for_stack(demo: Demo, stack: StackProcess) -> None:
     demo.screen.done(stage, f"{len(info.processes)} processes are ready; two nodes of two slots")
 
 
-async def _play(demo: Demo, address: StackAddress, scans: Future[dict[str, bytes]]) -> None:
-    """Everything between the stack being ready and both verdicts being out."""
+async def _play_demo(demo: Demo, address: StackAddress, scans: Future[dict[str, bytes]]) -> None:
+    """Fill the lake, request both runs, and follow them until both have a verdict."""
     async with connect(address) as connection:
         start = await connection.last_sequence(topology.FACTS) + 1
         for stored in await connection.read(*NODE_FACTS, subjects.model()):
-            demo.board.apply(stored.sequence, stored.envelope.time, stored.event)
+            demo.stack_view.apply(stored.sequence, stored.envelope.time, stored.event)
         await _fill_lake(demo, address, scans)
         code = await _upload_code(demo, address)
         changed = asyncio.Event()
@@ -197,14 +196,16 @@ async def _play(demo: Demo, address: StackAddress, scans: Future[dict[str, bytes
         try:
             demo.first = await _publish(connection, example_request(FIRST, code, TRAINING, {"min": 1, "max": 4}, 0))
             demo.screen.runs[demo.first] = FIRST
-            demo.screen.say(f"published train.requested for {FIRST!r}: {demo.first}")
-            await _until(changed, followers, lambda: _half_way(demo.view(demo.first)))
+            demo.screen.print_line(f"published train.requested for {FIRST!r}: {demo.first}")
+            await _wait_until(changed, followers, lambda: _half_way(demo.view(demo.first)))
             demo.second = await _publish(
                 connection, example_request(SECOND, code, SECOND_TRAINING, {"min": 2, "max": 2}, 10)
             )
             demo.screen.runs[demo.second] = SECOND
-            demo.screen.say(f"half-way: published {SECOND!r} of priority 10, which needs two slots: {demo.second}")
-            await _until(changed, followers, lambda: demo.finished)
+            demo.screen.print_line(
+                f"half-way: published {SECOND!r} of priority 10, which needs two slots: {demo.second}"
+            )
+            await _wait_until(changed, followers, lambda: demo.is_finished)
         finally:
             for follower in followers:
                 follower.cancel()
@@ -233,7 +234,7 @@ async def _upload_code(demo: Demo, address: StackAddress) -> dict[str, Any]:
 
 
 async def upload_example(address: StackAddress) -> CodePackage:
-    """Store the example's code package."""
+    """Upload the example's code package."""
     from trainbus.client.submission import upload_package
 
     package = pack_project(EXAMPLE)
@@ -244,7 +245,7 @@ async def upload_example(address: StackAddress) -> CodePackage:
 def example_request(
     name: str, code: dict[str, Any], training: dict[str, Any], slots: dict[str, int], priority: int
 ) -> dict[str, Any]:
-    """The body of a request: the example's own, with what the demo changes."""
+    """Return the body of a request: the example's, with the demo's changes."""
     body: dict[str, Any] = json.loads((EXAMPLE / "train.json").read_text())
     body.update(name=name, code=code, slots=slots, priority=priority, training=training)
     body["data"]["source"] = f"s3://lake/{demo_lake.PREFIX}"
@@ -254,7 +255,7 @@ def example_request(
 
 
 async def _publish(connection: Connection, body: dict[str, Any]) -> str:
-    """Publish a bare JSON body with plain nats-py, as any other system would; return the run it means."""
+    """Publish a bare JSON body with plain nats-py, as any other system would; return the run's id."""
     stored = await connection.nc.jetstream().publish("train.requested", json.dumps(body).encode())
     # A message without an id is known by its place in the stream.
     return run_id_for(ANONYMOUS_SOURCE, f"{stored.stream}:{stored.seq}")
@@ -263,7 +264,7 @@ async def _publish(connection: Connection, body: dict[str, Any]) -> str:
 async def _follow_facts(demo: Demo, connection: Connection, start: int, changed: asyncio.Event) -> None:
     async for batch in connection.follow(topology.FACTS, start_sequence=start):
         for stored in batch:
-            demo.board.apply(stored.sequence, stored.envelope.time, stored.event)
+            demo.stack_view.apply(stored.sequence, stored.envelope.time, stored.event)
             demo.screen.on_event(stored)
         if batch:
             changed.set()
@@ -274,14 +275,14 @@ async def _follow_progress(demo: Demo, connection: Connection, changed: asyncio.
     async for batch in connection.follow(topology.PROGRESS, subjects.progress(), start_sequence=start):
         for stored in batch:
             event: run.RunProgress = stored.event
-            view = demo.board.runs.get(event.run_id)
+            view = demo.stack_view.runs.get(event.run_id)
             if view is None or event.kind != "training" or event.generation < view.generation:
                 continue
             view.step, view.total_steps = event.step, event.total_steps or view.total_steps
             for point in event.points:
                 view.metrics.update(point.values)
             demo.screen.on_progress(view)
-            # Points about the node do not count: they come from a run that hangs, too.
+            # Measurements of the node do not count: they come from a hanging run, too.
             changed.set()
 
 
@@ -291,8 +292,10 @@ async def _redraw(demo: Demo) -> None:
         await asyncio.sleep(0.2)
 
 
-async def _until(changed: asyncio.Event, followers: list[asyncio.Task[None]], condition: Callable[[], bool]) -> None:
-    """Wait for ``condition``, looking again whenever something happened."""
+async def _wait_until(
+    changed: asyncio.Event, followers: list[asyncio.Task[None]], condition: Callable[[], bool]
+) -> None:
+    """Wait until ``condition`` holds; it is checked after every event."""
     while not condition():
         changed.clear()
         waiting = asyncio.create_task(changed.wait())
@@ -321,8 +324,8 @@ def _settled(view: RunView) -> bool:
 
 
 def _check(demo: Demo) -> list[str]:
-    """What the demo promised and did not show; empty if all is well."""
-    board, problems = demo.board, []
+    """Return what the demo promises and did not show."""
+    stack_view, problems = demo.stack_view, []
     for called, run_id in ((FIRST, demo.first), (SECOND, demo.second)):
         view = demo.view(run_id)
         if view.state != "completed":
@@ -339,19 +342,19 @@ def _check(demo: Demo) -> list[str]:
         problems.append(f"{FIRST} did not shrink (its sizes: {sizes})")
     elif not any(b > a for a, b in itertools.pairwise(sizes[shrunk + 1 :])):
         problems.append(f"{FIRST} did not grow back (its sizes: {sizes})")
-    ingested = board.datasets.get(demo.first)
+    ingested = stack_view.datasets.get(demo.first)
     bad = sum(ingested.quarantined.values()) if ingested else None
     if bad != len(demo_lake.BROKEN):
         problems.append(f"{bad} files are in quarantine, {len(demo_lake.BROKEN)} were broken")
-    if "digits" not in board.models:
+    if "digits" not in stack_view.models:
         problems.append("the model 'digits' has no champion")
     return problems
 
 
 def _last_screen(demo: Demo, problems: list[str], closer: str = "") -> None:
-    console, board = demo.screen.console, demo.board
+    console, stack_view = demo.screen.console, demo.stack_view
     now = render.utc_now()
-    mine = [view for view in board.runs.values() if {view.run_id, view.evaluates} & {demo.first, demo.second}]
+    mine = [view for view in stack_view.runs.values() if {view.run_id, view.evaluates} & {demo.first, demo.second}]
     console.print()
     console.print(render.runs(mine, now))
     first = demo.view(demo.first)
@@ -364,6 +367,6 @@ def _last_screen(demo: Demo, problems: list[str], closer: str = "") -> None:
     for problem in problems:
         console.print(f"[bold red]✗[/] {render.escape(problem)}")
     seconds = time.monotonic() - demo.screen.started_at
-    verdict = "[bold red]not all that was promised was seen[/]" if problems else "[bold green]all as promised[/]"
+    verdict = "[bold red]not everything was seen[/]" if problems else "[bold green]everything was seen as promised[/]"
     console.print(f"{verdict} after {seconds:.0f} s")
     sys.stdout.flush()

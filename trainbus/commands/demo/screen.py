@@ -17,19 +17,17 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from trainbus.client.state import Board, RunView, describe
+from trainbus.client.views import RunView, StackView, describe
 from trainbus.commands import render
 from trainbus.commands.render import escape
 
 if TYPE_CHECKING:
     from trainbus.client.connection import StoredEvent
 
-#: Frames a second on a terminal: the demo's own drawing must not take the training's cores.
-FRAMES_PER_S = 5
 TICKER_LINES = 8
 COLOURS = ("cyan", "magenta", "green", "blue")
-#: Facts too many for the ticker.
-QUIET = ("checkpoint_staged", "checkpoint_deleted", "waiting")
+#: Facts that come too often for the ticker.
+HIDDEN_FACTS = ("checkpoint_staged", "checkpoint_deleted", "waiting")
 
 
 @dataclass(slots=True)
@@ -59,7 +57,7 @@ class Stage:
 class Screen:
     """The state of the screen; ``draw`` makes it visible."""
 
-    board: Board
+    stack_view: StackView
     console: Console
     stages: list[Stage] = field(default_factory=list)
     #: The runs to show, in order, and how each is called.
@@ -67,8 +65,8 @@ class Screen:
     ticker: deque[str] = field(default_factory=lambda: deque(maxlen=TICKER_LINES))
     started_at: float = field(default_factory=time.monotonic)
     live: Live | None = None
-    #: Plain output: the tenth of each run that was told last.
-    _told: dict[str, int] = field(default_factory=dict)
+    #: Plain output: the last tenth of each run that was printed.
+    _printed_tenths: dict[str, int] = field(default_factory=dict)
 
     @contextmanager
     def shown(self) -> Iterator[Screen]:
@@ -76,7 +74,7 @@ class Screen:
         if not self.console.is_terminal:
             yield self
             return
-        # No thread of rich's own: the demo's loop calls draw.
+        # Without rich's own thread: the demo's loop calls draw.
         with Live(self._render(), console=self.console, auto_refresh=False, transient=True) as self.live:
             yield self
         self.live = None
@@ -86,7 +84,7 @@ class Screen:
             self.live.update(self._render(), refresh=True)
 
     def stage(self, title: str) -> Stage:
-        """Begin a stage; it ends by ``end``."""
+        """Start a stage; ``done`` ends it."""
         stage = Stage(title)
         stage.start()
         self.stages.append(stage)
@@ -97,17 +95,17 @@ class Screen:
         stage.detail = detail or stage.detail
         stage.end()
         if self.live is None:
-            self.say(f"✓ {stage.title}: {stage.detail} ({stage.seconds:.1f} s)")
+            self.print_line(f"✓ {stage.title}: {stage.detail} ({stage.seconds:.1f} s)")
         self.draw()
 
-    def say(self, text: str) -> None:
-        """A line for where there is no live screen."""
+    def print_line(self, text: str) -> None:
+        """Print a line where there is no live screen."""
         if self.live is None:
             self.console.print(f"[dim]{self._elapsed():>7}[/] {escape(text)}", soft_wrap=True)
 
     def on_event(self, stored: StoredEvent) -> None:
-        """An event of the log, after the board has taken it in."""
-        if stored.event.fact in QUIET or not (text := describe(stored.event)):
+        """Show an event that the view has folded."""
+        if stored.event.fact in HIDDEN_FACTS or not (text := describe(stored.event)):
             return
         about = self._about(stored)
         self.ticker.append(f"[dim]{self._elapsed():>7}[/]  {about} {escape(text)}")
@@ -115,12 +113,12 @@ class Screen:
             self.console.print(self.ticker[-1], soft_wrap=True)
 
     def on_progress(self, view: RunView) -> None:
-        """A run's step has moved on."""
+        """Show a run's progress."""
         if self.live is None and view.total_steps:
             tenth = 10 * view.step // view.total_steps
-            if tenth > self._told.get(view.run_id, 0):
-                self._told[view.run_id] = tenth
-                self.say(f"{self.runs.get(view.run_id, view.name)}: {tenth * 10} %, {_training_text(view)}")
+            if tenth > self._printed_tenths.get(view.run_id, 0):
+                self._printed_tenths[view.run_id] = tenth
+                self.print_line(f"{self.runs.get(view.run_id, view.name)}: {tenth * 10} %, {_training_text(view)}")
 
     # -- drawing ------------------------------------------------------------
 
@@ -142,7 +140,7 @@ class Screen:
     def _runs(self) -> Table:
         grid = Table.grid(padding=(0, 2))
         for number, (run_id, called) in enumerate(self.runs.items()):
-            view = self.board.runs.get(run_id)
+            view = self.stack_view.runs.get(run_id)
             if view is None:
                 grid.add_row(escape(called), "[dim]published[/]", "", "")
                 continue
@@ -160,7 +158,7 @@ class Screen:
     def _nodes(self) -> Table:
         grid = Table.grid(padding=(0, 2))
         colours = {run_id: COLOURS[number % len(COLOURS)] for number, run_id in enumerate(self.runs)}
-        for view in sorted(self.board.nodes.values(), key=lambda each: each.node_id):
+        for view in sorted(self.stack_view.nodes.values(), key=lambda each: each.node_id):
             boxes = " ".join(
                 f"[{colours.get(view.busy[slot][0], 'yellow')}]■[/]" if slot in view.busy else "[dim]□[/]"
                 for slot in range(view.slots)
@@ -171,7 +169,7 @@ class Screen:
     def _about(self, stored: StoredEvent) -> str:
         aggregate, name, _ = stored.subject.split(".")
         if aggregate == "run":
-            called = self.runs.get(name) or (self.board.runs[name].name if name in self.board.runs else name)
+            called = self.runs.get(name) or (self.stack_view.runs[name].name if name in self.stack_view.runs else name)
             return f"[cyan]{escape(called)}[/]"
         return f"[dim]{aggregate}[/] [cyan]{escape(name[:12])}[/]"
 

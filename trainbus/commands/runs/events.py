@@ -8,7 +8,7 @@ from typing import Any
 
 from trainbus.client.client import AsyncClient
 from trainbus.client.connection import StoredEvent
-from trainbus.client.state import describe
+from trainbus.client.views import describe
 from trainbus.commands import render
 
 

@@ -9,7 +9,7 @@ from contracts.events.run import RunCompleted
 from trainbus.client.client import AsyncClient
 from trainbus.client.errors import TrainbusError
 from trainbus.client.runs import read_end
-from trainbus.client.state import describe
+from trainbus.client.views import describe
 
 
 async def print_logs(client: AsyncClient, name: str, *, follow: bool) -> None:

@@ -30,7 +30,7 @@ from trainbus.client.reproduction import (
     plan_reproduction,
 )
 from trainbus.client.runs import read_end
-from trainbus.client.state import Board, RunView, narrate
+from trainbus.client.views import RunView, StackView, describe_milestone
 from trainbus.commands import render
 
 #: Exit codes; 2 is a run that cannot be reproduced.
@@ -99,7 +99,7 @@ class ReproductionScreen:
     def __init__(self, run_id: str, planned: ReproductionPlan, *, quiet: bool) -> None:
         self.view, self.planned = RunView(run_id), planned
         self.comparison = RunComparison(planned.wanted, planned.kept)
-        self._state = Board(runs={run_id: self.view})
+        self._state = StackView(runs={run_id: self.view})
         self._console = render.console()
         self._quiet = quiet
         self.live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal and not quiet else None
@@ -122,7 +122,7 @@ class ReproductionScreen:
         compared = self.comparison.apply(stored.event)
         if self.live is not None:
             self.live.update(Group(self._table(), self._line()), refresh=True)
-        elif not self._quiet and (text := _line_of(compared) if compared else narrate(stored.event)):
+        elif not self._quiet and (text := _line_of(compared) if compared else describe_milestone(stored.event)):
             self._console.print(f"[dim]{stored.envelope.time:%H:%M:%S}[/] {render.escape(text)}", soft_wrap=True)
 
     @property

@@ -7,8 +7,8 @@ from typing import Any
 from trainbus.client.client import AsyncClient
 from trainbus.client.errors import RunFailedError
 from trainbus.client.runs import follow_run
-from trainbus.client.state import RunView, narrate
 from trainbus.client.submission import SubmittedRun
+from trainbus.client.views import RunView, describe_milestone
 from trainbus.commands import render
 
 
@@ -44,7 +44,7 @@ async def print_until_ended(client: AsyncClient, run_id: str) -> None:
     async for newest, batch in follow_run(client.connection, run_id):
         view = newest
         for stored in batch:
-            if text := narrate(stored.event):
+            if text := describe_milestone(stored.event):
                 console.print(f"[dim]{stored.envelope.time:%H:%M:%S}[/] {render.escape(text)}", soft_wrap=True)
     for line in view.log_tail:
         console.print(render.visible(line), markup=False, style="dim")

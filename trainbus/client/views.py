@@ -1,7 +1,7 @@
-"""What the log says, folded for people: runs, nodes, datasets, models. Pure.
+"""What clients see of runs, nodes, datasets and models: the log's facts folded into views. Pure.
 
-This is a view for the command line alone; it decides nothing. It works on any part of the log: what
-it has not seen it leaves out.
+``contracts.state`` decides what a fact changes about a life; a view adds what people want to see. It works on any
+part of the log and leaves out what that part does not have.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from contracts.state.run import TERMINAL_STATES, change_run
 
 
 @dataclass(slots=True)
-class Moment:
+class TimelineEntry:
     """One line of a run's timeline."""
 
     sequence: int
@@ -51,7 +51,7 @@ class RunView:
     samples_consumed: int = 0
     total_steps: int | None = None
     epoch: int = 0
-    #: Why it waits, or why it ended as it did.
+    #: Why it waits, or why it ended.
     reason: str = ""
     log_tail: tuple[str, ...] = ()
     dataset_id: str | None = None
@@ -63,7 +63,7 @@ class RunView:
     exactness: str = ""
     exactness_reason: str = ""
     inexact_since: int | None = None
-    #: What every node said when the ranks of a generation started: from where, in which environment.
+    #: What every node reported when the ranks of a generation started: from which step, in which environment.
     starts: list[run.RunStarted] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     evaluation: dict[str, float] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class RunView:
     mlflow_run_id: str | None = None
     parent_run_id: str | None = None
     evaluates: str | None = None
-    timeline: list[Moment] = field(default_factory=list)
+    timeline: list[TimelineEntry] = field(default_factory=list)
     spec: RunSpec | None = None
 
     @property
@@ -106,9 +106,9 @@ class NodeView:
     incarnation: str = ""
     past_incarnations: list[str] = field(default_factory=list)
     joined_at: datetime | None = None
-    #: Why it is being drained, is unfit, or is taken away.
+    #: Why it is drained, unfit, or under notice.
     reason: str = ""
-    #: Nodes with the same one do arithmetic with the same last bits.
+    #: Nodes with the same digest compute the same last bits.
     machine_digest: str = ""
     #: Slot -> (run_id, rank).
     busy: dict[int, tuple[str, int]] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class NodeView:
 
 @dataclass(slots=True)
 class DatasetView:
-    """One dataset that was ingested, and what became of it."""
+    """One ingestion and the dataset that it made."""
 
     ingestion_id: str
     source: str = ""
@@ -145,8 +145,8 @@ class ModelView:
 
 
 @dataclass(slots=True)
-class Board:
-    """Everything there is to show. Feed it with ``apply``, in the log's order."""
+class StackView:
+    """The views of one stack. ``apply`` folds facts, in the order of the log."""
 
     runs: dict[str, RunView] = field(default_factory=dict)
     nodes: dict[str, NodeView] = field(default_factory=dict)
@@ -154,7 +154,7 @@ class Board:
     models: dict[str, ModelView] = field(default_factory=dict)
 
     def apply(self, sequence: int, time: datetime, event: Any) -> None:
-        """Take in one fact. What this view does not know is ignored."""
+        """Fold one fact. Facts that no view needs are ignored."""
         if isinstance(event, run.RunFact):
             view = self.runs.setdefault(event.run_id, RunView(event.run_id))
             if view.requested_at is None:
@@ -166,7 +166,7 @@ class Board:
             if view.ended and before not in TERMINAL_STATES:
                 view.ended_at = time
             if text := describe(event):
-                view.timeline.append(Moment(sequence, time, event.fact, text))
+                view.timeline.append(TimelineEntry(sequence, time, event.fact, text))
             if counts:
                 self._occupy(event)
             if isinstance(event, run.RunPrepared) and event.run_id in self.datasets:
@@ -191,7 +191,7 @@ class Board:
         return changes is not None
 
     def _occupy(self, event: run.RunFact) -> None:
-        """Keep each node's busy slots up to date."""
+        """Update the busy slots of the nodes."""
         if isinstance(event, run.RunPlaced):
             for member in event.members:
                 there = self.nodes.setdefault(member.node_id, NodeView(member.node_id))
@@ -249,14 +249,14 @@ class Board:
                     view.shard_count, view.size_bytes = event.shard_count, event.size_bytes
 
     def _name_dataset(self, view: DatasetView, dataset_id: str) -> None:
-        """What a run brought turned out to be a dataset that may have been there before."""
+        """Name a dataset whose content may have existed before under the same id."""
         view.dataset_id = dataset_id
         for other in self.datasets.values():
             if other.dataset_id == dataset_id and other.size_bytes:
                 view.shard_count, view.size_bytes = other.shard_count, other.size_bytes
 
     def find(self, name: str) -> list[RunView]:
-        """The runs that ``name`` can mean: an id, the start of one, or a run's name (the newest of that name)."""
+        """Return the runs that ``name`` can mean: an id, the start of one, or a name (the newest run of that name)."""
         if (exact := self.runs.get(name)) is not None:
             return [exact]
         if named := [view for view in self.runs.values() if view.name == name]:
@@ -264,11 +264,11 @@ class Board:
         return [view for view in self.runs.values() if view.run_id.startswith(name)]
 
 
-def fold(events: Iterable[tuple[int, datetime, Any]]) -> Board:
-    board = Board()
+def fold_facts(events: Iterable[tuple[int, datetime, Any]]) -> StackView:
+    view = StackView()
     for sequence, time, event in events:
-        board.apply(sequence, time, event)
-    return board
+        view.apply(sequence, time, event)
+    return view
 
 
 # -- how each fact changes a run ---------------------------------------------
@@ -392,15 +392,15 @@ _RUN: dict[type[Any], Callable[[RunView, Any], None]] = {
 
 
 def describe(event: Any) -> str:
-    """What a fact says, in one line for people; '' for one that is not worth a line."""
+    """Return one line about a fact, '' for a fact that is not worth a line."""
     text = _TEXT.get(type(event))
     if text is None:
         return str(event.type.removeprefix("trainbus."))
     return " ".join(text(event).splitlines())
 
 
-def narrate(event: Any) -> str:
-    """The line about a fact for who follows a run: '' for what retention deletes, which goes with every commit."""
+def describe_milestone(event: Any) -> str:
+    """Return the line about a fact for a follower of its run: '' for a deletion, which comes with every commit."""
     return "" if isinstance(event, checkpoint.CheckpointDeleted) else describe(event)
 
 

@@ -1,16 +1,16 @@
-"""The layout of ``rank_<n>.ring``: what a rank says of its steps without a system call.
+"""The layout of ``rank_<n>.ring``, through which a rank reports its steps without a system call.
 
-A file in the generation's folder that the rank maps into its memory and the agent reads. What was written survives
-a SIGKILL of the rank, since the pages belong to the kernel. Everything is little-endian.
+The rank maps the file, in the generation's folder, into its memory; the agent reads it. What is written survives a
+SIGKILL of the rank, since the pages belong to the kernel. Everything is little-endian.
 
-- The header: the magic word, sizes, ``head`` (records written, by the rank) and ``tail`` (records that are said and
-  will not be read again, by the agent). The rank never writes over a record that ``tail`` has not passed.
-- The beat, at a place of its own in the header: where the rank is, whether or not it has metrics to report.
-- The names of metrics, in the order in which they came up: a length byte and UTF-8 each, NAME_BYTES apart.
+- The header: the magic word, sizes, ``head`` (records written, by the rank) and ``tail`` (records that
+  the agent has published). The rank never overwrites a record that ``tail`` has not passed.
+- The heartbeat, at a fixed place in the header: which step the rank is at, with or without metrics to report.
+- The names of metrics, in the order of their first use: a length byte and UTF-8 each, NAME_BYTES apart.
 - ``capacity`` records; record i lies in slot ``i % capacity``.
 
-Beat and records end with a CRC-32 over what comes before it: on a processor that reorders stores, or after a loss
-of power, what is not whole is taken for not written yet.
+The heartbeat and each record end with a CRC-32 of the bytes before it. A reader treats one whose CRC does not match as
+not written yet: a processor may reorder stores, and power may fail.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAGIC = b"TBRING\x00\x01"
 FIXED = struct.Struct("<8sIIQ")
 #: Number of records written; written after the record.
 HEAD_AT = 64
-#: Number of records that the agent is done with. A cache line of its own: another process writes it.
+#: Number of records that the agent has published. It has its own cache line, since another process writes it.
 TAIL_AT = 128
 COUNTER = struct.Struct("<Q")
 #: How many names the table holds; written after the name.
@@ -37,9 +37,9 @@ NAME_BYTES = 64
 NAMES_MAX = 55
 HEADER_BYTES = 4096
 
-#: Values a record has room for. What has more is written to the journal.
+#: Values that a record has room for. The journal takes what has more.
 VALUES_MAX = 8
-#: number, step, Unix time in seconds, samples consumed, total steps (0: not known), epoch, count; names; values
+#: number, step, Unix time in seconds, samples consumed, total steps (0: unknown), epoch, count; names; values
 RECORD = struct.Struct("<QQdQQIB3x8B8d")
 RECORD_BYTES = 128
 CAPACITY = 65_536

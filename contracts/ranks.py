@@ -1,16 +1,16 @@
-"""What a node's agent and the rank processes it starts say to each other.
+"""The protocol between a node's agent and the rank processes that it starts.
 
-Three plain files and a socket in the run's folder; a script in any language can take part:
+It consists of plain files and a socket in the run's folder, so that a script in any language can use it:
 
 - ``launch.json`` (agent -> rank): a ``Launch``, written before the ranks start. Its path is in
   the environment variable TRAINBUS_LAUNCH.
-- ``rank_<n>.jsonl`` (rank -> agent): the rank's journal, appended to, one JSON object a line. It
-  is a file so that it outlives both sides: appending never blocks a training step, nothing is lost
-  when the agent restarts, and the agent keeps its own place in it.
-- ``agent.sock`` (both ways, one JSON object a line): the agent says ``stop`` and ``checkpoint``;
-  a rank says ``hello`` once, and a bare newline ("doorbell") after it wrote something urgent. On connections of
-  their own, without a hello, a rank says its ``plan`` (which shards it will read when) and what it ``want``s now;
-  the agent answers a want with ``shard`` when it lies in the dataset's folder, or cannot be had.
+- ``rank_<n>.jsonl`` (rank -> agent): the rank's journal, one JSON object a line, append-only. It
+  is a file so that it outlives both sides: appending never blocks a training step, a restart of the agent
+  loses nothing, and the agent keeps its own offset.
+- ``agent.sock`` (both ways, one JSON object a line): the agent sends ``stop`` and ``checkpoint_now``;
+  a rank sends ``hello`` once, and a bare newline ("doorbell") after each urgent line of its journal. On separate
+  connections, without a hello, a rank sends its ``plan`` (which shards it will read when) and a ``want`` for the shard
+  that it waits for; the agent replies with ``shard`` when that lies in the dataset's folder or cannot be fetched.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from contracts.spec.run import RunSpec
 LAUNCH_VARIABLE = "TRAINBUS_LAUNCH"
 #: Part of its device's memory that a rank's tensors may take, where the run has a share of the device.
 MEMORY_FRACTION_VARIABLE = "TRAINBUS_MEMORY_FRACTION"
-#: Exit codes of a rank that ended in good order. Anything else is a failure.
+#: Exit codes of a rank that ended as it should. Anything else is a failure.
 EXIT_DONE = 0
-EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped because it was asked to; go on elsewhere
+EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped on request; the run continues elsewhere
 
 
 class Line(BaseModel):
@@ -53,18 +53,18 @@ class Launch(Line):
     #: Local copy of the checkpoint to start from (or to evaluate), and what it is.
     resume_folder: str | None = None
     resume: CheckpointRef | None = None
-    #: Local copy of the weights to begin with (``spec.init_from``); None where there is something to resume.
+    #: Local copy of the weights to begin with (``spec.init_from``); None where there is a state to resume.
     init_folder: str | None = None
-    #: What the run has been through, as ``placed`` says it.
+    #: The run's failures and seconds of running so far, from ``placed``.
     failures_seen: int = 0
     run_s: float = 0.0
-    #: Seconds without an agent after which a rank must end itself: its node is taken for lost.
+    #: Seconds without an agent after which a rank must end itself: its node then counts as lost.
     orphan_timeout_s: float = 30.0
-    #: What the agent knows of the machine that decides the last bits of arithmetic.
+    #: Properties of the machine that decide the last bits of arithmetic.
     machine: dict[str, str] = Field(default_factory=dict)
-    #: Folder in memory (tmpfs) where ranks leave state that outlives them, ``g<generation>/step_<n>/``; None: none.
+    #: Folder in memory (tmpfs) where ranks save survivor state, ``g<generation>/step_<n>-rank_<r>/``; None: none.
     memory_folder: str | None = None
-    #: Folder on disk where the node keeps what earlier generations wrote and nobody committed,
+    #: Folder on disk where the node keeps the uncommitted checkpoints of earlier generations,
     #: ``g<generation>/step_<n>-rank_<r>/``; None: none.
     survivor_dir: str | None = None
 
@@ -95,7 +95,7 @@ class StartedLine(Line):
 
 
 class StragglerLine(Line):
-    """This rank's own work holds the others up. Written by rank 0, who sees all of them."""
+    """The work of ``rank`` holds the others up. Rank 0 writes it, since it sees all of them."""
 
     kind: Literal["straggler"] = "straggler"
     time: float
@@ -120,7 +120,7 @@ class StarvationLine(Line):
 
 
 class CheckpointLine(Line):
-    """A checkpoint of this rank is complete on disk: ``folder`` was renamed into place."""
+    """This rank's part of a checkpoint is complete on disk: ``folder`` is renamed into place."""
 
     kind: Literal["checkpoint"] = "checkpoint"
     time: float
@@ -134,7 +134,7 @@ class CheckpointLine(Line):
 
 
 class ResultLine(Line):
-    """What the run amounts to. ``artifacts`` are files in the generation's folder to be kept."""
+    """The result of the run. ``artifacts`` are files in the generation's folder that the agent uploads."""
 
     kind: Literal["result"] = "result"
     time: float
@@ -143,7 +143,7 @@ class ResultLine(Line):
 
 
 class EndedLine(Line):
-    """The last line: why the process is about to end."""
+    """The last line: how the process ends, and why."""
 
     kind: Literal["ended"] = "ended"
     time: float
@@ -151,7 +151,7 @@ class EndedLine(Line):
     step: int = 0
     samples_consumed: int = 0
     error: str = ""
-    #: Failed by what is asked for: another attempt would end alike.
+    #: The request itself is at fault: another attempt would fail alike.
     permanent: bool = False
 
 
@@ -163,7 +163,7 @@ JOURNAL_LINE: TypeAdapter[JournalLine] = TypeAdapter(JournalLine)
 
 
 class HelloLine(Line):
-    """Rank -> agent: who is on this end of the socket."""
+    """Rank -> agent: identifies the rank on this connection."""
 
     kind: Literal["hello"] = "hello"
     rank: int
@@ -172,7 +172,7 @@ class HelloLine(Line):
 
 
 class ShardPlanLine(Line):
-    """Rank -> agent: where it is in its reading of a split, and which shards it reads when."""
+    """Rank -> agent: the rank's position in a split, and which shards it will read when."""
 
     kind: Literal["plan"] = "plan"
     rank: int
@@ -180,12 +180,12 @@ class ShardPlanLine(Line):
     #: Samples of the run that are taken before what this rank loads now, and how many are taken a second (0: unknown).
     at: int
     per_s: float = 0.0
-    #: (number of the shard in the manifest's split, first and last position that needs it); null: as said before.
+    #: (number of the shard in the manifest's split, first and last position that needs it); null: as before.
     needs: tuple[tuple[int, int, int], ...] | None = None
 
 
 class ShardRequestLine(Line):
-    """Rank -> agent: it waits for this shard, named by its path in the dataset's folder."""
+    """Rank -> agent: the rank waits for this shard, named by its path in the dataset's folder."""
 
     kind: Literal["want"] = "want"
     rank: int
@@ -194,7 +194,7 @@ class ShardRequestLine(Line):
 
 
 class ShardReplyLine(Line):
-    """Agent -> rank: the shard and its index are there, verified; or why they cannot be had."""
+    """Agent -> rank: the shard and its index are there, verified; or why the agent cannot fetch them."""
 
     kind: Literal["shard"] = "shard"
     shard: str
@@ -211,7 +211,7 @@ class StopLine(Line):
     kind: Literal["stop"] = "stop"
     grace_s: float
     reason: str = ""
-    #: False: nobody will wait for a checkpoint, end at once.
+    #: False: end at once, without a checkpoint.
     checkpoint: bool = True
 
 

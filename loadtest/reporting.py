@@ -34,7 +34,7 @@ CALLS, ROUNDS = 2_000, 25
 def report(journal: Journal, step: int) -> None:
     """What a step of the trainer says."""
     journal.metrics(step, VALUES, epoch=1, samples_consumed=64 * step, total_steps=10**6)
-    journal.tick(step)
+    journal.heartbeat(step)
 
 
 def cost_us(folder: Path) -> float:

@@ -1,7 +1,7 @@
-"""A rank's two lines to its agent: the journal (a file) and the control socket.
+"""A rank's two channels to its agent: the journal (a file) and the control socket.
 
-The journal is appended to without ever waiting for anybody. The socket is served by a thread of
-its own that reconnects for ever; a training step only reads flags from it.
+Appending to the journal never waits. A thread serves the socket and reconnects for ever; a training step only reads the
+flags that it sets.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ RECONNECT_INTERVAL_S = 0.2
 
 
 class Journal:
-    """Says things for the agent to read, and waits for nobody.
+    """Reports to the agent without waiting for it.
 
-    Events are lines, one ``write()`` each, so a kill leaves whole lines behind it. Metrics of a step go to the ring
-    beside the journal, which takes no system call; they become lines where the ring cannot take them.
+    Events are lines, one ``write()`` each, so a kill leaves only whole lines. Metrics of a step go to the ring beside
+    the journal, which takes no system call; they become lines where the ring cannot hold them.
     """
 
     def __init__(self, path: Path) -> None:
@@ -58,9 +58,9 @@ class Journal:
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._lock = threading.Lock()
         self._ended = False
-        self._ring = _ring_beside(path)
-        #: Called after urgent lines; the agent link makes it ring the doorbell.
-        self.doorbell: Callable[[], None] = lambda: None
+        self._ring = _open_ring(path)
+        #: Called after urgent lines, to wake the agent.
+        self.ring_doorbell: Callable[[], None] = lambda: None
 
     def metrics(
         self,
@@ -88,11 +88,11 @@ class Journal:
         )
         self._append(json_line(line))
 
-    def tick(self, step: int) -> None:
-        """Say that this rank goes on, ``step`` steps done: after a step, and now and then in what takes longer."""
+    def heartbeat(self, step: int) -> None:
+        """Show that this rank makes progress with ``step`` steps done: after each step, and within longer work."""
         with self._lock:
             if self._ring is not None:
-                self._ring.beat(step)
+                self._ring.write_heartbeat(step)
 
     def started(
         self,
@@ -104,7 +104,7 @@ class Journal:
         environment_digest: str | None = None,
         exactness: Exactness = "samples-exact",
     ) -> None:
-        self._urgent(
+        self._append_urgent(
             StartedLine(
                 time=time.time(),
                 step=step,
@@ -117,11 +117,11 @@ class Journal:
         )
 
     def starved(self, line: StarvationLine) -> None:
-        """Say that this rank waits for its data."""
-        self._urgent(line)
+        """Report that this rank waits for its data."""
+        self._append_urgent(line)
 
     def straggler(self, step: int, rank: int, factor: float, over_steps: int) -> None:
-        self._urgent(StragglerLine(time=time.time(), step=step, rank=rank, factor=factor, over_steps=over_steps))
+        self._append_urgent(StragglerLine(time=time.time(), step=step, rank=rank, factor=factor, over_steps=over_steps))
 
     def checkpoint(
         self,
@@ -135,7 +135,7 @@ class Journal:
         exactness: Exactness = "samples-exact",
     ) -> None:
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        self._urgent(
+        self._append_urgent(
             CheckpointLine(
                 time=time.time(),
                 folder=str(folder),
@@ -150,17 +150,17 @@ class Journal:
 
     def result(self, metrics: Mapping[str, float], artifacts: tuple[str, ...] = ()) -> None:
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        self._urgent(ResultLine(time=time.time(), metrics=finite, artifacts=artifacts))
+        self._append_urgent(ResultLine(time=time.time(), metrics=finite, artifacts=artifacts))
 
     def ended(self, line: EndedLine) -> None:
-        """Append the last line: what another thread would say after it is left out."""
-        self._urgent(line)
+        """Append the last line; later lines of other threads are dropped."""
+        self._append_urgent(line)
 
-    def _urgent(
+    def _append_urgent(
         self, line: StartedLine | StragglerLine | StarvationLine | CheckpointLine | ResultLine | EndedLine
     ) -> None:
         self._append(json_line(line), last=isinstance(line, EndedLine))
-        self.doorbell()
+        self.ring_doorbell()
 
     def _append(self, data: bytes, *, last: bool = False) -> None:
         with self._lock:
@@ -172,8 +172,8 @@ class Journal:
             raise OSError(f"{self.path}: only {written} of {len(data)} bytes could be appended; is the disk full?")
 
 
-def _ring_beside(journal: Path) -> RingWriter | None:
-    """The ring of the rank whose journal it is; None where the file system has no room for one."""
+def _open_ring(journal: Path) -> RingWriter | None:
+    """Open the ring beside a rank's journal; None where the file system has no room for one."""
     rank = journal.stem.removeprefix("rank_")
     if not rank.isdigit():
         return None
@@ -185,19 +185,17 @@ def _ring_beside(journal: Path) -> RingWriter | None:
 
 
 class Control:
-    """What the agent has asked for. Read by the training loop, written by the link's thread or a signal."""
+    """The agent's requests. The training loop reads them; the link's thread or a signal sets them."""
 
     def __init__(self) -> None:
         self._stop = threading.Event()
         self._checkpoint_now = threading.Event()
         self.reason = ""
-        self.asked_at: float | None = None
 
     def request_stop(self, reason: str) -> None:
-        """Ask for a stop at the next step that all ranks agree on. Asking again changes nothing."""
+        """Request a stop at the next step that all ranks agree on. A second request changes nothing."""
         if not self._stop.is_set():
             self.reason = reason
-            self.asked_at = time.monotonic()
             self._stop.set()
 
     def request_checkpoint(self) -> None:
@@ -208,7 +206,7 @@ class Control:
         return self._stop.is_set()
 
     def take_checkpoint_request(self) -> bool:
-        """Whether a checkpoint was asked for since the last call."""
+        """Return whether a checkpoint was requested since the last call."""
         asked = self._checkpoint_now.is_set()
         self._checkpoint_now.clear()
         return asked
@@ -217,8 +215,8 @@ class Control:
 class AgentLink:
     """Keeps the control socket open from a thread, for as long as the process lives.
 
-    Without an agent for ``orphan_timeout_s`` it ends the process: somebody else may be training
-    this run by then. A stop that wants no checkpoint ends the process at once, too.
+    Without an agent for ``orphan_timeout_s`` it ends the process, since another node may be training this run by then.
+    A stop without a checkpoint ends the process at once, too.
     """
 
     def __init__(
@@ -234,18 +232,18 @@ class AgentLink:
         self.stop_at_once = False
 
     def start(self) -> None:
-        self._journal.doorbell = self._ring
+        self._journal.ring_doorbell = self._ring_doorbell
         threading.Thread(target=self._serve, name="trainbus-agent-link", daemon=True).start()
 
-    def _ring(self) -> None:
-        """Ring the doorbell. A lost ring costs nothing but time: the agent looks at the journal anyway."""
+    def _ring_doorbell(self) -> None:
+        """Wake the agent. A lost ring only costs time: the agent polls the journal anyway."""
         connection = self._socket
         if connection is None:
             return
         try:
             connection.send(b"\n", socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except OSError:
-            return  # full or broken: the thread that reads will notice and reconnect
+            return  # full or broken: the reading thread notices and reconnects
 
     def _serve(self) -> None:
         last_seen = time.monotonic()
@@ -269,7 +267,7 @@ class AgentLink:
             last_seen = time.monotonic()
 
     def _read(self, connection: socket.socket) -> None:
-        """Obey lines until the connection ends."""
+        """Handle lines until the connection ends."""
         connection.settimeout(None)
         pending = b""
         while True:
@@ -282,16 +280,16 @@ class AgentLink:
             *lines, pending = (pending + data).split(b"\n")
             for line in lines:
                 if line.strip():
-                    self._obey(line)
+                    self._handle_line(line)
 
-    def _obey(self, line: bytes) -> None:
+    def _handle_line(self, line: bytes) -> None:
         try:
-            order = CONTROL_LINE.validate_json(line)
+            command = CONTROL_LINE.validate_json(line)
         except ValidationError as error:
-            # A newer agent may say more than we know; what we know we do.
+            # A newer agent may send lines that this version does not know.
             print(f"trainbus: ignored a control line: {error.errors()[0]['msg']}", flush=True)
             return
-        match order:
+        match command:
             case CheckpointNowLine():
                 self._control.request_checkpoint()
             case StopLine(checkpoint=False) as stop:
@@ -306,7 +304,7 @@ class AgentLink:
         self._exit(EXIT_STOPPED)
 
     def _orphaned(self) -> None:
-        error = f"no agent at the control socket for {self._launch.orphan_timeout_s:g} s: the node is taken for lost"
+        error = f"no agent at the control socket for {self._launch.orphan_timeout_s:g} s: the node counts as lost"
         print(f"trainbus: {error}", flush=True)
         self._journal.ended(EndedLine(time=time.time(), outcome="failed", error=error))
         self._exit(EXIT_ORPHANED)

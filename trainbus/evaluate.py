@@ -52,7 +52,7 @@ def evaluate(launch: Launch, task: Task, dataset: Dataset, world: World) -> tupl
     # Evaluation measures the weights themselves: in fp32, whatever precision they were trained in.
     found = measure_split(task, model, reader, world, "fp32", on_chunk=record)
     metrics = {f"{split}/{name}": value for name, value in found.items()}
-    all_rows = [row for part in world.gather(rows) for row in part]
+    all_rows = [row for part in world.gather_objects(rows) for row in part]
     if not all_rows:
         return metrics, ()
     path = Path(launch.folder) / PREDICTIONS

@@ -1,4 +1,4 @@
-"""How a rank ends. gloo and NCCL can hang in their teardown, so a rank never leaves through it."""
+"""Ends a rank's process. gloo and NCCL can hang in their teardown, so a rank skips it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-#: No agent for ``orphan_timeout_s``: the node is taken for lost, and this rank must not go on.
+#: No agent for ``orphan_timeout_s``: the node counts as lost, and this rank must not continue.
 EXIT_ORPHANED = 76
 
-#: Where the exit code goes. Set in ranks forked from a warm process, which may be gone by then;
-#: a rank started through a shell has its code written by the shell.
+#: The file that the exit code goes to. Set in ranks forked from a warm process, which may have ended by then; a shell
+#: writes the code of a rank that it started.
 exit_file: Path | None = None
 
 

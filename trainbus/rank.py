@@ -1,6 +1,6 @@
 """One rank of a run: ``python -m trainbus.rank``, or the same forked from a warm process.
 
-Reads TRAINBUS_LAUNCH, imports the task, trains or evaluates, tells the agent through its journal, and exits with
+Reads TRAINBUS_LAUNCH, imports the task, trains or evaluates, reports through its journal, and exits with
 0 (done), 75 (stopped as asked) or 1 (failed; the ``ended`` line and the log say why).
 """
 
@@ -35,16 +35,16 @@ from trainbus.trainer.trainer import Trainer, TrainerSettings, TrainingDiverged
 from trainbus.trainer.world import World, limit_memory, limit_threads, seed_all
 
 EXIT_FAILED = 1
-#: Errors whose text says all there is to say; anything else gets its traceback into the log.
+#: Errors whose text explains them; the log gets the traceback of any other.
 EXPLAINED = (TaskError, DatasetError, CheckpointError, StateMismatch, OrderMismatch, TrainingDiverged)
-#: Errors that the same request runs into again, however often it is tried.
+#: Errors that the same request always causes again.
 PERMANENT = (StateMismatch, OrderMismatch)
-#: What gloo, NCCL and the rendezvous say when the other end is gone.
+#: Fragments of the errors of gloo, NCCL and the rendezvous when the other end is gone.
 PEER_LOST_SIGNS = ("Connection closed by peer", "Connection reset by peer", "remote process", "DistNetworkError")
 
 
 def run(env: Mapping[str, str]) -> int:
-    """Be the rank that ``env`` describes, to its end; return the exit code."""
+    """Run the rank that ``env`` describes to its end; return the exit code."""
     path = env.get(LAUNCH_VARIABLE)
     if not path:
         print(f"trainbus.rank is started by a node's agent, which sets {LAUNCH_VARIABLE}", file=sys.stderr)
@@ -57,22 +57,22 @@ def run(env: Mapping[str, str]) -> int:
     link = AgentLink(launch, world.rank, journal, control)
     link.stop_at_once = launch.spec.kind == "evaluate"  # it has nothing to save
     link.start()
-    _write_stacks_when_asked(Path(launch.folder) / f"rank_{world.rank}.stacks")
+    _write_stacks_on_signal(Path(launch.folder) / f"rank_{world.rank}.stacks")
     signal.signal(signal.SIGTERM, lambda *_: control.request_stop("SIGTERM"))
     try:
-        ended = _work(launch, world, journal, control, env, workers)
+        ended = _run_task(launch, world, journal, control, env, workers)
     except BaseException as error:
-        ended = _failed(error, launch)
+        ended = _describe_failure(error, launch)
     try:
         if ended.outcome != "failed":
-            world.leave()
+            world.wait_for_all()
     except RuntimeError as error:  # the work is done and on disk; a peer that is already gone changes nothing
         print(f"trainbus: the last barrier failed: {error}", flush=True)
     journal.ended(ended)
     return {"succeeded": EXIT_DONE, "stopped": EXIT_STOPPED}.get(ended.outcome, EXIT_FAILED)
 
 
-def _work(
+def _run_task(
     launch: Launch, world: World, journal: Journal, control: Control, env: Mapping[str, str], workers: WorkerPool
 ) -> EndedLine:
     spec = launch.spec
@@ -87,7 +87,7 @@ def _work(
     dataset = Dataset(Path(launch.dataset_folder), launch.dataset_id, arrive=arrival.wait)
     task.classes, task.statistics = dataset.classes, dataset.statistics
     workers.set_dataset(dataset.classes, dataset.statistics)
-    world.join(env, always=training is not None and training.strategy in ("deepspeed", "fsdp2"))
+    world.init_process_group(env, always=training is not None and training.strategy in ("deepspeed", "fsdp2"))
 
     if spec.kind == "evaluate":
         seed_all(0, "evaluate", world.rank)
@@ -128,7 +128,7 @@ def _arrival(launch: Launch, dataset_folder: Path, world: World, waits: BatchTim
         rank=world.rank,
         generation=launch.generation,
         waits=waits,
-        # Longer than without an agent the link lets the process live: that says better why it ends.
+        # Longer than the link lets the process live without an agent: its error explains the end better.
         patience_s=2 * launch.orphan_timeout_s,
     )
 
@@ -184,13 +184,13 @@ def _settings(launch: Launch, env: Mapping[str, str]) -> TrainerSettings:
     )
 
 
-def _write_stacks_when_asked(path: Path) -> None:
-    """On SIGUSR2 write down where every thread is: the agent asks for it when no step comes any more."""
+def _write_stacks_on_signal(path: Path) -> None:
+    """Write the stack of every thread on SIGUSR2, which the agent sends when steps stop coming."""
     file = path.open("a")  # stays open for as long as the process lives
     faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
 
 
-def _failed(error: BaseException, launch: Launch) -> EndedLine:
+def _describe_failure(error: BaseException, launch: Launch) -> EndedLine:
     code = Path(launch.code_folder) if launch.code_folder else None
     if isinstance(error, EXPLAINED):
         text = str(error)
@@ -204,7 +204,7 @@ def _failed(error: BaseException, launch: Launch) -> EndedLine:
 
 
 def main(run: Callable[[Mapping[str, str]], int] = run) -> None:
-    """Run, and end the process whatever happens: a rank must never linger in a teardown."""
+    """Run, and end the process in any case: a rank must never hang in a teardown."""
     code = EXIT_FAILED
     try:
         code = run(os.environ)

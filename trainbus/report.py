@@ -19,11 +19,11 @@ _warned = False
 def report(
     values: Mapping[str, float] | None = None, /, *, step: int, epoch: int = 0, samples: int = 0, **metrics: float
 ) -> None:
-    """Say what the metrics are at ``step``; never blocks on the network, never fails the script.
+    """Report metrics at ``step``; never block on the network, never fail the script.
 
     Names with a slash go in as a mapping: ``report({"validation/loss": 0.3}, step=10, lr=1e-3)``.
     ``samples`` is how many samples have been consumed so far, if the script knows. Values that are not finite are
-    left out. Without trainbus around the script this does nothing but warn once.
+    dropped. In a script that trainbus did not start this only warns, once.
     """
     fd = _open_journal()
     if fd is None:

@@ -1,4 +1,4 @@
-"""The rank's end of the progress ring (``contracts/progress.py``): a step is reported in a few microseconds."""
+"""Writes the progress ring (``contracts/progress.py``): a rank reports a step in a few microseconds."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ _NO_VALUES = (0.0,) * VALUES_MAX
 
 
 class RingWriter:
-    """Writes records and beats. One thread at a time; the journal's lock sees to it."""
+    """Writes records and heartbeats. Only one thread at a time may use it; the journal has a lock."""
 
     def __init__(self, path: Path, capacity: int = CAPACITY) -> None:
-        """Make the file, or go on with the one that is there.
+        """Create the file, or continue the one that is there.
 
         Raises:
-            OSError: there is no room for it, or what is there is no ring of this layout.
+            OSError: the disk is full, or the file is not a ring of this layout.
         """
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fresh = os.fstat(fd).st_size == 0
             if fresh:
-                # The disk's blocks are taken now: a store to a page without one would kill the rank (SIGBUS).
+                # Allocate the blocks now: a store to a page without one would kill the rank (SIGBUS).
                 os.posix_fallocate(fd, 0, HEADER_BYTES)
                 os.ftruncate(fd, HEADER_BYTES + capacity * RECORD_BYTES)
                 os.pwrite(fd, FIXED.pack(MAGIC, capacity, RECORD_BYTES, os.getpid()), 0)
             magic, self.capacity, record_bytes, _ = FIXED.unpack(os.pread(fd, FIXED.size, 0).ljust(FIXED.size, b"\0"))
             size_bytes = HEADER_BYTES + self.capacity * RECORD_BYTES
             if magic != MAGIC or record_bytes != RECORD_BYTES or os.fstat(fd).st_size != size_bytes:
-                raise OSError(f"{path} is no progress ring of this layout")
+                raise OSError(f"{path} is not a progress ring of this layout")
             os.pwrite(fd, FIXED.pack(MAGIC, self.capacity, RECORD_BYTES, os.getpid()), 0)
             self._map = mmap.mmap(fd, size_bytes)
         except BaseException:
@@ -66,11 +66,11 @@ class RingWriter:
         self._head: int = COUNTER.unpack_from(self._map, HEAD_AT)[0]
         self._tail = 0
         self._names = {_name(self._map, number): number for number in range(self._names_count())}
-        #: The values' names of the step before are those of this one, nearly always.
+        #: The names of the last record and their numbers: nearly always those of the next.
         self._known: tuple[tuple[str, ...], tuple[int, ...]] = ((), _NO_NAMES)
 
-    def beat(self, step: int) -> None:
-        """Say that the rank is alive and has ``step`` steps behind it."""
+    def write_heartbeat(self, step: int) -> None:
+        """Show that the rank is alive and has done ``step`` steps."""
         self._mark += 1
         beat = BEAT.pack(self._mark, step, time.monotonic())
         self._map[BEAT_AT : BEAT_AT + BEAT.size + CRC.size] = beat + CRC.pack(crc32(beat))
@@ -78,7 +78,7 @@ class RingWriter:
     def record(
         self, step: int, values: Mapping[str, float], epoch: int, samples_consumed: int, total_steps: int | None
     ) -> bool:
-        """Write a record; False if it must be said in another way: no room, too many values, a name too long."""
+        """Write a record; return False if the ring cannot hold it: no room, too many values, a name too long."""
         names = tuple(values)
         if names != self._known[0]:
             numbers = self._numbers(names)
@@ -94,7 +94,7 @@ class RingWriter:
             return False
         numbers, floats = self._known[1], tuple(values.values())
         count = len(floats)
-        if not isfinite(sum(floats)):  # a quicker question; the answer is worked out only where it is no
+        if not isfinite(sum(floats)):  # cheaper than testing each value
             kept = [(number, value) for number, value in zip(numbers, floats, strict=False) if isfinite(value)]
             count = len(kept)
             numbers = tuple(number for number, _ in kept) + _NO_NAMES[count:]
@@ -122,7 +122,7 @@ class RingWriter:
         os.close(self._fd)
 
     def _reserve(self) -> bool:
-        """Take the disk's blocks for all records, once there is one: most ranks only beat."""
+        """Allocate the disk's blocks for all records with the first one: most ranks only write heartbeats."""
         try:
             os.posix_fallocate(self._fd, 0, HEADER_BYTES + self.capacity * RECORD_BYTES)
         except OSError:
@@ -131,7 +131,7 @@ class RingWriter:
         return True
 
     def _numbers(self, names: tuple[str, ...]) -> tuple[int, ...] | None:
-        """The names' places in the table, new ones entered; None if a record cannot tell them."""
+        """Return the names' numbers in the table, adding new names; None if a record cannot hold them."""
         if len(names) > VALUES_MAX:
             return None
         for name in names:

@@ -2,7 +2,7 @@
 
 Importing torch takes seconds, forking takes milliseconds. This process imports everything a rank needs, and
 has no threads, no process group and no CUDA, so a fork of it is as good as a fresh start. It serves any
-number of connections, one JSON object a line: ``fork``, ``ping``; and says ``exited`` to all when a child ends.
+number of connections, one JSON object a line: ``fork``, ``ping``; and sends ``exited`` to all when a child ends.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class WarmServer:
         self._selector.register(self._wake_read, selectors.EVENT_READ)
 
     def serve(self) -> None:
-        """Serve until SIGTERM, or until nobody has needed this process for a while."""
+        """Serve until SIGTERM, or until this process has been idle for a while."""
         signal.set_wakeup_fd(self._wake_write.fileno())
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, self._on_terminate)
@@ -145,14 +145,14 @@ class WarmServer:
             sys.stderr.flush()
             pid = os.fork()
             if pid == 0:
-                self._be_rank(env, cwd, log_fd, exit_file)
+                self._run_rank(env, cwd, log_fd, exit_file)
         finally:
             os.close(log_fd)
         self._children[pid] = exit_file
         return pid
 
-    def _be_rank(self, env: dict[str, str], cwd: str, log_fd: int, exit_file: Path) -> NoReturn:
-        """The child: leave everything of the parent behind, and be a rank."""
+    def _run_rank(self, env: dict[str, str], cwd: str, log_fd: int, exit_file: Path) -> NoReturn:
+        """Close everything of the parent in the child, and run a rank there."""
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -216,8 +216,8 @@ def main() -> None:
     parser.add_argument("--socket", type=Path, required=True)
     arguments = parser.parse_args()
     with contextlib.suppress(ImportError):
-        import PIL.PngImagePlugin  # noqa: F401  (most image tasks want it; it is no fault if it is not there)
-    # What is imported stays shared with the children for longer if the collector leaves it alone.
+        import PIL.PngImagePlugin  # noqa: F401  (most image tasks use it; it is optional)
+    # Memory of imported modules stays shared with the children if the garbage collector does not touch it.
     gc.collect()
     gc.freeze()
     WarmServer(arguments.socket).serve()

@@ -9,7 +9,7 @@ from tests.trainbus.exact_gang import Case, gang
 from trainbus.task import TaskError
 from trainbus.trainer.exact.layout import PIECE
 from trainbus.trainer.strategies import make_strategy
-from trainbus.trainer.strategies.loss_scale import GROWTH_INTERVAL, SMALLEST, LossScale, LossScaleUnderflow
+from trainbus.trainer.strategies.loss_scale import GROWTH_INTERVAL, MIN_SCALE, LossScale, LossScaleUnderflow
 from trainbus.trainer.world import World
 
 CASES = {
@@ -87,6 +87,6 @@ def test_the_loss_scale_grows_shrinks_and_gives_up() -> None:
     again = LossScale(enabled=True)
     again.load(scale.state())
     assert again.state() == scale.state()
-    scale.scale = SMALLEST
+    scale.scale = MIN_SCALE
     with pytest.raises(LossScaleUnderflow):
         scale.accept(float("nan"))

@@ -90,7 +90,7 @@ def test_without_room_for_a_ring_all_goes_to_the_journal(tmp_path: Path, monkeyp
     monkeypatch.setattr(os, "posix_fallocate", full)
     journal = Journal(tmp_path / "rank_0.jsonl")
     journal.metrics(1, {"loss": 1.0})
-    journal.tick(1)
+    journal.heartbeat(1)
     assert [line.kind for line in said(tmp_path)] == ["metrics"]
 
 
@@ -101,7 +101,7 @@ def test_a_killed_rank_has_lost_nothing(tmp_path: Path) -> None:
         "journal = Journal(pathlib.Path(sys.argv[1]) / 'rank_0.jsonl')\n"
         "for step in range(1, 60_000):\n"
         "    journal.metrics(step, {'loss': 1 / step})\n"
-        "    journal.tick(step)\n"
+        "    journal.heartbeat(step)\n"
         "    if step == 500: print('on its way', flush=True)\n"
         "sys.stdin.read()\n"  # before the ring is full: nobody takes anything out of it here
     )

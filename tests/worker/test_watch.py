@@ -62,7 +62,7 @@ folder, rank = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 journal = Journal(folder / f"rank_{rank}.jsonl")
 faulthandler.register(signal.SIGUSR2, file=(folder / f"rank_{rank}.stacks").open("a"))
 for step in range(1, 8):
-    journal.tick(step)
+    journal.heartbeat(step)
     time.sleep(0.05)
 def wait_for_the_others():
     print("up", flush=True)

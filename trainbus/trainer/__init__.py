@@ -1,1 +1,1 @@
-"""The training loop and what it stands on: strategies, checkpoints, and the agreement to stop."""
+"""The training loop, strategies, checkpoints, and the agreement of the ranks on each step."""

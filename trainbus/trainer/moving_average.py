@@ -23,14 +23,14 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the weights as they are after a step."""
+        """Update the averages after a step."""
         averages = list(self.tensors.values())
         torch._foreach_mul_(averages, self._decay)
         torch._foreach_add_(averages, torch._foreach_mul(self._parameters, 1 - self._decay))
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Let the model have the averages in place of its weights, with one tensor's worth of memory."""
+        """Swap the averages into the model inside the context, with memory for one more tensor."""
         self._swap()
         try:
             yield

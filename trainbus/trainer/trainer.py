@@ -227,7 +227,7 @@ class Trainer:
         for observer in self._observers:
             observer.on_step_end(completed)
         self._agree(losses, result, lacks_data=not steps.has(MIN_PREFETCHED_STEPS))
-        self.journal.tick(progress.step)
+        self.journal.heartbeat(progress.step)
 
     def _forward_backward(self, data: StepData) -> tuple[dict[int, Tensor], float]:
         """Add the gradients of this rank's leaves; return their losses, and the seconds of copying to the device."""
@@ -240,7 +240,7 @@ class Trainer:
     def _forward_backward_leaf(self, data: LeafData, global_samples: int) -> tuple[Tensor, float]:
         """Add the gradient of one leaf; return its share of the mean loss over the global batch, and the copy time."""
         device = self.world.device
-        self.journal.tick(self.progress.step)
+        self.journal.heartbeat(self.progress.step)
         # What dropout draws is a function of (seed, step, leaf), on whatever rank and however often it is computed.
         seed_all(self.training.seed, self.progress.step, data.leaf)
         losses, copied_s = [], 0.0
@@ -335,7 +335,7 @@ class Trainer:
                 self.data.validation_split,
                 self.world,
                 self.training.precision,
-                on_chunk=lambda *_: self.journal.tick(self.progress.step),
+                on_chunk=lambda *_: self.journal.heartbeat(self.progress.step),
                 workers=self.data.workers,
             )
         metrics = {f"validation/{name}": value for name, value in found.items()}

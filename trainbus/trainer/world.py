@@ -1,4 +1,4 @@
-"""Which rank this is, on which device, and how it meets the others."""
+"""The rank, its device, and the process group of all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=600)
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process's place among the ranks."""
+    """This process's rank among all ranks, and the collectives on small objects."""
 
     rank: int = 0
     size: int = 1
@@ -30,7 +30,7 @@ class World:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> World:
-        """Read what the agent (or torchrun) says; without it, this is the only rank."""
+        """Read the variables that the agent (or torchrun) sets; without them this is the only rank."""
         return cls(int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1")), int(env.get("LOCAL_RANK", "0")))
 
     @property
@@ -44,8 +44,8 @@ class World:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def join(self, env: Mapping[str, str], always: bool = False) -> None:
-        """Form the process group at MASTER_ADDR:MASTER_PORT. A single rank needs none, unless ``always``."""
+    def init_process_group(self, env: Mapping[str, str], always: bool = False) -> None:
+        """Form the process group at MASTER_ADDR:MASTER_PORT; a single rank does so only if ``always``."""
         if self.size == 1 and not always:
             return
         store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -80,7 +80,7 @@ class World:
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any) -> list[Any]:
         """Return every rank's value on rank 0, and an empty list elsewhere."""
         if self.size == 1:
             return [value]
@@ -96,7 +96,7 @@ class World:
         dist.all_gather_object(box, value)
         return box
 
-    def leave(self) -> None:
+    def wait_for_all(self) -> None:
         """Wait until every rank is here, so that none loses the rendezvous while it still needs it."""
         if dist.is_initialized() and self.size > 1:
             dist.barrier()
@@ -112,7 +112,7 @@ def limit_threads(env: Mapping[str, str]) -> None:
 
 
 def limit_memory(env: Mapping[str, str], device: torch.device) -> None:
-    """Keep this rank's tensors to the part of the GPU's memory that its run has a share of (TRAINBUS_MEMORY_FRACTION).
+    """Limit this rank's tensors to its run's share of the GPU's memory (TRAINBUS_MEMORY_FRACTION).
 
     Beyond it torch raises ``OutOfMemoryError``, as if the GPU were no larger.
     """

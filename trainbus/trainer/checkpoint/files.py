@@ -1,4 +1,4 @@
-"""What a checkpoint's files are called and what they hold.
+"""Names and contents of a checkpoint's files.
 
 Every rank writes whole tensors, about as many bytes each: ``model-<rank>.safetensors``,
 ``optimizer-<rank>.safetensors`` and, where there is a moving average, ``ema-<rank>.safetensors``; and
@@ -27,7 +27,7 @@ class CheckpointError(Exception):
 
 @dataclass(slots=True)
 class Progress:
-    """Where training stands, beside the tensors. All of it is in ``state.json``."""
+    """The progress of training, without tensors; ``state.json`` holds all of it."""
 
     step: int = 0
     samples_consumed: int = 0
@@ -53,7 +53,7 @@ def digests_file(rank: int) -> str:
 def state_json(
     progress: Progress, groups: list[dict[str, Any]], values: dict[str, dict[str, Any]], scaler: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Return what ``state.json`` holds, free of what training changes later."""
+    """Return the contents of ``state.json``, copied, so that training may go on."""
     return copy.deepcopy(
         {
             "version": VERSION,
@@ -72,7 +72,7 @@ def state_json(
 
 
 def state_digest(state: dict[str, Any]) -> str:
-    """Return the hash of everything in ``state.json`` that training goes on from."""
+    """Return the hash of everything in ``state.json`` that training resumes from."""
     try:
         return json_digest({name: value for name, value in state.items() if name not in ("about", "version")})
     except (TypeError, ValueError) as error:
@@ -87,6 +87,6 @@ def check_safe(folder: Path) -> None:
         raise CheckpointError(f"there is no checkpoint folder {folder.name!r}")
     for path in folder.rglob("*"):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise CheckpointError(f"{path.name!r} in the checkpoint is no plain file")
+            raise CheckpointError(f"{path.name!r} in the checkpoint is not a plain file")
         if path.is_file() and path.suffix not in (".safetensors", ".json"):
             raise CheckpointError(f"{path.name!r} in the checkpoint is neither safetensors nor JSON; it is not loaded")

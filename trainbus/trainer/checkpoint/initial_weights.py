@@ -1,4 +1,4 @@
-"""Begins training with a checkpoint's weights: on other data, with another head, under another optimizer."""
+"""Loads the weights of a checkpoint to begin training with: other data, another head, another optimizer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from trainbus.trainer.checkpoint.files import check_safe
 from trainbus.trainer.checkpoint.reader import load_tensors
 from trainbus.trainer.optimizer_state import StateMismatch
 
-#: How many tensors that do not fit the error names.
-LISTED = 10
+#: How many tensors the error names.
+MAX_LISTED = 10
 
 
 def load_initial_weights(folder: Path, model: nn.Module, exclude: Sequence[str] = ()) -> None:
@@ -52,19 +52,19 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _check_patterns(exclude: Sequence[str], names: Sequence[str]) -> None:
-    """A pattern that matches nothing is misspelt, patterns that match everything leave nothing to begin with."""
-    beginnings = ", ".join(sorted({f"{name.partition('.')[0]}.*" if "." in name else name for name in names})[:LISTED])
+    """Refuse a pattern that matches nothing (it is misspelt), and patterns that match everything."""
+    modules = ", ".join(sorted({f"{name.partition('.')[0]}.*" if "." in name else name for name in names})[:MAX_LISTED])
     for pattern in exclude:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise StateMismatch(
-                f"init_exclude {pattern!r} matches no tensor of the checkpoint or of the model: there are {beginnings}"
+                f"init_exclude {pattern!r} matches no tensor of the checkpoint or of the model: there are {modules}"
             )
     if all(_matches(name, exclude) for name in names):
         raise StateMismatch("init_exclude leaves nothing of the checkpoint: leave init_from out, or exclude less")
 
 
 def _problems(saved: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, str]:
-    """What does not fit, by name."""
+    """Return what does not fit, by name."""
     found = {}
     for name, present in wanted.items():
         if name not in saved:
@@ -85,18 +85,19 @@ def _like(tensor: Tensor) -> str:
 
 
 def _explain(problems: Mapping[str, str], names: Sequence[str], exclude: Sequence[str]) -> str:
-    listed = "; ".join(list(problems.values())[:LISTED])
-    more = f"; and {len(problems) - LISTED} more" if len(problems) > LISTED else ""
+    listed = "; ".join(list(problems.values())[:MAX_LISTED])
+    more = f"; and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
     patterns = [*exclude, *_suggested(problems, names)]
-    say = ", ".join(f'"{pattern}"' for pattern in patterns[:LISTED]) + (", ..." if len(patterns) > LISTED else "")
+    suggestion = ", ".join(f'"{pattern}"' for pattern in patterns[:MAX_LISTED])
+    suggestion += ", ..." if len(patterns) > MAX_LISTED else ""
     return (
         f"init_from does not fit the model: {listed}{more}. If these are meant to begin anew, set init_exclude to "
-        f"[{say}]; if not, build the model as it was built for the checkpoint (params)"
+        f"[{suggestion}]; if not, build the model as it was built for the checkpoint (params)"
     )
 
 
 def _suggested(problems: Mapping[str, str], names: Sequence[str]) -> list[str]:
-    """Patterns that match what does not fit and nothing else: whole modules where none of their tensors fits."""
+    """Return patterns that match only what does not fit: whole modules where none of their tensors fits."""
     fitting = {module for name in names if name not in problems for module in _modules(name)}
     found: dict[str, None] = {}
     for problem in problems:
@@ -106,6 +107,6 @@ def _suggested(problems: Mapping[str, str], names: Sequence[str]) -> list[str]:
 
 
 def _modules(name: str) -> list[str]:
-    """The modules that a tensor is in, from the outermost on."""
+    """Return the modules that a tensor is in, outermost first."""
     parts = name.split(".")
     return [".".join(parts[:depth]) for depth in range(1, len(parts))]

@@ -34,7 +34,7 @@ class LoadedCheckpoint:
 
 
 def load(folder: Path) -> LoadedCheckpoint:
-    """Read everything that training goes on from."""
+    """Read everything that training resumes from."""
     check_safe(folder)
     progress, state = load_progress(folder)
     state.model, state.optimizer.tensors, state.ema = (load_tensors(folder, kind) for kind in KINDS)
@@ -52,11 +52,11 @@ def load_progress(folder: Path) -> tuple[Progress, State]:
 
 
 def read_state(folder: Path) -> tuple[Progress, State]:
-    """Read ``state.json`` alone, whatever else of the checkpoint lies elsewhere."""
+    """Read ``state.json`` alone; the other files may lie elsewhere."""
     path = folder / STATE
     try:
         if path.stat().st_size > MAX_STATE_BYTES:
-            raise CheckpointError(f"{STATE} is too large to be ours")
+            raise CheckpointError(f"{STATE} is too large for a checkpoint of trainbus")
         state = json.loads(path.read_bytes())
         if state["version"] != VERSION:
             raise CheckpointError(f"{STATE} has version {state['version']!r}; this trainbus reads {VERSION}")
@@ -77,7 +77,7 @@ def read_state(folder: Path) -> tuple[Progress, State]:
 
 
 def load_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
-    """Read all ranks' tensors of a kind (``model``, ``optimizer``, ``ema``) by name; none of it is an empty answer."""
+    """Read all ranks' tensors of a kind (``model``, ``optimizer``, ``ema``) by name; empty where there are none."""
     found: dict[str, Tensor] = {}
     pattern = re.compile(rf"{kind}-\d+\.safetensors")
     for path in sorted(path for path in folder.iterdir() if pattern.fullmatch(path.name)):

@@ -1,4 +1,4 @@
-"""Host buffers that hold a state laid out as the files it becomes, so that writing them is one sequential pass."""
+"""Host buffers that hold a state in the layout of its files, so that writing is one sequential pass."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Place:
     stop: int
 
 
-class Image:
+class FileImage:
     """One safetensors file in memory: its header, and for each tensor a view at its place."""
 
     def __init__(self, tensors: Mapping[str, Tensor], *, pinned: bool = False, path: Path | None = None) -> None:
@@ -72,20 +72,20 @@ class Image:
         return memoryview(self._buffer.numpy())  # type: ignore[arg-type]
 
     def touch(self) -> None:
-        """Have the kernel find all the pages now, and not while training waits for the first copy."""
+        """Fault in all pages now, not while training waits for the first copy."""
         first = min((place.start for place in self.places.values()), default=self.size_bytes)
         self._buffer[first:].zero_()
 
 
 class StagingBuffers:
-    """The files of one rank's share of a state, kept from one checkpoint to the next."""
+    """The buffers of one rank's files, kept from one checkpoint to the next."""
 
     def __init__(self, *, pinned: bool = False, folder: Path | None = None) -> None:
         self._pinned, self._folder = pinned, folder
-        self.images: dict[str, Image] = {}
+        self.images: dict[str, FileImage] = {}
 
     def lay_out(self, files: Mapping[str, Mapping[str, Tensor]]) -> bool:
-        """Make room for these tensors, by file name; return whether it had to be made anew."""
+        """Allocate buffers for these tensors, by file name; return whether they are new."""
         same = self.images.keys() == files.keys() and all(
             self.images[name].key == _key(tensors) for name, tensors in files.items()
         )
@@ -93,7 +93,7 @@ class StagingBuffers:
             self.images.clear()  # before the new ones are made: one copy of the state is all that may be taken
             for name, tensors in files.items():
                 path = None if self._folder is None else self._folder / name
-                self.images[name] = Image(tensors, pinned=self._pinned, path=path)
+                self.images[name] = FileImage(tensors, pinned=self._pinned, path=path)
         return not same
 
     def pairs(self, files: Mapping[str, Mapping[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:

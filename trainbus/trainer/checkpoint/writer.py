@@ -19,7 +19,7 @@ from trainbus.trainer.checkpoint.files import (
     digests_file,
     state_digest,
 )
-from trainbus.trainer.checkpoint.staging import Image
+from trainbus.trainer.checkpoint.staging import FileImage
 
 BLOCK_BYTES = 8 * 2**20
 _START_WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE
@@ -34,7 +34,7 @@ class RankFiles:
     """All of one rank's files."""
 
     rank: int
-    images: Mapping[str, Image]
+    images: Mapping[str, FileImage]
     #: ``state.json``; rank 0's alone.
     state: dict[str, Any] | None
 

@@ -1,7 +1,7 @@
-"""Buffers that forward changes (BatchNorm statistics): every leaf starts from the same, and one value comes of it.
+"""Keeps buffers that forward changes (BatchNorm statistics) equal: leaves start from the same and end with one value.
 
 ``first``: a step leaves the buffers as leaf 0 left them. ``mean``: the mean over the leaves, weighted by their samples
-and added up along the tree; buffers of integers are leaf 0's. Buffers that no forward changes cost nothing.
+and added up along the tree; integer buffers are those of leaf 0. Buffers that no forward changes cost nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trainbus.trainer.exact.tree import Node, SumStack, TreePlan, reduce_tree
 from trainbus.trainer.world import World
 
-#: Larger buffers are taken for changed only if autograd's version counter says so; statistics are never that large.
+#: Larger buffers count as changed only if autograd's version counter shows it; statistics are never that large.
 COMPARED_BYTES = 2**20
 
 
@@ -46,7 +46,7 @@ class BufferSync:
         self._sums: dict[Node, list[Tensor]] = {}
 
     def leaf_done(self, leaf: int, weight: float) -> None:
-        """Keep what the leaf made of the buffers, and put them back as they were at the start of the step."""
+        """Keep the leaf's values of the buffers, and restore those from the start of the step."""
         if not self._places:
             return
         changed = self._changed()
@@ -55,7 +55,7 @@ class BufferSync:
             self._new = {place: self._buffer(place).clone() for place in changed}
         if self._mean:
             self._touched.update(changed)
-            # All of them, since another leaf may change what this one does not; unchanged ones are not taken up.
+            # All floating-point buffers, since another leaf may change what this one does not.
             total = self._stack.push(step, [self._buffer(place) * weight for place in self._floats])
             if total is not None and step.completes is not None:
                 self._sums[step.completes] = total
@@ -68,12 +68,12 @@ class BufferSync:
         if self._mean:
             self._agree_on_mean()
         elif self._world.size > 1:
-            self._follow_first()
+            self._broadcast_first()
         else:
             self._known = sorted({*self._known, *self._new})
 
     def commit(self) -> None:
-        """Make the agreed values the buffers; nothing here can fail on one rank alone."""
+        """Write the agreed values into the buffers; nothing here can fail on one rank alone."""
         with torch.no_grad():
             for place, value in self._new.items():
                 self._live[place].copy_(value)
@@ -82,13 +82,13 @@ class BufferSync:
         self._new, self._sums = {}, {}
 
     def roll_back(self) -> None:
-        """Put the buffers back as they were after the last completed step."""
+        """Restore the buffers from after the last completed step."""
         self._restore(list(range(len(self._places))))
         self._new, self._sums, self._touched = {}, {}, set()
         self._stack.clear()
 
     def reload(self) -> None:
-        """Take the model's buffers as they are now for those of a completed step."""
+        """Adopt the model's current buffers as those of a completed step."""
         for place in range(len(self._places)):
             self._live[place] = self._buffer(place)
             self._start[place].copy_(self._live[place])
@@ -107,10 +107,10 @@ class BufferSync:
             if buffer is not live or live._version != self._versions[place]:
                 changed.append(place)
             elif place in self._known and not self._mean:
-                changed.append(place)  # surely, or to no harm
+                changed.append(place)  # probably changed; to count it is harmless
             elif live.nbytes <= COMPARED_BYTES:
                 unsure.append(place)
-        # Batch norm's kernels write running statistics behind the version counter's back.
+        # Batch norm's kernels write running statistics without touching the version counter.
         if unsure:
             differ = torch.stack([(self._live[place] != self._start[place]).any() for place in unsure])
             changed += [place for place, differs in zip(unsure, differ.tolist(), strict=True) if differs]
@@ -124,8 +124,8 @@ class BufferSync:
                 self._live[place].copy_(self._start[place])
                 self._versions[place] = self._live[place]._version
 
-    def _follow_first(self) -> None:
-        """Take rank 0's values: one message, and another in the rare step that changes what none has changed before."""
+    def _broadcast_first(self) -> None:
+        """Broadcast rank 0's values: one message, and a second if a buffer changes for the first time."""
         mask = torch.zeros(len(self._places), dtype=torch.uint8)
         mask[sorted(self._new)] = 1
         known = self._known

@@ -1,8 +1,8 @@
-"""Where each parameter lies in the flat buffers that travel, and what is summed or stepped as one.
+"""Where each parameter lies in the flat buffers that ranks exchange, and in which pieces it is normed and stepped.
 
-Two divisions of the same elements. Buckets (flat tensors of some megabytes) decide what travels together, and never
-a bit. Pieces (fixed runs of one parameter's elements) decide how norms are added up and what a sharded optimizer
-computes at once; kernels may treat the end of a tensor unlike its middle, so pieces depend on the model alone.
+Two divisions of the same elements. Buckets (flat tensors of some megabytes) decide what travels together, and have no
+influence on any bit. Pieces (fixed runs of one parameter's elements) decide how norms are added up and what a sharded
+optimizer computes at once; kernels may treat the end of a tensor unlike its middle, so pieces depend only on the model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 #: Parameters start at multiples of so many elements: kernels may take another path on unaligned memory.
 ALIGN = 64
-#: Elements of a piece: part of the arithmetic, so it never changes.
+#: Elements of a piece. It is part of the arithmetic, so it must never change.
 PIECE = 65_536
 #: As DDP has them; the first bucket is small so that the first transfer starts early.
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20

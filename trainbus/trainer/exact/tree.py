@@ -1,4 +1,4 @@
-"""The one order in which the leaves of a step are added up: a binary tree that depends on their number alone.
+"""The order in which the leaves of a step are added up: a binary tree that depends only on their number.
 
 A node is the half-open range of leaves under it. A node of n leaves splits after the largest power of two below n, so
 that full subtrees lie on the left. A process owns contiguous leaves; it adds up the largest nodes that lie within them.

@@ -1,8 +1,8 @@
 """An optimizer sharded over the ranks (ZeRO-1, Rajbhandari et al., 2020) with the bits of an unsharded one.
 
-A rank steps on the pieces of parameters that it owns, whose gradients it has finished anyway, and hands out weights
-where it would have handed out gradients. Each piece is a parameter of its own to the optimizer, on every number of
-ranks, so that no kernel ever sees a tensor whose shape depends on it.
+A rank steps on the pieces of parameters that it owns, whose gradients it has reduced anyway, and the ranks gather
+weights instead of gradients. To the optimizer each piece is a parameter of its own, on any number of ranks, so that no
+kernel ever sees a tensor whose shape depends on that number.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainbus.trainer.exact.norm import piece_norms
 from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
 from trainbus.trainer.training_state import StateEntry, local_entries
 
-#: Optimizers that treat each element by itself, so that a parameter may be cut into pieces.
+#: Optimizers that update each element independently, so that a parameter may be cut into pieces.
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     optim.Adam,
     optim.AdamW,
@@ -42,18 +42,18 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 
 
 def check_elementwise(optimizer: Optimizer, strategy: str) -> None:
-    """Raise ``TaskError`` unless the optimizer may be given pieces of parameters."""
+    """Raise ``TaskError`` unless the optimizer may step on pieces of parameters."""
     if type(optimizer) not in ELEMENTWISE:
         known = ", ".join(sorted(kind.__name__ for kind in ELEMENTWISE))
         raise TaskError(
             f"training.strategy {strategy!r} cuts parameters into pieces, which {type(optimizer).__name__} "
-            f"may not bear: use one of torch.optim's {known}, or strategy 'ddp'"
+            f"may not support: use one of torch.optim's {known}, or strategy 'ddp'"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class OwnedPiece:
-    """A piece that this rank steps on: a stretch of the flat weights, as a parameter."""
+    """A piece that this rank steps on: a span of the flat weights, as a parameter."""
 
     piece: Piece
     name: str
@@ -61,7 +61,7 @@ class OwnedPiece:
 
 
 class ShardedOptimizer:
-    """Puts pieces in the place of parameters in the task's optimizer. The optimizer object stays the same."""
+    """Replaces the parameters in the task's optimizer by pieces. The optimizer object stays the same."""
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, named: Mapping[str, Tensor], tree: GradientTree) -> None:
         check_elementwise(optimizer, "zero1")
@@ -86,7 +86,7 @@ class ShardedOptimizer:
         self.load(before)
 
     def step(self) -> None:
-        """Step on this rank's pieces, and take everybody else's weights."""
+        """Step on this rank's pieces, and gather the weights of all ranks."""
         self._optimizer.step()
         self._tree.all_gather(self._weights)
 
@@ -101,17 +101,17 @@ class ShardedOptimizer:
         norms = torch.zeros(len(self._number), dtype=torch.float64, device=world.device)
         if self._owned:
             norms[self._own_numbers] = piece_norms([_gradient(own.parameter) for own in self._owned])
-        # Each is a number on one rank and zero on the others: their sum rounds nothing.
+        # Each is a number on one rank and zero on the others, so the sum is exact.
         return world.all_reduce(norms)
 
     def load(self, state: OptimizerState) -> None:
-        """Take this rank's pieces out of whole tensors."""
+        """Load this rank's pieces from whole tensors."""
         packing.check_groups(state, self._group_names)
         values: dict[str, dict[str, Any]] = {name: dict(kept) for name, kept in state.values.items()}
         for name_and_key, tensor in state.tensors.items():
             name, _, key = name_and_key.rpartition("/")
             if name not in self._named:
-                raise StateMismatch(f"the optimizer state is of {name!r}, which the model does not train")
+                raise StateMismatch(f"the checkpoint has optimizer state of {name!r}, which the model does not train")
             values.setdefault(name, {})[key] = self._laid_out(name_and_key, tensor, self._named[name])
         self._optimizer.state.clear()
         for own in self._owned:

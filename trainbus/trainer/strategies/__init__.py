@@ -1,4 +1,4 @@
-"""How a step is spread over the ranks. Each strategy offers the same six things; see ``base.py``."""
+"""How a step is spread over the ranks. See ``base.py`` for the interface."""
 
 from __future__ import annotations
 

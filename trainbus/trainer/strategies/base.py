@@ -1,8 +1,8 @@
-"""What the training loop asks of a strategy.
+"""The interface of a strategy: how a step is spread over the ranks.
 
 A step is made of ``leaf_count`` leaves: equal slices of the global batch. In exact mode they are the run's logical
 ranks, whatever the number of processes is; in fast mode each process is one. Everything about a leaf (its samples,
-its micro-batches, its random numbers) is a function of the step and the leaf alone.
+its micro-batches, its random numbers) is a function of the step and the leaf only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from trainbus.task import Task, TaskError
 from trainbus.trainer.training_state import State, StateEntries
 
-#: What autocast computes in; weights, gradients and optimizer state are those of the model as the task made it.
+#: The type that autocast computes in; weights, gradients and optimizer state keep the type of the task's model.
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -27,7 +27,7 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class StepResult:
     #: Norm of the whole gradient before clipping, shape ``[]``, float64, the same on every rank.
     grad_norm: Tensor
-    #: The gradient was no number in fp16: the weights stay, the loss scale went down. The step counts all the same.
+    #: The gradient overflowed in fp16: the weights stay, the loss scale went down. The step counts all the same.
     skipped: bool = False
 
 
@@ -87,7 +87,7 @@ class Strategy(ABC):
 class LossModule(nn.Module):
     """The task's loss as a module, so that DDP and DeepSpeed see one forward whatever the task does inside.
 
-    The task is handed its own model, not a wrapper, and may use its attributes.
+    The task gets its own model, not a wrapper, and may use its attributes.
     """
 
     def __init__(self, task: Task, model: nn.Module, precision: str, device: torch.device) -> None:

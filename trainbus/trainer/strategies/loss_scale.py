@@ -7,18 +7,18 @@ from typing import Any
 
 #: As torch.amp.GradScaler has them.
 INITIAL, GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0**16, 2.0, 0.5, 2000
-#: Below this the loss itself is no number, and a smaller scale does not help.
-SMALLEST = 2.0**-14
+#: Below this the loss itself overflows, and a smaller scale does not help.
+MIN_SCALE = 2.0**-14
 
 
 class LossScaleUnderflow(Exception):
-    """The gradient is no number at any scale."""
+    """The gradient overflows at any scale."""
 
 
 class LossScale:
-    """Doubles after so many good steps and halves at a bad one. Always a power of two, so that it changes no digit.
+    """Doubles after GROWTH_INTERVAL good steps and halves at a bad one. It is a power of two, so that scaling is exact.
 
-    Off (``enabled=False``) it is 1 and stays so. See "Mixed Precision Training" (Micikevicius et al., 2018), 3.2.
+    With ``enabled=False`` it stays 1. See "Mixed Precision Training" (Micikevicius et al., 2018), 3.2.
     """
 
     def __init__(self, enabled: bool) -> None:
@@ -34,7 +34,7 @@ class LossScale:
                 self.scale, self._good_steps = self.scale * GROWTH, 0
             return True
         self.scale, self._good_steps = self.scale * BACKOFF, 0
-        if self.scale < SMALLEST:
+        if self.scale < MIN_SCALE:
             raise LossScaleUnderflow(
                 "the gradient overflows fp16 at any loss scale: lower the learning rate or use bf16"
             )

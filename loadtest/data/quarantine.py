@@ -106,10 +106,10 @@ async def try_one(seed: int, decoders: DecoderPool, findings: Findings) -> None:
         except Exception as error:
             findings.crashes.append(f"case {seed} ({case.format}): {error!r}")
             return
-    judge(seed, case, result, store, findings)
+    check_case(seed, case, result, store, findings)
 
 
-def judge(seed: int, case: fuzzed.Case, result: IngestionResult, store: MemoryStore, findings: Findings) -> None:
+def check_case(seed: int, case: fuzzed.Case, result: IngestionResult, store: MemoryStore, findings: Findings) -> None:
     """Compare what came out with what went in."""
     index = [json.loads(line) for line in store.objects[result.index_uri].splitlines()]
     aside = [json.loads(line) for line in store.objects[result.quarantine_uri].splitlines()]
@@ -142,7 +142,7 @@ def _path(uri: str) -> str:
 
 
 async def run(inputs: int, first_seed: int = 0) -> Findings:
-    """Try cases until so many spoiled inputs were judged."""
+    """Try cases until so many spoiled inputs were validated."""
     findings = Findings()
     async with DecoderPool(2) as decoders:
         seed = first_seed

@@ -59,17 +59,17 @@ class Ingestion:
         await self.jobs.submit(_ingestion(received)[0], received)
 
     async def work(self, received: Message[Any]) -> None:
-        """Ingest, and say so. ``PoisonMessage`` is an ingestion that failed for good."""
+        """Ingest and publish the result. ``PoisonMessage`` means that the ingestion cannot succeed."""
         ingestion_id, run_id, data = _ingestion(received)
-        if await self._verdict(ingestion_id) is not None:
+        if await self._find_published(ingestion_id) is not None:
             # A second delivery, or a job whose result was out when its instance died.
-            return await self._again(received)
+            return await self._republish(received)
         started = self._bus.clock.monotonic()
         with self._workdir.temporary(f"{ingestion_id}-") as folder:
             result = await self._ingest(ingestion_id, data, Path(folder))
         if (problem := find_objection(result.outcome, data, result.quarantine_uri)) is not None:
             raise PoisonMessage(problem)
-        await self._say(ingested_fact(ingestion_id, run_id, data, result), received)
+        await self._publish(ingested_fact(ingestion_id, run_id, data, result), received)
         took_s = self._bus.clock.monotonic() - started
         metrics.JOB_SECONDS.labels("reused" if result.reused else "ingested").observe(took_s)
         outcome = result.outcome
@@ -85,12 +85,12 @@ class Ingestion:
         )
 
     async def give_up(self, received: Message[Any], reason: str) -> None:
-        """Say that the source cannot be used, to whoever follows the data and to the run that waits."""
+        """Publish that the source cannot be used, for the ingestion and for the run that waits."""
         ingestion_id, run_id, _ = _ingestion(received)
         metrics.JOB_SECONDS.labels("failed").observe(0)
         log.warning("ingestion failed", ingestion_id=ingestion_id, reason=reason)
-        await self._say(DatasetIngestFailed(ingestion_id=ingestion_id, run_id=run_id, reason=reason), received)
-        await self._again(received)
+        await self._publish(DatasetIngestFailed(ingestion_id=ingestion_id, run_id=run_id, reason=reason), received)
+        await self._republish(received)
 
     async def _ingest(self, ingestion_id: str, data: DataSource, folder: Path) -> IngestionResult:
         """Run it, with the store's refusals told apart from its being away."""
@@ -116,18 +116,18 @@ class Ingestion:
                 f"the object store refuses {data.source}: {error}; check data.source and access"
             ) from error
 
-    async def _verdict(self, ingestion_id: str) -> DatasetIngested | DatasetIngestFailed | None:
+    async def _find_published(self, ingestion_id: str) -> DatasetIngested | DatasetIngestFailed | None:
         last = await self._bus.get_last_message(subjects.fact("dataset", ingestion_id, subjects.WILDCARD))
         return last.event if last else None
 
-    async def _again(self, received: Message[Any]) -> None:
-        """Complete what the first verdict means; it stands, whatever came out later."""
+    async def _republish(self, received: Message[Any]) -> None:
+        """Publish what follows from the first result. The first result is final."""
         ingestion_id, run_id, _ = _ingestion(received)
-        verdict = await self._verdict(ingestion_id)
-        if isinstance(verdict, DatasetIngestFailed) and run_id is not None:
-            await self._say(RunPrepareFailed(run_id=run_id, reason=verdict.reason), received)
+        result = await self._find_published(ingestion_id)
+        if isinstance(result, DatasetIngestFailed) and run_id is not None:
+            await self._publish(RunPrepareFailed(run_id=run_id, reason=result.reason), received)
 
-    async def _say(self, fact: Fact, received: Message[Any]) -> None:
+    async def _publish(self, fact: Fact, received: Message[Any]) -> None:
         """Publish a fact unless its like is there: an ingestion ends once, one way or the other."""
         both = subjects.fact("dataset", fact.aggregate_id, subjects.WILDCARD) if fact.aggregate == "dataset" else ""
         try:
@@ -137,7 +137,7 @@ class Ingestion:
 
 
 def _ingestion(received: Message[Any]) -> tuple[str, str | None, DataSource]:
-    """Id of the ingestion, the run that waits for it, and the source."""
+    """Return the ingestion's id, the run that waits for it, and the source."""
     event = received.event
     if isinstance(event, IngestRequested):
         return "i" + short_hash(received.envelope.source, received.envelope.id), None, event.data
@@ -147,7 +147,7 @@ def _ingestion(received: Message[Any]) -> tuple[str, str | None, DataSource]:
 
 
 def ingested_fact(ingestion_id: str, run_id: str | None, data: DataSource, result: IngestionResult) -> DatasetIngested:
-    """What is published of a finished ingestion."""
+    """Return the fact of a finished ingestion."""
     outcome = result.outcome
     return DatasetIngested(
         ingestion_id=ingestion_id,

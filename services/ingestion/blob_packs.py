@@ -1,4 +1,4 @@
-"""Small records, copied into few large objects, so that sharding does not read the source again.
+"""Packs: small records copied into few large objects, so that sharding does not read the source again.
 
 Records that come near each other in the order of samples lie in one group of packs, so that sharding needs the packs
 of one group at a time.
@@ -23,27 +23,27 @@ KEEP_BELOW_BYTES = 2**20
 
 
 def choose_group_count(expected_bytes: int) -> int:
-    """Of how many groups the packs of so much data are."""
+    """Return the number of pack groups for this much data."""
     return max(1, min(MAX_GROUPS, round(expected_bytes / GROUP_BYTES)))
 
 
 class PackWriter:
-    """Appends records to local files, one open for each group; ``finished`` ones are to be uploaded."""
+    """Appends records to local files, one open for each group; ``closed`` ones are ready for upload."""
 
     def __init__(self, folder: Path, seed: int = 0, groups: int = 1) -> None:
         self._folder, self._seed, self._groups = folder, seed, groups
         self._pack_bytes = max(MIN_PACK_BYTES, min(PACK_BYTES, OPEN_BYTES // groups)) if groups > 1 else PACK_BYTES
         self._count = 0
         self._open: dict[int, tuple[int, BinaryIO]] = {}
-        self.finished: list[Path] = []
+        self.closed: list[Path] = []
 
-    def place(self, key: str) -> tuple[int, int]:
-        """The number of the pack that this record would be written to next, and where in it."""
+    def next_location(self, key: str) -> tuple[int, int]:
+        """Return the pack that this record would be written to, and the offset in it."""
         number, file = self._file(key)
         return number, file.tell()
 
     def write(self, key: str, content: bytes) -> None:
-        """Write a record to its ``place``."""
+        """Write a record to its ``next_location``."""
         self._file(key)[1].write(content)
 
     def _file(self, key: str) -> tuple[int, BinaryIO]:
@@ -60,14 +60,14 @@ class PackWriter:
     def _close(self, group: int) -> None:
         _, file = self._open.pop(group)
         file.close()
-        self.finished.append(Path(file.name))
+        self.closed.append(Path(file.name))
 
-    def finish(self) -> None:
+    def close(self) -> None:
         """Close the packs that are open."""
         for group in sorted(self._open):
             self._close(group)
 
-    def abandon(self) -> None:
+    def discard_open(self) -> None:
         """Close the packs that are open, for good."""
         for _, file in self._open.values():
             file.close()

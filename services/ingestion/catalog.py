@@ -1,4 +1,4 @@
-"""What one ingestion has found so far, on disk: memory stays small however long the listing is."""
+"""What one ingestion has found so far, in SQLite on disk, so that memory does not grow with the listing."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Catalog:
         self._db.executemany("INSERT OR REPLACE INTO listing VALUES (?, ?, ?, ?)", objects)
 
     def objects(self) -> Iterator[SourceObject]:
-        """The listing in the order of paths, whatever order it came in."""
+        """Yield the listing in the order of paths."""
         return (SourceObject(*row) for row in self._db.execute("SELECT * FROM listing ORDER BY path"))
 
     def find(self, path: str) -> SourceObject | None:
@@ -70,7 +70,7 @@ class Catalog:
         return SourceObject(*row) if row else None
 
     def size_of_listing(self) -> tuple[int, int]:
-        """Number and bytes of the objects."""
+        """Return the number and bytes of the objects."""
         count, size = self._db.execute("SELECT count(*), coalesce(sum(size), 0) FROM listing").fetchone()
         return int(count), int(size)
 
@@ -84,12 +84,12 @@ class Catalog:
         self._db.execute("INSERT INTO shaped SELECT number, ? FROM shapes WHERE shape = ?", (path, text))
 
     def shapes(self) -> Iterator[tuple[Shape, int]]:
-        """All that were noted, in the order of the first file of each, with the number of files."""
+        """Yield each shape and its number of files, in the order of their first files."""
         found = self._db.execute("SELECT shape, files FROM shapes ORDER BY number")
         return ((json.loads(shape), files) for shape, files in found)
 
     def files_of(self, shape: Shape) -> Iterator[str]:
-        """The files whose records are like this, in the order of paths."""
+        """Yield the files of this shape, in the order of paths."""
         query = "SELECT path FROM shaped WHERE shape = (SELECT number FROM shapes WHERE shape = ?) ORDER BY path"
         return (str(row[0]) for row in self._db.execute(query, (json.dumps(shape),)))
 
@@ -103,16 +103,16 @@ class Catalog:
         return str(known[0]) if known else None
 
     def forget_label(self, file: str) -> None:
-        """Nobody knows the label of this file: it has two."""
+        """Clear the label of a file that has two."""
         self._db.execute("UPDATE labels SET label = '' WHERE file = ?", (file,))
 
     def label(self, file: str) -> tuple[str, dict[str, Any]] | None:
-        """The label of a file, and all that the table says of it."""
+        """Return the label of a file, and the other columns of its row."""
         row = self._db.execute("SELECT label, value FROM labels WHERE file = ?", (file,)).fetchone()
         return (str(row[0]), json.loads(row[1])) if row else None
 
     def labels_without_object(self) -> Iterator[str]:
-        """Files that have a label and do not exist, sorted."""
+        """Yield the files that have a label and do not exist, sorted."""
         query = "SELECT file FROM labels WHERE NOT EXISTS (SELECT 1 FROM listing WHERE path = file) ORDER BY file"
         return (str(row[0]) for row in self._db.execute(query))
 
@@ -127,7 +127,7 @@ class Catalog:
         self._db.execute("DELETE FROM records WHERE key > ? AND key < ?", (f"{prefix}/", f"{prefix}0"))
 
     def records(self) -> Iterator[Record]:
-        """Those that are left, in the order of keys."""
+        """Yield the remaining records in the order of keys."""
         return (Record(*row) for row in self._db.execute("SELECT * FROM records ORDER BY key"))
 
     def take_conflicting_ids(self) -> Iterator[Record]:
@@ -162,7 +162,7 @@ class Catalog:
     # -- splits ---------------------------------------------------------------
 
     def unit_sizes(self) -> Iterator[tuple[bytes, str | None, int]]:
-        """Unit, label and number of the records with both, in the order of units."""
+        """Yield each unit, label and number of records, in the order of units."""
         return self._db.execute("SELECT unit, label, count(*) FROM records GROUP BY unit, label ORDER BY unit, label")
 
     def add_strata(self, strata: Iterable[Stratum]) -> None:
@@ -170,11 +170,11 @@ class Catalog:
         self._db.executemany("INSERT INTO strata (unit, label, size) VALUES (?, ?, ?)", strata)
 
     def class_sizes(self) -> list[tuple[str, int]]:
-        """Class and number of its records."""
+        """Return each class and its number of records."""
         return self._db.execute("SELECT label, sum(size) FROM strata GROUP BY label ORDER BY label").fetchall()
 
     def units_of(self, label: str) -> Iterator[tuple[bytes, int]]:
-        """Units and sizes of one class, in the order of units."""
+        """Yield the units of one class and their sizes, in the order of units."""
         return self._db.execute("SELECT unit, size FROM strata WHERE label = ? ORDER BY unit", (label,))
 
     def assign(self, splits: Iterable[tuple[bytes, str]]) -> None:
@@ -182,7 +182,7 @@ class Catalog:
         self._db.executemany("INSERT INTO assigned VALUES (?, ?)", splits)
 
     def assigned(self, unit: bytes) -> str:
-        """The split that was noted of a unit."""
+        """Return the split assigned to a unit."""
         return str(self._db.execute("SELECT split FROM assigned WHERE unit = ?", (unit,)).fetchone()[0])
 
     def place(self, sha256: bytes, split: str, key: str) -> None:
@@ -190,7 +190,7 @@ class Catalog:
         self._db.execute("INSERT INTO placed VALUES (?, ?, ?)", (sha256, split, key))
 
     def leak(self) -> tuple[str, str, str, str] | None:
-        """Two records of one content in different splits, if there are: key and split of each."""
+        """Return two records of the same content in different splits, if any: key and split of each."""
         query = """SELECT key, split, sha256 FROM placed WHERE sha256 IN
                 (SELECT sha256 FROM placed GROUP BY sha256 HAVING min(split) < max(split) ORDER BY sha256 LIMIT 1)
             ORDER BY key"""

@@ -1,4 +1,4 @@
-"""The second pass: what can be said only when every record is known. Conflicts, splits, statistics, the index."""
+"""The second pass, when every record is known: conflicts, splits, statistics, the index."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INDEX, STATISTICS = "index.jsonl", "statistics.json"
 LABEL_WITHIN = ("jsonl", "parquet", "text", "tokens")
 
 
-def finish(data: DataSource, catalog: Catalog, intake: RecordIntake, tally: Tally, folder: Path) -> None:
+def commit_records(data: DataSource, catalog: Catalog, intake: RecordIntake, tally: Tally, folder: Path) -> None:
     """Write ``index.jsonl`` and ``statistics.json`` into ``folder``, in the order of keys, whatever came first."""
     # 1. Records that contradict each other.
     if data.checks.id_field is not None:
@@ -64,7 +64,7 @@ def _reject(intake: RecordIntake, records: Iterator[Record], code: Code, detail:
 
 
 def _splits(data: DataSource, catalog: Catalog) -> Callable[[bytes], str | None]:
-    """The split of each unit: by its place alone or, stratified, by counts of what is left in the catalog."""
+    """Return the function from unit to split: by hash or, stratified, by the counts in the catalog."""
     if not data.split.stratify:
         return SplitAssigner(data.split).split_of
     catalog.add_strata(strata(catalog.unit_sizes()))

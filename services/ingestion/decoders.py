@@ -1,4 +1,4 @@
-"""Decoding what strangers made, over all cores: in processes that may die of it without taking the service along."""
+"""Decoding of untrusted images, over all cores, in processes whose death does not affect the service."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DecoderPool:
     def __init__(self, processes: int | None = None) -> None:
         self._processes = processes or min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
         self._pool: ProcessPoolExecutor | None = None
-        self._alone = asyncio.Lock()
+        self._isolation = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         return self
@@ -37,58 +37,58 @@ class DecoderPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         pool, self._pool = self._pool, None
-        _end(pool)
+        _kill(pool)
 
-    async def judge(
+    async def validate(
         self,
-        judge: ImageValidator,
+        validator: ImageValidator,
         images: list[tuple[LabelledImage, bytes]],
     ) -> list[ValidRecord | InvalidRecord]:
-        """Judge a batch; the same verdicts, however many processes there are and whatever one of them dies of."""
-        pool = self._opened()
+        """Validate a batch; the same results, however many processes there are and whatever one of them dies of."""
+        pool = self._open_pool()
         try:
-            return await asyncio.wrap_future(pool.submit(_judge, judge, images))
+            return await asyncio.wrap_future(pool.submit(_validate, validator, images))
         except BrokenProcessPool:
-            log.warning("a process died of decoding; its images are judged one by one", images=len(images))
+            log.warning("a process died of decoding; its images are validated one by one", images=len(images))
             if self._pool is pool:
                 self._pool = None
-            _end(pool)
+            _kill(pool)
         # Of the batches that were under way one holds the culprit. One image at a time, it can be told.
-        async with self._alone:
-            return await self._one_by_one(judge, images)
+        async with self._isolation:
+            return await self._validate_each(validator, images)
 
-    def _opened(self) -> ProcessPoolExecutor:
+    def _open_pool(self) -> ProcessPoolExecutor:
         if self._pool is None:
             self._pool = _pool(self._processes)
         return self._pool
 
-    async def _one_by_one(
+    async def _validate_each(
         self,
-        judge: ImageValidator,
+        validator: ImageValidator,
         images: list[tuple[LabelledImage, bytes]],
     ) -> list[ValidRecord | InvalidRecord]:
-        verdicts: list[ValidRecord | InvalidRecord] = []
+        results: list[ValidRecord | InvalidRecord] = []
         pool = await _start_checked_pool()
         try:
             for image, content in images:
                 for attempt in range(ATTEMPTS):
                     try:
-                        verdicts += await asyncio.wrap_future(pool.submit(_judge, judge, [(image, content)]))
+                        results += await asyncio.wrap_future(pool.submit(_validate, validator, [(image, content)]))
                         break
                     except BrokenProcessPool:
-                        _end(pool)
-                        # A machine that is short of memory kills too: no image is blamed unless others could be judged.
+                        _kill(pool)
+                        # A lack of memory kills too: no image is blamed unless others could be validated.
                         pool = await _start_checked_pool()
                         if attempt == ATTEMPTS - 1:
                             detail = "its decoder dies, or does not come to an end"
-                            verdicts.append(InvalidRecord("undecodable", detail, whole_object=True, label=image.label))
+                            results.append(InvalidRecord("undecodable", detail, whole_object=True, label=image.label))
         finally:
-            _end(pool)
-        return verdicts
+            _kill(pool)
+        return results
 
 
 async def _start_checked_pool() -> ProcessPoolExecutor:
-    """A process that was seen to work.
+    """Start a pool of one process and check that it works.
 
     Raises:
         TransientError: none can be started.
@@ -97,7 +97,7 @@ async def _start_checked_pool() -> ProcessPoolExecutor:
     try:
         await asyncio.wrap_future(pool.submit(_ready))
     except (BrokenProcessPool, OSError) as error:
-        _end(pool)
+        _kill(pool)
         # Imported here: most of what a process would import at its start is the bus, which it has no use for.
         from services.kit.bus import TransientError
 
@@ -114,7 +114,7 @@ def _pool(processes: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), limit_resources)
 
 
-def _end(pool: ProcessPoolExecutor | None) -> None:
+def _kill(pool: ProcessPoolExecutor | None) -> None:
     if pool is not None:
         processes = list((getattr(pool, "_processes", None) or {}).values())
         pool.shutdown(wait=False, cancel_futures=True)
@@ -122,21 +122,24 @@ def _end(pool: ProcessPoolExecutor | None) -> None:
             process.kill()
 
 
-def _judge(judge: ImageValidator, images: list[tuple[LabelledImage, bytes]]) -> list[ValidRecord | InvalidRecord]:
-    verdicts = []
+def _validate(
+    validator: ImageValidator,
+    images: list[tuple[LabelledImage, bytes]],
+) -> list[ValidRecord | InvalidRecord]:
+    results = []
     for image, content in images:
         limit_cpu(CPU_S)
-        verdicts.append(judge.judge(image, content))
+        results.append(validator.validate(image, content))
         limit_cpu(0)
-    return verdicts
+    return results
 
 
 def with_content(
-    verdict: ValidRecord | InvalidRecord,
+    result: ValidRecord | InvalidRecord,
     content: bytes,
     keep_below: int | None,
 ) -> ValidRecord | InvalidRecord:
-    """Put the content back that a verdict came without, if it is to be copied."""
-    if isinstance(verdict, ValidRecord) and (keep_below is None or len(content) < keep_below):
-        return replace(verdict, content=content)
-    return verdict
+    """Put the content back that a result came without, if it is to be copied."""
+    if isinstance(result, ValidRecord) and (keep_below is None or len(content) < keep_below):
+        return replace(result, content=content)
+    return result

@@ -1,4 +1,4 @@
-"""Tables that name files: ``labels.csv`` or ``.parquet`` of images, ``manifest.csv`` or ``.jsonl`` of binaries."""
+"""File tables: ``labels.csv`` or ``.parquet`` of images, ``manifest.csv`` or ``.jsonl`` of binary files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Rows = Iterator[tuple[int, Mapping[str, Any] | RecordFault]]
 
 
 class FileEntry(NamedTuple):
-    """What is said of one file."""
+    """A file's row in the table."""
 
     label: str
     #: The other columns.
@@ -41,7 +41,7 @@ class FileTable:
         self.name, self._catalog = name, catalog
 
     def of(self, path: str) -> FileEntry | None:
-        """What it says of a file; an empty label if nothing that is clear."""
+        """Return the entry of a file, None if it has none. The label is empty if it is ambiguous."""
         found = self._catalog.label(path)
         return FileEntry(*found) if found else None
 

@@ -1,4 +1,4 @@
-"""Processes that read what strangers made: they may die of it, and are bounded; the service lives."""
+"""Isolated processes that read untrusted data: with resource limits, and their death does not affect the service."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ READY = "ready"
 
 
 class ProcessDied(Exception):
-    """The process is gone, without having said how its work ended."""
+    """The process ended without a result."""
 
 
 class IsolatedProcess:
@@ -55,7 +55,7 @@ class IsolatedProcess:
             raise TransientError(f"no process can be started that reads the source: {error!r}") from error
 
     def send(self, message: Any) -> None:
-        """Raises ``ProcessDied``."""
+        """Send a message. Raises ``ProcessDied``."""
         try:
             self.connection.send(message)
         except OSError as error:
@@ -72,19 +72,19 @@ class IsolatedProcess:
         return content
 
     def receive_bytes(self) -> bytes:
-        """Bytes that it sends next. Raises ``ProcessDied``."""
+        """Return the next bytes. Raises ``ProcessDied``."""
         try:
             return self.connection.recv_bytes()
         except (EOFError, OSError) as error:
             raise ProcessDied from error
 
     def kill(self) -> None:
-        """End it, at once; who waits for it in another thread gets ``ProcessDied``."""
+        """Kill the process; a thread that waits for it gets ``ProcessDied``."""
         self._killed = True
         self._process.kill()
 
     def end(self) -> None:
-        """End it, and let go of what it held."""
+        """End the process and close the connection."""
         self.kill()
         self._process.join()
         self.connection.close()
@@ -93,7 +93,7 @@ class IsolatedProcess:
 async def run_isolated(
     work: Callable[..., Any], *args: Any, report: Callable[..., None], memory_bytes: int = MEMORY_BYTES
 ) -> Any:
-    """What ``work(report, *args)`` returns in a process of its own; ``report`` is called in a thread of this one.
+    """Run ``work(report, *args)`` in its own process and return its result; ``report`` runs in a thread of this one.
 
     Whoever cancels this ends the process.
 
@@ -129,7 +129,7 @@ def limit_cpu(seconds: float) -> None:
 
 
 def limit_resources(memory_bytes: int = MEMORY_BYTES) -> None:
-    """In a new process: limits, and an end when the service ends, even by SIGKILL."""
+    """Set the limits of a new process, and make it end when the service ends, even by SIGKILL."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

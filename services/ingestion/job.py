@@ -1,4 +1,4 @@
-"""One ingestion: list, fingerprint, and unless the result is there already, judge every record, then finish."""
+"""One ingestion: list, fingerprint and, unless the result exists already, validate every record and commit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from contracts.datasets import canonical_json, ingestion_uri
 from contracts.events.train import DataSource
 from services.ingestion.blob_packs import KEEP_BELOW_BYTES, PackWriter, choose_group_count
 from services.ingestion.catalog import Catalog
-from services.ingestion.commit import INDEX, STATISTICS, finish
+from services.ingestion.commit import INDEX, STATISTICS, commit_records
 from services.ingestion.core.checks import find_impossible_check
 from services.ingestion.core.keys import UnsafePath, check_path, is_data, rows_key
 from services.ingestion.core.records import InvalidRecord
@@ -26,7 +26,7 @@ from services.ingestion.features.source import FeatureSource, TableFileVersion
 from services.ingestion.file_tables import LABELS, MANIFEST, missing, read_file_table
 from services.ingestion.progress import Progress
 from services.ingestion.record_files import RecordFiles
-from services.ingestion.record_intake import Found, RecordIntake, Take
+from services.ingestion.record_intake import FoundRecord, RecordConsumer, RecordIntake
 from services.ingestion.sources import Source, SourceObject
 from services.ingestion.whole_files import BinaryFiles, ImageFiles, WholeFiles
 from services.kit.bus import PoisonMessage
@@ -43,7 +43,7 @@ EXPANSION = {"parquet": 8, "mds": 4, "webdataset": 1}
 
 @dataclass(frozen=True, slots=True)
 class IngestionResult:
-    """Where the result is and what it amounts to."""
+    """Where the result of an ingestion is, and its counts."""
 
     fingerprint: str
     folder_uri: str
@@ -114,15 +114,15 @@ class IngestionJob:
             expected_bytes = self._total_bytes * EXPANSION.get(self._data.format, 1)
             self._packs = PackWriter(self._folder, self._data.split.seed, choose_group_count(expected_bytes))
             try:
-                await self._make(fingerprint, folder_uri)
+                await self._build(fingerprint, folder_uri)
             finally:
-                self._packs.abandon()
+                self._packs.discard_open()
             return IngestionResult(fingerprint, folder_uri, self._tally.outcome(), reused=False)
 
-    async def _make(self, fingerprint: str, folder_uri: str) -> None:
+    async def _build(self, fingerprint: str, folder_uri: str) -> None:
         with (self._folder / QUARANTINE).open("wb") as quarantine:
-            await self._judge(quarantine, folder_uri)
-            await run_in_thread(finish, self._data, self._catalog, self._intake, self._tally, self._folder)
+            await self._validate(quarantine, folder_uri)
+            await run_in_thread(commit_records, self._data, self._catalog, self._intake, self._tally, self._folder)
         await self._store(folder_uri, {"version": 2, "fingerprint": fingerprint, **self._tally.to_dict()})
 
     # -- listing --------------------------------------------------------------
@@ -148,27 +148,27 @@ class IngestionJob:
             fingerprint.add(*version)
         return fingerprint.hexdigest()
 
-    # -- judging --------------------------------------------------------------
+    # -- validation --------------------------------------------------------------
 
-    async def _judge(self, quarantine: BinaryIO, folder_uri: str) -> None:
-        """The first pass: every record is looked at once."""
+    async def _validate(self, quarantine: BinaryIO, folder_uri: str) -> None:
+        """Run the first pass: validate every record once."""
         intake = RecordIntake(self._data, self._source, self._catalog, self._packs, self._tally, quarantine)
         self._intake = intake
 
-        async def take(found: list[Found]) -> None:
-            await run_in_thread(intake.take, found)
+        async def take(found: list[FoundRecord]) -> None:
+            await run_in_thread(intake.add, found)
             await self._upload_packs(folder_uri)
             await self._progress.report(
                 "judging", intake.seen, done_bytes=self._done_bytes, total_bytes=self._total_bytes
             )
 
         if self._data.format in ("images", "binary"):
-            await self._judge_files(take)
+            await self._validate_files(take)
         else:
-            await self._judge_records(take)
+            await self._validate_records(take)
 
-    async def _judge_files(self, take: Take) -> None:
-        """Each object is a record."""
+    async def _validate_files(self, take: RecordConsumer) -> None:
+        """Validate objects that are one record each."""
         is_images = self._data.format == "images"
         tables = LABELS if is_images else MANIFEST
         naming = await read_file_table(tables, self._source, self._catalog, self._intake, self._folder, is_images)
@@ -180,18 +180,18 @@ class IngestionJob:
         # What sharding cannot read itself is copied, whatever its size.
         keep_below = KEEP_BELOW_BYTES if self._source.shared else None
         table = naming[0] if naming is not None else None
-        judging = (
+        validator = (
             ImageFiles(self._data, table, self._decoders, keep_below)
             if table is None or is_images
             else BinaryFiles(self._data, table)
         )
         files = (listed for listed in self._files() if naming is None or listed.path != naming[1].path)
-        await WholeFiles(self._data, self._source, judging, self._concurrency, self._ahead).run(files, take)
+        await WholeFiles(self._data, self._source, validator, self._concurrency, self._ahead).run(files, take)
         if naming is not None:
             await run_in_thread(missing, naming, self._catalog, self._intake)
 
-    async def _judge_records(self, take: Take) -> None:
-        """Each object holds records."""
+    async def _validate_records(self, take: RecordConsumer) -> None:
+        """Validate objects that hold many records."""
         reader = RecordFiles(self._data, self._source, self._catalog, self._decoders, self._folder, self._ahead)
         if self._features is not None:
             reader.joined = await self._join(reader, self._features)
@@ -207,7 +207,7 @@ class IngestionJob:
             self._intake.reject(listed, broken)
 
     async def _join(self, reader: RecordFiles, features: FeatureSource) -> dict[str, Path | InvalidRecord]:
-        """The source's files with features beside their rows."""
+        """Return the source's files with features joined to their rows."""
         loop = asyncio.get_running_loop()
 
         def report(done: int, total: int) -> None:
@@ -228,7 +228,7 @@ class IngestionJob:
         return self._source.find_objection(listed)
 
     def _files(self) -> Iterator[SourceObject]:
-        """The objects in the order of paths. Those that must not be read are set aside."""
+        """Yield the objects in the order of paths. Reject those that must not be read."""
         for listed in self._catalog.objects():
             self._tally.objects += 1
             self._done_bytes += listed.size
@@ -240,14 +240,14 @@ class IngestionJob:
     # -- storing --------------------------------------------------------------
 
     async def _upload_packs(self, folder_uri: str) -> None:
-        while self._packs.finished:
-            path = self._packs.finished.pop(0)
+        while self._packs.closed:
+            path = self._packs.closed.pop(0)
             await self._objects.upload(path, f"{folder_uri}/{path.name}")
             path.unlink()
 
     async def _store(self, folder_uri: str, done: dict[str, object]) -> None:
         """Upload everything, and what says that it is complete last."""
-        self._packs.finish()
+        self._packs.close()
         await self._upload_packs(folder_uri)
         for name in (INDEX, QUARANTINE, *((STATISTICS,) if self._tally.statistics else ())):
             await self._objects.upload(self._folder / name, f"{folder_uri}/{name}")

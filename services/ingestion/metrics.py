@@ -15,7 +15,7 @@ FORMATS = get_args(DataSource.model_fields["format"].annotation)
 RECORDS = initialize_series(
     Counter(
         "trainbus_ingestion_records_total",
-        "Records judged, by the source's format and outcome: accepted, quarantined.",
+        "Records validated, by the source's format and outcome: accepted, quarantined.",
         ["format", "outcome"],
     ),
     FORMATS,

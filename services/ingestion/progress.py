@@ -1,4 +1,4 @@
-"""How far an ingestion has got: a line in the log and a report on the bus, every few seconds."""
+"""Progress of an ingestion: a log line and a fact on the bus, every few seconds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Progress:
         done_bytes: int = 0,
         total_bytes: int = 0,
     ) -> None:
-        """Say how much of a phase is done, if it is time. Bytes tell how long the rest will take, else records do."""
+        """Report how much of a phase is done, if it is time. Bytes estimate the remaining time, else records do."""
         now = self._clock.monotonic()
         if phase != self._phase:
             self._phase, self._began_at = phase, now

@@ -20,7 +20,7 @@ from services.ingestion.core.schema import FieldProfile, find_deviating_columns,
 from services.ingestion.decoders import DecoderPool
 from services.ingestion.formats import images, mds, parquet, rows, tars
 from services.ingestion.formats.isolated_reader import IsolatedParquetReader
-from services.ingestion.record_intake import Found, Take
+from services.ingestion.record_intake import FoundRecord, RecordConsumer
 from services.ingestion.sources import Source, SourceObject
 from services.kit.bus import PoisonMessage
 from services.kit.concurrency import cancel_and_wait, run_in_thread
@@ -52,13 +52,13 @@ class RecordFiles:
         #: By path, local files that are read in place of the source's objects.
         self.joined: Mapping[str, Path | InvalidRecord] | None = None
         self._unpacker = IsolatedParquetReader()
-        self._image_judge = images.ImageValidator(data)
+        self._image_validator = images.ImageValidator(data)
         self._shards: dict[str, mds.MdsShard] = {}
         #: Files that say again what others do.
         self._copies: set[str] = set()
         self._read_bytes = metrics.READ_BYTES.labels(data.format)
 
-    async def run(self, files: Iterator[SourceObject], take: Take) -> None:
+    async def run(self, files: Iterator[SourceObject], take: RecordConsumer) -> None:
         """Read ``files`` and await ``take`` for each batch of records."""
         pending: deque[tuple[SourceObject, asyncio.Task[Path | InvalidRecord]]] = deque()
         try:
@@ -73,7 +73,7 @@ class RecordFiles:
             await cancel_and_wait(*(task for _, task in pending))
 
     def find_drifted_files(self) -> Iterator[tuple[str, InvalidRecord]]:
-        """Once all is read: paths of files that do not go with most of the others, whose records must go again."""
+        """Yield the files whose schema deviates from most, after all are read. Their records must be removed."""
         if self._data.format not in ("jsonl", "parquet"):
             return
         unlike = find_deviating_columns if self._data.format == "parquet" else find_deviating_fields
@@ -91,13 +91,13 @@ class RecordFiles:
         self,
         indexes: list[SourceObject],
         found: Callable[[str], SourceObject | None],
-    ) -> list[Found]:
+    ) -> list[FoundRecord]:
         """Read the indexes of MDS folders; return what they name that does not exist.
 
         Raises:
             PoisonMessage: there is none, or one cannot be read.
         """
-        missing: list[Found] = []
+        missing: list[FoundRecord] = []
         if not indexes:
             raise PoisonMessage(f"there is no {mds.INDEX} under {self._data.source}: is it an MDS folder?")
         for listed in indexes:
@@ -122,7 +122,7 @@ class RecordFiles:
         return missing
 
     def reject_unread(self, listed: SourceObject) -> InvalidRecord | None:
-        """What can be said about a file from the listing alone."""
+        """Reject a file that cannot be used, by its name and size; None if it has to be read."""
         known = EXTENSIONS.get(self._data.format)
         if known is not None and not listed.path.lower().endswith(known):
             detail = f"extension {extension(listed.path)!r} is none of {', '.join(known)}"
@@ -142,7 +142,12 @@ class RecordFiles:
         self._read_bytes.inc(listed.size)
         return local
 
-    async def _read(self, listed: SourceObject, fetch: asyncio.Task[Path | InvalidRecord], take: Take) -> None:
+    async def _read(
+        self,
+        listed: SourceObject,
+        fetch: asyncio.Task[Path | InvalidRecord],
+        take: RecordConsumer,
+    ) -> None:
         local = await fetch
         if isinstance(local, InvalidRecord):
             await take([(listed, local)])
@@ -171,7 +176,7 @@ class RecordFiles:
             self._catalog.note_shape(path, shape)
 
     async def _decoded(self, found: list[ValidRecord | InvalidRecord]) -> list[ValidRecord | InvalidRecord]:
-        """The records, with the images among their files decoded: what does not decode is set aside."""
+        """Return the records with their images decoded; those that do not decode are rejected."""
         if self._data.format not in ("webdataset", "mds"):
             return found
         asked = [
@@ -180,16 +185,18 @@ class RecordFiles:
             if isinstance(record, ValidRecord)
             for name, ext, content in _images(record)
         ]
-        verdicts = await self._decoders.judge(self._image_judge, [(image, content) for _, image, content in asked])
-        for (place, image, _), verdict in zip(asked, verdicts, strict=True):
+        results = await self._decoders.validate(
+            self._image_validator, [(image, content) for _, image, content in asked]
+        )
+        for (place, image, _), result in zip(asked, results, strict=True):
             record = found[place]
             if isinstance(record, InvalidRecord):
                 continue
-            if isinstance(verdict, InvalidRecord):
-                detail = f"its file .{image.path.partition('.')[2]}: {verdict.detail}"
-                found[place] = InvalidRecord(verdict.code, detail, record.offset, record.sha256, label=record.label)
+            if isinstance(result, InvalidRecord):
+                detail = f"its file .{image.path.partition('.')[2]}: {result.detail}"
+                found[place] = InvalidRecord(result.code, detail, record.offset, record.sha256, label=record.label)
             elif not record.measures:  # of several images the first tells
-                found[place] = replace(record, measures=verdict.measures, split_key=verdict.split_key)
+                found[place] = replace(record, measures=result.measures, split_key=result.split_key)
         return found
 
 
@@ -205,7 +212,7 @@ def _some(records: Iterator[ValidRecord | InvalidRecord]) -> list[ValidRecord | 
 
 
 def _images(record: ValidRecord) -> Iterator[tuple[str, str, bytes]]:
-    """Name, extension and content of each image in a sample."""
+    """Yield name, extension and content of each image in a sample."""
     assert record.content is not None
     at = 0
     for ext, size in record.fields or ((record.ext, record.size),):

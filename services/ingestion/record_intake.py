@@ -1,4 +1,4 @@
-"""Takes in judged records, in order: checks them, tells duplicates, keeps the sound ones and sets the others aside."""
+"""Intake of validated records, in order: runs checks, detects duplicates, keeps the valid and quarantines the rest."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from services.ingestion.core.splits import SplitAssigner, SplitKeys
 from services.ingestion.core.validation import Tally
 from services.ingestion.sources import Source, SourceObject
 
-#: What ``finish`` puts the split's name into. No text in JSON holds this: its quotes would be escaped.
+#: What ``commit_records`` puts the split's name into. No text in JSON holds this: its quotes would be escaped.
 NO_SPLIT = b'"split":""'
 
-Found = tuple[SourceObject, ValidRecord | InvalidRecord]
-Take = Callable[[list[Found]], Awaitable[None]]
+FoundRecord = tuple[SourceObject, ValidRecord | InvalidRecord]
+RecordConsumer = Callable[[list[FoundRecord]], Awaitable[None]]
 
 
 class RecordIntake:
@@ -43,8 +43,8 @@ class RecordIntake:
         self._accepted = metrics.RECORDS.labels(data.format, "accepted")
         self._set_aside = metrics.RECORDS.labels(data.format, "quarantined")
 
-    def take(self, found: list[Found]) -> None:
-        """Take in a batch, in order."""
+    def add(self, found: list[FoundRecord]) -> None:
+        """Add a batch, in order."""
         for listed, record in found:
             self.seen += 1
             if isinstance(record, InvalidRecord):
@@ -60,7 +60,7 @@ class RecordIntake:
     def _keep(self, listed: SourceObject, record: ValidRecord) -> None:
         identity = self._checker.check(record, listed.written_us)
         unit = self._assigner.unit(self._split_key(record), sha256=record.sha256, key=record.key, path=listed.path)
-        pack = self._packs.place(record.key) if record.content is not None else None
+        pack = self._packs.next_location(record.key) if record.content is not None else None
         kept = Record(
             record.key,
             unit,
@@ -80,7 +80,7 @@ class RecordIntake:
         self._accepted.inc()
 
     def _split_key(self, record: ValidRecord) -> str:
-        """What the split goes by; images have told it when they were decoded."""
+        """Return the record's split key; an image's was computed when it was decoded."""
         if record.split_key:
             return record.split_key
         if record.value is not None and (record.ext == "json" or self._data.split.by != "near"):
@@ -95,7 +95,7 @@ class RecordIntake:
         return statistics.measure_row(record.value)
 
     def _uri(self, listed: SourceObject) -> str:
-        """Records of one object come one after the other."""
+        """Return the object's uri. Records of one object are consecutive."""
         if self._last is None or self._last[0] is not listed:
             self._last = listed, self._source.uri(listed)
         return self._last[1]
@@ -141,5 +141,5 @@ class RecordIntake:
 
 
 def _printable(text: str) -> str:
-    """Without what is no Unicode: details quote what was found."""
+    """Replace what is not Unicode: details quote the data."""
     return text.encode(errors="backslashreplace").decode()

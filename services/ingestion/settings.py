@@ -1,4 +1,4 @@
-"""What the ingestion service must be told."""
+"""The settings of the ingestion service."""
 
 from __future__ import annotations
 

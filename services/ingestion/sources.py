@@ -1,4 +1,4 @@
-"""Where raw data is: a prefix in the object store, or a folder of this machine. Every read is of the version listed."""
+"""Sources of raw data: a prefix in the object store, or a local folder. Every read is of the version listed."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ class Source(Protocol):
     shared: bool
 
     def listing(self) -> AsyncIterator[list[SourceObject]]:
-        """Every object, in parts, in any order. A source that is one object's name means that object."""
+        """List every object, in pages, in any order. A source may also name a single object."""
         ...
 
     def uri(self, listed: SourceObject) -> str: ...
 
     def find_objection(self, listed: SourceObject) -> str | None:
-        """Why this object is not to be read."""
+        """Return why this object must not be read; None if it may."""
         ...
 
     async def read(self, listed: SourceObject) -> bytes:
-        """The whole object; raises ``ObjectChanged`` if it is no longer what was listed."""
+        """Return the whole object; raises ``ObjectChanged`` if it is no longer what was listed."""
         ...
 
     async def download(self, listed: SourceObject, local: Path) -> None:
@@ -59,7 +59,7 @@ class Source(Protocol):
 
 
 def open_source(uri: str, objects: ObjectStore, folders: tuple[Path, ...] = ()) -> Source:
-    """The source that ``uri`` names.
+    """Return the source that ``uri`` names.
 
     Raises:
         PoisonMessage: a folder that this service may not read.
@@ -130,7 +130,7 @@ class FolderSource:
 
     @classmethod
     def of(cls, uri: str, folders: tuple[Path, ...]) -> FolderSource:
-        """The folder, if it lies in one of those that may be read.
+        """Return the folder if it is inside one that may be read.
 
         Raises:
             PoisonMessage: it does not, or there is none.
@@ -218,7 +218,7 @@ class FolderSource:
 
 
 def _version(found: os.stat_result) -> str:
-    """Changes whenever the file is written to or replaced, even by a link's new target."""
+    """Return a version that changes whenever the file is written or replaced, even by a link's new target."""
     text = f"{found.st_size}/{found.st_mtime_ns}/{found.st_ino}/{found.st_dev}"
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

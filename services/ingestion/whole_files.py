@@ -22,43 +22,50 @@ from services.ingestion.core.records import (
 from services.ingestion.decoders import DecoderPool, with_content
 from services.ingestion.file_tables import FileEntry, FileTable
 from services.ingestion.formats import images
-from services.ingestion.record_intake import Found, Take
+from services.ingestion.record_intake import FoundRecord, RecordConsumer
 from services.ingestion.sources import Source, SourceObject
 from services.kit.concurrency import cancel_and_wait, gather_limited
 
-#: Files are read and judged in batches of at most so many, and of about so many bytes.
+#: Files are read and validated in batches of at most so many, and of about so many bytes.
 BATCH_FILES, BATCH_BYTES = 128, 8 * 2**20
 #: The extension of a file that has none, and of the JSON with what a manifest says of a file.
 NO_EXTENSION, DETAILS = "bin", "json"
 
 
 class FileValidator(Protocol):
-    """How one format's files are judged."""
+    """How one format's files are validated."""
 
     def reject_unread(self, listed: SourceObject) -> InvalidRecord | None:
-        """What can be said from the listing, and from what names the files, alone."""
+        """Reject a file that cannot be used, by the listing and the file table; None if it has to be read."""
         ...
 
-    async def judge(self, batch: list[tuple[SourceObject, bytes]]) -> list[ValidRecord | InvalidRecord]:
-        """A verdict on each file."""
+    async def validate(self, batch: list[tuple[SourceObject, bytes]]) -> list[ValidRecord | InvalidRecord]:
+        """Return the result of each file."""
         ...
 
 
 class WholeFiles:
-    """Reads and judges files, some batches ahead; hands out verdicts in the order of the listing."""
+    """Reads and validates files, some batches ahead; hands out results in the order of the listing."""
 
-    def __init__(self, data: DataSource, source: Source, judging: FileValidator, concurrency: int, ahead: int) -> None:
-        self._data, self._source, self._judging = data, source, judging
+    def __init__(
+        self,
+        data: DataSource,
+        source: Source,
+        validator: FileValidator,
+        concurrency: int,
+        ahead: int,
+    ) -> None:
+        self._data, self._source, self._validator = data, source, validator
         self._concurrency, self._ahead = concurrency, ahead
         self._reads = asyncio.Semaphore(concurrency)
         self._read_bytes = metrics.READ_BYTES.labels(data.format)
 
-    async def run(self, files: Iterator[SourceObject], take: Take) -> None:
-        """Judge ``files`` and await ``take`` for each batch."""
-        pending: deque[asyncio.Task[list[Found]]] = deque()
+    async def run(self, files: Iterator[SourceObject], take: RecordConsumer) -> None:
+        """Validate ``files`` and await ``take`` for each batch."""
+        pending: deque[asyncio.Task[list[FoundRecord]]] = deque()
         try:
             for batch in self._batches(files):
-                pending.append(asyncio.create_task(self._judge(batch)))
+                pending.append(asyncio.create_task(self._validate(batch)))
                 if len(pending) >= self._ahead:
                     await take(await pending.popleft())
             while pending:
@@ -70,7 +77,7 @@ class WholeFiles:
         batch: list[tuple[SourceObject, InvalidRecord | None]] = []
         size = 0
         for listed in files:
-            broken = self._judging.reject_unread(listed)
+            broken = self._validator.reject_unread(listed)
             wanted = 0 if broken else listed.size
             if batch and (len(batch) >= BATCH_FILES or size + wanted > BATCH_BYTES):
                 yield batch
@@ -80,11 +87,11 @@ class WholeFiles:
         if batch:
             yield batch
 
-    async def _judge(self, batch: list[tuple[SourceObject, InvalidRecord | None]]) -> list[Found]:
+    async def _validate(self, batch: list[tuple[SourceObject, InvalidRecord | None]]) -> list[FoundRecord]:
         wanted = [listed for listed, broken in batch if broken is None]
         contents = await gather_limited((self._read(listed) for listed in wanted), limit=self._concurrency)
-        verdicts = iter(await self._judging.judge(list(zip(wanted, contents, strict=True))))
-        return [(listed, broken or next(verdicts)) for listed, broken in batch]
+        results = iter(await self._validator.validate(list(zip(wanted, contents, strict=True))))
+        return [(listed, broken or next(results)) for listed, broken in batch]
 
     async def _read(self, listed: SourceObject) -> bytes:
         async with self._reads:
@@ -99,13 +106,13 @@ class ImageFiles:
     def __init__(
         self,
         data: DataSource,
-        naming: FileTable | None,
+        table: FileTable | None,
         decoders: DecoderPool,
         keep_below: int | None,
     ) -> None:
-        self._naming, self._decoders, self._keep_below = naming, decoders, keep_below
+        self._table, self._decoders, self._keep_below = table, decoders, keep_below
         self._max_bytes = data.checks.max_record_bytes
-        self._judge = images.ImageValidator(data)
+        self._image_validator = images.ImageValidator(data)
 
     def reject_unread(self, listed: SourceObject) -> InvalidRecord | None:
         broken = images.reject_unread(listed.path, listed.size, self._max_bytes)
@@ -118,43 +125,42 @@ class ImageFiles:
             return InvalidRecord("invalid_label", f"a label of {len(named.label)} characters", whole_object=True)
         return None
 
-    async def judge(self, batch: list[tuple[SourceObject, bytes]]) -> list[ValidRecord | InvalidRecord]:
+    async def validate(self, batch: list[tuple[SourceObject, bytes]]) -> list[ValidRecord | InvalidRecord]:
         asked = []
         for listed, content in batch:
             named = self._named(listed.path)
             assert named is not None
             asked.append((images.LabelledImage(listed.path, named.label, named.value), content))
-        verdicts = await self._decoders.judge(self._judge, asked)
+        results = await self._decoders.validate(self._image_validator, asked)
         return [
-            with_content(verdict, content, self._keep_below)
-            for verdict, (_, content) in zip(verdicts, batch, strict=True)
+            with_content(result, content, self._keep_below) for result, (_, content) in zip(results, batch, strict=True)
         ]
 
     def _named(self, path: str) -> FileEntry | None:
-        if self._naming is not None:
-            return self._naming.of(path)
+        if self._table is not None:
+            return self._table.of(path)
         folder, slash, _ = path.partition("/")
         return FileEntry(folder) if slash else None
 
     def _no_label(self, named: FileEntry | None) -> str:
-        if self._naming is None:
+        if self._table is None:
             return "the image is in no folder: put it into one named after its class, or add a labels.csv"
         if named is None:
-            return f"{self._naming.name} does not name this file"
-        return f"{self._naming.name} gives this file an empty label, or two that differ"
+            return f"{self._table.name} does not name this file"
+        return f"{self._table.name} gives this file an empty label, or two that differ"
 
 
 class BinaryFiles:
     """Arbitrary files that a manifest names, each with what the manifest says of it."""
 
-    def __init__(self, data: DataSource, naming: FileTable) -> None:
-        self._naming, self._data = naming, data
+    def __init__(self, data: DataSource, table: FileTable) -> None:
+        self._table, self._data = table, data
         self._label_field = data.label_field
 
     def reject_unread(self, listed: SourceObject) -> InvalidRecord | None:
-        named = self._naming.of(listed.path)
+        named = self._table.of(listed.path)
         if named is None:
-            return InvalidRecord("not_in_manifest", f"{self._naming.name} does not name this file", whole_object=True)
+            return InvalidRecord("not_in_manifest", f"{self._table.name} does not name this file", whole_object=True)
         if listed.size == 0:
             return InvalidRecord("empty", "the file has no bytes", whole_object=True)
         if listed.size > self._data.checks.max_record_bytes:
@@ -162,11 +168,11 @@ class BinaryFiles:
             return InvalidRecord("oversized", f"{listed.size:,} bytes, more than {most:,}", whole_object=True)
         return None
 
-    async def judge(self, batch: list[tuple[SourceObject, bytes]]) -> list[ValidRecord | InvalidRecord]:
+    async def validate(self, batch: list[tuple[SourceObject, bytes]]) -> list[ValidRecord | InvalidRecord]:
         return [self._sample(listed, content) for listed, content in batch]
 
     def _sample(self, listed: SourceObject, content: bytes) -> ValidRecord | InvalidRecord:
-        named = self._naming.of(listed.path)
+        named = self._table.of(listed.path)
         assert named is not None
         value = dict(named.value or {})
         try:

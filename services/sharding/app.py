@@ -55,22 +55,22 @@ class Sharding:
             dataset = await find_dataset(self._objects, bucket, data.dataset_id)
         except ObjectNotFound:
             reason = f"there is no dataset {data.dataset_id}: check data.dataset_id, or give the source to ingest"
-            await self._say(RunPrepareFailed(run_id=run_id, reason=reason), received)
+            await self._publish(RunPrepareFailed(run_id=run_id, reason=reason), received)
         except ValueError as error:
-            await self._say(RunPrepareFailed(run_id=run_id, reason=str(error)), received)
+            await self._publish(RunPrepareFailed(run_id=run_id, reason=str(error)), received)
         else:
-            await self._say(_prepared(run_id, dataset), received)
+            await self._publish(_prepared(run_id, dataset), received)
 
     async def work(self, received: Message[DatasetIngested]) -> None:
         """Make the dataset, and say so. ``PoisonMessage`` is one that can never be made from this index."""
         event, started = received.event, self._bus.clock.monotonic()
         with self._workdir.temporary(f"{event.ingestion_id}-") as folder:
             progress = Progress()
-            async with progress.said(self._bus, event.ingestion_id, received.envelope):
+            async with progress.publish_periodically(self._bus, event.ingestion_id, received.envelope):
                 dataset = await self._shard(event, Path(folder), progress)
-        await self._say(self._sharded(event, dataset), received)
+        await self._publish(self._sharded(event, dataset), received)
         if event.run_id is not None:
-            await self._say(_prepared(event.run_id, dataset), received)
+            await self._publish(_prepared(event.run_id, dataset), received)
         took_s = self._bus.clock.monotonic() - started
         metrics.JOB_SECONDS.labels("reused" if dataset.reused else "sharded").observe(took_s)
         log.info(
@@ -86,9 +86,9 @@ class Sharding:
         metrics.JOB_SECONDS.labels("failed").observe(0)
         log.warning("sharding failed", ingestion_id=received.event.ingestion_id, reason=reason)
         ingestion_id, run_id = received.event.ingestion_id, received.event.run_id
-        await self._say(DatasetShardFailed(ingestion_id=ingestion_id, run_id=run_id, reason=reason), received)
+        await self._publish(DatasetShardFailed(ingestion_id=ingestion_id, run_id=run_id, reason=reason), received)
         if run_id is not None:
-            await self._say(RunPrepareFailed(run_id=run_id, reason=reason), received)
+            await self._publish(RunPrepareFailed(run_id=run_id, reason=reason), received)
 
     async def _shard(self, event: DatasetIngested, folder: Path, progress: Progress) -> Dataset:
         """Run it, with what can never succeed told apart from what passes."""
@@ -125,7 +125,7 @@ class Sharding:
             created_at=self._bus.clock.now(),
         )
 
-    async def _say(self, fact: Fact, received: Message[DatasetIngested] | Message[RunAccepted]) -> None:
+    async def _publish(self, fact: Fact, received: Message[DatasetIngested] | Message[RunAccepted]) -> None:
         """Publish a fact unless it is there: a dataset is made once, a run prepared once."""
         try:
             await self._bus.publish(fact, received.envelope, expected=ExpectedSequence(0))

@@ -125,7 +125,7 @@ async def _manifest(objects: ObjectStore, stored: StoredObject) -> Manifest | No
 
 
 async def _working(bus: Bus) -> set[str]:
-    """Fingerprints of the ingestions that wait to be sharded."""
+    """Return the fingerprints of the ingestions that wait for sharding."""
     found: dict[str, str] = {}
     # Not the client's own list of keys, which may end early while the server is busy.
     async for batch in bus.follow_bucket(topology.JOBS, "sharding.>", idle_s=1.0, until_caught_up=True):

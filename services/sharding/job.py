@@ -1,4 +1,4 @@
-"""One dataset: find it by its link, or make it from the index, shard by shard, the manifest last."""
+"""One dataset: find it by its link, or build it from the index, shard by shard, the manifest last."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Dataset:
 
 
 async def find_dataset(objects: ObjectStore, bucket: str, dataset_id: str) -> Dataset:
-    """The dataset of that id, checked against it.
+    """Return the dataset of that id; the manifest's hash must be the id.
 
     Raises:
         ObjectNotFound: there is none.
@@ -80,7 +80,7 @@ class ShardingJob:
         disk_bytes: int = 8 * 2**30,
         progress: Progress | None = None,
     ) -> None:
-        """``workers`` shards are written at a time, or as many as ``room`` lets, which other jobs may share."""
+        """Write ``workers`` shards at a time, or as many as the semaphore ``room``, shared by jobs, allows."""
         self._objects, self._folder = objects, folder
         self._ingested, self._bucket = ingested, bucket
         self._source_uri = ingested.index_uri.rpartition("/")[0]
@@ -115,7 +115,7 @@ class ShardingJob:
         return dataset
 
     async def _found(self) -> Dataset | None:
-        """The dataset that this input became before, if all of it is in the store."""
+        """Return the dataset made from this input before, if all of it is in the store."""
         try:
             dataset_id = json.loads(await self._objects.get(self._link))["dataset_id"]
             dataset = await find_dataset(self._objects, self._bucket, dataset_id)
@@ -160,20 +160,20 @@ class ShardingJob:
 
     async def _make_shards(self) -> dict[str, list[ShardFile]]:
         finished = await self._journal.read()
-        await self._packs.look()
+        await self._packs.list_packs()
         work = (self._shard(shard, finished.get(shard.name)) for shard in self._plan.shards)
         made = await gather_limited(work, limit=self._under_way)
         named = sorted(zip(self._plan.shards, made, strict=True), key=lambda pair: pair[0].number)
         return {split: [file for shard, file in named if shard.split == split] for split in SPLITS}
 
     async def _shard(self, shard: PlannedShard, finished: ShardFile | None) -> ShardFile:
-        """Have one shard in the store: one that an earlier attempt made, or made now."""
+        """Make sure that one shard is in the store: reuse an earlier attempt's, or write it."""
         if finished is not None and finished.samples == shard.samples and await self._is_there(finished):
             file = finished
             self._progress.found += shard.samples
         else:
             file = await self._make(shard)
-            await self._journal.note(shard.name, file)
+            await self._journal.record(shard.name, file)
             metrics.SAMPLES.labels(shard.split).inc(shard.samples)
         self._progress.done += shard.samples
         self._progress.done_bytes += file.size_bytes
@@ -208,7 +208,7 @@ class ShardingJob:
         except _PackCorrupted as error:
             # The copy here may be at fault; if the one in the store is, it shows again.
             log.warning("a pack is not what was ingested, fetching it again", pack=error.pack, key=error.key)
-            self._packs.spoil(error.pack)
+            self._packs.discard_copy(error.pack)
         try:
             return await self._write_and_upload(shard)
         except _PackCorrupted as error:
@@ -249,7 +249,7 @@ class ShardingJob:
         encoder, flat = self._plan.encoder, self._plan.flat
         open_writer = partial(ShardWriter, path, shard.name, encoder.extensions, encoder.class_contents, flat=flat)
         try:
-            async with self._packs.held(await run_in_thread(self._packs_of, shard)) as packs:
+            async with self._packs.hold(await run_in_thread(self._packs_of, shard)) as packs:
                 with closing(open_writer()) as writer:
                     for read in self._plan.rows(shard, BATCH_ROWS):
                         for batch in batches(read):

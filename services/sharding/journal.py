@@ -1,4 +1,4 @@
-"""Which shards of a dataset under way are in the store: a later attempt goes on from there, nobody collects them."""
+"""The journal of finished shards: a later attempt resumes from it, and garbage collection spares them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Journal:
         self._written_at = time.monotonic()
 
     async def read(self) -> dict[str, ShardFile]:
-        """What an earlier attempt finished, by name."""
+        """Return the shards that an earlier attempt finished, by name."""
         try:
             self._shards = read_journal(await self._objects.get(self._uri))
         except ObjectNotFound:
@@ -37,8 +37,8 @@ class Journal:
             log.warning("a journal that cannot be read: beginning anew", uri=self._uri, error=repr(error))
         return dict(self._shards)
 
-    async def note(self, name: str, shard: ShardFile) -> None:
-        """This shard and its index are in the store."""
+    async def record(self, name: str, shard: ShardFile) -> None:
+        """Record that this shard and its index are in the store."""
         self._shards[name] = shard
         if time.monotonic() - self._written_at >= self._every_s:
             # At once, so that others that come meanwhile do not write too.
@@ -47,5 +47,5 @@ class Journal:
             await self._objects.put(self._uri, canonical_json(content))
 
     async def remove(self) -> None:
-        """The manifest names the shards from here on."""
+        """Remove the journal: from now on the manifest names the shards."""
         await self._objects.delete(self._uri)

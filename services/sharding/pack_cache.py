@@ -1,4 +1,4 @@
-"""The packs of an ingestion on the local disk: fetched when needed, once, and bounded in bytes."""
+"""The local cache of an ingestion's packs: each is fetched once, when needed; the bytes are bounded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PARALLEL_TRANSFERS = 4
 
 
 class _Unhashed:
-    """In place of a hash: each record of a pack is compared with its own."""
+    """No hash: each record of a pack has its own."""
 
     def update(self, content: memoryview, /) -> None:
         return None
@@ -45,8 +45,8 @@ class PackCache:
         self.fetched_bytes = 0
         folder.mkdir(parents=True, exist_ok=True)
 
-    async def look(self) -> None:
-        """Take down which packs there are."""
+    async def list_packs(self) -> None:
+        """List the packs in the store."""
         async for info in self._objects.list(f"{self._source_uri}/pack-"):
             self._sizes[int(info.key.rpartition("-")[2])] = info.size_bytes
 
@@ -54,8 +54,8 @@ class PackCache:
         return self._folder / f"{pack_name(number)}.{self._spoiled.get(number, 0)}"
 
     @asynccontextmanager
-    async def held(self, numbers: Iterable[int]) -> AsyncIterator[dict[int, Path]]:
-        """Have these packs on the disk; where each lies.
+    async def hold(self, numbers: Iterable[int]) -> AsyncIterator[dict[int, Path]]:
+        """Keep these packs on the disk during the block; yield their paths.
 
         Raises:
             ObjectNotFound: one of them is not in the store.
@@ -73,8 +73,8 @@ class PackCache:
                 self._holders[number] -= 1
             self._evict()
 
-    def spoil(self, number: int) -> None:
-        """Have the pack fetched again: this copy of it is not what it should be."""
+    def discard_copy(self, number: int) -> None:
+        """Discard a corrupted copy of a pack, so that it is fetched again."""
         if self._fetching.pop(number, None) is not None:
             self.held_bytes -= self._sizes[number]
         self._spoiled[number] = self._spoiled.get(number, 0) + 1

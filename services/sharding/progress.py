@@ -1,4 +1,4 @@
-"""Says now and then how far a dataset has got."""
+"""Progress of a dataset, published periodically."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ class Progress:
         self.done_bytes = 0
 
     def rate(self, elapsed_s: float) -> float:
-        """Samples a second of this attempt."""
+        """Return the samples per second of this attempt."""
         return (self.done - self.found) / elapsed_s if elapsed_s > 0 else 0.0
 
     def eta_s(self, elapsed_s: float) -> float | None:
-        """Seconds that the rest will take at this rate; null: nobody knows."""
+        """Return the estimated seconds to the end; None if unknown."""
         rate = self.rate(elapsed_s)
         return max(self.total - self.done, 0) / rate if rate > 0 and self.total else None
 
     @asynccontextmanager
-    async def said(self, bus: Bus, ingestion_id: str, cause: Envelope) -> AsyncIterator[None]:
-        """Report while the work goes on. That nobody can be told does not hold it up."""
-        task = asyncio.create_task(self._say(bus, ingestion_id, cause))
+    async def publish_periodically(self, bus: Bus, ingestion_id: str, cause: Envelope) -> AsyncIterator[None]:
+        """Publish progress during the block. A failure to publish does not stop the work."""
+        task = asyncio.create_task(self._publish(bus, ingestion_id, cause))
         try:
             yield
         finally:
             await cancel_and_wait(task)
 
-    async def _say(self, bus: Bus, ingestion_id: str, cause: Envelope) -> None:
+    async def _publish(self, bus: Bus, ingestion_id: str, cause: Envelope) -> None:
         began, number = bus.clock.monotonic(), 0
         while True:
             await asyncio.sleep(EVERY_S)
@@ -60,7 +60,7 @@ class Progress:
             number += 1
 
     def fact(self, ingestion_id: str, number: int, elapsed_s: float, time: float) -> DatasetProgress:
-        """The report as it is published."""
+        """Return the progress fact."""
         return DatasetProgress(
             ingestion_id=ingestion_id,
             phase=self.phase,

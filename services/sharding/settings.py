@@ -25,5 +25,5 @@ class ShardingSettings(Settings):
 
     @classmethod
     def of(cls, settings: Settings) -> ShardingSettings:
-        """These settings, filled up from the environment."""
+        """Return these settings, completed from the environment."""
         return settings if isinstance(settings, cls) else cls(**settings.model_dump())

@@ -1,4 +1,4 @@
-"""Puts an ingestion's records into the order of samples, on disk: memory stays small however many there are.
+"""Sorts an ingestion's records into the order of samples, on disk, and divides them into shards.
 
 An external radix sort: rows go into files by the first bits of their place, each file is then sorted in memory.
 """
@@ -75,7 +75,7 @@ class ShardPlan:
         self.shards.sort(key=lambda shard: (shard.place, shard.split))
 
     def rows(self, shard: PlannedShard, at_most: int) -> Generator[Rows]:
-        """The rows of a shard in order, so many at a time."""
+        """Yield the rows of a shard in order, ``at_most`` at a time."""
         with self._split_path(shard.split).open("rb") as file:
             file.seek(shard.first * ROW.itemsize)
             left = shard.samples
@@ -85,7 +85,7 @@ class ShardPlan:
                 yield read
 
     def extras(self, wanted: Rows) -> dict[int, dict[str, Any]]:
-        """The extra lines of those rows that have one, by where they begin."""
+        """Return the extra lines of rows that have one, by offset."""
         places = wanted["extra"][wanted["extra"] >= 0].tolist()
         if not places:
             return {}

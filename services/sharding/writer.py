@@ -77,7 +77,7 @@ class ShardWriter:
         self._shapes: dict[tuple[str, ...], _ShardShape] = {}
 
     def close(self) -> None:
-        """Let go of the file, whether it is complete or not."""
+        """Close the file, complete or not."""
         self._file.close()
 
     def add(self, rows: Rows, extras: Mapping[int, Mapping[str, Any]], contents: Contents) -> None:
@@ -150,7 +150,7 @@ class ShardWriter:
     def _members(
         self, rows: Rows, extras: Mapping[int, Mapping[str, Any]]
     ) -> tuple[list[_ShardShape], list[bytes], list[int]]:
-        """The shape of each sample; names and sizes of all their files, one after the other."""
+        """Return the shape of each sample, and the names and sizes of all their files."""
         shapes: list[_ShardShape] = []
         names: list[bytes] = []
         sizes: list[int] = []
@@ -174,7 +174,7 @@ class ShardWriter:
         return shapes, names, sizes
 
     def _shape(self, exts: tuple[str, ...], *, with_class: bool) -> _ShardShape:
-        """What a sample of these files looks like. Contents of several lie in the order of their extensions."""
+        """Return the shape of a sample of these files. The contents are in the order of extensions."""
         cached = (*exts, CLASS) if with_class else exts
         shape = self._shapes.get(cached)
         if shape is None:
@@ -198,7 +198,7 @@ class ShardWriter:
         offsets: NDArray[np.int64],
         sizes: NDArray[np.int64],
     ) -> None:
-        """Remember where each field of each sample lies."""
+        """Record where each field of each sample is."""
         self._note_fields(shapes, offsets, sizes)
         self._note_keys(rows["key"].tolist())
 
@@ -277,7 +277,7 @@ class ShardWriter:
     def _arrays(
         self, portions: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Offset and size for every sample; those that do not have the field are told by ``ABSENT``."""
+        """Return offset and size for every sample; ``ABSENT`` for those without the field."""
         offsets = np.zeros(self._count, dtype=np.int64)
         sizes = np.full(self._count, shard_index.ABSENT, dtype=np.int64)
         for numbers, found, lengths in portions:
@@ -292,7 +292,7 @@ class ShardWriter:
 
 
 def short_key(key: bytes) -> bytes:
-    """The key of a window: ten digits for its file, and its number in hexadecimal.
+    """Return the key of a window: ten digits for its file, and its number in hexadecimal.
 
     ``corpus_txt-0a1b2c3d4e5f/000000031`` -> ``0a1b2c3d4e/1f``: a window has few bytes, and its key should have fewer.
     """
@@ -303,12 +303,12 @@ def short_key(key: bytes) -> bytes:
 
 
 def batches(rows: Rows) -> Iterator[Rows]:
-    """Rows in batches of about ``BATCH_BYTES``."""
+    """Yield rows in batches of about ``BATCH_BYTES``."""
     return (part for _, part in _runs(rows, BATCH_BYTES))
 
 
 def _runs(rows: Rows, size_bytes: int) -> Iterator[tuple[int, Rows]]:
-    """Runs of rows that take up ``size_bytes`` at most, and where each begins; a larger sample comes alone."""
+    """Yield runs of rows of at most ``size_bytes``, and where each begins; a larger sample is a run by itself."""
     before = np.concatenate(([0], np.cumsum(rows["stored"])))
     begin = 0
     while begin < len(rows):
@@ -334,7 +334,7 @@ def _is_right(places: list[memoryview], fast: bool, check: bytes) -> bool:
 
 
 def _equals(digest: bytes, check: bytes) -> bool:
-    """The shorter hash fills the first half of its column."""
+    """Compare hashes; the shorter one fills the first half of its column."""
     return digest == check[: len(digest)]
 
 

@@ -1,4 +1,4 @@
-"""Keys, splits, single records and the verdict: pure."""
+"""Keys, splits, single records and the result: pure."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ DATA = DataSource(source="s3://lake/x", format="images")
 class Deadly(ImageValidator):
     """Decodes, but for three kinds of content that decoders in C might meet."""
 
-    def judge(self, image: LabelledImage, content: bytes) -> ValidRecord | InvalidRecord:
+    def validate(self, image: LabelledImage, content: bytes) -> ValidRecord | InvalidRecord:
         if content == b"crash":
             os.kill(os.getpid(), signal.SIGSEGV)
         if content == b"hang":
@@ -36,7 +36,7 @@ class Deadly(ImageValidator):
         if content == b"eat":
             eaten = bytearray(MEMORY_BYTES)
             return InvalidRecord("bomb", f"{len(eaten)} bytes could be had")
-        return super().judge(image, content)
+        return super().validate(image, content)
 
 
 @dataclass
@@ -54,23 +54,23 @@ def batch(number: int, *planted: bytes) -> Batch:
 async def test_only_the_culprit_is_set_aside() -> None:
     batches = [batch(0), batch(1, b"crash", b"hang"), batch(2)]
     async with DecoderPool(2) as decoders:
-        verdicts = await asyncio.gather(*(decoders.judge(Deadly(DATA), one.images) for one in batches))
-        for one, found in zip(batches, verdicts, strict=True):
-            assert all(isinstance(verdict, ValidRecord) for verdict in found[: one.sound])
+        results = await asyncio.gather(*(decoders.validate(Deadly(DATA), one.images) for one in batches))
+        for one, found in zip(batches, results, strict=True):
+            assert all(isinstance(result, ValidRecord) for result in found[: one.sound])
             assert all(
-                isinstance(verdict, InvalidRecord) and verdict.code == "undecodable" for verdict in found[one.sound :]
+                isinstance(result, InvalidRecord) and result.code == "undecodable" for result in found[one.sound :]
             )
             assert len(found) == len(one.images)
         # And it goes on.
-        again = await decoders.judge(Deadly(DATA), batches[0].images)
-        assert again == verdicts[0]
+        again = await decoders.validate(Deadly(DATA), batches[0].images)
+        assert again == results[0]
 
 
 async def test_no_image_is_blamed_when_no_process_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoders_module, "bound", _refuse)
     async with DecoderPool(2) as decoders:
         with pytest.raises(TransientError, match="no process can be started"):
-            await decoders.judge(Deadly(DATA), batch(0).images)
+            await decoders.validate(Deadly(DATA), batch(0).images)
 
 
 def _refuse() -> None:
@@ -80,13 +80,13 @@ def _refuse() -> None:
 async def test_memory_is_bounded() -> None:
     async with DecoderPool(1) as decoders:
         with pytest.raises(MemoryError):
-            await decoders.judge(Deadly(DATA), [(LabelledImage("a/x.png", "a"), b"eat")])
+            await decoders.validate(Deadly(DATA), [(LabelledImage("a/x.png", "a"), b"eat")])
 
 
 async def test_no_process_outlives_the_service() -> None:
     decoders = DecoderPool(1)
     async with decoders:
-        await decoders.judge(Deadly(DATA), batch(0).images)
+        await decoders.validate(Deadly(DATA), batch(0).images)
         pool = decoders._pool
         assert pool is not None
         pids = list(pool._processes)

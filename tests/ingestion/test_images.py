@@ -45,7 +45,7 @@ def flipped(content: bytes, at: int) -> bytes:
     ],
 )
 def test_broken_images(path: str, content: bytes, codes: set[str]) -> None:
-    found = JUDGE.judge(LabelledImage(path, "a"), content)
+    found = JUDGE.validate(LabelledImage(path, "a"), content)
     assert isinstance(found, InvalidRecord)
     assert found.code in codes
     assert found.sha256
@@ -65,7 +65,7 @@ def test_what_the_listing_tells(path: str, size: int, code: str) -> None:
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF"])
 def test_sound_images_keep_their_bytes(kind: str) -> None:
     content = image_bytes(2, kind)
-    found = JUDGE.judge(LabelledImage(f"b/x.{kind.lower()}", "b"), content)
+    found = JUDGE.validate(LabelledImage(f"b/x.{kind.lower()}", "b"), content)
     assert isinstance(found, ValidRecord)
     assert (found.size, found.ext, found.label, found.key) == (len(content), kind.lower(), "b", "b/x")
     assert found.measures

@@ -341,7 +341,7 @@ async def test_progress_is_said_while_the_work_goes_on(bus: Bus, monkeypatch: py
     progress = Progress()
     progress.total, progress.done, progress.done_bytes = 100, 40, 4000
     cause = Envelope(id="c", source="test", type="dataset.ingested.v1", time=datetime.now(UTC))
-    async with progress.said(bus, "i1", cause):
+    async with progress.publish_periodically(bus, "i1", cause):
         async with asyncio.timeout(90):
             while (last := await bus.get_last_message("progress.dataset.i1", topology.PROGRESS.name)) is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)

@@ -1,4 +1,4 @@
-"""What the request says a record must be, beyond being readable."""
+"""The request's checks of each record."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ID_BYTES = 16
 
 
 def find_impossible_check(data: DataSource) -> str | None:
-    """Why no record of this format could pass what is asked of it, and what to change; None if it can."""
+    """Return why no record of this format can pass the checks, and what to change; None if one can."""
     asked = {
         "checks.ranges": bool(data.checks.ranges),
         "checks.required": bool(data.checks.required),
@@ -99,7 +99,7 @@ class RecordChecker:
 
 
 def member(value: Mapping[str, Any], name: str) -> Any:
-    """A field; ``a.b`` is also the field b of the object a. None if there is none."""
+    """Return a field; ``a.b`` also means field b of object a. None if it is missing."""
     if name in value or "." not in name:
         return value.get(name)
     first, _, rest = name.partition(".")

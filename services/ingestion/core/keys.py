@@ -26,7 +26,7 @@ def is_data(path: str) -> bool:
 
 
 def extension(path: str) -> str:
-    """The lower-case extension without its dot, '' if there is none."""
+    """Return the lower-case extension without its dot, '' if there is none."""
     stem, dot, found = path.rsplit("/", 1)[-1].rpartition(".")
     return found.lower() if dot and stem else ""
 
@@ -42,7 +42,7 @@ def check_path(path: str) -> None:
 
 
 def file_key(path: str) -> str:
-    """The key of the one record that the object at ``path`` (relative to the prefix) is.
+    """Return the key of the record in the object at ``path`` (relative to the prefix).
 
     ``3/0001.png`` -> ``3/0001``. A path that is not safe as it is gets safe characters and a hash,
     so two paths have one key only if they differ in nothing but the extension.
@@ -55,12 +55,12 @@ def file_key(path: str) -> str:
 
 
 def rows_key(path: str) -> str:
-    """The key that the rows of the object at ``path`` begin with; different for every path."""
+    """Return the key prefix of the rows of the object at ``path``; unique for every path."""
     return _hashed(path)
 
 
 def row_key(prefix: str, number: int) -> str:
-    """The key of one row: stable as rows are added behind it."""
+    """Return the key of a row; it stays the same when rows are appended."""
     return f"{prefix}/{number:09d}"
 
 

@@ -1,4 +1,4 @@
-"""Why records are set aside: every code there is, with what it means. docs/datasets.md shows this table."""
+"""Reasons of rejection: every code and its meaning. docs/datasets.md shows this table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One record: sound, with its content as a shard will hold it, or broken, with the reason."""
+"""One record: valid, with its content as in a shard, or invalid, with the reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_DETAIL_CHARS = 300
 
 @dataclass(frozen=True, slots=True)
 class ValidRecord:
-    """A record to be kept. ``content`` is None if it stays where it is."""
+    """A record that is accepted. ``content`` is None if it stays in the source."""
 
     key: str
     ext: str
@@ -46,7 +46,7 @@ class ValidRecord:
 
 @dataclass(frozen=True, slots=True)
 class InvalidRecord:
-    """A record to be set aside, and why."""
+    """A rejected record, and why."""
 
     code: Code
     detail: str
@@ -75,7 +75,7 @@ def record_of_files(
     value: Mapping[str, Any] | None,
     continuous: bool = False,
 ) -> ValidRecord:
-    """A sample of files, by extension; of one file it is that file."""
+    """Return a record of one or more files, given by extension."""
     exts = sorted(files)
     content = b"".join(files[ext] for ext in exts)
     fields = tuple((ext, len(files[ext])) for ext in exts) if len(exts) > 1 else None
@@ -86,7 +86,7 @@ def record_of_files(
 def parse_json_line(
     line: bytes, key: str, offset: int, label_field: str | None, look: Callable[[Mapping[str, Any]], None] | None = None
 ) -> ValidRecord | InvalidRecord:
-    """Judge one line of a jsonl file. ``look`` is called with each object, whatever is wrong with it besides."""
+    """Validate one line of a jsonl file. ``look`` is called with each object, whatever is wrong with it besides."""
     try:
         value = parse_json(line)
         if look is not None and isinstance(value, dict):
@@ -97,7 +97,7 @@ def parse_json_line(
 
 
 def record(value: Any, key: str, offset: int, label_field: str | None) -> ValidRecord:
-    """The canonical form of a record; raises ``RecordFault``."""
+    """Return the canonical form of a record; raises ``RecordFault``."""
     if not isinstance(value, dict):
         raise RecordFault("not_an_object", f"the record is a JSON {type(value).__name__}, not an object")
     label, continuous = find_label(value, label_field)
@@ -107,7 +107,7 @@ def record(value: Any, key: str, offset: int, label_field: str | None) -> ValidR
 
 
 def encode_json(value: Any) -> bytes:
-    """Canonical JSON; raises ``RecordFault``."""
+    """Return canonical JSON; raises ``RecordFault``."""
     try:
         return canonical_json(value)
     except UnicodeEncodeError as error:
@@ -139,7 +139,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def find_label(value: Mapping[str, Any], field: str | None) -> tuple[str | None, bool]:
-    """The class name in ``field``, and whether it is rather a measured value or a text; raises ``RecordFault``."""
+    """Return the label in ``field``, and whether it is a value or text instead of a class; raises ``RecordFault``."""
     if field is None:
         return None, False
     label = value.get(field)
@@ -161,7 +161,7 @@ def _text(label: bool | int | str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """``value`` in JSON's types; raises ``RecordFault``."""
+    """Return ``value`` in JSON's types; raises ``RecordFault``."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):

@@ -50,7 +50,7 @@ class FieldProfile:
             counts[type(value)] += 1
 
     def shape(self) -> Shape | None:
-        """What most of the records are like; None if they tell nothing."""
+        """Return the fields that most records have; None if there are too few records."""
         if self._records < MIN_RECORDS or self._too_many:
             return None
         return {name: self._kind(self._fields[name]) for name in sorted(self._fields)}
@@ -67,7 +67,7 @@ class FieldProfile:
 
 
 def find_deviating_fields(shapes: Shapes) -> Iterator[tuple[Shape, str]]:
-    """The shapes of files of records that are unlike most files, and in what.
+    """Yield each shape that deviates from most files, and how.
 
     A file is unlike the others when it lacks a field that most files have, or has it in another type. What comes on
     top in some files is no matter. Where as many files have one as have another, the first counts.
@@ -100,7 +100,7 @@ def _describe_deviation(name: str, usual: str, shape: Shape) -> str | None:
 
 
 def find_deviating_columns(shapes: Shapes) -> Iterator[tuple[Shape, str]]:
-    """The shapes of tables that are not, to the last column, like most files (the first, of equally many); and why."""
+    """Yield each shape whose columns differ from those of most files, and how. Of equally many, the first counts."""
     usual = max(shapes(), key=lambda each: each[1], default=({}, 0))[0]
     for shape, _ in shapes():
         if list(shape.items()) != list(usual.items()):

@@ -54,7 +54,7 @@ class SplitKeys:
         self._describe_deviation = {checks.id_field, checks.time_field, data.label_field} - {None}
 
     def row(self, fields: Mapping[str, Any]) -> str:
-        """The split key of a record of fields.
+        """Return the split key of a record of fields.
 
         Raises:
             RecordFault: it has no group or no time.
@@ -64,7 +64,7 @@ class SplitKeys:
         return self._named(fields)
 
     def image(self, image: Image, fields: Mapping[str, Any] | None = None) -> str:
-        """The split key of a decoded image; ``fields`` are what else is known of it (a row of labels.csv).
+        """Return the split key of a decoded image; ``fields`` is its row of labels.csv.
 
         Raises:
             RecordFault: it has no group or no time.
@@ -72,11 +72,11 @@ class SplitKeys:
         return perceptual_hash(image) if self._split.by == "near" else self._named(fields or {})
 
     def text(self, content: bytes) -> str:
-        """The split key of a text: near-duplicates differ in case and white space alone."""
+        """Return the split key of a text: near-duplicates differ only in case and white space."""
         return normalised(content.decode(errors="backslashreplace")) if self._split.by == "near" else self._named({})
 
     def unknown(self) -> str:
-        """The split key of a content that says nothing of itself.
+        """Return the split key of opaque content.
 
         Raises:
             RecordFault: it should have a group or a time.
@@ -103,14 +103,14 @@ class SplitKeys:
 
 
 def group_text(value: Any) -> str:
-    """The name of a group: 7, 7.0 and "7" are one, since files of one source differ in how they write numbers."""
+    """Return the name of a group: 7, 7.0 and "7" are equal, because files write numbers differently."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return str(value) if isinstance(value, str | int | float) else canonical_json(value).decode()
 
 
 def normalised(value: Any) -> str:
-    """A hash of ``value`` that sees neither case nor white space nor how Unicode spells a letter."""
+    """Return a hash of ``value`` that ignores case, white space and the Unicode form."""
     return hashlib.sha256(json.dumps(_folded(value), sort_keys=True).encode()).hexdigest()
 
 
@@ -125,7 +125,7 @@ def _folded(value: Any) -> Any:
 
 
 def perceptual_hash(image: Image) -> str:
-    """The difference hash (dHash) of an image: where its brightness rises from left to right.
+    """Return the difference hash (dHash) of an image: where brightness rises from left to right.
 
     Made of integers alone, so it is the same on every machine. Copies in another size or compression mostly share it.
     """
@@ -141,7 +141,7 @@ def perceptual_hash(image: Image) -> str:
 
 
 def grey(image: Image) -> Image:
-    """The image in 8 bits of grey."""
+    """Return the image in 8-bit grey."""
     if image.mode.startswith("I"):  # 16 bits, which Pillow would cut off at 255
         return image.convert("I").point(lambda value: value * (1 / 257)).convert("L")
     return image.convert("L")
@@ -162,7 +162,7 @@ class SplitAssigner:
         self._borders = tuple(_borders(split))
 
     def unit(self, split_key: str, *, sha256: str, key: str, path: str) -> bytes:
-        """What is divided as one: records of one unit are in one split.
+        """Return the unit of a record. Records of one unit are in the same split.
 
         Args:
             split_key: what ``SplitKeys`` gave; '' for a content of which nobody knows what is near it.
@@ -177,7 +177,7 @@ class SplitAssigner:
         return hashlib.sha256((self._seed + text).encode(errors="surrogateescape")).digest()[:UNIT_BYTES]
 
     def split_of(self, unit: bytes) -> str | None:
-        """The split of a unit, without ``stratify``; None: it lies in the embargo before a border."""
+        """Return the split of a unit, without ``stratify``; None if it is in an embargo."""
         place = int.from_bytes(unit[:_PLACE_BYTES], "big")
         if self._split.by == "time":
             return self._split_at(place)
@@ -197,7 +197,7 @@ class SplitAssigner:
 
 
 def _borders(split: Split) -> Iterator[tuple[str, int, int]]:
-    """Split, where the embargo before it begins, where it begins itself; in the order of time."""
+    """Yield each split, the start of its embargo and its own start, in the order of time."""
     for name, begins in (("validation", split.validation_from), ("test", split.test_from)):
         if begins is not None:
             at = parse_instant(begins) + _TIME_OFFSET
@@ -227,7 +227,7 @@ def strata(counts: Iterable[tuple[bytes, str | None, int]]) -> Iterator[Stratum]
 
 
 def stratify(split: Split, label: str, units: Iterable[tuple[bytes, int]], total: int) -> Iterator[tuple[bytes, str]]:
-    """Divide the units of one class so that each split has its share of the records, to the nearest whole unit.
+    """Yield the split of each unit of one class, so that each split has its share of records to the nearest unit.
 
     Args:
         units: with their sizes, in the order of units.
@@ -248,7 +248,7 @@ def stratify(split: Split, label: str, units: Iterable[tuple[bytes, int]], total
 
 
 def apportion(split: Split, label: str, total: int) -> dict[str, int]:
-    """Whole numbers with the shares of the splits and the sum ``total``, by the largest remainder.
+    """Return the size of each split, by the largest remainder; the sizes add up to ``total``.
 
     Among equal remainders a hash of the class decides, or else many small classes would all leave out one split.
     """

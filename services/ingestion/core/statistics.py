@@ -48,7 +48,7 @@ _CHANNEL = struct.Struct("<cc5q")
 
 
 def measure_row(fields: Mapping[str, Any]) -> bytes:
-    """The numbers of a record: those at its top, and ``a.b`` for b in the object a. Truth values are no numbers."""
+    """Encode the numbers of a record: top-level ones, and ``a.b`` for b in object a. Booleans do not count."""
     found: dict[str, float] = {}
     for name, value in fields.items():
         kind = type(value)
@@ -77,7 +77,7 @@ def _names(names: tuple[str, ...]) -> bytes:
 
 
 def measure_image(image: Image) -> bytes:
-    """The sums of a decoded image's channels: r, g, b, or l of what is grey. No transparency; none of floats."""
+    """Encode the sums of a decoded image's channels: r, g, b, or l of a grey one. No alpha; nothing for floats."""
     if image.mode.startswith("I"):
         levels = numpy.asarray(image.convert("I")).ravel()
         if levels.min() < 0 or levels.max() > _FULL:
@@ -164,7 +164,7 @@ class _Field:
         self.count = total
 
     def result(self, records: int) -> FieldStatistics | None:
-        """None: the numbers are so large that their squares are none."""
+        """Return the statistics; None if squares overflow."""
         if not math.isfinite(self.mean) or not math.isfinite(self.deviations):
             return None
         return FieldStatistics(
@@ -213,7 +213,7 @@ class Statistics:
             self._merge()
 
     def result(self) -> dict[str, FieldStatistics]:
-        """The statistics by name of field or channel, sorted."""
+        """Return the statistics by name of field or channel, sorted."""
         self._merge()
         found = {name: field.result(self._records) for name, field in self._fields.items()}
         found |= {name: channel.result() for name, channel in self._channels.items()}

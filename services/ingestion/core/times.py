@@ -1,4 +1,4 @@
-"""Times as records tell them."""
+"""Times in records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_S = 95_617_584_000
 
 
 def parse_instant(value: Any) -> int:
-    """Microseconds since 1970 (UTC) of an ISO 8601 text, a date, a ``datetime`` or a number of seconds.
+    """Return microseconds since 1970 (UTC) of an ISO 8601 text, a date, a ``datetime`` or a number of seconds.
 
     What names no zone is UTC.
 

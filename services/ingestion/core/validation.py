@@ -1,4 +1,4 @@
-"""What an ingestion amounts to, and whether a run can use it."""
+"""Counts of an ingestion's records, and whether a run can use the result."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Fingerprint:
         self._hash = hashlib.sha256(canonical_json([INDEX_VERSION, matters]) + b"\n")
 
     def add(self, path: str, etag: str, size: int, written_us: int) -> None:
-        """Take in one object of the source, or one that is joined to it."""
+        """Add one object of the source, or of a joined table."""
         listed = [path, etag, size, written_us] if self._times else [path, etag, size]
         self._hash.update(canonical_json(listed) + b"\n")
 
@@ -90,7 +90,7 @@ class Tally:
         return len(self.labels) > MAX_CLASSES or sum(len(label.encode()) for label in self.labels) > MAX_CLASSES_BYTES
 
     def classes(self) -> tuple[str, ...]:
-        """The class names, sorted: as numbers if all of them are. None if labels are measured values, or too many."""
+        """Return the class names, sorted (numbers as numbers); empty if labels are measured values, or too many."""
         if self.continuous or self.too_many_classes:
             return ()
         if all(WHOLE_NUMBER.fullmatch(label) for label in self.labels):
@@ -98,7 +98,7 @@ class Tally:
         return tuple(sorted(self.labels))
 
     def worst_class(self) -> tuple[str, int, int] | None:
-        """Of the classes with more than one broken record, that with the largest share: name, broken, all.
+        """Return the class with the largest share of invalid records, of those with at least two: name, invalid, all.
 
         One record alone says nothing of a class.
         """
@@ -110,11 +110,11 @@ class Tally:
         return max(found, key=lambda one: (one[1] / one[2], one[0]), default=None)
 
     def quarantined(self) -> tuple[QuarantineCount, ...]:
-        """The most frequent first."""
+        """Return the counts by reason, the most frequent first."""
         return tuple(sorted(self.faults.values(), key=lambda fault: (-fault.count, fault.code)))
 
     def outcome(self) -> Outcome:
-        """What it all amounts to."""
+        """Return the totals."""
         return Outcome(
             accepted=self.accepted,
             left_out=self.left_out,
@@ -167,7 +167,7 @@ class Outcome(BaseModel):
 
 
 def find_objection(outcome: Outcome, data: DataSource, quarantine_uri: str) -> str | None:
-    """Why this cannot be used and what to change; None if it can."""
+    """Return why the data cannot be used and what to change; None if it can."""
     total = outcome.accepted + outcome.left_out + outcome.broken
     if outcome.accepted + outcome.left_out == 0:
         reasons = _describe_reasons(outcome.quarantined)
@@ -191,7 +191,7 @@ def find_objection(outcome: Outcome, data: DataSource, quarantine_uri: str) -> s
 
 
 def _describe_excess(outcome: Outcome, data: DataSource, total: int) -> str | None:
-    """What there is too much of among the broken."""
+    """Return which limit the invalid records exceed; None if none."""
     most = f"more than data.max_invalid_fraction allows ({data.max_invalid_fraction:.1%})"
     drifted = next((fault.count for fault in outcome.quarantined if fault.code == "schema_drift"), 0)
     if drifted and drifted / outcome.objects > data.max_invalid_fraction:

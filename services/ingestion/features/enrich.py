@@ -30,7 +30,7 @@ Progress = Callable[[int, int], None]
 def join_files(
     entities: Sequence[Located], tables: Sequence[LoadedTable], join: FeatureJoin, folder: Path, progress: Progress
 ) -> list[Path | InvalidRecord]:
-    """For each entity file one in ``folder`` with the same rows in the same order, and their features.
+    """Write each entity file to ``folder``: the same rows in the same order, with their features.
 
     A file that cannot be read gives a ``InvalidRecord``. The local entity files are removed as they are used up.
 
@@ -85,7 +85,7 @@ def _chunk_rows(feature_bytes: int) -> int:
 
 
 def _chunks(files: Sequence[EntityFile], limit: int) -> Iterator[list[tuple[EntityFile, int]]]:
-    """Runs of ``limit`` rows, across files: (file, how many of its rows, which follow those before)."""
+    """Yield chunks of ``limit`` rows, across files: (file, number of its next rows)."""
     chunk: list[tuple[EntityFile, int]] = []
     room = limit
     for file in files:

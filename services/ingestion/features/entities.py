@@ -27,7 +27,7 @@ class EntityFile:
         self._writer: Any = None
 
     def read_keys(self, columns: Sequence[str], rows: int) -> list[Any] | None:
-        """The next rows' keys and times; None if the file turns out to be broken."""
+        """Return the next rows' keys and times; None if the file cannot be read."""
         if self.broken is not None:
             return None
         self._keys = self._keys or _Cursor(self.source, columns)
@@ -82,7 +82,7 @@ class _Cursor:
         self._left = file.rows
 
     def next(self, most: int) -> Any:
-        """The next rows, ``most`` or fewer. Raises one of ``DAMAGED``."""
+        """Return the next rows, at most ``most``. Raises one of ``DAMAGED``."""
         batch = next(self._batches, None) if self._rest is None else self._rest
         if batch is None:
             raise OSError(f"ends {self._left:,} rows early")
@@ -95,7 +95,7 @@ class _Cursor:
         return taken
 
     def take(self, rows: int) -> list[Any]:
-        """The next ``rows`` rows. Raises one of ``DAMAGED``."""
+        """Return the next ``rows`` rows. Raises one of ``DAMAGED``."""
         taken = []
         while rows:
             taken.append(self.next(rows))
@@ -104,5 +104,5 @@ class _Cursor:
 
 
 def broken(error: Exception) -> InvalidRecord:
-    """What is said of an entity file that cannot be read."""
+    """Return the rejection of an entity file that cannot be read."""
     return InvalidRecord("broken_parquet", f"{type(error).__name__}: {error}"[:300], whole_object=True)

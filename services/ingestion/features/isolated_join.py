@@ -1,4 +1,4 @@
-"""The join in a process of its own: a library that dies of what users uploaded takes nothing along."""
+"""The join in an isolated process: a crash of a library does not affect the service."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def join_in_process(
 
 
 def unreadable(files: Iterable[Located]) -> dict[str, InvalidRecord]:
-    """Those that cannot be read to their end, by their uri, each tried alone."""
+    """Return the files that cannot be read to their end, by uri; each is tried alone."""
     broken: dict[str, InvalidRecord] = {}
     with closing(IsolatedParquetReader()) as unpacker:
         for uri, path in files:

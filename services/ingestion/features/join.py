@@ -53,7 +53,7 @@ class LatestRows:
         self._best: pl.DataFrame | None = None
 
     def add(self, features: pl.DataFrame) -> None:
-        """Take another piece: the columns of the key, ``EVENT``, ``CREATED`` and ``ROW`` (Int64), in its order.
+        """Add another piece: the columns of the key, ``EVENT``, ``CREATED`` and ``ROW`` (Int64), in its order.
 
         A row without an event time is no candidate. One without a created time was known when it happened.
         """
@@ -69,7 +69,7 @@ class LatestRows:
         self._best = found if self._best is None else _better(self._best, found)
 
     def rows(self) -> Rows:
-        """The winner's row number for each entity row, in their order; ``NO_ROW`` where there is none."""
+        """Return the feature row's number for each entity row, in order; ``NO_ROW`` where there is none."""
         result = np.full(self._count, NO_ROW, dtype=np.int64)
         if self._best is not None:
             best = self._asked.hstack(self._best).filter(pl.col(ROW).is_not_null() & self._fresh())
@@ -77,7 +77,7 @@ class LatestRows:
         return result
 
     def _history(self, features: pl.DataFrame) -> pl.DataFrame:
-        """The rows that are the best of their key from their knowledge time on, sorted by both."""
+        """Return the rows that are the latest of their key from their knowledge time on, sorted by both."""
         created = pl.coalesce(CREATED, EVENT)
         rows = features.lazy().filter(pl.col(EVENT).is_not_null())
         if self._rule.snapshot is not None:
@@ -103,7 +103,7 @@ class LatestRows:
 
 
 def _better(one: pl.DataFrame, other: pl.DataFrame) -> pl.DataFrame:
-    """Row by row the larger (event, created, row); null is less than any."""
+    """Return row by row the larger (event, created, row); null is the smallest."""
     both = one.hstack(other.select(pl.all().name.suffix("_")))
     event, created, row = (pl.col(name + "_") > pl.col(name) for name in (EVENT, CREATED, ROW))
     same_event, same_created = (pl.col(name + "_") == pl.col(name) for name in (EVENT, CREATED))

@@ -44,7 +44,7 @@ class FeatureSource:
         self._files: list[list[SourceObject]] = []
 
     async def list(self) -> list[TableFileVersion]:
-        """Every file of every feature table, table by table, in the order of their names.
+        """List every file of every feature table, table by table, in the order of names.
 
         Raises:
             PoisonMessage: a table has no file, or one that is no Parquet file.
@@ -65,7 +65,7 @@ class FeatureSource:
         folder: Path,
         progress: Progress = lambda done, total: None,
     ) -> dict[str, Path | InvalidRecord]:
-        """Under its path each entity file with its features, in ``folder``; ``InvalidRecord`` if it cannot be read.
+        """Return each entity file with its features, in ``folder``, by path; ``InvalidRecord`` if it cannot be read.
 
         ``progress`` gets the rows done and all there are, from another thread.
 
@@ -117,7 +117,7 @@ class FeatureSource:
         entities: Sequence[SourceObject],
         folder: Path,
     ) -> dict[str, InvalidRecord]:
-        """The entity files that cannot be read. Raises ``PoisonMessage`` if one of a feature table cannot."""
+        """Return the entity files that cannot be read. Raises ``PoisonMessage`` if a feature file cannot be read."""
         for number, (table, each, files) in enumerate(zip(self._spec.tables, self._sources, self._files, strict=True)):
             copies = await _download(each, files, folder / f"look-{number}")
             for uri, found in (await run_in_thread(unreadable, copies)).items():

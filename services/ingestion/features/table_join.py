@@ -114,7 +114,7 @@ class TableJoin:
         return pyarrow.schema(list(zip(self.names, self.table.types, strict=True)))
 
     def row_bytes(self) -> int:
-        """What the features of an entity row take in memory, going by the first rows there are."""
+        """Estimate the memory of one entity row's features from the first rows."""
         for file in self.table.files:
             for batch in _sound(file, self.table.features):
                 size_bytes: int = self._plain(file, batch).nbytes
@@ -123,7 +123,7 @@ class TableJoin:
         return len(self.names)
 
     def features(self, entities: Sequence[Any], tick: Callable[[], None]) -> Any:
-        """The features of these rows (Arrow batches with keys and times), as an Arrow table in their order."""
+        """Return the features of these rows (Arrow batches with keys and times) as an Arrow table, in order."""
         rows = pl.concat(entity_rows(batch, self.entity_keys, self.keys, self.time, self.per_s) for batch in entities)
         winners = LatestRows(rows, self.rule)
         for piece in self._pieces():
@@ -132,7 +132,7 @@ class TableJoin:
         return self._pick(winners.rows(), tick)
 
     def _pieces(self) -> Iterator[pl.DataFrame]:
-        """Keys and times of the feature table, small files together."""
+        """Yield keys and times of the feature table; small files are combined."""
         spec, first, height, size_bytes = self.table.spec, 0, 0, 0
         pending: list[pl.DataFrame] = []
         columns = sorted({*spec.keys, spec.event_time, spec.created_time or spec.event_time})
@@ -150,7 +150,7 @@ class TableJoin:
             yield pl.concat(pending)
 
     def _pick(self, chosen: Rows, tick: Callable[[], None]) -> Any:
-        """The features in the rows ``chosen``; null where none is."""
+        """Return the features in the rows ``chosen``; null where there is no row."""
         order = np.argsort(chosen, kind="stable")
         order = order[np.searchsorted(chosen[order], 0) :]
         wanted = chosen[order]
@@ -170,7 +170,7 @@ class TableJoin:
         return pyarrow.concat_tables(picked).take(pyarrow.array(back, mask=chosen < 0))
 
     def _plain(self, file: TableFile, batch: Any) -> Any:
-        """As a table with the features' names, and types of which more than 2 GB can be put together."""
+        """Return a table with the features' names, in types that allow more than 2 GB."""
         try:
             batch.validate(full=True)
         except DAMAGED as error:
@@ -186,7 +186,7 @@ def _instant(at: datetime, per_s: int) -> int:
 
 
 def _sound(file: TableFile, columns: Sequence[str]) -> Iterator[Any]:
-    """The rows of a feature table's file. Raises ``PoisonMessage`` if it cannot be read."""
+    """Yield the rows of a feature file. Raises ``PoisonMessage`` if it cannot be read."""
     try:
         yield from batches(file, columns)
     except DAMAGED as error:
@@ -194,7 +194,7 @@ def _sound(file: TableFile, columns: Sequence[str]) -> Iterator[Any]:
 
 
 def _one_type(files: Sequence[TableFile], feature: str) -> Any:
-    """The type of a feature, which all files share but those that have nothing but nulls of it."""
+    """Return the type of a feature. All files share it, except those that have only nulls."""
     typed = [(file, found) for file in files if not types.is_null(found := file.type_of(feature, "features"))]
     for file, found in typed:
         first, wanted = typed[0]
@@ -206,7 +206,7 @@ def _one_type(files: Sequence[TableFile], feature: str) -> Any:
 
 
 def _plain_type(found: Any) -> Any:
-    """A type of the same values, of which there may be more than 2 GB, and nulls."""
+    """Return the type for the same values with nulls and more than 2 GB."""
     value = found.value_type if types.is_dictionary(found) else found
     if types.is_fixed_size_list(value):
         # Those with nulls cannot be read back from Parquet.

@@ -44,7 +44,7 @@ class TableFile:
     schema: Any
 
     def type_of(self, column: str, setting: str) -> Any:
-        """The column's Arrow type. Raises ``PoisonMessage`` if it has no such column, or two."""
+        """Return the column's Arrow type. Raises ``PoisonMessage`` if the file has no such column, or two."""
         places = self.schema.get_all_field_indices(column)
         if len(places) == 1:
             return self.schema.field(places[0]).type
@@ -68,7 +68,7 @@ def open_table(table: str, uri: str, path: Path) -> TableFile:
 
 
 def batches(file: TableFile, columns: Sequence[str] | None) -> Generator[Any, None, None]:
-    """The file's rows in its order, so many at a time that they are not large. Raises one of ``DAMAGED``."""
+    """Yield the file's rows in order, in batches of bounded size. Raises one of ``DAMAGED``."""
     count = 0
     at_a_time = min(max(BATCH_BYTES // max(file.row_bytes, 1), 256), BATCH_ROWS)
     with parquet.ParquetFile(file.path) as opened:
@@ -94,12 +94,12 @@ def check_time(file: TableFile, column: str, setting: str) -> None:
 
 
 def ticks_per_s(columns: Iterable[tuple[TableFile, str]]) -> int:
-    """The coarsest ticks that lose nothing of any of these time columns."""
+    """Return the coarsest tick rate that represents all these time columns exactly."""
     return max((_TICKS[_unit(file.schema.field(column).type)[0]] for file, column in columns), default=MICRO)
 
 
 def time_ticks(array: Any, per_s: int) -> pl.Series:
-    """Times as whole ticks since 1970 in UTC. What lies beyond 64 bits of them counts as the first or last."""
+    """Return times as ticks since 1970 in UTC, clamped to 64 bits."""
     unit, seconds = _unit(array.type)
     whole = array.cast(pyarrow.int32()).cast(pyarrow.int64()) if types.is_date32(array.type) else array
     factor = per_s * seconds // _TICKS[unit]
@@ -108,12 +108,12 @@ def time_ticks(array: Any, per_s: int) -> pl.Series:
 
 
 def duration_ticks(seconds: float | None, per_s: int) -> int | None:
-    """So many seconds, as written, in ticks; what is left of a tick cannot matter."""
+    """Return a duration in whole ticks."""
     return None if seconds is None or isinf(seconds) else int(Decimal(str(seconds)) * per_s)
 
 
 def _unit(found: Any) -> tuple[str, int]:
-    """The unit of a time type, and how many seconds' worth of it one is."""
+    """Return the unit of a time type, and its multiple."""
     if types.is_date32(found):
         return "s", 86_400
     return ("ms", 1) if types.is_date64(found) else (found.unit, 1)
@@ -142,7 +142,7 @@ class Key:
 
 
 def one_key(columns: Sequence[tuple[TableFile, str, str]]) -> Key:
-    """How to compare these columns (file, name, setting), the entity table's first. Raises ``PoisonMessage``."""
+    """Return how to compare these columns (file, name, setting), the entity table's first. Raises ``PoisonMessage``."""
     first, name, setting = columns[0]
     kind = _kind(first, name, setting)
     for file, other, other_setting in columns[1:]:
@@ -183,14 +183,14 @@ def _kind(file: TableFile, column: str, setting: str) -> str:
 
 
 def entity_rows(batch: Any, names: Sequence[str], keys: Sequence[Key], time: str, per_s: int) -> pl.DataFrame:
-    """The columns of the key and ``TIME``."""
+    """Return the columns of the key and ``TIME``."""
     return pl.DataFrame([*_keys(batch, names, keys), time_ticks(batch[time], per_s).alias(TIME)])
 
 
 def feature_rows(
     batch: Any, names: Sequence[str], keys: Sequence[Key], event: str, created: str | None, per_s: int, first: int
 ) -> pl.DataFrame:
-    """The columns of the key, ``EVENT``, ``CREATED`` and ``ROW``, which counts from ``first``."""
+    """Return the columns of the key, ``EVENT``, ``CREATED`` and ``ROW``, which counts from ``first``."""
     happened = time_ticks(batch[event], per_s).alias(EVENT)
     known = happened if created is None else time_ticks(batch[created], per_s)
     rows = pl.int_range(first, first + batch.num_rows, eager=True, dtype=pl.Int64).alias(ROW)

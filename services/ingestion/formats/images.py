@@ -35,14 +35,14 @@ MAX_PIXELS = 100_000_000
 
 # The limit above is checked on every header; Pillow's own warning would only repeat it.
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-# What TIFF and EXIF readers warn of in broken files is told by the verdict.
+# What TIFF and EXIF readers warn of in broken files is told by the result.
 warnings.filterwarnings("ignore", module=r"PIL\..*")
 ImageFile.LOAD_TRUNCATED_IMAGES = False
 
 
 @dataclass(frozen=True, slots=True)
 class LabelledImage:
-    """An image that is to be judged, and what is known of it."""
+    """An image that is to be validated, and what is known of it."""
 
     path: str
     label: str
@@ -51,7 +51,7 @@ class LabelledImage:
 
 
 def reject_unread(path: str, size: int, max_bytes: int) -> InvalidRecord | None:
-    """What can be said about an image from the listing alone."""
+    """Reject an image that cannot be used, by its name and size; None if it has to be read."""
     if extension(path) not in EXTENSIONS:
         known = ", ".join(sorted(EXTENSIONS))
         return InvalidRecord(
@@ -71,8 +71,8 @@ class ImageValidator:
         self._split_keys = SplitKeys(data)
         self._statistics = data.statistics
 
-    def judge(self, image: LabelledImage, content: bytes) -> ValidRecord | InvalidRecord:
-        """Decode one image fully. The verdict comes without the content."""
+    def validate(self, image: LabelledImage, content: bytes) -> ValidRecord | InvalidRecord:
+        """Decode one image fully. The result comes without the content."""
         digest = hashlib.sha256(content).hexdigest()
         try:
             split_key, measures = self._decode(image, content)

@@ -1,4 +1,4 @@
-"""Parquet files to batches of Arrow, in a process that may die of them.
+"""Parquet files to Arrow batches, read in an isolated process.
 
 What comes out was validated, so that nothing which reads it can go wrong in a library written in C. A batch travels as
 a stream of Arrow's own format through a pipe, one while the next is read.
@@ -44,7 +44,7 @@ class IsolatedParquetReader:
             child.end()
 
     def read(self, local: Path) -> Generator[ArrowBatch | InvalidRecord]:
-        """The columns and rows of a file; last, ``InvalidRecord`` if it cannot be read to its end.
+        """Yield the columns and rows of a file, and last an ``InvalidRecord`` if it cannot be read to its end.
 
         Raises:
             TransientError: no process can be started.
@@ -120,7 +120,7 @@ class _UnreadableFile(Exception):
 
 
 def _batches(local: Path) -> Iterator[tuple[Any, Any]]:
-    """The columns, alone and then with rows."""
+    """Yield the schema alone, then with each batch of rows."""
     import pyarrow.parquet
 
     limit_cpu(CPU_S)
@@ -134,7 +134,7 @@ def _batches(local: Path) -> Iterator[tuple[Any, Any]]:
 
 
 def _check(schema: Any, metadata: Any, size_bytes: int) -> None:
-    """What can be said of a file from its footer."""
+    """Check what the footer says."""
     names = schema.names
     if len(set(names)) < len(names):
         raise _UnreadableFile("broken_parquet", "two columns have one name")
@@ -167,7 +167,7 @@ def _send(connection: Connection, schema: Any, batch: Any) -> None:
 
 
 def _sound(batch: Any) -> tuple[Any, dict[int, tuple[Code, str]]]:
-    """The rows that are what their types say, and what is wrong with the others, by their number."""
+    """Return the rows whose values match their types, and the faults of the others by row number."""
     import pyarrow
 
     faults: dict[int, tuple[Code, str]] = {}
@@ -185,7 +185,7 @@ def _sound(batch: Any) -> tuple[Any, dict[int, tuple[Code, str]]]:
 
 
 def _microseconds(batch: Any) -> Any:
-    """Times to the nanosecond are cut to microseconds, which is what Python knows."""
+    """Truncate nanoseconds to microseconds, as Python has them."""
     import pyarrow
 
     for place, kind in enumerate(batch.schema.types):

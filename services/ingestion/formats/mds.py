@@ -61,7 +61,7 @@ class MdsShard(BaseModel):
 
     @property
     def file(self) -> MdsFile:
-        """What lies in the folder, as a rule."""
+        """Return the file that is usually in the folder."""
         return self.zip_data or self.raw_data
 
 
@@ -75,7 +75,7 @@ class MdsIndex(BaseModel):
 
 
 def read_index(content: bytes) -> dict[str, MdsShard]:
-    """The shards by the names of their files, packed and not.
+    """Return the shards by the names of their files, compressed or not.
 
     Raises:
         ValueError: it is no index of MDS shards.
@@ -96,7 +96,7 @@ def read_index(content: bytes) -> dict[str, MdsShard]:
 
 
 def samples(data: DataSource, path: str, local: Path, shard: MdsShard) -> Records:
-    """The samples of one shard."""
+    """Yield the samples of one shard."""
     prefix = rows_key(path)
     unpacked = local.with_name(f"{local.name}-mds")
     try:
@@ -129,7 +129,7 @@ def _check_file(told: MdsFile, local: Path) -> None:
 
 
 def _unpack(shard: MdsShard, packed: Path, unpacked: Path) -> None:
-    """Undo the compression, up to the size that the index tells."""
+    """Decompress up to the size in the index."""
     kind = (shard.compression or "").partition(":")[0]
     if kind not in ("zstd", "gz"):
         raise RecordFault(
@@ -213,7 +213,7 @@ class _Columns:
                 raise RecordFault("unsupported_type", f"column {name!r} is encoded as {encoding!r}; known: {known}")
 
     def files(self, sample: bytes) -> dict[str, bytes]:
-        """The files of one sample, by extension."""
+        """Return the files of one sample, by extension."""
         at = 4 * sum(size is None for *_, size in self._columns)
         sizes = iter(struct.unpack(f"<{at // 4}I", sample[:at])) if len(sample) >= at else iter(())
         values: dict[str, Any] = {}
@@ -243,7 +243,7 @@ def _decoded(name: str, decode: Callable[[bytes], Any], content: bytes) -> Any:
 
 
 def _safe(name: str) -> str:
-    """A column's name as part of an extension."""
+    """Return a column's name as part of an extension."""
     safe = "".join(c if c.isascii() and (c.isalnum() or c in "_-") else "_" for c in name.lower())[:60]
     return safe or "_"
 
@@ -277,7 +277,7 @@ VALUES: Mapping[str, Callable[[bytes], Any]] = {
 
 
 def _pil(content: bytes) -> bytes:
-    """Raw pixels, as PNG."""
+    """Return raw pixels as PNG."""
     if len(content) < 12:
         raise RecordFault("truncated", "an image of less than 12 bytes")
     width, height, mode_size = struct.unpack("<III", content[:12])
@@ -328,7 +328,7 @@ def _file(encoding: str) -> tuple[str, Callable[[bytes], bytes]] | None:
 
 
 def _array(settings: str) -> Callable[[bytes], bytes]:
-    """``ndarray``, ``ndarray:float32`` or ``ndarray:float32:3,4``; as a file of NumPy."""
+    """Return the decoder of ``ndarray``, ``ndarray:float32`` or ``ndarray:float32:3,4`` to a NumPy file."""
     dtype_text, _, shape_text = settings.partition(":")
     if dtype_text and dtype_text not in DTYPES.values():
         raise RecordFault("unsupported_type", f"an array of {dtype_text!r}")

@@ -25,7 +25,7 @@ def records(
     unpacker: IsolatedParquetReader,
     note: Note,
 ) -> Generator[ValidRecord | InvalidRecord]:
-    """The rows of one file. Dates become ISO 8601, decimals strings, bytes base64."""
+    """Yield the rows of one file. Dates become ISO 8601, decimals strings, bytes base64."""
     prefix, number = rows_key(path), 0
     with closing(unpacker.read(local)) as read:
         for place, found in enumerate(read):
@@ -54,12 +54,12 @@ def _record(
 
 
 def _columns(found: ArrowBatch) -> Shape:
-    """Name and type of each."""
+    """Return the name and type of each column."""
     return {field.name: f"{field.type}{'' if field.nullable else ' not null'}" for field in found.table.schema}
 
 
 def python_rows(found: ArrowBatch) -> Iterator[Mapping[str, Any] | RecordFault]:
-    """The rows in JSON's types; where a value has none, what is wrong with it."""
+    """Yield the rows in JSON's types, or the fault of a row that has a value without one."""
     rows = _plain_rows(found.table)
     for number in range(found.table.num_rows + len(found.faults)):
         yield found.faults[number] if number in found.faults else next(rows)

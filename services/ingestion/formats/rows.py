@@ -17,7 +17,7 @@ Records = Generator[ValidRecord | InvalidRecord, None, None]
 
 
 def lines(data: DataSource, path: str, local: Path, profile: FieldProfile) -> Records:
-    """The records of a jsonl file; ``profile`` counts their fields, also of those that have no label."""
+    """Yield the records of a jsonl file; ``profile`` counts the fields of all of them."""
     prefix, most = rows_key(path), data.checks.max_record_bytes
     number = offset = 0
     with local.open("rb") as file:
@@ -38,7 +38,7 @@ def lines(data: DataSource, path: str, local: Path, profile: FieldProfile) -> Re
 
 
 def windows(data: DataSource, path: str, local: Path) -> Records:
-    """Whole windows of bytes or tokens; what is left over at the end is dropped."""
+    """Yield whole windows of bytes or tokens; an incomplete last one is dropped."""
     prefix = rows_key(path)
     token_bytes = data.token_bytes if data.format == "tokens" else 1
     if local.stat().st_size % token_bytes:

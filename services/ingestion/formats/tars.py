@@ -53,7 +53,7 @@ class BrokenTar(ValueError):
 
 
 def samples(data: DataSource, path: str, local: Path) -> Records:
-    """The samples of one archive, plain or gzipped; those before a fault count."""
+    """Yield the samples of one archive, plain or gzipped, up to a fault."""
     prefix = rows_key(path)
     if not path.lower().endswith(GZIPPED):
         yield from _samples(data, prefix, local)
@@ -91,7 +91,7 @@ def _samples(data: DataSource, prefix: str, local: Path) -> Records:
 
 
 def stem(name: str) -> str:
-    """The name up to the first dot of its last part, as WebDataset has it."""
+    """Return the name up to the first dot of its last part, as WebDataset does."""
     folder, slash, last = name.rpartition("/")
     return folder + slash + last.partition(".")[0]
 
@@ -117,7 +117,7 @@ def _sample(data: DataSource, file: BinaryIO, group: list[Member], key: str) -> 
 
 
 def sample_of(data: DataSource, files: dict[str, bytes], key: str, offset: int, name: str) -> ValidRecord:
-    """A sample of files, with its label: from the file ``cls``, or ``data.label_field`` of its JSON.
+    """Return a record of files and its label: the file ``cls``, or ``data.label_field`` of its JSON.
 
     Raises:
         RecordFault: its JSON or its label cannot be read, or nothing else is in it.
@@ -166,7 +166,7 @@ def _plain(part: str) -> bool:
 
 
 def members(file: BinaryIO) -> Iterator[Member]:
-    """The plain files of an archive (ustar, pax, GNU), read without trust in what it says.
+    """Yield the regular files of an untrusted archive (ustar, pax, GNU).
 
     Raises:
         BrokenTar: it is damaged, or ends before its end.
@@ -227,7 +227,7 @@ def _read(file: BinaryIO, at: int, size: int, total: int) -> bytes:
 
 
 def _checked(header: bytes) -> int:
-    """The size that a header tells, if its checksum fits."""
+    """Return the size in a header whose checksum is right."""
     told = _octal(header[148:156])
     body = header[:148] + b" " * 8 + header[156:]
     signed = sum(body) - 256 * sum(byte > 127 for byte in body)

@@ -1,4 +1,4 @@
-"""Which shards, packs and ingestions nobody needs any more. Mark and sweep; when in doubt, keep.
+"""Garbage: shards, packs and ingestions without a reference. Mark and sweep; when in doubt, keep.
 
 What makes it safe beside datasets that are being made:
 
@@ -57,7 +57,7 @@ class NamedObjects:
 def collect_names(
     manifests: Iterable[Manifest], journals: Iterable[Mapping[str, ShardFile]], working: Iterable[str]
 ) -> NamedObjects:
-    """Hashes that are named, and the fingerprints that manifests have; ``working`` are those of open jobs."""
+    """Return the hashes that are referenced, and the fingerprints in manifests; ``working`` are those of open jobs."""
     shards: set[str] = set()
     open_jobs = frozenset(working)
     fingerprints = set(open_jobs)
@@ -71,7 +71,7 @@ def collect_names(
 
 
 def read_journal(content: bytes) -> dict[str, ShardFile]:
-    """The shards that a journal names.
+    """Return the shards that a journal names.
 
     Raises:
         ValueError: it is none.
@@ -93,7 +93,7 @@ def garbage_shards(
     now: datetime,
     grace: timedelta,
 ) -> list[StoredObject]:
-    """Shards and indexes that nobody names. What does not lie under its hash is not ours."""
+    """Return the shards and indexes without a reference. Only objects under their hash are considered."""
     return [
         shard
         for shard in shards
@@ -111,7 +111,7 @@ def garbage_of_ingestion(
     grace: timedelta,
     keep_packs: timedelta,
 ) -> list[StoredObject]:
-    """What of one ingestion's objects can go, in the order in which it must."""
+    """Return which objects of one ingestion can be deleted, in the order in which they must be."""
     names = {stored.uri: stored.key.rpartition("/")[2] for stored in objects}
     youngest = max(stored.modified_at for stored in objects)
     if fingerprint not in named.fingerprints:

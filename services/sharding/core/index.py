@@ -40,7 +40,7 @@ def encode(
 
 
 def _strided(offsets: Int64s, sizes: Int64s) -> StridedField | None:
-    """The rule, if samples of one size lie at one distance."""
+    """Return the rule if all samples have one size and one distance."""
     if sizes[0] < 0 or (sizes != sizes[0]).any():
         return None
     stride = int(offsets[1] - offsets[0]) if len(offsets) > 1 else int(sizes[0])

@@ -1,4 +1,4 @@
-"""What a dataset is called and what its manifest says."""
+"""The manifest of a dataset, and the names of its link and journal."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def _plan_id(fingerprint: str, shard_bytes: int) -> str:
 
 
 def link_name(fingerprint: str, shard_bytes: int) -> str:
-    """The object that remembers which dataset this input became, beside the ingestion's index."""
+    """Return the name of the object that links this input to its dataset, beside the ingestion's index."""
     return f"dataset-{_plan_id(fingerprint, shard_bytes)}.json"
 
 
 def journal_name(fingerprint: str, shard_bytes: int) -> str:
-    """The object that names the shards that are finished while the others are written."""
+    """Return the name of the object that lists finished shards while others are written."""
     return f"shards-{_plan_id(fingerprint, shard_bytes)}.json"
 
 
@@ -41,7 +41,7 @@ def build_manifest(
     shards: Mapping[str, Sequence[ShardFile]],
     statistics: Mapping[str, FieldStatistics] | None = None,
 ) -> Manifest:
-    """The manifest of a dataset whose shards are written."""
+    """Return the manifest of a dataset whose shards are written."""
     return Manifest(
         format=ingested.data.format,
         token_bytes=_token_bytes(ingested.data),
@@ -60,5 +60,5 @@ def build_manifest(
 
 
 def _token_bytes(data: DataSource) -> int | None:
-    """Bytes of a token in flat files; a text's tokens are its bytes."""
+    """Return the bytes per token in flat files; a text's tokens are its bytes."""
     return {"text": 1, "tokens": data.token_bytes}.get(data.format)

@@ -60,11 +60,11 @@ class RowEncoder:
 
     @property
     def extensions(self) -> list[str]:
-        """The extension of each number."""
+        """Return the extension of each number."""
         return list(self._numbers)
 
     def rows(self, records: Sequence[Mapping[str, Any]], places: Sequence[bytes], extras: Sequence[int]) -> Rows:
-        """The rows of some records; ``extras`` tells where the extra line of each is, or -1.
+        """Encode records as rows; ``extras`` gives the offset of each record's extra line, or -1.
 
         Raises:
             ValueError: a key is longer than an archive can say.
@@ -102,7 +102,7 @@ class RowEncoder:
     def _stored(
         self, records: Sequence[Mapping[str, Any]], sizes: NDArray[np.int64], extras: Sequence[int]
     ) -> NDArray[np.int64]:
-        """What the contents take up in an archive; several files have a header and padding each."""
+        """Return the bytes of the contents in an archive, with headers and padding."""
         stored = tar.BLOCK + sizes + -sizes % tar.BLOCK
         for i, extra in enumerate(extras):
             if extra >= 0 and (fields := records[i].get("fields")):
@@ -116,13 +116,13 @@ def needs_extra(record: Mapping[str, Any]) -> bool:
 
 
 def sort_rows(rows: Rows) -> Rows:
-    """The rows in the order of samples."""
+    """Return the rows in the order of samples."""
     ordered: Rows = rows[np.lexsort((rows["place_low"].astype(np.uint64), rows["place_high"].astype(np.uint64)))]
     return ordered
 
 
 def fill(stored: NDArray[np.int64], room: int, taken: int) -> list[int]:
-    """Cut samples that take up ``stored`` bytes into shards with ``room``; ``taken`` is what the open one holds.
+    """Return where to cut samples of ``stored`` bytes into shards of ``room`` bytes; ``taken`` is used in the open one.
 
     Returns where each new shard begins. A sample that is larger than a shard has one of its own.
     """

@@ -30,7 +30,7 @@ _TEMPLATE_SUM = int(_TEMPLATE.sum())
 
 
 def headers(names: Sequence[bytes], sizes: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """The header blocks, ``[n, 512]``, of regular files: mode 0644, owner 0, time 0.
+    """Return the header blocks, ``[n, 512]``, of regular files: mode 0644, owner 0, time 0.
 
     Raises:
         ValueError: a name or a size does not fit the format.
@@ -52,12 +52,12 @@ def headers(names: Sequence[bytes], sizes: NDArray[np.int64]) -> NDArray[np.uint
 
 
 def header(name: str, size: int) -> bytes:
-    """The header block of one regular file."""
+    """Return the header block of one regular file."""
     return headers([name.encode()], np.array([size], dtype=np.int64)).tobytes()
 
 
 def member_bytes(size: int) -> int:
-    """What a content of ``size`` bytes takes up in an archive."""
+    """Return the bytes of an archive member of ``size`` bytes."""
     return BLOCK + size + -size % BLOCK
 
 

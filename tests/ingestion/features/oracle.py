@@ -1,4 +1,4 @@
-"""The judge of feature joins: every feature row is tried for every entity row. And the cases that it judges."""
+"""The judge of feature joins: every feature row is tried for every entity row. And the cases that it validates."""
 
 from __future__ import annotations
 

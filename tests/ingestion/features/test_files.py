@@ -290,7 +290,7 @@ def test_flipped_and_lost_bytes_crash_nothing(lake: Lake) -> None:
             reasons.append(str(error))
             ends["refused"] += 1
         except OverflowError:
-            # A time that Python has no date for; whoever takes the rows judges that.
+            # A time that Python has no date for; whoever takes the rows validates that.
             ends["joined"] += 1
         else:
             ends["set aside" if isinstance(found, InvalidRecord) else "joined"] += 1

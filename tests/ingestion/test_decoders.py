@@ -67,7 +67,7 @@ async def test_only_the_culprit_is_set_aside() -> None:
 
 
 async def test_no_image_is_blamed_when_no_process_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoders_module, "bound", _refuse)
+    monkeypatch.setattr(decoders_module, "limit_resources", _refuse)
     async with DecoderPool(2) as decoders:
         with pytest.raises(TransientError, match="no process can be started"):
             await decoders.validate(Deadly(DATA), batch(0).images)

@@ -130,8 +130,8 @@ def _pieces(tensors: dict[str, Tensor], path: Path, name: str) -> dict[str, tupl
 def _sent(content: bytes, base: bytes, width: int) -> int:
     if len(base) != len(content) or len(content) < MIN_DELTA_BYTES:
         return len(content)
-    blob = kit.encode(content, base, width)
-    assert kit.decode(blob, base) == content
+    blob = kit.encode_difference(content, base, width)
+    assert kit.decode_difference(blob, base) == content
     return len(blob) if is_worthwhile(len(blob), len(content)) else len(content)
 
 

@@ -72,8 +72,8 @@ def rank(scene: Scene, folder: Path, agent: Path, dataset_id: str) -> list[float
         return LaneOrder(dataset_id, sizes, 1, lanes=scene.lanes, window=scene.window)
 
     sampler = Sampler(order(), BATCH, end)
-    arrival.plan("train", ReadPlan(order(), BATCH, 1, [0], end).needs)
-    arrival.position(0)
+    arrival.set_plan("train", ReadPlan(order(), BATCH, 1, [0], end).needs)
+    arrival.set_position(0)
     batches = (split.gather(sampler.slice(at, 1, 0).ids) for at in range(0, end, BATCH))
     waits: list[float] = []
     with closing(prefetch(batches)) as ready:
@@ -85,7 +85,7 @@ def rank(scene: Scene, folder: Path, agent: Path, dataset_id: str) -> list[float
             if len(waits) == 1:
                 print("first", flush=True)
             time.sleep(scene.step_s)  # the accelerator's share
-            arrival.position(len(waits) * BATCH)
+            arrival.set_position(len(waits) * BATCH)
 
 
 async def _run(scene: Scene, folder: Path) -> tuple[list[float], float, FaultProxy]:

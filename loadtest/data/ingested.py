@@ -85,7 +85,7 @@ class FolderStore:
             raise ObjectNotFound(uri) from error
         return ObjectInfo(*split_uri(uri), found.st_size, "", datetime.fromtimestamp(found.st_mtime, UTC))
 
-    async def freshen(self, uri: str) -> None:
+    async def touch(self, uri: str) -> None:
         try:
             os.utime(self.path(uri))
         except FileNotFoundError as error:

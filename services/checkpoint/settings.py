@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from services.kit.settings import Settings
-from services.kit.store.objects import FRESHEN_S
+from services.kit.store.objects import REUSE_AGE_S
 
 
 class CheckpointSettings(Settings):
@@ -20,7 +20,7 @@ class CheckpointSettings(Settings):
     checkpoint_scrub_bytes_per_s: float = Field(32.0 * 2**20, gt=0)
     checkpoint_gc_every_s: float = Field(6 * 3600.0, gt=0)
     #: What was written more lately than this is never garbage. It must leave room for the slowest upload.
-    checkpoint_gc_grace_s: float = Field(48 * 3600.0, ge=4 * FRESHEN_S)
+    checkpoint_gc_grace_s: float = Field(48 * 3600.0, ge=4 * REUSE_AGE_S)
 
     @classmethod
     def of(cls, settings: Settings) -> CheckpointSettings:

@@ -1,4 +1,4 @@
-"""From a checkpoint's chunks to its files: fetched, decoded, verified, joined. Differences are made here too.
+"""Checkpoint chunks: fetched, decoded, verified and joined to files. Differences are encoded here, too.
 
 A difference (``xor-zstd``) is, in the blob's bytes: ``TBXZ``, one byte of version (1), one byte ``width``, and a zstd
 frame of the XOR of the piece and its base, in byte planes: of items of ``width`` bytes first all the first bytes,
@@ -39,7 +39,7 @@ COPY_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class FileRange:
     """Bytes of a local file that are known to be a piece."""
 
     path: Path
@@ -47,7 +47,7 @@ class Range:
     size_bytes: int
 
     def read(self) -> bytes:
-        """The bytes; OSError if they are no longer all there."""
+        """Return the bytes; raise OSError if some are missing."""
         with self.path.open("rb") as file:
             content = os.pread(file.fileno(), self.size_bytes, self.offset)
         if len(content) != self.size_bytes:
@@ -55,19 +55,19 @@ class Range:
         return content
 
 
-class Local(Protocol):
-    """Who knows which pieces are on this machine."""
+class LocalPieces(Protocol):
+    """An index of the pieces on this machine."""
 
-    def find(self, sha256: str) -> Range | None: ...
-
-
-def depth(chunk: Chunk) -> int:
-    """How many differences have to be decoded to get the piece."""
-    return 0 if chunk.base is None else 1 + depth(chunk.base)
+    def find(self, sha256: str) -> FileRange | None: ...
 
 
-def encode(piece: bytes, base: bytes, width: int) -> bytes:
-    """The difference between two pieces of one size. ``decode`` gives ``piece`` back."""
+def count_differences(chunk: Chunk) -> int:
+    """Return how many differences have to be decoded to get the piece."""
+    return 0 if chunk.base is None else 1 + count_differences(chunk.base)
+
+
+def encode_difference(piece: bytes, base: bytes, width: int) -> bytes:
+    """Return the difference between two pieces of one size. ``decode_difference`` gives ``piece`` back."""
     import numpy as np
     import zstandard
 
@@ -81,8 +81,8 @@ def encode(piece: bytes, base: bytes, width: int) -> bytes:
     return MAGIC + bytes([width]) + zstandard.ZstdCompressor(level=LEVEL).compress(planes)
 
 
-def decode(blob: bytes, base: bytes) -> bytes:
-    """The piece that ``blob`` tells from ``base``.
+def decode_difference(blob: bytes, base: bytes) -> bytes:
+    """Return the piece that ``blob`` encodes as a difference to ``base``.
 
     Raises:
         ObjectCorrupted: the blob is no difference to a piece of this size.
@@ -106,8 +106,8 @@ def decode(blob: bytes, base: bytes) -> bytes:
     return np.bitwise_xor(different, np.frombuffer(base, np.uint8)).tobytes()
 
 
-async def piece_of(objects: ObjectStore, chunk: Chunk, local: Local | None = None) -> bytes:
-    """The piece's bytes, verified, through as many differences as there are.
+async def read_piece(objects: ObjectStore, chunk: Chunk, local: LocalPieces | None = None) -> bytes:
+    """Return a piece's verified bytes; decode all of its differences.
 
     Raises:
         ObjectNotFound: a blob is not in the store.
@@ -121,12 +121,12 @@ async def piece_of(objects: ObjectStore, chunk: Chunk, local: Local | None = Non
     if chunk.encoding == "plain":
         piece = stored
     else:
-        if chunk.base is None or depth(chunk) > MAX_CHAIN or chunk.size_bytes > MAX_DIFFERENCE_BYTES:
+        if chunk.base is None or count_differences(chunk) > MAX_CHAIN or chunk.size_bytes > MAX_DIFFERENCE_BYTES:
             raise ObjectCorrupted(f"{chunk.uri} is a difference that nobody may have made")
         if chunk.base.size_bytes != chunk.size_bytes:
             raise ObjectCorrupted(f"{chunk.uri} is a difference to a piece of another size")
-        base = await piece_of(objects, chunk.base, local)
-        piece = await asyncio.to_thread(decode, stored, base)
+        base = await read_piece(objects, chunk.base, local)
+        piece = await asyncio.to_thread(decode_difference, stored, base)
     digest = await asyncio.to_thread(_sha256 if chunk.blake3 is None else blake3_hex, piece)
     if digest != (chunk.blake3 or chunk.sha256):
         raise ObjectCorrupted(f"{chunk.uri} gives a piece of hash {digest}, expected {chunk.blake3 or chunk.sha256}")
@@ -138,7 +138,7 @@ async def restore_file(
     file: CheckpointFile,
     target: Path,
     *,
-    local: Local | None = None,
+    local: LocalPieces | None = None,
     gate: asyncio.Semaphore | None = None,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> None:
@@ -148,13 +148,13 @@ async def restore_file(
     ``on_bytes`` hears of every piece that is there.
 
     Raises:
-        ObjectNotFound, ObjectCorrupted: see ``piece_of``; nothing is left at ``target``.
+        ObjectNotFound, ObjectCorrupted: see ``read_piece``; nothing is left at ``target``.
     """
     gate = gate or asyncio.Semaphore(PARALLEL_FETCHES)
     offsets = list(accumulate((chunk.size_bytes for chunk in file.chunks), initial=0))
     if offsets[-1] != file.size_bytes:
         raise ObjectCorrupted(f"the chunks of {file.path!r} do not add up to its {file.size_bytes} bytes")
-    with _growing(target, file.size_bytes) as partial:
+    with _temporary_file(target, file.size_bytes) as partial:
 
         async def fill(chunk: Chunk, offset: int) -> None:
             async with gate:
@@ -173,14 +173,14 @@ async def restore_file(
             await asyncio.gather(*work, return_exceptions=True)
 
 
-async def _fetch(objects: ObjectStore, chunk: Chunk, path: Path, offset: int, local: Local | None) -> None:
+async def _fetch(objects: ObjectStore, chunk: Chunk, path: Path, offset: int, local: LocalPieces | None) -> None:
     if chunk.encoding == "plain":
         hasher = hashlib.sha256 if chunk.blake3 is None else blake3
         digest = await objects.read_into(chunk.uri, path, offset, chunk.size_bytes, hasher)
         if digest != (chunk.blake3 or chunk.sha256):
             raise ObjectCorrupted(f"{chunk.uri} has hash {digest}, expected {chunk.blake3 or chunk.sha256}")
         return
-    piece = await piece_of(objects, chunk, local)
+    piece = await read_piece(objects, chunk, local)
     await asyncio.to_thread(_write, path, piece, offset)
 
 
@@ -190,8 +190,8 @@ def _write(path: Path, piece: bytes, offset: int) -> None:
 
 
 @contextmanager
-def _growing(target: Path, size_bytes: int) -> Iterator[Path]:
-    """A file to be written in any order, that becomes ``target`` when the block ends well.
+def _temporary_file(target: Path, size_bytes: int) -> Iterator[Path]:
+    """Yield a temporary file of that size; it replaces ``target`` if the block succeeds.
 
     By its path, and never by an open handle: a thread goes on when its caller is cancelled, and must then find nothing.
     """
@@ -207,7 +207,7 @@ def _growing(target: Path, size_bytes: int) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def _copy_range(source: Range, target: Path, offset: int) -> bool:
+def _copy_range(source: FileRange, target: Path, offset: int) -> bool:
     """Copy a piece within the file system (shared, where it can); False if the source is not what it was."""
     try:
         with source.path.open("rb") as file, target.open("r+b") as output:
@@ -237,8 +237,8 @@ def _copy_some(source: int, target: int, begin: int, offset: int, most: int) -> 
     return len(content)
 
 
-def read_verified(found: Range | None, sha256: str) -> bytes | None:
-    """A local piece's bytes; None if it is not there or no longer what it was."""
+def read_verified(found: FileRange | None, sha256: str) -> bytes | None:
+    """Return a local piece's bytes; None if it is missing or has changed."""
     if found is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The order of samples in a dataset: that of a hash of their keys."""
+"""The order of samples in a dataset: by a hash of their keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ PLACE_BYTES = 16
 
 
 def place(seed: int, key: str) -> bytes:
-    """Where the record of that key comes in the order; it depends on the key and the seed alone.
+    """Return a record's place in the order; it depends only on the key and the seed.
 
     Ingestion puts records into packs, and sharding into shards, by it: what comes into one shard lies in few packs.
     """
@@ -16,5 +16,5 @@ def place(seed: int, key: str) -> bytes:
 
 
 def group(seed: int, key: str, groups: int) -> int:
-    """Which of ``groups`` equal parts of the order the record is in."""
+    """Return which of ``groups`` equal parts of the order the record is in."""
     return int.from_bytes(place(seed, key)[:8], "big") * groups >> 64

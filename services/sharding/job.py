@@ -192,7 +192,7 @@ class ShardingJob:
         try:
             there = await self._objects.head(uri)
             if there.size_bytes == size_bytes and not is_young(there.modified_at):
-                await self._objects.freshen(uri)
+                await self._objects.touch(uri)
         except ObjectNotFound:
             return False
         return there.size_bytes == size_bytes

@@ -7,7 +7,7 @@ import os
 from pydantic import Field
 
 from services.kit.settings import Settings
-from services.kit.store.objects import FRESHEN_S
+from services.kit.store.objects import REUSE_AGE_S
 
 DAY_S = 86_400.0
 
@@ -19,9 +19,9 @@ class ShardingSettings(Settings):
     sharding_disk_bytes: int = Field(8 * 2**30, ge=2**20)
     dataset_gc_every_s: float = Field(6 * 3600.0, gt=0)
     #: What was written more lately than this is never garbage.
-    dataset_gc_grace_s: float = Field(48 * 3600.0, ge=4 * FRESHEN_S)
+    dataset_gc_grace_s: float = Field(48 * 3600.0, ge=4 * REUSE_AGE_S)
     #: Packs of an ingestion whose dataset is made stay so long, for datasets with other shards.
-    dataset_keep_packs_s: float = Field(7 * DAY_S, ge=4 * FRESHEN_S)
+    dataset_keep_packs_s: float = Field(7 * DAY_S, ge=4 * REUSE_AGE_S)
 
     @classmethod
     def of(cls, settings: Settings) -> ShardingSettings:

@@ -189,8 +189,8 @@ class Trial:
         return self.parts.get((*newest, node), {})
 
     async def upload(self, piece: bytes, base: tuple[Chunk, bytes] | None) -> Chunk:
-        if base is not None and chunks.depth(base[0]) < chunks.MAX_CHAIN and self.random.random() < 0.5:
-            blob = chunks.encode(piece, base[1], 4)
+        if base is not None and chunks.count_differences(base[0]) < chunks.MAX_CHAIN and self.random.random() < 0.5:
+            blob = chunks.encode_difference(piece, base[1], 4)
             difference = {"encoding": "xor-zstd", "stored_bytes": len(blob), "base": base[0]}
         else:
             blob, difference = piece, {}
@@ -325,7 +325,7 @@ class Trial:
             if gone or not last:
                 continue
             try:
-                content = b"".join([await chunks.piece_of(self.objects, chunk) for chunk in file.chunks])
+                content = b"".join([await chunks.read_piece(self.objects, chunk) for chunk in file.chunks])
             except chunks.ObjectCorrupted as error:
                 if not self.corrupted.intersection(file.uris):
                     self.problems.append(f"{where}: {file.path}: {error}")

@@ -112,17 +112,17 @@ def test_a_checkpoint_older_than_the_record_is_taken_up_with_a_word(
     assert "older than the record of its order" in capsys.readouterr().out
 
 
-def test_whoever_brings_the_shards_hears_the_plan_and_how_far_training_is(tmp_path: Path, dataset: Dataset) -> None:
+def test_the_prefetcher_gets_the_plan_and_the_position(tmp_path: Path, dataset: Dataset) -> None:
     class ReadAhead:
         def __init__(self) -> None:
             self.needs: list[ShardNeed] = []
             self.positions: list[int] = []
 
-        def plan(self, split: str, needs: Any) -> None:
+        def set_plan(self, split: str, needs: Any) -> None:
             assert split == "train"
             self.needs = needs(0, 240)
 
-        def position(self, samples_consumed: int) -> None:
+        def set_position(self, samples_consumed: int) -> None:
             self.positions.append(samples_consumed)
 
     follower = ReadAhead()

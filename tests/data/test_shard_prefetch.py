@@ -211,15 +211,15 @@ def test_the_plan_is_told_and_told_again_to_another_agent(tmp_path: Path, agent:
     plan = ReadPlan(order, 10, 1, [0], end=800)
     stub = agent()
     arrival = ShardPrefetcher(tmp_path / "s", tmp_path, rank=1)
-    arrival.plan("train", plan.needs)
+    arrival.set_plan("train", plan.needs)
     assert stub.said == []
-    arrival.position(0)
+    arrival.set_position(0)
     (line,) = stub.wait_for("plan")
     assert (line["rank"], line["split"], line["at"]) == (1, "train", 0)
     assert line["needs"] == [[need.shard, need.first, need.last] for need in plan.needs(0, 800)]
     assert {shard for shard, _, _ in line["needs"]} == set(range(8))
     stub.close()
-    arrival.position(100)
+    arrival.set_position(100)
     (line,) = agent().wait_for("plan")
     assert line["at"] == 100
     assert line["needs"] == [[need.shard, need.first, need.last] for need in plan.needs(100, 800)]
@@ -236,14 +236,14 @@ def test_where_it_is_is_told_and_the_plan_only_when_it_comes_to_its_end(
 
     stub = agent()
     arrival = ShardPrefetcher(tmp_path / "s", tmp_path)
-    arrival.plan("train", of)
-    arrival.position(0)
+    arrival.set_plan("train", of)
+    arrival.set_position(0)
     assert len(stub.wait_for("plan")[0]["needs"]) == MAX_NEEDS
-    arrival.position(1000)
+    arrival.set_position(1000)
     second = stub.wait_for("plan", 2)[1]
     assert (second["at"], second["needs"]) == (1000, None)
     assert second["per_s"] > 0
-    arrival.position(60 * MAX_NEEDS)
+    arrival.set_position(60 * MAX_NEEDS)
     third = stub.wait_for("plan", 3)[2]
     assert third["needs"][0][0] == 60 * MAX_NEEDS // 100
     assert len(third["needs"]) == MAX_NEEDS

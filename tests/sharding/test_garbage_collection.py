@@ -329,11 +329,11 @@ async def test_a_file_is_taken_in_only_as_what_it_is_called(world: World, tmp_pa
         await world.objects.head(shard_uri(world.bucket, A))
     while int(before.timestamp()) == int(time.time()):  # noqa: ASYNC110 - the store tells seconds
         await asyncio.sleep(0.05)
-    await world.objects.freshen(uri)
+    await world.objects.touch(uri)
     assert (await world.objects.head(uri)).modified_at > before
     assert await world.objects.get(uri) == content
     with pytest.raises(ObjectNotFound):
-        await world.objects.freshen(shard_uri(world.bucket, B))
+        await world.objects.touch(shard_uri(world.bucket, B))
 
 
 async def test_progress_is_said_while_the_work_goes_on(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from services.checkpoint.core import digests
 from services.checkpoint.core.commit import Blob, blobs_of_files, files_of
 from services.checkpoint.core.garbage import MANIFEST_KEY
 from services.kit.bus import TransientError
-from services.kit.chunks import piece_of, restore_file
+from services.kit.chunks import read_piece, restore_file
 from services.kit.store.errors import ObjectCorrupted, ObjectNotFound
 from services.kit.store.files import hash_file
 from services.kit.store.objects import ObjectStore
@@ -196,7 +196,7 @@ async def read_tensor_digests(objects: ObjectStore, loaded: LoadedCheckpoint) ->
     by_path = {}
     for file in loaded.files:
         if digests.DIGESTS.match(file.path):
-            by_path[file.path] = b"".join([await piece_of(objects, chunk) for chunk in file.chunks])
+            by_path[file.path] = b"".join([await read_piece(objects, chunk) for chunk in file.chunks])
     if not by_path:
         raise TrainbusError(f"{loaded.stored.uri} holds no digests: only runs of a Task write them")
     try:

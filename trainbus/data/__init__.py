@@ -1,4 +1,4 @@
-"""Samples: in which order (order, sampler), from where (reader), as what (loader); alone in any loop (``Loader``)."""
+"""Samples: their order (order, sampler), their bytes (reader), batches (loader), ``Loader`` for any PyTorch loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the time of making a batch goes, by cause: what the word about a starved rank is founded on."""
+"""Timings of batch loading by cause, from which the starvation of a rank is explained."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
 class BatchTimings:
-    """Seconds spent so far, by cause. Any thread may add; what worker processes did is added for them."""
+    """Seconds spent so far, by cause. Any thread may add; the parent adds the time of worker processes."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -47,6 +47,6 @@ class BatchTimings:
             return next(reversed(self._doing.values()), None)
 
     def totals(self) -> dict[Cause, float]:
-        """Seconds so far; they only grow."""
+        """Return the seconds so far; they only grow."""
         with self._lock:
             return dict(self._seconds)

@@ -1,4 +1,4 @@
-"""Passes objects between two processes of one machine: arrays and tensors through memory that both map."""
+"""A channel for objects between two processes of a machine: arrays and tensors travel in shared memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dataset on this node: its manifest, checked, and its splits."""
+"""A dataset on this node: its verified manifest and its splits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns the bytes of some samples into a batch: what a task says, in whichever process."""
+"""Decoding of samples to a batch by a task, in any process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainbus.task import Task, describe
 
 @dataclass(frozen=True, slots=True)
 class DecodeJob:
-    """One batch to be made; there is nothing else that it depends on but the task."""
+    """The input of one batch. The batch depends only on it and the task."""
 
     ids: Ids
     fields: Fields
@@ -28,7 +28,7 @@ class DecodeJob:
 
 
 class DecodeError(Exception):
-    """The task raised an error, or the process that decoded has died."""
+    """The task raised an error, or the decoding process died."""
 
     def __init__(self, text: str, place: int | None = None) -> None:
         super().__init__(text, place)  # both, so that it pickles
@@ -70,7 +70,7 @@ def run_decode_job(task: Task, job: DecodeJob, at: Callable[[int], None] = lambd
 
 
 def _code(task: Task) -> Path | None:
-    """Where the user's own code is: the place in it is what an error names."""
+    """Return the folder of the user's code, so that an error names a line in it."""
     file = getattr(sys.modules.get(type(task).__module__), "__file__", None)
     return None if file is None else Path(file).parent
 

@@ -1,4 +1,4 @@
-"""Copies samples' bytes into batches: a small C library compiled at first use, and numpy where there is none."""
+"""Gathers samples' bytes into batches: by a small C library, compiled at first use, or by numpy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class MappedFile:
-    """A file in memory, read-only. It stays whole when the file is unlinked, and holds no file descriptor.
+    """A read-only mapped file. It stays valid when the file is unlinked, and holds no file descriptor.
 
     (Python's own ``mmap`` holds one for each; a rank may have several hundred shards open.)
     """
@@ -67,7 +67,7 @@ class MappedFile:
 
 
 class NativeLibrary:
-    """The C library; each call lets other Python threads run."""
+    """The C library; its calls release the interpreter's lock."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
@@ -129,10 +129,10 @@ def _compile(path: Path) -> None:
 
 
 class FieldLocations:
-    """Where one field lies in memory: by shard, where it is told by a stride. Changed by the reader, read in C."""
+    """Addresses of one field by shard, for strided fields. The reader writes them, and C reads them."""
 
     def __init__(self, starts: Ints, used: Ints) -> None:
-        """Know of no shard yet.
+        """Create it without any shard.
 
         Args:
             starts: the first sample of each shard, and the end of the last.
@@ -170,7 +170,7 @@ class FieldLocations:
 
 
 def address(array: NDArray[Any]) -> int:
-    """Where a contiguous array's memory begins; several times faster than ``array.ctypes.data``."""
+    """Return the address of a contiguous array; several times faster than ``array.ctypes.data``."""
     found: int = array.__array_interface__["data"][0]
     return found
 

@@ -1,4 +1,4 @@
-"""Makes batches of samples ahead of the training step: in a thread, or in worker processes."""
+"""Loads batches ahead of the training step, in a thread or in worker processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _RUNNING: dict[threading.Thread, _PrefetchQueue[Any]] = {}
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Some samples that go through the model together. ``batch`` is None where there are none."""
+    """Samples that go through the model together. ``batch`` is None if there are none."""
 
     samples: int
     batch: Any | None
@@ -40,12 +40,12 @@ class MicroBatch:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The samples' keys, looked up when they are asked for."""
+        """The samples' keys, looked up on access."""
         return () if self.reader is None else self.reader.keys(self.ids)
 
 
 class BatchLoader:
-    """Makes batches of one split's samples as a task says, whoever does the work.
+    """Makes batches of one split's samples with a task, in this process or in workers.
 
     What a batch holds is a function of the task, its samples and, where they are augmented, their epochs and the seed.
     """
@@ -70,7 +70,7 @@ class BatchLoader:
         self.workers = workers if workers is not None and len(workers) else None
 
     def start(self, ids: Ids, epochs: Ids | None = None, seed: int = 0) -> Callable[[], MicroBatch]:
-        """Begin to make a batch; what is returned waits for it. With ``epochs`` the samples are augmented.
+        """Start a batch and return a function that waits for it. With ``epochs`` the samples are augmented.
 
         Without workers nothing happens before it is waited for.
         """
@@ -91,7 +91,7 @@ class BatchLoader:
         return result
 
     def start_slice(self, picked: SampleSlice, seed: int) -> Callable[[], MicroBatch]:
-        """Begin to make a batch for training, of samples that were picked out of a global batch."""
+        """Start a batch for training from a slice of a global batch."""
         return self.start(picked.ids, picked.epochs, seed)
 
     def _read(self, ids: Ids, epochs: Ids | None, seed: int) -> DecodeJob:
@@ -137,10 +137,10 @@ def pipeline_results(started: Iterable[Callable[[], T]], depth: int) -> Iterator
 
 
 class Prefetcher(Generic[T]):
-    """Items that a thread makes ahead. Iterate over it; ``close`` ends the thread."""
+    """An iterator over items that a thread makes ahead; ``close`` ends the thread."""
 
     def __init__(self, items: Iterable[T], depth: int) -> None:
-        """Begin to make ``items``, up to ``depth`` ahead."""
+        """Start to make ``items``, up to ``depth`` ahead."""
         self._stock: _PrefetchQueue[T] = _PrefetchQueue(depth)
         # The thread knows the stock alone, so that an iterator that is forgotten ends it, too.
         thread = threading.Thread(target=self._stock.fill, args=(items,), name="trainbus-loader", daemon=True)
@@ -155,11 +155,11 @@ class Prefetcher(Generic[T]):
         return self._stock.take()
 
     def has(self, count: int, timeout_s: float = 0.0) -> bool:
-        """Whether the next ``count`` are made, or become so in that time; true at the end, where none follows."""
+        """Return whether the next ``count`` items are made within that time; true at the end of the items."""
         return self._stock.has(count, timeout_s)
 
     def close(self) -> None:
-        """Have no more made."""
+        """Stop the thread."""
         self._stock.close()
 
     def __del__(self) -> None:
@@ -167,7 +167,7 @@ class Prefetcher(Generic[T]):
 
 
 class _PrefetchQueue(Generic[T]):
-    """What has been made and not taken yet."""
+    """The items that are made and not consumed yet."""
 
     def __init__(self, depth: int) -> None:
         self._depth, self._ready = depth, deque[T]()
@@ -230,7 +230,7 @@ def prefetch(items: Iterable[T], depth: int = 2) -> Prefetcher[T]:
 
 @atexit.register
 def _close_prefetchers() -> None:
-    """Have no batch in the making when the interpreter goes: a thread that comes back from C++ then aborts it."""
+    """Stop all prefetchers before the interpreter ends: a thread that returns from C++ then would abort it."""
     running = list(_RUNNING.items())
     for _, stock in running:
         stock.close()

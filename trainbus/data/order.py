@@ -1,4 +1,4 @@
-"""The order of samples: which one stands at which position, a pure function of a few numbers.
+"""The order of samples: the sample at each position, a pure function of a few numbers.
 
 The epochs of a run laid end to end are one infinite sequence of positions; position p is place ``p % N`` of epoch
 ``p // N``. Algorithm version 1, for a dataset of S shards and N samples in the manifest's order:
@@ -46,7 +46,7 @@ _SHARDS = (0, 0, 0, 0)
 
 
 class OrderMismatch(ValueError):
-    """A state was made in another order of samples; the text says what to change."""
+    """A state belongs to another order of samples; the text says what to change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class EpochOrder:
 
 
 class LaneOrder:
-    """The order of one split's samples. Not to be shared between threads: it remembers the windows it is in."""
+    """The order of one split's samples. Not thread-safe: it caches the current windows."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class LaneOrder:
         lanes: int | None = None,
         window: int | None = None,
     ) -> None:
-        """Lay out the order; costs next to nothing until samples are asked for.
+        """Lay out the order; it computes samples only on demand.
 
         Args:
             shard_samples: samples of each shard, in the manifest's order.

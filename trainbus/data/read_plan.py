@@ -1,4 +1,4 @@
-"""Which shards a rank will read, in the order of first need: what a cache is filled ahead from."""
+"""Read plans: which shards a rank will read, in the order of first need, to fill a cache ahead."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class ShardNeed:
 
 
 class ReadAhead(Protocol):
-    """Whoever has shards brought to the node before a rank needs them."""
+    """Fetches shards to the node before a rank needs them."""
 
-    def plan(self, split: str, needs: Callable[[int, int], Sequence[ShardNeed]]) -> None:
-        """Hear what any range of positions will need; ``needs`` may be called from another thread."""
+    def set_plan(self, split: str, needs: Callable[[int, int], Sequence[ShardNeed]]) -> None:
+        """Set what any range of positions will need; ``needs`` may be called from another thread."""
         ...
 
-    def position(self, samples_consumed: int) -> None:
-        """Hear how far training has got."""
+    def set_position(self, samples_consumed: int) -> None:
+        """Set how far training is."""
         ...
 
 
 class ReadPlan:
-    """What the leaves (or ranks) ``own`` of ``parts`` will read. Not to be shared between threads.
+    """What the leaves (or ranks) ``own`` of ``parts`` will read. Not thread-safe.
 
     It is exact in the lanes' windows: a window that these leaves take samples from counts with all its shards, from
     its first position to its last. So a shard that is named may, seldom, not be read; none is read without being named.

@@ -78,7 +78,7 @@ def sample_fields(fields: Mapping[str, Bytes | RaggedField], place: int) -> dict
 
 
 class ShardReader:
-    """One open shard: mapped, with its index. All that the index tells lies within the file: that was checked."""
+    """An open shard, mapped, with its index. All places in the index were checked to be inside the file."""
 
     def __init__(self, folder: Path, shard: ShardFile) -> None:
         """Open it.
@@ -115,7 +115,7 @@ class ShardReader:
         return Sample(self.index.key(row), fields)
 
     def close(self) -> None:
-        """Unmap it. Nothing of it may be used any more."""
+        """Unmap it. None of its memory may be used afterwards."""
         self.fields, self.address = {}, 0
         del self.index
         self._content.close()
@@ -209,7 +209,7 @@ class SplitReader:
             return found
 
     def close(self) -> None:
-        """Let go of all shards; they are opened again when they are asked for."""
+        """Close all shards; they are opened again on demand."""
         with self._lock:
             for number in list(self._open):
                 self._drop(number)
@@ -267,7 +267,7 @@ class SplitReader:
         return done
 
     def _gather_any(self, name: str, ids: Ints) -> Bytes | RaggedField:
-        """The way that always works: look up the place of each sample, shard by shard."""
+        """Gather in the general way: look up the place of each sample, shard by shard."""
         outside = np.flatnonzero((ids < 0) | (ids >= len(self)))
         if len(outside):
             self._locate(int(ids[outside[0]]))
@@ -323,7 +323,7 @@ class SplitReader:
         raise gone
 
     def _trim(self) -> None:
-        """After a batch that opened shards: let go of those the node's cache has taken away, and of the oldest."""
+        """Close shards that the node's cache evicted, and the oldest, after a batch that opened shards."""
         if not self._opened_any:
             return
         self._opened_any = False
@@ -356,7 +356,7 @@ class SplitReader:
 
 
 def _map(path: Path, size_bytes: int | None) -> gather.MappedFile:
-    """Map a file of so many bytes."""
+    """Map a file of ``size_bytes``."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(fd).st_size

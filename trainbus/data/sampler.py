@@ -39,7 +39,7 @@ def slice_bounds(batch: int, world_size: int, rank: int) -> tuple[int, int]:
 
 
 class Sampler:
-    """Hands out a run's batches. ``end`` is the number of samples after which the run has consumed its epochs."""
+    """Selects the samples of a run's batches. ``end`` is the number of samples of all its epochs."""
 
     def __init__(self, order: LaneOrder, global_batch: int, end: int | None = None) -> None:
         if order.samples == 0:

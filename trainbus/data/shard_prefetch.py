@@ -1,4 +1,4 @@
-"""Shards come to the node while the rank trains: it says what it will read, and waits for what is not here yet.
+"""Prefetch of shards by the node's agent: the rank sends its read plan, and waits for shards that are missing.
 
 The node's agent puts a shard into the dataset's folder when it is verified, so what is there can be read. A rank that
 waits sits in a read from the agent's socket: it takes no CPU, hears at once when the shard is there, and hears why
@@ -65,42 +65,42 @@ class ShardPrefetcher:
         self._at: int | None = None
         self._moved = threading.Event()
         self._closed = threading.Event()
-        self._told_until = -1
+        self._planned_until = -1
         self._waited_s = 0.0
         #: (seconds, not counting those spent waiting for shards; position) when the last words were said.
-        self._words: deque[tuple[float, int]] = deque(maxlen=RATE_REPORTS)
+        self._reports: deque[tuple[float, int]] = deque(maxlen=RATE_REPORTS)
 
     # -- what will be read ----------------------------------------------------
 
-    def plan(self, split: str, needs: Needs) -> None:
-        """Have what this rank will read fetched ahead, from the first ``position`` on.
+    def set_plan(self, split: str, needs: Needs) -> None:
+        """Set what this rank will read; the agent fetches it ahead, from the first ``set_position`` on.
 
         Args:
             needs: the shards of ``split`` that the rank needs from one position to another, by first need; called
                 from a thread of its own.
         """
         first = self._needs is None
-        self._split, self._needs, self._told_until = split, needs, -1
+        self._split, self._needs, self._planned_until = split, needs, -1
         if first:
-            threading.Thread(target=self._speak, name="trainbus-arrival", daemon=True).start()
+            threading.Thread(target=self._report_positions, name="trainbus-shard-prefetch", daemon=True).start()
 
-    def position(self, samples_consumed: int) -> None:
-        """Note that training has got so far; costs nothing."""
+    def set_position(self, samples_consumed: int) -> None:
+        """Set how far training is; cheap enough for every step."""
         first = self._at is None
         self._at = samples_consumed
         if first:
             self._moved.set()
 
     def close(self) -> None:
-        """Say no more."""
+        """Stop reporting."""
         self._closed.set()
         self._moved.set()
 
-    def _speak(self) -> None:
-        """Tell the agent, for as long as the process lives, what is needed and where the rank is."""
+    def _report_positions(self) -> None:
+        """Report the needed shards and the rank's position to the agent, until ``close``."""
         self._moved.wait()
         connection: socket.socket | None = None
-        said = -1
+        reported = -1
         while not self._closed.is_set():
             at = self._at
             assert at is not None
@@ -110,10 +110,10 @@ class ShardPrefetcher:
             try:
                 if connection is None:
                     connection = self._connect()
-                    self._told_until = -1  # an agent that knows nothing yet
-                if at != said or at >= self._told_until:
+                    self._planned_until = -1  # an agent that knows nothing yet
+                if at != reported or at >= self._planned_until:
                     connection.sendall(json_line(self._plan_line(at)))
-                    said = at
+                    reported = at
             except OSError:  # without an agent, what is needed is asked for when there is one
                 if connection is not None:
                     connection.close()
@@ -133,14 +133,14 @@ class ShardPrefetcher:
         return connection
 
     def _plan_line(self, at: int) -> ShardPlanLine:
-        self._words.append((time.monotonic() - self._waited_s, at))
-        (first_s, first), (last_s, last) = self._words[0], self._words[-1]
+        self._reports.append((time.monotonic() - self._waited_s, at))
+        (first_s, first), (last_s, last) = self._reports[0], self._reports[-1]
         per_s = (last - first) / (last_s - first_s) if last_s > first_s and last > first else 0.0
-        needs = self._needs_from(at) if at >= self._told_until else None
+        needs = self._needs_from(at) if at >= self._planned_until else None
         return ShardPlanLine(rank=self._rank, split=self._split, at=at, per_s=per_s, needs=needs)
 
     def _needs_from(self, at: int) -> tuple[tuple[int, int, int], ...]:
-        """What comes next: until every shard has come up and could come again, or there is no room for more."""
+        """Return the next needs, until every shard occurred once or ``MAX_NEEDS`` is reached."""
         assert self._needs is not None
         span, shards, needs = SPAN_MIN, -1, self._needs(at, at + SPAN_MIN)
         while len(needs) <= MAX_NEEDS and span < SPAN_MAX:
@@ -151,7 +151,7 @@ class ShardPrefetcher:
             needs = self._needs(at, at + span)
         known_until = needs[MAX_NEEDS].first if len(needs) > MAX_NEEDS else at + span
         # Told anew when half of it is behind.
-        self._told_until = at + max(1, (known_until - at) // 2)
+        self._planned_until = at + max(1, (known_until - at) // 2)
         return tuple((need.shard, need.first, need.last) for need in needs[:MAX_NEEDS])
 
     # -- what is read now -----------------------------------------------------
@@ -167,7 +167,7 @@ class ShardPrefetcher:
         started_s = time.monotonic()
         try:
             with nullcontext() if self._waits is None else self._waits.during("fetch"):
-                self._await(shard)
+                self._wait_for(shard)
         finally:
             self._waited_s += time.monotonic() - started_s
 
@@ -175,21 +175,21 @@ class ShardPrefetcher:
         # Links into the cache; one that leads nowhere is a shard that had to go, and can come again.
         return (self._folder / shard.path).exists() and (self._folder / shard.index_path).exists()
 
-    def _await(self, shard: ShardFile) -> None:
-        heard_s = time.monotonic()
+    def _wait_for(self, shard: ShardFile) -> None:
+        answered_s = time.monotonic()
         while not self._is_here(shard):
-            answer, connected = self._ask(shard)
+            answer, connected = self._request(shard)
             if answer is not None and answer.problem:
                 raise DatasetError(answer.problem)
             if connected:
-                heard_s = time.monotonic()
-            elif time.monotonic() - heard_s > self._patience_s:
+                answered_s = time.monotonic()
+            elif time.monotonic() - answered_s > self._patience_s:
                 raise DatasetError(f"{shard.path} is not here, and no agent has answered for {self._patience_s:g} s")
             if answer is None:
                 time.sleep(RETRY_S)
 
-    def _ask(self, shard: ShardFile) -> tuple[ShardReplyLine | None, bool]:
-        """The agent's answer, None if it went away without one; and whether there was an agent."""
+    def _request(self, shard: ShardFile) -> tuple[ShardReplyLine | None, bool]:
+        """Return the agent's answer, None if it ended without one, and whether there was an agent."""
         connected, received = False, b""
         want = ShardRequestLine(rank=self._rank, generation=self._generation, shard=shard.path)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:

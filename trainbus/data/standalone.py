@@ -1,4 +1,4 @@
-"""The reader for any PyTorch loop: a folder with a dataset in it, and nothing else of trainbus running."""
+"""A loader for any PyTorch loop: it needs a folder with a dataset, and no trainbus stack."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Loader:
         window: int | None = None,
         pin: bool | None = None,
     ) -> None:
-        """Fork the workers; make it before CUDA is used.
+        """Fork the workers; create the loader before CUDA is used.
 
         Args:
             task: a ``trainbus.Task`` (of which ``decode``, ``augment``, ``collate`` and ``decode_batch`` are used), or
@@ -73,11 +73,11 @@ class Loader:
         self._order = LaneOrder(dataset.dataset_id, dataset.shard_samples(split), seed, lanes=lanes, window=window)
         self._sampler = Sampler(self._order, batch, None if epochs is None else epochs * self._order.samples)
         self._seed, self._rank, self._world_size, self._ahead = seed, rank, world_size, ahead
-        task = task if isinstance(task, Task) else _Decoding(task)
+        task = task if isinstance(task, Task) else _FunctionTask(task)
         task.classes, task.statistics = dataset.classes, dataset.statistics
         self._workers = WorkerPool(workers, lambda: task)
         pinned = torch.cuda.is_available() if pin is None else pin
-        self._loading = BatchLoader(task, dataset.split(split), workers=self._workers, pin=pinned)
+        self._batch_loader = BatchLoader(task, dataset.split(split), workers=self._workers, pin=pinned)
         #: Over all ranks, with the batch that was handed out last.
         self.samples_consumed = 0
 
@@ -91,7 +91,7 @@ class Loader:
         return {"samples_consumed": self.samples_consumed, "order": self._order.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state`` with the next iteration.
+        """Continue from ``state`` with the next iteration.
 
         Raises:
             ValueError: the state is one of another dataset, seed or order; the text says what to change.
@@ -101,7 +101,7 @@ class Loader:
 
     def __iter__(self) -> Generator[MicroBatch]:
         """Yield this rank's samples of each step, to the end; ``batch`` is None where it has none."""
-        workers = self._loading.workers
+        workers = self._batch_loader.workers
         loaded = pipeline_results(self._started(self.samples_consumed), 0 if workers is None else len(workers) + 1)
         with closing(loader.prefetch(loaded, self._ahead)) as steps:
             for samples_consumed, step in steps:
@@ -123,11 +123,11 @@ class Loader:
             bounds = slice_bounds(size, self._world_size, self._rank)
             picked = self._sampler.select(samples_consumed, *bounds)
             samples_consumed += size
-            yield _with(samples_consumed, self._loading.start_slice(picked, self._seed))
+            yield _with_position(samples_consumed, self._batch_loader.start_slice(picked, self._seed))
 
 
-class _Decoding(Task):
-    """A task of one function."""
+class _FunctionTask(Task):
+    """A task that only decodes, by a function."""
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
@@ -136,5 +136,5 @@ class _Decoding(Task):
         return self._decode(sample)
 
 
-def _with(samples_consumed: int, result: Callable[[], MicroBatch]) -> Callable[[], tuple[int, MicroBatch]]:
+def _with_position(samples_consumed: int, result: Callable[[], MicroBatch]) -> Callable[[], tuple[int, MicroBatch]]:
     return lambda: (samples_consumed, result())

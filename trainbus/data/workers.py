@@ -1,4 +1,4 @@
-"""Processes that decode. They get bytes and give batches; they open no file, hold no state and know no order."""
+"""Processes that decode. They receive bytes and return batches; they open no file and hold no state."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _NOWHERE = -1
 
 @dataclass(frozen=True, slots=True)
 class _DatasetInfo:
-    """What a task is told of its dataset."""
+    """The dataset's properties that a task uses."""
 
     classes: tuple[str, ...]
     statistics: Mapping[str, FieldStatistics]
 
 
 class DecodeFuture:
-    """A job that was handed in, and what became of it."""
+    """The result of a submitted job."""
 
     def __init__(self, worker: _Worker) -> None:
         self._worker = worker
@@ -58,10 +58,10 @@ class DecodeFuture:
 
 
 class WorkerPool:
-    """A number of processes, forked from this one. Threads may share them."""
+    """A pool of processes, forked from this one. Thread-safe."""
 
     def __init__(self, count: int, make: Callable[[], Task]) -> None:
-        """Fork them at once: best before there are threads, and before CUDA is used.
+        """Fork the processes at once: best before there are threads, and before CUDA is used.
 
         Args:
             make: called in each worker; what it raises is raised by the first job.
@@ -77,9 +77,9 @@ class WorkerPool:
                 # An end that stayed open here would hide its owner's death from the other workers.
                 for end in (ours, *(worker.end for worker in self._workers)):
                     end.close()
-                _run_worker(theirs, make, _Slot(self._slots, number))
+                _run_worker(theirs, make, _ProgressSlot(self._slots, number))
             theirs.close()
-            self._workers.append(_Worker(number, pid, ours, _Slot(self._slots, number)))
+            self._workers.append(_Worker(number, pid, ours, _ProgressSlot(self._slots, number)))
         self._next, self._lock, self._owner = 0, threading.Lock(), os.getpid()
 
     def __len__(self) -> int:
@@ -92,19 +92,19 @@ class WorkerPool:
     def set_dataset(self, classes: tuple[str, ...], statistics: Mapping[str, FieldStatistics]) -> None:
         """Set the ``classes`` and ``statistics`` of every worker's task."""
         for worker in self._workers:
-            worker.hand_in(_DatasetInfo(classes, dict(statistics)), None)
+            worker.submit(_DatasetInfo(classes, dict(statistics)), None)
 
     def submit(self, job: DecodeJob) -> DecodeFuture:
-        """Hand in a job: the workers take them in turn, so what comes back depends on the job alone."""
+        """Submit a job. Workers take jobs in turn; the result depends only on the job."""
         with self._lock:
             worker = self._workers[self._next % len(self._workers)]
             self._next += 1
         ticket = DecodeFuture(worker)
-        worker.hand_in(job, ticket)
+        worker.submit(job, ticket)
         return ticket
 
     def close(self) -> None:
-        """End the workers, whatever they are at."""
+        """Kill the workers."""
         for worker in self._workers:
             worker.end.close()
             worker.kill()
@@ -116,8 +116,8 @@ class WorkerPool:
             self.close()
 
 
-class _Slot:
-    """Where a worker says which sample it is at, for the case that it is not there any more to be asked."""
+class _ProgressSlot:
+    """Shared memory in which a worker records its current sample, to be read after its death."""
 
     def __init__(self, slots: mmap.mmap, number: int) -> None:
         self._view = memoryview(slots).cast("q")
@@ -133,13 +133,13 @@ class _Slot:
 class _Worker:
     """The parent's side of one worker."""
 
-    def __init__(self, number: int, pid: int, end: socket.socket, slot: _Slot) -> None:
+    def __init__(self, number: int, pid: int, end: socket.socket, slot: _ProgressSlot) -> None:
         self.number, self.pid, self.end, self._slot = number, pid, end, slot
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         self._waiting: deque[DecodeFuture] = deque()
         self._status: int | None = None
 
-    def hand_in(self, value: Any, ticket: DecodeFuture | None) -> None:
+    def submit(self, value: Any, ticket: DecodeFuture | None) -> None:
         with self._sending:
             if ticket is not None:
                 self._waiting.append(ticket)
@@ -147,7 +147,7 @@ class _Worker:
                 send(self.end, value)
 
     def wait_for(self, ticket: DecodeFuture) -> None:
-        """Take in answers, which come in the order of the jobs, until this one's is there."""
+        """Receive answers, which come in the order of the jobs, until this one arrives."""
         with self._receiving:
             while ticket.answer is None:
                 try:
@@ -180,14 +180,14 @@ class _Worker:
         return DecodeError(f"loader worker {self.number} {how}{hint}", place if place >= 0 else None)
 
 
-def _run_worker(end: socket.socket, make: Callable[[], Task], slot: _Slot) -> NoReturn:
+def _run_worker(end: socket.socket, make: Callable[[], Task], slot: _ProgressSlot) -> NoReturn:
     """Decode until the parent is gone."""
     code = 1
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)  # meant for the parent, which then ends this process
         slot.set(_NOWHERE)
-        threading.Thread(target=_end_with, args=(end,), daemon=True).start()
+        threading.Thread(target=_exit_with_peer, args=(end,), daemon=True).start()
         torch.set_num_threads(1)
         task: Task | None = None
         told: _DatasetInfo | None = None
@@ -195,11 +195,11 @@ def _run_worker(end: socket.socket, make: Callable[[], Task], slot: _Slot) -> No
             value = receive(end)
             if isinstance(value, _DatasetInfo):
                 told = value
-                task = None if task is None else _with(task, told)
+                task = None if task is None else _configure(task, told)
                 continue
             started = time.perf_counter()
             try:
-                task = task or _with(make(), told)
+                task = task or _configure(make(), told)
                 answer: Any = run_decode_job(task, value, slot.set), time.perf_counter() - started
             except DecodeError as error:
                 answer = error
@@ -227,13 +227,13 @@ def _answer(end: socket.socket, answer: Any) -> None:
         send(end, DecodeError(f"the batch cannot be passed on between processes: {type(error).__name__}: {error}"))
 
 
-def _with(task: Task, told: _DatasetInfo | None) -> Task:
+def _configure(task: Task, told: _DatasetInfo | None) -> Task:
     if told is not None:
         task.classes, task.statistics = told.classes, told.statistics
     return task
 
 
-def _end_with(end: socket.socket) -> None:
+def _exit_with_peer(end: socket.socket) -> None:
     """End this process when the other end is closed, even in the middle of a long decode."""
     poll = select.poll()
     poll.register(end, select.POLLRDHUP)

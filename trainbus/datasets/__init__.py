@@ -1,1 +1,1 @@
-"""Datasets as people look at them: where they come from, whether they are whole, what changed. Pure."""
+"""Views of datasets: lineage, verification, differences. Pure."""

@@ -1,4 +1,4 @@
-"""What changed between two versions of a dataset: two indexes, both sorted by key, read side by side.
+"""Differences between two versions of a dataset: two indexes, sorted by key, read side by side.
 
 Records belong together that have the same key and content; else the same content (it was renamed, or its row has
 another number now); else the same key (its content changed). What finds no partner was added or removed.
@@ -54,7 +54,7 @@ class Difference:
 
     @property
     def total(self) -> int:
-        """Changes; a record may have changed in several ways."""
+        """Return the number of changes; a record may have several."""
         return sum(self.count(kind) for kind in KINDS)
 
     def take(self, old: RecordVersion | None, new: RecordVersion | None, examples: int) -> None:
@@ -115,7 +115,7 @@ def compare(before: Iterable[IndexRecord], after: Iterable[IndexRecord], example
 
 
 class _Unmatched:
-    """Records without a partner of the same key and content: a database of no name, which goes to disk as it grows."""
+    """Records without a partner of the same key and content, in a temporary database on disk."""
 
     def __init__(self) -> None:
         self._db = sqlite3.connect("", isolation_level=None)
@@ -134,7 +134,7 @@ class _Unmatched:
         self._db.execute("INSERT INTO records VALUES (?, ?, ?, ?, ?)", (side, *record))
 
     def pairs(self) -> Iterator[tuple[RecordVersion | None, RecordVersion | None]]:
-        """Every record once: with its partner by content, else by key, else alone; each in the order of keys."""
+        """Yield every record once: with its partner by content, else by key, else alone, in the order of keys."""
         self._db.executescript(
             """
             CREATE TABLE alike AS SELECT *, row_number() OVER (PARTITION BY side, sha256 ORDER BY key) AS place
@@ -174,7 +174,7 @@ def match_records(
     before: Iterable[IndexRecord],
     after: Iterable[IndexRecord],
 ) -> Iterator[tuple[RecordVersion | None, RecordVersion | None]]:
-    """Every key's record in the one, the other or both, in the order of keys."""
+    """Yield each key's record in one version or both, in the order of keys."""
     ours, theirs = _ordered(before), _ordered(after)
     old, new = next(ours, None), next(theirs, None)
     while old is not None or new is not None:

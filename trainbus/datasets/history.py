@@ -1,4 +1,4 @@
-"""What the log says of datasets: source, ingestion, dataset, the runs that trained on it, the models of those runs."""
+"""The history of datasets in the log: source, ingestion, dataset, runs that trained on it, models of those runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ State = Literal["sharding", "sharded", "failed"]
 
 @dataclass(slots=True)
 class Ingestion:
-    """One time that a source was read, and what it gave."""
+    """One ingestion of a source, and its result."""
 
     ingestion_id: str
     at: datetime
@@ -59,7 +59,7 @@ class TrainingUse:
 
 @dataclass(slots=True)
 class DatasetRecord:
-    """A dataset and all that the log ties to it."""
+    """A dataset and everything that the log relates to it."""
 
     dataset_id: str
     #: The record that sharding published; None where the log no longer has it.
@@ -75,7 +75,7 @@ class DatasetRecord:
 
 
 class AmbiguousName(LookupError):
-    """A name means no dataset, or more than one: ``found`` says which."""
+    """A name matches no dataset, or the several in ``found``."""
 
     def __init__(self, name: str, found: list[str]) -> None:
         super().__init__(name)
@@ -83,7 +83,7 @@ class AmbiguousName(LookupError):
 
 
 class History:
-    """Facts in the log's order in, datasets out."""
+    """Datasets, folded from facts in the order of the log."""
 
     def __init__(self, facts: Iterable[tuple[datetime, Any]] = ()) -> None:
         self.datasets: dict[str, DatasetRecord] = {}
@@ -95,7 +95,7 @@ class History:
             self.apply(at, fact)
 
     def apply(self, at: datetime, fact: Any) -> None:
-        """Take in one fact. What says nothing of datasets is ignored."""
+        """Apply one fact. Facts that do not concern datasets are ignored."""
         match fact:
             case dataset.DatasetIngested():
                 self._on_ingested(at, fact)
@@ -163,7 +163,7 @@ class History:
         return self.runs.setdefault(run_id, TrainingUse(run_id))
 
     def find(self, name: str) -> DatasetRecord:
-        """The dataset that ``name`` means: its id or the unique start of one, an ingestion's id, a run's id or name.
+        """Return the dataset that ``name`` means: its id or a unique prefix, an ingestion's id, a run's id or name.
 
         Raises:
             AmbiguousName: there is none, or there are several.

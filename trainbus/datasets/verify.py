@@ -1,4 +1,4 @@
-"""Whether a shard's index and the shard say the same. An archive is read by its own headers, not by the index."""
+"""Verification of a shard's index against the shard. An archive is read by its own headers, not by the index."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCK = 512
 
 
 def find_index_mismatch(shard: Path, index: bytes, samples: int) -> str | None:
-    """What is wrong with a shard of so many samples and its index; None: they agree to the byte."""
+    """Return how a shard of ``samples`` samples and its index differ; None if they agree to the byte."""
     try:
         read = shard_index.decode(index)
     except ValueError as error:
@@ -32,7 +32,7 @@ def _is_archive(content: mmap.mmap) -> bool:
 
 
 def _flat(size: int, index: shard_index.ShardIndex) -> str | None:
-    """Samples of one size, one after the other, and nothing else."""
+    """Check that the shard is samples of one size, one after the other."""
     fields = list(index.fields.values())
     if len(fields) != 1 or not isinstance(fields[0], StridedField):
         return "it is no ustar archive, and its index names no single field of one size"
@@ -58,7 +58,7 @@ def _archive(content: mmap.mmap, index: shard_index.ShardIndex) -> str | None:
 
 
 def _members(content: mmap.mmap) -> Iterator[tuple[str, int, int]]:
-    """Name, offset and size of each file, by the headers."""
+    """Yield name, offset and size of each file, from the headers."""
     at = 0
     while (header := content[at : at + BLOCK]).strip(b"\0"):
         if len(header) < BLOCK or header[257:262] != b"ustar" or header[156:157] not in (b"0", b"\0"):

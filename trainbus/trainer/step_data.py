@@ -132,8 +132,8 @@ class TrainingData:
         if self._arrival is not None:
             # The plan has an order of its own, since the arrival asks it from another thread than the loader's.
             plan = ReadPlan(self._make_order(), self._training.global_batch, leaf_count, leaves, self.sampler.end)
-            self._arrival.plan("train", plan.needs)
-            self._arrival.position(samples_consumed)
+            self._arrival.set_plan("train", plan.needs)
+            self._arrival.set_position(samples_consumed)
         loading = BatchLoader(self._task, self.train_split, workers=self.workers, waits=self.waits, pin=pin)
         loader = StepLoader(loading, self.sampler, self._training, leaves, leaf_count)
         return prefetch(loader.steps(samples_consumed, count), self._training.loading.ahead)
@@ -141,7 +141,7 @@ class TrainingData:
     def report_position(self, samples_consumed: int) -> None:
         """Report how far training has got to what brings the shards."""
         if self._arrival is not None:
-            self._arrival.position(samples_consumed)
+            self._arrival.set_position(samples_consumed)
 
     def _make_order(self) -> LaneOrder:
         loading = self._training.loading

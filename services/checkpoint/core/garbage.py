@@ -5,7 +5,7 @@ What makes it safe, although blobs are shared by content across runs and uploads
 1. A blob is garbage only if no manifest in the store, no unsettled ``checkpoint_staged`` and no artifact
    in a fact names it, *and* it was last written more than ``grace`` ago.
 2. The facts and manifests are read after the blobs were listed.
-3. Whoever relies on a blob that is there already and is older than ``objects.FRESHEN_S`` writes it anew
+3. Whoever relies on a blob that is there already and is older than ``objects.REUSE_AGE_S`` writes it anew
    (as git does with objects), so a blob that an upload under way relies on is always younger than ``grace``.
 4. A blob may be needed as the base of differences (xor-zstd). Manifests and staged parts name the bases too, and
    those of a checkpoint that retention removed less than ``grace`` ago stay: an upload may have begun upon them.

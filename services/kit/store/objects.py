@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 #: A blob that is there already is written anew when it is older than this, so that garbage collection,
 #: which spares what is young, never takes one that an upload has just relied upon.
-FRESHEN_S = 6 * 3600.0
+REUSE_AGE_S = 6 * 3600.0
 NOT_FOUND_CODES = {"404", "NoSuchKey", "NoSuchBucket", "NotFound"}
 EXISTS_CODES = {"PreconditionFailed", "412", "ConditionalRequestConflict"}
 #: The store received other bytes than the announced ones.
@@ -61,7 +61,7 @@ class ObjectInfo:
 
 def is_young(written_at: datetime) -> bool:
     """Whether an upload may rely on a blob without writing it anew."""
-    return datetime.now(UTC) - written_at < timedelta(seconds=FRESHEN_S)
+    return datetime.now(UTC) - written_at < timedelta(seconds=REUSE_AGE_S)
 
 
 def _parse_time(text: str) -> datetime:
@@ -133,7 +133,7 @@ class ObjectStore:
         if content_type:
             extra["ContentType"] = content_type
         # A buffer is sent in parts; bytes would be handed to the connection at once, and copied for it.
-        await self._try(lambda: self._client.put_object(Bucket=bucket, Key=key, Body=io.BytesIO(body), **extra), uri)
+        await self._retry(lambda: self._client.put_object(Bucket=bucket, Key=key, Body=io.BytesIO(body), **extra), uri)
         metrics.OBJECT_BYTES.labels("up").inc(len(body))
 
     async def get(self, uri: str, *, etag: str = "", size_bytes: int | None = None) -> bytes:
@@ -141,10 +141,10 @@ class ObjectStore:
         return await self.reader.get(uri, etag=etag, size_bytes=size_bytes)
 
     async def head(self, uri: str) -> ObjectInfo:
-        """Size, ETag and, where the store keeps it, hash; raises ``ObjectNotFound``."""
+        """Return size, ETag and, if the store records it, the hash; raises ``ObjectNotFound``."""
         bucket, key = split_uri(uri)
         call = partial(self._client.head_object, Bucket=bucket, Key=key, ChecksumMode="ENABLED")
-        answer = await self._try(call, uri)
+        answer = await self._retry(call, uri)
         # Of an object in parts it is a hash of hashes, with their number behind a dash.
         kept = answer.get("ChecksumSHA256", "")
         sha256 = base64.b64decode(kept).hex() if kept and "-" not in kept else ""
@@ -159,18 +159,18 @@ class ObjectStore:
         return True
 
     async def delete(self, uri: str) -> None:
-        """Remove the object; it is no error if it is gone already."""
+        """Delete the object; succeed if it does not exist."""
         bucket, key = split_uri(uri)
-        await self._try(lambda: self._client.delete_object(Bucket=bucket, Key=key), uri)
+        await self._retry(lambda: self._client.delete_object(Bucket=bucket, Key=key), uri)
 
     async def list(self, uri: str) -> AsyncIterator[ObjectInfo]:
-        """Every object under a prefix, in the order of keys, a page at a time."""
+        """Iterate over every object under a prefix, in the order of keys, a page at a time."""
         bucket, prefix = split_uri(uri)
         token: str | None = None
         while True:
             extra = {"ContinuationToken": token} if token else {}
             call = partial(self._client.list_objects_v2, Bucket=bucket, Prefix=prefix, **extra)
-            page = await self._try(call, uri)
+            page = await self._retry(call, uri)
             for item in page.get("Contents", ()):
                 yield ObjectInfo(bucket, item["Key"], item["Size"], item["ETag"].strip('"'), item["LastModified"])
             token = page.get("NextContinuationToken")
@@ -178,12 +178,12 @@ class ObjectStore:
                 return
 
     async def ensure_bucket(self, bucket: str) -> None:
-        """Create the bucket if there is none."""
+        """Create the bucket if it does not exist."""
         try:
-            await self._try(lambda: self._client.head_bucket(Bucket=bucket), bucket)
+            await self._retry(lambda: self._client.head_bucket(Bucket=bucket), bucket)
         except ObjectNotFound:
             try:
-                await self._try(lambda: self._client.create_bucket(Bucket=bucket), bucket)
+                await self._retry(lambda: self._client.create_bucket(Bucket=bucket), bucket)
             except ObjectExists:
                 return
 
@@ -192,7 +192,7 @@ class ObjectStore:
     async def upload(self, path: Path, uri: str) -> None:
         """Store a file, in parts when it is large."""
         bucket, key = split_uri(uri)
-        await self._try(lambda: self._client.upload_file(str(path), bucket, key), uri)
+        await self._retry(lambda: self._client.upload_file(str(path), bucket, key), uri)
         metrics.OBJECT_BYTES.labels("up").inc(path.stat().st_size)
 
     async def put_file(self, path: Path, uri: str, *, sha256: str, if_absent: bool = False) -> None:
@@ -210,15 +210,15 @@ class ObjectStore:
             with path.open("rb") as body:
                 await self._client.put_object(Bucket=bucket, Key=key, Body=body, **extra)
 
-        await self._try(send, uri)
+        await self._retry(send, uri)
         metrics.OBJECT_BYTES.labels("up").inc(path.stat().st_size)
 
-    async def freshen(self, uri: str) -> None:
-        """Have the object written anew by the store itself, so that it is young again; raises ``ObjectNotFound``."""
+    async def touch(self, uri: str) -> None:
+        """Renew the object's time: the store copies it onto itself; raises ``ObjectNotFound``."""
         bucket, key = split_uri(uri)
         source = {"Bucket": bucket, "Key": key}
         call = partial(self._client.copy_object, Bucket=bucket, Key=key, CopySource=source, MetadataDirective="REPLACE")
-        await self._try(call, uri)
+        await self._retry(call, uri)
 
     async def download(
         self, uri: str, path: Path, *, sha256: str | None = None, etag: str = "", size_bytes: int | None = None
@@ -271,7 +271,7 @@ class ObjectStore:
 
     # -- errors -------------------------------------------------------------
 
-    async def _try(self, call: Callable[[], Awaitable[T]], what: str) -> T:
+    async def _retry(self, call: Callable[[], Awaitable[T]], what: str) -> T:
         """Repeat ``call`` while the store is away; translate its other errors."""
         from aiohttp import ClientError as HttpError
         from botocore.exceptions import BotoCoreError, ClientError

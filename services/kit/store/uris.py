@@ -8,7 +8,7 @@ BLOB_KEY = re.compile(r"^blobs/sha256/[0-9a-f]{2}/([0-9a-f]{64})$")
 
 
 def split_uri(uri: str) -> tuple[str, str]:
-    """``s3://bucket/key`` -> (bucket, key)."""
+    """Split ``s3://bucket/key`` into (bucket, key)."""
     if not uri.startswith("s3://") or "/" not in uri[5:]:
         raise ValueError(f"{uri!r} is not of the form s3://bucket/key")
     bucket, _, key = uri[5:].partition("/")

@@ -6,7 +6,7 @@ What makes it safe beside datasets that are being made:
    ago.
 2. Journals are read after the shards were listed, manifests after the journals: a dataset that is completed meanwhile
    is seen in one of them.
-3. Whoever relies on a shard that is there already, and is older than ``objects.FRESHEN_S``, writes it anew, and looks
+3. Whoever relies on a shard that is there already, and is older than ``objects.REUSE_AGE_S``, writes it anew, and looks
    at every one again before the manifest is written: what went too early is made again, and no manifest
    ever names a shard that is gone.
 4. An ingestion is kept while a manifest has its fingerprint, since its index tells what differs between two datasets.

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import structlog
 
-from services.kit.chunks import Range
+from services.kit.chunks import FileRange
 from services.kit.store.files import hash_file
 from services.kit.store.objects import ObjectStore
 from services.worker import metrics
@@ -88,13 +88,13 @@ class FileCache:
         async with self._downloads:
             await self._objects.download(uri, path, sha256=sha256)
 
-    def find(self, sha256: str) -> Range | None:
+    def find(self, sha256: str) -> FileRange | None:
         """Return where on this node a chunk is: a blob of its own, or a part of a checkpoint's file."""
         found = self.chunks.find(sha256)
         path = self.blob(found[0] if found is not None else sha256)
         if not _is_trusted(path):
             return None
-        return Range(path, 0, path.stat().st_size) if found is None else Range(path, found[1], found[2])
+        return FileRange(path, 0, path.stat().st_size) if found is None else FileRange(path, found[1], found[2])
 
     def evict(self, over_bytes: int) -> int:
         """Delete up to ``over_bytes`` of unpinned files, oldest use first; return the bytes freed."""

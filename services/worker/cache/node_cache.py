@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from contracts.events.checkpoint import CheckpointFile
 from contracts.events.run import CheckpointRef
 from contracts.events.train import Code
-from services.kit.chunks import Range, restore_file
+from services.kit.chunks import FileRange, restore_file
 from services.kit.concurrency import gather_limited
 from services.kit.store.errors import ObjectNotFound
 from services.kit.store.objects import ObjectStore
@@ -71,7 +71,7 @@ class NodeCache:
                 for view in pins.views:
                     view.close()
 
-    def find(self, sha256: str) -> Range | None:
+    def find(self, sha256: str) -> FileRange | None:
         """Return where on this node a chunk of a checkpoint is."""
         return self.files.find(sha256)
 

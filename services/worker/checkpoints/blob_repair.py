@@ -113,7 +113,7 @@ def _encode_again(context: NodeContext, chunk: Chunk | None, digest: str) -> byt
     if piece is None or base is None:
         return None
     for width in kit.WIDTHS:
-        blob = kit.encode(piece, base, width)
+        blob = kit.encode_difference(piece, base, width)
         if hashlib.sha256(blob).hexdigest() == digest:
             return blob
     return None

@@ -254,10 +254,10 @@ def _encode_difference(content: bytes, base: bytes, width: int) -> bytes | None:
     if len(content) > 2 * SAMPLE_BYTES:
         begin = len(content) // 2 // width * width
         sample = slice(begin, begin + SAMPLE_BYTES)
-        if not is_worthwhile(len(kit.encode(content[sample], base[sample], width)), SAMPLE_BYTES):
+        if not is_worthwhile(len(kit.encode_difference(content[sample], base[sample], width)), SAMPLE_BYTES):
             return None
-    blob = kit.encode(content, base, width)
-    return blob if is_worthwhile(len(blob), len(content)) and kit.decode(blob, base) == content else None
+    blob = kit.encode_difference(content, base, width)
+    return blob if is_worthwhile(len(blob), len(content)) and kit.decode_difference(blob, base) == content else None
 
 
 def _sha256(content: bytes) -> str:

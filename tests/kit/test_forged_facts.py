@@ -30,6 +30,7 @@ async def test_history_the_last_fact_and_following_leave_a_forged_fact_out(bus: 
 
 async def test_a_handler_dead_letters_a_forged_fact(make_bus: Any) -> None:
     bus: Bus = await make_bus("evaluation")
+    scheduler: Bus = await make_bus("scheduler")
     handled: list[str] = []
 
     @bus.subscriber(topology.EVALUATION, RunCompleted)
@@ -38,7 +39,7 @@ async def test_a_handler_dead_letters_a_forged_fact(make_bus: Any) -> None:
 
     await bus.start()
     await bus.js.publish("run.rmine.completed", FORGED)
-    await bus.publish(RunCompleted(run_id="rmine", generation=1))
+    await scheduler.publish(RunCompleted(run_id="rmine", generation=1))
 
     async def dead() -> bool:
         return await bus.get_last_sequence("dead.>", stream=topology.DEAD_LETTERS.name) > 0

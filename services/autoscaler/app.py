@@ -21,8 +21,8 @@ from services.autoscaler import metrics
 from services.autoscaler.adapters import Adapter, AdapterError
 from services.autoscaler.adapters.command import CommandAdapter
 from services.autoscaler.adapters.local import LocalAdapter
-from services.autoscaler.core.decide import Decision, Drain, Machine, Start, Stop, decide
-from services.autoscaler.core.state import PASSING, STANDING, State, apply
+from services.autoscaler.core.decide import Decision, DrainNode, Machine, StartMachines, StopMachine, decide
+from services.autoscaler.core.state import ALLOCATION_FACTS, STATE_FACTS, State, apply
 from services.kit.bus import Bus, TransientError
 from services.kit.concurrency import cancel_and_wait
 from services.kit.lease import Lease
@@ -86,10 +86,10 @@ class Autoscaler:
     async def follow(self) -> None:
         """Fold the log for as long as the service runs."""
         # What lies on nodes is told from their joining on: of old runs nothing need be read.
-        for received in await self.bus.read_history(*(fact.subject_filter() for fact in STANDING)):
+        for received in await self.bus.read_history(*(fact.subject_filter() for fact in STATE_FACTS)):
             apply(self.state, received.event, received.sequence, received.stored_at or self.bus.clock.now())
-        filters = tuple(fact.subject_filter() for fact in (*STANDING, *PASSING))
-        start = self.state.first_of_interest()
+        filters = tuple(fact.subject_filter() for fact in (*STATE_FACTS, *ALLOCATION_FACTS))
+        start = self.state.first_relevant_sequence()
         async for batch in self.bus.follow(topology.FACTS.name, filters, start):
             for received in batch:
                 apply(self.state, received.event, received.sequence, received.stored_at or self.bus.clock.now())
@@ -147,20 +147,20 @@ class Autoscaler:
     async def _do(self, decision: Decision, pools: dict[str, Pool]) -> None:
         try:
             match decision:
-                case Start():
+                case StartMachines():
                     started = await self.adapter.start(pools[decision.pool], decision.count)
                     metrics.STARTED.labels(decision.pool).inc(len(started))
                     log.info("machines started", pool=decision.pool, node_ids=started)
-                case Stop():
+                case StopMachine():
                     await self.adapter.stop(pools[decision.pool], [decision.node_id])
                     metrics.STOPPED.labels(decision.pool).inc()
                     log.info("machine stopped", pool=decision.pool, node_id=decision.node_id, reason=decision.reason)
-                case Drain():
+                case DrainNode():
                     await self._drain(decision)
         except AdapterError as error:
-            self._failed(decision.pool if not isinstance(decision, Drain) else "", error)
+            self._failed(decision.pool if not isinstance(decision, DrainNode) else "", error)
 
-    async def _drain(self, decision: Drain) -> None:
+    async def _drain(self, decision: DrainNode) -> None:
         request = DrainRequested(node_id=decision.node_id, reason=decision.reason)
         # The same request for as long as this life of the node lasts, however often it is made.
         event_id = f"drain/{decision.node_id}/{decision.incarnation}"

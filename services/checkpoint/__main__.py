@@ -1,7 +1,7 @@
 """Commits checkpoints; ``gc`` removes the blobs and manifests that nobody needs."""
 
 from services.checkpoint.app import build
-from services.checkpoint.collect import GARBAGE
+from services.checkpoint.garbage_collection import GARBAGE
 from services.checkpoint.settings import CheckpointSettings
 from services.kit import garbage_collector
 

@@ -13,12 +13,12 @@ from contracts.events.checkpoint import CheckpointRefused, CheckpointRepaired, C
 from contracts.events.run import RunPlaced
 from contracts.events.train import PinRequested, ScrubRequested
 from services.checkpoint import metrics
-from services.checkpoint.collect import GARBAGE
-from services.checkpoint.core.commit import Assembled, Refusal, Sealed, Waiting, assemble, seal
-from services.checkpoint.keep import Keeper, commits, parts
-from services.checkpoint.scrub import Scrubber
+from services.checkpoint.core.commit import AssembledCheckpoint, MissingParts, Refusal, SealedCheckpoint, assemble, seal
+from services.checkpoint.garbage_collection import GARBAGE
+from services.checkpoint.keeper import Keeper, commits, parts
+from services.checkpoint.scrubber import Scrubber
 from services.checkpoint.settings import CheckpointSettings
-from services.checkpoint.verify import Verifier
+from services.checkpoint.verifier import Verifier
 from services.kit.bus import Bus, Conflict, ExpectedSequence, Message, TransientError
 from services.kit.service import Service
 from services.kit.settings import Settings
@@ -69,13 +69,13 @@ class Committer:
     async def _commit(self, placed: RunPlaced, placed_at: int, staged: CheckpointStaged, cause: Envelope) -> None:
         # 1. Every rank's part.
         match assemble(placed, await parts(self._bus, staged.run_id, staged.step), self._bucket):
-            case Waiting(missing):
+            case MissingParts(missing):
                 log.info("waiting for other ranks", step=staged.step, missing=missing[:8])
                 return
             case Refusal(reason):
                 await self._refuse(staged, reason, "parts", cause)
                 return
-            case Assembled() as checkpoint:
+            case AssembledCheckpoint() as checkpoint:
                 pass
         # 2. The store has what they name.
         if reason := await self._verifier.problem(checkpoint.blobs):
@@ -103,7 +103,7 @@ class Committer:
         # 5. What is not kept any more.
         await self._keeper.retain(placed, cause)
 
-    async def _withdraw(self, staged: CheckpointStaged, checkpoint: Assembled) -> None:
+    async def _withdraw(self, staged: CheckpointStaged, checkpoint: AssembledCheckpoint) -> None:
         """The run was placed anew meanwhile: unless the commit was stored before that, nobody may make it now."""
         metrics.IGNORED.labels("zombie").inc()
         if not await self._settled(staged):
@@ -117,7 +117,7 @@ class Committer:
         refused = CheckpointRefused(run_id=staged.run_id, generation=staged.generation, step=staged.step, reason=reason)
         await self._bus.publish(refused, cause)
 
-    async def _put_manifest(self, sealed: Sealed) -> bool:
+    async def _put_manifest(self, sealed: SealedCheckpoint) -> bool:
         """Store the manifest; False if another one has its name, which must not be replaced."""
         uri = sealed.commit.checkpoint.uri
         try:

@@ -27,7 +27,7 @@ from contracts.events.train import PromoteRequested, RollbackRequested, TrainReq
 from services.evaluation import lock, metrics, plot
 from services.evaluation.core import report as reporting
 from services.evaluation.core.decide import (
-    Conclude,
+    ConcludeCandidate,
     Report,
     RequestEvaluation,
     Step,
@@ -88,7 +88,7 @@ class Evaluator:
             if failures:
                 raise failures[0]
 
-    async def settle_now_and_then(self) -> None:
+    async def settle_periodically(self) -> None:
         """Look after candidates whose message was given up while the object store was away for long."""
         while True:
             try:
@@ -132,7 +132,7 @@ class Evaluator:
                 await self._request(step, candidate)
             case Report():
                 await self._report(step, candidate)
-            case Conclude(fact, sequence):
+            case ConcludeCandidate(fact, sequence):
                 if isinstance(fact, ModelPromoted) and (
                     words := await lock.problem(self._bus, self._objects, fact.run_id, fact.checkpoint_uri)
                 ):
@@ -180,7 +180,7 @@ class Evaluator:
             "publish promote.requested to promote this run all the same"
         )
         fact = RunNotPromoted(run_id=candidate.run_id, model=model, reason=reason)
-        await self._perform(Conclude(fact, champion.sequence if champion else 0), candidate)
+        await self._perform(ConcludeCandidate(fact, champion.sequence if champion else 0), candidate)
 
     async def _report(self, step: Report, candidate: Candidate) -> None:
         spec, champion = candidate.spec, step.champion
@@ -335,7 +335,7 @@ def build(settings: Settings) -> Service:
     evaluator = Evaluator(service.bus, objects, settings)
     for event in topology.EVALUATION.events:
         service.bus.subscriber(topology.EVALUATION, event)(evaluator.on_run_ended)
-    service.add_background_task(evaluator.settle_now_and_then)
+    service.add_background_task(evaluator.settle_periodically)
     service.bus.subscriber(topology.EVALUATION_REQUESTS, PromoteRequested)(evaluator.on_promote_requested)
     service.bus.subscriber(topology.EVALUATION_REQUESTS, RollbackRequested)(evaluator.on_rollback_requested)
     return service

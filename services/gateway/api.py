@@ -16,11 +16,11 @@ from contracts.events.run import RunLog, RunProgress
 from contracts.events.train import CancelRequested, RestoreRequested
 from contracts.state.run import STATES, TERMINAL_STATES
 from services.gateway import queries, views
-from services.gateway.commands import MAX_KEY, Commands, Unavailable, recorded_why, same_request
+from services.gateway.commands import MAX_KEY, BusUnavailable, Commands, recorded_why, same_request
 from services.gateway.instrument import Instrument, SameSite
 from services.gateway.page import CONTENT_SECURITY_POLICY, PAGE
 from services.gateway.projection import Projection, event_row
-from services.gateway.queries import Ambiguous, BadCursor, NotFound, Row
+from services.gateway.queries import AmbiguousReference, BadCursor, NotFound, Row
 from services.gateway.sse import HEADERS, EventStream
 from services.kit.bus import Message
 from services.kit.service import Service
@@ -46,13 +46,13 @@ def build_api(service: Service, projection: Projection) -> FastAPI:
     )
     app.add_middleware(SameSite)
     app.add_middleware(Instrument)
-    _errors(app)
+    _add_error_handlers(app)
     commands = Commands(service.bus)
-    app.include_router(_operations(service, projection))
+    app.include_router(_operation_routes(service, projection))
     app.include_router(_requests(commands, projection))
-    app.include_router(_runs(commands, projection))
-    app.include_router(_streams(service, projection))
-    app.include_router(_things(projection))
+    app.include_router(_run_routes(commands, projection))
+    app.include_router(_stream_routes(service, projection))
+    app.include_router(_catalog_routes(projection))
     return app
 
 
@@ -168,7 +168,7 @@ async def _json_body(request: Request) -> bytes:
     return bytes(body)
 
 
-def _runs(commands: Commands, projection: Projection) -> APIRouter:
+def _run_routes(commands: Commands, projection: Projection) -> APIRouter:
     """What is known of runs."""
     router, store = APIRouter(), projection.store
 
@@ -221,7 +221,7 @@ def _runs(commands: Commands, projection: Projection) -> APIRouter:
 # -- streams --------------------------------------------------------------------
 
 
-def _streams(service: Service, projection: Projection) -> APIRouter:
+def _stream_routes(service: Service, projection: Projection) -> APIRouter:
     router, store, bus = APIRouter(), projection.store, service.bus
 
     async def respond(
@@ -231,7 +231,7 @@ def _streams(service: Service, projection: Projection) -> APIRouter:
             return done(await queries.find_run(store, row["run_id"]))
 
         events = EventStream(bus, stream, subject, after, finished, encode, route)
-        if await events.nothing_left():
+        if await events.is_exhausted():
             return Response(status_code=204)  # tells an EventSource not to come back
         return StreamingResponse(events.body(service.stopping), media_type="text/event-stream", headers=HEADERS)
 
@@ -307,7 +307,7 @@ def _encode_fact(item: Message[Any]) -> tuple[str, str]:
 # -- nodes, datasets, models, the page and what operators look at -----------------
 
 
-def _things(projection: Projection) -> APIRouter:
+def _catalog_routes(projection: Projection) -> APIRouter:
     router, store = APIRouter(), projection.store
 
     @router.get("/nodes", response_model=views.Nodes)
@@ -328,7 +328,7 @@ def _things(projection: Projection) -> APIRouter:
     return router
 
 
-def _operations(service: Service, projection: Projection) -> APIRouter:
+def _operation_routes(service: Service, projection: Projection) -> APIRouter:
     router = APIRouter(include_in_schema=False)
 
     @router.get("/")
@@ -355,7 +355,7 @@ def _operations(service: Service, projection: Projection) -> APIRouter:
 # -- errors -----------------------------------------------------------------------
 
 
-def _errors(app: FastAPI) -> None:
+def _add_error_handlers(app: FastAPI) -> None:
     def answer(status: int, detail: str, **more: Any) -> JSONResponse:
         headers = {"Retry-After": "2"} if status == 503 else None
         return JSONResponse(views.Error(detail=detail, **more).model_dump(exclude_defaults=True), status, headers)
@@ -366,13 +366,13 @@ def _errors(app: FastAPI) -> None:
     async def on_not_found(_: Request, error: NotFound) -> JSONResponse:
         return answer(404, str(error))
 
-    async def on_ambiguous(_: Request, error: Ambiguous) -> JSONResponse:
+    async def on_ambiguous(_: Request, error: AmbiguousReference) -> JSONResponse:
         return answer(409, str(error), candidates=error.candidates)
 
     async def on_cursor(_: Request, error: BadCursor) -> JSONResponse:
         return answer(422, str(error))
 
-    async def on_unavailable(_: Request, error: Unavailable) -> JSONResponse:
+    async def on_unavailable(_: Request, error: BusUnavailable) -> JSONResponse:
         return answer(503, str(error))
 
     async def on_invalid(_: Request, error: InvalidData) -> JSONResponse:
@@ -389,9 +389,9 @@ def _errors(app: FastAPI) -> None:
     handlers: dict[type[Exception], Callable[[Request, Any], Awaitable[JSONResponse]]] = {
         HTTPException: on_http,
         NotFound: on_not_found,
-        Ambiguous: on_ambiguous,
+        AmbiguousReference: on_ambiguous,
         BadCursor: on_cursor,
-        Unavailable: on_unavailable,
+        BusUnavailable: on_unavailable,
         InvalidData: on_invalid,
         RequestValidationError: on_validation,
     }

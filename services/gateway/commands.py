@@ -25,7 +25,7 @@ WHY_TIMEOUT_S = 2.0
 MAX_KEY = 255
 
 
-class Unavailable(Exception):
+class BusUnavailable(Exception):
     """The bus does not answer; the same request may be sent again under the same key."""
 
 
@@ -72,7 +72,9 @@ class Commands:
             async with asyncio.timeout(PUBLISH_TIMEOUT_S):
                 return await self._bus.publish_event(request, request.subject, envelope)
         except (TimeoutError, TransientError) as error:
-            raise Unavailable("NATS does not answer: send the request again, with the same Idempotency-Key") from error
+            raise BusUnavailable(
+                "NATS does not answer: send the request again, with the same Idempotency-Key"
+            ) from error
 
     async def ask_scheduler(self, row: Row) -> dict[str, Any] | None:
         """Why a run is where it is, in the scheduler's words; None if it does not answer."""

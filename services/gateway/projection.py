@@ -24,7 +24,7 @@ from services.gateway import store as tables
 from services.gateway.core.describe import describe
 from services.gateway.core.fold import At, apply, apply_progress, keys
 from services.gateway.core.rows import Point
-from services.gateway.store import EVENTS, Moved, Store, is_about_values
+from services.gateway.store import EVENTS, ProjectionMoved, Store, is_about_values
 from services.kit.bus import Bus, Message
 
 log = structlog.get_logger(__name__)
@@ -65,7 +65,7 @@ class Projection:
             try:
                 await self._run(stream, until_caught_up)
                 return
-            except Moved as moved:
+            except ProjectionMoved as moved:
                 # Another gateway, or a rebuild, writes to the same database: share the work.
                 log.info("projection moved by another", stream=stream, reason=str(moved))
                 await self.adopt()
@@ -86,7 +86,7 @@ class Projection:
                 if now - looked_at > LOOK_FOR_REWIND_S:
                     looked_at = now
                     if await self.store.position(stream) < position:
-                        raise Moved(f"projection of {stream} was rewound")
+                        raise ProjectionMoved(f"projection of {stream} was rewound")
             async with self._advanced:
                 self._advanced.notify_all()
 
@@ -102,7 +102,7 @@ class Projection:
                 raise
             if len(batch) == 1:
                 log.error("left an event out of the read model", subject=batch[0].subject, reason=_first_line(error))
-                async with self.store.moving(stream, position, batch[0].sequence):
+                async with self.store.advance_projection(stream, position, batch[0].sequence):
                     return batch[0].sequence
         for item in batch:
             position = await self.commit(stream, position, [item])
@@ -110,7 +110,7 @@ class Projection:
 
     async def _commit(self, stream: str, position: int, batch: Sequence[Message[Any]]) -> int:
         to = batch[-1].sequence
-        async with self.store.moving(stream, position, to) as connection:
+        async with self.store.advance_projection(stream, position, to) as connection:
             if stream == PROGRESS:
                 await self._fold_progress(connection, batch)
             else:
@@ -165,7 +165,7 @@ class Projection:
         try:
             async with asyncio.timeout(CATCH_UP_S):
                 for stream in (REQUESTS, FACTS):
-                    await self._reached(stream, await self._last_readable(stream))
+                    await self._wait_for_position(stream, await self._last_readable(stream))
         except TimeoutError:
             return False
         return True
@@ -178,7 +178,7 @@ class Projection:
         ahead = await self.bus.read_history(stream=stream, start_sequence=position + 1)
         return ahead[-1].sequence if ahead else position
 
-    async def _reached(self, stream: str, sequence: int) -> None:
+    async def _wait_for_position(self, stream: str, sequence: int) -> None:
         async with self._advanced:
             while await self.store.position(stream) < sequence:
                 await self._advanced.wait()
@@ -200,7 +200,7 @@ class Projection:
         The projections then go on from there: the log decides again what follows.
         """
         count = 0
-        async with self.store.rewinding(sequence - 1) as connection:
+        async with self.store.rewind_projection(sequence - 1) as connection:
             position = 0
             while True:
                 later = sa.select(EVENTS).where(EVENTS.c.sequence > position)

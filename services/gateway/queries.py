@@ -35,7 +35,7 @@ class NotFound(Exception):
     """Nothing is known under this name."""
 
 
-class Ambiguous(Exception):
+class AmbiguousReference(Exception):
     """A name or prefix means several runs."""
 
     def __init__(self, reference: str, candidates: list[str]) -> None:
@@ -59,7 +59,7 @@ async def find_run(store: Store, reference: str) -> Row:
         if len(rows) == 1:
             return rows[0]
         if rows:
-            raise Ambiguous(reference, [row["run_id"] for row in rows])
+            raise AmbiguousReference(reference, [row["run_id"] for row in rows])
     raise NotFound(f"no run has the id, the name or the beginning of an id {reference!r}")
 
 

@@ -18,7 +18,7 @@ from services.kit.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
-class Rebuilt:
+class RebuildResult:
     """What a rebuild did."""
 
     #: First fact that was read from the stream again; those before it were folded from the copy in SQL.
@@ -31,7 +31,7 @@ class Rebuilt:
 
 async def rebuild(
     settings: Settings, *, from_sequence: int | None = None, from_time: datetime | None = None
-) -> Rebuilt:
+) -> RebuildResult:
     """Throw the read model away and build it from the streams; a gateway that is running goes on.
 
     With ``from_sequence`` (a sequence of FACTS) or ``from_time``, facts before it are taken from the
@@ -54,7 +54,7 @@ async def rebuild(
                 await projection.run(stream, until_caught_up=True)
             runs = (await store.fetch(sa.text("SELECT COUNT(*) AS runs FROM runs")))[0]["runs"]
             to = await store.position(FACTS)
-            return Rebuilt(first, to, refolded, runs, time.monotonic() - started)
+            return RebuildResult(first, to, refolded, runs, time.monotonic() - started)
     finally:
         await bus.close()
 

@@ -39,7 +39,7 @@ class EventStream:
         self._bus, self._stream, self._subject = bus, stream, subject
         self._sent, self._finished, self._encode, self._route = after, finished, encode, route
 
-    async def nothing_left(self) -> bool:
+    async def is_exhausted(self) -> bool:
         """Whether the run is finished and the client has seen everything: it need not come back."""
         return self._sent > 0 and await self._finished() and await self._sent_all()
 

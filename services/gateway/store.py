@@ -112,7 +112,7 @@ SCHEMA = sa.Table("read_model_schema", METADATA, sa.Column("version", sa.Integer
 LOCK_STREAM = "FACTS"
 
 
-class Moved(Exception):
+class ProjectionMoved(Exception):
     """Somebody else has moved the projection: read its position and go on from there."""
 
 
@@ -132,13 +132,13 @@ class Store:
         if self.sqlite:
             sa.event.listen(self._engine.sync_engine, "connect", _sqlite_pragmas)
         try:
-            await self._ensure_schema_patiently()
+            await self._ensure_schema_with_retries()
         except BaseException:
             await self._engine.dispose()
             raise
         return self
 
-    async def _ensure_schema_patiently(self) -> None:
+    async def _ensure_schema_with_retries(self) -> None:
         """Wait for a database that is still starting, as a container beside us may be."""
         deadline = time.monotonic() + CONNECT_PATIENCE_S
         while True:
@@ -199,32 +199,32 @@ class Store:
                     await connection.execute(statement.on_conflict_do_nothing())
 
     @asynccontextmanager
-    async def moving(self, stream: str, position: int, to: int) -> AsyncIterator[AsyncConnection]:
+    async def advance_projection(self, stream: str, position: int, to: int) -> AsyncIterator[AsyncConnection]:
         """A transaction that moves a projection from ``position`` to ``to``, with what it adds.
 
         Raises:
-            Moved: the projection is not at ``position``; nothing is changed.
+            ProjectionMoved: the projection is not at ``position``; nothing is changed.
         """
         async with self.engine.begin() as connection:
-            await self._take_turn(connection)
+            await self._lock_writers(connection)
             moved = await connection.execute(
                 PROJECTIONS.update()
                 .where(PROJECTIONS.c.stream == stream, PROJECTIONS.c.position == position)
                 .values(position=to, updated_at=time.time())
             )
             if moved.rowcount != 1:
-                raise Moved(f"projection of {stream} is no longer at {position}")
+                raise ProjectionMoved(f"projection of {stream} is no longer at {position}")
             yield connection
 
     @asynccontextmanager
-    async def rewinding(self, position: int) -> AsyncIterator[AsyncConnection]:
+    async def rewind_projection(self, position: int) -> AsyncIterator[AsyncConnection]:
         """A transaction in which all rows but the events up to ``position`` are gone, to be folded anew."""
         async with self.engine.begin() as connection:
-            await self._take_turn(connection)
+            await self._lock_writers(connection)
             await self._clear(connection, keep_events_to=position)
             yield connection
 
-    async def _take_turn(self, connection: AsyncConnection) -> None:
+    async def _lock_writers(self, connection: AsyncConnection) -> None:
         # An update comes first: SQLite's write lock and PostgreSQL's row lock are held from here on,
         # so what is read below cannot change before it is written.
         await connection.execute(
@@ -307,7 +307,7 @@ class Store:
     async def prune_points(self, before_s: float) -> int:
         """Delete points older than ``before_s``: the read model keeps no more than the stream does."""
         async with self.engine.begin() as connection:
-            await self._take_turn(connection)
+            await self._lock_writers(connection)
             return (await connection.execute(POINTS.delete().where(POINTS.c.time < before_s))).rowcount
 
     def _insert(self, table: sa.Table) -> Any:

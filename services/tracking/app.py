@@ -38,7 +38,15 @@ from services.tracking import metrics
 from services.tracking.core import describe, points
 from services.tracking.core.fold import FIRST_ATTEMPT, Run, filters, fold
 from services.tracking.settings import TrackingSettings
-from services.tracking.store import Away, Gone, Page, Promotion, Refused, Store, import_mlflow
+from services.tracking.store import (
+    Page,
+    PageLost,
+    Promotion,
+    Store,
+    TrackingRefused,
+    TrackingUnavailable,
+    import_mlflow,
+)
 
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
@@ -66,7 +74,7 @@ class Attempt:
 
 
 @dataclass(slots=True)
-class Known:
+class TrackedRun:
     """A run and its pages."""
 
     run: Run
@@ -78,7 +86,7 @@ class Projector:
 
     def __init__(self, bus: Bus, settings: TrackingSettings, store: Store, stopping: asyncio.Event) -> None:
         self._bus, self._settings, self._store, self._stopping = bus, settings, store, stopping
-        self._runs: OrderedDict[str, Known] = OrderedDict()
+        self._runs: OrderedDict[str, TrackedRun] = OrderedDict()
         self._live: set[str] = set()
         self._announced: set[str] = set()
         self._lock = asyncio.Lock()
@@ -101,7 +109,7 @@ class Projector:
 
     def _open_store(self) -> None:
         # In a thread of its own, since a priority that has been lowered stays low.
-        importing = threading.Thread(target=_import_politely, name="import mlflow")
+        importing = threading.Thread(target=_import_at_low_priority, name="import mlflow")
         importing.start()
         importing.join()
         try:
@@ -114,12 +122,12 @@ class Projector:
     async def on_run_fact(self, received: Message[Any]) -> None:
         """Bring the run's pages up to date."""
         async with self._lock:
-            await self._twice(lambda: self._update(received.event.run_id, received.envelope))
+            await self._retry_after_loss(lambda: self._update(received.event.run_id, received.envelope))
 
     async def on_model_promoted(self, received: Message[ModelPromoted]) -> None:
         """Bring the registry up to date."""
         async with self._lock:
-            await self._twice(lambda: self._promote(received.event))
+            await self._retry_after_loss(lambda: self._promote(received.event))
 
     async def follow_live(self) -> None:
         """Log the points of running commands every few seconds: nothing of theirs need ever be committed."""
@@ -127,18 +135,18 @@ class Projector:
         while not self._stopping.is_set():
             try:
                 if not found:
-                    # Those that were running before this process began.
+                    # Those that were running before this process started.
                     self._live.update(await self._call(self._store.live))
                     found = True
                 for run_id in sorted(self._live):
-                    await self._tick(run_id)
-            except (PoisonMessage, TransientError, Refused, Gone) as error:
+                    await self._log_live_points(run_id)
+            except (PoisonMessage, TransientError, TrackingRefused, PageLost) as error:
                 log.warning("live metrics have to wait", error=str(error))
             await self._pause(self._settings.live_interval_s)
 
-    async def _tick(self, run_id: str) -> None:
+    async def _log_live_points(self, run_id: str) -> None:
         async with self._lock:
-            await self._twice(lambda: self._update(run_id))
+            await self._retry_after_loss(lambda: self._update(run_id))
 
     async def watch_behind(self) -> None:
         """Keep the gauge of what waits: during an outage no handler would."""
@@ -153,17 +161,17 @@ class Projector:
         with suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), seconds)
 
-    async def _twice(self, work: Callable[[], Any]) -> None:
+    async def _retry_after_loss(self, work: Callable[[], Any]) -> None:
         """Do ``work``; if MLflow has lost what we remember of it, forget that and do it once more."""
         try:
             try:
                 await work()
-            except Gone as error:
+            except PageLost as error:
                 log.warning("MLflow does not know what it knew; looking again", error=str(error))
                 self._runs.clear()
                 self._store.forget()
                 await work()
-        except (Gone, Refused) as error:
+        except (PageLost, TrackingRefused) as error:
             raise PoisonMessage(str(error)) from error
 
     # -- one run ------------------------------------------------------------
@@ -191,9 +199,9 @@ class Projector:
         else:
             self._live.discard(run_id)
 
-    async def _catch_up(self, run_id: str) -> Known:
+    async def _catch_up(self, run_id: str) -> TrackedRun:
         """The run with every fact that is stored by now."""
-        known = self._runs.setdefault(run_id, Known(Run(run_id)))
+        known = self._runs.setdefault(run_id, TrackedRun(Run(run_id)))
         self._runs.move_to_end(run_id)
         for received in await self._bus.read_history(*filters(run_id), start_sequence=known.run.sequence + 1):
             fold(known.run, received.event, received.envelope.time, received.sequence)
@@ -201,7 +209,7 @@ class Projector:
             self._runs.popitem(last=False)
         return known
 
-    async def _open(self, known: Known, number: int, generation: int) -> Attempt:
+    async def _open(self, known: TrackedRun, number: int, generation: int) -> Attempt:
         """The attempt's page: the one that is there, or a new one."""
         run = known.run
         assert run.accepted is not None
@@ -260,7 +268,7 @@ class Projector:
 
     async def _flush(self, run: Run, attempt: Attempt, generation: int) -> None:
         """Log every point that nothing can take back any more, then the cursor."""
-        generation = run.begun(generation)
+        generation = run.start_generation(generation)
         horizon = points.horizon(run, generation)
         final = horizon == points.NO_CEILING
         if not final and (generation, horizon) == (attempt.cursor.generation, attempt.cursor.step):
@@ -387,11 +395,11 @@ class Projector:
                 raise TransientError("the service is stopping")
             try:
                 result = await loop.run_in_executor(self._thread, partial(work, *args))
-            except Away as error:
+            except TrackingUnavailable as error:
                 unclear += error.unclear
                 if unclear >= UNCLEAR_TRIES and await loop.run_in_executor(self._thread, self._store.answers):
                     # Else one impossible call would keep every other run's facts waiting for ever.
-                    raise Refused(f"MLflow works but failed {unclear} times at this: {error}") from error
+                    raise TrackingRefused(f"MLflow works but failed {unclear} times at this: {error}") from error
                 if not self.away:
                     log.warning("MLflow is away; facts wait", uri=self._store.uri, error=str(error))
                 self.away = True
@@ -411,7 +419,7 @@ def _ms(time_s: float) -> int:
     return round(time_s * 1000)
 
 
-def _import_politely() -> None:
+def _import_at_low_priority() -> None:
     """Import mlflow, which takes seconds, and let those go first who want the same core."""
     if sys.platform == "linux":
         with suppress(OSError):

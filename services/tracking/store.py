@@ -1,4 +1,4 @@
-"""MLflow, blocking, one call at a time. Its many errors become three: Away, Refused, Gone.
+"""MLflow, blocking, one call at a time. Its many errors become three: TrackingUnavailable, TrackingRefused, PageLost.
 
 Everything here may be called again with the same arguments and then changes nothing. mlflow is imported on
 first use: that takes seconds and 200 MB.
@@ -34,7 +34,7 @@ CHAMPION = "champion"
 CHAMPION_VERSION = "trainbus.champion_version"
 
 
-class Away(Exception):
+class TrackingUnavailable(Exception):
     """MLflow does not answer, or answers that it cannot now.
 
     ``unclear``: it may also be this very call that it can never do; MLflow says the same for both.
@@ -45,11 +45,11 @@ class Away(Exception):
         self.unclear = unclear
 
 
-class Refused(Exception):
+class TrackingRefused(Exception):
     """MLflow will never take this."""
 
 
-class Gone(Exception):
+class PageLost(Exception):
     """What was there is not there any more: somebody deleted it, or the database is another one."""
 
 
@@ -123,7 +123,7 @@ class Store:
         try:
             with self._translated("probe"):
                 self._mlflow.search_experiments(max_results=1)
-        except (Away, Refused, Gone):
+        except (TrackingUnavailable, TrackingRefused, PageLost):
             return False
         return True
 
@@ -137,17 +137,17 @@ class Store:
             try:
                 yield
             except (OSError, sqlite3.Error) as error:
-                raise Away(f"{operation}: {error!r}") from error
+                raise TrackingUnavailable(f"{operation}: {error!r}") from error
             except Exception as error:
                 code = getattr(error, "error_code", None)
                 if code is None and not type(error).__module__.startswith(("requests", "urllib3", "sqlalchemy")):
                     raise
                 text = f"{operation}: MLflow says {code}: {error}"
                 if code == "RESOURCE_DOES_NOT_EXIST":
-                    raise Gone(text) from error
+                    raise PageLost(text) from error
                 if code in FINAL:
-                    raise Refused(text) from error
-                raise Away(text, unclear=code == "INTERNAL_ERROR") from error
+                    raise TrackingRefused(text) from error
+                raise TrackingUnavailable(text, unclear=code == "INTERNAL_ERROR") from error
 
     # -- runs ---------------------------------------------------------------
 

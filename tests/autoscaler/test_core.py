@@ -13,7 +13,7 @@ from contracts.events.node import NodeDraining, NodeJoined, NodeLeft, NodeLost, 
 from contracts.events.run import Member, RunExited, RunPlaced, RunReleased
 from contracts.scheduling import Policy
 from contracts.spec.run import RunSpec
-from services.autoscaler.core.decide import Decision, Drain, Machine, Start, Stop, decide
+from services.autoscaler.core.decide import Decision, DrainNode, Machine, StartMachines, StopMachine, decide
 from services.autoscaler.core.state import State, apply
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -58,11 +58,11 @@ def said(state: State, *machines: str, age_s: float = 10.0) -> list[str]:
 
 def text(decision: Decision) -> str:
     match decision:
-        case Start():
+        case StartMachines():
             return f"start {decision.count}"
-        case Drain():
+        case DrainNode():
             return f"drain {decision.node_id}"
-        case Stop():
+        case StopMachine():
             return f"stop {decision.node_id}"
 
 
@@ -127,11 +127,11 @@ def test_a_machine_without_a_node_is_given_up_and_another_one_started() -> None:
 def test_facts_about_old_runs_need_not_be_read() -> None:
     facts: list[Fact] = [placed("n0", run_id="old"), adopted(), joined("n0"), joined("n1"), placed("n0")]
     state = folded(*facts)
-    assert state.first_of_interest() == 3
+    assert state.first_relevant_sequence() == 3
     for sequence, fact in enumerate(facts[2:], 3):
         apply(state, fact, sequence, NOW)
     assert {node.node_id: node.holders for node in state.nodes.values()} == {"n0": {("r", 1)}, "n1": set()}
-    assert folded().first_of_interest() == 1
+    assert folded().first_relevant_sequence() == 1
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -151,14 +151,14 @@ def test_any_history(seed: int) -> None:
         decisions = decide(state, {"a": list(machines.values())}, now, silence_s=300)
         for decision in decisions:
             match decision:
-                case Start():
+                case StartMachines():
                     for _ in range(decision.count):
                         machines[f"m{number}"] = Machine(f"m{number}", now)
                         number += 1
-                case Drain():
+                case DrainNode():
                     assert not held.get(decision.node_id)
                     say(NodeDraining(node_id=decision.node_id, incarnation="1"))
-                case Stop():
+                case StopMachine():
                     assert not held.get(decision.node_id)
                     if machines.pop(decision.node_id).node_id in state.nodes:
                         say(NodeLeft(node_id=decision.node_id, incarnation="1"))

@@ -16,8 +16,8 @@ from contracts.base import Fact
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointStaged
 from contracts.events.train import Retention
 from services.checkpoint.app import Committer, build
-from services.checkpoint.collect import collect_garbage
 from services.checkpoint.core.commit import manifest_uri
+from services.checkpoint.garbage_collection import collect_garbage
 from services.checkpoint.settings import CheckpointSettings
 from services.kit.bus import Bus, Message, TransientError
 from services.kit.clock import ManualClock

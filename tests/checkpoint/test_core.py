@@ -17,9 +17,9 @@ from contracts.events.run import CheckpointRef, RunAccepted, RunCompleted, RunFa
 from contracts.events.train import EvaluationTarget, Retention
 from contracts.spec.run import RunSpec
 from services.checkpoint.core import commit
-from services.checkpoint.core.commit import Assembled, Refusal, Sealed, Waiting, assemble, seal
+from services.checkpoint.core.commit import AssembledCheckpoint, MissingParts, Refusal, SealedCheckpoint, assemble, seal
 from services.checkpoint.core.digests import differences, state_digest
-from services.checkpoint.core.garbage import Ledger, Stored, blobs_of, garbage, orphan_manifests
+from services.checkpoint.core.garbage import Ledger, StoredBlob, blobs_of, orphan_manifests, select_garbage
 from services.checkpoint.core.retention import Holds, pinned, plan
 from services.kit import chunks
 from tests.checkpoint.facts import RUN, blob_uri, committed, file, placed, sha, staged, tuned
@@ -33,12 +33,12 @@ def test_all_parts_make_a_manifest_whatever_their_order() -> None:
     a = staged(B, "a", metrics={"loss": 1.0, "x": 3.0})
     b = staged(B, "b", metrics={"loss": 2.0})
     one, other = assemble(placed(), [a, b], B), assemble(placed(), [b, a, b, staged(B, "a", generation=7)], B)
-    assert isinstance(one, Assembled)
-    assert isinstance(other, Assembled)
+    assert isinstance(one, AssembledCheckpoint)
+    assert isinstance(other, AssembledCheckpoint)
     assert one == other
     assert one.ref.uri == f"s3://models/digits/{RUN}/checkpoints/epoch_1/step_00000100.g1.json"
     sealed = seal(placed(), one, {})
-    assert isinstance(sealed, Sealed)
+    assert isinstance(sealed, SealedCheckpoint)
     manifest = json.loads(sealed.manifest)
     assert [each["path"] for each in manifest["files"]] == [f"rank_{rank}.bin" for rank in range(4)]
     assert manifest["metrics"] == {"loss": 1.0, "x": 3.0}
@@ -58,14 +58,14 @@ def test_the_state_digest_is_the_same_for_any_split_over_ranks_and_exact_only_if
             f"digests-{r}.json": json.dumps({n: digests[n] for n in names[r::ranks]}).encode() for r in range(ranks)
         }
         assembled = assemble(placed(), parts, B)
-        assert isinstance(assembled, Assembled)
+        assert isinstance(assembled, AssembledCheckpoint)
         sealed = seal(placed(), assembled, shares)
-        assert isinstance(sealed, Sealed)
+        assert isinstance(sealed, SealedCheckpoint)
         commits.append(sealed.commit)
     assert {commit.state_digest for commit in commits} == {state_digest(digests)}
     assert {commit.exactness for commit in commits} == {"exact"}
     mixed = assemble(placed(), [parts[0], staged(B, "b")], B)
-    assert isinstance(mixed, Assembled)
+    assert isinstance(mixed, AssembledCheckpoint)
     assert mixed.exactness == "samples-exact"
     other = {
         "digests-0.json": b'{"model/a": "%s"}' % sha(b"1").encode(),
@@ -115,19 +115,19 @@ def test_differences_are_blobs_on_blobs_in_short_chains(case: str) -> None:
         assert isinstance(found, Refusal)
         assert words in found.reason
         return
-    assert isinstance(found, Assembled)
+    assert isinstance(found, AssembledCheckpoint)
     assert {blob.uri: blob.size_bytes for blob in found.blobs} == {
         uri: len("delta 0") if uri != blob_uri(B, b"base") else 4 for uri in chunk.uris
     }
     sealed = seal(placed(), found, {})
-    assert isinstance(sealed, Sealed)
+    assert isinstance(sealed, SealedCheckpoint)
     assert blobs_of(sealed.manifest) == set(chunk.uris)
 
 
 def test_it_waits_for_missing_ranks_and_does_not_listen_to_strangers() -> None:
-    assert assemble(placed(), [staged(B, "b")], B) == Waiting((0, 1))
-    assert assemble(placed(), [staged(B, "b"), staged(B, "stranger")], B) == Waiting((0, 1))
-    assert assemble(placed(2), [staged(B, "a"), staged(B, "b")], B) == Waiting((0, 1, 2, 3))
+    assert assemble(placed(), [staged(B, "b")], B) == MissingParts((0, 1))
+    assert assemble(placed(), [staged(B, "b"), staged(B, "stranger")], B) == MissingParts((0, 1))
+    assert assemble(placed(2), [staged(B, "a"), staged(B, "b")], B) == MissingParts((0, 1, 2, 3))
 
 
 BAD_PARTS: dict[str, tuple[dict[str, Any], str]] = {
@@ -249,8 +249,8 @@ def test_differences_of_two_states_are_named() -> None:
     ]
 
 
-def stored(uri: str, age_days: float) -> Stored:
-    return Stored(uri, uri.split("/", 3)[3], 1, NOW - timedelta(days=age_days))
+def stored(uri: str, age_days: float) -> StoredBlob:
+    return StoredBlob(uri, uri.split("/", 3)[3], 1, NOW - timedelta(days=age_days))
 
 
 def removed(step: int) -> CheckpointDeleted:
@@ -286,10 +286,10 @@ def test_garbage_is_what_nothing_names(case: str) -> None:
         ledger.apply(fact, NOW - timedelta(days=age_days))
     uris = sorted(blobs(staged(B, "a")))
     old = [stored(uri, 10) for uri in uris]
-    assert [blob.uri for blob in garbage(old, set(), ledger, NOW, GRACE)] == (uris if is_garbage else [])
+    assert [blob.uri for blob in select_garbage(old, set(), ledger, NOW, GRACE)] == (uris if is_garbage else [])
     # Whatever the facts say: a manifest's blobs stay, and young ones stay.
-    assert garbage(old, set(uris), ledger, NOW, GRACE) == []
-    assert garbage([stored(uri, 1) for uri in uris], set(), ledger, NOW, GRACE) == []
+    assert select_garbage(old, set(uris), ledger, NOW, GRACE) == []
+    assert select_garbage([stored(uri, 1) for uri in uris], set(), ledger, NOW, GRACE) == []
 
 
 def test_a_manifest_that_a_run_begins_with_stays_until_that_run_is_over() -> None:

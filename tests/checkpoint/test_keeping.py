@@ -19,8 +19,8 @@ from contracts.events.run import RunAccepted
 from contracts.events.train import PinRequested, Retention, ScrubRequested
 from services.checkpoint.app import Committer
 from services.checkpoint.core.digests import state_digest
-from services.checkpoint.keep import Keeper
-from services.checkpoint.scrub import Scrubber
+from services.checkpoint.keeper import Keeper
+from services.checkpoint.scrubber import Scrubber
 from services.checkpoint.settings import CheckpointSettings
 from services.kit.bus import Bus, Message, PoisonMessage
 from services.kit.settings import Settings

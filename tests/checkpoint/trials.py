@@ -34,9 +34,9 @@ from contracts.events.checkpoint import (
 )
 from contracts.events.train import PinRequested, Retention
 from services.checkpoint.app import Committer
-from services.checkpoint.collect import collect_garbage
 from services.checkpoint.core.commit import files_of
-from services.checkpoint.keep import Keeper
+from services.checkpoint.garbage_collection import collect_garbage
+from services.checkpoint.keeper import Keeper
 from services.checkpoint.settings import CheckpointSettings
 from services.kit import chunks
 from services.kit.bus import Bus, Conflict, Message, PoisonMessage, TransientError

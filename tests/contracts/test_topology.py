@@ -10,8 +10,8 @@ from contracts import topology
 from contracts.base import Event, Fact
 from contracts.events import BY_TYPE, FACTS, REQUESTS
 from contracts.events.run import RunCancelled
-from services.autoscaler.core.state import PASSING, STANDING
-from services.checkpoint.collect import LEDGER
+from services.autoscaler.core.state import ALLOCATION_FACTS, STATE_FACTS
+from services.checkpoint.garbage_collection import LEDGER
 from services.evaluation.core.state import FOLDED
 from services.kit.bus import Bus
 from services.worker.agent.agent import FOLLOWED
@@ -58,7 +58,7 @@ async def test_the_bus_refuses_what_belongs_to_another_service(make_bus: Any) ->
 @pytest.mark.parametrize(
     ("service", "followed"),
     [
-        ("autoscaler", (*STANDING, *PASSING)),
+        ("autoscaler", (*STATE_FACTS, *ALLOCATION_FACTS)),
         ("checkpoint", LEDGER),
         ("evaluation", FOLDED),
         ("worker", FOLLOWED),

@@ -15,7 +15,7 @@ from contracts.events.run import RunAccepted
 from services.gateway.projection import FACTS, PROGRESS, STREAMS, Projection
 from services.gateway.rebuild import rebuild
 from services.gateway.settings import GatewaySettings
-from services.gateway.store import METADATA, PROJECTIONS, SCHEMA, Moved, Store
+from services.gateway.store import METADATA, PROJECTIONS, SCHEMA, ProjectionMoved, Store
 from services.kit.bus import Bus
 from tests.gateway.conftest import EVALUATED_SPEC, SPEC, life, running
 
@@ -47,7 +47,7 @@ async def project(bus: Bus, store: Store) -> None:
 
 
 async def crash_in_mid_commit(store: Store) -> None:
-    async with store.moving(FACTS, 0, 5) as connection:
+    async with store.advance_projection(FACTS, 0, 5) as connection:
         await connection.execute(METADATA.tables["nodes"].delete())
         raise RuntimeError("crash")
 
@@ -86,7 +86,7 @@ async def test_a_batch_counts_once(bus: Bus, gateway_settings: GatewaySettings) 
         assert (await contents(store), await store.position(FACTS)) == (clean, 0)
         position = await projection.commit(FACTS, 0, batch)
         after = await contents(store)
-        with pytest.raises(Moved):
+        with pytest.raises(ProjectionMoved):
             await projection.commit(FACTS, 0, batch)
         assert (await contents(store), await store.position(FACTS)) == (after, position)
 

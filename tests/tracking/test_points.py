@@ -176,7 +176,7 @@ class Life:
         heads: dict[str, int] = {}
         for row in self.rows:
             heads[row.key] = max(heads.get(row.key, -1), row.step)
-        generation = self.run.begun(self.run.generation)
+        generation = self.run.start_generation(self.run.generation)
         selector = Selector(self.run, generation, self.stored, heads)
         reading = [item for item in self.stream if item[0] >= self.stored.start]
         for first in range(0, len(reading), 2):

@@ -14,7 +14,7 @@ from contracts.events.run import RunEvaluated, RunFailed, RunNotPromoted, RunPre
 from services.kit.bus import Bus
 from services.tracking.core.points import Point
 from services.tracking.settings import TrackingSettings
-from services.tracking.store import Away, Store
+from services.tracking.store import Store, TrackingUnavailable
 from tests.tracking.conftest import SHA, World, command_spec, eventually, task_spec
 
 Start = Callable[..., Awaitable[Any]]
@@ -121,7 +121,7 @@ class Faulty(Store):
     def _broken(self) -> None:
         self.calls += 1
         if self.away:
-            raise Away("connection refused")
+            raise TrackingUnavailable("connection refused")
 
     def find(self, *args: Any) -> Any:
         self._broken()
@@ -172,7 +172,7 @@ async def test_a_call_that_fails_now_and_then_doubles_nothing(
         def _broken(self) -> None:
             self.calls += 1
             if self.calls % 3 == 1:
-                raise Away("reset by peer")
+                raise TrackingUnavailable("reset by peer")
 
     store = Flaky(tracking_settings)
     await running(tracking_settings, store)
@@ -188,7 +188,7 @@ async def test_one_impossible_call_does_not_hold_up_the_others(
     class Choking(Store):
         def log_params(self, mlflow_run_id: str, params: Any) -> None:
             if "params.bad" in params:
-                raise Away("MLflow says INTERNAL_ERROR", unclear=True)
+                raise TrackingUnavailable("MLflow says INTERNAL_ERROR", unclear=True)
             super().log_params(mlflow_run_id, params)
 
     store = Choking(tracking_settings.tracking_uri, tracking_settings.artifact_location)
@@ -210,7 +210,7 @@ async def test_killed_between_points_and_cursor(bus: Bus, tracking_settings: Tra
             if "trainbus.cursor" in tags and '"step": 40' in tags["trainbus.cursor"]:
                 self.dead = True
             if self.dead:
-                raise Away("the process is dead: nothing it does arrives")
+                raise TrackingUnavailable("the process is dead: nothing it does arrives")
             super().log_tags(mlflow_run_id, tags)
 
     store = Dying(tracking_settings.tracking_uri, tracking_settings.artifact_location)

@@ -27,11 +27,11 @@ class Adapter(Protocol):
         ...
 
     async def start(self, pool: Pool, count: int) -> list[str]:
-        """Start so many more; return their node ids. Does not wait until they are ready."""
+        """Start this many more machines and return their node ids, without waiting until they are ready."""
         ...
 
     async def stop(self, pool: Pool, node_ids: Sequence[str]) -> None:
-        """Stop these for good. One that is not there any more is no error."""
+        """Stop these machines for good. One that no longer exists is no error."""
         ...
 
 

@@ -22,13 +22,13 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartMachines:
     pool: str
     count: int
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
+class DrainNode:
     """Ask the scheduler to place nothing more on the node."""
 
     node_id: str
@@ -37,15 +37,15 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
-    """Stop the machine: nothing runs there."""
+class StopMachine:
+    """Stop a machine on which nothing runs."""
 
     pool: str
     node_id: str
     reason: str
 
 
-Decision = Start | Drain | Stop
+Decision = StartMachines | DrainNode | StopMachine
 
 
 def decide(
@@ -76,7 +76,7 @@ class _Pool:
         self.coming: list[Machine] = []
         self.empty: list[Node] = []
         self.busy: list[Node] = []
-        self.stops: list[Stop] = []
+        self.stops: list[StopMachine] = []
         for machine in machines:
             node = state.nodes.get(machine.node_id)
             if node is None or node.gone_at is not None:
@@ -92,7 +92,7 @@ class _Pool:
                 (self.busy if node.holders else self.empty).append(node)
 
     def _stop(self, node_id: str, reason: str) -> None:
-        self.stops.append(Stop(self.name, node_id, reason))
+        self.stops.append(StopMachine(self.name, node_id, reason))
 
     def decided(self) -> list[Decision]:
         target = min(self.wanted.nodes, self.most)
@@ -101,17 +101,17 @@ class _Pool:
             # Machines that are about to go still are there, and may cost something.
             room = self.most - (self.count - len(self.stops))
             count = min(target - have, max(room, 0))
-            return [*self.stops, *([Start(self.name, count)] if count else [])]
-        return [*self.stops, *self._fewer(have - target)]
+            return [*self.stops, *([StartMachines(self.name, count)] if count else [])]
+        return [*self.stops, *self._scale_down(have - target)]
 
-    def _fewer(self, surplus: int) -> list[Decision]:
+    def _scale_down(self, surplus: int) -> list[Decision]:
         """So many less: first what has not come yet, the newest first; then empty nodes, those called spare first."""
         newest = sorted(self.coming, key=lambda machine: (machine.started_at, machine.node_id), reverse=True)
         found: list[Decision] = [
-            Stop(self.name, each.node_id, "it is not wanted any more") for each in newest[:surplus]
+            StopMachine(self.name, each.node_id, "it is not wanted any more") for each in newest[:surplus]
         ]
         spare = {node_id: place for place, node_id in enumerate(self.wanted.spare)}
         order = sorted(self.empty, key=lambda node: (spare.get(node.node_id, len(spare)), node.node_id))
         for node in order[: surplus - len(found)]:
-            found.append(Drain(node.node_id, node.incarnation, f"pool {self.name} has more nodes than are wanted"))
+            found.append(DrainNode(node.node_id, node.incarnation, f"pool {self.name} has more nodes than are wanted"))
         return found

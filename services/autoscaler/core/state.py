@@ -12,7 +12,7 @@ from contracts.events.run import RunExited, RunPlaced, RunReleased
 from contracts.scheduling import Pool
 
 #: Facts that say what there is and what is wanted; and those that say what lies on a node.
-STANDING: tuple[type[Fact], ...] = (
+STATE_FACTS: tuple[type[Fact], ...] = (
     NodeJoined,
     NodeLeft,
     NodeLost,
@@ -21,7 +21,7 @@ STANDING: tuple[type[Fact], ...] = (
     CapacityWanted,
     PolicyAdopted,
 )
-PASSING: tuple[type[Fact], ...] = (RunPlaced, RunReleased, RunExited)
+ALLOCATION_FACTS: tuple[type[Fact], ...] = (RunPlaced, RunReleased, RunExited)
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class State:
     nodes: dict[str, Node] = field(default_factory=dict)
     sequence: int = 0
 
-    def first_of_interest(self) -> int:
+    def first_relevant_sequence(self) -> int:
         """From where on facts about runs say what lies on the nodes that there are."""
         present = (node.joined_sequence for node in self.nodes.values() if node.gone_at is None)
         return min(present, default=self.sequence + 1)

@@ -33,7 +33,7 @@ _FILES = TypeAdapter(tuple[CheckpointFile, ...])
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class MissingParts:
     """Other nodes' parts are still missing."""
 
     missing_ranks: tuple[int, ...]
@@ -56,7 +56,7 @@ class Blob:
 
 
 @dataclass(frozen=True, slots=True)
-class Assembled:
+class AssembledCheckpoint:
     """Every rank's part is there. What remains is to verify the files against the store, and to seal it."""
 
     ref: CheckpointRef
@@ -83,14 +83,16 @@ class Assembled:
 
 
 @dataclass(frozen=True, slots=True)
-class Sealed:
+class SealedCheckpoint:
     """A manifest in its final bytes, and the fact that will say so."""
 
     manifest: bytes
     commit: CheckpointCommitted
 
 
-def assemble(placed: RunPlaced, staged: Iterable[CheckpointStaged], bucket: str) -> Assembled | Waiting | Refusal:
+def assemble(
+    placed: RunPlaced, staged: Iterable[CheckpointStaged], bucket: str
+) -> AssembledCheckpoint | MissingParts | Refusal:
     """Put the parts of one step together, in stream order. Same facts, same bytes.
 
     Parts of other generations, and of nodes that the placement does not name, are left out.
@@ -109,7 +111,7 @@ def assemble(placed: RunPlaced, staged: Iterable[CheckpointStaged], bucket: str)
             )
     missing = set(range(placed.world_size)).difference(*(part.ranks for part in parts.values()))
     if missing:
-        return Waiting(tuple(sorted(missing)))
+        return MissingParts(tuple(sorted(missing)))
     ordered = sorted(parts.values(), key=lambda part: min(part.ranks))
     first = ordered[0]
     for part in ordered[1:]:
@@ -150,10 +152,10 @@ def assemble(placed: RunPlaced, staged: Iterable[CheckpointStaged], bucket: str)
     }
     uri = manifest_uri(bucket, placed.spec.experiment, placed.run_id, first.epoch, first.step, placed.generation)
     ref = CheckpointRef(uri=uri, step=first.step, epoch=first.epoch, samples_consumed=first.samples_consumed)
-    return Assembled(ref, manifest, listed, metrics, any(part.final for part in ordered), exactness)
+    return AssembledCheckpoint(ref, manifest, listed, metrics, any(part.final for part in ordered), exactness)
 
 
-def seal(placed: RunPlaced, assembled: Assembled, digests: Mapping[str, bytes]) -> Sealed | Refusal:
+def seal(placed: RunPlaced, assembled: AssembledCheckpoint, digests: Mapping[str, bytes]) -> SealedCheckpoint | Refusal:
     """Complete the manifest with the hash over the state. ``digests`` are the contents of ``digest_files``."""
     try:
         state = state_digest(union(digests)) if digests else None
@@ -171,7 +173,7 @@ def seal(placed: RunPlaced, assembled: Assembled, digests: Mapping[str, bytes]) 
         state_digest=state,
         manifest_sha256=hashlib.sha256(manifest).hexdigest(),
     )
-    return Sealed(manifest, commit)
+    return SealedCheckpoint(manifest, commit)
 
 
 def manifest_uri(bucket: str, experiment: str, run_id: str, epoch: int, step: int, generation: int) -> str:

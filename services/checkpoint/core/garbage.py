@@ -35,7 +35,7 @@ MANIFEST_KEY = re.compile(r"^[^/]+/(?P<run_id>[^/]+)/checkpoints/epoch_-?\d+/ste
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredBlob:
     """An object in the store."""
 
     uri: str
@@ -99,8 +99,10 @@ class Ledger:
         return set().union(*waiting, *removed)
 
 
-def orphan_manifests(manifests: Iterable[Stored], ledger: Ledger, now: datetime, grace: timedelta) -> list[Stored]:
-    """Manifests that can be restored by nobody: retention deleted them, or their commit can never follow."""
+def orphan_manifests(
+    manifests: Iterable[StoredBlob], ledger: Ledger, now: datetime, grace: timedelta
+) -> list[StoredBlob]:
+    """Return manifests that no run can restore: retention deleted them, or their commit can never follow."""
     orphans, held = [], ledger.holds.uris
     for manifest in manifests:
         match = MANIFEST_KEY.match(manifest.key)
@@ -112,8 +114,10 @@ def orphan_manifests(manifests: Iterable[Stored], ledger: Ledger, now: datetime,
     return orphans
 
 
-def garbage(blobs: Iterable[Stored], named: set[str], ledger: Ledger, now: datetime, grace: timedelta) -> list[Stored]:
-    """Blobs that nothing names. ``named`` are those of every manifest that stays."""
+def select_garbage(
+    blobs: Iterable[StoredBlob], named: set[str], ledger: Ledger, now: datetime, grace: timedelta
+) -> list[StoredBlob]:
+    """Return the blobs that no manifest names. ``named`` are those of every manifest that stays."""
     marked = named | ledger.artifacts | ledger.pending_blobs(now - grace)
     return [blob for blob in blobs if blob.uri not in marked and now - blob.modified_at > grace]
 

@@ -44,7 +44,7 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Conclude:
+class ConcludeCandidate:
     """Publish this fact, if ``sequence`` is (still) the last one of the model's promotions."""
 
     fact: ModelPromoted | RunPromoted | RunNotPromoted
@@ -56,7 +56,7 @@ class Conclude:
         return subjects.fact("model", self.fact.model, ModelPromoted.fact)
 
 
-Step = RequestEvaluation | Report | Conclude
+Step = RequestEvaluation | Report | ConcludeCandidate
 
 
 def next_steps(state: State, candidate: Candidate, source: str) -> list[Step]:
@@ -68,7 +68,7 @@ def next_steps(state: State, candidate: Candidate, source: str) -> list[Step]:
     # 1. The result is a champion, by the gate or by an operator's word: say so on the run.
     own = next((version for version in history if version.fact.run_id == run_id), None)
     if own is not None:
-        return [Conclude(promoted(own))]
+        return [ConcludeCandidate(promoted(own))]
     if candidate.checkpoint is None:
         return [_refuse(candidate, "the run completed without a committed checkpoint, so there is nothing to measure")]
     # 2. Measure it; measure the champion too where its numbers are of another dataset.
@@ -121,7 +121,7 @@ def next_steps(state: State, candidate: Candidate, source: str) -> list[Step]:
         previous_run_id=champion.fact.run_id if champion else None,
         reason=verdict.reason,
     )
-    return [Conclude(promotion, champion.sequence if champion else 0)]
+    return [ConcludeCandidate(promotion, champion.sequence if champion else 0)]
 
 
 def promoted(version: Version) -> RunPromoted:
@@ -172,7 +172,7 @@ def _request(
     return [RequestEvaluation(event_id, run_id, uri, dataset_id, priority)]
 
 
-def _refuse(candidate: Candidate, reason: str, champion: Version | None = None) -> Conclude:
+def _refuse(candidate: Candidate, reason: str, champion: Version | None = None) -> ConcludeCandidate:
     assert candidate.spec.model is not None
     fact = RunNotPromoted(run_id=candidate.run_id, model=candidate.spec.model, reason=reason)
-    return Conclude(fact, champion.sequence if champion else None)
+    return ConcludeCandidate(fact, champion.sequence if champion else None)

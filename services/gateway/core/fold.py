@@ -88,7 +88,7 @@ def apply(rows: Rows, event: Event, at: At) -> None:
     """Fold one event into ``rows``. What a stale generation or incarnation says changes nothing."""
     if isinstance(event, (TrainRequested, RestoreRequested)):
         known = rows.runs.get(at.run_id)
-        rows.runs[at.run_id] = _requested(event, at) if known is None else _asked_before(known, event, at)
+        rows.runs[at.run_id] = _requested(event, at) if known is None else _merge_request(known, event, at)
     elif isinstance(event, CheckpointCommitted):
         _on_committed(rows, event, at)
     elif isinstance(event, CheckpointDeleted):
@@ -122,7 +122,7 @@ def fold_run(run: Run, fact: Event, at: At) -> Run:
         return run
     columns = _columns(run, fact, at)
     if life.get("state") in TERMINAL_STATES:
-        columns |= {"ended_at": at.time_s, **_not_waiting()}
+        columns |= {"ended_at": at.time_s, **_clear_waiting()}
     return replace(run, **{**columns, **life}) if columns or life else run
 
 
@@ -138,7 +138,7 @@ def _columns(run: Run, fact: RunFact, at: At) -> dict[str, Any]:
         case RunPrepared():
             return {"dataset_id": fact.dataset_id}
         case RunQueued():
-            return {"queued_at": at.time_s, "slots_got": 0, "members": [], **_not_waiting()}
+            return {"queued_at": at.time_s, "slots_got": 0, "members": [], **_clear_waiting()}
         case RunWaiting():
             return {"waiting_code": fact.code, "waiting_message": fact.message, "waiting_since": at.time_s}
         case RunPlaced():
@@ -199,7 +199,7 @@ def _requested(request: TrainRequested | RestoreRequested, at: At) -> Run:
     return Run(at.run_id, requested_at=at.time_s, request_hash=request_hash(request), **_spec_columns(request))
 
 
-def _asked_before(run: Run, request: TrainRequested | RestoreRequested, at: At) -> Run:
+def _merge_request(run: Run, request: TrainRequested | RestoreRequested, at: At) -> Run:
     """The run with what only its request tells, when its facts were read first."""
     requested = _requested(request, at)
     run = replace(run, requested_at=at.time_s, request_hash=requested.request_hash)
@@ -248,7 +248,7 @@ def _placed(run: Run, fact: RunPlaced) -> dict[str, Any]:
     placement = {"generation": fact.generation, "resume_step": fact.resume.step if fact.resume else 0}
     return {
         **({} if run.spec is not None else _spec_columns(fact.spec)),
-        **_not_waiting(),
+        **_clear_waiting(),
         "slots_got": fact.world_size,
         "slots_wanted": fact.wanted_slots or run.slots_max or fact.world_size,
         "members": [{**member.model_dump(mode="json"), "released": False} for member in fact.members],
@@ -256,7 +256,7 @@ def _placed(run: Run, fact: RunPlaced) -> dict[str, Any]:
     }
 
 
-def _not_waiting() -> dict[str, Any]:
+def _clear_waiting() -> dict[str, Any]:
     return {"waiting_code": None, "waiting_message": None, "waiting_since": None}
 
 

@@ -30,7 +30,7 @@ ATTEMPT = "trainbus.attempt"
 LIVE = "trainbus.live"
 CURSOR = "trainbus.cursor"
 FILES = "trainbus.files_logged"
-#: The manifest of the checkpoint whose weights training began with; of runs and of model versions.
+#: The manifest of the checkpoint with whose weights training starts; of runs and of model versions.
 INIT_FROM = "trainbus.init_from"
 RESERVED = ("mlflow.", "trainbus.")
 

@@ -39,7 +39,7 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class RunOutcome:
     """How the run ended, in MLflow's words."""
 
     status: str
@@ -67,7 +67,7 @@ class Run:
     digests: dict[str, str] = field(default_factory=dict)
     #: Manifest -> the hash of its bytes: with it whoever reads MLflow can tell the checkpoint from any other.
     manifests: dict[str, str] = field(default_factory=dict)
-    ended: Ended | None = None
+    ended: RunOutcome | None = None
     evaluated: RunEvaluated | None = None
     evaluated_at: datetime | None = None
     not_promoted: RunNotPromoted | None = None
@@ -86,8 +86,8 @@ class Run:
     def next_generation(self) -> int:
         return self.generation + 1
 
-    def begun(self, generation: int) -> int:
-        """The newest generation up to ``generation`` of which it is known where it began; the first one otherwise.
+    def start_generation(self, generation: int) -> int:
+        """Return the newest generation up to ``generation`` whose start is known; otherwise the first one.
 
         Only its ranks know: they may have taken up state from memory that is newer than any checkpoint.
         """
@@ -164,11 +164,11 @@ def fold(run: Run, event: RunFact, at: datetime, sequence: int) -> None:
             if known is None or event.checkpoint.step > known.step:
                 run.committed[event.generation] = event.checkpoint
         case RunCompleted():
-            run.ended = Ended("FINISHED", at, "", event.metrics, event.artifacts)
+            run.ended = RunOutcome("FINISHED", at, "", event.metrics, event.artifacts)
         case RunFailed():
-            run.ended = Ended("FAILED", at, event.reason)
+            run.ended = RunOutcome("FAILED", at, event.reason)
         case RunCancelled():
-            run.ended = Ended("KILLED", at, event.reason)
+            run.ended = RunOutcome("KILLED", at, event.reason)
         case RunEvaluated() if run.evaluated is None:
             run.evaluated, run.evaluated_at = event, at
         case RunNotPromoted() if run.not_promoted is None:

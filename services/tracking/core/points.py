@@ -64,7 +64,7 @@ class Cursor:
 
 def horizon(run: Run, generation: int) -> int:
     """The step up to which the points of ``generation`` are final, were it the last one."""
-    if run.live or run.ended is not None or generation < run.begun(run.generation):
+    if run.live or run.ended is not None or generation < run.start_generation(run.generation):
         return NO_CEILING
     committed = run.committed.get(generation)
     return committed.step if committed else NOTHING
@@ -132,7 +132,7 @@ class Selector:
         for point in batch.points:
             if not floor < point.step <= ceiling:
                 continue
-            if not _sound(point.step, point.time):
+            if not _is_storable(point.step, point.time):
                 self.dropped += len(point.values)
                 continue
             for name, value in point.values.items():
@@ -145,9 +145,9 @@ class Selector:
                 yield Point(key, value, round(point.time * 1000), point.step)
 
     def _system(self, batch: RunProgress) -> Iterable[Point]:
-        began_s = began(self.run)
+        began_s = started_at_s(self.run)
         for point in batch.points:
-            if not _sound(point.step, point.time):
+            if not _is_storable(point.step, point.time):
                 self.dropped += len(point.values)
                 continue
             step = max(round(point.time - began_s), 0)
@@ -156,7 +156,7 @@ class Selector:
                 yield Point(key, value, round(point.time * 1000), step)
 
 
-def began(run: Run) -> float:
+def started_at_s(run: Run) -> float:
     """Seconds since the epoch at which the run was first placed (or accepted)."""
     if run.placements:
         return run.placements[min(run.placements)].at.timestamp()
@@ -169,6 +169,6 @@ def result_points(metrics: Mapping[str, float], prefix: str, step: int, timestam
     return [Point(key, value, timestamp_ms, step) for key, value in keyed.items()]
 
 
-def _sound(step: int, time_s: float) -> bool:
+def _is_storable(step: int, time_s: float) -> bool:
     """Whether MLflow can store it; a database error over nonsense would hold up everybody's metrics."""
     return 0 <= step <= MAX_STEP and 0 <= time_s <= MAX_TIME_S

@@ -30,10 +30,17 @@ from contracts.events.checkpoint import (
 from contracts.events.run import RunPlaced
 from contracts.events.train import ScrubRequested
 from services.checkpoint import metrics
-from services.checkpoint.core.commit import Assembled, Sealed, assemble, blobs_of_files, files_of, seal
-from services.checkpoint.keep import parts
+from services.checkpoint.core.commit import (
+    AssembledCheckpoint,
+    SealedCheckpoint,
+    assemble,
+    blobs_of_files,
+    files_of,
+    seal,
+)
+from services.checkpoint.keeper import parts
 from services.checkpoint.settings import CheckpointSettings
-from services.checkpoint.verify import Verifier
+from services.checkpoint.verifier import Verifier
 from services.kit.bus import Bus, Message, PoisonMessage, TransientError
 from services.kit.jobs import JobQueue
 from services.kit.store.errors import ObjectNotFound
@@ -136,7 +143,7 @@ class Scrubber:
             if await self._deleted_meanwhile(commit):
                 return
             await self._tell(commit, (uri,), repair, found_at, cause)
-            sealed = await self._sealed_again(commit) if repair else None
+            sealed = await self._rebuild_manifest(commit) if repair else None
             if sealed is None:
                 return
             await self._objects.put(uri, sealed.manifest, content_type="application/json")
@@ -155,7 +162,7 @@ class Scrubber:
         rotten = []
         for blob in sorted(blobs_of_files(files_of(manifest)), key=lambda blob: blob.uri):
             if blob.uri not in seen:
-                seen[blob.uri] = await self._is_right(blob.uri)
+                seen[blob.uri] = await self._is_intact(blob.uri)
                 metrics.SCRUBBED_BYTES.inc(blob.size_bytes)
                 await pace.after(blob.size_bytes)
             if not seen[blob.uri]:
@@ -173,7 +180,7 @@ class Scrubber:
         expected = commit.manifest_sha256
         return manifest if expected in (None, hashlib.sha256(manifest).hexdigest()) else None
 
-    async def _is_right(self, uri: str) -> bool:
+    async def _is_intact(self, uri: str) -> bool:
         try:
             return await self._objects.hash(uri) == blob_sha256(uri)
         except ObjectNotFound:
@@ -202,7 +209,7 @@ class Scrubber:
         )
         await self._bus.publish(fact, cause)
 
-    async def _sealed_again(self, commit: CheckpointCommitted) -> Sealed | None:
+    async def _rebuild_manifest(self, commit: CheckpointCommitted) -> SealedCheckpoint | None:
         """The manifest made anew from the facts, if it comes out as it was committed."""
         history = await self._bus.read_history(subjects.fact("run", commit.run_id, RunPlaced.fact))
         placed = next((each.event for each in history if each.event.generation == commit.generation), None)
@@ -210,11 +217,11 @@ class Scrubber:
             return None
         staged = await parts(self._bus, commit.run_id, commit.checkpoint.step)
         assembled = assemble(placed, staged, self._settings.bucket_models)
-        if not isinstance(assembled, Assembled):
+        if not isinstance(assembled, AssembledCheckpoint):
             return None
         digests = await self._verifier.contents(assembled.digest_files)
         sealed = None if isinstance(digests, str) else seal(placed, assembled, digests)
-        if isinstance(sealed, Sealed) and sealed.commit.manifest_sha256 == commit.manifest_sha256:
+        if isinstance(sealed, SealedCheckpoint) and sealed.commit.manifest_sha256 == commit.manifest_sha256:
             return sealed
         return None
 
@@ -223,7 +230,7 @@ class Scrubber:
     async def on_checkpoint_repaired(self, received: Message[CheckpointRepaired]) -> None:
         """Look at what a node says it has written anew; if it is still wrong, say so again, a few times."""
         repaired = received.event
-        if not blob_sha256(repaired.blob) or await self._is_right(repaired.blob):
+        if not blob_sha256(repaired.blob) or await self._is_intact(repaired.blob):
             metrics.REPAIRED.labels("right").inc()
             log.info("rotten blob repaired", blob=repaired.blob, node_id=repaired.node_id)
             return

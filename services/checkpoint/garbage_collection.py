@@ -17,7 +17,7 @@ from contracts.events.checkpoint import (
 from contracts.events.run import RunEvaluated, RunExited
 from services.checkpoint import metrics
 from services.checkpoint.core.commit import BLOBS
-from services.checkpoint.core.garbage import Ledger, Stored, blobs_of, garbage, orphan_manifests
+from services.checkpoint.core.garbage import Ledger, StoredBlob, blobs_of, orphan_manifests, select_garbage
 from services.checkpoint.core.retention import HOLDING
 from services.checkpoint.settings import CheckpointSettings
 from services.kit.bus import Bus
@@ -39,7 +39,7 @@ LEDGER = (
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
+class GarbageReport:
     """What one collection found and removed."""
 
     manifests: int
@@ -48,7 +48,7 @@ class Collected:
     kept_blobs: int
 
 
-async def collect_garbage(bus: Bus, objects: ObjectStore, settings: CheckpointSettings) -> Collected:
+async def collect_garbage(bus: Bus, objects: ObjectStore, settings: CheckpointSettings) -> GarbageReport:
     """Remove what nobody needs. Safe beside commits and uploads: see ``core/garbage.py``.
 
     Raises:
@@ -66,7 +66,7 @@ async def collect_garbage(bus: Bus, objects: ObjectStore, settings: CheckpointSe
     for manifest in manifests:
         if manifest.uri not in orphans:
             named |= await _named(objects, manifest)
-    doomed = garbage(blobs, named, ledger, now, grace)
+    doomed = select_garbage(blobs, named, ledger, now, grace)
     for uri in sorted(orphans):
         await objects.delete(uri)
         metrics.GC_DELETED.labels("manifest").inc()
@@ -83,7 +83,7 @@ async def collect_garbage(bus: Bus, objects: ObjectStore, settings: CheckpointSe
         deleted, freed = deleted + 1, freed + blob.size_bytes
         metrics.GC_DELETED.labels("blob").inc()
         metrics.GC_FREED_BYTES.inc(blob.size_bytes)
-    found = Collected(len(orphans), deleted, freed, len(blobs) - deleted)
+    found = GarbageReport(len(orphans), deleted, freed, len(blobs) - deleted)
     log.info("garbage collected", manifests=found.manifests, blobs=found.blobs, freed_bytes=freed)
     return found
 
@@ -97,7 +97,7 @@ async def _ledger(bus: Bus, forget_before: datetime) -> Ledger:
     return ledger
 
 
-async def _named(objects: ObjectStore, manifest: Stored) -> set[str]:
+async def _named(objects: ObjectStore, manifest: StoredBlob) -> set[str]:
     try:
         return blobs_of(await objects.get(manifest.uri))
     except ObjectNotFound:
@@ -110,11 +110,11 @@ def _is_manifest(key: str) -> bool:
     return "/checkpoints/" in key and key.endswith(".json") and not key.startswith(BLOBS)
 
 
-def _stored(info: ObjectInfo) -> Stored:
-    return Stored(info.uri, info.key, info.size_bytes, info.modified_at)
+def _stored(info: ObjectInfo) -> StoredBlob:
+    return StoredBlob(info.uri, info.key, info.size_bytes, info.modified_at)
 
 
-def _summary(found: Collected) -> str:
+def _summary(found: GarbageReport) -> str:
     return f"{found.blobs} blobs ({found.freed_bytes:,} bytes) and {found.manifests} manifests removed"
 
 

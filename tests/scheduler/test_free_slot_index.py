@@ -31,13 +31,13 @@ def test_the_quick_way_places_as_the_thorough_one(sizes: list[int], counts: list
     world = cluster(sizes)
     run = world.run("r1")
     placer, space = Placer(world.cluster, Policy(), world.now), ClusterSnapshot.free(world.cluster)
-    wants = resource_request_of(world.cluster, run)
-    assert placer._only_cell(wants)
+    request = resource_request_of(world.cluster, run)
+    assert placer._only_cell(request)
     given_away = []
     for number, count in enumerate(counts):
         rooms = [room for room in space.nodes.values() if room.whole]
         enough = sum(room.whole for room in rooms) >= count
-        taken = placer.find(space, run, count, wants)
+        taken = placer.find(space, run, count, request)
         assert taken == (pack(rooms, SIMPLE, count) if enough else None)
         if taken is not None:
             space.allocate(SIMPLE, taken)

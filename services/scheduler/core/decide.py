@@ -97,7 +97,7 @@ class SchedulingCycle:
 
 
 def lost_nodes(cluster: Cluster, expired: set[str]) -> list[LoseNode]:
-    """The nodes to be taken for lost, out of those whose lease has run out."""
+    """Return the nodes that are lost, out of those whose lease has run out."""
     return [
         LoseNode(node.node_id, node.incarnation, f"its lease was not renewed for {node.lease_ttl_s:g} s")
         for node_id in sorted(expired)
@@ -106,7 +106,7 @@ def lost_nodes(cluster: Cluster, expired: set[str]) -> list[LoseNode]:
 
 
 def unresponsive_nodes(cluster: Cluster, now: datetime, policy: Policy, reachable_since: datetime) -> list[LoseNode]:
-    """The nodes to be taken for lost although they renew their leases: they do not let go when told to.
+    """Return the nodes that are lost although they renew their leases: they do not release runs that are stopped.
 
     Taken for lost their slots are free, and whatever still trains there can commit nothing any more.
     """

@@ -93,7 +93,7 @@ def _apply(cluster: Cluster, fact: Fact, sequence: int, time: datetime, envelope
             known.traceparent = envelope.traceparent
         if on_run := _RUN_FACTS.get(type(fact)):
             on_run(cluster, known, fact, time)
-        known.wants = None
+        known.request = None
         cluster.index.touch(fact.run_id)
         _keep(cluster, known)
     elif on_node := _NODE_FACTS.get(type(fact)):

@@ -124,7 +124,7 @@ def _for_slots(cluster: Cluster, run: Run, why: Why) -> str:
 
 
 def _holders(cluster: Cluster) -> list[str]:
-    """The runs that hold slots, in order. Many are told of them in one pass."""
+    """Return the allocated runs, in order; cached, since many texts name them."""
     index = cluster.index
     if index.holders_at != cluster.sequence:
         holding = {run_id for node in cluster.nodes.values() for run_id, _ in node.allocations}

@@ -307,7 +307,7 @@ class _CellSearch:
                 cost = sum(map(self.costs.of_victim, victims))
                 if gain not in best or cost < best[gain].cost:
                     best[gain] = _Option(gain, cost, victims)
-        # Whoever makes room for more at no higher cost is better.
+        # A set that makes room for more at no higher cost is better.
         found: list[_Option] = []
         for gain in sorted(best, reverse=True):
             if not found or best[gain].cost < found[-1].cost:

@@ -41,7 +41,7 @@ STEPS, PLAYED_AT_LEAST = 50_000, 8
 ALIKE = 0.5
 #: The pace is that of so long, and of so many starts at least.
 PACE_S, PACE_OF = 6 * 3600.0, 20
-#: Errors are relative to the wait and this, since nobody minds some seconds.
+#: Errors are relative to the wait and this, since some seconds do not matter.
 FLOOR_S = 30.0
 #: Estimates are held against those whose wait was expected to be up to so many times as long, or as short,
 ALIKE_WAITS = 5.0
@@ -57,7 +57,7 @@ TOLD_BY = 0.5
 ERRORS, MADE, NOTED = 1_000, 1_000, 3
 #: The range shown leaves out so much at either end.
 LEFT_OUT = 0.1
-#: How the waits of others are looked at.
+#: How the waits of others are predicted from.
 WAITS = Predict(enough=5, window=300, prior_s=600.0)
 
 
@@ -93,7 +93,7 @@ class Holder:
     #: For how long it may still have them, ascending.
     left_s: Sequence[float]
     priority: int = 0
-    #: When it has let go if its slots are wanted for a higher priority; inf: they are not taken.
+    #: When it has released its slots if it is preempted for a higher priority; inf: it is not.
     yields_s: float = math.inf
 
 
@@ -115,7 +115,7 @@ class Claim:
 def play(
     free: Sequence[int], holders: Sequence[Holder], entitlements: Sequence[Claim], rng: random.Random
 ) -> list[float]:
-    """One way in which the line may go: when each claim starts, in seconds. Nobody overtakes."""
+    """Return one way in which the queue may go: when each run starts, in seconds. No run overtakes."""
     draw = rng.random
     left, clock = list(free), [0.0] * len(free)
     ends: list[list[tuple[float, int]]] = [[] for _ in free]
@@ -172,7 +172,7 @@ def taken_from(free: Sequence[int], holders: Sequence[Holder], entitlements: Seq
                 victims.append(each)
                 room += holder.milli
         if room < claim.milli:
-            # Nobody behind gets what this one waits for, unless it may take it.
+            # No run behind gets what this one waits for, unless it may preempt for it.
             continue
         for each in victims:
             # It has ended for all others.
@@ -199,7 +199,7 @@ def levels(found: Distribution, attained_s: float, count: int) -> list[float]:
 
 
 class ReleaseTimes:
-    """When those that have slots let them go, as estimates of starts and what is said of holders both take it."""
+    """When allocated runs release their slots: for estimates of starts, and for what ``why`` says of holders."""
 
     def __init__(self, cluster: Cluster, policy: Policy, now: datetime) -> None:
         self._cluster, self._policy, self._now = cluster, policy, now
@@ -217,14 +217,14 @@ class ReleaseTimes:
         return limited(run, levels(self.predicted(run.kind), attained_s, LEVELS_HELD), attained_s)
 
     def yields_s(self, run: Run) -> float:
-        """In what time it has let go if its slots are wanted for a higher priority; inf: they are not taken."""
+        """Return in what time it has released its slots if preempted for a higher priority; inf: it is not."""
         if not run.spec.scheduling.preemptible or run.preempting is not None:
             return math.inf
         since_s = (self._now - run.placed_at).total_seconds()
         return max(self._policy.reclaim.min_run_s - since_s, 0.0) + run.spec.grace_s
 
     def middle_s(self, run: Run, waiting: Run) -> float:
-        """In what time it is expected to have let go, with ``waiting`` in need of its slots."""
+        """Return in what time it is expected to release its slots, if ``waiting`` needs them."""
         left_s = quantile(self.left_s(run), 0.5)
         if "priority" in self._policy.reclaim.by and waiting.spec.priority > run.spec.priority:
             return min(left_s, self.yields_s(run))

@@ -33,7 +33,7 @@ class Change:
 
     #: Dotted field of the request -> its new value.
     fields: dict[str, Any]
-    #: ``now``: its slots are free; ``after preemption``: others are asked to let go of them, and have their grace.
+    #: ``now``: its slots are free; ``after preemption``: others are preempted for them, and have their grace time.
     starts: Literal["now", "after preemption"]
     victims: tuple[str, ...] = ()
 
@@ -82,7 +82,7 @@ class Attempt:
             least=slots.min,
             most=slots.max,
             kind=run_kind_of(spec),
-            wants=None,
+            request=None,
         )
         clone.runs[run.run_id] = run
         clone.index.touched[run.run_id] = None

@@ -1,4 +1,4 @@
-"""What is answered to whoever asks why a run waits: now, or as things stood in the past."""
+"""The answer to "why does this run wait": now, or as things stood in the past."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def _pending(cluster: Cluster) -> Cluster:
 
 
 def holders(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> tuple[list[dict[str, Any]], datetime | None]:
-    """Who holds slots of the nodes that would do for the run, whoever is expected to let go first first; and when
-    enough of them are expected to have let go, None if that will not do.
+    """Return the runs that have slots of the nodes that suit the run, the one expected to release them first first; and
+    when enough slots are expected to be released, None if all of them are not enough.
     """
     wanted = Placer(cluster, policy, now).waits_for(run, resource_request_of(cluster, run))
     release_times = ReleaseTimes(cluster, policy, now)
@@ -92,7 +92,7 @@ def holders(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> tuple[
 def _room_at(
     cluster: Cluster, run: Run, wanted: Iterable[str], ends: Iterable[tuple[datetime, int]]
 ) -> datetime | None:
-    """When so much will have been let go that the run has enough, were it the only one that waits."""
+    """Return when enough will be released for the run, if no other run waited."""
     missing = run.spec.slots.min * run.demand.milli - sum(sum(cluster.nodes[node_id].free_milli) for node_id in wanted)
     for ends_at, milli in sorted(ends):
         if missing <= 0:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 #: Seconds that count for nothing, and the part of the run's work that does.
 ABOUT_S, ABOUT_SHARE = 60.0, 0.02
-#: What fetching a dataset is taken to last where nobody knows its size.
+#: How long fetching a dataset is assumed to take where its size is unknown.
 FETCH_S = 300.0
 
 

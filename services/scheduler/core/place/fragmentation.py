@@ -57,6 +57,9 @@ class Worth:
     def __init__(self, typical: Typical, model: str, profile: str) -> None:
         members: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         self.scale = 0
+        #: Where runs name models, what as many as fit would use is left out: it keeps nodes of a model for runs of
+        #: one shape, and the other shapes that need the model find no room.
+        self._counts_copies = not any(shape.models for shape, _ in typical)
         for shape, weight in typical:
             # A shape that may not lie here finds no worth in it: all is fragmented to it.
             self.scale += 2 * weight
@@ -94,7 +97,7 @@ class Worth:
                     fitting = cpu_milli // cpu
                 if memory and memory_bytes < memory * fitting:
                     fitting = memory_bytes // memory
-                value += weight * (by_one + fitting * milli)
+                value += weight * (by_one + (fitting * milli if self._counts_copies else by_one))
         return value
 
     def _stock(self, left: Left) -> list[tuple[int, int, int, list[tuple[int, int, int]]]]:

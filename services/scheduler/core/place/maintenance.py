@@ -37,6 +37,6 @@ def leave_by(node_id: str, labels: Mapping[str, str], windows: Iterable[Maintena
 def must_leave(
     node_id: str, labels: Mapping[str, str], windows: Iterable[Maintenance], now: datetime, grace_s: float
 ) -> bool:
-    """Whether a run that takes so long to let go has to begin with it now."""
+    """Whether a run with this grace time must begin to release its slots now."""
     start = leave_by(node_id, labels, windows, now)
     return start is not None and now >= start - timedelta(seconds=grace_s)

@@ -26,7 +26,7 @@ from services.scheduler.core.state.slot_request import SIMPLE, SlotRequest
 
 
 class Placer:
-    """Finds places for one pass. What it finds out about the present nodes is kept until they change."""
+    """Finds slots for runs in one cycle. What it finds out about the present nodes is cached until they change."""
 
     def __init__(self, cluster: Cluster, policy: Policy, now: datetime) -> None:
         self.cluster, self.policy, self.now = cluster, policy, now
@@ -42,102 +42,102 @@ class Placer:
         #: Cluster -> slots that runs wait for which can go nowhere else; found out when it is needed.
         self._bound: dict[str, int] | None = None
 
-    def eligible(self, wants: ResourceRequest) -> dict[str, Node]:
-        """The open nodes that will do."""
-        key: Hashable = ("eligible", wants)
+    def eligible(self, request: ResourceRequest) -> dict[str, Node]:
+        """Return the schedulable nodes that suit the request."""
+        key: Hashable = ("eligible", request)
         found: dict[str, Node] | None = self._memory.get(key)
         if found is None:
-            tier = kinds_of(wants.capacity, wants.tier, self.policy.pools)
+            tier = kinds_of(request.capacity, request.tier, self.policy.pools)
             found = {
                 node.node_id: node
                 for node in self.cluster.nodes.values()
-                if node.is_schedulable and suits(node, wants) and node.labels.get(CAPACITY, "on-demand") in tier
+                if node.is_schedulable and suits(node, request) and node.labels.get(CAPACITY, "on-demand") in tier
             }
             self._memory[key] = found
         return found
 
-    def waits_for(self, run: Run, wants: ResourceRequest) -> frozenset[str]:
-        """The nodes on which the run could lie if nobody else had any: what it waits for when it does not fit."""
+    def waits_for(self, run: Run, request: ResourceRequest) -> frozenset[str]:
+        """Return the nodes on which the run could lie if they were empty: those that it waits for."""
         least = run.spec.slots.min
-        key: Hashable = ("waits for", wants, least)
+        key: Hashable = ("waits for", request, least)
         found: frozenset[str] | None = self._memory.get(key)
         if found is None:
             empty = self._empty()
             found = self._memory[key] = frozenset(
                 node_id
-                for division in self.cells(wants)
+                for division in self.cells(request)
                 for cell in division
-                if self._may_lie(cell, wants, least)
-                and sum(empty.nodes[each].fits(wants.demand) for each in cell) >= least
+                if self._may_lie(cell, request, least)
+                and sum(empty.nodes[each].fits(request.demand) for each in cell) >= least
                 for node_id in cell
             )
         return found
 
-    def cells(self, wants: ResourceRequest) -> list[list[tuple[str, ...]]]:
+    def cells(self, request: ResourceRequest) -> list[list[tuple[str, ...]]]:
         """Divisions of the eligible nodes, the one that would be best first."""
-        key: Hashable = ("cells", wants)
+        key: Hashable = ("cells", request)
         found: list[list[tuple[str, ...]]] | None = self._memory.get(key)
         if found is None:
-            nodes = self.eligible(wants)
-            found = self._memory[key] = [_divided(nodes, traits) for traits in _divisions(wants)]
+            nodes = self.eligible(request)
+            found = self._memory[key] = [_divided(nodes, traits) for traits in _divisions(request)]
         return found
 
-    def open_cells(self, run: Run, wants: ResourceRequest, closed: Collection[str]) -> list[list[str]]:
+    def open_cells(self, run: Run, request: ResourceRequest, closed: Collection[str]) -> list[list[str]]:
         """The cells in which the run may lie now, the best first; without those that are all of a later one.
 
         A cell that is a part of another one stays only where the run asked to lie together.
         """
         shut = self.shut(run)
         found: list[list[str]] = []
-        for division in self.cells(wants):
+        for division in self.cells(request):
             for cell in division:
-                if self._may_lie(cell, wants, run.spec.slots.min):
+                if self._may_lie(cell, request, run.spec.slots.min):
                     nodes = [node_id for node_id in cell if node_id not in closed and node_id not in shut]
                     if nodes and nodes not in found:
                         found.append(nodes)
-        if wants.together:
+        if request.together:
             return found
         sets = [frozenset(nodes) for nodes in found]
         return [nodes for nodes, own in zip(found, sets, strict=True) if not any(own < other for other in sets)]
 
-    def largest(self, wants: ResourceRequest) -> int:
-        """The most slots that such a run could have if nobody else had any."""
-        key: Hashable = ("largest", wants)
+    def largest(self, request: ResourceRequest) -> int:
+        """Return the most slots that such a run could have if all nodes were empty."""
+        key: Hashable = ("largest", request)
         found: int | None = self._memory.get(key)
         if found is None:
-            found = self._memory[key] = self._most(wants, own_kind=wants.bound)
+            found = self._memory[key] = self._most(request, own_kind=request.bound)
         return found
 
     def _empty(self) -> ClusterSnapshot:
-        """The present nodes as if nobody had anything; nothing is taken out of it."""
+        """Return the present nodes as if they were empty; never changed."""
         found: ClusterSnapshot | None = self._memory.get("empty")
         if found is None:
             found = self._memory["empty"] = ClusterSnapshot.empty(self.cluster)
         return found
 
-    def _most(self, wants: ResourceRequest, *, own_kind: bool) -> int:
+    def _most(self, request: ResourceRequest, *, own_kind: bool) -> int:
         empty = self._empty()
         counts = [
-            sum(empty.nodes[node_id].fits(wants.demand) for node_id in cell)
-            for division in self.cells(wants)
+            sum(empty.nodes[node_id].fits(request.demand) for node_id in cell)
+            for division in self.cells(request)
             for cell in division
-            if not own_kind or self._alike(cell, wants)
+            if not own_kind or self._alike(cell, request)
         ]
         return max(counts, default=0)
 
-    def _alike(self, cell: tuple[str, ...], wants: ResourceRequest) -> bool:
+    def _alike(self, cell: tuple[str, ...], request: ResourceRequest) -> bool:
         """Whether the cell's machines are those on which an exact run's state came about."""
-        return not wants.machine or self.cluster.nodes[cell[0]].machine == wants.machine
+        return not request.machine or self.cluster.nodes[cell[0]].machine == request.machine
 
-    def _may_lie(self, cell: tuple[str, ...], wants: ResourceRequest, least: int) -> bool:
+    def _may_lie(self, cell: tuple[str, ...], request: ResourceRequest, least: int) -> bool:
         """An exact run goes where its state came about; if that can never be, and it is not bound, anywhere."""
-        if self._alike(cell, wants):
+        if self._alike(cell, request):
             return True
-        if wants.bound:
+        if request.bound:
             return False
-        key: Hashable = ("own kind", wants)
+        key: Hashable = ("own kind", request)
         if key not in self._memory:
-            self._memory[key] = self._most(wants, own_kind=True)
+            self._memory[key] = self._most(request, own_kind=True)
         return bool(self._memory[key] < least)
 
     def find(
@@ -145,23 +145,23 @@ class Placer:
         snapshot: ClusterSnapshot,
         run: Run,
         count: int,
-        wants: ResourceRequest,
+        request: ResourceRequest,
         avoid: Collection[str] = (),
         closed: Collection[str] = (),
         respect_maintenance: bool = True,
     ) -> list[NodeSlots] | None:
         """``count`` slots for the run out of ``space``, or None. Nothing is taken yet.
 
-        ``heed``: whether maintenance is looked at.
+        ``respect_maintenance``: whether nodes are left out whose maintenance begins too soon.
         """
-        if not avoid and not closed and (quick := self._packed(snapshot, count, wants)) is not None:
+        if not avoid and not closed and (quick := self._packed(snapshot, count, request)) is not None:
             return quick
-        best = self.roomiest(snapshot, run, count, wants, closed, respect_maintenance)
+        best = self.roomiest(snapshot, run, count, request, closed, respect_maintenance)
         if best is None:
             return None
-        capacities, demand = best, wants.demand
+        capacities, demand = best, request.demand
         good = [capacity for capacity in capacities if capacity.node.node_id not in avoid] if avoid else capacities
-        plain = self._plain(good, wants)
+        plain = self._plain(good, request)
         for candidates in (plain, good, capacities):
             if candidates is capacities or _enough(candidates, demand, count):
                 break
@@ -173,44 +173,46 @@ class Placer:
         snapshot: ClusterSnapshot,
         run: Run,
         count: int,
-        wants: ResourceRequest,
+        request: ResourceRequest,
         closed: Collection[str] = (),
         respect_maintenance: bool = True,
     ) -> bool:
         """Whether ``find`` finds anything, which it does not in a part of a space where it does not in all of it."""
         if (
             not closed
-            and (cell := self._only_cell(wants))
+            and (cell := self._only_cell(request))
             and count > 0
             and snapshot.free_slot_index(cell).total >= count
         ):
             return True
-        return self.roomiest(snapshot, run, count, wants, closed, respect_maintenance) is not None
+        return self.roomiest(snapshot, run, count, request, closed, respect_maintenance) is not None
 
-    def _packed(self, snapshot: ClusterSnapshot, count: int, wants: ResourceRequest) -> list[NodeSlots] | None:
+    def _packed(self, snapshot: ClusterSnapshot, count: int, request: ResourceRequest) -> list[NodeSlots] | None:
         """What ``find`` comes to where nothing but the number of whole slots counts, without a look at every node;
         None: that is not so, or there are too few."""
-        cell = self._only_cell(wants)
+        cell = self._only_cell(request)
         if not cell or count <= 0:
             return None
         index = snapshot.free_slot_index(cell)
         if index.total < count:
             return None
-        return [(node_id, snapshot.nodes[node_id].pick(wants.demand, slots)) for node_id, slots in index.packed(count)]
+        return [
+            (node_id, snapshot.nodes[node_id].pick(request.demand, slots)) for node_id, slots in index.packed(count)
+        ]
 
-    def _only_cell(self, wants: ResourceRequest) -> tuple[str, ...]:
+    def _only_cell(self, request: ResourceRequest) -> tuple[str, ...]:
         """The nodes of which any will do, if they only differ in how many whole slots they have; () otherwise."""
-        key: Hashable = ("only cell", wants, self.policy.digest)
+        key: Hashable = ("only cell", request, self.policy.digest)
         found: tuple[str, ...] | None = self._memory.get(key)
         if found is None:
-            found = self._memory[key] = self._alike_nodes(wants)
+            found = self._memory[key] = self._alike_nodes(request)
         return found
 
-    def _alike_nodes(self, wants: ResourceRequest) -> tuple[str, ...]:
-        demand, policy = wants.demand, self.policy
-        plain = demand._replace(accelerators=frozenset()) == SIMPLE and self.choose is pack and not wants.machine
+    def _alike_nodes(self, request: ResourceRequest) -> tuple[str, ...]:
+        demand, policy = request.demand, self.policy
+        plain = demand._replace(accelerators=frozenset()) == SIMPLE and self.choose is pack and not request.machine
         chosen = policy.place.scarce or policy.pools.pools or policy.pools.tiers or self.windows
-        cells = self.cells(wants)[0]
+        cells = self.cells(request)[0]
         if not plain or chosen or len(cells) != 1 or any(self.cluster.nodes[each].profiles for each in cells[0]):
             return ()
         return cells[0]
@@ -262,25 +264,25 @@ class Placer:
                 return kept, best
         return capacities, len(pools.pools) + 2
 
-    def _plain(self, capacities: list[NodeCapacity], wants: ResourceRequest) -> list[NodeCapacity]:
+    def _plain(self, capacities: list[NodeCapacity], request: ResourceRequest) -> list[NodeCapacity]:
         """Those that are not of a scarce kind, unless the run asked for it."""
         scarce = self.policy.place.scarce
-        if not scarce or wants.demand.accelerators:
+        if not scarce or request.demand.accelerators:
             return capacities
         return [capacity for capacity in capacities if capacity.node.accelerator not in scarce]
 
-    def most(self, snapshot: ClusterSnapshot, run: Run, wants: ResourceRequest, closed: Collection[str] = ()) -> int:
+    def most(self, snapshot: ClusterSnapshot, run: Run, request: ResourceRequest, closed: Collection[str] = ()) -> int:
         """The most slots that the run could have out of ``space``."""
         shut = self.shut(run)
         counts = [
             sum(
-                snapshot.nodes[node_id].fits(wants.demand)
+                snapshot.nodes[node_id].fits(request.demand)
                 for node_id in cell
                 if node_id in snapshot.nodes and node_id not in closed and node_id not in shut
             )
-            for division in self.cells(wants)
+            for division in self.cells(request)
             for cell in division
-            if self._may_lie(cell, wants, run.spec.slots.min)
+            if self._may_lie(cell, request, run.spec.slots.min)
         ]
         return max(counts, default=0)
 
@@ -289,19 +291,19 @@ class Placer:
         snapshot: ClusterSnapshot,
         run: Run,
         count: int,
-        wants: ResourceRequest,
+        request: ResourceRequest,
         closed: Collection[str] = (),
         respect_maintenance: bool = True,
     ) -> list[NodeCapacity] | None:
         """The rooms of the best cell that has ``count`` slots for the run."""
-        demand, shut = wants.demand, self.shut(run) if respect_maintenance else ()
+        demand, shut = request.demand, self.shut(run) if respect_maintenance else ()
         if snapshot.milli < count * demand.milli:
-            return None  # in a full cluster most looks end here
+            return None  # in a full cluster most searches end here
         dataset = run.dataset.dataset_id if run.dataset is not None else None
-        for division in self.cells(wants):
+        for division in self.cells(request):
             fitting: list[tuple[str, Candidate, tuple[float, ...], list[NodeCapacity]]] = []
             for cell in division:
-                if not self._may_lie(cell, wants, run.spec.slots.min):
+                if not self._may_lie(cell, request, run.spec.slots.min):
                     continue
                 capacities, total, cached = [], 0, 0
                 for node_id in cell:
@@ -315,7 +317,7 @@ class Placer:
                         cached += dataset is not None and dataset in capacity.node.datasets
                 if total >= count:
                     # An exact run can grow on its own kind alone; any other leaves the large holes to those.
-                    slots_left = -total if wants.machine is not None else total
+                    slots_left = -total if request.machine is not None else total
                     _, down = self._preferred(capacities, run, demand, count)
                     name = capacities[0].node.labels.get(CLUSTER, "")
                     seen = Candidate(name, total, total, 0, cached / len(capacities), down)
@@ -343,7 +345,7 @@ class Placer:
         return {each.name: number for number, each in enumerate(ordered)}
 
     def _bound_slots(self, run: Run) -> dict[str, int]:
-        """Cluster -> slots that other runs wait for which can go nowhere else; whoever can should leave them these."""
+        """Return cluster -> slots for which runs wait that can go nowhere else; others should leave them these."""
         if self._bound is None:
             self._bound = {}
             for run_id in self.cluster.queued:
@@ -355,15 +357,15 @@ class Placer:
         return {} if len(own) == 1 else self._bound
 
 
-def _divisions(wants: ResourceRequest) -> list[tuple[str, ...]]:
+def _divisions(request: ResourceRequest) -> list[tuple[str, ...]]:
     """By what the nodes are divided, the best first: machines alike, one zone; then less of it."""
-    zone = (wants.together,) if wants.together else ()
-    if wants.machine is not None:
+    zone = (request.together,) if request.together else ()
+    if request.machine is not None:
         found = [(CLUSTER, "machine", *zone), (CLUSTER, "machine")]
     else:
         found = [(CLUSTER, *zone, "machine"), (CLUSTER, *zone), (CLUSTER, "machine"), (CLUSTER,)]
-    if wants.strict and zone:
-        found = [traits for traits in found if wants.together in traits]
+    if request.strict and zone:
+        found = [traits for traits in found if request.together in traits]
     return list(dict.fromkeys(found))
 
 
@@ -377,7 +379,7 @@ def _divided(nodes: Mapping[str, Node], traits: tuple[str, ...]) -> list[tuple[s
 def _trait(node: Node, trait: str) -> str:
     if trait == "machine":
         return node.machine
-    # A node without the label shares it with nobody.
+    # A node without the label shares it with no other node.
     return node.node_id if trait == NODE else node.labels.get(trait, "" if trait == CLUSTER else f"({node.node_id})")
 
 

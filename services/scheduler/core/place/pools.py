@@ -84,8 +84,8 @@ def in_order(spec: RunSpec, policy: Policy, work_s: float | None = None) -> list
     """The pools whose nodes suit a run, its first choice first.
 
     That is the order of its tier, and within one kind the least expected cost. Spot that costs no less than on-demand,
-    all in all, comes after it whatever the tier says. A run without a tier goes by the cost alone, unless nobody may
-    take its slots.
+    all in all, comes after it whatever the tier says. A run without a tier goes by the cost alone, unless it may
+    not be preempted.
     """
     return [pool for pool in _permitted(spec, policy, work_s) if _suits(spec, pool)]
 

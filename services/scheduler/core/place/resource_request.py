@@ -1,4 +1,4 @@
-"""What decides where a run may lie, and how many slots are of use to it."""
+"""The request of a run: where it may lie, and how many slots are of use to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CLUSTER, CAPACITY, NODE = "cluster", "capacity", "node"
 
 @dataclass(frozen=True, slots=True)
 class ResourceRequest:
-    """All of a run that decides where it may lie: runs that are alike in it share what was found out."""
+    """All of a run that decides where it may lie; runs with the same request share what is cached for it."""
 
     demand: SlotRequest
     clusters: tuple[str, ...]
@@ -26,7 +26,7 @@ class ResourceRequest:
     bound: bool
     together: str
     strict: bool
-    #: Looked up many times in a pass.
+    #: The hash, which is needed many times in a cycle.
     hashed: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -47,15 +47,15 @@ class ResourceRequest:
 
 
 def resource_request_of(cluster: Cluster, run: Run) -> ResourceRequest:
-    """What decides where the run may lie; one object for all runs that are alike."""
-    if run.wants is None:
-        found = _resource_request(run)
-        run.wants = cluster.index.wants.setdefault(found, found)
-    assert isinstance(run.wants, ResourceRequest)
-    return run.wants
+    """Return the request of the run; one object for all runs with the same one."""
+    if run.request is None:
+        found = _build_request(run)
+        run.request = cluster.index.request.setdefault(found, found)
+    assert isinstance(run.request, ResourceRequest)
+    return run.request
 
 
-def _resource_request(run: Run) -> ResourceRequest:
+def _build_request(run: Run) -> ResourceRequest:
     spec = run.spec
     exact = run.exact
     return ResourceRequest(
@@ -72,7 +72,7 @@ def _resource_request(run: Run) -> ResourceRequest:
 
 def avoided(cluster: Cluster, run: Run, policy: Policy) -> frozenset[str]:
     """The nodes on which the run kept failing by no fault of its own, or is not to be again."""
-    # It may be queued and placed in one pass: the strike is then not folded yet.
+    # It may be queued and placed in one cycle: the strike is then not folded yet.
     left = {run.stalled.node_id} if run.stalled is not None and run.stalled.on_stall == "exclude" else set()
     if not run.strikes:
         return frozenset(left)
@@ -100,13 +100,13 @@ def useful(run: Run, slots: int) -> int:
     return max(least + -least % bundle, run.spec.slots.min)
 
 
-def suits(node: Node, wants: ResourceRequest) -> bool:
+def suits(node: Node, request: ResourceRequest) -> bool:
     """Whether such a run may ever lie on this node, however full it is."""
-    demand = wants.demand
+    demand = request.demand
     if demand.accelerators and node.accelerator not in demand.accelerators:
         return False
     if demand.milli and demand.profile and demand.profile not in node.profiles:
         return False
-    if wants.clusters and node.labels.get(CLUSTER, "") not in wants.clusters:
+    if request.clusters and node.labels.get(CLUSTER, "") not in request.clusters:
         return False
-    return wants.capacity == "any" or node.labels.get(CAPACITY, "on-demand") == wants.capacity
+    return request.capacity == "any" or node.labels.get(CAPACITY, "on-demand") == request.capacity

@@ -1,7 +1,7 @@
-"""Room on nodes: what is free during one pass, what fits, and what is taken out of it.
+"""The free capacity of nodes in one cycle: what fits, and what is allocated and released.
 
-A ``Space`` is a copy: placements are tried in it before they are decided, and the future (runs that leave, a
-reservation) is a space as well.
+A ``ClusterSnapshot`` is a copy: placements are tried in it before they are decided, and the future (after releases,
+beside reservations) is a snapshot as well.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
 
 #: Tells states of snapshots apart; no decision depends on it.
 _STATE_IDS = itertools.count()
-#: Slots of a node that a run takes.
+#: Slots of one node.
 NodeSlots = tuple[str, tuple[int, ...]]
 
 
 @dataclass(slots=True)
 class NodeCapacity:
-    """What is left of one node."""
+    """The free capacity of one node."""
 
     node: Node
-    #: Thousandths of each slot.
+    #: Free thousandths of each slot.
     left: list[int]
     cpu_milli: int
     memory_bytes: int
-    #: How many slots nobody has anything of, and thousandths of all of them together.
+    #: How many slots are free as a whole, and the free thousandths of all slots together.
     whole: int
     milli: int
-    #: Of which state of the node it is.
+    #: The version of the node's allocations that it was made from.
     version: int = 0
-    #: What was found out about it, as long as nothing is taken or given back.
+    #: Cached until something is allocated or released.
     _fits: dict[SlotRequest, int] = field(default_factory=dict)
     state: Any = None
 
@@ -51,7 +51,7 @@ class NodeCapacity:
         )
 
     def fits(self, demand: SlotRequest) -> int:
-        """How many slots of this demand there is room for, in whole bundles."""
+        """Return how many slots of this request fit, in whole bundles."""
         found = self._fits.get(demand)
         if found is None:
             found = self._fits[demand] = self._fitting(demand)
@@ -84,7 +84,7 @@ class NodeCapacity:
                 yield slot
 
     def pick(self, demand: SlotRequest, count: int) -> tuple[int, ...]:
-        """The slots to take: whole ones in order, shares where the least is left over."""
+        """Return the slots to allocate: whole ones in order, shares where the least is left over."""
         if demand.milli == 0:
             return tuple(range(count))
         usable = list(self._usable(demand))
@@ -177,7 +177,7 @@ class ClusterSnapshot:
 
     @classmethod
     def free(cls, cluster: Cluster) -> ClusterSnapshot:
-        """What is free now."""
+        """Return the snapshot of the present."""
         known, capacities = cluster.index.nodes, {}
         for node_id, node in cluster.nodes.items():
             if node.is_schedulable:
@@ -189,7 +189,7 @@ class ClusterSnapshot:
 
     @classmethod
     def empty(cls, cluster: Cluster) -> ClusterSnapshot:
-        """What there would be if nobody had anything."""
+        """Return the snapshot of an empty cluster."""
         return cls(
             {node.node_id: NodeCapacity.of(node, empty=True) for node in cluster.nodes.values() if node.is_schedulable}
         )
@@ -223,7 +223,7 @@ class ClusterSnapshot:
         return capacity
 
     def whole(self) -> int:
-        """Slots of which nobody has anything."""
+        """Return the number of slots that are free as a whole."""
         return sum(capacity.whole for capacity in self.nodes.values())
 
     def allocate(self, demand: SlotRequest, taken: Iterable[NodeSlots]) -> None:
@@ -245,5 +245,5 @@ class ClusterSnapshot:
             index.changed(self.nodes[node_id])
 
     def release_run(self, run: Run) -> None:
-        """The run lets go of all that it still has."""
+        """Release all slots that the run still has."""
         self.release(run.demand, ((part.node_id, part.slots) for part in run.live))

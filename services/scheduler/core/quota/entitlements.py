@@ -1,4 +1,4 @@
-"""Quotas and shares in one pass: what a run may have of which nodes, who goes first by them, who may take from whom.
+"""Quotas and shares in one cycle: what a run may have of which nodes, which run goes first, which may preempt which.
 
 ``quota.py`` and ``order/share.py`` count slots of teams; here they meet runs, nodes and kinds of accelerators. Without
 quotas and fair share in the policy nothing here costs anything.
@@ -33,7 +33,7 @@ AT_ONCE_S = 1e-3
 
 
 class Entitlements:
-    """What each team has and may have in one pass, as slots are given and taken in it."""
+    """What each team has and may have in one cycle, as slots are charged and refunded in it."""
 
     def __init__(self, cluster: Cluster, policy: Policy, now_s: float, placer: Placer) -> None:
         self.cluster, self.policy, self.now_s, self.placer = cluster, policy, now_s, placer
@@ -46,7 +46,7 @@ class Entitlements:
         if self.quotas is not None and self._by_hours:
             self.quotas.count(self._holders())
         self.lent = any(quota.slots is not None for quota in admit.quotas)
-        #: Whether all that have a right to what they wait for have been looked at.
+        #: Whether all runs within their quota have been examined, so that only borrowers follow.
         self.borrowing = False
         #: What was found out for runs that are alike, since slots were last given or taken.
         self._shut: dict[tuple[object, ...], tuple[frozenset[str], Refusal | None]] = {}
@@ -66,22 +66,22 @@ class Entitlements:
 
     # -- what a run may have ----------------------------------------------------
 
-    def shut(self, run: Run, wants: ResourceRequest, count: int) -> tuple[frozenset[str], Refusal | None]:
+    def shut(self, run: Run, request: ResourceRequest, count: int) -> tuple[frozenset[str], Refusal | None]:
         """The nodes whose kind the run may not have so many slots of; and why, if that is all of them."""
         if self.quotas is None or not run.demand.milli:
             return NONE, None
         spec = run.spec
-        alike = (spec.team, spec.user, wants, count, spec.scheduling.preemptible, spec.grace_s)
+        alike = (spec.team, spec.user, request, count, spec.scheduling.preemptible, spec.grace_s)
         found = self._shut.get(alike)
         if found is None:
-            found = self._shut[alike] = self._shut_for(self.quotas, run, wants, count)
+            found = self._shut[alike] = self._shut_for(self.quotas, run, request, count)
         return found
 
     def _shut_for(
-        self, quotas: Quotas, run: Run, wants: ResourceRequest, count: int
+        self, quotas: Quotas, run: Run, request: ResourceRequest, count: int
     ) -> tuple[frozenset[str], Refusal | None]:
         slots = slots_of(run, count)
-        kinds = self.kinds(wants)
+        kinds = self.kinds(request)
         refusals = {kind: found for kind in kinds if (found := quotas.allows(run, slots, kind)) is not None}
         nodes = NONE.union(*(kinds[kind] for kind in refusals))
         if len(refusals) < len(kinds) or not refusals:
@@ -89,26 +89,26 @@ class Entitlements:
         # The one that is the soonest over.
         return nodes, min(refusals.values(), key=lambda refusal: (refusal.never, refusal.needs - refusal.room))
 
-    def most(self, run: Run, wants: ResourceRequest, count: int) -> tuple[int, frozenset[str]]:
+    def most(self, run: Run, request: ResourceRequest, count: int) -> tuple[int, frozenset[str]]:
         """How many of ``count`` slots the run may have, and on which nodes none of them can be.
 
         What it has already must have been given back.
         """
         if self.quotas is None or not run.demand.milli:
             return count, NONE
-        kinds = self.kinds(wants)
+        kinds = self.kinds(request)
         rooms = {kind: self.quotas.room(run, kind) * SLOT_MILLI / run.demand.milli for kind in kinds}
         most = math.floor(min(max(rooms.values(), default=0.0) + 1e-6, count))
         return most, NONE.union(*(kinds[kind] for kind, room in rooms.items() if room + 1e-6 < most))
 
-    def kinds(self, wants: ResourceRequest) -> dict[str, frozenset[str]]:
+    def kinds(self, request: ResourceRequest) -> dict[str, frozenset[str]]:
         """The kinds of accelerators that will do, and the nodes that have them."""
         memory = self.cluster.index.memory()
-        key = ("kinds", wants)
+        key = ("kinds", request)
         found: dict[str, frozenset[str]] | None = memory.get(key)
         if found is None:
             nodes: dict[str, set[str]] = {}
-            for node_id, node in self.placer.eligible(wants).items():
+            for node_id, node in self.placer.eligible(request).items():
                 nodes.setdefault(node.accelerator, set()).add(node_id)
             found = memory[key] = {kind: frozenset(node_ids) for kind, node_ids in nodes.items()}
         return found
@@ -116,15 +116,15 @@ class Entitlements:
     # -- what is given and taken --------------------------------------------------
 
     def charge(self, run: Run, taken: Iterable[NodeSlots]) -> None:
-        """The run gets these slots in this pass."""
+        """Charge the run's team for these slots."""
         self._change(run, taken, 1)
 
     def refund(self, run: Run, taken: Iterable[NodeSlots]) -> None:
-        """The run loses these slots in this pass."""
+        """Refund these slots to the run's team."""
         self._change(run, taken, -1)
 
     def refund_run(self, run: Run) -> None:
-        """The run loses all that it still has."""
+        """Refund all slots that the run still has."""
         self._change(run, held(run), -1)
 
     def _change(self, run: Run, taken: Iterable[NodeSlots], sign: int) -> None:
@@ -164,12 +164,12 @@ class Entitlements:
         """Whether the run would borrow nothing."""
         if self.quotas is None or not self.lent or not run.demand.milli:
             return True
-        wants, least = resource_request_of(self.cluster, run), run.spec.slots.min
-        alike = (run.spec.team, wants, least)
+        request, least = resource_request_of(self.cluster, run), run.spec.slots.min
+        alike = (run.spec.team, request, least)
         found = self._within.get(alike)
         if found is None:
             slots = slots_of(run, least)
-            found = any(self.quotas.within(run, slots, kind) for kind in self.kinds(wants))
+            found = any(self.quotas.within(run, slots, kind) for kind in self.kinds(request))
             self._within[alike] = found
         return found
 
@@ -204,8 +204,10 @@ class Entitlements:
         """The first of these runs that have a right to slots."""
         return list(islice((run for run in blocked if run.demand.milli and self.within(run)), MAX_OWNERS))
 
-    def gets_back(self, run: Run, wants: ResourceRequest, snapshot: ClusterSnapshot, leaving: Collection[str]) -> bool:
-        """Whether the run finds room once those have let go that are asked to, or may be asked for it."""
+    def gets_back(
+        self, run: Run, request: ResourceRequest, snapshot: ClusterSnapshot, leaving: Collection[str]
+    ) -> bool:
+        """Whether the run fits once all runs have stopped that are stopping, or may be stopped for it."""
         trial, gone = snapshot.copy(), []
         least_s = self.policy.reclaim.min_run_s
         holders = [each for run_id in self.cluster.active if (each := self.cluster.runs[run_id]).live]
@@ -224,8 +226,8 @@ class Entitlements:
                 gone.append(each)
         for each in gone:
             self.charge(each, held(each))
-        shut, refusal = self.shut(run, wants, run.spec.slots.min)
-        return refusal is None and self.placer.find(trial, run, run.spec.slots.min, wants, closed=shut) is not None
+        shut, refusal = self.shut(run, request, run.spec.slots.min)
+        return refusal is None and self.placer.find(trial, run, run.spec.slots.min, request, closed=shut) is not None
 
     def by_share(self, key: Key, run: Run, other_key: Key, other: Run) -> bool:
         """Whether it is the shares of their teams that decide between two runs."""

@@ -1,8 +1,8 @@
-"""Quotas and ceilings: what a team is owed, what it borrows, and what nobody may have more of.
+"""Quotas and ceilings: what a team is owed, what it borrows, and the ceiling that it never exceeds.
 
-``slots`` of a quota are guaranteed: idle ones are lent to whoever can use them, and taken back as soon as their owner
+``slots`` of a quota are guaranteed: idle ones are lent to any run that can use them, and reclaimed when their owner
 waits for them. ``ceiling`` and ``slot_hours`` are never exceeded. What holds for a team holds for all that is part of
-it together. A team for which nothing is said is owed nothing where others are: all that it has is borrowed.
+it together. A team without a quota is owed nothing where others have one: all that it has is borrowed.
 
 Where a team has quotas for a kind of accelerator and for all kinds together, it is owed what the former says of that
 kind; ceilings and slot-hours bind both.
@@ -57,13 +57,13 @@ class Refusal:
 
     @property
     def never(self) -> bool:
-        """Whether it would be refused even if nobody else had anything."""
+        """Whether it would be refused even in an empty cluster."""
         return self.bound != "hours" and self.needs > self.limit
 
 
 @dataclass(frozen=True, slots=True)
 class SpentOut:
-    """A team whose slot-hours are used up at ``at``: these runs must have been told to let go by then."""
+    """A team whose slot-hours are used up at ``at``: these runs must be stopping by then."""
 
     quota: Quota
     run_ids: tuple[str, ...]
@@ -72,7 +72,7 @@ class SpentOut:
 
 
 class Quotas:
-    """What each run may have in one pass, as slots are given and taken in it."""
+    """What each run may have in one cycle, as slots are charged and refunded in it."""
 
     def __init__(self, policy: Policy, ledger: TeamUsage, now: float) -> None:
         self._admit, self._reclaim = policy.admit, policy.reclaim
@@ -82,7 +82,7 @@ class Quotas:
             self._of[lineage(quota.team)[-1]].append(quota)
         self._owing = {quota.accelerator for quota in policy.admit.quotas if quota.slots is not None}
         self._spent: dict[Quota, float] = {}
-        #: Who uses a quota of slot-hours: run -> slots; and what all of them may still use while they let go.
+        #: Who uses a quota of slot-hours: run -> slots; and what all of them may still use in their grace time.
         self._pace: dict[Quota, dict[str, float]] = {}
         self._grace_slot_s: dict[Quota, float] = defaultdict(float)
         self._given: dict[tuple[str, str | None], float] = defaultdict(float)
@@ -106,7 +106,7 @@ class Quotas:
         return max(min((room for room, _ in self._limits(run, kind, held)), default=math.inf), 0.0)
 
     def charge(self, run: CapacityPublisher, slots: float, kind: str) -> None:
-        """The run gets these slots in this pass; below 0: they are taken from it."""
+        """Charge the run for these slots in this cycle; below 0: refund them."""
         for name in lineage(run.spec.team):
             self._given[name, kind] += slots
             self._given[name, None] += slots
@@ -141,7 +141,7 @@ class Quotas:
         if quota.ceiling is not None:
             yield quota.ceiling - using, Refusal("ceiling", "team", name, quota.accelerator, quota.ceiling, using)
         if quota.slot_hours is not None:
-            # A start is worth something only if there is time to get going, and to let go again.
+            # A start is worth something only if there is time to resume, and to stop again.
             least_s = self._reclaim.resume_cost_s + self._reclaim.min_run_s + spec.grace_s
             spent, until = self._spent_slot_h(quota), period_end(quota, self._now)
             room = self._left_slot_s(quota) / least_s if least_s else math.inf * (spent < quota.slot_hours)
@@ -154,7 +154,7 @@ class Quotas:
         return not self._quoted(kind) or self._entitled(lineage(run.spec.team)[1:], slots, kind)
 
     def owed(self, team: str | None, kind: str) -> float:
-        """Slots that the team has a right to and does not have; 0 where nothing is said."""
+        """Return the slots that the team has a right to and does not have; 0 without a quota."""
         chain = self._chain(team, kind)
         return max(min((limit - self._using(name, of) for name, limit, of in chain), default=0.0), 0.0)
 
@@ -172,7 +172,7 @@ class Quotas:
         """Whether quotas let the waiter have slots of the holder, forbid it, or say nothing about it (None).
 
         Who is owed them takes them back from who borrowed them; who would borrow them cannot take them from who has
-        a right to them. Both teams are looked at below what they are both part of: there its parts lend to each other.
+        a right to them. Both teams are compared below the team that both are part of, whose parts lend to each other.
         """
         ours, theirs = lineage(waiter.spec.team), lineage(holder.spec.team)
         if not self._quoted(kind) or ours == theirs:
@@ -186,7 +186,7 @@ class Quotas:
         return bool(owed) and all(self._using(name, of) + slots <= limit + TINY for name, (limit, of) in owed)
 
     def _over(self, names: Sequence[str], kind: str) -> bool:
-        """Whether all of these teams have more than they are owed. Whoever is owed nothing has."""
+        """Whether all of these teams have more than they are owed, or are owed nothing."""
         owed = [(name, found) for name in names if (found := self._owed(name, kind)) is not None]
         return all(self._using(name, of) > limit + TINY for name, (limit, of) in owed)
 
@@ -206,13 +206,13 @@ class Quotas:
         return [(name, *owed) for name, owed in found if owed is not None]
 
     def _quoted(self, kind: str) -> bool:
-        """Whether anybody is owed slots of this kind."""
+        """Whether any team is owed slots of this kind."""
         return bool(self._owing) and (None in self._owing or kind in self._owing)
 
     # -- slot-hours ---------------------------------------------------------------
 
     def count(self, holders: Iterable[tuple[CapacityPublisher, float, str]]) -> None:
-        """Count what those who hold slots (run, slots, kind) may still use while they let go."""
+        """Count what allocated runs (run, slots, kind) may still use in their grace time."""
         for run, slots, kind in holders:
             for quota in self._limited(run, kind):
                 self._pace.setdefault(quota, {}).setdefault(run.run_id, 0.0)
@@ -222,7 +222,7 @@ class Quotas:
     def spent_out(self) -> list[SpentOut]:
         """When each quota of slot-hours is used up by those who were counted.
 
-        Early enough that they can let go in their grace: a quota is kept, not noticed to be exceeded. Quotas that
+        Early enough that they can stop within their grace time: a quota is never exceeded. Quotas that
         last until the end of their period at this pace are left out.
         """
         found = []
@@ -241,7 +241,7 @@ class Quotas:
                     yield quota
 
     def _left_slot_s(self, quota: Quota) -> float:
-        """What is left of the quota when all who use it have let go."""
+        """Return what is left of the quota after the grace time of all runs that use it."""
         return ((quota.slot_hours or 0.0) - self._spent_slot_h(quota)) * 3600.0 - self._grace_slot_s[quota]
 
     def _spent_slot_h(self, quota: Quota) -> float:

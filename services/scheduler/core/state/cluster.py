@@ -78,7 +78,7 @@ class Run:
     submitted_at: datetime
     #: What one slot of it needs; and all that decides where it may lie, kept by ``place/wants.py``.
     demand: SlotRequest = field(default_factory=SlotRequest)
-    wants: object = field(default=None, compare=False, repr=False)
+    request: object = field(default=None, compare=False, repr=False)
     #: The slots that it cannot do without, and those that it can use.
     least: int = 1
     most: int = 1

@@ -79,7 +79,7 @@ class Index:
     #: What is free on each node, as of the last pass in which it had changed (``place.snapshot.NodeCapacity``).
     nodes: dict[str, Any] = field(default_factory=dict)
     #: One object for all runs that want the same.
-    wants: dict[Any, Any] = field(default_factory=dict)
+    request: dict[Any, Any] = field(default_factory=dict)
     #: Counts up with every change of the nodes; what is remembered about them holds for one value.
     nodes_version: int = 0
     remembered_version: int = -1

@@ -85,7 +85,7 @@ class Runs(dict[str, "Run"]):
 
 def pack(run: Run) -> bytes:
     """The run in few bytes; the same bytes for the same run."""
-    run.wants = None
+    run.request = None
     packer = zlib.compressobj(LEVEL, zdict=COMMON)
     return packer.compress(_adapter().dump_json([run], exclude_defaults=True)) + packer.flush()
 
@@ -100,7 +100,7 @@ def dump(runs: Iterable[Run]) -> bytes:
     """Runs as JSON, for a snapshot."""
     listed = list(runs)
     for run in listed:
-        run.wants = None
+        run.request = None
     return _adapter().dump_json(listed, exclude_defaults=True)
 
 

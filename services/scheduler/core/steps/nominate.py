@@ -45,7 +45,7 @@ def maintenance_reason(cycle: CycleState, run: Run, request: ResourceRequest) ->
 
 def is_known_misfit(cycle: CycleState, run: Run) -> bool:
     """Whether as many slots of the same request have not fitted in this cycle, so that it need not be tried."""
-    request = run.wants
+    request = run.request
     # What can never fit has another reason to wait.
     if not isinstance(request, ResourceRequest):
         return False

@@ -2,7 +2,7 @@
 
 EASY (Lifka 1995) reserves for the first run that does not fit; conservative backfill for each of them, up to a number.
 A reservation says when enough slots will be free, by the limits or the predicted ends of those that hold them, and
-which ones. Whoever comes later gets slots that are not reserved, or ends before they are needed.
+which ones. A run that comes later gets slots that are not reserved, or ends before they are needed.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Reservation(NamedTuple):
 
 
 class _Future(NamedTuple):
-    """What will be free once one more run has let go, nobody being placed any more."""
+    """What will be free once one more run has released its slots, if no run is placed meanwhile."""
 
     at_s: float
     run: Run | None
-    #: Thousandths in all; whether all that have let go do by their limits; and the whole slots, a bit for each.
+    #: Thousandths in all; whether all of these releases rely on limits; and the whole slots, a bit for each.
     milli: int
     firm: bool
     whole: int
@@ -78,7 +78,7 @@ class _Bits:
 
 
 class Reservations:
-    """Reservations of one pass, in the order of the line."""
+    """The reservations of one cycle, in the order of the queue."""
 
     def __init__(self, cluster: Cluster, now: datetime, policy: Policy, placer: Placer) -> None:
         self.cluster, self.now, self.policy, self.placer = cluster, now, policy, placer
@@ -99,7 +99,7 @@ class Reservations:
         self._futures: tuple[ClusterSnapshot, int, list[_Future]] | None = None
         self._spaces: dict[int, ClusterSnapshot] = {}
 
-    def reserve(self, run: Run, wants: ResourceRequest, snapshot: ClusterSnapshot) -> Reservation | None:
+    def reserve(self, run: Run, request: ResourceRequest, snapshot: ClusterSnapshot) -> Reservation | None:
         """Reserve for a run that does not fit now, if its turn has come for a reservation."""
         if len(self.made) >= self._most or run.spec.slots.min < self.policy.reserve.from_slots:
             return None
@@ -119,14 +119,16 @@ class Reservations:
                 for number, each in enumerate(self.made)
                 if each.start_s < start_s + length_s and start_s < each.end_s
             ]
-            if wants.demand.milli == SLOT_MILLI and self._whole(futures[seen].whole, numbers) < count:
+            if request.demand.milli == SLOT_MILLI and self._whole(futures[seen].whole, numbers) < count:
                 continue
             future = self._space_at(seen)
             out = self.placer.shut_from(run, as_time(start_s))
-            if not self.placer.fits(future, run, count, wants, closed=out, respect_maintenance=False):
+            if not self.placer.fits(future, run, count, request, closed=out, respect_maintenance=False):
                 continue
             there = _without(future, [self.made[number] for number in numbers]) if numbers else future
-            if (taken := self.placer.find(there, run, count, wants, closed=out, respect_maintenance=False)) is not None:
+            if (
+                taken := self.placer.find(there, run, count, request, closed=out, respect_maintenance=False)
+            ) is not None:
                 firm = futures[seen].firm and all(each.firm for each in self.made)
                 return self._make(Reservation(run, start_s, start_s + length_s, taken, firm))
         return None
@@ -138,7 +140,7 @@ class Reservations:
         return made
 
     def _to_come(self, snapshot: ClusterSnapshot) -> list[_Future]:
-        """What is free now, and after each of those that hold slots has let go, the first first."""
+        """Return what is free now, and after each release by an allocated run, the earliest first."""
         if self._futures is not None and self._futures[0] is snapshot and self._futures[1] == snapshot.state_id:
             return self._futures[2]
         bits = self._bits = self._bits or _Bits(snapshot)
@@ -155,7 +157,7 @@ class Reservations:
         return found
 
     def _space_at(self, seen: int) -> ClusterSnapshot:
-        """All that is free once so many have let go; nothing is taken out of it."""
+        """Return the snapshot after so many releases; it is never changed."""
         assert self._futures is not None
         found = self._spaces.get(seen)
         if found is None:
@@ -176,30 +178,30 @@ class Reservations:
         self,
         run: Run,
         count: int,
-        wants: ResourceRequest,
+        request: ResourceRequest,
         snapshot: ClusterSnapshot,
         avoid: Collection[str],
         closed: Collection[str],
     ) -> list[NodeSlots] | None:
         """``Placer.find`` in what the run may have of what is free now."""
         binding = self._binding(run)
-        if binding and not self._may_fit(run, count, wants, snapshot, binding, closed):
+        if binding and not self._may_fit(run, count, request, snapshot, binding, closed):
             return None
-        return self.placer.find(self._beside(snapshot, binding), run, count, wants, avoid, closed)
+        return self.placer.find(self._beside(snapshot, binding), run, count, request, avoid, closed)
 
     def _may_fit(
         self,
         run: Run,
         count: int,
-        wants: ResourceRequest,
+        request: ResourceRequest,
         snapshot: ClusterSnapshot,
         binding: list[int],
         closed: Collection[str],
     ) -> bool:
         """The quick look: False if it certainly does not fit."""
-        if not self.placer.fits(snapshot, run, count, wants, closed):
+        if not self.placer.fits(snapshot, run, count, request, closed):
             return False
-        return wants.demand.milli != SLOT_MILLI or self._whole(self._to_come(snapshot)[0].whole, binding) >= count
+        return request.demand.milli != SLOT_MILLI or self._whole(self._to_come(snapshot)[0].whole, binding) >= count
 
     def snapshot_for(self, run: Run, snapshot: ClusterSnapshot) -> ClusterSnapshot:
         """What the run may have of what is free now."""
@@ -220,28 +222,28 @@ class Reservations:
         return _without(snapshot, [self.made[number] for number in binding]) if binding else snapshot
 
     def _expected(self, run: Run) -> tuple[float, bool]:
-        """How long it has slots at most, and whether that is a limit; the same all through a pass."""
+        """Return how long it has slots at most, and whether that is a limit; the same in all of the cycle."""
         found = self._expected_s.get(run.run_id)
         if found is None:
             found = self._expected_s[run.run_id] = expected_s(self.cluster, run, self.now, self.policy)
         return found
 
     def _done_by(self, run: Run, each: Reservation) -> bool:
-        """Whether the run, started now, has let go by the time that the slots are needed."""
+        """Whether the run, started now, has released the slots by the time that they are needed."""
         if each.run is run:
             return True
         if self.policy.reclaim.overtakers and run.spec.scheduling.preemptible and is_resumable(run):
-            # It lets go again when the slots are needed.
+            # It is preempted when the slots are needed.
             return True
         expected, firm = self._expected(run)
         if each.firm and not firm:
-            # What relies on limits cannot rely on a guess.
+            # A firm reservation cannot rely on a prediction.
             return False
         return self.now.timestamp() + max(expected - run.run_s, 0.0) + run.spec.grace_s <= each.start_s
 
-    def kept_from(self, run: Run, wants: ResourceRequest, snapshot: ClusterSnapshot) -> Reservation | None:
+    def kept_from(self, run: Run, request: ResourceRequest, snapshot: ClusterSnapshot) -> Reservation | None:
         """The reservation for which the run may not have what is free."""
-        if not self.made or not self.placer.fits(snapshot, run, run.spec.slots.min, wants):
+        if not self.made or not self.placer.fits(snapshot, run, run.spec.slots.min, request):
             return None
         return next((each for each in self.made if not self._done_by(run, each)), None)
 

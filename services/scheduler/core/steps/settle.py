@@ -110,7 +110,7 @@ def next_check_s(run: Run, policy: Policy, now_s: float = -math.inf) -> float:
         if run.spec.scheduling.limit_s is not None:
             found = min(found, run.placed_at.timestamp() + run.spec.scheduling.limit_s - run.run_s)
         for window in policy.maintenance:
-            # Which nodes it is about is looked at then.
+            # Which nodes it concerns is checked then.
             leaves_s = window.start.timestamp() - run.spec.grace_s
             found = min(found, leaves_s if leaves_s > now_s else math.inf)
     elif not run.live and not run.terminal and run.ended_at is not None:
@@ -119,7 +119,7 @@ def next_check_s(run: Run, policy: Policy, now_s: float = -math.inf) -> float:
 
 
 def _stop(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> PreemptRun | None:
-    """Why a gang that still runs must let go, if it must."""
+    """Return the stop of a gang that still runs, if it must stop."""
     broken = [part for part in run.parts.values() if part.ended in ("failed", "lost")]
     released = [part for part in run.parts.values() if part.ended == "released"]
     homes = [cluster.nodes[part.node_id] for part in run.live]
@@ -148,7 +148,7 @@ def _stop(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> PreemptR
         grace_s = max(min(run.spec.grace_s, _left_s(first, now) - policy.faults.notice_margin_s), LEAST_GRACE_S)
         return PreemptRun(run.run_id, run.generation, _notice_text(first), "preempted", grace_s)
     if released:
-        text = f"node {released[0].node_id} has let go of its ranks"
+        text = f"node {released[0].node_id} has released its ranks"
         return PreemptRun(run.run_id, run.generation, text, "preempted", run.spec.grace_s)
     if policy.maintenance and (shut := _shut_home(homes, run, now, policy)):
         return PreemptRun(run.run_id, run.generation, shut, "preempted", run.spec.grace_s)

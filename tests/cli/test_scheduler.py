@@ -135,7 +135,7 @@ def test_what_if_compares_scenarios(log: Path, tmp_path: Path) -> None:
     assert "1x8, fifo" in shown.stdout
     assert (tmp_path / "plots" / "what_if.png").stat().st_size > 10_000
     for wrong, text in (
-        (("what-if", "--log", str(log)), "what if what"),
+        (("what-if", "--log", str(log)), "nothing to compare"),
         (("what-if", "--log", str(log), "--nodes", "many"), "are no nodes"),
         (("what-if", "--log", str(log), "--nodes", "1x8", "--from", "2030-01-01"), "nothing was submitted"),
     ):

@@ -22,7 +22,7 @@ from trainbus.client.datasets import (
 from trainbus.client.errors import TrainbusError
 from trainbus.client.object_store import open_object_store
 from trainbus.commands import render
-from trainbus.commands.datasets.tables import SHOWN, say_more, split_line
+from trainbus.commands.datasets.tables import MAX_ROWS, print_rest, split_line
 from trainbus.datasets.diff import KINDS, Difference, Kind, UnsortedIndex, compare
 
 
@@ -99,11 +99,11 @@ def _print_difference(old: LoadedDataset, new: LoadedDataset, found: Difference,
     kinds = [kind for kind in KINDS if found.count(kind)]
     made = render.table("split", "class", *kinds, right=kinds)
     keys = sorted({key for kind in KINDS for key in found.by_class[kind]})
-    for split, label in keys[:SHOWN]:
+    for split, label in keys[:MAX_ROWS]:
         counts = (found.by_class[kind][split, label] for kind in kinds)
         made.add_row(split, render.escape(label) or "[dim](none)[/]", *(f"{n:,}" if n else "" for n in counts))
     console.print(made)
-    say_more(len(keys), "rows")
+    print_rest(len(keys), "rows")
     for name, pairs in (("moved", found.moves), ("relabelled", found.relabels)):
         for (a, b), n in pairs.most_common(10):
             console.print(f"{name} {render.escape(a or '(none)')} -> {render.escape(b or '(none)')}: {n:,}")

@@ -1,4 +1,4 @@
-"""``trainbus datasets fetch``: a dataset as a folder, for a loop of one's own or for tar."""
+"""``trainbus datasets fetch``: a dataset as a folder, for your own training loop or for tar."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PARALLEL = 4
 
 
 async def fetch_dataset(address: StackAddress, name: str, folder: Path, splits: list[str], *, as_json: bool) -> None:
-    """Fetch shards and indexes, each compared with its hash; what is there and right stays. The manifest comes last."""
+    """Fetch shards and indexes and verify them; intact files stay. The manifest is written last."""
     async with connect(address) as connection, open_object_store(address) as objects:
         loaded = await load_dataset(objects, find_dataset(await read_history(connection), name, address))
         if unknown := [split for split in splits if split not in loaded.manifest.splits]:
@@ -45,22 +45,27 @@ async def fetch_dataset(address: StackAddress, name: str, folder: Path, splits: 
         partial.replace(manifest)
     size_bytes = sum(size for _, _, size in wanted)
     if as_json:
-        told = {"dataset_id": loaded.known.dataset_id, "folder": str(folder), "files": len(wanted), "fetched": fetched}
-        print(json.dumps({**told, "size_bytes": size_bytes}))
+        fetched_files = {
+            "dataset_id": loaded.known.dataset_id,
+            "folder": str(folder),
+            "files": len(wanted),
+            "fetched": fetched,
+        }
+        print(json.dumps({**fetched_files, "size_bytes": size_bytes}))
     else:
         kept = f" ({len(wanted) - fetched} were there)" if fetched < len(wanted) else ""
-        print(f"{folder}: {len(wanted)} files, {render.size(size_bytes)}{kept}, each byte as its manifest says")
+        print(f"{folder}: {len(wanted)} files, {render.size(size_bytes)}{kept}, every byte verified")
 
 
 def _files(shard: ShardFile) -> list[tuple[str, str, int]]:
-    """(path, hash, bytes) of a shard and its index."""
+    """Return (path, hash, bytes) of a shard and of its index."""
     return [(shard.path, shard.sha256, shard.size_bytes), (shard.index_path, shard.index_sha256, shard.index_bytes)]
 
 
 async def _fetch_all(
     objects: ObjectStore, loaded: LoadedDataset, folder: Path, wanted: list[tuple[str, str, int]], *, quiet: bool
 ) -> int:
-    """Have every file in ``folder``; return how many were not there."""
+    """Fetch the files that are missing or differ; return how many."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn("fetching"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
@@ -70,13 +75,13 @@ async def _fetch_all(
 
         async def one(name: str, sha256: str, size: int) -> None:
             nonlocal fetched
-            path = folder / _inside(name)
+            path = folder / _check_path(name)
             if not (path.exists() and await asyncio.to_thread(hash_file, path) == sha256):
                 try:
                     await objects.download(shard_uri(loaded.bucket, sha256), path, sha256=sha256)
                 except (ObjectNotFound, ValueError) as error:
                     raise TrainbusError(
-                        f"{name} cannot be had, {error}: `trainbus datasets verify --repair` makes it anew"
+                        f"{name} cannot be had, {error}: `trainbus datasets verify --repair` makes it again"
                     ) from error
                 fetched += 1
             bar.advance(task, size)
@@ -85,7 +90,7 @@ async def _fetch_all(
     return fetched
 
 
-def _inside(name: str) -> PurePosixPath:
+def _check_path(name: str) -> PurePosixPath:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
         raise TrainbusError(f"the manifest names {name!r}, which leads out of its folder")

@@ -8,30 +8,32 @@ from rich.tree import Tree
 
 from trainbus.client.address import StackAddress
 from trainbus.commands import render
-from trainbus.commands.datasets.tables import ingestion_line, of_ingestion, open_dataset, summary
+from trainbus.commands.datasets.tables import ingestion_line, open_dataset, summarize_dataset, summarize_ingestion
 from trainbus.datasets.history import Ingestion, TrainingUse
 
 
 async def print_lineage(address: StackAddress, name: str, *, as_json: bool) -> None:
-    """Print where a dataset comes from and what came of it."""
+    """Print the source of a dataset, its ingestions, its runs and their models."""
     known = await open_dataset(address, name)
     if as_json:
         print(render.as_json({
-            **summary(known),
-            "ingestions": [of_ingestion(each) for each in known.ingestions],
+            **summarize_dataset(known),
+            "ingestions": [summarize_ingestion(each) for each in known.ingestions],
             "runs": known.runs,
         }))  # fmt: skip
         return
-    root = branch = Tree(f"[bold]{render.escape(known.source or '(a source that the log no longer has)')}[/]")
-    for first, again in _alike(known.ingestions):
+    root = branch = Tree(f"[bold]{render.escape(known.source or '(the log no longer has its source)')}[/]")
+    for first, again in _group_by_input(known.ingestions):
         branch = root.add(f"ingestion {render.escape(ingestion_line(first))}")
         if first.found is not None:
             settings = first.found.data.model_dump(mode="json", exclude_defaults=True, exclude={"source"})
-            branch.add(f"[dim]fingerprint {first.found.fingerprint[:16]}; {render.escape(_plainly(settings))}[/]")
+            branch.add(
+                f"[dim]fingerprint {first.found.fingerprint[:16]}; {render.escape(_format_settings(settings))}[/]"
+            )
             if first.found.quarantine_uri is not None:
                 branch.add(f"[dim]quarantine {first.found.quarantine_uri}[/]")
         if again:
-            branch.add(f"[dim]asked for again as {', '.join(each.ingestion_id for each in again)}[/]")
+            branch.add(f"[dim]requested again as {', '.join(each.ingestion_id for each in again)}[/]")
     record = known.record
     size = f", {record.row_count:,} samples, {render.size(record.size_bytes)}" if record else ""
     at = f", {record.created_at:%Y-%m-%d %H:%M} UTC" if record else ""
@@ -43,8 +45,8 @@ async def print_lineage(address: StackAddress, name: str, *, as_json: bool) -> N
     render.console().print(root)
 
 
-def _alike(ingestions: list[Ingestion]) -> list[tuple[Ingestion, list[Ingestion]]]:
-    """The first of each input, with those that were the same."""
+def _group_by_input(ingestions: list[Ingestion]) -> list[tuple[Ingestion, list[Ingestion]]]:
+    """Return the first ingestion of each input, with the later ones of the same input."""
     found: dict[str, list[Ingestion]] = {}
     for each in ingestions:
         found.setdefault(each.found.fingerprint if each.found else each.ingestion_id, []).append(each)
@@ -64,8 +66,8 @@ def _add_run(tree: Tree, use: TrainingUse) -> None:
         )
 
 
-def _plainly(settings: dict[str, Any]) -> str:
-    def told(value: Any) -> str:
-        return f"({_plainly(value)})" if isinstance(value, dict) else str(value)
+def _format_settings(settings: dict[str, Any]) -> str:
+    def format_value(value: Any) -> str:
+        return f"({_format_settings(value)})" if isinstance(value, dict) else str(value)
 
-    return ", ".join(f"{name} {told(value)}" for name, value in settings.items())
+    return ", ".join(f"{name} {format_value(value)}" for name, value in settings.items())

@@ -29,12 +29,12 @@ from trainbus.client.object_store import open_object_store
 from trainbus.commands import render
 from trainbus.datasets.history import DatasetRecord, History, Ingestion
 
-#: Progress that is older tells of an ingestion whose end was not written down.
-FRESH_S = 60.0
+#: Seconds after which progress is out of date: the ingestion stopped without a fact about its end.
+MAX_PROGRESS_AGE_S = 60.0
 #: Rows of a table; JSON has them all.
-SHOWN = 40
-SHOWN_FAILED = 5
-#: Columns of a terminal that the whole table of datasets needs.
+MAX_ROWS = 40
+MAX_FAILED_ROWS = 5
+#: Terminal width that the whole table of datasets needs.
 WIDE = 100
 
 
@@ -42,14 +42,14 @@ WIDE = 100
 
 
 async def print_datasets(address: StackAddress, *, as_json: bool) -> None:
-    """Print the datasets, what is being made and what failed."""
+    """Print the datasets, the ingestions in progress, and those that failed."""
     async with connect(address) as connection:
         history = await read_history(connection)
         working = await _working(connection, history)
     pending = [each for each in history.ingestions.values() if each.dataset_id is None]
     if as_json:
-        found = [summary(known) for known in history.datasets.values()]
-        print(render.as_json(found + [of_ingestion(each) for each in pending]))
+        found = [summarize_dataset(known) for known in history.datasets.values()]
+        print(render.as_json(found + [summarize_ingestion(each) for each in pending]))
         return
     if not (history.datasets or pending or working):
         print("no datasets yet: a run with `--data s3://...` makes one")
@@ -64,21 +64,21 @@ async def print_datasets(address: StackAddress, *, as_json: bool) -> None:
         if not each.failed and each.ingestion_id not in at_work and each.found is not None:
             console.print(f"[yellow]being sharded[/] {each.ingestion_id}: {render.escape(each.found.data.source)}")
     failed = [each for each in pending if each.failed]
-    for each in failed[-SHOWN_FAILED:]:
+    for each in failed[-MAX_FAILED_ROWS:]:
         console.print(f"[bold red]failed[/] {each.ingestion_id}: {render.escape(each.failed)}", soft_wrap=True)
-    if len(failed) > SHOWN_FAILED:
-        console.print(f"[dim]and {len(failed) - SHOWN_FAILED} more that failed before: --json has them all[/]")
+    if len(failed) > MAX_FAILED_ROWS:
+        console.print(f"[dim]and {len(failed) - MAX_FAILED_ROWS} more that failed before: --json has them all[/]")
 
 
 async def _working(connection: Connection, history: History) -> list[DatasetProgress]:
-    """The last word of each ingestion or sharding that has not ended."""
+    """Return the newest progress of each ingestion or sharding that has not ended."""
     newest: dict[str, DatasetProgress] = {}
     for stored in await connection.read(subjects.dataset_progress(), stream=topology.PROGRESS):
         newest[stored.event.ingestion_id] = stored.event
     return [
         event
         for event in newest.values()
-        if time.time() - event.time < FRESH_S
+        if time.time() - event.time < MAX_PROGRESS_AGE_S
         and ((known := history.ingestions.get(event.ingestion_id)) is None or known.state == "sharding")
     ]
 
@@ -91,15 +91,15 @@ def _progress(event: DatasetProgress) -> str:
 
 
 def _table(history: History, *, wide: bool) -> Table:
-    """A line a dataset; what can also be had from ``show`` is left out where there is no room."""
+    """Return a table of datasets; a narrow one leaves out columns that ``show`` has."""
     numbers = ("records", "train/val/test", "bad", "shards", "size", "runs", "made")
     columns = ("dataset", "source", "format", *numbers)
     shown = [name for name in columns if wide or name not in ("format", "bad", "shards", "runs")]
-    made = render.table(*shown, right=numbers)
+    table = render.table(*shown, right=numbers)
     for known in history.datasets.values():
         row = _row(known)
-        made.add_row(*(row[name] for name in shown))
-    return made
+        table.add_row(*(row[name] for name in shown))
+    return table
 
 
 def _row(known: DatasetRecord) -> dict[str, str]:
@@ -121,7 +121,7 @@ def _row(known: DatasetRecord) -> dict[str, str]:
     }
 
 
-def summary(known: DatasetRecord) -> dict[str, Any]:
+def summarize_dataset(known: DatasetRecord) -> dict[str, Any]:
     record = known.record
     found = next((each.found for each in known.ingestions if each.found), None)
     return {
@@ -144,7 +144,7 @@ def summary(known: DatasetRecord) -> dict[str, Any]:
     }
 
 
-def of_ingestion(each: Ingestion) -> dict[str, Any]:
+def summarize_ingestion(each: Ingestion) -> dict[str, Any]:
     found = each.found
     return {
         "dataset_id": each.dataset_id,
@@ -189,7 +189,7 @@ async def print_dataset(address: StackAddress, name: str, *, classes: bool, as_j
             split: {label: n for (each, label), n in sorted(counts.items()) if each == split} for split in SPLITS
         }
         more = {"class_counts": by_class} if classes else {}
-        print(render.as_json({**summary(known), "manifest": manifest, **more}))
+        print(render.as_json({**summarize_dataset(known), "manifest": manifest, **more}))
         return
     _print_summary(loaded)
     _print_splits(manifest)
@@ -236,7 +236,7 @@ def ingestion_line(ingestion: Ingestion) -> str:
 
 
 def split_line(split: Split) -> str:
-    """A split's settings in words."""
+    """Return a split's settings in words."""
     if split.by == "time":
         borders = [
             f"{name} from {at:%Y-%m-%d %H:%M}" for name, at in
@@ -252,41 +252,43 @@ def split_line(split: Split) -> str:
 def _print_splits(manifest: Manifest) -> None:
     total = sum(split.samples for split in manifest.splits.values())
     numbers = ("samples", "share", "shards", "size")
-    made = render.table("split", *numbers, right=numbers)
+    table = render.table("split", *numbers, right=numbers)
     for name in SPLITS:
         split = manifest.splits[name]
         size = sum(shard.size_bytes for shard in split.shards)
         share = f"{split.samples / total:.1%}" if total else ""
-        made.add_row(name, f"{split.samples:,}", share, str(len(split.shards)), render.size(size))
-    render.console().print(made)
+        table.add_row(name, f"{split.samples:,}", share, str(len(split.shards)), render.size(size))
+    render.console().print(table)
 
 
 def _print_classes(counts: Counter[tuple[str, str]]) -> None:
-    made = render.table("class", *SPLITS, right=SPLITS)
+    table = render.table("class", *SPLITS, right=SPLITS)
     labels = sorted({label for _, label in counts})
-    for label in labels[:SHOWN]:
-        made.add_row(render.escape(label) or "[dim](none)[/]", *(f"{counts[split, label]:,}" for split in SPLITS))
-    render.console().print(made)
-    say_more(len(labels), "classes")
+    for label in labels[:MAX_ROWS]:
+        table.add_row(render.escape(label) or "[dim](none)[/]", *(f"{counts[split, label]:,}" for split in SPLITS))
+    render.console().print(table)
+    print_rest(len(labels), "classes")
 
 
 def _print_statistics(manifest: Manifest) -> None:
     numbers = ("count", "nulls", "mean", "std", "min", "max")
-    made = render.table("field", *numbers, right=numbers, title="train split")
-    for name, field in list(manifest.statistics.items())[:SHOWN]:
+    table = render.table("field", *numbers, right=numbers, title="train split")
+    for name, field in list(manifest.statistics.items())[:MAX_ROWS]:
         values = (field.mean, field.std, field.min, field.max)
-        made.add_row(render.escape(name), f"{field.count:,}", f"{field.nulls:,}", *(f"{value:.6g}" for value in values))
-    render.console().print(made)
-    say_more(len(manifest.statistics), "fields")
+        table.add_row(
+            render.escape(name), f"{field.count:,}", f"{field.nulls:,}", *(f"{value:.6g}" for value in values)
+        )
+    render.console().print(table)
+    print_rest(len(manifest.statistics), "fields")
 
 
-def say_more(count: int, what: str) -> None:
-    if count > SHOWN:
-        render.console().print(f"[dim]and {count - SHOWN:,} more {what}: --json has them all[/]")
+def print_rest(count: int, what: str) -> None:
+    if count > MAX_ROWS:
+        render.console().print(f"[dim]and {count - MAX_ROWS:,} more {what}: --json has them all[/]")
 
 
 async def print_urls(address: StackAddress, name: str, split: str | None, *, as_json: bool) -> None:
-    """Print the shards' addresses, one a line, in the order of the manifest."""
+    """Print the shards' addresses, one per line, in the order of the manifest."""
     if split is not None and split not in SPLITS:
         raise UsageError(f"there is no split {split!r}; there are {', '.join(SPLITS)}")
     known = await open_dataset(address, name)

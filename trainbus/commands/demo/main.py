@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import shutil
 import signal
 import sys
@@ -134,7 +133,7 @@ def _check_example() -> None:
 
 def _next_steps(folder: Path) -> str:
     """Return the commands to try next, as they can be typed here."""
-    command = "trainbus" if shutil.which("trainbus") else os.path.relpath(sys.argv[0])
+    command = "trainbus" if shutil.which("trainbus") else "python -m trainbus"
     where = "" if folder == DEFAULT_DATA_DIR else f" --data-dir {folder}"
     lines = [
         (f"{command} up{where}", "the same stack again, with this history; then, in another terminal:"),

@@ -53,7 +53,7 @@ def _table(log: FactLog, index: Index, counts: Counts, found: list[Difference], 
     made.add_column(justify="right")
     rows: list[tuple[str, int]] = [
         ("facts", counts.facts),
-        ("passes", counts.passes),
+        ("scheduling cycles", counts.passes),
         ("decisions", counts.decisions),
         ("  the same", counts.same),
         ("answers to requests", counts.answers),
@@ -67,7 +67,7 @@ def _table(log: FactLog, index: Index, counts: Counts, found: list[Difference], 
         made.add_row(name, f"{style}{count:,}")
     made.add_row("seconds", f"{took_s:.1f}")
     notes = [
-        f"policy {digest} was adopted by other code: what this code does not know of it is left out"
+        f"policy {digest} was adopted by other code: fields that this code does not know are left out"
         for digest in index.foreign
     ]
     return Group(f"[bold]decisions of {render.escape(log.name)}, made again[/]", made, *notes)

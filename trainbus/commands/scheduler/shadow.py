@@ -1,6 +1,6 @@
-"""``trainbus scheduler shadow``: a candidate policy follows what happens and says what it would do.
+"""``trainbus scheduler shadow``: follow the log with a candidate policy and publish what it would decide.
 
-It publishes under ``shadow.<digest>.>`` alone, each thing once, also when it is stopped and started again.
+It publishes under ``shadow.<digest>.>`` only, each decision once, also after a restart.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from trainbus.commands.progress import entries_with_bar
 from trainbus.commands.scheduler.policy import load_policy
 
 SOURCE = "trainbus/shadow"
-#: How often, at most, the two are compared while the leader decides nothing; each time costs two plans.
-REST_S = 1.0
-#: Runs that are named in the report.
-NAMED = 10
-#: Starts that differ by less are one start: the leader's fact and ours are not of the same moment.
-SAME_S = 1.0
+#: Least seconds between two comparisons while the leader decides nothing; each plans twice.
+IDLE_COMPARISON_S = 1.0
+#: Runs that the report names.
+MAX_NAMED_RUNS = 10
+#: Starts within this are one start: the leader's fact and the shadow's have different times.
+SAME_START_S = 1.0
 
 
 async def shadow_scheduler(
     address: StackAddress, name: str, settings: list[str], *, for_s: float | None, as_json: bool
 ) -> int:
-    """Follow until the time is over or a signal comes, then print the report."""
+    """Follow the log until the time is over or a signal comes, then print the report."""
     candidate = load_policy(name, settings)
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with connect(address) as connection:
-        await _has_stream(connection)
+        await _require_stream(connection)
         follower = await _Follower.start(connection, candidate)
         if not as_json:
             print(
                 f"{candidate.name} ({candidate.digest}) follows {follower.shadow.in_force.name}; "
-                f"what it would do stands under {prefix(candidate)}>",
+                f"its decisions go to {prefix(candidate)}>",
                 file=sys.stderr,
             )
         started = time.monotonic()
@@ -68,17 +68,17 @@ async def shadow_scheduler(
     return 0
 
 
-async def _has_stream(connection: Connection) -> None:
+async def _require_stream(connection: Connection) -> None:
     try:
         await connection.last_sequence(topology.SHADOW)
     except NotFoundError:
         raise TrainbusError(
-            f"the server has no stream {topology.SHADOW.name}: start a scheduler of this version once, which makes it"
+            f"the server has no stream {topology.SHADOW.name}: start a scheduler of this version once"
         ) from None
 
 
 class _Follower:
-    """Feeds the shadow what comes, and publishes what it says."""
+    """Feeds the log to the shadow and publishes its decisions."""
 
     def __init__(self, connection: Connection, shadow: Shadow, position: int) -> None:
         self.connection, self.shadow, self.position = connection, shadow, position
@@ -86,7 +86,7 @@ class _Follower:
 
     @classmethod
     async def start(cls, connection: Connection, candidate: Policy) -> _Follower:
-        """Fold what has happened so far, and learn what was said by an earlier one of the same policy."""
+        """Fold the log so far, and read what an earlier shadow of the same policy has published."""
         said = [
             stored.envelope.id
             for stored in await connection.read(f"{prefix(candidate)}>", stream=topology.SHADOW)
@@ -116,7 +116,7 @@ class _Follower:
             async for batch in self.connection.follow_raw(topology.FACTS, *FOLLOWED, start_sequence=self.position + 1):
                 entries: list[Entry] = [entry_of(raw) for raw in batch]
                 await self._publish(self.shadow.process(entries))
-                if not batch and time.monotonic() - rested >= REST_S:
+                if not batch and time.monotonic() - rested >= IDLE_COMPARISON_S:
                     rested = time.monotonic()
                     await self._publish(self.shadow.process_idle(datetime.now(UTC)))
                 show()
@@ -137,7 +137,7 @@ class _Follower:
 
 @contextmanager
 def _status(shadow: Shadow) -> Iterator[Any]:
-    """One line on stderr that says how it goes, if somebody sits there."""
+    """Show the state of the comparison on stderr, where it is a terminal."""
     if not sys.stderr.isatty():
         yield lambda: None
         return
@@ -158,9 +158,11 @@ def _status(shadow: Shadow) -> Iterator[Any]:
 
 
 def report(shadow: Shadow, published: int, took_s: float) -> dict[str, Any]:
-    """What came of it, as data."""
+    """Return the comparison as data."""
     found = shadow.result
-    earlier = sorted(each.earlier_s for each in found.starts if each.earlier_s is not None and each.earlier_s > SAME_S)
+    earlier = sorted(
+        each.earlier_s for each in found.starts if each.earlier_s is not None and each.earlier_s > SAME_START_S
+    )
     return {
         "candidate": {"name": shadow.candidate.name, "digest": shadow.candidate.digest},
         "in_force": {"name": shadow.in_force.name, "digest": shadow.in_force.digest},
@@ -186,11 +188,11 @@ def report(shadow: Shadow, published: int, took_s: float) -> dict[str, Any]:
 
 
 def _runs(found: Comparison) -> list[dict[str, Any]]:
-    """Each run that would have been started at another time, those with the greatest difference first."""
+    """Return the runs that would have started at another time, the greatest differences first."""
     rows: list[dict[str, Any]] = [
         {"run_id": each.run_id, "generation": each.generation, "earlier_s": each.earlier_s, "reason": each.reason}
         for each in found.starts
-        if each.earlier_s is None or each.earlier_s > SAME_S
+        if each.earlier_s is None or each.earlier_s > SAME_START_S
     ]
     return sorted(rows, key=lambda row: -(row["earlier_s"] or 0.0))
 
@@ -201,7 +203,7 @@ def _show(said: dict[str, Any]) -> None:
     points, starts = said["points"], said["starts"]
     rows = [
         ("points at which both decided", f"{points:,}"),
-        ("  the very same", f"{said['agreeing']:,} ({_share(said['agreeing'], points)})"),
+        ("  the same", f"{said['agreeing']:,} ({_share(said['agreeing'], points)})"),
         ("  the same runs on other slots", f"{said['agreeing_but_where']:,}"),
         ("runs started", f"{starts:,}"),
         (f"  {candidate} would have earlier", _with_time(said)),
@@ -211,10 +213,10 @@ def _show(said: dict[str, Any]) -> None:
             "runs stopped for others",
             f"{said['stops_in_force']:,}; by {candidate} {said['stops_candidate']:,}, both {said['stops_both']:,}",
         ),
-        ("said under shadow.>", f"{said['published']:,}"),
+        ("published under shadow.>", f"{said['published']:,}"),
     ]
     if said["missed"]:
-        rows.append(("passes heard of too late", f"{said['missed']:,}"))
+        rows.append(("cycles that came too late", f"{said['missed']:,}"))
     for name, value in rows:
         made.add_row(render.escape(name), value)
     console = render.console()
@@ -227,7 +229,7 @@ def _show(said: dict[str, Any]) -> None:
         if said[key]:
             reasons = ", ".join(f"{reason} ({count})" for reason, count in Counter(said[key]).most_common())
             console.print(f"{render.escape(text)}: {reasons}", soft_wrap=True)
-    for row in said["runs"][:NAMED]:
+    for row in said["runs"][:MAX_NAMED_RUNS]:
         when = "not by then" if row["earlier_s"] is None else f"{render.span(row['earlier_s'])} earlier"
         console.print(f"  {row['run_id']} [dim]placement {row['generation']}[/] {when} {row['reason']}".rstrip())
 

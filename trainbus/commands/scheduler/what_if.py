@@ -1,4 +1,4 @@
-"""``trainbus scheduler what-if``: the submissions of the past on other nodes, or by another policy."""
+"""``trainbus scheduler what-if``: past submissions on other nodes, or by another policy."""
 
 from __future__ import annotations
 
@@ -34,11 +34,10 @@ from trainbus.commands.progress import count_bar, entries_with_bar
 from trainbus.commands.scheduler.policy import load_policy
 from trainbus.commands.times import parse_time
 
-#: The past itself, played as the others are.
+#: The past itself, simulated as the others are.
 BASE = "as it was, played"
-#: Field of the figures -> how a column of it is called, its unit, and whether less of it is
-#: better (None: how it compares is not told).
-SHOWN: dict[str, tuple[str, str, bool | None]] = {
+#: Field of the figures -> its column, its unit, and whether less is better (None: not compared).
+COLUMNS: dict[str, tuple[str, str, bool | None]] = {
     "slots": ("slots", "n", None),
     "never": ("never run", "n", None),
     "avg_wait_s": ("avg wait", "s", True),
@@ -51,8 +50,8 @@ SHOWN: dict[str, tuple[str, str, bool | None]] = {
     "preemptions": ("preempted", "n", None),
     "cost": ("cost", "money", True),
 }
-#: A change by more than this share is told as a multiple.
-MANIFOLD = 3.0
+#: A change by more than this share is shown as a multiple.
+MAX_PERCENT_CHANGE = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ class WhatIfOptions:
     start: str | None = None
     end: str | None = None
     prices: tuple[str, ...] = ()
-    #: None: as long as it took in the past.
+    #: None: the past's.
     resume_cost_s: float | None = None
 
 
@@ -95,24 +94,24 @@ def _compare(history: History, options: WhatIfOptions, plot: Path | None, *, as_
     if not given.counted:
         raise UsageError(
             f"nothing was submitted from {history.start.isoformat()} to {history.end.isoformat()}: "
-            "choose another stretch with --from and --to",
+            "choose another time with --from and --to",
         )
     chosen = scenarios(history, options)
     prices = prices_of([scenario.policy for scenario in chosen], options.prices)
     figures = [recorded(history, chosen[0].policy.name, prices)]
     recorders: list[tuple[str, Recorder]] = []
     for scenario in chosen:
-        found, recorder = _played(scenario, given, prices, resume_cost_s)
+        found, recorder = _simulate(scenario, given, prices, resume_cost_s)
         figures.append(found)
         recorders.append((scenario.name, recorder))
     if as_json:
         print(render.as_json(_plain(history, given, figures) | {"resume_cost_s": resume_cost_s}))
     else:
         render.console().print(_table(history, figures))
-        print(f"starting again is taken to cost {_span(resume_cost_s)} (--resume-cost-s)")
+        print(f"a restart is assumed to cost {_span(resume_cost_s)} (--resume-cost-s)")
         if given.assumed:
             runs = "run" if given.assumed == 1 else "runs"
-            print(f"{given.assumed} {runs} had not ended: taken to need what those of the same size usually need")
+            print(f"{given.assumed} {runs} had not ended: assumed to need what runs of the same size usually need")
     if plot is not None:
         from services.scheduler.replay.plots import draw
 
@@ -121,28 +120,28 @@ def _compare(history: History, options: WhatIfOptions, plot: Path | None, *, as_
 
 
 def scenarios(history: History, options: WhatIfOptions) -> list[Scenario]:
-    """The past first, then every compared set of nodes under every compared policy."""
+    """Return the past first, then every given set of nodes under every given policy."""
     was, in_force = history.nodes, history.policy or Policy()
     if not was:
-        raise UsageError("no node had joined in that stretch: nothing could run")
+        raise UsageError("no node had joined in that time: nothing could run")
     first, events = history.first_nodes, history.nodes_until_last()
     sets: list[tuple[str, tuple[NodeJoined, ...], tuple[tuple[float, NodeFact], ...]]] = []
     sets += [(text, like(parse_nodes(text), was), ()) for text in options.nodes]
     sets += [(f"+{text}", first + like(parse_nodes(text, "more"), was), events) for text in options.add]
     chosen = [load_policy(name, options.settings) for name in options.policies]
     if options.settings and not chosen:
-        raise UsageError("--set changes a policy: say which with --policy")
+        raise UsageError("--set changes a policy: name it with --policy")
     found = [Scenario(BASE, first, in_force, events)]
     for name, nodes, changes in sets or [("", first, events)]:
         for policy in chosen or ([in_force] if sets else []):
             what = [part for part in (name, policy.name if chosen else "") if part]
             found.append(Scenario(", ".join(what), nodes, policy, changes))
     if len(found) == 1:
-        raise UsageError("what if what? Give --nodes, --add or --policy")
+        raise UsageError("nothing to compare: give --nodes, --add or --policy")
     return found
 
 
-def _played(scenario: Scenario, given: Submissions, prices: Prices, resume_cost_s: float) -> tuple[Figures, Recorder]:
+def _simulate(scenario: Scenario, given: Submissions, prices: Prices, resume_cost_s: float) -> tuple[Figures, Recorder]:
     with count_bar(scenario.name, len(given.jobs)) as progress:
         try:
             return play(scenario, given, prices, resume_cost_s=resume_cost_s, progress=progress)
@@ -151,8 +150,8 @@ def _played(scenario: Scenario, given: Submissions, prices: Prices, resume_cost_
 
 
 def _table(history: History, figures: Sequence[Figures]) -> RenderableType:
-    """One line a scenario; from the third on with how it stands to the second, the past as it was played."""
-    columns = {field: shown for field, shown in SHOWN.items() if any(getattr(each, field) for each in figures)}
+    """Return a table of scenarios; from the third on compared with the second, the simulated past."""
+    columns = {field: shown for field, shown in COLUMNS.items() if any(getattr(each, field) for each in figures)}
     names = [name for name, _, _ in columns.values()]
     made = render.table("scenario", *names, right=names)
     made.columns[0].no_wrap = True
@@ -185,7 +184,7 @@ def _shown(value: float | None, unit: str) -> str:
 
 
 def _span(seconds: float) -> str:
-    """A length of time in the unit that suits it, fine enough to be compared."""
+    """Return a duration in a unit that is fine enough for a comparison."""
     for size_s, unit in ((172_800, "d"), (5_400, "h"), (90, "min")):
         if seconds >= size_s:
             return f"{seconds / {'d': 86_400, 'h': 3_600, 'min': 60}[unit]:.1f} {unit}"
@@ -193,7 +192,7 @@ def _span(seconds: float) -> str:
 
 
 def _compared(value: float | None, base: float | None, unit: str, less_is_better: bool | None) -> str:
-    """The value, and how it stands to that of the past as it was played."""
+    """Return the value and its change against the simulated past."""
     text = _shown(value, unit)
     if value is None or base is None or less_is_better is None or _shown(base, unit) == text:
         return text
@@ -201,7 +200,7 @@ def _compared(value: float | None, base: float | None, unit: str, less_is_better
     if not base:
         return f"[{style}]{text}[/]"
     change = (value - base) / base
-    return f"{text} [{style}]{f'x{value / base:.1f}' if change > MANIFOLD else f'{change:+.0%}'}[/]"
+    return f"{text} [{style}]{f'x{value / base:.1f}' if change > MAX_PERCENT_CHANGE else f'{change:+.0%}'}[/]"
 
 
 def _plain(history: History, given: Submissions, figures: Sequence[Figures]) -> dict[str, object]:

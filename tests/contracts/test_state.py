@@ -40,7 +40,7 @@ from services.gateway.core.fold import At, Rows
 from services.gateway.core.fold import apply as project
 from services.scheduler.core.fold import apply as schedule
 from services.scheduler.core.state.cluster import Cluster, Phase
-from trainbus.client.views import Board
+from trainbus.client.views import StackView
 
 START = datetime(2026, 1, 2, tzinfo=UTC)
 RUN, SHA = "r1", "ab" * 32
@@ -154,7 +154,7 @@ class History:
 
 @given(st.data())
 def test_reducer_gateway_command_line_and_scheduler_agree(data: st.DataObject) -> None:
-    run, cluster, rows, board = RunState(), Cluster(), Rows(), Board()
+    run, cluster, rows, board = RunState(), Cluster(), Rows(), StackView()
     for number, fact in enumerate(History(data).write(), start=1):
         time = START + timedelta(seconds=number)
         schedule(cluster, fact, number, time)

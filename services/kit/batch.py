@@ -1,8 +1,8 @@
-"""Publishing many facts at once: the server stores all of them, one behind the other, or none (ADR-50 of NATS).
+"""Atomic batches: the server stores all facts of a batch, one behind the other, or none (ADR-50 of NATS).
 
-One round trip carries what a whole decision leads to, each fact under its own expectation. What the
-expectations say is about the stream before the batch: a fact of the batch does not count against another one.
-A server without this (before 2.12), or a stream that does not allow it, is noticed before anything is sent.
+One round trip carries the facts of a whole decision, each with its own expected sequence. The sequences refer to the
+stream before the batch: a fact of the batch does not count against another one. ``is_available`` checks first whether
+the server (2.12 or later) and the stream support batches.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ MAX_BATCH_MESSAGES = 1000
 MAX_BATCH_BYTES = 4 * 2**20
 ID, SEQUENCE, COMMIT = "Nats-Batch-Id", "Nats-Batch-Sequence", "Nats-Batch-Commit"
 DUPLICATE = 10201
-#: The stream's setting was taken away, or too many batches are open at this moment.
+#: The stream no longer allows batches, or too many are open at this moment.
 NOT_AVAILABLE_NOW = (10174, 10210, 10211)
 
 
 class DuplicateMessage(Exception):
-    """The server has at least one of the facts already: nothing of the batch was stored now."""
+    """The server has at least one of the facts already: it stored nothing of the batch."""
 
 
 class WrongLastSequence(Conflict):
-    """An expectation did not hold: nothing was stored. ``sequence`` is the last one where another was expected."""
+    """An expected sequence was not the last: the server stored nothing. ``sequence`` is the real last one."""
 
     def __init__(self, text: str, sequence: int) -> None:
         super().__init__(text)
@@ -56,12 +56,12 @@ class BatchPublisher:
 
     def __init__(self, bus: Bus, stream: str = topology.FACTS.name) -> None:
         self.bus, self.stream = bus, stream
-        #: What the server said, and how often the connection had been made when it did: a server that
-        #: comes back may be another one, and one that does not know the headers would store each message as it comes.
+        #: The server's answer, and the number of reconnects at that time: after a reconnect the server may be another
+        #: one, and a server that does not know the headers would store each message as it arrives.
         self._availability: tuple[int, bool] | None = None
 
     async def is_available(self) -> bool:
-        """Whether the server publishes batches on this stream. Asked once a connection."""
+        """Return whether the server supports batches on this stream. Asks once for each connection."""
         connection = self.bus.nc.stats["reconnects"]
         if self._availability is None or self._availability[0] != connection:
             try:
@@ -72,12 +72,12 @@ class BatchPublisher:
         return self._availability[1]
 
     async def publish(self, facts: Sequence[OutgoingMessage]) -> BatchAck:
-        """Store ``facts`` in this order, all or none. Never tried again by itself.
+        """Store ``facts`` in this order, all or none. Does not retry.
 
         Raises:
             WrongLastSequence: an expectation does not hold.
-            DuplicateMessage: one of them was stored before, by us or by another.
-            TransientError: no answer came, or the server takes no batch now. Publishing them one by one tells.
+            DuplicateMessage: the server has one of them already.
+            TransientError: no answer came, or the server accepts no batch now. Publish them one by one.
         """
         if not await self.is_available():
             raise TransientError("the server does not publish batches on this stream")
@@ -118,7 +118,7 @@ class BatchPublisher:
         raise TransientError(f"NATS did not take a batch of {count}: {text}")
 
     async def _publish_duplicates(self, facts: Sequence[OutgoingMessage]) -> None:
-        """Fault injection: each fact comes a second time, by itself, some time later."""
+        """Fault injection: publish each fact a second time, by itself."""
         with suppress(nats.errors.Error):
             for one in facts:
                 await self.bus.nc.publish(one.subject, one.body, headers=one.headers)
@@ -127,7 +127,7 @@ class BatchPublisher:
 def split_into_batches(
     facts: Sequence[OutgoingMessage], max_messages: int = MAX_BATCH_MESSAGES, max_bytes: int = MAX_BATCH_BYTES
 ) -> list[list[OutgoingMessage]]:
-    """``facts`` in batches that the server takes, in order."""
+    """Return ``facts`` in batches that the server accepts, in order."""
     found: list[list[OutgoingMessage]] = []
     room = 0
     for one in facts:

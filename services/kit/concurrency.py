@@ -1,4 +1,4 @@
-"""Work beside the event loop and beside other work, ended in good order."""
+"""Threads and tasks that end in good order."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 
 async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Like ``asyncio.to_thread``, but a cancelled caller waits until the thread has let go.
+    """Run ``function`` in a thread. A cancelled caller waits until the thread has finished.
 
-    A thread cannot be stopped; files and databases that it uses must not be closed under it.
+    A thread cannot be stopped, and the files and databases that it uses must stay open until then.
     """
     work = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
     try:
@@ -26,9 +26,9 @@ async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwa
 
 
 async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel ``tasks`` until they are over, however they end.
+    """Cancel ``tasks`` and wait until they have ended, whatever their outcome.
 
-    Once is not enough: on Python 3.11 ``asyncio.wait_for``, which nats-py uses, swallows a cancellation
+    One cancellation is not enough: on Python 3.11 ``asyncio.wait_for``, which nats-py uses, swallows a cancellation
     that comes at the moment its own work is done. Waiting for such a task would wait for ever.
     """
     pending = set(tasks)
@@ -40,9 +40,9 @@ async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
 
 
 async def gather_limited(work: Iterable[Coroutine[Any, Any, T]], *, limit: int) -> list[T]:
-    """Run everything, so many at a time; the results in order.
+    """Run everything, at most ``limit`` at once, and return the results in order.
 
-    The first error ends the rest and is raised as it is, not wrapped as a TaskGroup does it.
+    The first error cancels the rest and is raised as it is; a TaskGroup would wrap it.
     """
     gate = asyncio.Semaphore(limit)
 

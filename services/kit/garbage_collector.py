@@ -1,4 +1,4 @@
-"""Garbage collections: one instance collects at a time, now and then or once by hand."""
+"""Garbage collection: one instance at a time, periodically or once by command."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ S = TypeVar("S", bound=Settings)
 
 @dataclass(frozen=True, slots=True)
 class GarbageCollector(Generic[S, T]):
-    """How a service collects its garbage, and when and by whom that is done."""
+    """Runs a service's ``collect`` under a lease."""
 
     lease: str
     runs: Counter
-    #: Raises ``ValueError`` if nobody can tell what is garbage.
+    #: Raises ``ValueError`` if it cannot decide what is garbage.
     collect: Callable[[Bus, ObjectStore, S], Awaitable[T]]
     summary: Callable[[T], str]
 
     async def run_exclusive(self, bus: Bus, objects: ObjectStore, settings: S) -> T | None:
-        """Collect under the lease; None if another instance is at it.
+        """Collect under the lease; return None if another instance is collecting.
 
         Raises:
             TransientError: the lease was lost meanwhile.
@@ -64,7 +64,7 @@ class GarbageCollector(Generic[S, T]):
             await lease.release()
 
     async def run_periodically(self, every_s: float, bus: Bus, objects: ObjectStore, settings: S) -> None:
-        """Collect every ``every_s``, for ever; what goes wrong is logged, counted and tried again."""
+        """Collect every ``every_s`` until cancelled. A failure is logged, counted and tried again."""
         while True:
             await asyncio.sleep(every_s)
             try:
@@ -74,7 +74,7 @@ class GarbageCollector(Generic[S, T]):
                 log.error("garbage was not collected", reason=str(error))
 
     async def run_once(self, settings: S) -> str:
-        """Collect once, over a connection of its own, and say what went."""
+        """Collect once over a connection of its own; return a summary."""
         bus = Bus(self.lease, settings)
         await bus.connect()
         try:

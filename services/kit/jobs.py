@@ -1,9 +1,9 @@
-"""JobHandler that takes minutes, taken off a message and held by a lease.
+"""Jobs: work that takes minutes, held by a claim instead of an unacknowledged message.
 
 A handler submits a job (durable, idempotent) and its message is acknowledged; a runner on any
 instance claims it with a compare-and-set, renews the claim while it works, and deletes the job once
-the result is published. If the instance dies the claim stops changing and another takes it over, so
-work functions must be idempotent. A job that keeps failing is published by ``give_up``.
+the result is published. If the instance dies, the claim expires and another instance takes it over: job
+handlers must be idempotent. ``give_up`` gets a job that fails too often.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from services.kit.middlewares import RETRY_DELAYS_S
 
 log = structlog.get_logger(__name__)
 
-#: How often the clock is looked at while there are jobs (a delay that is over, a claim that is no longer
-#: renewed); while there are none, a job's arrival is what wakes the runner.
+#: Interval of the checks for ended delays and expired claims while there are jobs; without jobs, only the arrival of
+#: one wakes the runner.
 POLL_INTERVAL_S = 0.25
 IDLE_S = 1.0
 
@@ -71,13 +71,13 @@ class JobQueue:
         self._watch = LeaseWatch(bus.clock)
         self._not_before: dict[str, float] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
-        #: Every job of the queue, as far as the bucket has told.
+        #: Every job of the queue that the bucket has delivered.
         self._open: dict[str, _Job] = {}
         self._wake = asyncio.Event()
 
     async def submit(self, job_id: str, received: Message[Any]) -> None:
-        """Make the job durable. Submitting it again changes nothing."""
-        # Whoever runs it goes on with the trace that it was submitted in.
+        """Store the job. Submitting it again changes nothing."""
+        # The job continues the trace that it was submitted in.
         traceparent = telemetry.current_traceparent(received.envelope.traceparent)
         headers, body = encode(received.event, replace(received.envelope, traceparent=traceparent))
         value = {"subject": received.subject, "headers": headers, "body": body.decode(), "attempt": 0, "holder": ""}
@@ -107,7 +107,7 @@ class JobQueue:
             await cancel_and_wait(following, *self._running.values())
 
     async def _follow(self) -> None:
-        """Keep the jobs that are open in mind, as the bucket says."""
+        """Follow the bucket and keep the open jobs up to date."""
         async for batch in self._bus.follow_bucket(topology.JOBS, f"{self._queue}.>", idle_s=IDLE_S):
             for entry in batch:
                 if entry.value is None:
@@ -127,7 +127,7 @@ class JobQueue:
 
     async def _claim_all(self) -> None:
         for job in list(self._open.values()):
-            # Only what can be begun at once: a claim that waits for its turn is renewed by nobody.
+            # Claim only what starts at once: a claim that waits is not renewed.
             if job.key in self._running or len(self._running) >= self._concurrency:
                 continue
             if self._bus.clock.monotonic() < self._not_before.get(job.key, 0):
@@ -141,7 +141,7 @@ class JobQueue:
             try:
                 revision = await bucket.update(job.key, json.dumps(value).encode(), last=job.revision)
             except BadRequestError:
-                # Another instance was faster, or the job is done: what it has become is on its way here.
+                # Another instance was faster, or the job is done: the bucket delivers the change.
                 if self._open.get(job.key) is job:
                     del self._open[job.key]
                 continue
@@ -213,19 +213,19 @@ class JobQueue:
                         return
                     revision = entry.revision or revision
             except KeyNotFoundError:
-                return  # whoever took it over has done it
+                return  # another instance took it over and finished it
             except (TimeoutError, nats.errors.Error, APIError) as error:
                 log.warning("claim not renewed", job=job.key, error=repr(error))
 
 
 def _value(key: str, raw: bytes) -> dict[str, object] | None:
-    """A job as ``submit`` wrote it; None for what somebody else wrote into the bucket."""
+    """Parse a job as ``submit`` wrote it; return None for anything else."""
     try:
         value: dict[str, object] = json.loads(raw)
         _received(_Job(key, 0, value))
         str(value["holder"])
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError, EnvelopeError) as error:
-        log.warning("no job, ignored", job=key, error=repr(error))
+        log.warning("invalid job, ignored", job=key, error=repr(error))
         return None
     return value
 

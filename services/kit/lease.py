@@ -1,9 +1,8 @@
-"""Leases in a key-value bucket: who leads, who lives.
+"""Leases in a key-value bucket, for leadership and liveness.
 
-A holder renews its record; everybody else watches the record's revision and takes a holder that has
-not renewed for its time to live, *by the watcher's own monotonic clock*, for dead (as Kubernetes
-does it). Machines' clocks are never compared. Taking over is a compare-and-set on the revision, so
-of many rivals one wins, and the revision is the fencing token.
+A holder renews its record. Others watch the record's revision; when it has not changed for its time to live, *by the
+watcher's own monotonic clock*, the lease has expired (as in Kubernetes). Clocks of two machines are never compared.
+Taking over is a compare-and-set on the revision: one of many rivals wins, and the revision is the fencing token.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ TRUST_SHARE = 0.8
 
 @dataclass(frozen=True, slots=True)
 class LeaseRecord:
-    """What the bucket says about a lease."""
+    """A lease as the bucket holds it."""
 
     holder: str
     ttl_s: float
@@ -65,18 +64,18 @@ class Lease:
 
     @property
     def is_held(self) -> bool:
-        """Whether the lease is ours beyond doubt. Turns false before a rival may take over."""
+        """Whether this instance holds the lease. Turns false before a rival may take over."""
         return self._revision is not None and self._clock.monotonic() - self._renewed_at < self.ttl_s * TRUST_SHARE
 
     @property
     def token(self) -> int:
-        """The fencing token: the revision at which the lease was last written by us."""
+        """The fencing token: the revision of our last write."""
         if self._revision is None:
             raise RuntimeError(f"lease {self.key} is not held")
         return self._revision
 
     async def try_acquire(self) -> bool:
-        """Take the lease if it is free, expired or already ours. Never waits for a holder."""
+        """Acquire the lease if it is free, expired or already ours. Never waits for a holder."""
         asked_at = self._clock.monotonic()
         try:
             record = await read_record(self._bucket, self.key)
@@ -92,7 +91,7 @@ class Lease:
         return True
 
     async def renew(self) -> bool:
-        """Write the lease anew; False if somebody else has it now."""
+        """Renew the lease; return False if another holder has it now."""
         if self._revision is None:
             return False
         asked_at = self._clock.monotonic()
@@ -109,7 +108,7 @@ class Lease:
         return True
 
     async def release(self) -> None:
-        """Give the lease back, so that nobody has to wait for it to expire."""
+        """Release the lease, so that others need not wait for it to expire."""
         revision, self._revision = self._revision, None
         if revision is not None:
             with suppress(APIError, nats.errors.Error, asyncio.TimeoutError):
@@ -121,7 +120,7 @@ class Lease:
             await asyncio.sleep(self.ttl_s * RENEW_SHARE)
             try:
                 if not await self.renew():
-                    log.warning("lease taken by another", key=self.key)
+                    log.warning("another instance holds the lease", key=self.key)
                     return
             except (TimeoutError, nats.errors.Error, APIError) as error:
                 log.warning("lease not renewed", key=self.key, error=repr(error))
@@ -166,14 +165,14 @@ class Lease:
 
 
 class LeaseWatch:
-    """Tells which of many leases have expired, by our own clock. Feed it every record that is read."""
+    """Decides by our own clock which leases have expired. Needs every record that is read."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock: Clock = clock or SystemClock()
         self._seen: dict[str, tuple[int, float]] = {}
 
     def is_expired(self, key: str, record: LeaseRecord | None, ttl_s: float) -> bool:
-        """Whether ``key`` has not changed for ``ttl_s``. A missing record counts from when it was missed."""
+        """Return whether ``key`` has not changed for ``ttl_s``. A missing record counts from its first miss."""
         revision, now = (record.revision if record else 0), self._clock.monotonic()
         known = self._seen.get(key)
         if known is None or known[0] != revision:
@@ -186,7 +185,7 @@ class LeaseWatch:
 
 
 async def read_record(bucket: KeyValue, key: str) -> LeaseRecord | None:
-    """The lease's record, or None if nobody holds it."""
+    """Return the lease's record, or None if there is no holder."""
     try:
         entry = await bucket.get(key)
     except KeyNotFoundError:  # deleted keys raise a subclass of it
@@ -195,10 +194,10 @@ async def read_record(bucket: KeyValue, key: str) -> LeaseRecord | None:
 
 
 async def read_records(bus: Bus, prefix: str) -> dict[str, LeaseRecord]:
-    """Every lease whose key starts with ``prefix``, read in one pass.
+    """Return every lease whose key starts with ``prefix``.
 
-    By the kit's own reader: nats-py's ``watch`` takes a bucket for empty if the server's word that all
-    has been sent overtakes what it sent.
+    It uses ``Bus.follow_bucket``: nats-py's ``watch`` can report a full bucket as empty, when the server's end marker
+    overtakes the entries.
     """
     records: dict[str, LeaseRecord] = {}
     async for batch in bus.follow_bucket(topology.LEASES, f"{prefix}>", idle_s=1.0, until_caught_up=True):
@@ -211,10 +210,10 @@ async def read_records(bus: Bus, prefix: str) -> dict[str, LeaseRecord]:
 
 
 def _record(key: str, raw: bytes | None, revision: int) -> LeaseRecord:
-    """What the bucket holds; what is no lease counts as one of nobody that has run out."""
+    """Parse a record; an invalid one counts as an expired lease without a holder."""
     try:
         value = json.loads(raw or b"{}")
         return LeaseRecord(str(value["holder"]), float(value["ttl_s"]), revision, dict(value.get("data", {})))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        log.warning("no lease, taken for one that has run out", key=key, error=repr(error))
+        log.warning("invalid lease record, treated as expired", key=key, error=repr(error))
         return LeaseRecord("", 0.0, revision, {})

@@ -1,7 +1,7 @@
 """The metrics that every service has. A service's own are in its ``metrics.py``, one list each.
 
-Labels are bounded: event types, consumers and outcomes, never a run, a subject or a node. Whose values are known
-stand at 0 from the start (``initialize_series``).
+Labels are bounded: event types, consumers and outcomes, never a run, a subject or a node. Series whose labels are known
+in advance start at 0 (``initialize_series``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ M = TypeVar("M", Counter, Histogram)
 
 
 def initialize_series(metric: M, *values: Iterable[str]) -> M:
-    """The metric with each combination of its labels' values at 0: ``rate`` does not see a series' first increase."""
+    """Set each combination of the labels' values to 0: ``rate`` does not see the first increase of a new series."""
     for combination in product(*values):
         metric.labels(*combination)
     return metric
@@ -51,7 +51,7 @@ FOLLOW_SEQUENCE = Gauge("trainbus_follow_sequence", "Last stream sequence a foll
 LEADER = Gauge("trainbus_leader", "1 while this instance holds its service's lease.", ["lease"])
 LOOP_LAG_SECONDS = Histogram(
     "trainbus_loop_lag_seconds",
-    "How late the event loop came to what was due: it was blocked, or the machine is overloaded.",
+    "Delay of the event loop: it was blocked, or the machine is overloaded.",
     buckets=LATENCY_BUCKETS,
 )
 JOBS_RUNNING = Gauge("trainbus_jobs_running", "Long jobs running here.", ["queue"])

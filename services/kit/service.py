@@ -1,4 +1,4 @@
-"""The frame of a service process: settings, bus, health endpoints, signals, orderly end."""
+"""A service process: settings, bus, health endpoints, signals and orderly shutdown."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from services.kit.settings import Settings
 
 log = structlog.get_logger(__name__)
 
-#: Seconds between two looks at whether the event loop keeps up, and from when on that is worth a line in the log.
+#: Seconds between two measurements of the event loop's delay, and the delay that is logged.
 LAG_INTERVAL_S = 0.5
 LAG_WARNING_S = 1.0
 
@@ -185,7 +185,7 @@ class Service:
 
 
 async def measure_lag() -> None:
-    """Measure how late the event loop is, until cancelled. While it is late no lease is renewed and nobody answered."""
+    """Measure the event loop's delay until cancelled. A delayed loop renews no lease and answers no request."""
     loop = asyncio.get_running_loop()
     while True:
         due_s, busy_s = loop.time() + LAG_INTERVAL_S, time.thread_time()
@@ -193,6 +193,6 @@ async def measure_lag() -> None:
         late_s = loop.time() - due_s
         metrics.LOOP_LAG_SECONDS.observe(late_s)
         if late_s > LAG_WARNING_S:
-            # Little of it computed: a call waited, for a disk most likely, or others had the processors.
+            # Little computing means that a call waited (most likely for a disk) or that the processors were busy.
             computed_s = round(time.thread_time() - busy_s, 3)
             log.warning("the event loop was held up", late_s=round(late_s, 3), computed_s=computed_s)

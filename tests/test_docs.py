@@ -11,6 +11,7 @@ import pytest
 import typer.main
 
 from contracts.base import run_id_for
+from tests import architecture
 from trainbus.commands.main import app
 
 ROOT = Path(__file__).parents[1]
@@ -76,3 +77,7 @@ def test_the_run_in_the_bash_example_is_the_one_it_publishes() -> None:
     text = (ROOT / "docs" / "events.md").read_text()
     [(source, event_id)] = re.findall(r"-H ce-source:(\S+) -H ce-id:(\S+)", text)
     assert re.findall(r"'run\.(r[a-z2-7]{12})\.\*'", text) == [run_id_for(source, event_id)]
+
+
+def test_the_picture_of_the_architecture_shows_the_imports() -> None:
+    assert architecture.PICTURE.read_text() == architecture.draw(), "run python -m tests.architecture"

@@ -49,9 +49,7 @@ async def test_a_download_with_another_hash_leaves_nothing(
     assert list(tmp_path.glob("*copy*")) == []
 
 
-async def test_an_object_is_written_into_its_place_in_a_file(
-    objects: ObjectStore, s3_settings: Settings, tmp_path: Path
-) -> None:
+async def test_read_into_writes_at_an_offset(objects: ObjectStore, s3_settings: Settings, tmp_path: Path) -> None:
     uri, empty = f"s3://{s3_settings.bucket_models}/part", f"s3://{s3_settings.bucket_models}/empty"
     content = bytes(range(256)) * 10_000
     await objects.put(uri, content)
@@ -69,14 +67,14 @@ async def test_an_object_is_written_into_its_place_in_a_file(
         await objects.read_into(uri + "-of-nobody", path, 0, 5)
 
 
-async def test_a_full_disk_is_named_and_not_waited_for(objects: ObjectStore, s3_settings: Settings) -> None:
+async def test_a_full_disk_fails_at_once_and_names_the_file(objects: ObjectStore, s3_settings: Settings) -> None:
     uri = f"s3://{s3_settings.bucket_models}/thing"
     await objects.put(uri, b"something")
     with pytest.raises(TransientError, match="/dev/full cannot be written: No space left on device"):
         await objects.read_into(uri, Path("/dev/full"), 0, 9)
 
 
-async def test_reading_goes_on_after_a_read_that_was_given_up(
+async def test_a_cancelled_read_leaves_the_reader_usable(
     objects: ObjectStore, s3_settings: Settings, tmp_path: Path
 ) -> None:
     uri = f"s3://{s3_settings.bucket_models}/large"
@@ -104,7 +102,7 @@ async def test_reading_goes_on_after_a_read_that_was_given_up(
 
 
 @asynccontextmanager
-async def moody(
+async def unreliable_store(
     settings: Settings, answers: list[bytes | None], patience_s: float
 ) -> AsyncIterator[tuple[ObjectStore, asyncio.Event]]:
     """(a client, what is set by each request) of a store that closes every connection behind its answer.
@@ -140,28 +138,31 @@ def _answer(content: bytes, announced: int | None = None) -> bytes:
     return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (announced or len(content), content)
 
 
-async def test_connections_that_the_store_has_closed_cost_no_patience(s3_settings: Settings) -> None:
-    """Between two requests it may close them, without a word."""
+async def test_closed_idle_connections_are_replaced_without_a_retry(s3_settings: Settings) -> None:
+    """The store may close idle connections at any time."""
     answers: list[bytes | None] = [_answer(b"%d" % n) for n in range(3)]
-    async with moody(s3_settings, answers, patience_s=-1.0) as (objects, _):
+    async with unreliable_store(s3_settings, answers, patience_s=-1.0) as (objects, _):
         for n in range(3):
             assert await objects.hash("s3://models/thing") == hashlib.sha256(b"%d" % n).hexdigest()
 
 
-async def test_an_answer_that_is_cut_short_is_asked_for_again(s3_settings: Settings, tmp_path: Path) -> None:
+async def test_a_truncated_answer_is_resumed(s3_settings: Settings, tmp_path: Path) -> None:
     content = bytes(range(256)) * 8192
     (tmp_path / "file").touch()
     answers: list[bytes | None] = [_answer(content[:1_500_000], len(content)), _answer(content)]
-    async with moody(s3_settings, answers, patience_s=60.0) as (objects, _):
+    async with unreliable_store(s3_settings, answers, patience_s=60.0) as (objects, _):
         digest = await objects.read_into("s3://models/thing", tmp_path / "file", 0, len(content))
     assert digest == hashlib.sha256(content).hexdigest()
     assert (tmp_path / "file").read_bytes() == content
 
 
-async def test_who_gives_up_a_read_does_not_wait_for_the_store(s3_settings: Settings, tmp_path: Path) -> None:
-    """It says nothing for longer than anybody waits; closing what reads from it takes no longer either."""
+async def test_a_cancelled_read_does_not_wait_for_the_store(s3_settings: Settings, tmp_path: Path) -> None:
+    """The store stays silent; neither the cancelled read nor closing the client waits for it."""
     (tmp_path / "file").touch()
-    async with moody(s3_settings, [None, None], patience_s=60.0) as (objects, asked), asyncio.timeout(STALL_S / 2):
+    async with (
+        unreliable_store(s3_settings, [None, None], patience_s=60.0) as (objects, asked),
+        asyncio.timeout(STALL_S / 2),
+    ):
         reading = asyncio.ensure_future(objects.read_into("s3://models/thing", tmp_path / "file", 0, 5))
         await asked.wait()
         reading.cancel()
@@ -173,7 +174,7 @@ async def test_who_gives_up_a_read_does_not_wait_for_the_store(s3_settings: Sett
         left.cancel()
 
 
-async def test_missing_is_told_apart(objects: ObjectStore, s3_settings: Settings) -> None:
+async def test_a_missing_object_raises_object_not_found(objects: ObjectStore, s3_settings: Settings) -> None:
     with pytest.raises(ObjectNotFound):
         await objects.get(f"s3://{s3_settings.bucket_models}/nothing")
     with pytest.raises(ObjectNotFound):
@@ -188,7 +189,7 @@ async def test_listing_pages_through_everything_in_order(objects: ObjectStore, s
     assert keys == [f"k/{n:04}" for n in range(1100)]
 
 
-async def test_an_outage_is_waited_out(tmp_path: Path, s3_settings: Settings) -> None:
+async def test_calls_wait_for_the_end_of_an_outage(tmp_path: Path, s3_settings: Settings) -> None:
     server = S3Server(tmp_path / "own", free_ports(1)[0], ACCESS_KEY, SECRET_KEY)
     server.start()
     settings = s3_settings.model_copy(update={"s3_endpoint": server.endpoint})

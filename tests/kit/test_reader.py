@@ -14,7 +14,7 @@ from services.kit.workdir import Workdir
 NAMES = ["plain.png", "with space & ümläut.png", "a+b=c?d#e%41.png", "deep/er/~x(1)!*'.png", "a//b.png"]
 
 
-async def test_any_key_is_read_as_it_was_listed(objects: ObjectStore, s3_settings: Settings) -> None:
+async def test_every_key_is_read_as_it_was_listed(objects: ObjectStore, s3_settings: Settings) -> None:
     prefix = f"s3://{s3_settings.bucket_lake}/x/"
     for name in NAMES:
         await objects.put(prefix + name, name.encode())
@@ -23,7 +23,9 @@ async def test_any_key_is_read_as_it_was_listed(objects: ObjectStore, s3_setting
     assert sorted(read) == sorted(name.encode() for name in NAMES)
 
 
-async def test_another_version_is_not_read(objects: ObjectStore, s3_settings: Settings, tmp_path: Path) -> None:
+async def test_a_changed_object_raises_object_changed(
+    objects: ObjectStore, s3_settings: Settings, tmp_path: Path
+) -> None:
     uri = f"s3://{s3_settings.bucket_lake}/x"
     await objects.put(uri, b"one")
     info = await objects.head(uri)
@@ -44,7 +46,7 @@ async def test_another_version_is_not_read(objects: ObjectStore, s3_settings: Se
             await stranger.download(uri, tmp_path / "x")
 
 
-async def test_folders_left_behind_are_removed_and_those_in_use_are_not(tmp_path: Path) -> None:
+async def test_a_workdir_removes_abandoned_folders_only(tmp_path: Path) -> None:
     (tmp_path / "left").mkdir()
     (tmp_path / "left" / ".lock").touch()
     (tmp_path / "left" / "large").touch()

@@ -66,7 +66,7 @@ async def begin(cache: NodeCache, stored: Stored, folder: Path, pins: Any, **how
 
 
 @pytest.mark.parametrize("size_bytes", [1, 999, 2**16, 5 * 2**16 + 17])
-async def test_an_object_in_ranges_through_a_bad_network(
+async def test_a_ranged_download_resumes_over_a_bad_network(
     objects: ObjectStore, s3_settings: Settings, s3_server: S3Server, tmp_path: Path, size_bytes: int
 ) -> None:
     content = os.urandom(size_bytes)
@@ -83,7 +83,7 @@ async def test_an_object_in_ranges_through_a_bad_network(
     assert proxy.egress_bytes < 1.05 * size_bytes + proxy.answers * 300  # what came is not asked for again
 
 
-async def test_a_connection_on_which_nothing_comes_is_given_up(
+async def test_a_stalled_connection_is_replaced(
     objects: ObjectStore, s3_settings: Settings, s3_server: S3Server, tmp_path: Path
 ) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=1, sample_bytes=20_000)
@@ -105,7 +105,7 @@ async def test_a_connection_on_which_nothing_comes_is_given_up(
                 )
 
 
-async def test_what_is_not_what_was_promised_is_refused(
+async def test_a_download_of_another_size_or_hash_raises_object_corrupted(
     objects: ObjectStore, s3_settings: Settings, tmp_path: Path
 ) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contracts import topology
+from contracts import subjects, topology
 from contracts.envelope import RawMessage
 from services.kit.dead_letters import RETRY_ENDPOINT, DeadLetter, read_dead_letter
 from trainbus.client.connection import Connection
@@ -19,7 +19,7 @@ STREAM = topology.DEAD_LETTERS
 
 async def list_dead_letters(connection: Connection, consumer: str | None = None) -> list[DeadLetter]:
     """Return every dead letter, oldest first; with ``consumer``, those of that consumer."""
-    filters = (f"dead.{consumer}.>",) if consumer else ()
+    filters = (subjects.dead(consumer, ">"),) if consumer else ()
     found: list[DeadLetter] = []
     async for batch in connection.follow_raw(STREAM, *filters, until_caught_up=True):
         found += [read_dead_letter(raw) for raw in batch]

@@ -23,7 +23,6 @@ OrderKey = Literal[
     "least-attained",
     "shortest-predicted",
     "even-wait",
-    "smallest",
     "submitted",
 ]
 
@@ -57,8 +56,6 @@ class EvenWait(PolicySection):
     advantage: float = Field(4.0, ge=1)
     #: What any run may wait beyond the longest that those that have slots had to.
     margin_s: float = Field(2_700.0, gt=0)
-    #: And this part of that longest wait more: the longer waits are, the more slowly the longest one grows.
-    margin_part: float = Field(0.0, ge=0)
     #: From this part of the longest wait on, a run's length counts less.
     from_part: float = Field(0.5, ge=0, lt=1)
     #: Whether a run counts with what it is expected to take, and not only with what it has had.

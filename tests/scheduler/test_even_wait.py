@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import random
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contracts.events.run import RunPrepared
 from contracts.scheduling import Elastic, EvenWait, Faults, Order, Policy, Reclaim
 from services.scheduler.core.decide import run_steps
 from services.scheduler.core.fold import fold
@@ -33,8 +35,8 @@ def world_of(slots: int, policy: Policy = POLICY) -> World:
     return world
 
 
-def submit(world: World, run_id: str, slots: int = 1, priority: int = 0) -> None:
-    world.accept(run_id, spec(slots, priority))
+def submit(world: World, run_id: str, slots: int = 1, priority: int = 0, **more: Any) -> None:
+    world.accept(run_id, spec(slots, priority, **more))
     go_on(world)
 
 
@@ -131,28 +133,52 @@ def test_a_run_is_looked_at_just_when_its_wait_lifts_it() -> None:
 def test_the_longest_wait_is_that_of_those_that_have_slots() -> None:
     world = world_of(1)
     submit(world, "first")
-    assert even_wait.limit_s(world.cluster, CONFIG) == CONFIG.margin_s
+    assert even_wait.limit_s(world.cluster, world.run("first"), CONFIG) == CONFIG.margin_s
     submit(world, "second")
     world.wait(5_000)
-    assert even_wait.limit_s(world.cluster, CONFIG) == CONFIG.margin_s
+    assert even_wait.limit_s(world.cluster, world.run("first"), CONFIG) == CONFIG.margin_s
     world.exit("first")
     go_on(world)
     # Rounded up to a quarter of the margin.
-    assert even_wait.limit_s(world.cluster, CONFIG) == 5_000 + CONFIG.margin_s
+    assert even_wait.limit_s(world.cluster, world.run("first"), CONFIG) == 5_000 + CONFIG.margin_s
 
 
-@pytest.mark.parametrize("part", [0.0, 0.02, 0.5])
-def test_the_longest_wait_is_rounded_to_steps_of_a_part_of_the_margin(part: float) -> None:
-    config = EvenWait(margin_s=600, margin_part=part)
+def test_the_longest_wait_is_rounded_up_to_a_quarter_of_the_margin() -> None:
+    config = EvenWait(margin_s=600)
     world = world_of(1)
     submit(world, "first")
     submit(world, "second")
     world.wait(100 * HOUR)
     world.exit("first")
     go_on(world)
-    least_s = 100 * HOUR * (1 + part) + 600
-    step_s = 0.25 * (600 + part * 100 * HOUR)
-    assert least_s <= even_wait.limit_s(world.cluster, config) <= least_s + 1.5 * (1 + part) * step_s
+    least_s = 100 * HOUR + 600
+    assert least_s <= even_wait.limit_s(world.cluster, world.run("second"), config) <= least_s + 150
+
+
+@pytest.mark.parametrize("other", [{"priority": -5}, {"team": "scavengers"}, {"resources": {"accelerators": ["cpu"]}}])
+def test_a_long_wait_elsewhere_sets_no_limit_here(other: dict[str, Any]) -> None:
+    """A scavenger that waited for days does not make everybody wait for days."""
+    world = world_of(1)
+    submit(world, "first")
+    submit(world, "scavenger", **other)
+    world.wait(480 * HOUR)
+    world.exit("first")
+    go_on(world)
+    submit(world, "own")
+    assert world.run("scavenger").live
+    assert even_wait.limit_s(world.cluster, world.run("own"), CONFIG) == CONFIG.margin_s
+    assert even_wait.limit_s(world.cluster, world.run("scavenger"), CONFIG) > 480 * HOUR
+
+
+def test_preparing_data_is_no_wait() -> None:
+    world = world_of(1)
+    data = {"dataset_id": "0" * 64}
+    submit(world, "slow", data=data)
+    world.wait(50 * HOUR)
+    dataset_id = "0" * 64
+    world.say(RunPrepared(run_id="slow", dataset_id=dataset_id, manifest_uri="s3://datasets/m.json", train_samples=1))
+    world.settle()
+    assert world.run("slow").waited_s(world.now) == 0
 
 
 def test_priority_goes_before_all_of_it() -> None:

@@ -17,7 +17,17 @@ from contracts.events import checkpoint, node, run
 from contracts.events.capacity import CapacityWanted, PolicyAdopted
 from contracts.events.run import RunExited, RunPreempting, RunPrepared, RunStalled
 from services.scheduler.core.quota.quotas import periods_h
-from services.scheduler.core.state.cluster import Allocation, Cluster, Committed, Ending, MemberState, Node, Phase, Run
+from services.scheduler.core.state.cluster import (
+    EPOCH,
+    Allocation,
+    Cluster,
+    Committed,
+    Ending,
+    MemberState,
+    Node,
+    Phase,
+    Run,
+)
 from services.scheduler.core.state.durations import run_kind_of, wait_kind_of
 from services.scheduler.core.state.pool_demand import reset_patience, update_demand
 from services.scheduler.core.state.quarantine import describe_error, quarantine_node, quarantine_run, release_run
@@ -201,6 +211,7 @@ def _queued(cluster: Cluster, known: Run, fact: run.RunQueued, time: datetime) -
         known.strikes.update(_at_fault(cluster, known))
     known.parts, known.preempting, known.ended_at, known.stalled = {}, None, None, None
     known.reserved = None
+    known.ready_at = time if known.ready_at == EPOCH else known.ready_at
     known.queued_at, known.queue_reason, known.failures = time, fact.reason, fact.failures
     _enter(cluster, known, Phase.QUEUED)
     _predict(cluster, known)

@@ -49,7 +49,7 @@ def allocated_runs(cluster: Cluster, now: datetime, policy: Policy) -> list[Allo
     # Where it is not known until when a key stays, it holds for this time alone.
     state = (
         policy.digest,
-        queue.wait_limit_s(cluster, policy),
+        queue.wait_limits(cluster, policy),
         index.nodes_version,
         None if queue.has_stable_keys(policy) else now,
     )

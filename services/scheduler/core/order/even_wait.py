@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from datetime import datetime
+from typing import NamedTuple
 
 from contracts.scheduling import EvenWait, Policy
 from services.scheduler.core.state.cluster import Cluster, Run
@@ -25,39 +26,55 @@ STEP = 0.25
 AFTER_S = 1e-3
 
 
-def limit_s(cluster: Cluster, config: EvenWait) -> float:
-    """The longest wait, at this state of the log.
+class WaitGroup(NamedTuple):
+    """Runs that compete for the same slots on the same terms: they share one longest wait."""
 
-    It only looks at runs that have slots: their waits stand still, and so does this until something happens.
+    team: str
+    accelerators: frozenset[str]
+    priority: int
+
+
+def group_of(run: Run) -> WaitGroup:
+    """Return the group whose longest wait the run is measured by."""
+    return WaitGroup(run.spec.team or "", run.demand.accelerators, run.spec.priority)
+
+
+def limit_s(cluster: Cluster, run: Run, config: EvenWait) -> float:
+    """Return the longest wait of the run's group, and the margin.
+
+    It looks at runs that have slots: their waits stand still, and so does this until something happens.
     """
-    known = cluster.index.longest_wait
-    if known is None or known[0] != cluster.sequence:
-        known = cluster.index.longest_wait = (cluster.sequence, _longest_s(cluster))
-    rounded_s = _rounded(known[1], config)
-    return rounded_s * (1 + config.margin_part) + config.margin_s
+    step_s = STEP * config.margin_s
+    return math.ceil(_longest_waits(cluster).get(group_of(run), 0.0) / step_s) * step_s + config.margin_s
 
 
-def _rounded(longest_s: float, config: EvenWait) -> float:
-    """The next of the steps, each of which is the same part of the margin that there is."""
-    if not config.margin_part:
-        step_s = STEP * config.margin_s
-        return math.ceil(longest_s / step_s) * step_s
-    growth = math.log1p(STEP * config.margin_part)
-    steps = math.ceil(math.log1p(config.margin_part * longest_s / config.margin_s) / growth - 1e-9)
-    return math.expm1(steps * growth) * config.margin_s / config.margin_part
+def limits(cluster: Cluster, config: EvenWait) -> frozenset[tuple[WaitGroup, int]]:
+    """Return the limits of all groups, in steps: the queue is ordered anew when it changes."""
+    step_s = STEP * config.margin_s
+    return frozenset((group, math.ceil(longest_s / step_s)) for group, longest_s in _longest_waits(cluster).items())
 
 
-def _longest_s(cluster: Cluster) -> float:
-    runs = (cluster.runs[run_id] for run_id in cluster.active)
-    waits = ((run.placed_at - run.submitted_at).total_seconds() - run.run_s for run in runs)
-    # (One that has ended and is not settled yet has its last slots counted among what it had before.)
-    return max(max(waits, default=0.0), 0.0)
+def _longest_waits(cluster: Cluster) -> dict[WaitGroup, float]:
+    """Return the longest wait of the runs with slots, by their groups."""
+    known = cluster.index.longest_waits
+    if known is not None and known[0] == cluster.sequence:
+        return known[1]
+    found: dict[WaitGroup, float] = {}
+    for run_id in cluster.active:
+        run = cluster.runs[run_id]
+        # (One that has ended and is not settled yet has its last slots counted among what it had before.)
+        waited_s = (run.placed_at - run.ready_at).total_seconds() - run.run_s
+        if waited_s > 0:
+            group = group_of(run)
+            found[group] = max(found.get(group, 0.0), waited_s)
+    cluster.index.longest_waits = (cluster.sequence, found)
+    return found
 
 
 def key(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> float:
     """What the run counts, in powers of two of what is short."""
     config = policy.order.even_wait
-    left = part_left(run.waited_s(now), limit_s(cluster, config), config)
+    left = part_left(run.waited_s(now), limit_s(cluster, run, config), config)
     return _power(_weight(run, now, config) * left)
 
 
@@ -65,7 +82,7 @@ def changes_at(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> flo
     """When a waiting run comes to count less, if nothing happens, in seconds since the epoch; inf: never."""
     config = policy.order.even_wait
     weight, waited_s = _weight(run, now, config), run.waited_s(now)
-    longest_s = limit_s(cluster, config)
+    longest_s = limit_s(cluster, run, config)
     power = _power(weight * part_left(waited_s, longest_s, config))
     if power <= 0:
         return math.inf
@@ -78,7 +95,7 @@ def changes_at(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> flo
 def attained_for_more(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> float:
     """The slot-seconds at which a run that has slots comes to count more."""
     config = policy.order.even_wait
-    left = part_left(run.waited_s(now), limit_s(cluster, config), config)
+    left = part_left(run.waited_s(now), limit_s(cluster, run, config), config)
     power = _power(_weight(run, now, config) * left)
     return config.short_slot_s * math.pow(2.0, power + 1) / left if left > 0 else math.inf
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from datetime import datetime
 from heapq import heappop, heappush, heapreplace
 
@@ -35,10 +35,6 @@ def _priority(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> floa
 def _deadline(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> float:
     deadline = run.spec.scheduling.deadline
     return deadline.timestamp() if deadline is not None else math.inf
-
-
-def _smallest(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> float:
-    return run.spec.slots.min
 
 
 def _submitted(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> float:
@@ -71,7 +67,6 @@ def _attained_changes_at(run: Run, now: datetime, policy: Policy) -> float:
 KEYS: dict[OrderKey, KeyOf] = {
     "priority": _priority,
     "deadline": _deadline,
-    "smallest": _smallest,
     "submitted": _submitted,
     "least-attained": _attained,
     "shortest-predicted": _predicted,
@@ -98,9 +93,9 @@ def holder_key(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> tup
     return key, demoted_at_s(cluster, run, now, policy)
 
 
-def wait_limit_s(cluster: Cluster, policy: Policy) -> float:
-    """The longest wait that keys depend on."""
-    return even_wait.limit_s(cluster, policy.order.even_wait) if "even-wait" in policy.order.by else 0.0
+def wait_limits(cluster: Cluster, policy: Policy) -> Hashable:
+    """Return the longest waits that keys depend on."""
+    return even_wait.limits(cluster, policy.order.even_wait) if "even-wait" in policy.order.by else None
 
 
 def current_key(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> Key:
@@ -151,11 +146,11 @@ def group_of(run: Run, policy: Policy) -> str:
 def update(cluster: Cluster, now: datetime, policy: Policy) -> RunQueue:
     """Bring the line of queued runs up to date; costs what has changed."""
     index = cluster.index
-    longest_s = wait_limit_s(cluster, policy)
+    limits = wait_limits(cluster, policy)
     for run_id in index.touched if index.digest else cluster.active:
         _note_holder(cluster, run_id)
-    if index.digest != policy.digest or index.limit_s != longest_s:
-        index.digest, index.limit_s, index.queue = policy.digest, longest_s, RunQueue()
+    if index.digest != policy.digest or index.wait_limits != limits:
+        index.digest, index.wait_limits, index.queue = policy.digest, limits, RunQueue()
         index.sizes.clear()
         index.sized.clear()
         changed = list(cluster.queued)

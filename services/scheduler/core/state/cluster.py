@@ -97,6 +97,8 @@ class Run:
     failures: int = 0
     queued_at: datetime = EPOCH
     queue_reason: str = "new"
+    #: When it was first queued: its data was there. Waiting counts from then; EPOCH: it was not queued yet.
+    ready_at: datetime = EPOCH
     #: Sequence at which others last took its slots: where runs take turns it stands behind those that waited then.
     yielded_at: int = 0
     #: The parts of the current generation, also those that ended, until what follows is decided.
@@ -171,8 +173,10 @@ class Run:
         return self.served_slot_s + (held * max((now - self.placed_at).total_seconds(), 0.0) if held else 0.0)
 
     def waited_s(self, now: datetime) -> float:
-        """Seconds since its submission in which it had no slots."""
-        return max((now - self.submitted_at).total_seconds() - self.ran_s(now), 0.0)
+        """Return the seconds since it was ready in which it had no slots."""
+        if self.ready_at == EPOCH:
+            return 0.0
+        return max((now - self.ready_at).total_seconds() - self.ran_s(now), 0.0)
 
     @property
     def exact(self) -> bool:

@@ -9,7 +9,7 @@ import copy
 import heapq
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -47,9 +47,9 @@ class Index:
     #: The policy that ``queue`` was ordered by.
     digest: str = ""
     queue: RunQueue = field(default_factory=RunQueue)
-    #: The longest wait that it was ordered by; and the longest of the runs that have slots, at a sequence.
-    limit_s: float = 0.0
-    longest_wait: tuple[int, float] | None = None
+    #: The longest waits that it was ordered by; and those of the runs that have slots, at a sequence.
+    wait_limits: Hashable = None
+    longest_waits: tuple[int, dict[Any, float]] | None = None
     #: Runs that have slots -> ``preemption_rules.AllocatedRun``; and what all of these follow from beside the facts
     #: about the run itself.
     allocated_runs: dict[str, Any] = field(default_factory=dict)

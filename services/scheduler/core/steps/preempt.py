@@ -78,8 +78,8 @@ class VainSearches:
         self.until_s = 0.0
         if not more_decides:
             versions = sum(node.version for node in cycle.cluster.nodes.values())
-            limit_s = queue.wait_limit_s(cycle.cluster, policy)
-            self._state = (index.nodes_version, versions, frozenset(index.going), policy.digest, limit_s)
+            limits = queue.wait_limits(cycle.cluster, policy)
+            self._state = (index.nodes_version, versions, frozenset(index.going), policy.digest, limits)
             if index.vain_searches is not None:
                 state, until_s, known = index.vain_searches
                 if state == self._state and cycle.now_s + 2 * queue.AFTER_S < until_s:

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from contracts.scheduling import Policy
 
-DEFAULT = "priority-first-come"
+DEFAULT = "default"
 _SUFFIX = ".toml"
 
 

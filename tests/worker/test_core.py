@@ -1,4 +1,4 @@
-"""What the agent decides, as tables and properties."""
+"""The decisions of the agent, as tables and properties."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ CASES: list[tuple[str, list[Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("events", "expected"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_what_a_fact_asks_of_the_node(events: list[Any], expected: list[str]) -> None:
+def test_facts_lead_to_decisions(events: list[Any], expected: list[str]) -> None:
     state, said = node_decisions.NodeState("n1", incarnation="me"), []
     for sequence, event in enumerate(events, start=1):
         state, decisions = node_decisions.decide(state, event, sequence)
@@ -76,7 +76,7 @@ def test_what_a_fact_asks_of_the_node(events: list[Any], expected: list[str]) ->
     assert said == expected
 
 
-def test_what_was_placed_before_the_node_joined_is_void_unless_it_was_taken_up() -> None:
+def test_placement_before_the_join_is_void() -> None:
     state = node_decisions.NodeState("n1", joined_sequence=10)
     assert node_decisions.decide(state, placed(), 9)[1] == []
     assert len(node_decisions.decide(state, placed(), 11)[1]) == 1
@@ -84,7 +84,7 @@ def test_what_was_placed_before_the_node_joined_is_void_unless_it_was_taken_up()
 
 @settings(max_examples=60, deadline=None)
 @given(cuts=st.lists(st.integers(0, 2000), max_size=12), bad=st.booleans())
-def test_a_journal_read_in_any_pieces_gives_each_point_once(cuts: list[int], bad: bool) -> None:
+def test_journal_read_in_any_parts_gives_each_point_once(cuts: list[int], bad: bool) -> None:
     lines = [{"kind": "metrics", "step": n, "time": n, "values": {"loss": float("nan") if n == 3 else n, "a": 1}}
              for n in range(1, 15)]  # fmt: skip
     raw = [json.dumps(line).encode() + b"\n" for line in lines]
@@ -103,7 +103,7 @@ def test_a_journal_read_in_any_pieces_gives_each_point_once(cuts: list[int], bad
     assert state.step == 14
 
 
-def test_patterns_find_values_and_steps_and_go_on_counting() -> None:
+def test_patterns_find_values_and_continue_counting_steps() -> None:
     patterns = metric_patterns.compile_patterns(
         {"loss": r"loss[:=]\s*(\S+)", "acc": r"(?P<step>\d+): acc (?P<value>[\d.]+)"}
     )
@@ -116,7 +116,7 @@ def test_patterns_find_values_and_steps_and_go_on_counting() -> None:
         metric_patterns.compile_patterns({"x": "no group"})
 
 
-def test_output_is_made_fit_to_be_shown() -> None:
+def test_output_lines_are_cleaned_for_display() -> None:
     assert journal.log_lines(b"10%\r50%\r100%\nw\xfferld\r\n\n" + b"x" * 5000) == [
         "100%",
         "w�erld",
@@ -125,7 +125,7 @@ def test_output_is_made_fit_to_be_shown() -> None:
     ]
 
 
-def test_a_rank_sees_nothing_of_the_agents_environment_but_a_few_names() -> None:
+def test_rank_inherits_listed_variables_only() -> None:
     agents = {"PATH": "/usr/bin", "HOME": "/root", "AWS_SECRET_ACCESS_KEY": "s", "TRAINBUS_S3_SECRET_KEY": "s"}
     agents |= {"TRAINBUS_NATS_PASSWORD": "s", "NATS_TOKEN": "s", "RANK": "9"}
     place = rank_environment.NodeEnvironment(
@@ -152,7 +152,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("exits", "rank"), [case[1:] for case in ENDS], ids=[case[0] for case in ENDS])
-def test_the_first_failure_is_the_cause(exits: list[rank_exits.Exit], rank: int | None) -> None:
+def test_first_failure_is_the_cause(exits: list[rank_exits.Exit], rank: int | None) -> None:
     failure = rank_exits.first_failure(exits)
     assert (failure.rank if failure else None) == rank
 
@@ -187,19 +187,19 @@ Root Cause (first observed failure):
         pytest.param([], None, id="no output"),
     ],
 )
-def test_the_cause_is_what_the_script_said_and_not_what_torchrun_did(lines: list[str], expected: Any) -> None:
+def test_cause_is_the_output_of_the_script_without_torchruns_report(lines: list[str], expected: Any) -> None:
     failure, tail = rank_exits.find_cause(rank_exits.Exit(0, 1, 9.0), lines)
     assert (failure.rank, failure.code, tail) == (expected or (0, 1, tuple(lines[-rank_exits.TAIL_LINES :])))
 
 
-def test_exits_in_words() -> None:
+def test_exit_codes_are_described() -> None:
     assert rank_exits.describe_exit(-9) == rank_exits.describe_exit(137) == "was killed by SIGKILL"
     assert rank_exits.describe_exit(3) == "ended with exit code 3"
     assert rank_exits.is_infrastructure_failure(1, False, "RuntimeError: EADDRINUSE")
     assert not rank_exits.is_infrastructure_failure(1, True, "RuntimeError: EADDRINUSE")
 
 
-def test_a_checkpoint_is_ready_when_every_rank_has_it_or_nobody_will_follow() -> None:
+def test_checkpoint_is_ready_once_all_ranks_have_it_or_at_the_end() -> None:
     def line(step: int) -> CheckpointLine:
         return CheckpointLine(time=0, folder="x", step=step, epoch=1, samples_consumed=0)
 
@@ -208,7 +208,7 @@ def test_a_checkpoint_is_ready_when_every_rank_has_it_or_nobody_will_follow() ->
     assert ready_steps(lines, at_end=True) == [1, 2]
 
 
-def test_a_pattern_that_would_take_for_ever_does_not() -> None:
+def test_pathological_pattern_matches_in_linear_time() -> None:
     """Python's own engine would try 2**200 ways here."""
     patterns = metric_patterns.compile_patterns({"x": r"(a+)+$"})
     assert list(metric_patterns.match_patterns(patterns, ["a" * 200 + "!"], {})) == []
@@ -223,7 +223,7 @@ def test_a_pattern_that_would_take_for_ever_does_not() -> None:
         ("crashed", "fail", False),
     ],
 )
-def test_ranks_whose_peers_failed_may_leave_their_state_behind(reason: Any, then: Any, expected: bool) -> None:
+def test_stop_says_whether_a_peer_was_lost(reason: Any, then: Any, expected: bool) -> None:
     state, _ = node_decisions.decide(node_decisions.NodeState("n1", incarnation="me"), placed(), 1)
     order = RunPreempting(run_id="r", generation=1, reason="x", queue_reason=reason, grace_s=0, then=then)
     [stop] = node_decisions.decide(state, order, 2)[1]

@@ -1,4 +1,4 @@
-"""Devices are checked before a run touches them; a bad one takes the node out of the pool, and no run is blamed."""
+"""Devices are checked before a run uses them; an unfit one leaves the pool, and the run is not at fault."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class FakeNvml:
         pytest.param("", RIGHT, "", id="sound"),
     ],
 )
-async def test_what_is_wrong_is_said(
+async def test_problems_of_a_device_are_reported(
     monkeypatch: pytest.MonkeyPatch, ill: str, command: tuple[str, ...], why: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(ill))
@@ -83,7 +83,7 @@ async def test_what_is_wrong_is_said(
         await check.check((0,))  # the other one is as good as it was
 
 
-async def test_what_computed_right_a_while_ago_is_asked_but_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_recently_checked_device_is_queried_but_not_computed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(""))
     now = 0.0
     check = GpuCheck(GPUS, RIGHT, now=lambda: now, patience_s=0)
@@ -95,7 +95,7 @@ async def test_what_computed_right_a_while_ago_is_asked_but_not_tried_again(monk
         await check.check((0,))
 
 
-async def test_a_failing_device_takes_the_node_out_and_the_run_is_not_blamed(
+async def test_unfit_device_is_an_infrastructure_failure(
     world: World, agent: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml("ecc"))

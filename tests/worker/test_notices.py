@@ -1,4 +1,4 @@
-"""Each source of notices against a stand-in for its endpoint, and what the agent makes of them."""
+"""Each source of notices against a stand-in for its endpoint, and the agent's reaction."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ async def test_ec2_recommends_and_then_interrupts(fake: Fake, metadata: Metadata
     assert fake.tokens > 1  # the first was used up
 
 
-async def test_gcp_answers_when_it_preempts(fake: Fake, metadata: MetadataServer) -> None:
+async def test_gcp_request_returns_at_preemption(fake: Fake, metadata: MetadataServer) -> None:
     base = "/computeMetadata/v1/instance/"
     fake.answers = {base + "preempted": "FALSE", base + "maintenance-event": "NONE"}
     gcp = GcpSource(metadata)
@@ -159,7 +159,7 @@ def _event(name: str, kind: str, *machines: str) -> dict[str, Any]:
     return {"EventId": name, "EventType": kind, "Resources": machines, "NotBefore": at, "EventStatus": "Scheduled"}
 
 
-async def test_azure_may_begin_when_nothing_runs_any_more(fake: Fake, metadata: MetadataServer) -> None:
+async def test_azure_event_is_acknowledged_once_the_node_is_idle(fake: Fake, metadata: MetadataServer) -> None:
     events = [_event("a", "Freeze", "vm1"), _event("b", "Preempt", "vm2"), _event("c", "Preempt", "vm1")]
     fake.say("/metadata/instance/compute/name", "vm1")
     fake.say("/metadata/scheduledevents", json.dumps({"DocumentIncarnation": 1, "Events": events}))
@@ -179,7 +179,7 @@ async def test_azure_may_begin_when_nothing_runs_any_more(fake: Fake, metadata: 
     listening.cancel()
 
 
-async def test_slurm_signals_and_its_time_ends() -> None:
+async def test_slurm_signal_and_time_limit_are_notices() -> None:
     ends_at = int(time.time()) + 90
     slurm = SlurmSource({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(ends_at)}, leave_before_s=30)
     watching = asyncio.create_task(first(slurm))
@@ -193,7 +193,7 @@ async def test_slurm_signals_and_its_time_ends() -> None:
     assert over.kind == "time-limit"
 
 
-async def test_kubernetes_hook_writes_the_grace(tmp_path: Path) -> None:
+async def test_kubernetes_hook_gives_the_grace(tmp_path: Path) -> None:
     marker = tmp_path / "prestop"
     marker.write_text("5")
     os.utime(marker, (1, 1))  # of another life of the container
@@ -221,7 +221,7 @@ async def test_kubernetes_hook_writes_the_grace(tmp_path: Path) -> None:
         pytest.param({}, None, ["ec2", "gcp", "azure"], id="where the firmware is hidden all are asked"),
     ],
 )
-async def test_what_applies_is_found(
+async def test_sources_of_the_machine_are_found(
     fake: Fake, tmp_path: Path, environment: dict[str, str], maker: str | None, expected: list[str]
 ) -> None:
     if maker is not None:
@@ -232,14 +232,14 @@ async def test_what_applies_is_found(
     assert [source.name for source in found] == expected
 
 
-async def test_other_machines_are_never_asked() -> None:
+async def test_other_machines_are_never_requested() -> None:
     async with aiohttp.ClientSession() as session:
         for url in ("http://metadata.example", "http://10.0.0.1", "http://8.8.8.8/"):
             with pytest.raises(ValueError, match="link-local"):
                 MetadataServer(session, url, 1.0)
 
 
-async def test_a_notice_is_told_and_runs_leave_with_a_checkpoint(
+async def test_notice_is_published_and_runs_stop_with_a_checkpoint(
     world: World, agent: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")

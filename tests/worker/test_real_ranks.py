@@ -1,4 +1,4 @@
-"""The agent with the real Trainer: forked from the warm process, preempted, resumed smaller, evaluated."""
+"""The agent with the real Trainer: forked from the warm server, preempted, resumed smaller, evaluated."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_training_is_stopped_resumed_on_fewer_slots_and_evaluated(world: W
     assert not ranks_of(world.settings.data_dir.resolve())
 
 
-async def test_a_stop_whose_checkpoint_nobody_commits_loses_no_step(world: World, tmp_path: Path) -> None:
+async def test_stop_with_an_uncommitted_checkpoint_loses_no_step(world: World, tmp_path: Path) -> None:
     """The node keeps what the ranks wrote; a generation that could not be prepared changes nothing about it."""
     prepared = await prepare(world, tmp_path / "dataset")
     service = build(world.settings.model_copy(update={"warm": True}))

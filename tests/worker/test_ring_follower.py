@@ -1,4 +1,4 @@
-"""Records of a ring are published once each, whatever is lost or killed, in step with the journal beside it."""
+"""Records of a ring are published once each, in step with the journal, whatever is lost or killed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from services.kit.bus import TransientError
 from services.kit.clock import ManualClock
 from services.worker.ranks.journal_follower import JournalFollower
 from services.worker.ranks.ring_reader import RingReader
-from tests.worker.test_journal import Bus, follower
+from tests.worker.test_journal_follower import Bus, follower
 from trainbus.agent_link import Journal
 from trainbus.ring import RingWriter
 
@@ -24,7 +24,7 @@ async def attempt(following: JournalFollower) -> None:
         await following.poll()
 
 
-async def test_a_small_ring_a_bus_that_loses_answers_and_killed_agents(tmp_path: Path) -> None:
+async def test_small_ring_lossy_bus_and_killed_agents_lose_no_record(tmp_path: Path) -> None:
     # A ring with room for ten: most of what is written while nobody reads goes to the journal instead.
     RingWriter(tmp_path / "rank_0.ring", capacity=10).close()
     bus, clock, journal = Bus(), ManualClock(), Journal(tmp_path / "rank_0.jsonl")
@@ -50,7 +50,7 @@ async def test_a_small_ring_a_bus_that_loses_answers_and_killed_agents(tmp_path:
     assert 10 < ring.head < step  # both ways were taken
 
 
-async def test_what_is_taken_with_a_line_holds_all_that_came_before_it(tmp_path: Path) -> None:
+async def test_line_is_read_with_all_records_before_it(tmp_path: Path) -> None:
     bus, journal = Bus(), Journal(tmp_path / "rank_0.jsonl")
     for step in range(1, 1001):
         journal.metrics(step, {"loss": 1.0})

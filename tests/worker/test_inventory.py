@@ -1,4 +1,4 @@
-"""What a node says that it has: GPUs, MIG slices, processors, datasets."""
+"""The inventory of a node: GPUs, MIG slices, processors, datasets."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class FakeNvml:
         return SimpleNamespace(gpu=40)
 
 
-def test_slices_stand_in_the_place_of_the_gpu_that_is_cut_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mig_slices_replace_their_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
     whole, *slices = find_gpus()
     assert (whole.uuid, whole.mig_profile, whole.board) == ("GPU-0", "", "GPU-0")
@@ -100,7 +100,7 @@ def test_slices_stand_in_the_place_of_the_gpu_that_is_cut_up(monkeypatch: pytest
     assert {each.name for each in slices} == {whole.name}
 
 
-def test_what_is_said_of_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inventory_describes_mig_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     found = inspect_node(WorkerSettings(node_id="n"))
@@ -113,7 +113,7 @@ def test_what_is_said_of_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plain.machine_digest != found.machine_digest  # other kernels, other last bits
 
 
-def test_a_slice_is_measured_as_far_as_anybody_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mig_slice_reports_what_the_driver_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
     values = measure_gpus([find_gpus()[1]])
     assert values["system/gpu_0_memory_usage_percentage"] == 50
@@ -139,14 +139,14 @@ GPUS = (
         pytest.param("", "", id="none"),
     ],
 )
-def test_the_agent_offers_what_it_was_meant_to_have(visible: str | None, expected: str) -> None:
+def test_agent_offers_visible_devices_only(visible: str | None, expected: str) -> None:
     assert " ".join(gpu.uuid for gpu in visible_gpus(GPUS, visible)) == expected
 
 
 @pytest.mark.parametrize(
     ("cpu_max", "cpus"), [("max 100000\n", math.inf), ("150000 100000\n", 1.5), ("garbage\n", math.inf)]
 )
-def test_a_container_offers_what_it_may_use(tmp_path: Path, cpu_max: str, cpus: float) -> None:
+def test_container_offers_its_cgroup_limits(tmp_path: Path, cpu_max: str, cpus: float) -> None:
     (tmp_path / "cpu.max").write_text(cpu_max)
     assert cpu_limit(tmp_path) == cpus
     assert memory_limit_bytes(tmp_path) == 2**63
@@ -154,18 +154,18 @@ def test_a_container_offers_what_it_may_use(tmp_path: Path, cpu_max: str, cpus: 
     assert memory_limit_bytes(tmp_path) == MIB
 
 
-def test_processors_are_those_of_this_process_unless_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpus_are_those_of_the_process_unless_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "cpu_limit", lambda: 0.5)
     assert inspect_node(WorkerSettings(node_id="n", accelerator="cpu")).cpus == 0.5
     assert inspect_node(WorkerSettings(node_id="n", accelerator="cpu", cpus=12)).cpus == 12
 
 
-def test_a_capacity_that_nobody_knows_is_refused() -> None:
+def test_unknown_capacity_label_is_refused() -> None:
     with pytest.raises(ValidationError, match="on-demand or spot"):
         WorkerSettings(node_id="n", labels={"capacity": "cheap"})
 
 
-def test_datasets_that_are_whole_in_the_cache(tmp_path: Path) -> None:
+def test_datasets_lists_complete_training_splits(tmp_path: Path) -> None:
     cache = NodeCache(FileCache(tmp_path, None), None, 0)  # type: ignore[arg-type]  # nothing is fetched
     for name, shards in (("a", 2), ("b", 1), ("c", 0)):
         folder = tmp_path / "datasets" / name
@@ -179,7 +179,7 @@ def test_datasets_that_are_whole_in_the_cache(tmp_path: Path) -> None:
     assert cache.datasets() == ("a",)
 
 
-async def test_it_is_all_in_joined(world: World, agent: Any) -> None:
+async def test_joined_describes_the_node(world: World, agent: Any) -> None:
     labels = {"cluster": "a", "zone": "z1", "switch": "s1", "pool": "burst", "capacity": "spot"}
     dataset = world.settings.data_dir / "cache" / "datasets" / ("d" * 64)
     dataset.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The flight recorders of ranks on NCCL are asked through their pipes when a rank stalls, and told where they are."""
+"""A stall makes the ranks dump their flight recorders, and the report names the dumps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from services.worker.core.stall_detector import Stall
 from services.worker.ranks import flight_recorder as flight
 from services.worker.ranks.stall_watcher import StallWatcher
 from tests.worker.test_core import placed
-from tests.worker.test_journal import Bus, follower
+from tests.worker.test_journal_follower import Bus, follower
 
 
 class Recorder(threading.Thread):
@@ -57,7 +57,7 @@ def stem_of(folder: Path, gpus: tuple[str, ...] = ("GPU-a", "GPU-b")) -> str:
     return stem
 
 
-async def test_dumps_are_asked_for_kept_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stall_report_names_uploaded_dumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The silent rank is waited for as long as that; a recorder may stop for a second in the middle of its file.
     monkeypatch.setattr(flight, "ANSWER_S", 4.0)
     monkeypatch.setattr(flight, "QUIET_S", 1.0)

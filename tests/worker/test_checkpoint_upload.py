@@ -1,4 +1,4 @@
-"""Cutting files, sending what is new, putting them together again."""
+"""Checkpoints are chunked, uploaded once and restored."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def cache(tmp_path: Path, objects: ObjectStore) -> NodeCache:
 # -- cutting -------------------------------------------------------------------
 
 
-def test_a_file_is_cut_at_its_tensors(tmp_path: Path) -> None:
+def test_file_is_chunked_at_its_tensors(tmp_path: Path) -> None:
     names = {"a.large": 12 * MIB, "b.bias": 1000, "c.bias": 2000, "d.weight": MIB}
     save_file(tensors(names), tmp_path / "x.safetensors")
     cut = [(key, size) for key, _, size in pieces_of(tmp_path / "x.safetensors")]
@@ -71,7 +71,7 @@ def test_a_file_is_cut_at_its_tensors(tmp_path: Path) -> None:
     ]
 
 
-def test_a_change_stays_where_it_is(tmp_path: Path) -> None:
+def test_change_of_a_tensor_changes_only_its_chunks(tmp_path: Path) -> None:
     """One tensor's new values are one new piece; tensors that come or go leave the others' pieces as they are."""
     names = {f"layer.{n:04d}.weight": (n % 7 + 1) * 40_000 for n in range(300)}
     state = tensors(names)
@@ -93,7 +93,7 @@ def test_a_change_stays_where_it_is(tmp_path: Path) -> None:
 
 
 @given(st.binary(max_size=200), st.integers(0, 40 * MIB))
-def test_no_header_can_do_harm(header: bytes, size_bytes: int) -> None:
+def test_invalid_header_is_chunked_without_gaps(header: bytes, size_bytes: int) -> None:
     """Whatever a file says of itself, the pieces fill it in order and none is large."""
     head = len(header).to_bytes(8, "little") + header
     size_bytes = max(size_bytes, len(head))
@@ -120,7 +120,7 @@ def test_no_header_can_do_harm(header: bytes, size_bytes: int) -> None:
         [],
     ],
 )
-def test_a_header_that_describes_nonsense_is_not_followed(described: Any) -> None:
+def test_inconsistent_header_is_ignored(described: Any) -> None:
     body = json.dumps(described).encode()
     header = len(body).to_bytes(8, "little") + body
     cut = core.chunk_ranges(len(header) + 4, header)
@@ -130,7 +130,7 @@ def test_a_header_that_describes_nonsense_is_not_followed(described: Any) -> Non
 # -- there and back ------------------------------------------------------------
 
 
-async def test_only_what_is_new_is_sent_and_everything_comes_back(
+async def test_upload_sends_new_chunks_only_and_restores_all(
     tmp_path: Path, cache: NodeCache, objects: ObjectStore, s3_settings: Settings
 ) -> None:
     bucket = s3_settings.bucket_models
@@ -176,7 +176,7 @@ async def test_only_what_is_new_is_sent_and_everything_comes_back(
     assert (tmp_path / "restored" / "empty").read_bytes() == b""
 
 
-async def test_a_resume_takes_from_the_node_what_it_has(
+async def test_resume_reads_local_chunks_from_the_node(
     tmp_path: Path, cache: NodeCache, objects: ObjectStore, s3_settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pieces survive the agent, are found in whole files, and are fetched where the file is gone."""
@@ -216,7 +216,7 @@ async def test_a_resume_takes_from_the_node_what_it_has(
     assert len(asked) == 1 + len(half.chunks)
 
 
-async def test_what_was_here_before_the_machine_started_is_hashed_first(
+async def test_files_from_before_a_boot_are_hashed_first(
     tmp_path: Path, cache: NodeCache, objects: ObjectStore, s3_settings: Settings
 ) -> None:
     """Nothing is flushed for the cache: a power cut may leave the right name with the wrong bytes."""
@@ -243,7 +243,9 @@ async def test_what_was_here_before_the_machine_started_is_hashed_first(
         assert cache.find(file.chunks[1].sha256) is not None
 
 
-async def test_damage_in_the_store_leaves_nothing(tmp_path: Path, objects: ObjectStore, s3_settings: Settings) -> None:
+async def test_corruption_in_the_store_leaves_no_file(
+    tmp_path: Path, objects: ObjectStore, s3_settings: Settings
+) -> None:
     bucket = s3_settings.bucket_models
     path = tmp_path / "file"
     path.write_bytes(random.Random(1).randbytes(20 * MIB))
@@ -261,7 +263,7 @@ async def test_damage_in_the_store_leaves_nothing(tmp_path: Path, objects: Objec
 # -- differences ---------------------------------------------------------------
 
 
-async def test_differences_restore_to_the_bit_and_their_chains_end(
+async def test_deltas_restore_bit_exactly_and_chains_are_bounded(
     tmp_path: Path, cache: NodeCache, objects: ObjectStore, s3_settings: Settings
 ) -> None:
     bucket, known = s3_settings.bucket_models, KnownBlobs()
@@ -304,7 +306,7 @@ async def test_differences_restore_to_the_bit_and_their_chains_end(
         )
 
 
-async def test_rotten_blobs_are_written_anew_from_a_node(
+async def test_node_repairs_corrupted_blobs(
     tmp_path: Path, cache: NodeCache, objects: ObjectStore, s3_settings: Settings, bus: Bus
 ) -> None:
     """Parts of files and differences alike; what this node has not, or has damaged, is left to others."""
@@ -351,7 +353,7 @@ async def test_rotten_blobs_are_written_anew_from_a_node(
 # -- what is known -------------------------------------------------------------
 
 
-async def test_what_is_not_trusted_is_sent_anew(
+async def test_distrusted_blobs_are_sent_again(
     tmp_path: Path, cache: NodeCache, objects: ObjectStore, s3_settings: Settings
 ) -> None:
     bucket, known = s3_settings.bucket_models, KnownBlobs()
@@ -375,7 +377,7 @@ async def test_what_is_not_trusted_is_sent_anew(
         assert uploader.sent_bytes == expected
 
 
-async def test_an_upload_that_is_given_up_ends_all_of_its_requests(
+async def test_cancelled_upload_cancels_its_requests(
     tmp_path: Path, cache: NodeCache, objects: ObjectStore, s3_settings: Settings
 ) -> None:
     path = tmp_path / "file"
@@ -402,7 +404,7 @@ async def test_an_upload_that_is_given_up_ends_all_of_its_requests(
 # -- DVC -----------------------------------------------------------------------
 
 
-async def test_dvc_finds_the_files_where_it_looks(tmp_path: Path, objects: ObjectStore, s3_settings: Settings) -> None:
+async def test_dvc_pointer_names_the_stored_files(tmp_path: Path, objects: ObjectStore, s3_settings: Settings) -> None:
     """The layout of DVC 3: the pointer's hashes are the files' names under the remote's ``files/md5``."""
     bucket = s3_settings.bucket_models
     named = {"model-0.safetensors": tmp_path / "a", "notes/it's.json": tmp_path / "b"}
@@ -419,7 +421,7 @@ async def test_dvc_finds_the_files_where_it_looks(tmp_path: Path, objects: Objec
         assert (hashlib.md5(content).hexdigest(), len(content), "md5") == (out["md5"], out["size"], out["hash"])
 
 
-async def test_an_agent_sends_differences_and_writes_pointers(world: World, agent: Any) -> None:
+async def test_agent_sends_deltas_and_writes_dvc_pointers(world: World, agent: Any) -> None:
     """What the request asks for reaches the store: differences to the last committed checkpoint, and DVC's names."""
     await agent()
     asked: dict[str, Any] = {"checkpoints": {"delta": True, "dvc": True}}

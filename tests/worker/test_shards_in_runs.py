@@ -1,4 +1,4 @@
-"""Shards come to ranks of an agent that is killed, to whom it is told when one cannot be had, and who are stopped."""
+"""Ranks get shards from a restarted agent, fail on a corrupted one, and stop while they wait for one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def joined(world: World) -> bool:
     return bool(await world.bus.read_history("node.n1.joined"))
 
 
-async def test_ranks_get_their_shards_from_the_agent_that_comes_after_a_killed_one(
+async def test_restarted_agent_serves_shards_to_running_ranks(
     world: World, agent_process: Any, s3_server: S3Server
 ) -> None:
     stored = await store(world.objects, world.settings.bucket_datasets, shards=12, sample_bytes=20_000)
@@ -51,7 +51,7 @@ async def test_ranks_get_their_shards_from_the_agent_that_comes_after_a_killed_o
     assert not list(cache.glob("*/.*"))
 
 
-async def test_a_run_whose_shard_is_damaged_in_the_store_fails_and_names_it(world: World, agent: Any) -> None:
+async def test_run_with_a_corrupted_shard_fails_and_names_it(world: World, agent: Any) -> None:
     stored = await store(world.objects, world.settings.bucket_datasets, shards=3)
     shard = stored.shards()[1]
     await world.objects.put(shard_uri(stored.bucket, shard.sha256), bytes(shard.size_bytes))

@@ -1,4 +1,4 @@
-"""What ranks write down is said under the same ids with the same content, however often it is said."""
+"""Lines of a journal are published under the same ids with the same content, however often."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def write(folder: Path, *steps: int) -> None:
             output.write(f"loss={step}.5\n".encode())
 
 
-async def test_a_lost_answer_and_a_restart_much_later_change_nothing_that_was_said(tmp_path: Path) -> None:
+async def test_lost_reply_and_late_restart_publish_the_same_events(tmp_path: Path) -> None:
     bus, clock = Bus(), ManualClock()
     write(tmp_path, 1, 2)
     first = follower(tmp_path, bus, clock)
@@ -82,7 +82,7 @@ async def test_a_lost_answer_and_a_restart_much_later_change_nothing_that_was_sa
     assert bus.distinct() == said
 
 
-async def test_a_silent_command_has_started_as_soon_as_it_runs(tmp_path: Path) -> None:
+async def test_command_without_a_journal_is_started_once_it_runs(tmp_path: Path) -> None:
     bus = Bus()
     command = follower(tmp_path, bus, ManualClock(), launch_is_start=True)
     await command.poll()

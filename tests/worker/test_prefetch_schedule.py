@@ -1,4 +1,4 @@
-"""Which shard is needed when, and which one goes: by tables, and as a plain definition says at every step."""
+"""When shards are needed and which are evicted: by tables, and against a plain definition."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def victims_of(
 # -- tables ----------------------------------------------------------------------------------------------
 
 
-def test_needs_behind_are_over_and_those_under_way_are_due_now() -> None:
+def test_passed_needs_end_and_reached_needs_are_due() -> None:
     needs = [("a", 0, 99), ("b", 50, 150), ("c", 100, 100), ("d", 300, 400), ("a", 500, 600)]
     sequence = ReadSequence(needs)
     assert sequence.advance(100, 10.0) == ["a"]
@@ -113,7 +113,7 @@ def at(due_s: Mapping[str, float]) -> PrefetchSchedule:
         (dict.fromkeys("abcdef", 0.0), "", 20, -1.0, 60.0, "ab"),  # a rank waits: even what is under way
     ],
 )
-def test_what_goes(
+def test_victims_are_needed_last(
     due_s: dict[str, float], spared: str, over_bytes: int, for_s: float, ahead_s: float, gone: str
 ) -> None:
     schedule = at(due_s)
@@ -121,7 +121,7 @@ def test_what_goes(
         assert schedule.select_victims(over_bytes, for_s, ahead_s, set(spared)) == list(gone)
 
 
-def test_what_is_only_worth_having_gives_way_to_what_is_sooner_worth_having_alone() -> None:
+def test_speculative_shard_yields_only_to_an_earlier_speculative_one() -> None:
     """Otherwise two datasets that do not fit together would push each other out for ever."""
     schedule = PrefetchSchedule(HERE)
     schedule.add(ReadSequence.of_list("abcdefg", after_s=SPECULATIVE_S), Consumer())
@@ -129,7 +129,7 @@ def test_what_is_only_worth_having_gives_way_to_what_is_sooner_worth_having_alon
     assert schedule.select_victims(10, schedule.due_s("e"), 60.0) == ["f"]
 
 
-def test_what_is_pinned_stays_until_it_is_not() -> None:
+def test_pinned_shards_are_never_victims() -> None:
     pinned = {"a", "b"}
     schedule = PrefetchSchedule(HERE, pinned.__contains__)
     whole = ReadSequence.of_list("ab", every_s=1e-6)
@@ -258,7 +258,7 @@ class Counted(Consumer):
 
 
 @pytest.mark.parametrize("count", [1_000, 10_000])
-def test_a_look_costs_what_it_starts_and_not_what_there_is(count: int) -> None:
+def test_decision_costs_what_it_starts(count: int) -> None:
     """Every shard comes, one after the other, through a cache that holds half of them."""
     present: dict[str, CachedShard] = {}
     schedule, reading = PrefetchSchedule(present), Counted()

@@ -21,7 +21,7 @@ async def measured(world: World) -> list[Any]:
     return [e for e in await world.facts(stream="PROGRESS", subject="progress.{}") if e.kind == "system"]
 
 
-async def test_a_run_from_placed_to_exited(world: World, agent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_generation_runs_from_placed_to_exited(world: World, agent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
     monkeypatch.setenv("TRAINBUS_NATS_PASSWORD", "hunter2")
     await agent()
@@ -59,9 +59,7 @@ async def test_a_run_from_placed_to_exited(world: World, agent: Any, monkeypatch
     assert secret.get_secret_value() not in json.dumps(environment)
 
 
-async def test_a_preempted_run_lets_go_when_its_checkpoint_is_committed_and_goes_on_there(
-    world: World, agent: Any
-) -> None:
+async def test_preempted_run_releases_once_committed_and_resumes(world: World, agent: Any) -> None:
     await agent()
     await world.place(params={"steps": 100_000})
     await world.wait_steps(5)
@@ -88,9 +86,7 @@ async def test_a_preempted_run_lets_go_when_its_checkpoint_is_committed_and_goes
     assert "start from another one" in refused.reason
 
 
-async def test_a_run_begins_with_the_weights_alone_until_it_has_a_checkpoint_of_its_own(
-    world: World, agent: Any
-) -> None:
+async def test_run_starts_from_weights_until_it_has_a_checkpoint(world: World, agent: Any) -> None:
     bodies = {"model-0.safetensors": b"weights", "state.json": b"{}", "optimizer-0.safetensors": b"moments"}
     files = []
     for path, body in bodies.items():
@@ -138,7 +134,7 @@ async def test_a_run_begins_with_the_weights_alone_until_it_has_a_checkpoint_of_
     assert "is not the one that was committed" in refused.reason
 
 
-async def test_ranks_that_do_not_listen_are_killed_when_the_grace_is_over(world: World, agent: Any) -> None:
+async def test_unresponsive_ranks_are_killed_after_the_grace(world: World, agent: Any) -> None:
     await agent()
     await world.place(params={"steps": 100_000, "deaf": True})
     await world.wait_for(RunStarted)
@@ -148,7 +144,7 @@ async def test_ranks_that_do_not_listen_are_killed_when_the_grace_is_over(world:
     assert not ranks_of(world.settings.data_dir.resolve())
 
 
-async def test_the_first_rank_to_crash_is_reported_and_the_others_end(world: World, agent: Any) -> None:
+async def test_first_crashed_rank_is_reported_and_the_others_end(world: World, agent: Any) -> None:
     await agent()
     await world.place(slots=(0, 1), params={"steps": 100_000, "crash_at": 8, "crash_rank": 1})
     exited = await world.wait_for(RunExited)
@@ -170,7 +166,7 @@ UNUSABLE = [
 ]
 
 
-async def test_what_cannot_be_started_fails_with_what_to_change(world: World, agent: Any) -> None:
+async def test_generation_that_cannot_start_reports_what_to_change(world: World, agent: Any) -> None:
     await agent()
     unsafe = World(world.bus, world.objects, world.settings)
     await unsafe.upload_code(package({"../evil.py": b""}))
@@ -191,7 +187,7 @@ async def test_what_cannot_be_started_fails_with_what_to_change(world: World, ag
         assert exited.permanent is (name == "pattern"), name  # the others' store may have it by the next attempt
 
 
-async def test_a_command_is_matched_and_logged_and_stopped(world: World, agent: Any) -> None:
+async def test_command_is_matched_logged_and_stopped(world: World, agent: Any) -> None:
     await agent()
     script = "import time\nfor n in range(10**6):\n print(f'epoch {n} loss={1/(n+1)}'); time.sleep(0.02)"
     await world.place(
@@ -206,7 +202,7 @@ async def test_a_command_is_matched_and_logged_and_stopped(world: World, agent: 
     assert steps == [*range(len(steps))]
 
 
-async def test_a_newer_generation_ends_an_older_one_and_repetitions_change_nothing(world: World, agent: Any) -> None:
+async def test_newer_generation_ends_the_older_one(world: World, agent: Any) -> None:
     await agent()
     first = await world.place(params={"steps": 100_000})
     await world.wait_steps(3)
@@ -223,7 +219,7 @@ async def test_a_newer_generation_ends_an_older_one_and_repetitions_change_nothi
     assert not ranks_of(world.settings.data_dir.resolve())
 
 
-async def test_a_node_declared_lost_kills_its_ranks_and_joins_anew(world: World, agent: Any) -> None:
+async def test_lost_node_kills_its_ranks_and_rejoins(world: World, agent: Any) -> None:
     await agent()
     await world.place(params={"steps": 100_000})
     await world.wait_steps(3)
@@ -243,7 +239,7 @@ async def test_a_node_declared_lost_kills_its_ranks_and_joins_anew(world: World,
     assert (await world.wait_for(RunExited, "r2")).outcome == "succeeded"
 
 
-async def test_two_nodes_meet_where_rank_0_says(world: World, agent: Any) -> None:
+async def test_two_nodes_meet_at_the_address_of_rank_0(world: World, agent: Any) -> None:
     await agent()
     await agent(node_id="n2", data_dir=world.settings.data_dir / "n2")
     members = (Member(node_id="n2", slots=(0,), ranks=(0,)), Member(node_id="n1", slots=(1,), ranks=(1,)))
@@ -255,7 +251,7 @@ async def test_two_nodes_meet_where_rank_0_says(world: World, agent: Any) -> Non
     assert [each["RANK"] for each in said] == ["1", "0"]
 
 
-async def test_preempting_while_it_prepares_starts_nothing(world: World, agent: Any) -> None:
+async def test_preemption_during_preparation_starts_no_rank(world: World, agent: Any) -> None:
     await agent()
     elsewhere = (Member(node_id="nobody", slots=(0,), ranks=(0,)), Member(node_id="n1", slots=(0,), ranks=(1,)))
     resume = CheckpointRef(uri="s3://x-y/z", step=7, epoch=1, samples_consumed=56)
@@ -266,7 +262,7 @@ async def test_preempting_while_it_prepares_starts_nothing(world: World, agent: 
     assert resume.step == 7
 
 
-async def test_an_agent_that_is_stopped_lets_its_runs_go_and_leaves(world: World, agent: Any) -> None:
+async def test_stopped_agent_releases_its_runs_and_leaves(world: World, agent: Any) -> None:
     service = await agent()
     committing = asyncio.create_task(world.commit_all())
     placed = await world.place(params={"steps": 100_000}, grace_s=60)

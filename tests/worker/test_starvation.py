@@ -1,4 +1,4 @@
-"""A rank's word that it waits for data becomes one fact, whatever the bus loses, and is counted."""
+"""A rank's report that it waits for data becomes one fact, whatever the bus loses, and is counted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contracts.events.run import RunStarved
 from contracts.events.train import Loading
 from services.kit.bus import TransientError
 from services.kit.clock import ManualClock
-from tests.worker.test_journal import Bus, follower
+from tests.worker.test_journal_follower import Bus, follower
 from trainbus.agent_link import Journal
 from trainbus.data.batch_timings import BatchTimings
 from trainbus.trainer.starvation import StarvationDetector
@@ -21,7 +21,7 @@ def counted() -> float:
     return REGISTRY.get_sample_value("trainbus_worker_starved_total", {"bound_by": "decode"}) or 0.0
 
 
-async def test_a_starved_rank_is_told_once_with_cause_and_hint(tmp_path: Path) -> None:
+async def test_starved_rank_is_reported_once_with_cause_and_hint(tmp_path: Path) -> None:
     bus, journal, waits, before = Bus(), Journal(tmp_path / "rank_0.jsonl"), BatchTimings(), counted()
     now = [0.0]
     starvation = StarvationDetector(Loading(starved_s=30), waits, 0, journal.starved, lambda: now[0])

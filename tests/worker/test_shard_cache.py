@@ -1,4 +1,4 @@
-"""The node's shard cache against a real store: ahead of need, once, verified, bounded, whatever breaks."""
+"""The node's shard cache against a real store: prefetched, shared, verified, bounded."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def begin(cache: NodeCache, stored: Stored, folder: Path, pins: Any, **how
 
 
 @pytest.mark.parametrize("size_bytes", [1, 999, 2**16, 5 * 2**16 + 17])
-async def test_a_ranged_download_resumes_over_a_bad_network(
+async def test_ranged_download_survives_a_bad_network(
     objects: ObjectStore, s3_settings: Settings, s3_server: S3Server, tmp_path: Path, size_bytes: int
 ) -> None:
     content = os.urandom(size_bytes)
@@ -83,7 +83,7 @@ async def test_a_ranged_download_resumes_over_a_bad_network(
     assert proxy.egress_bytes < 1.05 * size_bytes + proxy.answers * 300  # what came is not asked for again
 
 
-async def test_a_stalled_connection_is_replaced(
+async def test_stalled_connection_is_replaced(
     objects: ObjectStore, s3_settings: Settings, s3_server: S3Server, tmp_path: Path
 ) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=1, sample_bytes=20_000)
@@ -105,7 +105,7 @@ async def test_a_stalled_connection_is_replaced(
                 )
 
 
-async def test_a_download_of_another_size_or_hash_raises_object_corrupted(
+async def test_object_with_wrong_size_or_hash_is_refused(
     objects: ObjectStore, s3_settings: Settings, tmp_path: Path
 ) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=1)
@@ -122,7 +122,7 @@ async def test_a_download_of_another_size_or_hash_raises_object_corrupted(
 # -- ahead of need -----------------------------------------------------------------------------------
 
 
-async def test_shards_come_in_the_order_in_which_they_are_needed_and_a_wait_ends_at_once(
+async def test_shards_are_fetched_in_the_order_of_need(
     objects: ObjectStore, s3_settings: Settings, tmp_path: Path
 ) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=12)
@@ -137,7 +137,7 @@ async def test_shards_come_in_the_order_in_which_they_are_needed_and_a_wait_ends
     assert await view.request(want(stored, 6)) == "the run is over on this node"
 
 
-async def test_a_rank_without_a_plan_is_read_ahead_for(
+async def test_rank_without_a_plan_is_read_ahead_for(
     objects: ObjectStore, s3_settings: Settings, tmp_path: Path
 ) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=12)
@@ -147,7 +147,7 @@ async def test_a_rank_without_a_plan_is_read_ahead_for(
         await until(lambda: here(view, stored) == {2, 3, 4, 5, 6}, "the next four")
 
 
-async def test_a_script_gets_everything_before_it_starts_and_keeps_it(
+async def test_command_has_all_shards_before_it_starts(
     objects: ObjectStore, s3_settings: Settings, tmp_path: Path
 ) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=6, validation=2)
@@ -187,7 +187,7 @@ async def test_two_runs_share_each_download(
 # -- room --------------------------------------------------------------------------------------------
 
 
-async def test_what_is_needed_last_goes_and_nothing_is_fetched_twice_for_want_of_knowing(
+async def test_shard_needed_last_is_evicted_first(
     objects: ObjectStore, s3_settings: Settings, s3_server: S3Server, tmp_path: Path
 ) -> None:
     """Room for five of eight shards, which are read twice: only what cannot be kept is fetched again."""
@@ -209,7 +209,7 @@ async def test_what_is_needed_last_goes_and_nothing_is_fetched_twice_for_want_of
     assert proxy.egress_bytes < 13.5 * each + 10_000
 
 
-async def test_a_run_that_does_not_fit_makes_progress(
+async def test_run_that_exceeds_the_cache_makes_progress(
     objects: ObjectStore, s3_settings: Settings, tmp_path: Path
 ) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=6)
@@ -228,7 +228,7 @@ async def test_a_run_that_does_not_fit_makes_progress(
             assert not is_whole(view, stored, number)
 
 
-async def test_old_downloads_go_before_what_is_planned(
+async def test_other_files_are_evicted_before_planned_shards(
     objects: ObjectStore, s3_settings: Settings, tmp_path: Path
 ) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=4)
@@ -249,7 +249,7 @@ async def test_old_downloads_go_before_what_is_planned(
         assert not old.exists()
 
 
-async def test_two_datasets_that_do_not_fit_together_do_not_push_each_other_out(
+async def test_two_datasets_beyond_the_limit_do_not_evict_each_other(
     objects: ObjectStore, s3_settings: Settings, s3_server: S3Server, tmp_path: Path
 ) -> None:
     """Nobody has said that they will be read: what has come stays, and nothing is fetched for nothing."""
@@ -279,7 +279,7 @@ async def test_two_datasets_that_do_not_fit_together_do_not_push_each_other_out(
             assert len(here(readings[0], stored[0])) + len(here(readings[1], stored[1])) == 6
 
 
-async def test_a_disk_that_is_full_is_a_smaller_cache(
+async def test_full_disk_shrinks_the_cache(
     objects: ObjectStore, s3_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk has room for three shards, whatever the setting says: ranks get theirs, one after the other."""
@@ -302,9 +302,7 @@ async def test_a_disk_that_is_full_is_a_smaller_cache(
             assert is_whole(view, stored, number)
 
 
-async def test_a_cache_that_vanishes_is_filled_anew(
-    objects: ObjectStore, s3_settings: Settings, tmp_path: Path
-) -> None:
+async def test_removed_cache_is_filled_again(objects: ObjectStore, s3_settings: Settings, tmp_path: Path) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=3)
     async with node(s3_settings, tmp_path / "cache", objects=objects) as (cache, shards), cache.pin_files() as pins:
         view = await begin(cache, stored, tmp_path / "view", pins)
@@ -317,7 +315,7 @@ async def test_a_cache_that_vanishes_is_filled_anew(
         assert shards.files.size_bytes == stored.size_bytes
 
 
-async def test_while_the_cache_cannot_be_written_ranks_wait_and_get_theirs_when_it_can(
+async def test_ranks_wait_while_the_cache_is_not_writable(
     objects: ObjectStore, s3_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=2)
@@ -347,7 +345,7 @@ def flip(path: Path, bit: int) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["", ".idx", ".json"])
-async def test_a_flipped_bit_on_disk_is_found_by_the_next_run(
+async def test_next_run_detects_a_flipped_bit_on_disk(
     objects: ObjectStore, s3_settings: Settings, tmp_path: Path, suffix: str
 ) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=1)
@@ -361,7 +359,7 @@ async def test_a_flipped_bit_on_disk_is_found_by_the_next_run(
 
 
 @pytest.mark.parametrize("which", ["shard", "index"])
-async def test_what_is_damaged_or_missing_in_the_store_is_named(
+async def test_corrupted_or_missing_shard_is_named(
     objects: ObjectStore, s3_settings: Settings, tmp_path: Path, which: str
 ) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=2)
@@ -385,7 +383,7 @@ async def test_what_is_damaged_or_missing_in_the_store_is_named(
         assert list(shards.files.folder.rglob(".*")) == []
 
 
-async def test_a_damaged_manifest_is_not_read(objects: ObjectStore, s3_settings: Settings, tmp_path: Path) -> None:
+async def test_corrupted_manifest_is_not_read(objects: ObjectStore, s3_settings: Settings, tmp_path: Path) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=1)
     kept = tmp_path / "cache" / "datasets" / stored.dataset_id / "manifest.json"
     async with node(s3_settings, tmp_path / "cache", objects=objects) as (cache, _), cache.pin_files() as pins:
@@ -402,7 +400,7 @@ async def test_a_damaged_manifest_is_not_read(objects: ObjectStore, s3_settings:
             await begin(cache, stored, tmp_path / "four", pins)
 
 
-async def test_the_shared_folder_is_looked_into_first_and_filled(
+async def test_shared_folder_is_read_first_and_filled(
     objects: ObjectStore, s3_settings: Settings, s3_server: S3Server, tmp_path: Path
 ) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=3)
@@ -452,7 +450,7 @@ def whole_shards(folder: Path) -> int:
     return sum(not path.suffix and path.name[0] != "." for path in folder.glob("shards/*/*"))
 
 
-async def test_killed_in_the_middle_of_downloads_it_leaves_no_half_files(
+async def test_kill_during_downloads_leaves_no_partial_files(
     objects: ObjectStore, s3_settings: Settings, s3_server: S3Server, tmp_path: Path
 ) -> None:
     stored = await store(objects, s3_settings.bucket_datasets, shards=6, sample_bytes=20_000)

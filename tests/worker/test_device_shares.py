@@ -1,4 +1,4 @@
-"""A share of a device: what its ranks are told, and two runs beside each other on one slot."""
+"""Shares of a device: the limits of their ranks, and two runs on one slot."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ LIMITS = ("TRAINBUS_MEMORY_FRACTION", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "CUDA
         pytest.param(0.0, place(mps_pipe="/mps"), (None, None, None), id="no device at all"),
     ],
 )
-def test_the_limits_of_a_share(
+def test_share_limits_memory_and_multiprocessors(
     share: float, where: rank_environment.NodeEnvironment, expected: tuple[str | None, ...]
 ) -> None:
     found = environment(where, resources={"share": share}, env={"OMP_NUM_THREADS": "64"})
@@ -59,7 +59,7 @@ def test_the_limits_of_a_share(
     assert (found.get("CUDA_MPS_PIPE_DIRECTORY") == "/mps") == bool(where.mps_pipe and 0 < share < 1)
 
 
-def test_a_run_cannot_lift_its_own_limits() -> None:
+def test_run_cannot_override_its_limits() -> None:
     mine = {"TRAINBUS_MEMORY_FRACTION": "1", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "100", "OMP_NUM_THREADS": "64"}
     found = environment(place(), resources={"share": 0.25}, env=mine)
     assert (found["TRAINBUS_MEMORY_FRACTION"], found["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"]) == ("0.2250", "25")
@@ -77,7 +77,7 @@ def test_a_run_cannot_lift_its_own_limits() -> None:
         ({"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:1.0"}, "per_process_memory_fraction:0.4750"),
     ],
 )
-def test_torch_in_a_command_keeps_to_its_part_too(env: dict[str, str], expected: str) -> None:
+def test_command_limits_torchs_allocator(env: dict[str, str], expected: str) -> None:
     found = environment(place(), resources={"share": 0.5}, env=env)
     assert found["PYTORCH_ALLOC_CONF"] == found["PYTORCH_CUDA_ALLOC_CONF"] == expected
     assert "PYTORCH_ALLOC_CONF" not in environment(place(), resources={"share": 1})
@@ -93,12 +93,12 @@ def test_torch_in_a_command_keeps_to_its_part_too(env: dict[str, str], expected:
         ({"share": 0.5}, True, "1"),
     ],
 )
-def test_threads_follow_from_what_was_asked_for(resources: dict[str, Any], gpus: bool, threads: str) -> None:
+def test_threads_follow_the_requested_cpus(resources: dict[str, Any], gpus: bool, threads: str) -> None:
     where = place() if gpus else place(gpus=())
     assert environment(where, resources=resources)["OMP_NUM_THREADS"] == threads
 
 
-def test_a_rank_sees_its_own_slice_alone_and_without_a_device_none() -> None:
+def test_rank_sees_its_own_mig_slice_only() -> None:
     cut_up = place(gpus=("MIG-a", "MIG-b"), profiles=("1g.10gb", "1g.10gb"))
     seen = [environment(cut_up, index, task="m:T", command=None, code={"uri": "s3://code/p", "sha256": "0" * 64},
                         training={"max_steps": 1})["CUDA_VISIBLE_DEVICES"] for index in (0, 1)]  # fmt: skip
@@ -121,7 +121,7 @@ def spec(**more: Any) -> RunSpec:
         pytest.param(spec(), (0, 1), ("1g.10gb", "1g.10gb"), "cannot have 2 MIG slices", id="a command on two slices"),
     ],
 )
-def test_what_cannot_be_run_is_said(
+def test_slot_problems_are_reported(
     request_: RunSpec, slots: tuple[int, ...], profiles: tuple[str, ...], problem: str | None
 ) -> None:
     import re
@@ -139,7 +139,7 @@ def test_what_cannot_be_run_is_said(
         pytest.param((0.25,), "ecc", "memory errors", id="its health is asked all the same"),
     ],
 )
-async def test_memory_of_runs_beside_is_in_order(
+async def test_memory_of_other_shares_is_allowed(
     monkeypatch: pytest.MonkeyPatch, held: tuple[float, ...], ill: str, why: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(ill))
@@ -152,7 +152,7 @@ async def test_memory_of_runs_beside_is_in_order(
         await check.check((1,), {1: held})
 
 
-def test_mps_is_used_where_its_daemon_is(tmp_path: Path) -> None:
+def test_mps_is_used_where_its_daemon_listens(tmp_path: Path) -> None:
     environment = {"CUDA_MPS_PIPE_DIRECTORY": str(tmp_path)}
     assert find_mps_pipe(None, environment) == ""
     (tmp_path / "control").touch()
@@ -160,7 +160,7 @@ def test_mps_is_used_where_its_daemon_is(tmp_path: Path) -> None:
     assert find_mps_pipe("", environment) == ""
 
 
-def test_the_trainer_keeps_to_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_limits_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *arguments: said.append(arguments))
     limit_memory({"TRAINBUS_MEMORY_FRACTION": "0.475"}, torch.device("cpu"))

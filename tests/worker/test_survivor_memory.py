@@ -1,4 +1,4 @@
-"""What is kept of the state that ranks leave in memory, and for how long."""
+"""State that ranks leave in memory: what stays, and for how long."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def leave(folder: Path, generation: int, step: int, size_bytes: int = 10, name: 
     return state
 
 
-def test_state_stays_until_the_next_generation_has_its_own_in_the_store(tmp_path: Path) -> None:
+def test_state_stays_until_the_next_generation_commits(tmp_path: Path) -> None:
     memory = SurvivorMemory(tmp_path / "memory", 1000)
     folder = memory.prepare("r", 1)
     assert folder is not None
@@ -35,7 +35,7 @@ def test_state_stays_until_the_next_generation_has_its_own_in_the_store(tmp_path
     assert not folder.exists()
 
 
-def test_what_no_known_run_owns_goes_at_the_start_and_the_oldest_makes_room(tmp_path: Path) -> None:
+def test_state_of_unknown_and_oldest_runs_is_removed(tmp_path: Path) -> None:
     memory = SurvivorMemory(tmp_path / "memory", 100)
     states = {}
     for age, run in enumerate(("new", "old", "stray")):
@@ -52,7 +52,7 @@ def test_what_no_known_run_owns_goes_at_the_start_and_the_oldest_makes_room(tmp_
     assert not (tmp_path / "memory").exists()
 
 
-def test_a_state_is_being_written_while_its_name_is_hidden(tmp_path: Path) -> None:
+def test_hidden_name_means_state_is_being_written(tmp_path: Path) -> None:
     memory = SurvivorMemory(tmp_path, 1000)
     folder = memory.prepare("r", 1)
     assert folder is not None
@@ -64,7 +64,7 @@ def test_a_state_is_being_written_while_its_name_is_hidden(tmp_path: Path) -> No
     assert not memory.is_being_written("r", 1, [0, 1])
 
 
-def test_without_a_folder_nothing_is_kept() -> None:
+def test_no_folder_keeps_no_state() -> None:
     memory = SurvivorMemory(None, 0)
     assert memory.prepare("r", 1) is None
     memory.remove_before("r", 1)
@@ -73,7 +73,7 @@ def test_without_a_folder_nothing_is_kept() -> None:
     assert not memory.is_being_written("r", 1, [0])
 
 
-def test_only_whole_state_of_the_generation_counts_as_newest(tmp_path: Path) -> None:
+def test_newest_step_counts_whole_state_of_the_generation_only(tmp_path: Path) -> None:
     memory = SurvivorMemory(tmp_path, 10**9)
     for name in (
         "g3/step_00000007-rank_0",

@@ -1,4 +1,4 @@
-"""What may and may not be in a code package."""
+"""Valid code packages are unpacked, unsafe ones refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ REFUSED: list[tuple[str, Callable[[], bytes], str]] = [
 
 
 @pytest.mark.parametrize(("content", "expected"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
-def test_an_unsafe_package_is_refused_whole(content: Callable[[], bytes], expected: str, tmp_path: Path) -> None:
+def test_unsafe_package_is_refused_as_a_whole(content: Callable[[], bytes], expected: str, tmp_path: Path) -> None:
     file, folder = tmp_path / "package", tmp_path / "in" / "code"
     file.write_bytes(content())
     with pytest.raises(PackageError, match=expected):
@@ -60,7 +60,7 @@ def test_an_unsafe_package_is_refused_whole(content: Callable[[], bytes], expect
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [file]
 
 
-def test_a_sound_package_is_unpacked_and_replaces_what_was_there(tmp_path: Path) -> None:
+def test_valid_package_replaces_the_folder(tmp_path: Path) -> None:
     file, folder = tmp_path / "package", tmp_path / "code"
     (folder / "old").mkdir(parents=True)
     file.write_bytes(package({"task.py": b"x = 1", "lib/a.py": b""}))

@@ -1,4 +1,4 @@
-"""The agent and the real warm process."""
+"""The agent and the real warm server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from services.worker.ranks.control_socket import socket_path
 from tests.worker.conftest import until
 
 
-async def test_ranks_are_forked_and_a_killed_warm_process_comes_back(tmp_path: Path) -> None:
+async def test_ranks_are_forked_and_a_killed_warm_server_restarts(tmp_path: Path) -> None:
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(python_root()), "OMP_NUM_THREADS": "1"}
     warm = WarmServer(socket_path(tmp_path, "warm.sock"), tmp_path / "warm.log", environment)
     executor = ProcessExecutor(warm, rank_command=("/bin/false",))
@@ -55,6 +55,6 @@ async def test_ranks_are_forked_and_a_killed_warm_process_comes_back(tmp_path: P
         pytest.param({"TORCH_FR_BUFFER_SIZE": "9", "TORCH_NCCL_BLOCKING_WAIT": "1"}, True, id="read when ranks meet"),
     ],
 )
-def test_a_fork_heeds_what_is_not_read_before_it(environment: dict[str, str], can_fork: bool) -> None:
+def test_fork_needs_equal_import_time_variables(environment: dict[str, str], can_fork: bool) -> None:
     warm = WarmServer(Path("warm.sock"), Path("warm.log"), {"ATEN_CPU_CAPABILITY": "default"})
     assert ProcessExecutor(warm)._can_fork(ProcessSpec(0, None, environment)) is can_fork

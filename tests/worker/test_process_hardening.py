@@ -1,4 +1,4 @@
-"""What runs as the agent's user cannot read the agent's keys, and the agent's children can still be looked at."""
+"""Processes of the agent's user cannot read the agent's keys; its children stay inspectable."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ rank.communicate()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
-def test_the_agents_environment_is_its_own() -> None:
+def test_ranks_cannot_read_the_agents_environment() -> None:
     environment = {**os.environ, "THE_KEY": "to the store"}
     done = subprocess.run([sys.executable, "-c", PLAY], env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["0", "2", "0"], done.stderr

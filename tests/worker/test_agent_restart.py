@@ -31,9 +31,7 @@ async def _joined(world: World, count: int) -> NodeJoined:
     return event
 
 
-async def test_a_killed_agent_finds_its_ranks_again_and_no_step_is_lost_or_doubled(
-    world: World, agent_process: Any
-) -> None:
+async def test_killed_agent_reattaches_and_no_step_is_lost_or_doubled(world: World, agent_process: Any) -> None:
     folder = world.settings.data_dir.resolve()
     committing = asyncio.create_task(world.commit_all())
     process = agent_process()
@@ -59,7 +57,7 @@ async def test_a_killed_agent_finds_its_ranks_again_and_no_step_is_lost_or_doubl
     assert len(await world.ends()) == 1
 
 
-async def test_what_happened_while_no_agent_was_there_is_made_up_for(world: World, agent_process: Any) -> None:
+async def test_restarted_agent_catches_up(world: World, agent_process: Any) -> None:
     folder = world.settings.data_dir.resolve()
     committing = asyncio.create_task(world.commit_all())
     process = agent_process()
@@ -97,7 +95,7 @@ async def _orphaned_ranks(world: World, agent_process: Any) -> Path:
     return folder
 
 
-async def test_a_zombie_of_an_older_generation_is_killed_at_the_restart(world: World, agent_process: Any) -> None:
+async def test_restart_kills_ranks_of_an_older_generation(world: World, agent_process: Any) -> None:
     folder = await _orphaned_ranks(world, agent_process)
     # Meanwhile the run went on elsewhere.
     placed = await world.place(generation=2, members=(_member("elsewhere"),), params={"steps": 5})
@@ -114,7 +112,7 @@ def _member(node_id: str) -> Any:
     return Member(node_id=node_id, slots=(0,), ranks=(0,))
 
 
-async def test_an_agent_stopped_before_it_has_joined_again_leaves_no_ranks(world: World, agent_process: Any) -> None:
+async def test_agent_stopped_before_it_rejoins_leaves_no_ranks(world: World, agent_process: Any) -> None:
     folder = world.settings.data_dir.resolve()
     process = agent_process()
     await _joined(world, 1)
@@ -132,7 +130,7 @@ async def test_an_agent_stopped_before_it_has_joined_again_leaves_no_ranks(world
     assert not ranks_of(folder)
 
 
-async def test_an_agent_stopped_while_there_is_no_bus_leaves_no_ranks_and_the_next_one_says_so(
+async def test_agent_stopped_without_a_bus_leaves_no_ranks_and_the_next_one_reports(
     world: World, agent_process: Any, nats_server: NatsServer
 ) -> None:
     folder = await _orphaned_ranks(world, agent_process)
@@ -150,9 +148,7 @@ async def test_an_agent_stopped_while_there_is_no_bus_leaves_no_ranks_and_the_ne
     assert await world.ends() == [released]
 
 
-async def test_a_second_agent_in_the_folder_ends_itself_and_not_the_firsts_ranks(
-    world: World, agent_process: Any
-) -> None:
+async def test_second_agent_in_the_folder_ends_without_touching_ranks(world: World, agent_process: Any) -> None:
     folder = world.settings.data_dir.resolve()
     agent_process()
     await _joined(world, 1)
@@ -173,7 +169,7 @@ def _handles_sigterm(pid: int) -> bool:
     return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
-async def test_a_placement_that_cannot_be_read_is_set_aside(world: World, agent: Any) -> None:
+async def test_unreadable_placement_is_set_aside(world: World, agent: Any) -> None:
     """Torn by a full disk, or of a contract to come: it must not keep the node from working."""
     folder = world.settings.data_dir.resolve() / "runs" / "torn" / "g1"
     folder.mkdir(parents=True)

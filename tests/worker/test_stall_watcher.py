@@ -1,4 +1,4 @@
-"""A rank that makes no step is told of once, with the stacks of all, and nobody is killed for it."""
+"""A rank without progress is reported once, with the stacks of all ranks, and no rank is killed."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from services.worker.node.inventory import describe_machine
 from services.worker.ranks import stack_dump
 from services.worker.ranks.stall_watcher import StallWatcher
 from tests.worker.conftest import World, until
-from tests.worker.test_journal import Bus, follower
+from tests.worker.test_journal_follower import Bus, follower
 
 
-def test_the_one_that_is_behind_is_named_once_for_each_silence() -> None:
+def test_rank_at_the_lowest_step_is_reported_once_a_silence() -> None:
     watch = StallDetector(factor=10, min_s=5)
     for step in range(1, 6):
         for rank in (0, 1):
@@ -46,7 +46,7 @@ def test_the_one_that_is_behind_is_named_once_for_each_silence() -> None:
     assert again.rank == 0
 
 
-def test_first_steps_and_work_that_ticks_are_no_stall() -> None:
+def test_first_steps_and_heartbeats_are_no_stall() -> None:
     watch = StallDetector(factor=10, min_s=5)
     watch.add_beat(0, 1, 0, 0.0)
     assert watch.find_stall(5 * FIRST_STEPS_FACTOR - 1) is None
@@ -72,7 +72,7 @@ wait_for_the_others()
 
 
 @pytest.mark.parametrize("py_spy", [True, False], ids=["py-spy", "the process itself"])
-async def test_stacks_of_all_ranks_are_told_and_they_live_on(
+async def test_stacks_of_all_ranks_are_reported_and_no_rank_ends(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, py_spy: bool
 ) -> None:
     if not py_spy:
@@ -124,9 +124,7 @@ ARM = "processor\t: 0\nFeatures\t: fp asimd sve bf16\nCPU implementer\t: 0x41\nC
         pytest.param(ARM, "asimd bf16 sve", "0xd40", id="arm"),
     ],
 )
-def test_a_machine_is_told_from_others_by_what_decides_last_bits(
-    tmp_path: Path, cpuinfo: str, isa: str, model: str
-) -> None:
+def test_machine_description_has_what_decides_last_bits(tmp_path: Path, cpuinfo: str, isa: str, model: str) -> None:
     path = tmp_path / "cpuinfo"
     path.write_text(cpuinfo)
     found = describe_machine(cpuinfo=path)

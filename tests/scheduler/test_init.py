@@ -6,7 +6,7 @@ from typing import Any
 
 from contracts.events.checkpoint import CheckpointDeleted
 from contracts.events.run import RunFailed, RunPlaced
-from contracts.events.train import RestoreRequested
+from contracts.events.train import RestoreRequested, TrainRequested
 from services.scheduler.core.admission import answer_restore, answer_train
 from services.scheduler.core.decisions import AcceptRun, RejectRun
 from tests.scheduler.world import World, spec
@@ -32,6 +32,10 @@ def delete(world: World, uri: str) -> None:
 
 def tuned(uri: str, **more: Any) -> Any:
     return spec(1, init_from=uri, init_exclude=["head.*"], **more)
+
+
+def request(uri: str) -> TrainRequested:
+    return TrainRequested.model_validate(tuned(uri).model_dump(mode="json", exclude_unset=True))
 
 
 def beginnings(world: World) -> list[tuple[str | None, str | None]]:
@@ -72,10 +76,10 @@ def test_it_goes_to_any_machine_since_only_what_goes_on_is_bound_to_one() -> Non
 
 def test_only_what_is_committed_and_still_there_is_accepted() -> None:
     world, uri = trained()
-    assert isinstance(answer_train(world.cluster, "r1", tuned(uri)), AcceptRun)
+    assert isinstance(answer_train(world.cluster, "r1", request(uri)), AcceptRun)
     delete(world, uri)
     for missing in (uri, "s3://models/none.json"):
-        answer = answer_train(world.cluster, "r1", tuned(missing))
+        answer = answer_train(world.cluster, "r1", request(missing))
         assert isinstance(answer, RejectRun)
         [problem] = answer.problems
         assert problem.field == "init_from"

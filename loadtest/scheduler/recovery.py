@@ -25,7 +25,7 @@ from loadtest.server import nats_server
 from services.kit.bus import Bus
 from services.kit.settings import Settings
 from services.scheduler.cluster_cache import ClusterCache
-from services.scheduler.snapshot import Snapshots, environment
+from services.scheduler.snapshot import SnapshotStore, environment
 from trainbus.embedded.servers import NatsServer
 
 NODES, SLOTS = 250, 8
@@ -78,7 +78,7 @@ async def measure(given: argparse.Namespace, server: NatsServer) -> Figures:
         store = await bus.js.object_store("SNAPSHOTS")
         figures["snapshot_mb"] = max(info.size or 0 for info in await store.list(ignore_deletes=True)) / 1e6
         figures["next_snapshot_s"] = await taken(server)
-        assert await Snapshots(bus).newest() is not None
+        assert await SnapshotStore(bus).newest() is not None
         begun = time.perf_counter()
         with service(server) as child:
             await until_leading(bus)

@@ -41,7 +41,7 @@ class LeastAttained(PolicySection):
     above_lifted: int = Field(0, ge=0)
 
     @model_validator(mode="after")
-    def _ascending(self) -> Self:
+    def _check_levels_ascend(self) -> Self:
         if list(self.levels_slot_s) != sorted(set(self.levels_slot_s)):
             raise ValueError("order.attained.levels_slot_s must ascend")
         return self
@@ -147,7 +147,7 @@ class Maintenance(PolicySection):
     labels: dict[str, str] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _check_end_after_start(self) -> Self:
         if self.end <= self.start:
             raise ValueError("maintenance.end must be after maintenance.start")
         return self

@@ -85,12 +85,12 @@ def encode(keys: Sequence[str], fields: Mapping[str, tuple[Sequence[int], Sequen
     arrays: list[bytes] = []
     for name in sorted(fields):
         offsets, sizes = fields[name]
-        strided = _strided(offsets, sizes)
+        strided = _detect_stride(offsets, sizes)
         if strided is not None:
             told[name] = {"first": strided.first, "size": strided.size, "stride": strided.stride}
         else:
             told[name] = "arrays"
-            arrays += [_packed(offsets), _packed(sizes)]
+            arrays += [_pack(offsets), _pack(sizes)]
     encoded = [key.encode() for key in keys]
     ends, end = [], 0
     for key in encoded:
@@ -103,7 +103,7 @@ def encode(keys: Sequence[str], fields: Mapping[str, tuple[Sequence[int], Sequen
         ensure_ascii=False,
     ).encode()
     header += b" " * (-(_PREFIX + len(header)) % 8)
-    return b"".join((MAGIC, _LENGTH.pack(len(header)), header, *arrays, _packed(ends), *encoded))
+    return b"".join((MAGIC, _LENGTH.pack(len(header)), header, *arrays, _pack(ends), *encoded))
 
 
 def decode(content: bytes | memoryview) -> ShardIndex:
@@ -136,7 +136,7 @@ def decode(content: bytes | memoryview) -> ShardIndex:
     return ShardIndex(samples, fields, key_ends, keys)
 
 
-def _strided(offsets: Sequence[int], sizes: Sequence[int]) -> StridedField | None:
+def _detect_stride(offsets: Sequence[int], sizes: Sequence[int]) -> StridedField | None:
     if not sizes or sizes[0] < 0 or any(size != sizes[0] for size in sizes):
         return None
     stride = offsets[1] - offsets[0] if len(offsets) > 1 else sizes[0]
@@ -145,7 +145,7 @@ def _strided(offsets: Sequence[int], sizes: Sequence[int]) -> StridedField | Non
     return StridedField(offsets[0], stride, sizes[0])
 
 
-def _packed(values: Sequence[int]) -> bytes:
+def _pack(values: Sequence[int]) -> bytes:
     packed = array("q", values)
     if sys.byteorder == "big":
         packed.byteswap()

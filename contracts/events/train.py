@@ -13,10 +13,10 @@ from contracts.spec.resources import Gang, Resources, Scheduling, Slots
 from contracts.spec.run import Code, RunFields, RunSpec
 from contracts.spec.training import (
     Checkpoints,
+    DataLoading,
     EarlyStopping,
     Evaluation,
     EvaluationTarget,
-    Loading,
     Retention,
     Training,
     Watch,
@@ -162,6 +162,7 @@ __all__ = [
     "CancelRequested",
     "Checkpoints",
     "Code",
+    "DataLoading",
     "DataSource",
     "DatasetRef",
     "DrainRequested",
@@ -172,7 +173,6 @@ __all__ = [
     "FeatureTable",
     "Gang",
     "IngestRequested",
-    "Loading",
     "PinRequested",
     "PromoteRequested",
     "RecordChecks",

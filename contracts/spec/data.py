@@ -65,7 +65,7 @@ class Bounds(SpecPart):
     max: float | None = None
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _check_order(self) -> Self:
         if self.min is not None and self.max is not None and self.min > self.max:
             raise ValueError(f"min ({self.min}) is above max ({self.max})")
         return self
@@ -107,7 +107,7 @@ class FeatureTable(SpecPart):
     ttl_s: float | None = Field(None, ge=0, allow_inf_nan=False)
 
     @model_validator(mode="after")
-    def _paired(self) -> Self:
+    def _check_pairs(self) -> Self:
         if self.entity_keys and len(self.entity_keys) != len(self.keys):
             raise ValueError(f"{len(self.entity_keys)} entity_keys for {len(self.keys)} keys: give one for each")
         return self

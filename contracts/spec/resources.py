@@ -33,7 +33,7 @@ class Slots(SpecPart):
         return {"anyOf": [dict(json_schema), limits]}
 
     @model_validator(mode="after")
-    def _ordered(self) -> Self:
+    def _check_order(self) -> Self:
         if self.max < self.min:
             raise ValueError(f"slots.max ({self.max}) is smaller than slots.min ({self.min})")
         return self

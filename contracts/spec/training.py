@@ -17,7 +17,7 @@ class EarlyStopping(SpecPart):
     min_delta: float = Field(0.0, ge=0)
 
 
-class Loading(SpecPart):
+class DataLoading(SpecPart):
     """How samples come to the trainer. Nothing here changes what is learned, but for ``lanes`` and ``window``."""
 
     #: Processes that decode; 0: a thread of the rank does it.
@@ -55,7 +55,7 @@ class Training(SpecPart):
     ema_decay: float | None = Field(None, gt=0, lt=1)
     clip_norm: float | None = Field(None, gt=0)
     seed: int = Field(0, ge=0, lt=2**63)
-    loading: Loading = Loading()
+    loading: DataLoading = DataLoading()
     #: Steps between checkpoints; None: at the end of each epoch.
     checkpoint_every_steps: int | None = Field(None, ge=1)
     #: The longest time between checkpoints, whatever the steps; ``auto`` weighs their measured cost against the

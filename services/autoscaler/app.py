@@ -129,7 +129,7 @@ class Autoscaler:
             try:
                 self._machines[name] = await self.adapter.nodes(pool)
             except AdapterError as error:
-                self._failed(name, error)
+                self._record_failure(name, error)
                 # Not knowing what there is, it does nothing: too few for a while is better than too many.
                 return []
             metrics.MACHINES.labels(name).set(len(self._machines[name]))
@@ -137,14 +137,14 @@ class Autoscaler:
             self.state, self._machines, self.bus.clock.now(), silence_s=self.settings.autoscaler_silence_s
         )
         for decision in decisions:
-            await self._do(decision, pools)
+            await self._carry_out(decision, pools)
         return decisions
 
     def _pool(self, name: str) -> Pool:
         """The pool as the policy has it; one that it no longer has is known by its name alone."""
         return self.state.pools.get(name) or Pool(name=name)
 
-    async def _do(self, decision: Decision, pools: dict[str, Pool]) -> None:
+    async def _carry_out(self, decision: Decision, pools: dict[str, Pool]) -> None:
         try:
             match decision:
                 case StartMachines():
@@ -158,7 +158,7 @@ class Autoscaler:
                 case DrainNode():
                     await self._drain(decision)
         except AdapterError as error:
-            self._failed(decision.pool if not isinstance(decision, DrainNode) else "", error)
+            self._record_failure(decision.pool if not isinstance(decision, DrainNode) else "", error)
 
     async def _drain(self, decision: DrainNode) -> None:
         request = DrainRequested(node_id=decision.node_id, reason=decision.reason)
@@ -180,6 +180,6 @@ class Autoscaler:
             metrics.DRAINED.inc()
             log.info("node to be drained", node_id=decision.node_id, reason=decision.reason)
 
-    def _failed(self, pool: str, error: AdapterError) -> None:
+    def _record_failure(self, pool: str, error: AdapterError) -> None:
         metrics.FAILURES.labels(pool).inc()
         log.warning("the adapter failed, trying again", pool=pool, error=str(error))

@@ -15,7 +15,7 @@ from contracts.events.train import PinRequested, ScrubRequested
 from services.checkpoint import metrics
 from services.checkpoint.core.commit import AssembledCheckpoint, MissingParts, Refusal, SealedCheckpoint, assemble, seal
 from services.checkpoint.garbage_collection import GARBAGE
-from services.checkpoint.keeper import Keeper, commits, parts
+from services.checkpoint.keeper import Keeper, read_commits, read_parts
 from services.checkpoint.scrubber import Scrubber
 from services.checkpoint.settings import CheckpointSettings
 from services.checkpoint.verifier import Verifier
@@ -50,7 +50,7 @@ class Committer:
             metrics.IGNORED.labels("zombie").inc()
             log.info("ignored a part of an old generation", generation=staged.generation, now=placed.generation)
             return
-        if await self._settled(staged):
+        if await self._is_settled(staged):
             metrics.IGNORED.labels("known").inc()
             # Killed between commit and retention, perhaps.
             await self._keeper.retain(placed, cause)
@@ -58,9 +58,9 @@ class Committer:
         with metrics.COMMIT_SECONDS.time():
             await self._commit(placed, last_placed.sequence, staged, cause)
 
-    async def _settled(self, staged: CheckpointStaged) -> bool:
+    async def _is_settled(self, staged: CheckpointStaged) -> bool:
         """Whether this step of this generation is committed or refused."""
-        for commit in await commits(self._bus, staged.run_id):
+        for commit in await read_commits(self._bus, staged.run_id):
             if (commit.generation, commit.checkpoint.step) == (staged.generation, staged.step):
                 return True
         refused = await self._bus.read_history(subjects.fact("run", staged.run_id, CheckpointRefused.fact))
@@ -68,7 +68,7 @@ class Committer:
 
     async def _commit(self, placed: RunPlaced, placed_at: int, staged: CheckpointStaged, cause: Envelope) -> None:
         # 1. Every rank's part.
-        match assemble(placed, await parts(self._bus, staged.run_id, staged.step), self._bucket):
+        match assemble(placed, await read_parts(self._bus, staged.run_id, staged.step), self._bucket):
             case MissingParts(missing):
                 log.info("waiting for other ranks", step=staged.step, missing=missing[:8])
                 return
@@ -106,7 +106,7 @@ class Committer:
     async def _withdraw(self, staged: CheckpointStaged, checkpoint: AssembledCheckpoint) -> None:
         """The run was placed anew meanwhile: unless the commit was stored before that, nobody may make it now."""
         metrics.IGNORED.labels("zombie").inc()
-        if not await self._settled(staged):
+        if not await self._is_settled(staged):
             # The name holds our generation, and the fence is shut for it: no other instance needs this manifest.
             await self._objects.delete(checkpoint.ref.uri)
         log.info("placed anew before the commit: not committed", step=staged.step, generation=staged.generation)

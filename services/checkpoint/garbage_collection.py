@@ -57,15 +57,15 @@ async def collect_garbage(bus: Bus, objects: ObjectStore, settings: CheckpointSe
     grace = timedelta(seconds=settings.checkpoint_gc_grace_s)
     root = f"s3://{settings.bucket_models}/"
     # In this order: what is named after the blobs were listed is seen.
-    blobs = [_stored(info) async for info in objects.list(f"{root}{BLOBS}")]
+    blobs = [_stored_blob(info) async for info in objects.list(f"{root}{BLOBS}")]
     ledger = await _ledger(bus, bus.clock.now() - grace)
-    manifests = [_stored(info) async for info in objects.list(root) if _is_manifest(info.key)]
+    manifests = [_stored_blob(info) async for info in objects.list(root) if _is_manifest(info.key)]
     now = bus.clock.now()
     orphans = {manifest.uri for manifest in orphan_manifests(manifests, ledger, now, grace)}
     named: set[str] = set()
     for manifest in manifests:
         if manifest.uri not in orphans:
-            named |= await _named(objects, manifest)
+            named |= await _read_manifest(objects, manifest)
     doomed = select_garbage(blobs, named, ledger, now, grace)
     for uri in sorted(orphans):
         await objects.delete(uri)
@@ -97,7 +97,7 @@ async def _ledger(bus: Bus, forget_before: datetime) -> Ledger:
     return ledger
 
 
-async def _named(objects: ObjectStore, manifest: StoredBlob) -> set[str]:
+async def _read_manifest(objects: ObjectStore, manifest: StoredBlob) -> set[str]:
     try:
         return blobs_of(await objects.get(manifest.uri))
     except ObjectNotFound:
@@ -110,7 +110,7 @@ def _is_manifest(key: str) -> bool:
     return "/checkpoints/" in key and key.endswith(".json") and not key.startswith(BLOBS)
 
 
-def _stored(info: ObjectInfo) -> StoredBlob:
+def _stored_blob(info: ObjectInfo) -> StoredBlob:
     return StoredBlob(info.uri, info.key, info.size_bytes, info.modified_at)
 
 

@@ -10,7 +10,7 @@ from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted, 
 from contracts.events.run import RunAccepted, RunPlaced
 from contracts.events.train import PinRequested
 from services.checkpoint import metrics
-from services.checkpoint.core.retention import HOLDING, Holds, pinned, plan
+from services.checkpoint.core.retention import HOLDING, Holds, pinned_uris, plan
 from services.kit.bus import Bus, Conflict, ExpectedSequence, Message, PoisonMessage
 from services.kit.store.objects import ObjectStore
 
@@ -20,19 +20,19 @@ log = structlog.get_logger(__name__)
 MAX_ROUNDS = 20
 
 
-async def commits(bus: Bus, run_id: str) -> list[CheckpointCommitted]:
+async def read_commits(bus: Bus, run_id: str) -> list[CheckpointCommitted]:
     """A run's commits in stream order, those that were deleted included."""
     found = await bus.read_history(subjects.fact("run", run_id, CheckpointCommitted.fact))
     return [received.event for received in found]
 
 
-async def parts(bus: Bus, run_id: str, step: int) -> list[CheckpointStaged]:
+async def read_parts(bus: Bus, run_id: str, step: int) -> list[CheckpointStaged]:
     """What was staged of one step, in stream order."""
     found = await bus.read_history(subjects.fact("run", run_id, CheckpointStaged.fact))
     return [received.event for received in found if received.event.step == step]
 
 
-async def deleted(bus: Bus, run_id: str) -> set[str]:
+async def read_deleted_uris(bus: Bus, run_id: str) -> set[str]:
     """The manifests of a run that retention has removed."""
     found = await bus.read_history(subjects.fact("run", run_id, CheckpointDeleted.fact))
     return {received.event.uri for received in found}
@@ -57,13 +57,13 @@ class Keeper:
     async def retain(self, placed: RunPlaced, cause: Envelope) -> None:
         """Remove what the run's retention does not keep. It decides from facts: after a kill it resumes."""
         pins_subject = subjects.fact("run", placed.run_id, CheckpointPinned.fact)
-        committed = await commits(self._bus, placed.run_id)
-        gone = await deleted(self._bus, placed.run_id)
+        committed = await read_commits(self._bus, placed.run_id)
+        gone = await read_deleted_uris(self._bus, placed.run_id)
         if not plan(committed, gone, placed.spec.retention, ()):
             return
         await self._read_holds()
         fence = await self._bus.get_last_sequence(pins_subject)
-        pins = pinned([each.event for each in await self._bus.read_history(pins_subject)]) if fence else set()
+        pins = pinned_uris([each.event for each in await self._bus.read_history(pins_subject)]) if fence else set()
         for deletion in plan(committed, gone, placed.spec.retention, self._holds.uris | pins):
             fact = CheckpointDeleted(run_id=placed.run_id, uri=deletion.uri, step=deletion.step, reason=deletion.reason)
             try:
@@ -106,7 +106,7 @@ class Keeper:
             fence = await self._bus.get_last_sequence(deletions)
             fact = CheckpointPinned(
                 run_id=run_id,
-                uri=await self._checkpoint(run_id, request.step),
+                uri=await self._find_checkpoint(run_id, request.step),
                 step=request.step,
                 pinned=request.pinned,
                 request_id=cause.id,
@@ -124,15 +124,15 @@ class Keeper:
             if placed is not None:
                 await self.retain(placed.event, cause)
 
-    async def _checkpoint(self, run_id: str, step: int) -> str:
+    async def _find_checkpoint(self, run_id: str, step: int) -> str:
         """The manifest of a run's newest committed checkpoint of a step, if it is still there."""
-        committed = await commits(self._bus, run_id)
+        committed = await read_commits(self._bus, run_id)
         if not committed:
             known = await self._bus.get_last_message(subjects.fact("run", run_id, RunAccepted.fact))
             what = "has no committed checkpoint" if known else "is unknown: give the id that `trainbus ps` lists"
             raise PoisonMessage(f"run {run_id!r} {what}")
         of_step = [commit.checkpoint.uri for commit in committed if commit.checkpoint.step == step]
-        gone = await deleted(self._bus, run_id)
+        gone = await read_deleted_uris(self._bus, run_id)
         there = [uri for uri in of_step if uri not in gone]
         if there:
             return there[-1]

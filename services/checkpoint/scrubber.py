@@ -38,7 +38,7 @@ from services.checkpoint.core.commit import (
     files_of,
     seal,
 )
-from services.checkpoint.keeper import parts
+from services.checkpoint.keeper import read_parts
 from services.checkpoint.settings import CheckpointSettings
 from services.checkpoint.verifier import Verifier
 from services.kit.bus import Bus, Message, PoisonMessage, TransientError
@@ -52,9 +52,9 @@ log = structlog.get_logger(__name__)
 QUEUE = "scrub"
 #: When the last scheduled scrub was asked for; beside the jobs, since it is as lasting as they are.
 LAST = "scrubbed.last"
-LOOK_EVERY_S = 600.0
+CHECK_EVERY_S = 600.0
 #: A blob that is rotten again right after its repair is told this often, so that a failing disk makes no storm.
-MAX_TOLD = 3
+MAX_REPORTS = 3
 #: Who repairs manifests.
 SELF = "checkpoint"
 
@@ -86,7 +86,7 @@ class Scrubber:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._jobs.run())
             if self._settings.checkpoint_scrub_every_s:
-                tasks.create_task(self._ask_rarely())
+                tasks.create_task(self._request_periodically())
 
     async def on_scrub_requested(self, received: Message[ScrubRequested]) -> None:
         """Make it a job.
@@ -110,13 +110,13 @@ class Scrubber:
         #: Blobs are shared: each is read once. True: it is as it should be.
         seen: dict[str, bool] = {}
         count = 0
-        for commit in await self._restorable(request.run_id):
+        for commit in await self._list_commits(request.run_id):
             await self._scrub_one(commit, request.repair, pace, seen, cause)
             count += 1
         metrics.SCRUBS.labels("done").inc()
         log.info("scrubbed", checkpoints=count, blobs=len(seen), rotten=sum(not right for right in seen.values()))
 
-    async def _restorable(self, run_id: str | None) -> list[CheckpointCommitted]:
+    async def _list_commits(self, run_id: str | None) -> list[CheckpointCommitted]:
         run = run_id or subjects.WILDCARD
         found: dict[str, CheckpointCommitted] = {}
         filters = (
@@ -136,13 +136,13 @@ class Scrubber:
         self, commit: CheckpointCommitted, repair: bool, pace: Pace, seen: dict[str, bool], cause: Envelope
     ) -> None:
         uri = commit.checkpoint.uri
-        manifest = await self._manifest(commit)
+        manifest = await self._read_manifest(commit)
         await pace.after(len(manifest or b""))
         found_at = self._bus.clock.now().isoformat()
         if manifest is None:
-            if await self._deleted_meanwhile(commit):
+            if await self._is_deleted(commit):
                 return
-            await self._tell(commit, (uri,), repair, found_at, cause)
+            await self._publish_rotten(commit, (uri,), repair, found_at, cause)
             sealed = await self._rebuild_manifest(commit) if repair else None
             if sealed is None:
                 return
@@ -167,10 +167,10 @@ class Scrubber:
                 await pace.after(blob.size_bytes)
             if not seen[blob.uri]:
                 rotten.append(blob.uri)
-        if rotten and not await self._deleted_meanwhile(commit):
-            await self._tell(commit, tuple(rotten), repair, found_at, cause)
+        if rotten and not await self._is_deleted(commit):
+            await self._publish_rotten(commit, tuple(rotten), repair, found_at, cause)
 
-    async def _manifest(self, commit: CheckpointCommitted) -> bytes | None:
+    async def _read_manifest(self, commit: CheckpointCommitted) -> bytes | None:
         """The manifest as it was committed; None if it is gone or another."""
         try:
             manifest = await self._objects.get(commit.checkpoint.uri)
@@ -190,11 +190,11 @@ class Scrubber:
             await self._objects.head(uri)
             return False
 
-    async def _deleted_meanwhile(self, commit: CheckpointCommitted) -> bool:
+    async def _is_deleted(self, commit: CheckpointCommitted) -> bool:
         gone = await self._bus.read_history(subjects.fact("run", commit.run_id, CheckpointDeleted.fact))
         return any(each.event.uri == commit.checkpoint.uri for each in gone)
 
-    async def _tell(
+    async def _publish_rotten(
         self, commit: CheckpointCommitted, blobs: tuple[str, ...], repair: bool, found_at: str, cause: Envelope | None
     ) -> None:
         metrics.ROTTEN.inc(len(blobs))
@@ -215,7 +215,7 @@ class Scrubber:
         placed = next((each.event for each in history if each.event.generation == commit.generation), None)
         if placed is None:
             return None
-        staged = await parts(self._bus, commit.run_id, commit.checkpoint.step)
+        staged = await read_parts(self._bus, commit.run_id, commit.checkpoint.step)
         assembled = assemble(placed, staged, self._settings.bucket_models)
         if not isinstance(assembled, AssembledCheckpoint):
             return None
@@ -236,7 +236,7 @@ class Scrubber:
             return
         metrics.REPAIRED.labels("wrong").inc()
         told = await self._bus.read_history(subjects.fact("run", repaired.run_id, CheckpointRotten.fact))
-        if sum(repaired.blob in each.event.blobs for each in told) >= MAX_TOLD:
+        if sum(repaired.blob in each.event.blobs for each in told) >= MAX_REPORTS:
             log.error("blob stays rotten after repairs: look at the store's disks", blob=repaired.blob)
             return
         fact = CheckpointRotten(
@@ -251,17 +251,17 @@ class Scrubber:
 
     # -- the schedule -------------------------------------------------------
 
-    async def _ask_rarely(self) -> None:
+    async def _request_periodically(self) -> None:
         """Ask for a scrub of every run when the last one was asked for long ago, by whichever instance."""
         every = timedelta(seconds=self._settings.checkpoint_scrub_every_s)
         while True:
             try:
-                await self._ask_if_due(every)
+                await self._request_if_due(every)
             except (TimeoutError, TransientError, OSError) as error:
                 log.warning("cannot see when the last scrub was", error=repr(error))
-            await asyncio.sleep(min(LOOK_EVERY_S, self._settings.checkpoint_scrub_every_s))
+            await asyncio.sleep(min(CHECK_EVERY_S, self._settings.checkpoint_scrub_every_s))
 
-    async def _ask_if_due(self, every: timedelta) -> None:
+    async def _request_if_due(self, every: timedelta) -> None:
         bucket = await self._bus.open_bucket(topology.JOBS)
         now = self._bus.clock.now()
         mark = json.dumps({"at": now.isoformat()}).encode()

@@ -34,7 +34,7 @@ from services.evaluation.core.decide import (
     evaluation_request,
     next_steps,
     next_version,
-    promoted,
+    run_promoted,
 )
 from services.evaluation.core.state import FOLDED, Candidate, State, Version
 from services.kit.bus import Bus, Conflict, ExpectedSequence, Message, PoisonMessage
@@ -151,7 +151,7 @@ class Evaluator:
         if step.target_run_id != candidate.run_id:
             accepted = await self._bus.get_last_message(subjects.fact("run", step.target_run_id, RunAccepted.fact))
             if accepted is None:
-                await self._cannot_compare(candidate, step.target_run_id)
+                await self._refuse_comparison(candidate, step.target_run_id)
                 return
             trained = accepted.event.spec
         cause = candidate.completed
@@ -171,7 +171,7 @@ class Evaluator:
         metrics.REQUESTED.labels("candidate" if step.target_run_id == candidate.run_id else "champion").inc()
         log.info("evaluation requested", run_id=candidate.run_id, target=step.target_run_id)
 
-    async def _cannot_compare(self, candidate: Candidate, champion_run_id: str) -> None:
+    async def _refuse_comparison(self, candidate: Candidate, champion_run_id: str) -> None:
         """Settle a candidate whose model's champion is none of our runs, so that it cannot be measured."""
         model = candidate.spec.model or ""
         champion = self._state.champion(model)
@@ -197,7 +197,7 @@ class Evaluator:
             champion_label=f"v{champion.fact.version} ({champion.fact.run_id})" if champion else "",
             verdict=step.verdict,
             confusion=await self._confusion(step.outcome.artifacts),
-            committed=await self._committed(candidate),
+            committed=await self._find_commit(candidate),
         )
         with metrics.REPORT_SECONDS.time():
             png = await asyncio.to_thread(plot.comparison_png, comparison)
@@ -217,7 +217,7 @@ class Evaluator:
         )
         await self._bus.publish(fact, candidate.completed, expected=ExpectedSequence(0))
 
-    async def _committed(self, candidate: Candidate) -> CheckpointCommitted | None:
+    async def _find_commit(self, candidate: Candidate) -> CheckpointCommitted | None:
         """The fact that committed the checkpoint that was measured."""
         history = await self._bus.read_history(subjects.fact("run", candidate.run_id, CheckpointCommitted.fact))
         found = (received.event for received in history if isinstance(received.event, CheckpointCommitted))
@@ -274,7 +274,7 @@ class Evaluator:
             if done is not None and not done.fact.rollback:
                 told = await self._bus.get_last_message(subjects.fact("run", done.fact.run_id, RunPromoted.fact))
                 if told is None:
-                    await self._bus.publish(promoted(done), received.envelope)
+                    await self._bus.publish(run_promoted(done), received.envelope)
         # Those who compare themselves with the champion have another one now.
         await self.settle_all()
 

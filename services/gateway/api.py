@@ -75,7 +75,7 @@ def _requests(commands: Commands, projection: Projection) -> APIRouter:
     @router.post(
         "/training-runs",
         status_code=202,
-        response_model=views.Accepted,
+        response_model=views.AcceptedRequest,
         openapi_extra={
             "requestBody": {
                 "required": True,
@@ -84,7 +84,7 @@ def _requests(commands: Commands, projection: Projection) -> APIRouter:
             }
         },
     )
-    async def post_run(request: Request, response: Response, key: Key = None) -> views.Accepted:
+    async def post_run(request: Request, response: Response, key: Key = None) -> views.AcceptedRequest:
         """Ask for a training run. 202: it is on the bus, and will be accepted or rejected."""
         body = await _json_body(request)
         train, envelope = commands.parse_train(body, key or "")
@@ -99,7 +99,7 @@ def _requests(commands: Commands, projection: Projection) -> APIRouter:
                 raise HTTPException(409, f"Idempotency-Key {key!r} was used for another request: use a new one")
         ack = await commands.publish(train, envelope)
         response.headers["Location"] = f"/training-runs/{run_id}"
-        return views.Accepted(
+        return views.AcceptedRequest(
             run_id=run_id,
             request_id=envelope.id,
             state=known["state"] if known else "requested",
@@ -107,17 +107,17 @@ def _requests(commands: Commands, projection: Projection) -> APIRouter:
             sequence=ack.sequence,
         )
 
-    @router.post("/training-runs/{run}/cancel", status_code=202, response_model=views.Accepted)
+    @router.post("/training-runs/{run}/cancel", status_code=202, response_model=views.AcceptedRequest)
     async def cancel(
         run: str, key: Key = None, reason: Annotated[str, Query(max_length=2000)] = "cancelled by request"
-    ) -> views.Accepted:
+    ) -> views.AcceptedRequest:
         """Stop a run for good. Its checkpoints stay."""
         row = await find(projection, run)
         if row["state"] in TERMINAL_STATES:
             raise HTTPException(409, f"run {row['run_id']} is already {row['state']}: there is nothing to cancel")
         envelope = commands.envelope(CancelRequested, key or "")
         ack = await commands.publish(CancelRequested(run_id=row["run_id"], reason=reason), envelope)
-        return views.Accepted(
+        return views.AcceptedRequest(
             run_id=row["run_id"],
             request_id=envelope.id,
             state=row["state"],
@@ -125,8 +125,10 @@ def _requests(commands: Commands, projection: Projection) -> APIRouter:
             sequence=ack.sequence,
         )
 
-    @router.post("/training-runs/{run}/checkpoints/{epoch}/restore", status_code=202, response_model=views.Accepted)
-    async def restore(run: str, epoch: int, response: Response, key: Key = None) -> views.Accepted:
+    @router.post(
+        "/training-runs/{run}/checkpoints/{epoch}/restore", status_code=202, response_model=views.AcceptedRequest
+    )
+    async def restore(run: str, epoch: int, response: Response, key: Key = None) -> views.AcceptedRequest:
         """Start a new run from the last checkpoint of an epoch. History is not rewritten."""
         row = await find(projection, run)
         epochs = await restorable(row["run_id"])
@@ -140,7 +142,7 @@ def _requests(commands: Commands, projection: Projection) -> APIRouter:
         ack = await commands.publish(RestoreRequested(run_id=row["run_id"], epoch=epoch), envelope)
         run_id = commands.run_id(envelope)
         response.headers["Location"] = f"/training-runs/{run_id}"
-        return views.Accepted(
+        return views.AcceptedRequest(
             run_id=run_id,
             request_id=envelope.id,
             duplicate=ack.duplicate,
@@ -227,15 +229,15 @@ def _stream_routes(service: Service, projection: Projection) -> APIRouter:
     async def respond(
         row: Row, stream: str, subject: str, after: int, done: Callable[[Row], bool], encode: Any, route: str
     ) -> Response:
-        async def finished() -> bool:
+        async def is_finished() -> bool:
             return done(await queries.find_run(store, row["run_id"]))
 
-        events = EventStream(bus, stream, subject, after, finished, encode, route)
+        events = EventStream(bus, stream, subject, after, is_finished, encode, route)
         if await events.is_exhausted():
             return Response(status_code=204)  # tells an EventSource not to come back
         return StreamingResponse(events.body(service.stopping), media_type="text/event-stream", headers=HEADERS)
 
-    async def stored(stream: str, subject: str, after: int) -> list[Message[Any]]:
+    async def read_stored(stream: str, subject: str, after: int) -> list[Message[Any]]:
         return await bus.read_history(subject, stream=stream, start_sequence=after + 1)
 
     @router.get("/training-runs/{run}/metrics", response_model=views.Metrics)
@@ -247,7 +249,7 @@ def _stream_routes(service: Service, projection: Projection) -> APIRouter:
             return await respond(
                 row, topology.PROGRESS.name, subject, last_event_id, _terminal, _encode_metrics, "metrics"
             )
-        found = await stored(topology.PROGRESS.name, subject, last_event_id)
+        found = await read_stored(topology.PROGRESS.name, subject, last_event_id)
         return views.Metrics(batches=[_metrics(i.event) for i in found], last_event_id=_last(found, last_event_id))
 
     @router.get("/training-runs/{run}/logs", response_model=views.Logs)
@@ -257,7 +259,7 @@ def _stream_routes(service: Service, projection: Projection) -> APIRouter:
         subject = subjects.log(row["run_id"])
         if follow:
             return await respond(row, topology.LOGS.name, subject, last_event_id, _terminal, _encode_log, "logs")
-        found = await stored(topology.LOGS.name, subject, last_event_id)
+        found = await read_stored(topology.LOGS.name, subject, last_event_id)
         return views.Logs(batches=[_log(i.event) for i in found], last_event_id=_last(found, last_event_id))
 
     @router.get("/training-runs/{run}/events", response_model=views.Facts)
@@ -267,7 +269,7 @@ def _stream_routes(service: Service, projection: Projection) -> APIRouter:
         if follow:
             subject = subjects.run(row["run_id"])
             return await respond(
-                row, topology.FACTS.name, subject, last_event_id, views.settled, _encode_fact, "events"
+                row, topology.FACTS.name, subject, last_event_id, views.is_settled, _encode_fact, "events"
             )
         facts = await queries.run_facts(store, row["run_id"], last_event_id)
         return views.Facts(events=facts, last_event_id=facts[-1].sequence if facts else last_event_id)
@@ -356,35 +358,35 @@ def _operation_routes(service: Service, projection: Projection) -> APIRouter:
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    def answer(status: int, detail: str, **more: Any) -> JSONResponse:
+    def error_response(status: int, detail: str, **more: Any) -> JSONResponse:
         headers = {"Retry-After": "2"} if status == 503 else None
         return JSONResponse(views.Error(detail=detail, **more).model_dump(exclude_defaults=True), status, headers)
 
     async def on_http(_: Request, error: HTTPException) -> JSONResponse:
-        return answer(error.status_code, str(error.detail))
+        return error_response(error.status_code, str(error.detail))
 
     async def on_not_found(_: Request, error: NotFound) -> JSONResponse:
-        return answer(404, str(error))
+        return error_response(404, str(error))
 
     async def on_ambiguous(_: Request, error: AmbiguousReference) -> JSONResponse:
-        return answer(409, str(error), candidates=error.candidates)
+        return error_response(409, str(error), candidates=error.candidates)
 
     async def on_cursor(_: Request, error: BadCursor) -> JSONResponse:
-        return answer(422, str(error))
+        return error_response(422, str(error))
 
     async def on_unavailable(_: Request, error: BusUnavailable) -> JSONResponse:
-        return answer(503, str(error))
+        return error_response(503, str(error))
 
     async def on_invalid(_: Request, error: InvalidData) -> JSONResponse:
         problems = [views.Problem(field=field, message=message) for field, message in error.problems]
-        return answer(422, str(error), problems=problems)
+        return error_response(422, str(error), problems=problems)
 
     async def on_validation(_: Request, error: RequestValidationError) -> JSONResponse:
         problems = [
             views.Problem(field=".".join(str(part) for part in detail["loc"][1:]), message=detail["msg"])
             for detail in error.errors()
         ]
-        return answer(422, "; ".join(f"{p.field}: {p.message}" for p in problems), problems=problems)
+        return error_response(422, "; ".join(f"{p.field}: {p.message}" for p in problems), problems=problems)
 
     handlers: dict[type[Exception], Callable[[Request, Any], Awaitable[JSONResponse]]] = {
         HTTPException: on_http,

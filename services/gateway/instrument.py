@@ -58,21 +58,21 @@ class Instrument:
             metrics.HTTP_REQUESTS.labels(scope["method"], route, str(status)).inc()
             metrics.HTTP_SECONDS.labels(route).observe(time.monotonic() - started)
 
-        async def watched(message: Message) -> None:
+        async def send_observed(message: Message) -> None:
             if message["type"] == "http.response.start":
                 observe(message["status"])
             await send(message)
 
         try:
-            with _traced(scope):
-                await self._app(scope, receive, watched)
+            with _start_span(scope):
+                await self._app(scope, receive, send_observed)
         except Exception:
             if not answered:
                 observe(500)
             raise
 
 
-def _traced(scope: Scope) -> AbstractContextManager[Any]:
+def _start_span(scope: Scope) -> AbstractContextManager[Any]:
     """A span around what changes something: the run that it asks for goes on with the caller's trace."""
     if scope["method"] in ("GET", "HEAD", "OPTIONS"):
         return nullcontext()

@@ -260,9 +260,9 @@ class Store:
 
     async def save(self, connection: AsyncConnection, before: Rows, after: Rows) -> None:
         """Write the rows of ``after`` that differ from ``before``."""
-        await self.upsert(connection, RUNS, _changed(before.runs, after.runs))
-        await self.upsert(connection, CHECKPOINTS, _changed(before.checkpoints, after.checkpoints))
-        await self.upsert(connection, NODES, _changed(before.nodes, after.nodes))
+        await self.upsert(connection, RUNS, _changed_rows(before.runs, after.runs))
+        await self.upsert(connection, CHECKPOINTS, _changed_rows(before.checkpoints, after.checkpoints))
+        await self.upsert(connection, NODES, _changed_rows(before.nodes, after.nodes))
         await self.upsert(connection, DATASETS, after.datasets.values())
         await self.upsert(connection, MODELS, after.models.values())
 
@@ -326,7 +326,7 @@ async def _rows(
     return found
 
 
-def _changed(before: dict[Any, R], after: dict[Any, R]) -> list[R]:
+def _changed_rows(before: dict[Any, R], after: dict[Any, R]) -> list[R]:
     return [row for key, row in after.items() if before.get(key) is not row]
 
 

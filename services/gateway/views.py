@@ -39,7 +39,7 @@ class Error(View):
     candidates: list[str] = []
 
 
-class Accepted(View):
+class AcceptedRequest(View):
     """The request is on the bus; what becomes of it is told by the run's facts."""
 
     run_id: str
@@ -58,7 +58,7 @@ class Slots(View):
     wanted: int
 
 
-class Waiting(View):
+class WaitingReason(View):
     code: str
     message: str
     since: Time
@@ -113,7 +113,7 @@ class RunSummary(View):
     exactness_reason: str | None
     #: The generation from which on it is not exact to the bit.
     inexact_since: int | None
-    waiting: Waiting | None
+    waiting: WaitingReason | None
     requested_at: Time | None
     queued_at: Time | None
     started_at: Time | None
@@ -334,7 +334,7 @@ def timeline_fields(row: Mapping[Any, Any]) -> dict[str, Any]:
     return {**row, "fact": row["subject"].rsplit(".", 1)[-1]}
 
 
-def settled(row: Mapping[Any, Any]) -> bool:
+def is_settled(row: Mapping[Any, Any]) -> bool:
     """Whether no further fact about the run is to be expected, its verdict included."""
     if row["state"] not in TERMINAL_STATES:
         return False

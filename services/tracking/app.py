@@ -291,13 +291,13 @@ class Projector:
         """Results, status and files, once there are any."""
         if not last:
             following = min(number for number in run.placements if number > generation)
-            await self._end(attempt, "KILLED", run.placements[following].at.timestamp())
+            await self._end_attempt(attempt, "KILLED", run.placements[following].at.timestamp())
             return
         if run.ended is not None:
             step = run.last_checkpoint.step if run.last_checkpoint else max(attempt.heads.values(), default=0)
             result = points.result_points(run.ended.metrics, "", step, _ms(run.ended.at.timestamp()))
             await self._log(attempt, [point for point in result if point.key not in attempt.heads])
-            await self._end(attempt, run.ended.status, run.ended.at.timestamp())
+            await self._end_attempt(attempt, run.ended.status, run.ended.at.timestamp())
             await self._copy(attempt, "ended", run.ended.artifacts, "artifacts")
         if run.evaluated is not None and run.evaluated_at is not None:
             step = run.last_checkpoint.step if run.last_checkpoint else 0
@@ -311,7 +311,7 @@ class Projector:
             await self._call(self._store.log_points, attempt.page.mlflow_run_id, new)
             attempt.heads.update({point.key: point.step for point in new})
 
-    async def _end(self, attempt: Attempt, status: str, at_s: float) -> None:
+    async def _end_attempt(self, attempt: Attempt, status: str, at_s: float) -> None:
         if attempt.status != status:
             await self._call(self._store.end, attempt.page.mlflow_run_id, status, _ms(at_s))
             attempt.status = status

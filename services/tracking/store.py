@@ -103,7 +103,7 @@ class Store:
         """Import mlflow and reach the store, making its database if there is none."""
         if self._client is not None:
             return
-        with self._translated("open"):
+        with self._translate_errors("open"):
             import_mlflow()
             from mlflow import MlflowClient
 
@@ -121,7 +121,7 @@ class Store:
     def answers(self) -> bool:
         """Whether MLflow can do the simplest thing."""
         try:
-            with self._translated("probe"):
+            with self._translate_errors("probe"):
                 self._mlflow.search_experiments(max_results=1)
         except (TrackingUnavailable, TrackingRefused, PageLost):
             return False
@@ -132,7 +132,7 @@ class Store:
         self._experiments.clear()
 
     @contextmanager
-    def _translated(self, operation: str) -> Iterator[None]:
+    def _translate_errors(self, operation: str) -> Iterator[None]:
         with metrics.CALL_SECONDS.labels(operation).time():
             try:
                 yield
@@ -153,7 +153,7 @@ class Store:
 
     def find(self, experiment: str, run_id: str, attempt: int) -> Page | None:
         """The page of one attempt of a run, deleted ones included: they are not made again."""
-        with self._translated("find_run"):
+        with self._translate_errors("find_run"):
             from mlflow.entities import ViewType
 
             experiment_id = self._experiment(experiment)
@@ -166,14 +166,14 @@ class Store:
 
     def create(self, experiment: str, name: str, start_ms: int, tags: Mapping[str, str]) -> Page:
         """A new page, its tags set in the same step: found again by them whatever happens next."""
-        with self._translated("create_run"):
+        with self._translate_errors("create_run"):
             experiment_id = self._experiment(experiment)
             first = dict(list(tags.items())[: describe.MAX_PARAMS_PER_CALL])
             return _page(self._mlflow.create_run(experiment_id, start_ms, first, name))
 
     def live(self) -> list[str]:
         """Every command that was running when it was last looked at, by its run id."""
-        with self._translated("find_live"):
+        with self._translate_errors("find_live"):
             experiments = [each.experiment_id for each in self._pages(self._mlflow.search_experiments)]
             wanted = f"tags.`{describe.LIVE}` = 'true' and attributes.status = 'RUNNING'"
             found: list[Any] = []
@@ -186,7 +186,7 @@ class Store:
 
         sized = ((describe.json_bytes(key, value), Param(key, value)) for key, value in params.items())
         for chunk in describe.chunks(sized, describe.MAX_PARAMS_PER_CALL):
-            with self._translated("log_params"):
+            with self._translate_errors("log_params"):
                 self._mlflow.log_batch(mlflow_run_id, params=chunk)
 
     def log_tags(self, mlflow_run_id: str, tags: Mapping[str, str]) -> None:
@@ -194,7 +194,7 @@ class Store:
 
         sized = ((describe.json_bytes(key, value), RunTag(key, value)) for key, value in tags.items())
         for chunk in describe.chunks(sized, describe.MAX_PARAMS_PER_CALL):
-            with self._translated("log_tags"):
+            with self._translate_errors("log_tags"):
                 self._mlflow.log_batch(mlflow_run_id, tags=chunk)
 
     def log_points(self, mlflow_run_id: str, points: Sequence[Point]) -> None:
@@ -205,13 +205,13 @@ class Store:
             for point in points
         )
         for chunk in describe.chunks(sized, describe.MAX_METRICS_PER_CALL):
-            with self._translated("log_metrics"):
+            with self._translate_errors("log_metrics"):
                 self._mlflow.log_batch(mlflow_run_id, metrics=chunk)
             metrics.POINTS.inc(len(chunk))
 
     def log_dataset(self, mlflow_run_id: str, dataset_id: str, manifest_uri: str, profile: str) -> None:
         """Note the dataset as the run's input."""
-        with self._translated("log_dataset"):
+        with self._translate_errors("log_dataset"):
             from mlflow.entities import Dataset, DatasetInput, InputTag
 
             dataset = Dataset(
@@ -221,11 +221,11 @@ class Store:
             self._mlflow.log_inputs(mlflow_run_id, datasets=[entry])
 
     def log_file(self, mlflow_run_id: str, path: Path, folder: str) -> None:
-        with self._translated("log_file"):
+        with self._translate_errors("log_file"):
             self._mlflow.log_artifact(mlflow_run_id, str(path), folder or None)
 
     def end(self, mlflow_run_id: str, status: str, end_ms: int) -> None:
-        with self._translated("end_run"):
+        with self._translate_errors("end_run"):
             self._mlflow.set_terminated(mlflow_run_id, status, end_ms)
 
     def _experiment(self, name: str) -> str:
@@ -259,7 +259,7 @@ class Store:
 
     def promote(self, promotion: Promotion) -> None:
         """Make the registry show this champion, unless it already shows a later one."""
-        with self._translated("promote"):
+        with self._translate_errors("promote"):
             model = self._model(promotion.model)
             version = self._version(promotion)
             if promotion.version < int(model.tags.get(CHAMPION_VERSION, 0)):

@@ -20,7 +20,7 @@ from services.checkpoint.core import commit
 from services.checkpoint.core.commit import AssembledCheckpoint, MissingParts, Refusal, SealedCheckpoint, assemble, seal
 from services.checkpoint.core.digests import differences, state_digest
 from services.checkpoint.core.garbage import Ledger, StoredBlob, blobs_of, orphan_manifests, select_garbage
-from services.checkpoint.core.retention import Holds, pinned, plan
+from services.checkpoint.core.retention import Holds, pinned_uris, plan
 from services.kit import chunks
 from tests.checkpoint.facts import RUN, blob_uri, committed, file, placed, sha, staged, tuned
 
@@ -237,8 +237,8 @@ def test_the_last_word_on_a_pin_counts() -> None:
         return CheckpointPinned(run_id=RUN, uri=uri, step=1, pinned=wanted, request_id=f"{uri}{wanted}")
 
     one, two = "s3://models/one", "s3://models/two"
-    assert pinned([pin(one, True), pin(two, True), pin(one, False)]) == {two}
-    assert pinned([pin(one, False), pin(one, True)]) == {one}
+    assert pinned_uris([pin(one, True), pin(two, True), pin(one, False)]) == {two}
+    assert pinned_uris([pin(one, False), pin(one, True)]) == {one}
 
 
 def test_differences_of_two_states_are_named() -> None:

@@ -310,7 +310,7 @@ class Trial:
         try:
             manifest = await self.objects.get(commit.checkpoint.uri)
         except ObjectNotFound:
-            if not await self._deleted_meanwhile(commit):
+            if not await self._is_deleted(commit):
                 self.problems.append(f"{where}: committed, and its manifest is gone")
             return
         if hashlib.sha256(manifest).hexdigest() != commit.manifest_sha256:
@@ -337,7 +337,7 @@ class Trial:
         }:
             self.problems.append(f"{where}: committed without every rank's files: {sorted(ranks)}")
 
-    async def _deleted_meanwhile(self, commit: CheckpointCommitted) -> bool:
+    async def _is_deleted(self, commit: CheckpointCommitted) -> bool:
         """Whether retention took it while we looked: a service of its own goes on."""
         subject = subjects.fact("run", self.run_id, CheckpointDeleted.fact)
         for _ in range(20):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from contracts.events.train import Loading, Training
+from contracts.events.train import DataLoading, Training
 from contracts.ranks import MetricsLine, StarvationLine
 from tests.trainbus.support import LINEAR_TASK, journal, linear_dataset
 from trainbus.data.batch_timings import BatchTimings, Cause
@@ -38,7 +38,7 @@ class Rank:
 
     def __init__(self, **loading: Any) -> None:
         self.clock, self.waits, self.said = Clock(), BatchTimings(), list[StarvationLine]()
-        self.starvation = StarvationDetector(Loading(**loading), self.waits, 3, self.said.append, self.clock)
+        self.starvation = StarvationDetector(DataLoading(**loading), self.waits, 3, self.said.append, self.clock)
         self.step = 0
 
     def steps(self, count: int, busy_s: float, waited_s: float, cause: Cause = "decode") -> None:
@@ -128,12 +128,12 @@ def test_a_loop_that_computes_for_long_is_not_waiting() -> None:
 )
 def test_the_hint_names_what_to_change(cause: Cause, spent_s: float, workers: int, cores: int, said: str) -> None:
     spent: dict[Cause, float] = {"fetch": 0.0, "read": 0.0, "decode": 0.0, "transfer": 0.0, cause: spent_s}
-    assert said in advise(cause, spent, 15.0, Loading(workers=workers), cores)
+    assert said in advise(cause, spent, 15.0, DataLoading(workers=workers), cores)
 
 
 def test_a_hint_for_a_rank_that_did_nothing_but_wait() -> None:
     spent: dict[Cause, float] = {"fetch": 0.0, "read": 0.0, "decode": 9.0, "transfer": 0.0}
-    assert "workers to 2" in advise("decode", spent, 0.0, Loading(), 16)
+    assert "workers to 2" in advise("decode", spent, 0.0, DataLoading(), 16)
 
 
 def test_waits_are_counted_from_all_threads() -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 
-from contracts.events.train import Loading
+from contracts.events.train import DataLoading
 from contracts.ranks import StarvationLine
 from trainbus.data.batch_timings import CAUSES, BatchTimings, Cause
 from trainbus.trainer.observers import CompletedStep, StepObserver
@@ -23,7 +23,7 @@ class StarvationDetector(StepObserver):
 
     def __init__(
         self,
-        loading: Loading,
+        loading: DataLoading,
         waits: BatchTimings,
         rank: int,
         report: Callable[[StarvationLine], None],
@@ -127,7 +127,7 @@ def _cores() -> int:
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def advise(bound_by: Cause, spent_s: Mapping[Cause, float], busy_s: float, loading: Loading, cores: int) -> str:
+def advise(bound_by: Cause, spent_s: Mapping[Cause, float], busy_s: float, loading: DataLoading, cores: int) -> str:
     """Return which setting to change.
 
     Args:

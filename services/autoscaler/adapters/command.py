@@ -26,7 +26,7 @@ class CommandAdapter:
         self._command, self._timeout_s = tuple(shlex.split(command)), timeout_s
 
     async def nodes(self, pool: Pool) -> list[Machine]:
-        listed = await self._ask(pool, "nodes", pool.name)
+        listed = await self._run_command(pool, "nodes", pool.name)
         try:
             return [Machine(each["node_id"], datetime.fromisoformat(each["started_at"])) for each in listed]
         except (KeyError, TypeError, ValueError) as error:
@@ -35,12 +35,12 @@ class CommandAdapter:
             ) from error
 
     async def start(self, pool: Pool, count: int) -> list[str]:
-        return [str(each) for each in await self._ask(pool, "start", pool.name, str(count))]
+        return [str(each) for each in await self._run_command(pool, "start", pool.name, str(count))]
 
     async def stop(self, pool: Pool, node_ids: Sequence[str]) -> None:
-        await self._ask(pool, "stop", pool.name, *node_ids)
+        await self._run_command(pool, "stop", pool.name, *node_ids)
 
-    async def _ask(self, pool: Pool, *arguments: str) -> Any:
+    async def _run_command(self, pool: Pool, *arguments: str) -> Any:
         about = json.dumps({**pool.model_dump(mode="json"), "labels": labels_of(pool)}).encode()
         try:
             process = await asyncio.create_subprocess_exec(

@@ -60,7 +60,7 @@ def decide(
     """
     found: list[Decision] = []
     for pool in sorted(state.wanted):
-        found += _Pool(state, pool, machines.get(pool, ()), now, silence_s).decided()
+        found += _Pool(state, pool, machines.get(pool, ()), now, silence_s).list_decisions()
     return found
 
 
@@ -94,7 +94,7 @@ class _Pool:
     def _stop(self, node_id: str, reason: str) -> None:
         self.stops.append(StopMachine(self.name, node_id, reason))
 
-    def decided(self) -> list[Decision]:
+    def list_decisions(self) -> list[Decision]:
         target = min(self.wanted.nodes, self.most)
         have = len(self.coming) + len(self.empty) + len(self.busy)
         if have < target:

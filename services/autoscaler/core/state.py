@@ -60,7 +60,7 @@ def apply(state: State, fact: Fact, sequence: int, time: datetime) -> None:
     state.sequence = max(state.sequence, sequence)
     match fact:
         case NodeJoined():
-            _joined(state, fact, sequence)
+            _apply_joined(state, fact, sequence)
         case NodeFact():
             _on_node(state, fact, time)
         case CapacityWanted():
@@ -78,7 +78,7 @@ def apply(state: State, fact: Fact, sequence: int, time: datetime) -> None:
             pass
 
 
-def _joined(state: State, fact: NodeJoined, sequence: int) -> None:
+def _apply_joined(state: State, fact: NodeJoined, sequence: int) -> None:
     known = state.nodes.get(fact.node_id)
     pool = fact.labels.get("pool", "")
     if known is not None and known.incarnation == fact.incarnation:

@@ -70,7 +70,7 @@ def best(commits: Sequence[CheckpointCommitted], retention: Retention) -> list[C
     return [commit for _, commit in sorted(measured, key=rank)[: retention.best]]
 
 
-def pinned(facts: Iterable[CheckpointPinned]) -> set[str]:
+def pinned_uris(facts: Iterable[CheckpointPinned]) -> set[str]:
     """What is pinned after these facts of one run, in stream order: the last word on each counts."""
     last = {fact.uri: fact.pinned for fact in facts}
     return {uri for uri, wanted in last.items() if wanted}
@@ -102,16 +102,16 @@ class Holds:
                 self.champions.add(event.checkpoint_uri)
             case RunAccepted():
                 measured = event.spec.evaluate.checkpoint_uri if event.spec.evaluate else None
-                self._hold(event.run_id, {event.spec.resume_from, event.spec.init_from, measured})
+                self._add_holds(event.run_id, {event.spec.resume_from, event.spec.init_from, measured})
             case RunPlaced(resume=resume) if resume is not None:
                 # Its own checkpoints a run need not hold: the newest are kept anyway.
                 if f"/{event.run_id}/checkpoints/" not in resume.uri:
-                    self._hold(event.run_id, {resume.uri})
+                    self._add_holds(event.run_id, {resume.uri})
             case RunCompleted() | RunFailed() | RunCancelled():
                 self.by_run.pop(event.run_id, None)
                 self.runs.pop(event.run_id)
 
-    def _hold(self, run_id: str, uris: set[str | None]) -> None:
+    def _add_holds(self, run_id: str, uris: set[str | None]) -> None:
         if found := {uri for uri in uris if uri}:
             self.by_run.setdefault(run_id, set()).update(found)
 

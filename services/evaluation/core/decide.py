@@ -68,7 +68,7 @@ def next_steps(state: State, candidate: Candidate, source: str) -> list[Step]:
     # 1. The result is a champion, by the gate or by an operator's word: say so on the run.
     own = next((version for version in history if version.fact.run_id == run_id), None)
     if own is not None:
-        return [ConcludeCandidate(promoted(own))]
+        return [ConcludeCandidate(run_promoted(own))]
     if candidate.checkpoint is None:
         return [_refuse(candidate, "the run completed without a committed checkpoint, so there is nothing to measure")]
     # 2. Measure it; measure the champion too where its numbers are of another dataset.
@@ -124,7 +124,7 @@ def next_steps(state: State, candidate: Candidate, source: str) -> list[Step]:
     return [ConcludeCandidate(promotion, champion.sequence if champion else 0)]
 
 
-def promoted(version: Version) -> RunPromoted:
+def run_promoted(version: Version) -> RunPromoted:
     """The fact on the run that belongs to a promotion."""
     fact = version.fact
     return RunPromoted(run_id=fact.run_id, model=fact.model, version=fact.version, reason=fact.reason)

@@ -99,11 +99,11 @@ class State:
                 self._change(event.run_id, dataset_id=event.dataset_id)
             case RunCompleted():
                 self._change(event.run_id, checkpoint=event.checkpoint, completed=envelope)
-                self._end(event.run_id, Outcome(dict(event.metrics), event.artifacts))
+                self._record_outcome(event.run_id, Outcome(dict(event.metrics), event.artifacts))
             case RunFailed() | RunCancelled():
                 self.open.pop(event.run_id, None)
                 verb = "failed" if isinstance(event, RunFailed) else "was cancelled"
-                self._end(event.run_id, Outcome(error=f"{verb}: {event.reason}"))
+                self._record_outcome(event.run_id, Outcome(error=f"{verb}: {event.reason}"))
             case RunRejected():
                 # A rejected run was never accepted, so it cannot be told here whether it was an evaluation.
                 self.outcomes[event.run_id] = Outcome(error=f"was rejected: {event.reason[:500]}")
@@ -127,6 +127,6 @@ class State:
         if (candidate := self.open.get(run_id)) is not None:
             self.open[run_id] = replace(candidate, **fields)  # type: ignore[arg-type]
 
-    def _end(self, run_id: str, outcome: Outcome) -> None:
+    def _record_outcome(self, run_id: str, outcome: Outcome) -> None:
         if run_id in self.evaluations:
             self.outcomes.setdefault(run_id, outcome)

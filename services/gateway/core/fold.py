@@ -88,7 +88,7 @@ def apply(rows: Rows, event: Event, at: At) -> None:
     """Fold one event into ``rows``. What a stale generation or incarnation says changes nothing."""
     if isinstance(event, (TrainRequested, RestoreRequested)):
         known = rows.runs.get(at.run_id)
-        rows.runs[at.run_id] = _requested(event, at) if known is None else _merge_request(known, event, at)
+        rows.runs[at.run_id] = _new_run(event, at) if known is None else _merge_request(known, event, at)
     elif isinstance(event, CheckpointCommitted):
         _on_committed(rows, event, at)
     elif isinstance(event, CheckpointDeleted):
@@ -142,9 +142,9 @@ def _columns(run: Run, fact: RunFact, at: At) -> dict[str, Any]:
         case RunWaiting():
             return {"waiting_code": fact.code, "waiting_message": fact.message, "waiting_since": at.time_s}
         case RunPlaced():
-            return _placed(run, fact)
+            return _merge_placed(run, fact)
         case RunStarted():
-            return _started(run, fact, at)
+            return _merge_started(run, fact, at)
         case RunReleased():
             return {"members": _release(run, fact.node_id)}
         case RunExited():
@@ -187,7 +187,7 @@ def _spec_columns(spec: RunFields) -> dict[str, Any]:
     }
 
 
-def _requested(request: TrainRequested | RestoreRequested, at: At) -> Run:
+def _new_run(request: TrainRequested | RestoreRequested, at: At) -> Run:
     if isinstance(request, RestoreRequested):
         point = f"step {request.step}" if request.step is not None else f"epoch {request.epoch}"
         return Run(
@@ -201,7 +201,7 @@ def _requested(request: TrainRequested | RestoreRequested, at: At) -> Run:
 
 def _merge_request(run: Run, request: TrainRequested | RestoreRequested, at: At) -> Run:
     """The run with what only its request tells, when its facts were read first."""
-    requested = _requested(request, at)
+    requested = _new_run(request, at)
     run = replace(run, requested_at=at.time_s, request_hash=requested.request_hash)
     if run.spec is not None:
         return run
@@ -210,7 +210,7 @@ def _merge_request(run: Run, request: TrainRequested | RestoreRequested, at: At)
     return replace(run, name=run.name or requested.name, parent_run_id=run.parent_run_id or requested.parent_run_id)
 
 
-def _started(run: Run, fact: RunStarted, at: At) -> dict[str, Any]:
+def _merge_started(run: Run, fact: RunStarted, at: At) -> dict[str, Any]:
     first = next((member["node_id"] for member in run.members if 0 in member["ranks"]), fact.node_id)
     placements = run.placements
     if fact.node_id == first and placements and placements[-1]["generation"] == fact.generation:
@@ -244,7 +244,7 @@ def _start(known: Mapping[str, Any]) -> exactness.GenerationStart:
     )
 
 
-def _placed(run: Run, fact: RunPlaced) -> dict[str, Any]:
+def _merge_placed(run: Run, fact: RunPlaced) -> dict[str, Any]:
     placement = {"generation": fact.generation, "resume_step": fact.resume.step if fact.resume else 0}
     return {
         **({} if run.spec is not None else _spec_columns(fact.spec)),

@@ -117,7 +117,7 @@ class Selector:
             highest = NO_CEILING if batch.generation > self.generation else some_day.get(batch.generation, NOTHING)
             if any(ceiling < point.step <= highest for point in batch.points):
                 self.held = sequence if self.held is None else min(self.held, sequence)
-            for point in self._training(batch, floor, ceiling):
+            for point in self._select_training_points(batch, floor, ceiling):
                 chosen[point] = None
         return list(chosen)
 
@@ -127,7 +127,7 @@ class Selector:
         step = horizon(self.run, self.generation)
         return Cursor(self.generation, step, read, read + 1 if self.held is None else self.held)
 
-    def _training(self, batch: RunProgress, floor: int, ceiling: int) -> Iterable[Point]:
+    def _select_training_points(self, batch: RunProgress, floor: int, ceiling: int) -> Iterable[Point]:
         resume = self.run.resume_step(batch.generation)
         for point in batch.points:
             if not floor < point.step <= ceiling:

@@ -29,6 +29,8 @@ MEMORY_FRACTION_VARIABLE = "TRAINBUS_MEMORY_FRACTION"
 #: Exit codes of a rank that ended as it should. Anything else is a failure.
 EXIT_DONE = 0
 EXIT_STOPPED = 75  # EX_TEMPFAIL: stopped on request; the run continues elsewhere
+#: Exit code of a rank that had no agent for ``orphan_timeout_s``: its node counts as lost.
+EXIT_ORPHANED = 76
 
 
 class Line(BaseModel):

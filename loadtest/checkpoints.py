@@ -127,9 +127,9 @@ class _Node:
 
         async def listen() -> None:
             async for batch in self.bus.follow("FACTS", filters, start):
-                for received in batch:
+                for message in batch:
                     if not heard.done():
-                        heard.set_result(received.event)
+                        heard.set_result(message.event)
 
         listening = asyncio.create_task(listen())
         await asyncio.sleep(0.3)  # what is measured begins with a listener at rest

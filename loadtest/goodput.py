@@ -121,8 +121,8 @@ class Trial:
     async def _read(self, run_id: str, begun: float, ended: float, taken_s: float, count: int) -> Disturbed:
         """What the ranks reported: the steps that count, those made twice, and the pauses."""
         points: dict[int, list[tuple[float, int]]] = {}
-        for received in await self._stack.bus.read_history(f"progress.{run_id}", stream="PROGRESS"):
-            event = received.event
+        for message in await self._stack.bus.read_history(f"progress.{run_id}", stream="PROGRESS"):
+            event = message.event
             if event.kind == "training":
                 points.setdefault(event.generation, []).extend((point.time, point.step) for point in event.points)
         inside = {

@@ -110,8 +110,8 @@ class Recorder(Theatre):
         history = History(await self.run(body, deeds))
         run_id = history.result.run_id
         points = await self.stack.bus.read_history(subjects.progress(run_id), stream=topology.PROGRESS.name)
-        for received in points:
-            for point in received.event.points:
+        for message in points:
+            for point in message.event.points:
                 if LOSS in point.values:
                     history.losses[point.step].append(point.values[LOSS])
         begin = await self._bars(history)
@@ -134,8 +134,8 @@ class Recorder(Theatre):
                     place = f"{node}, slot {slot}"
                     history.bars.append(Bar(place, generation, start, at, source))
 
-        for received in facts:
-            event, at = received.event, received.envelope.time.timestamp() - begin
+        for message in facts:
+            event, at = message.event, message.envelope.time.timestamp() - begin
             match event.fact:
                 case "placed":
                     placed[event.generation] = event

@@ -72,14 +72,14 @@ async def observe(bus: Bus, count: int, observed: Observed, progress: Progress) 
     bar = progress.add_task("completed", total=count)
     filters = ("run.*.placed", "run.*.completed", "run.*.failed", "run.*.rejected")
     async for batch in bus.follow("FACTS", filters):
-        for received in batch:
-            fact = received.event.fact
+        for message in batch:
+            fact = message.event.fact
             if fact == "placed":
-                observed.placed.setdefault(received.event.run_id, received.envelope.time.timestamp())
+                observed.placed.setdefault(message.event.run_id, message.envelope.time.timestamp())
             elif fact == "completed":
-                observed.completed.add(received.event.run_id)
+                observed.completed.add(message.event.run_id)
             else:
-                raise RuntimeError(f"unexpected {received.subject}: {received.event}")
+                raise RuntimeError(f"unexpected {message.subject}: {message.event}")
         done = len(observed.completed & observed.requested.keys())
         progress.update(bar, completed=done)
         if done >= count:

@@ -62,15 +62,15 @@ class SimulatedAgents:
         async for batch in self.bus.follow(
             "FACTS", ("run.*.placed", "run.*.preempting"), last.state.last_seq + 1, idle_s=0.005
         ):
-            for received in batch:
-                await self._on(received, loop.time())
+            for message in batch:
+                await self._on(message, loop.time())
             while self._ends and self._ends[0][0] <= loop.time():
                 _, run_id, generation = heapq.heappop(self._ends)
                 if placed := self._running.pop((run_id, generation), None):
                     self._spawn(self._exit(placed))
 
-    async def _on(self, received: Message[RunPlaced] | Message[RunPreempting], now_s: float) -> None:
-        event = received.event
+    async def _on(self, message: Message[RunPlaced] | Message[RunPreempting], now_s: float) -> None:
+        event = message.event
         if isinstance(event, RunPlaced):
             self._running[event.run_id, event.generation] = event
             heapq.heappush(self._ends, (now_s + self.duration_s / self.speed, event.run_id, event.generation))

@@ -77,11 +77,11 @@ class Probe:
     async def _first(self, stream: str, subject: str, condition: Callable[[Any], bool]) -> Any:
         async def search() -> Any:
             async for batch in self.bus.follow(stream, (subject,)):
-                for received in batch:
-                    if condition(received.event):
-                        return received
-                    if received.event.fact in ("failed", "rejected"):
-                        raise RuntimeError(f"{received.event}")
+                for message in batch:
+                    if condition(message.event):
+                        return message
+                    if message.event.fact in ("failed", "rejected"):
+                        raise RuntimeError(f"{message.event}")
             raise AssertionError("unreachable")
 
         return await asyncio.wait_for(search(), LIMIT_S)

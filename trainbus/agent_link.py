@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from contracts.progress import ring_name
 from contracts.ranks import (
     CONTROL_LINE,
+    EXIT_ORPHANED,
     EXIT_STOPPED,
     CheckpointLine,
     CheckpointNowLine,
@@ -34,7 +35,7 @@ from contracts.ranks import (
     StragglerLine,
     json_line,
 )
-from trainbus.process_exit import EXIT_ORPHANED, hard_exit
+from trainbus.process_exit import hard_exit
 from trainbus.ring import RingWriter
 
 if TYPE_CHECKING:

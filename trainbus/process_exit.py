@@ -8,9 +8,6 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-#: No agent for ``orphan_timeout_s``: the node counts as lost, and this rank must not continue.
-EXIT_ORPHANED = 76
-
 #: The file that the exit code goes to. Set in ranks forked from a warm process, which may have ended by then; a shell
 #: writes the code of a rank that it started.
 exit_file: Path | None = None

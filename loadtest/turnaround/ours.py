@@ -186,20 +186,20 @@ class Loop:
         batches = await self.stack.bus.read_history(f"progress.{run_id}", stream="PROGRESS")
         return [
             point
-            for received in batches
-            if received.event.generation == generation and received.event.kind == "training"
-            for point in received.event.points
+            for message in batches
+            if message.event.generation == generation and message.event.kind == "training"
+            for point in message.event.points
         ]
 
 
 async def first(bus: Bus, stream: str, subject: str, condition: Callable[[Any], bool]) -> Message[Any]:
     """The first event on a subject that fulfils the condition."""
     async for batch in bus.follow(stream, (subject,)):
-        for received in batch:
-            if condition(received.event):
-                return received
-            if received.event.fact in ("failed", "rejected"):
-                raise RuntimeError(f"{received.event}")
+        for message in batch:
+            if condition(message.event):
+                return message
+            if message.event.fact in ("failed", "rejected"):
+                raise RuntimeError(f"{message.event}")
     raise AssertionError("unreachable")
 
 
@@ -234,5 +234,5 @@ def load_seconds(width: int) -> float:
         shutil.rmtree(folder)
 
 
-def _at(received: Message[Any]) -> float:
-    return float(received.envelope.time.timestamp())
+def _at(message: Message[Any]) -> float:
+    return float(message.envelope.time.timestamp())

@@ -256,9 +256,9 @@ class Bus:
     # -- reading ------------------------------------------------------------
 
     async def get_last_message(self, subject: str, stream: str = topology.FACTS.name) -> Message[Any] | None:
-        """The newest event on ``subject`` (wildcards allowed), or None.
+        """Return the newest event on ``subject`` (wildcards allowed), or None.
 
-        What somebody published there and cannot be decode_followed is passed over, but ``sequence`` is always
+        A message that cannot be decoded is skipped, but ``sequence`` is always
         that of the last message, readable or not: it is what an ``ExpectedSequence`` is compared with.
         """
         message = await self._last_message(subject, stream)
@@ -267,7 +267,7 @@ class Bus:
         try:
             return decode_stored(message, stream)
         except EnvelopeError as error:
-            log.warning("passed over what cannot be decode_followed", subject=message.subject, error=str(error))
+            log.warning("skipped a message that cannot be decoded", subject=message.subject, error=str(error))
         readable = await self.read_history(subject, stream=stream)
         return replace(readable[-1], sequence=message.seq or 0) if readable else None
 
@@ -308,7 +308,7 @@ class Bus:
 
         An empty batch comes every ``idle_s`` while nothing happens: time to look at the clock.
         ``batch[-1].pending == 0`` means that the reader has caught up. Survives server restarts.
-        What cannot be decode_followed is skipped with a warning: facts are read leniently. With ``include_undecodable``
+        A message that cannot be decoded is skipped with a warning. With ``include_undecodable``
         it is yielded as an ``UndecodableEvent``, for readers who must know each place in the stream.
         """
         messages = follow(

@@ -50,17 +50,17 @@ class GarbageCollector(Generic[S, T]):
         lease = Lease(bucket, self.lease, owner, settings.lease_ttl_s * 3)
         if not await lease.try_acquire():
             return None
-        keeper = asyncio.create_task(lease.renew_until_lost())
+        renewal = asyncio.create_task(lease.renew_until_lost())
         work = asyncio.ensure_future(self.collect(bus, objects, settings))
         try:
-            await asyncio.wait({keeper, work}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({renewal, work}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 raise TransientError("the lease was lost while garbage was collected")
             found = await work
             self.runs.labels("done").inc()
             return found
         finally:
-            await cancel_and_wait(keeper, work)
+            await cancel_and_wait(renewal, work)
             await lease.release()
 
     async def run_periodically(self, every_s: float, bus: Bus, objects: ObjectStore, settings: S) -> None:

@@ -75,12 +75,12 @@ class JobQueue:
         self._open: dict[str, _Job] = {}
         self._wake = asyncio.Event()
 
-    async def submit(self, job_id: str, received: Message[Any]) -> None:
+    async def submit(self, job_id: str, message: Message[Any]) -> None:
         """Store the job. Submitting it again changes nothing."""
         # The job continues the trace that it was submitted in.
-        traceparent = telemetry.current_traceparent(received.envelope.traceparent)
-        headers, body = encode(received.event, replace(received.envelope, traceparent=traceparent))
-        value = {"subject": received.subject, "headers": headers, "body": body.decode(), "attempt": 0, "holder": ""}
+        traceparent = telemetry.current_traceparent(message.envelope.traceparent)
+        headers, body = encode(message.event, replace(message.envelope, traceparent=traceparent))
+        value = {"subject": message.subject, "headers": headers, "body": body.decode(), "attempt": 0, "holder": ""}
         bucket = await self._bucket()
         with suppress(BadRequestError):  # it is there already
             await bucket.create(f"{self._queue}.{job_id}", json.dumps(value).encode())
@@ -164,18 +164,18 @@ class JobQueue:
             self._wake.set()
 
     async def _attempt(self, bucket: KeyValue, job: _Job) -> str:
-        received = _received(job)
-        work = asyncio.create_task(self._traced(received))
-        keeper = asyncio.create_task(self._keep(bucket, job))
+        message = _decode_job(job)
+        work = asyncio.create_task(self._traced(message))
+        renewal = asyncio.create_task(self._renew_claim(bucket, job))
         try:
-            await asyncio.wait({work, keeper}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work, renewal}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 return "taken over"
             await work
         except asyncio.CancelledError:
             raise
         except PoisonMessage as error:
-            await self._give_up(received, str(error))
+            await self._give_up(message, str(error))
         except Exception as error:
             attempt = int(str(job.value["attempt"]))
             level = log.info if isinstance(error, TransientError) else log.exception
@@ -184,22 +184,22 @@ class JobQueue:
                 delay_s = RETRY_DELAYS_S[min(attempt, len(RETRY_DELAYS_S)) - 1]
                 self._not_before[job.key] = self._bus.clock.monotonic() + delay_s
                 return "retried"
-            await self._give_up(received, f"given up after {attempt} attempts: {error}")
+            await self._give_up(message, f"given up after {attempt} attempts: {error}")
         finally:
-            await cancel_and_wait(work, keeper)
+            await cancel_and_wait(work, renewal)
         await bucket.delete(job.key)
         self._forget(job.key)
         return "done"
 
-    async def _traced(self, received: Message[Any]) -> None:
+    async def _traced(self, message: Message[Any]) -> None:
         with (
-            telemetry.start_span(f"job {self._queue}", traceparent=received.envelope.traceparent),
-            telemetry.bind_log_context({"run_id": getattr(received.event, "run_id", None) or "", "queue": self._queue}),
+            telemetry.start_span(f"job {self._queue}", traceparent=message.envelope.traceparent),
+            telemetry.bind_log_context({"run_id": getattr(message.event, "run_id", None) or "", "queue": self._queue}),
         ):
-            await self._work(received)
+            await self._work(message)
 
-    async def _keep(self, bucket: KeyValue, job: _Job) -> None:
-        """Renew the claim; returns when another instance has taken it."""
+    async def _renew_claim(self, bucket: KeyValue, job: _Job) -> None:
+        """Renew the claim; return when another instance has taken it."""
         revision = job.revision
         while True:
             await asyncio.sleep(self._ttl_s * RENEW_SHARE)
@@ -222,7 +222,7 @@ def _value(key: str, raw: bytes) -> dict[str, object] | None:
     """Parse a job as ``submit`` wrote it; return None for anything else."""
     try:
         value: dict[str, object] = json.loads(raw)
-        _received(_Job(key, 0, value))
+        _decode_job(_Job(key, 0, value))
         str(value["holder"])
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError, EnvelopeError) as error:
         log.warning("invalid job, ignored", job=key, error=repr(error))
@@ -230,7 +230,7 @@ def _value(key: str, raw: bytes) -> dict[str, object] | None:
     return value
 
 
-def _received(job: _Job) -> Message[Any]:
+def _decode_job(job: _Job) -> Message[Any]:
     headers = job.value["headers"]
     assert isinstance(headers, dict)
     raw = RawMessage(str(job.value["subject"]), str(job.value["body"]).encode(), headers)

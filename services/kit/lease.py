@@ -133,7 +133,7 @@ class Lease:
     async def leadership(self) -> AsyncIterator[asyncio.Task[None]]:
         """Wait until the lease is ours, keep it inside the block, release it after.
 
-        Yields the keeper's task: it is done as soon as the lease is lost.
+        Yields the renewal task: it is done as soon as the lease is lost.
         """
         while True:
             try:
@@ -142,14 +142,14 @@ class Lease:
             except (TimeoutError, nats.errors.Error, APIError) as error:
                 log.warning("lease not acquired", key=self.key, error=repr(error))
             await asyncio.sleep(self.ttl_s * RENEW_SHARE / 2)
-        keeper = asyncio.create_task(self.renew_until_lost())
+        renewal = asyncio.create_task(self.renew_until_lost())
         metrics.LEADER.labels(self.key).set(1)
         log.info("lease acquired", key=self.key, token=self._revision)
         try:
-            yield keeper
+            yield renewal
         finally:
             metrics.LEADER.labels(self.key).set(0)
-            await cancel_and_wait(keeper)
+            await cancel_and_wait(renewal)
             await self.release()
 
     def _is_expired(self, record: LeaseRecord) -> bool:

@@ -186,10 +186,10 @@ class Platform:
 
     async def train(self) -> None:
         async for batch in self.bus.follow("REQUESTS", ("train.requested",)):
-            for received in batch:
-                self.requests.append(received.event)
-                run_id = run_id_for(received.envelope.source, received.envelope.id)
-                await self._life(run_id, received.event.run_spec)
+            for message in batch:
+                self.requests.append(message.event)
+                run_id = run_id_for(message.envelope.source, message.envelope.id)
+                await self._life(run_id, message.event.run_spec)
                 return
 
     async def _life(self, run_id: str, spec: RunSpec) -> None:
@@ -255,9 +255,7 @@ async def test_the_states_of_two_trainings_are_compared(
     finally:
         training.cancel()
     text = capsys.readouterr().out
-    cancels = [
-        received.event for received in await bus.read_history(stream="REQUESTS") if received.event.verb == "cancel"
-    ]
+    cancels = [message.event for message in await bus.read_history(stream="REQUESTS") if message.event.verb == "cancel"]
     if case == "same":
         assert code == 0
         assert f"identical at 3 checkpoints, final digest {state_digest(ours[20])} at step 20" in text

@@ -205,8 +205,8 @@ class Theatre:
 
     async def _follow(self, result: Result, started: asyncio.Event) -> None:
         async for batch in self.stack.bus.follow("FACTS", (f"run.{result.run_id}.*",), idle_s=1.0):
-            for received in batch:
-                event = received.event
+            for message in batch:
+                event = message.event
                 match event.fact:
                     case "placed":
                         result.worlds.append(event.world_size)

@@ -162,8 +162,8 @@ class Stack:
         deadline = time.monotonic() + timeout_s
         seen: list[str] = []
         async for batch in self.bus.follow("FACTS", (f"run.{run_id}.*",)):
-            for received in batch:
-                event: RunFact = received.event
+            for message in batch:
+                event: RunFact = message.event
                 seen.append(event.fact)
                 if event.fact in (fact, *or_else) and condition(event):
                     return event
@@ -177,8 +177,8 @@ class Stack:
         """Wait until training has reported ``step`` in this generation or a later one."""
         deadline = time.monotonic() + timeout_s
         async for batch in self.bus.follow("PROGRESS", (f"progress.{run_id}",)):
-            for received in batch:
-                if received.event.generation >= generation and received.event.step >= step:
+            for message in batch:
+                if message.event.generation >= generation and message.event.step >= step:
                     return
             assert time.monotonic() < deadline, f"{run_id} did not reach step {step} within {timeout_s:.0f} s"
 
@@ -235,7 +235,7 @@ class Stack:
     async def audit(self, run_id: str, *, epochs: int) -> None:
         """The promises: every sample once an epoch, one promotion, every metric once."""
         facts = await self.facts(run_id)
-        counts = Counter(received.event.fact for received in facts)
+        counts = Counter(message.event.fact for message in facts)
         assert counts["completed"] == 1, counts
         trained = self._surviving_samples(run_id, [r.event for r in facts if isinstance(r.event, RunPlaced)], facts)
         repeats = Counter(trained.values())

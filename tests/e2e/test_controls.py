@@ -48,7 +48,7 @@ async def test_a_waiting_run_is_cancelled_without_ever_starting(stack: Stack) ->
     assert waiting.code == "slots"
     await stack.request("cancel.requested", {"run_id": run_id})
     await stack.wait_for(run_id, "cancelled")
-    assert "placed" not in [received.event.fact for received in await stack.facts(run_id)]
+    assert "placed" not in [message.event.fact for message in await stack.facts(run_id)]
     for holder in holders:
         await stack.request("cancel.requested", {"run_id": holder})
     for holder in holders:
@@ -61,9 +61,9 @@ async def test_restoring_starts_a_new_run_where_the_old_one_was(stack: Stack) ->
     parent = await stack.publish(body)
     completed = await stack.wait_for(parent, "completed", DONE_S)
     committed = {
-        received.event.checkpoint.step: received.event.checkpoint
-        for received in await stack.facts(parent)
-        if received.event.fact == "checkpoint_committed"
+        message.event.checkpoint.step: message.event.checkpoint
+        for message in await stack.facts(parent)
+        if message.event.fact == "checkpoint_committed"
     }
     last = completed.checkpoint.step
     assert {10, 20, 30, 40, last} <= set(committed)
@@ -142,7 +142,7 @@ async def test_a_run_that_cannot_shrink_gives_way_whole_and_comes_back(stack: St
     for other in important:
         await stack.wait_for(other, "completed", DONE_S)
     await stack.wait_for(run_id, "completed", DONE_S)
-    facts = [received.event for received in await stack.facts(run_id)]
+    facts = [message.event for message in await stack.facts(run_id)]
     assert [fact.world_size for fact in facts if fact.fact == "placed"] == [2, 2]
     [released] = [fact for fact in facts if fact.fact == "released"]
     resumed = [fact for fact in facts if fact.fact == "placed"][1]

@@ -79,8 +79,8 @@ async def deleted(stack: Stack, run_id: str) -> str:
     """A checkpoint of the run that retention has deleted."""
     async with asyncio.timeout(DONE_S):
         async for batch in stack.bus.follow("FACTS", (f"run.{run_id}.checkpoint_deleted",)):
-            for received in batch:
-                return str(received.event.uri)
+            for message in batch:
+                return str(message.event.uri)
     raise AssertionError("unreachable")
 
 

@@ -29,7 +29,7 @@ def cancelled(bus: Bus, run_id: str) -> OutgoingMessage:
 
 
 async def stored(bus: Bus) -> list[tuple[int, str]]:
-    return [(received.sequence, received.envelope.id) for received in await bus.read_history()]
+    return [(message.sequence, message.envelope.id) for message in await bus.read_history()]
 
 
 async def test_a_batch_is_stored_in_order_behind_each_others_backs(bus: Bus) -> None:

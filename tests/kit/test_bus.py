@@ -105,7 +105,7 @@ async def test_following_survives_a_restart_without_loss_or_repeat(bus: Bus, nat
 
     async def read() -> None:
         async for batch in bus.follow("FACTS", ("run.*.*",)):
-            seen.extend(received.sequence for received in batch)
+            seen.extend(message.sequence for message in batch)
 
     reader = asyncio.create_task(read())
     await asyncio.gather(*(bus.publish(RunCancelled(run_id=f"a{n}", reason="x")) for n in range(700)))
@@ -149,7 +149,7 @@ async def test_the_last_message_is_missed_although_none_follows_it(bus: Bus, at_
     await bus.publish(RunCancelled(run_id="r1", reason="x"))
     at_first_opening.append(narrow)
     async with asyncio.timeout(60):
-        assert [received.event.run_id for received in await bus.read_history()] == ["r1"]
+        assert [message.event.run_id for message in await bus.read_history()] == ["r1"]
 
 
 async def test_it_is_closed_while_the_server_is_away(bus: Bus, nats_server: NatsServer) -> None:
@@ -165,8 +165,8 @@ async def test_a_bare_publish_from_a_shell_is_a_request(make_bus: Any) -> None:
     seen: list[Any] = []
 
     @bus.subscriber(topology.SCHEDULER_REQUESTS, TrainRequested)
-    async def on_train_requested(received: Any) -> None:
-        seen.append(received)
+    async def on_train_requested(message: Any) -> None:
+        seen.append(message)
 
     await bus.start()
     await bus.nc.publish("train.requested", b'{"name":"mnist","command":["true"]}')

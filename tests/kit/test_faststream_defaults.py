@@ -217,8 +217,8 @@ async def test_a_restart_of_the_server_loses_nothing(world: World, nats_server: 
     seen: list[str] = []
 
     @world.bus.subscriber(CONSUMER, RunCancelled)
-    async def on_cancelled(received: object) -> None:
-        seen.append(received.event.run_id)  # type: ignore[attr-defined]
+    async def on_cancelled(message: object) -> None:
+        seen.append(message.event.run_id)  # type: ignore[attr-defined]
 
     await world.bus.start()
     await world.bus.publish(RunCancelled(run_id="before", reason="x"))
@@ -270,8 +270,8 @@ async def test_the_fault_that_delivers_everything_twice_does(world: World) -> No
     seen: list[int] = []
 
     @bus.subscriber(CONSUMER, RunCancelled)
-    async def on_cancelled(received: Message[RunCancelled]) -> None:
-        seen.append(received.deliveries)
+    async def on_cancelled(message: Message[RunCancelled]) -> None:
+        seen.append(message.deliveries)
 
     await bus.start()
     await bus.publish(RunCancelled(run_id="r1", reason="x"))

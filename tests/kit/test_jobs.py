@@ -24,14 +24,14 @@ class Recorder:
         self.worked: list[str] = []
         self.given_up: list[tuple[str, str]] = []
 
-    async def work(self, received: Any) -> None:
-        self.worked.append(received.event.run_id)
+    async def work(self, message: Any) -> None:
+        self.worked.append(message.event.run_id)
 
-    async def give_up(self, received: Any, reason: str) -> None:
-        self.given_up.append((received.event.run_id, reason))
+    async def give_up(self, message: Any, reason: str) -> None:
+        self.given_up.append((message.event.run_id, reason))
 
 
-async def received(bus: Bus, run_id: str) -> Any:
+async def make_message(bus: Bus, run_id: str) -> Any:
     await bus.publish(RunCancelled(run_id=run_id, reason="x"))
     return await bus.get_last_message(f"run.{run_id}.cancelled")
 
@@ -47,7 +47,7 @@ async def test_a_job_runs_once_however_often_it_is_submitted(bus: Bus) -> None:
     recorder = Recorder()
     runners = [JobQueue(bus, "q", recorder.work, recorder.give_up) for _ in range(3)]
     tasks = [asyncio.create_task(runner.run()) for runner in runners]
-    job = await received(bus, "r1")
+    job = await make_message(bus, "r1")
     await asyncio.gather(*(runner.submit("r1", job) for runner in runners))
     await until(lambda: recorder.worked == ["r1"], "the job")
     await until(lambda: empty(bus), "the job to be taken off")
@@ -67,7 +67,7 @@ async def test_a_job_of_a_dead_runner_is_taken_over(bus: Bus) -> None:
 
     dying = JobQueue(bus, "q", never_ends, recorder.give_up, ttl_s=0.6)
     task = asyncio.create_task(dying.run())
-    await dying.submit("r1", await received(bus, "r1"))
+    await dying.submit("r1", await make_message(bus, "r1"))
     await stuck.wait()
     task.cancel()  # its claim stays behind, no longer renewed
     await asyncio.gather(task, return_exceptions=True)
@@ -118,7 +118,7 @@ async def test_a_renewal_of_which_nothing_is_heard_costs_no_work(bus: Bus, monke
     jobs = JobQueue(bus, "q", work, recorder.give_up, ttl_s=0.3)
     monkeypatch.setattr(jobs, "_bucket", bucket)
     task = asyncio.create_task(jobs.run())
-    await jobs.submit("r1", await received(bus, "r1"))
+    await jobs.submit("r1", await make_message(bus, "r1"))
     await until(lambda: recorder.worked == ["r1"], "the job")
     await cancel_and_wait(task)
     assert begun == ["r1"]
@@ -140,7 +140,7 @@ async def test_passing_trouble_is_retried_and_lasting_trouble_is_told(bus: Bus) 
     jobs = JobQueue(bus, "q", work, recorder.give_up, max_attempts=2, concurrency=3)
     task = asyncio.create_task(jobs.run())
     for run_id in ("passing", "stubborn", "poison"):
-        await jobs.submit(run_id, await received(bus, run_id))
+        await jobs.submit(run_id, await make_message(bus, run_id))
     await until(lambda: recorder.worked == ["passing"] and len(recorder.given_up) == 2, "all outcomes")
     await until(lambda: empty(bus), "the jobs to be taken off")
     task.cancel()
@@ -157,7 +157,7 @@ async def test_jobs_are_found_again_after_the_server_was_killed(bus: Bus, nats_s
         if run_id == "r2":
             nats_server.kill()
             nats_server.start()
-        await jobs.submit(run_id, await received(bus, run_id))
+        await jobs.submit(run_id, await make_message(bus, run_id))
         await until(lambda run_id=run_id: run_id in recorder.worked, f"job {run_id}")
         # A job that has been done and is still in the bucket when the server dies is done again.
         await until(lambda: empty(bus), "the job to be taken off")
@@ -197,7 +197,7 @@ async def test_a_runner_claims_no_more_than_it_can_begin(bus: Bus) -> None:
 
     jobs = JobQueue(bus, "q", work, recorder.give_up)
     for run_id in ("r1", "r2", "r3"):
-        await jobs.submit(run_id, await received(bus, run_id))
+        await jobs.submit(run_id, await make_message(bus, run_id))
     task = asyncio.create_task(jobs.run())
     await busy.wait()
     other = Recorder()
@@ -216,7 +216,7 @@ async def test_nonsense_in_the_bucket_holds_up_nobody(bus: Bus) -> None:
     recorder = Recorder()
     jobs = JobQueue(bus, "q", recorder.work, recorder.give_up)
     task = asyncio.create_task(jobs.run())
-    await jobs.submit("r1", await received(bus, "r1"))
+    await jobs.submit("r1", await make_message(bus, "r1"))
     await until(lambda: recorder.worked == ["r1"], "the job")
     assert not task.done()
     await cancel_and_wait(task)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from contracts.progress import ring_name
-from contracts.ranks import CheckpointLine, EndedLine, MetricsLine, ResultLine, StartedLine
+from contracts.ranks import EXIT_ORPHANED, CheckpointLine, EndedLine, MetricsLine, ResultLine, StartedLine
 from services.worker.ranks.ring_reader import RingReader
 from tests.trainbus.support import (
     LINEAR_TASK,
@@ -33,7 +33,6 @@ from trainbus.data.dataset import Dataset
 from trainbus.data.order import LaneOrder
 from trainbus.data.sampler import Sampler
 from trainbus.embedded.servers import free_ports
-from trainbus.process_exit import EXIT_ORPHANED
 
 
 @pytest.fixture

@@ -141,8 +141,8 @@ class World:
     async def commit_all(self) -> None:
         """Commit whatever is staged, for ever."""
         async for batch in self.bus.follow(topology.FACTS.name, (CheckpointStaged.subject_filter(),)):
-            for received in batch:
-                await self.commit(received.event)
+            for message in batch:
+                await self.commit(message.event)
 
     async def ends(self, run_id: str = "r1") -> list[RunExited | RunReleased]:
         return [fact for fact in await self.facts(run_id) if isinstance(fact, RunExited | RunReleased)]

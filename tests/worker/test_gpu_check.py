@@ -105,6 +105,6 @@ async def test_unfit_device_is_an_infrastructure_failure(
     exited = await world.wait_for(RunExited)
     assert (exited.outcome, exited.infrastructure_failure) == ("failed", True)
     assert "memory errors" in exited.reason
-    (unfit,) = [received.event for received in await world.bus.read_history("node.n1.unfit")]
+    (unfit,) = [message.event for message in await world.bus.read_history("node.n1.unfit")]
     assert isinstance(unfit, NodeUnfit)
     assert unfit.slots == (1,)

@@ -185,6 +185,6 @@ async def test_joined_describes_the_node(world: World, agent: Any) -> None:
     dataset.mkdir(parents=True)
     (dataset / "manifest.json").write_text(json.dumps({"splits": {"train": {"shards": []}}}))
     await agent(labels=labels, cpus=3)
-    (joined,) = [received.event for received in await world.bus.read_history("node.n1.joined")]
+    (joined,) = [message.event for message in await world.bus.read_history("node.n1.joined")]
     assert isinstance(joined, NodeJoined)
     assert (joined.labels, joined.cpus, joined.datasets) == (labels, 3, ("d" * 64,))

@@ -252,7 +252,7 @@ async def test_notice_is_published_and_runs_stop_with_a_checkpoint(
     released = await world.wait_for(RunReleased)
     committing.cancel()
     assert released.clean
-    (noticed,) = [received.event for received in await world.bus.read_history("node.n1.notice")]
+    (noticed,) = [message.event for message in await world.bus.read_history("node.n1.notice")]
     assert isinstance(noticed, NodeNotice)
     assert (noticed.source, noticed.kind) == ("kubernetes", "termination")
     # What was placed before the scheduler knew is given back untouched.

@@ -274,7 +274,7 @@ def fold_facts(events: Iterable[tuple[int, datetime, Any]]) -> StackView:
 # -- how each fact changes a run ---------------------------------------------
 
 
-def _accepted(view: RunView, event: run.RunAccepted) -> None:
+def _apply_accepted(view: RunView, event: run.RunAccepted) -> None:
     spec = event.spec
     view.name, view.kind, view.priority, view.model = spec.name, spec.kind, spec.priority, spec.model
     view.slots_min, view.slots_max, view.experiment = spec.slots.min, spec.slots.max, spec.experiment
@@ -285,31 +285,31 @@ def _accepted(view: RunView, event: run.RunAccepted) -> None:
     view.spec = spec
 
 
-def _rejected(view: RunView, event: run.RunRejected) -> None:
+def _apply_rejected(view: RunView, event: run.RunRejected) -> None:
     view.name = event.name or view.name
     view.reason = "; ".join(f"{p.field}: {p.message}" if p.field else p.message for p in event.problems) or event.reason
 
 
-def _prepared(view: RunView, event: run.RunPrepared) -> None:
+def _apply_prepared(view: RunView, event: run.RunPrepared) -> None:
     view.dataset_id = event.dataset_id
 
 
-def _queued(view: RunView, event: run.RunQueued) -> None:
+def _apply_queued(view: RunView, event: run.RunQueued) -> None:
     view.slots_got, view.nodes = 0, ()
 
 
-def _waiting(view: RunView, event: run.RunWaiting) -> None:
+def _apply_waiting(view: RunView, event: run.RunWaiting) -> None:
     if view.state in ("queued", "accepted", "preparing"):
         view.reason = event.message
 
 
-def _placed(view: RunView, event: run.RunPlaced) -> None:
+def _apply_placed(view: RunView, event: run.RunPlaced) -> None:
     view.slots_got = event.world_size
     view.nodes = tuple(member.node_id for member in event.members)
     view.resizes = (*view.resizes, event.world_size)
 
 
-def _started(view: RunView, event: run.RunStarted) -> None:
+def _apply_started(view: RunView, event: run.RunStarted) -> None:
     if all(known.event_id != event.event_id for known in view.starts):
         view.starts.append(event)
     said = [
@@ -323,14 +323,14 @@ def _started(view: RunView, event: run.RunStarted) -> None:
     view.step, view.samples_consumed = max(view.step, event.step), max(view.samples_consumed, event.samples_consumed)
 
 
-def _let_go(view: RunView, event: run.RunReleased | run.RunExited) -> None:
+def _apply_end(view: RunView, event: run.RunReleased | run.RunExited) -> None:
     view.step = max(view.step, event.step)
     view.samples_consumed = max(view.samples_consumed, event.samples_consumed)
     if isinstance(event, run.RunExited):
         view.metrics.update(event.metrics)
 
 
-def _committed(view: RunView, event: checkpoint.CheckpointCommitted) -> None:
+def _apply_committed(view: RunView, event: checkpoint.CheckpointCommitted) -> None:
     view.checkpoints[event.checkpoint.uri] = event.checkpoint
     if event.state_digest is not None:
         view.state_digests[event.checkpoint.uri] = event.state_digest
@@ -339,52 +339,52 @@ def _committed(view: RunView, event: checkpoint.CheckpointCommitted) -> None:
     view.samples_consumed = max(view.samples_consumed, event.checkpoint.samples_consumed)
 
 
-def _deleted(view: RunView, event: checkpoint.CheckpointDeleted) -> None:
+def _apply_deleted(view: RunView, event: checkpoint.CheckpointDeleted) -> None:
     view.checkpoints.pop(event.uri, None)
 
 
-def _completed(view: RunView, event: run.RunCompleted) -> None:
+def _apply_completed(view: RunView, event: run.RunCompleted) -> None:
     view.metrics.update(event.metrics)
 
 
-def _failed(view: RunView, event: run.RunFailed) -> None:
+def _apply_failed(view: RunView, event: run.RunFailed) -> None:
     view.log_tail = event.log_tail
 
 
-def _tracked(view: RunView, event: run.RunTracked) -> None:
+def _apply_tracked(view: RunView, event: run.RunTracked) -> None:
     view.mlflow_run_id = event.mlflow_run_id
 
 
-def _evaluated(view: RunView, event: run.RunEvaluated) -> None:
+def _apply_evaluated(view: RunView, event: run.RunEvaluated) -> None:
     view.evaluation, view.champion = dict(event.metrics), dict(event.champion_metrics)
 
 
-def _promoted(view: RunView, event: run.RunPromoted) -> None:
+def _apply_promoted(view: RunView, event: run.RunPromoted) -> None:
     view.verdict, view.verdict_reason, view.model = f"champion v{event.version}", event.reason, event.model
 
 
-def _not_promoted(view: RunView, event: run.RunNotPromoted) -> None:
+def _apply_not_promoted(view: RunView, event: run.RunNotPromoted) -> None:
     view.verdict, view.verdict_reason, view.model = "not promoted", event.reason, event.model
 
 
 _RUN: dict[type[Any], Callable[[RunView, Any], None]] = {
-    run.RunAccepted: _accepted,
-    run.RunRejected: _rejected,
-    run.RunPrepared: _prepared,
-    run.RunQueued: _queued,
-    run.RunWaiting: _waiting,
-    run.RunPlaced: _placed,
-    run.RunStarted: _started,
-    run.RunReleased: _let_go,
-    run.RunExited: _let_go,
-    checkpoint.CheckpointCommitted: _committed,
-    checkpoint.CheckpointDeleted: _deleted,
-    run.RunCompleted: _completed,
-    run.RunFailed: _failed,
-    run.RunTracked: _tracked,
-    run.RunEvaluated: _evaluated,
-    run.RunPromoted: _promoted,
-    run.RunNotPromoted: _not_promoted,
+    run.RunAccepted: _apply_accepted,
+    run.RunRejected: _apply_rejected,
+    run.RunPrepared: _apply_prepared,
+    run.RunQueued: _apply_queued,
+    run.RunWaiting: _apply_waiting,
+    run.RunPlaced: _apply_placed,
+    run.RunStarted: _apply_started,
+    run.RunReleased: _apply_end,
+    run.RunExited: _apply_end,
+    checkpoint.CheckpointCommitted: _apply_committed,
+    checkpoint.CheckpointDeleted: _apply_deleted,
+    run.RunCompleted: _apply_completed,
+    run.RunFailed: _apply_failed,
+    run.RunTracked: _apply_tracked,
+    run.RunEvaluated: _apply_evaluated,
+    run.RunPromoted: _apply_promoted,
+    run.RunNotPromoted: _apply_not_promoted,
 }
 
 

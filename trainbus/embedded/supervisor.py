@@ -382,12 +382,12 @@ def _make_buckets() -> int:
     settings = Settings()
     telemetry.set_up("init", settings)
 
-    async def make() -> None:
+    async def ensure_buckets() -> None:
         async with ObjectStore(settings) as objects:
             for name in BUCKETS:
                 await objects.ensure_bucket(getattr(settings, f"bucket_{name}"))
 
-    asyncio.run(make())
+    asyncio.run(ensure_buckets())
     return 0
 
 

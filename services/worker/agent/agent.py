@@ -83,7 +83,7 @@ class Agent:
         Raises:
             DataDirLockedError: another agent uses the data folder.
         """
-        with self._lock.hold():
+        with self._lock.acquire():
             self._stored = AgentState.model_validate(read_json(self._state_file) or {})
             previous = self._stored.incarnation
             self._generations.restore()
@@ -100,8 +100,8 @@ class Agent:
         self._generations.refuse_new()
         await self._repairer.close()
         try:
-            with self._lock.hold():
-                await self._leave()
+            with self._lock.acquire():
+                await self._leave_cluster()
         except DataDirLockedError as error:
             log.warning("another agent has the data folder, and with it the ranks", error=str(error))
 
@@ -109,7 +109,7 @@ class Agent:
         """End the ranks of an earlier life without a bus; a later life reports them."""
         self._is_stopping = True
         try:
-            with self._lock.hold():
+            with self._lock.acquire():
                 self._generations.restore()
                 await self._generations.end_offline("the node's agent was stopped")
         except DataDirLockedError as error:
@@ -168,7 +168,7 @@ class Agent:
         # On disk before it is on the bus: after a crash, a lease under this name is ours.
         self._generations.state = replace(self._generations.state, incarnation=incarnation)
         await self._save()
-        async with self._lease.keep(incarnation, previous):
+        async with self._lease.renew_in_background(incarnation, previous):
             await self._lease.wait_until_held()
             await self._join(incarnation)
             self._generations.start_all()
@@ -227,9 +227,9 @@ class Agent:
     async def _apply(self, batch: list[Message[Any]]) -> bool:
         """Act on the facts and save the position; return whether the node must join anew."""
         rejoin = False
-        for received in batch:
-            self._repairer.handle_fact(received.event)
-            rejoin |= self._generations.apply(received)
+        for message in batch:
+            self._repairer.handle_fact(message.event)
+            rejoin |= self._generations.apply(message)
         if batch:
             self._stored.position = batch[-1].sequence
             await self._save()
@@ -241,7 +241,7 @@ class Agent:
 
     # -- leave --------------------------------------------------------------
 
-    async def _leave(self) -> None:
+    async def _leave_cluster(self) -> None:
         # An agent that is stopped before it has joined ends the ranks of an earlier life all the same.
         self._generations.restore()
         self._generations.start_all()

@@ -21,7 +21,7 @@ class DataDirLock:
         self._is_held = False
 
     @contextmanager
-    def hold(self) -> Iterator[None]:
+    def acquire(self) -> Iterator[None]:
         """Hold the lock in the block; a block inside of another one holds it, too.
 
         Raises:

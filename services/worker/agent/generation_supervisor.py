@@ -74,9 +74,9 @@ class GenerationSupervisor:
                 self.state = self.state.end_generation(run_id, generation)
                 continue
             committed = subjects.fact("run", run_id, CheckpointCommitted.fact)
-            for received in await self._context.bus.read_history(committed, start_sequence=runner.record.sequence):
-                if received.event.generation == generation:
-                    runner.settle_checkpoint(received.event.checkpoint.step, True)
+            for message in await self._context.bus.read_history(committed, start_sequence=runner.record.sequence):
+                if message.event.generation == generation:
+                    runner.settle_checkpoint(message.event.checkpoint.step, True)
 
     def start_all(self) -> None:
         """Start every generation, and from now on those that are placed."""
@@ -127,16 +127,16 @@ class GenerationSupervisor:
 
     # -- facts --------------------------------------------------------------
 
-    def apply(self, received: Message[Any]) -> bool:
+    def apply(self, message: Message[Any]) -> bool:
         """Act on a fact; return whether the node must join anew."""
-        self.state, decisions = node_decisions.decide(self.state, received.event, received.sequence)
-        rejoins = [self._carry_out(decision, received) for decision in decisions]
+        self.state, decisions = node_decisions.decide(self.state, message.event, message.sequence)
+        rejoins = [self._carry_out(decision, message) for decision in decisions]
         return any(rejoins)
 
-    def _carry_out(self, decision: Decision, received: Message[Any]) -> bool:
+    def _carry_out(self, decision: Decision, message: Message[Any]) -> bool:
         match decision:
             case node_decisions.StartGeneration():
-                self._take_up(decision, received)
+                self._take_up(decision, message)
             case node_decisions.DropGeneration():
                 log.warning("dropping a placement", run_id=decision.run_id, reason=decision.reason)
                 if (runner := self._runner_of(decision)) is not None:
@@ -171,9 +171,9 @@ class GenerationSupervisor:
         """Remove the checkpoints that earlier generations of the run left here."""
         self._folders.in_background(survivor_checkpoints.remove, self._folders.run_folder(run_id))
 
-    def _take_up(self, decision: node_decisions.StartGeneration, received: Message[Any]) -> None:
+    def _take_up(self, decision: node_decisions.StartGeneration, message: Message[Any]) -> None:
         """Make the placement durable; its ranks start once the node has joined."""
-        placed, envelope = decision.placed, received.envelope
+        placed, envelope = decision.placed, message.envelope
         files = self._folders.generation(placed.run_id, placed.generation)
         if files.is_done or self._folders.has_ended(placed.run_id):
             log.warning("a placement that has ended was published again", run_id=placed.run_id)

@@ -17,7 +17,7 @@ from services.kit.lease import Lease, read_record
 
 log = structlog.get_logger(__name__)
 
-#: Seconds until the bus is asked again after an error.
+#: Seconds before a retry after an error of the bus.
 RETRY_S = 0.2
 #: Seconds between two warnings that another agent has the name.
 WARNING_INTERVAL_S = 10.0
@@ -29,31 +29,31 @@ class NodeLease:
     def __init__(self, bus: Bus, node_id: str, ttl_s: float) -> None:
         self._bus, self._node_id, self._ttl_s = bus, node_id, ttl_s
         self._lease: Lease | None = None
-        self._keeper: asyncio.Task[None] | None = None
+        self._renewal: asyncio.Task[None] | None = None
         self._is_held = asyncio.Event()
         self._is_released = False
 
     @asynccontextmanager
-    async def keep(self, incarnation: str, previous: str) -> AsyncIterator[None]:
-        """Keep the lease during the block.
+    async def renew_in_background(self, incarnation: str, previous: str) -> AsyncIterator[None]:
+        """Acquire and renew the lease while the block runs.
 
         ``previous``: the incarnation of an agent in this data folder that has ended; its lease is taken over at once.
         """
         self._is_held.clear()
-        self._keeper = asyncio.create_task(self._keep(incarnation, previous))
+        self._renewal = asyncio.create_task(self._acquire_and_renew(incarnation, previous))
         try:
             yield
         finally:
-            await cancel_and_wait(self._keeper)
+            await cancel_and_wait(self._renewal)
 
     async def wait_until_held(self) -> None:
         """Wait until the node's name is ours. A second agent of the same name waits here for ever."""
-        assert self._keeper is not None
+        assert self._renewal is not None
         waiting = asyncio.create_task(self._is_held.wait())
         try:
             while not self._is_held.is_set():
                 await asyncio.wait(
-                    {waiting, self._keeper}, timeout=WARNING_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED
+                    {waiting, self._renewal}, timeout=WARNING_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED
                 )
                 self.raise_error()
                 if not self._is_held.is_set():
@@ -62,9 +62,9 @@ class NodeLease:
             waiting.cancel()
 
     def raise_error(self) -> None:
-        """Raise the error with which the keeper ended, if it did."""
-        if self._keeper is not None and self._keeper.done():
-            self._keeper.result()
+        """Raise the error that ended the renewal, if there is one."""
+        if self._renewal is not None and self._renewal.done():
+            self._renewal.result()
 
     async def release(self) -> None:
         """Release the lease for good."""
@@ -72,8 +72,8 @@ class NodeLease:
         if self._lease is not None:
             await self._lease.release()
 
-    async def _keep(self, incarnation: str, previous: str) -> None:
-        """Hold the lease until cancelled or released, whatever becomes of the bus."""
+    async def _acquire_and_renew(self, incarnation: str, previous: str) -> None:
+        """Hold the lease until cancelled or released; retry after errors of the bus."""
         key = subjects.node_lease(self._node_id)
         while not self._is_released:
             try:
@@ -83,9 +83,9 @@ class NodeLease:
                     # Our own, from before this agent was killed: no need to wait until it expires.
                     await bucket.delete(key, last=record.revision)
                 self._lease = Lease(bucket, key, incarnation, self._ttl_s, data={"node_id": self._node_id})
-                async with self._lease.leadership() as keeper:
+                async with self._lease.leadership() as renewal:
                     self._is_held.set()
-                    await keeper
+                    await renewal
             except (nats.errors.Error, APIError, TimeoutError, TransientError) as error:
-                log.warning("the node's lease cannot be kept", error=repr(error))
+                log.warning("the node's lease cannot be renewed", error=repr(error))
                 await asyncio.sleep(RETRY_S)

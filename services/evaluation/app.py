@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -31,6 +31,7 @@ from services.evaluation.core.decide import (
     Report,
     RequestEvaluation,
     Step,
+    UnmeasurableError,
     evaluation_request,
     next_steps,
     next_version,
@@ -105,14 +106,13 @@ class Evaluator:
             if candidate is None or not steps:
                 return
             try:
-                for step in steps:
-                    await self._perform(step, candidate)
+                await self._perform_steps(steps, candidate)
             except Conflict:
                 metrics.CONFLICTS.inc()
-                log.info("the champion has changed meanwhile: deciding anew", run_id=run_id)
+                log.info("the champion changed meanwhile: the candidate is decided again", run_id=run_id)
                 continue
             if all(isinstance(step, RequestEvaluation) for step in steps):
-                return  # its end will be told
+                return  # the end of an evaluation continues from here
         raise RuntimeError(f"run {run_id} was not settled in {MAX_ROUNDS} rounds: its model's champion keeps changing")
 
     async def _catch_up(self) -> None:
@@ -125,6 +125,18 @@ class Evaluator:
                 self._folded_up_to = received.sequence
 
     # -- steps --------------------------------------------------------------
+
+    async def _perform_steps(self, steps: Sequence[Step], candidate: Candidate) -> None:
+        """Perform the steps in order; end the candidate at the first checkpoint that cannot be measured."""
+        try:
+            for step in steps:
+                await self._perform(step, candidate)
+        except UnmeasurableError as error:
+            model = candidate.spec.model or ""
+            champion = self._state.champion(model)
+            reason = f"{error}; publish promote.requested to promote this run all the same"
+            fact = RunNotPromoted(run_id=candidate.run_id, model=model, reason=reason)
+            await self._perform(ConcludeCandidate(fact, champion.sequence if champion else 0), candidate)
 
     async def _perform(self, step: Step, candidate: Candidate) -> None:
         match step:
@@ -151,8 +163,9 @@ class Evaluator:
         if step.target_run_id != candidate.run_id:
             accepted = await self._bus.get_last_message(subjects.fact("run", step.target_run_id, RunAccepted.fact))
             if accepted is None:
-                await self._refuse_comparison(candidate, step.target_run_id)
-                return
+                raise UnmeasurableError(
+                    f"the champion {step.target_run_id} is no run of this bus, so it cannot be measured on this dataset"
+                )
             trained = accepted.event.spec
         cause = candidate.completed
         assert cause is not None
@@ -170,17 +183,6 @@ class Evaluator:
         await self._bus.publish_event(event, event.subject, envelope)
         metrics.REQUESTED.labels("candidate" if step.target_run_id == candidate.run_id else "champion").inc()
         log.info("evaluation requested", run_id=candidate.run_id, target=step.target_run_id)
-
-    async def _refuse_comparison(self, candidate: Candidate, champion_run_id: str) -> None:
-        """Settle a candidate whose model's champion is none of our runs, so that it cannot be measured."""
-        model = candidate.spec.model or ""
-        champion = self._state.champion(model)
-        reason = (
-            f"the champion {champion_run_id} is no run of this bus, so it cannot be measured on this dataset: "
-            "publish promote.requested to promote this run all the same"
-        )
-        fact = RunNotPromoted(run_id=candidate.run_id, model=model, reason=reason)
-        await self._perform(ConcludeCandidate(fact, champion.sequence if champion else 0), candidate)
 
     async def _report(self, step: Report, candidate: Candidate) -> None:
         spec, champion = candidate.spec, step.champion

@@ -288,6 +288,30 @@ async def test_an_evaluation_that_gives_nothing_promotes_nothing(rig: Rig, end: 
     assert await rig.champions() == []
 
 
+#: A request's rules may have become stricter since the run was accepted: its recorded spec breaks one.
+REFUSED_ENV = {"not-an-identifier": "1"}
+
+
+async def test_a_candidate_whose_recorded_spec_is_refused_is_not_promoted(rig: Rig) -> None:
+    await rig.evaluator.on_run_ended(await rig.trained("ra", env=REFUSED_ENV))
+    assert await rig.requests() == {}
+    [refused] = await rig.facts("run.ra.not_promoted")
+    assert "the evaluation of run ra cannot be requested" in refused.reason
+    assert "env name 'not-an-identifier' is not an identifier" in refused.reason
+    await rig.restarted().settle_all()
+    assert len(await rig.facts("run.ra.not_promoted")) == 1
+
+
+async def test_a_candidate_is_not_promoted_when_the_champions_recorded_spec_is_refused(rig: Rig) -> None:
+    await rig.evaluator.on_run_ended(await rig.trained("ra", env=REFUSED_ENV))
+    await rig.evaluator.on_promote_requested(rig.ask(PromoteRequested(model="m", run_id="ra"), "p1"))
+    await rig.evaluator.on_run_ended(await rig.trained("rb"))
+    [refused] = await rig.facts("run.rb.not_promoted")
+    assert "the evaluation of run ra cannot be requested" in refused.reason
+    assert "publish promote.requested" in refused.reason
+    assert await rig.champions() == [(1, "ra")]
+
+
 async def test_what_does_not_compete_is_left_alone(rig: Rig) -> None:
     spec = RunSpec(name="x", command=["x"])
     await rig.publish(RunAccepted(run_id="rplain", spec=spec, request_id="1", request_source="t"))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pydantic import ValidationError
+
 from contracts import subjects
 from contracts.base import run_id_for
 from contracts.events.model import ModelPromoted
@@ -57,6 +59,10 @@ class ConcludeCandidate:
 
 
 Step = RequestEvaluation | Report | ConcludeCandidate
+
+
+class UnmeasurableError(Exception):
+    """A checkpoint cannot be measured; the text is the reason in words."""
 
 
 def next_steps(state: State, candidate: Candidate, source: str) -> list[Step]:
@@ -135,29 +141,44 @@ def next_version(champion: Version | None) -> int:
 
 
 def evaluation_request(step: RequestEvaluation, trained: RunSpec) -> TrainRequested:
-    """The request for a run that measures a checkpoint, with the code and parameters it was trained with."""
-    return TrainRequested(
-        name=f"evaluate {trained.name}"[:200],
-        kind="evaluate",
-        experiment=trained.experiment,
-        user=trained.user,
-        team=trained.team,
-        priority=min(step.priority + PRIORITY_BONUS, 1000),
-        slots=Slots(min=1, max=1),
-        code=trained.code,
-        task=trained.task,
-        params=trained.params,
-        command=trained.command,
-        metric_patterns=trained.metric_patterns,
-        env=trained.env,
-        data=DatasetRef(dataset_id=step.dataset_id) if step.dataset_id else None,
-        training=trained.training,
-        evaluate=EvaluationTarget(run_id=step.target_run_id, checkpoint_uri=step.checkpoint_uri, split="test"),
-        resume_from=step.checkpoint_uri,
-        max_attempts=3,
-        grace_s=trained.grace_s,
-        tags=trained.tags,
-    )
+    """Return the request for a run that measures a checkpoint, with the code and parameters of its training.
+
+    Raises:
+        UnmeasurableError: the rules for requests refuse the recorded spec; they may be stricter now than they were.
+    """
+    try:
+        return TrainRequested(
+            name=f"evaluate {trained.name}"[:200],
+            kind="evaluate",
+            experiment=trained.experiment,
+            user=trained.user,
+            team=trained.team,
+            priority=min(step.priority + PRIORITY_BONUS, 1000),
+            slots=Slots(min=1, max=1),
+            code=trained.code,
+            task=trained.task,
+            params=trained.params,
+            command=trained.command,
+            metric_patterns=trained.metric_patterns,
+            env=trained.env,
+            data=DatasetRef(dataset_id=step.dataset_id) if step.dataset_id else None,
+            training=trained.training,
+            evaluate=EvaluationTarget(run_id=step.target_run_id, checkpoint_uri=step.checkpoint_uri, split="test"),
+            resume_from=step.checkpoint_uri,
+            max_attempts=3,
+            grace_s=trained.grace_s,
+            tags=trained.tags,
+        )
+    except ValidationError as error:
+        problems = "; ".join(": ".join(filter(None, (_location(each["loc"]), each["msg"]))) for each in error.errors())
+        raise UnmeasurableError(
+            f"the evaluation of run {step.target_run_id} cannot be requested, because today's rules refuse the run's "
+            f"recorded spec: {problems}"
+        ) from error
+
+
+def _location(parts: tuple[int | str, ...]) -> str:
+    return ".".join(map(str, parts))
 
 
 def _outcome(state: State, event_id: str, source: str) -> Outcome | None:

@@ -91,8 +91,8 @@ def _explain(problems: Mapping[str, str], names: Sequence[str], exclude: Sequenc
     suggestion = ", ".join(f'"{pattern}"' for pattern in patterns[:MAX_LISTED])
     suggestion += ", ..." if len(patterns) > MAX_LISTED else ""
     return (
-        f"init_from does not fit the model: {listed}{more}. If these are meant to begin anew, set init_exclude to "
-        f"[{suggestion}]; if not, build the model as it was built for the checkpoint (params)"
+        f"init_from does not fit the model: {listed}{more}. If these are to keep the model's own values, "
+        f"set init_exclude to [{suggestion}]; otherwise build the model as it was built for the checkpoint (params)"
     )
 
 

@@ -34,6 +34,8 @@ class WorkerSettings(Settings):
     #: Run a warm server: a process that has imported torch, and forks ranks in milliseconds.
     warm: bool = True
 
+    #: Seconds after which the node is lost if it has not renewed its lease: nodes of a cluster outlive long pauses.
+    lease_ttl_s: float = Field(30.0, gt=0.2)
     #: Seconds after which ranks without an agent end themselves.
     orphan_timeout_s: float = Field(30.0, gt=0)
     #: Seconds between two reads of journals and logs; a rank's doorbell causes one at once.

@@ -10,7 +10,6 @@ from contracts.events.run import RunPreempting
 from contracts.scheduling import Elastic, Order, Policy, Reclaim
 from services.scheduler.core.cycle_state import CycleState
 from services.scheduler.core.decide import run_steps
-from services.scheduler.core.decisions import PlaceRun
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.place.snapshot import ClusterSnapshot
 from services.scheduler.core.quota.transaction import Transaction
@@ -115,15 +114,6 @@ def test_a_search_in_vain_is_remembered_until_what_it_depends_on_changes(monkeyp
     monkeypatch.setattr(preempt, "select_victims", search)
     world.settle()
     assert len(world.facts(RunPreempting)) == 3
-
-
-def test_a_cycle_is_cut_after_so_many_runs() -> None:
-    world = one_node(slots=8)
-    for number in range(6):
-        world.accept(f"r{number}", spec(1))
-    result = run_steps(world.cluster, world.now, world.policy, max_examined=4)
-    placed = [each.run_id for each in result.decisions if isinstance(each, PlaceRun)]
-    assert (placed, result.is_cut) == (["r0", "r1", "r2", "r3"], True)
 
 
 def test_a_transaction_that_is_not_committed_leaves_no_trace() -> None:

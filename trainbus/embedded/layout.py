@@ -212,6 +212,8 @@ def plan_stack(options: StackOptions, inherited: Mapping[str, str], *, running: 
         **{k: v for k, v in inherited.items() if not k.startswith("TRAINBUS_") or k in PASSED_ON},
         "PYTHONUNBUFFERED": "1",
         "TRAINBUS_NATS_URL": nats.url,
+        # The services share a machine: a lost node is found within seconds.
+        "TRAINBUS_LEASE_TTL_S": "3",
         "TRAINBUS_S3_ENDPOINT": s3.endpoint,
         "TRAINBUS_S3_ACCESS_KEY": access_key,
         "TRAINBUS_S3_SECRET_KEY": secret_key,

@@ -31,8 +31,6 @@ class CycleResult:
     waits: dict[str, Why] = field(default_factory=dict)
     #: When the clock alone may change what is decided; None: only a new fact does.
     wake_at: datetime | None = None
-    #: The budget ran out before every run was examined.
-    is_cut: bool = False
 
 
 class Placement(NamedTuple):
@@ -53,7 +51,6 @@ class CycleState:
         policy: Policy,
         reachable_since: datetime = EPOCH,
         about: str | None = None,
-        max_examined: int = UNLIMITED,
     ) -> None:
         self.cluster, self.now, self.policy, self.reachable_since = cluster, now, policy, reachable_since
         #: The run that is asked about: it is examined in any case.
@@ -70,7 +67,6 @@ class CycleState:
         self.blocked: list[Run] = []
         #: Request -> the least number of slots that did not fit; what is free only shrinks while runs are placed.
         self.misfits: dict[ResourceRequest, int] = {}
-        self._left = max_examined
         self._wake_s = math.inf
 
     @cached_property
@@ -86,12 +82,6 @@ class CycleState:
         """Run another cycle at this time at the latest."""
         if at_s > self.now_s:
             self._wake_s = min(self._wake_s, at_s)
-
-    def spend_budget(self) -> bool:
-        """Count one more run that is examined; False once the budget is spent."""
-        self._left -= 1
-        self.result.is_cut = self.result.is_cut or self._left < 0
-        return self._left >= 0
 
     def finish(self) -> CycleResult:
         if self._wake_s < math.inf:

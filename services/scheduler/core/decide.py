@@ -11,7 +11,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta
 
 from contracts.scheduling import Policy
-from services.scheduler.core.cycle_state import UNLIMITED, CycleResult, CycleState
+from services.scheduler.core.cycle_state import CycleResult, CycleState
 from services.scheduler.core.decisions import Decision, LoseNode
 from services.scheduler.core.state.cluster import EPOCH, Cluster
 from services.scheduler.core.steps.explain import MAX_EXPLAINED_RUNS, add_numbers, explain_waits
@@ -38,14 +38,12 @@ def run_steps(
     reachable_since: datetime = EPOCH,
     about: str | None = None,
     max_explained: int = MAX_EXPLAINED_RUNS,
-    max_examined: int = UNLIMITED,
 ) -> CycleResult:
-    """``decide``, with the reasons for which others wait: of the first ones, and of the run ``about``.
+    """Run ``decide``, and return its outcome with the reasons for which runs wait; ``about`` is examined in any case.
 
-    ``max_explained``: for how many runs it is decided to publish why they wait. ``max_examined``: after how many queued
-    runs the cycle is cut.
+    ``max_explained``: for how many runs the cycle publishes why they wait.
     """
-    return SchedulingCycle(cluster, now, policy, reachable_since, about, max_explained, max_examined).run()
+    return SchedulingCycle(cluster, now, policy, reachable_since, about, max_explained).run()
 
 
 class SchedulingCycle:
@@ -59,9 +57,8 @@ class SchedulingCycle:
         reachable_since: datetime,
         about: str | None,
         max_explained: int,
-        max_examined: int,
     ) -> None:
-        self.state = CycleState(cluster, now, policy, reachable_since, about, max_examined)
+        self.state = CycleState(cluster, now, policy, reachable_since, about)
         self.max_explained = max_explained
 
     def run(self) -> CycleResult:
@@ -93,7 +90,7 @@ class SchedulingCycle:
         """Whether no run waits for slots, nor will in a moment."""
         state = self.state
         is_paused = any(why.code == "paused" for why in state.result.waits.values())
-        return not (state.leaving or state.placements or is_paused or state.result.is_cut)
+        return not (state.leaving or state.placements or is_paused)
 
 
 def lost_nodes(cluster: Cluster, expired: set[str]) -> list[LoseNode]:

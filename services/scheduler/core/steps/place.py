@@ -44,7 +44,7 @@ class Placing:
         """
         cycle, passed = self.cycle, 0
         for run in queued_runs(cycle):
-            if len(cycle.placements) >= MAX_PLACEMENTS_PER_CYCLE or not cycle.spend_budget():
+            if len(cycle.placements) >= MAX_PLACEMENTS_PER_CYCLE:
                 break
             if cycle.entitlements.borrowing:
                 self.loans.hold_back()

@@ -50,7 +50,7 @@ from services.kit.settings import Settings
 from services.scheduler.cluster_cache import FOLLOWED, ClusterCache
 from services.scheduler.replay.log import Entry, entry_of
 from services.scheduler.replay.verification import verify_log
-from services.scheduler.snapshot import take
+from services.scheduler.snapshot import take_snapshot
 from trainbus.embedded.servers import NatsServer
 
 NODES, SLOTS = 6, 4
@@ -315,7 +315,7 @@ class Trial:
 
     async def _compare_snapshot(self) -> None:
         async with folded(self.bus) as whole:
-            await take(Settings(nats_url=self.server.url, http_port=-1))
+            await take_snapshot(Settings(nats_url=self.server.url, http_port=-1))
             async with folded(self.bus) as recalled:
                 if not recalled.snapshot_sequence:
                     self.outcome.problems.append("no snapshot was found")

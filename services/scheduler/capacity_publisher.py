@@ -10,7 +10,7 @@ import structlog
 from services.kit.bus import Bus, TransientError
 from services.scheduler import metrics
 from services.scheduler.cluster_cache import ClusterCache
-from services.scheduler.core.capacity.wanted import wake_at, want, wanted_fact
+from services.scheduler.core.capacity.demand import capacity_fact, compute_demand, wake_at
 from services.scheduler.core.decisions import decision_record
 from services.scheduler.leader import Leader
 
@@ -51,8 +51,8 @@ class CapacityPublisher:
             return 0  # not adopted yet: whoever acts on it must know the pools
         made = decision_record(cluster, now, policy, self.leader.reachable_since)
         said = 0
-        for each in await self.cache.compute(want, now, policy):
-            fact = wanted_fact(each, now, made)
+        for each in await self.cache.compute(compute_demand, now, policy):
+            fact = capacity_fact(each, now, made)
             try:
                 # Without a fence: should a former leader say something after us, we see it and say ours again.
                 ack = await self.bus.publish(fact)

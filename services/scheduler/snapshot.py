@@ -244,10 +244,10 @@ class SnapshotTaker:
             await asyncio.sleep(LOOK_S)
             if self.due(cluster.sequence):
                 self._taken_at, upto = time.monotonic(), cluster.sequence
-                if await self._make():
+                if await self._run_child():
                     self._taken = upto
 
-    async def _make(self) -> bool:
+    async def _run_child(self) -> bool:
         try:
             child = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "services.scheduler.snapshot", env=environment(self._settings)
@@ -282,7 +282,7 @@ def environment(settings: Settings) -> dict[str, str]:
     return {**os.environ, **{name: value for name, value in own.items() if value}}
 
 
-async def take(settings: Settings) -> str:
+async def take_snapshot(settings: Settings) -> str:
     """Fold what came since the newest snapshot and save it; returns its name."""
     from services.scheduler.cluster_cache import ClusterCache
 
@@ -307,7 +307,7 @@ def main() -> None:
     settings = Settings()
     telemetry.set_up("scheduler-snapshot", settings)
     # The leader that wanted it may be dead, and the bus gone: it must not wait for them for ever.
-    asyncio.run(asyncio.wait_for(take(settings), MAKING_S))
+    asyncio.run(asyncio.wait_for(take_snapshot(settings), MAKING_S))
 
 
 if __name__ == "__main__":

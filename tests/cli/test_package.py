@@ -1,4 +1,4 @@
-"""Packing: what goes in, the same bytes every time, and what is refused."""
+"""FragmentationScores: what goes in, the same bytes every time, and what is refused."""
 
 from __future__ import annotations
 

@@ -30,6 +30,7 @@ from contracts.scheduling import Policy
 from services.kit.bus import Bus
 from services.kit.concurrency import cancel_and_wait
 from services.kit.settings import Settings
+from services.scheduler.app import SchedulerSettings
 from services.scheduler.replay.log import Entry, line_of
 from tests.scheduler.test_shell import ask, join, request, running, until
 from tests.scheduler.world import CODE
@@ -230,7 +231,7 @@ async def test_the_policy_in_force_is_shown(settings: Settings, bus: Bus, capsys
         await until(bus, "policy.*.adopted")
     await print_policy(address(settings), as_json=True)
     told = json.loads(capsys.readouterr().out)
-    assert told["name"] == "priority-first-come"
+    assert told["name"] == "default"
     assert Policy.model_validate(told["policy"]).digest == told["digest"]
     await print_policy(address(settings), as_json=False)
     # What is shown can be used as a file.
@@ -267,7 +268,7 @@ async def test_why_at_says_what_why_said(settings: Settings, bus: Bus, capsys: A
 
 
 async def test_a_shadow_follows_the_service_and_speaks_apart(settings: Settings, bus: Bus, capsys: Any) -> None:
-    async with running(settings):
+    async with running(SchedulerSettings(**settings.model_dump(), policy="priority-first-come")):
         await join(bus, "n1", 3)
         first = await request(bus, "train", {**TASK, "slots": 2}, "first")
         await until(bus, f"run.{first}.placed")

@@ -10,7 +10,7 @@ from contracts.events.capacity import CapacityWanted
 from contracts.events.node import NodeJoined, NodeLost
 from contracts.events.run import DecisionRecord
 from contracts.scheduling import Policy
-from services.scheduler.core.capacity import wanted
+from services.scheduler.core.capacity import demand
 from tests.scheduler.world import World, spec
 
 POOL = {"name": "burst", "slots_per_node": 2, "max_nodes": 3, "price_per_slot_hour": 1.0}
@@ -25,11 +25,11 @@ class Pooled(World):
     def want(self) -> list[tuple[int, tuple[str, ...]]]:
         """Let it say what it wants, and say what that is."""
         self.settle()
-        found = wanted.want(self.cluster, self.now, self.policy)
+        found = demand.compute_demand(self.cluster, self.now, self.policy)
         made = DecisionRecord(at_sequence=self.cluster.sequence, at=self.now)
         for each in found:
-            self.say(wanted.wanted_fact(each, self.now, made))
-        assert wanted.want(self.cluster, self.now, self.policy) == []
+            self.say(demand.capacity_fact(each, self.now, made))
+        assert demand.compute_demand(self.cluster, self.now, self.policy) == []
         return [(each.nodes, each.spare) for each in found]
 
     def submit(self, wanted: Any) -> str:
@@ -52,7 +52,7 @@ def test_a_node_comes_is_used_and_goes() -> None:
     assert world.want() == []
     world.node_comes("b0")
     # There it is: neither more nor less is wanted, whether the run is placed yet or not.
-    assert wanted.want(world.cluster, world.now, world.policy) == []
+    assert demand.compute_demand(world.cluster, world.now, world.policy) == []
     assert world.want() == []
     assert world.run(run_id).live
     world.start(run_id)

@@ -12,11 +12,11 @@ import pytest
 from contracts.scheduling import Policy
 from services.scheduler import policies
 from services.scheduler.core.explain.estimate import (
-    Claim,
     Errors,
     Estimate,
     Estimator,
-    Holder,
+    PoolAllocation,
+    PoolRequest,
     play,
     quantile,
     taken_from,
@@ -79,15 +79,15 @@ def test_a_start_is_not_expected_before_those_who_hold_what_it_needs_are_expecte
 # -- the plan -----------------------------------------------------------------------------------------
 
 
-def one(pool: int, milli: int, *left_s: float) -> Holder:
-    return Holder(pool, milli, left_s)
+def one(pool: int, milli: int, *left_s: float) -> PoolAllocation:
+    return PoolAllocation(pool, milli, left_s)
 
 
-def claim(run_id: str, milli: int, *takes_s: float, pools: tuple[int, ...] = (0,)) -> Claim:
-    return Claim(run_id, pools, milli, takes_s)
+def claim(run_id: str, milli: int, *takes_s: float, pools: tuple[int, ...] = (0,)) -> PoolRequest:
+    return PoolRequest(run_id, pools, milli, takes_s)
 
 
-def starts(free: list[int], holders: list[Holder], entitlements: list[Claim]) -> list[float]:
+def starts(free: list[int], holders: list[PoolAllocation], entitlements: list[PoolRequest]) -> list[float]:
     return play(free, holders, entitlements, random.Random(1))
 
 
@@ -131,8 +131,8 @@ def test_a_higher_priority_starts_before() -> None:
 
 
 def test_slots_are_taken_for_a_higher_priority() -> None:
-    holders = [one(0, 2, 900.0), Holder(0, 2, (900.0,), -1, 30.0), Holder(0, 2, (900.0,), -2, 40.0)]
-    waiting = [Claim("urgent", (0,), 3, (5.0,), priority=1), claim("next", 2, 5.0)]
+    holders = [one(0, 2, 900.0), PoolAllocation(0, 2, (900.0,), -1, 30.0), PoolAllocation(0, 2, (900.0,), -2, 40.0)]
+    waiting = [PoolRequest("urgent", (0,), 3, (5.0,), priority=1), claim("next", 2, 5.0)]
     after = taken_from([0], holders, waiting)
     assert [each.left_s for each in after] == [(900.0,), (30.0,), (40.0,)]
     assert play([0], after, waiting, random.Random(1)) == [40, 45]

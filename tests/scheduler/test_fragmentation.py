@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from contracts.events.node import NodeJoined
 from contracts.scheduling import Policy
 from services.scheduler.core.fold import fold
-from services.scheduler.core.place.fragmentation import UNCOUNTED, Packing, Worth
+from services.scheduler.core.place.fragmentation import UNCOUNTED, FragmentationScores, Worth
 from services.scheduler.core.place.snapshot import NodeCapacity
 from services.scheduler.core.state.cluster import Node
 from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
@@ -77,7 +77,7 @@ def test_memory_and_kind_of_accelerator_count() -> None:
 
 def test_increase_by_hand() -> None:
     """A half on a half-used accelerator leaves nothing behind; on a whole one it spoils that for wholes."""
-    packing = Packing(((shape(milli=500), 1), (shape(), 1)))
+    packing = FragmentationScores(((shape(milli=500), 1), (shape(), 1)))
     state = packing.state([1000, 500], UNCOUNTED, UNCOUNTED)
     score = packing.increase(state, shape(milli=500))
     assert score is not None
@@ -88,33 +88,33 @@ def test_increase_by_hand() -> None:
 
 
 def test_shares_go_where_they_fill_up() -> None:
-    packing = Packing(((shape(milli=500), 1), (shape(), 1)))
+    packing = FragmentationScores(((shape(milli=500), 1), (shape(), 1)))
     rooms = [room("a", [1000, 1000]), room("b", [1000, 500]), room("c", [1000, 600])]
     assert packing.choose(rooms, SlotRequest(milli=500), 1) == [("b", (1,))]
 
 
 def test_of_equal_scores_the_node_with_the_least_left_wins_then_the_name() -> None:
-    packing = Packing(((shape(), 1),))
+    packing = FragmentationScores(((shape(), 1),))
     rooms = [room("c", [1000, 1000, 0]), room("b", [1000, 0, 0]), room("a", [1000, 1000, 1000])]
     assert packing.choose(rooms, SlotRequest(), 1) == [("b", (0,))]
     assert packing.choose([room("z", [1000]), room("y", [1000])], SlotRequest(), 1) == [("y", (0,))]
 
 
 def test_a_run_without_accelerators_leaves_processors_to_those_with_free_ones() -> None:
-    packing = Packing(((shape(cpus=8), 1),))
+    packing = FragmentationScores(((shape(cpus=8), 1),))
     rooms = [room("a", [1000], 8), room("b", [0], 8)]
     assert packing.choose(rooms, SlotRequest(milli=0, cpu_milli=4000), 1) == [("b", (0,))]
 
 
 def test_a_kind_that_others_must_have_is_left_to_them() -> None:
     only_b = shape(models=frozenset("B"))
-    packing = Packing(((only_b, 1), (shape(), 1)))
+    packing = FragmentationScores(((only_b, 1), (shape(), 1)))
     rooms = [room("b", [1000], model="B"), room("a", [1000], model="A")]
     assert packing.choose(rooms, SlotRequest(), 1) == [("a", (0,))]
 
 
 def test_large_gangs_lie_on_few_nodes_and_bundles_stay_whole() -> None:
-    packing = Packing(((shape(), 1),))
+    packing = FragmentationScores(((shape(), 1),))
     rooms = [room("a", [1000] * 4), room("b", [1000] * 8), room("c", [1000] * 8)]
     taken = packing.choose(rooms, SlotRequest(), 12)
     assert sorted(len(slots) for _, slots in taken) == [4, 8]
@@ -123,7 +123,7 @@ def test_large_gangs_lie_on_few_nodes_and_bundles_stay_whole() -> None:
 
 
 def test_nodes_to_avoid_are_taken_when_there_are_no_others() -> None:
-    packing = Packing(((shape(), 1),))
+    packing = FragmentationScores(((shape(), 1),))
     rooms = [room("a", [1000]), room("b", [1000, 1000])]
     assert packing.choose(rooms, SlotRequest(), 1, avoid={"a"}) == [("b", (0,))]
     assert packing.choose(rooms[:1], SlotRequest(), 1, avoid={"a"}) == [("a", (0,))]
@@ -131,7 +131,7 @@ def test_nodes_to_avoid_are_taken_when_there_are_no_others() -> None:
 
 def test_mig_slices_are_counted_by_profile() -> None:
     node = Node("a", "1", 3, 1.0, accelerator="A", profiles=("1g", "2g", "1g"))
-    packing = Packing(((shape(profile="1g"), 1),))
+    packing = FragmentationScores(((shape(profile="1g"), 1),))
     mig = NodeCapacity(node, [1000, 1000, 1000], 0, 0, 3, 3000)
     assert packing.choose([mig], SlotRequest(profile="2g"), 1) == [("a", (1,))]
     assert packing.choose([mig], SlotRequest(profile="1g"), 2) == [("a", (0, 2))]
@@ -226,12 +226,12 @@ def test_nothing_is_over_committed_and_what_is_remembered_is_what_is_computed(
         for i, (slots, cpus, gib, model) in enumerate(nodes)
     ]
     workload = Workload()
-    packing = Packing()
+    packing = FragmentationScores()
     for demand, count, bundled in asked:
         demand = demand._replace(bundle=count) if bundled else demand
         workload.add(piece_of(demand, count))
         if packing.typical is not workload.typical:
-            packing = Packing(workload.typical)
+            packing = FragmentationScores(workload.typical)
         fitting = [
             each
             for each in rooms
@@ -240,7 +240,7 @@ def test_nothing_is_over_committed_and_what_is_remembered_is_what_is_computed(
         if sum(each.fits(demand) for each in fitting) < count:
             continue
         taken = packing.choose(fitting, demand, count)
-        assert taken == Packing(workload.typical).choose(fitting, demand, count)
+        assert taken == FragmentationScores(workload.typical).choose(fitting, demand, count)
         assert sum(len(slots) for _, slots in taken) == count
         assert len({name for name, _ in taken}) == len(taken)
         for name, slots in taken:

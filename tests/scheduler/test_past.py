@@ -18,7 +18,7 @@ from contracts.events.capacity import CapacityWanted, PolicyAdopted
 from contracts.events.run import RunAccepted, RunPlaced, RunPreempting, RunQueued, RunRejected, RunWaiting
 from contracts.scheduling import Order, Policy, Pool, Pools, Reclaim
 from services.scheduler import policies
-from services.scheduler.core.capacity.wanted import want, wanted_fact
+from services.scheduler.core.capacity.demand import capacity_fact, compute_demand
 from services.scheduler.core.decisions import decision_record
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.state import codec
@@ -288,8 +288,8 @@ def test_wanted_nodes_are_decided_again() -> None:
 
     def wanting() -> None:
         made = decision_record(world.cluster, world.now, world.policy)
-        for each in want(world.cluster, world.now, world.policy):
-            world.say(wanted_fact(each, world.now, made))
+        for each in compute_demand(world.cluster, world.now, world.policy):
+            world.say(capacity_fact(each, world.now, made))
 
     world.accept("large", spec(4))
     world.settle()

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from contracts.events.capacity import CapacityWanted
 from contracts.scheduling import Maintenance, Policy, Pool
-from services.scheduler.core.capacity import wanted
-from services.scheduler.core.capacity.wanted import WantCapacity
+from services.scheduler.core.capacity import demand
+from services.scheduler.core.capacity.demand import CapacityDemand
 from services.scheduler.core.place import pools
 from services.scheduler.core.place.clusters import Candidate, choose_cluster
 from services.scheduler.core.place.maintenance import closed, must_leave
@@ -186,8 +186,8 @@ def cluster(there: list[Node], runs: list[Run], said: dict[str, PoolDemand] | No
 
 def ask(
     there: list[Node], runs: list[Run], said: dict[str, PoolDemand] | None = None, *of: Pool, **more: Any
-) -> dict[str, WantCapacity]:
-    found = wanted.want(cluster(there, runs, said), NOW, policy(*(of or (pool("a"),)), **more))
+) -> dict[str, CapacityDemand]:
+    found = demand.compute_demand(cluster(there, runs, said), NOW, policy(*(of or (pool("a"),)), **more))
     return {want.pool: want for want in found}
 
 
@@ -255,10 +255,10 @@ def test_nothing_is_said_twice() -> None:
     said = {"a": pool_demand.update_demand(None, fact(first), NOW)}
     assert ask(there, waiting(12), said) == {}
     assert ask([], []) == {}
-    assert wanted.want(cluster(there, waiting(12)), NOW, Policy()) == []
+    assert demand.compute_demand(cluster(there, waiting(12)), NOW, Policy()) == []
 
 
-def fact(want: WantCapacity) -> CapacityWanted:
+def fact(want: CapacityDemand) -> CapacityWanted:
     return CapacityWanted(pool=want.pool, nodes=want.nodes, spare=want.spare, timed_out=want.timed_out, decided_at=NOW)
 
 
@@ -269,7 +269,7 @@ def test_nodes_that_do_not_come_are_looked_for_elsewhere_for_a_while() -> None:
     history = []
     for minutes in (0, 4, 6, 20, 40):
         at = NOW + timedelta(minutes=minutes)
-        found = wanted.want(cluster([], waiting(8), said), at, policy(*there))
+        found = demand.compute_demand(cluster([], waiting(8), said), at, policy(*there))
         for want in found:
             said[want.pool] = pool_demand.update_demand(said.get(want.pool), fact(want), at)
         history.append({want.pool: (want.nodes, want.timed_out) for want in found})
@@ -293,10 +293,10 @@ def test_a_node_that_is_lost_is_waited_for_anew() -> None:
 
 def test_when_to_look_again() -> None:
     there, given_policy = [node("n", 8, idle_s=100)], policy(pool("a"))
-    assert wanted.wake_at(cluster(there, []), NOW, given_policy) == NOW + timedelta(seconds=500)
+    assert demand.wake_at(cluster(there, []), NOW, given_policy) == NOW + timedelta(seconds=500)
     said = {"a": PoolDemand(1, NOW - timedelta(seconds=20))}
-    assert wanted.wake_at(cluster(there, [], said), NOW, given_policy) == NOW + timedelta(seconds=280)
-    assert wanted.wake_at(cluster(there, []), NOW, Policy()) is None
+    assert demand.wake_at(cluster(there, [], said), NOW, given_policy) == NOW + timedelta(seconds=280)
+    assert demand.wake_at(cluster(there, []), NOW, Policy()) is None
 
 
 @settings(max_examples=150, deadline=None)

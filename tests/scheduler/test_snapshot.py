@@ -33,7 +33,6 @@ from services.scheduler.snapshot import (
     code_digest,
     decode,
     encode,
-    take,
 )
 from tests.scheduler.test_shell import COMMAND, join, request, running, until
 from tests.scheduler.world import Chaos, World, spec
@@ -214,7 +213,7 @@ async def test_an_instance_begins_with_the_newest_snapshot(
     async with remembering(bus) as cache:
         assert cache.snapshot_sequence == 0
         whole = cache.cluster
-    await take(settings)
+    await take_snapshot(settings)
     await bus.publish(RunExited(run_id=second, generation=1, node_id="n1", outcome="failed"))
     async with remembering(bus) as cache:
         assert cache.snapshot_sequence == whole.sequence
@@ -228,14 +227,14 @@ async def test_an_instance_begins_with_the_newest_snapshot(
         assert cache.snapshot_sequence == 0
         assert cache.cluster == recalled
     # And a scheduler that has recalled goes on deciding.
-    await take(settings)
+    await take_snapshot(settings)
     async with running(settings):
         assert (await until(bus, f"run.{second}.queued", 2))[1].event.reason == "crashed"
 
 
 async def test_a_bad_snapshot_is_passed_over_for_the_one_before(settings: Settings, bus: Bus) -> None:
     await history(settings, bus)
-    name = await take(settings)
+    name = await take_snapshot(settings)
     store = await bus.js.object_store(topology.SNAPSHOTS.name)
     later = f"{code_digest()}/{int(name.partition('/')[2]) - 1:020}"
     await store.put(later, b"this is no snapshot")
@@ -250,7 +249,7 @@ async def test_a_bad_snapshot_is_passed_over_for_the_one_before(settings: Settin
 
 async def test_a_stream_that_was_made_anew_has_no_snapshots(settings: Settings, bus: Bus) -> None:
     await history(settings, bus)
-    await take(settings)
+    await take_snapshot(settings)
     await bus.js.delete_stream("FACTS")
     await bus.connect()
     fresh = Bus("test", settings)
@@ -269,7 +268,7 @@ async def test_old_snapshots_are_removed(settings: Settings, bus: Bus) -> None:
         await store.put(f"other-code/{number:020}", b"x")
     for _ in range(4):
         await join(bus, f"n{_}", 1)
-        await take(settings)
+        await take_snapshot(settings)
     names = [info.name for info in await store.list(ignore_deletes=True)]
     own = [name for name in names if name.startswith(code_digest())]
     assert (len(own), len(names) - len(own)) == (KEPT, KEPT_OF_OTHERS)

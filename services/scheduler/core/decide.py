@@ -18,7 +18,7 @@ from services.scheduler.core.steps.explain import MAX_EXPLAINED_RUNS, add_number
 from services.scheduler.core.steps.grow import grow_runs
 from services.scheduler.core.steps.lend import IdleLoans
 from services.scheduler.core.steps.order import update_queue
-from services.scheduler.core.steps.place import Placing
+from services.scheduler.core.steps.place import PlacementStep
 from services.scheduler.core.steps.preempt import preempt_for_blocked
 from services.scheduler.core.steps.settle import settle_runs, stop_overspent_runs
 
@@ -68,7 +68,7 @@ class SchedulingCycle:
         stop_overspent_runs(state)
         update_queue(state)
         loans = IdleLoans(state)
-        placing = Placing(state, loans)
+        placing = PlacementStep(state, loans)
         placing.place_queue()
         loans.hold_back()
         placing.widen()

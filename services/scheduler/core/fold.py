@@ -21,7 +21,7 @@ from services.scheduler.core.state.cluster import (
     EPOCH,
     Allocation,
     Cluster,
-    Committed,
+    CommittedCheckpoint,
     Ending,
     MemberState,
     Node,
@@ -105,7 +105,7 @@ def _apply(cluster: Cluster, fact: Fact, sequence: int, time: datetime, envelope
             on_run(cluster, known, fact, time)
         known.request = None
         cluster.index.touch(fact.run_id)
-        _keep(cluster, known)
+        _store_run(cluster, known)
     elif on_node := _NODE_FACTS.get(type(fact)):
         assert isinstance(fact, node.NodeFact)
         before = cluster.nodes.get(fact.node_id)
@@ -113,7 +113,7 @@ def _apply(cluster: Cluster, fact: Fact, sequence: int, time: datetime, envelope
         cluster.index.touch_nodes(holders)
         on_node(cluster, fact, time)
         for run_id in holders:
-            _keep(cluster, cluster.runs[run_id])
+            _store_run(cluster, cluster.runs[run_id])
         _of_pool(cluster, fact, time)
     elif isinstance(fact, CapacityWanted):
         cluster.capacity[fact.pool] = update_demand(cluster.capacity.get(fact.pool), fact, time)
@@ -138,10 +138,10 @@ def seen(cluster: Cluster, subject: str, sequence: int) -> None:
             cluster.placed_sequence = max(cluster.placed_sequence, sequence)
         if (known := cluster.runs.get(run_id)) is not None and known.last_sequence < sequence:
             known.last_sequence = sequence
-            _keep(cluster, known)
+            _store_run(cluster, known)
 
 
-def _keep(cluster: Cluster, known: Run) -> None:
+def _store_run(cluster: Cluster, known: Run) -> None:
     """Keep what has become of a run: packed when it is over and has let go of everything."""
     if not known.terminal or known.live:
         cluster.runs.restore_live(known)
@@ -361,7 +361,7 @@ def _committed(cluster: Cluster, known: Run, fact: checkpoint.CheckpointCommitte
     ref = fact.checkpoint
     if fact.manifest_sha256 is not None:
         ref = ref.model_copy(update={"manifest_sha256": fact.manifest_sha256})
-    committed = Committed(fact.generation, ref)
+    committed = CommittedCheckpoint(fact.generation, ref)
     known.checkpoints[ref.uri] = committed
     cluster.checkpoints[ref.uri] = known.run_id
     if fact.exactness == "exact" and known.machine:
@@ -383,7 +383,7 @@ def _deleted(cluster: Cluster, known: Run, fact: checkpoint.CheckpointDeleted, t
         known.newest = max(known.checkpoints.values(), key=_age, default=None)
 
 
-def _age(committed: Committed) -> tuple[int, int]:
+def _age(committed: CommittedCheckpoint) -> tuple[int, int]:
     return committed.generation, committed.ref.step
 
 

@@ -179,7 +179,7 @@ def is_ruled_out_by_priority(cycle: CycleState) -> bool:
     """
     index, reclaim, by = cycle.cluster.index, cycle.policy.reclaim, cycle.policy.order.by
     other_rules = cycle.entitlements.at_work or reclaim.overtakers or reclaim.time_slice_s is not None
-    if cycle.leaving or index.going or other_rules or not set(reclaim.by) & set(by) <= {"priority"}:
+    if cycle.leaving or index.stopping or other_rules or not set(reclaim.by) & set(by) <= {"priority"}:
         return False
     if "priority" in reclaim.by and "priority" in by and index.priorities:
         return max(run.spec.priority for run in cycle.blocked) <= min(index.priorities)

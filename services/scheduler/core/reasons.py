@@ -27,7 +27,7 @@ class Why:
     ahead: str | None = None
     retry_at: datetime | None = None
     #: Runs that have been asked to give up slots for it.
-    freeing: tuple[str, ...] = ()
+    victims: tuple[str, ...] = ()
     #: When slots that are kept for it, or for the run ahead, are there; and whether that relies on limits alone.
     start_by: datetime | None = None
     firm: bool = False
@@ -116,8 +116,8 @@ def _for_slots(cluster: Cluster, run: Run, why: Why) -> str:
     if why.start_by is not None:
         by = "by the limits of those that hold them" if why.firm else "if others take as long as is expected of them"
         text += f"; they are kept for it from {why.start_by.isoformat(timespec='seconds')} on, {by}"
-    if why.freeing:
-        return f"{text}; {_named(why.freeing)} asked to let go, it starts as soon as they have"
+    if why.victims:
+        return f"{text}; {_named(why.victims)} asked to let go, it starts as soon as they have"
     holders = _holders(cluster)
     text += f"; {_named(holders)} hold{'s' if len(holders) == 1 else ''} the rest" if holders else ""
     return f"{text}; it starts when {need - why.idle} more get free" if why.idle < need else text

@@ -9,7 +9,7 @@ from contracts.base import Fact
 from contracts.events.capacity import CapacityWanted
 from contracts.events.run import DecisionRecord
 from contracts.scheduling import Policy
-from services.scheduler.core.capacity.wanted import want, wanted_fact
+from services.scheduler.core.capacity.demand import capacity_fact, compute_demand
 from services.scheduler.core.cycle_state import CycleResult
 from services.scheduler.core.decisions import fact_of
 from services.scheduler.core.quarantine import run_cycle
@@ -61,7 +61,7 @@ def wanted_of(cluster: Cluster, key: CycleKey, policy: Policy) -> list[Fact]:
     stamp = DecisionRecord(
         at_sequence=key.at_sequence, at=key.at, policy=key.policy, reachable_since=key.reachable_since
     )
-    return [wanted_fact(each, key.at, stamp) for each in want(cluster, key.at, policy)]
+    return [capacity_fact(each, key.at, stamp) for each in compute_demand(cluster, key.at, policy)]
 
 
 def stamped(fact: Any, decision: DecisionRecord | None) -> Any:

@@ -264,9 +264,9 @@ class History:
             run.preemptions += 1
         if self.start <= time < self.end and getattr(fact, "decision", None) is not None:
             self.totals.decisions += 1
-        self._hold(run, time)
+        self._update_slots(run, time)
 
-    def _hold(self, run: RunRecord, time: datetime) -> None:
+    def _update_slots(self, run: RunRecord, time: datetime) -> None:
         """Bring what a run holds in step with the cluster."""
         known = self.cluster.runs[run.run_id]
         slots, (held, since) = known.slot_count, self._held.get(run.run_id, (0, time))
@@ -289,7 +289,7 @@ class History:
         if isinstance(fact, NodeJoined):
             self._joined[fact.node_id] = fact
         for run_id in list(self._held):
-            self._hold(self.runs[run_id], time)
+            self._update_slots(self.runs[run_id], time)
         self._offered = slots_by_kind(self._alive())
         at_s = (time - self.start).total_seconds()
         for change in self._nodes.changes(fact.node_id, self.cluster, self._joined.get(fact.node_id)):

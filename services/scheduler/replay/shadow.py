@@ -220,14 +220,14 @@ class Shadow:
         """What the candidate says that it has not said before."""
         said = []
         for fact in facts:
-            message_id = f"shadow/{self.candidate.digest}/{_once(fact)}"
+            message_id = f"shadow/{self.candidate.digest}/{_deduplication_key(fact)}"
             if message_id not in self._said:
                 self._said.add(message_id)
                 said.append(ShadowFact(subjects.shadow(self.candidate.digest, fact.subject), message_id, fact))
         return said
 
 
-def _once(fact: Fact) -> str:
+def _deduplication_key(fact: Fact) -> str:
     """The same for what need not be said again: a reason to wait is the same reason at the next point."""
     if isinstance(fact, RunWaiting):
         return f"run/{fact.run_id}/waiting/{fact.next_generation}/{fact.code}"

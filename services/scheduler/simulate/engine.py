@@ -160,13 +160,13 @@ class Core:
         self.cluster = Cluster()
         self.effort = Effort()
         self._sequence = 0
-        self._say(PolicyAdopted(digest=policy.digest, policy=policy, instance="simulate"), 0.0, START)
+        self._fold_fact(PolicyAdopted(digest=policy.digest, policy=policy, instance="simulate"), 0.0, START)
 
     def turn(self, turn: WorldEvents) -> CycleOutcome:
         """Fold what happened, decide once, and fold what was decided."""
         now = at(turn.now_s)
         for fact in turn.facts:
-            self._say(fact, turn.now_s, now)
+            self._fold_fact(fact, turn.now_s, now)
         started = time.perf_counter()
         planned = run_steps(self.cluster, now, self.policy, START)
         self.effort.pass_s.append(time.perf_counter() - started)
@@ -175,11 +175,11 @@ class Core:
         decisions = in_order(planned.decisions)[:MAX_FACTS_PER_CYCLE]
         said = [fact_of(decision, self.cluster, now, made) for decision in decisions]
         for fact in said:
-            self._say(fact, turn.now_s, now)
+            self._fold_fact(fact, turn.now_s, now)
         self.effort.decisions += len(said)
         return CycleOutcome(said, wake_s(planned.wake_at, turn.now_s))
 
-    def _say(self, fact: Fact, now_s: float, now: datetime) -> None:
+    def _fold_fact(self, fact: Fact, now_s: float, now: datetime) -> None:
         self._sequence += 1
         apply(self.cluster, fact, self._sequence, now)
         for listener in self.listeners:

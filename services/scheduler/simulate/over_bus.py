@@ -122,16 +122,16 @@ class Driver:
             said = (await self.bus.publish(fact)).sequence
         if said:
             await self.scheduler.cache.wait_for_sequence(said)
-            self._tell(await self.log.read_until(said), turn.now_s)
+            self._record_facts(await self.log.read_until(said), turn.now_s)
         started = time.perf_counter()
         published, wake_at = await self.pace.one_pass()
         self.effort.pass_s.append(time.perf_counter() - started)
         heard = await self.log.read_until(published) if published else []
-        self._tell(heard, turn.now_s)
+        self._record_facts(heard, turn.now_s)
         self.effort.decisions += len(heard)
         return CycleOutcome([each.fact for each in heard], wake_s(wake_at, turn.now_s))
 
-    def _tell(self, heard: Sequence[_LogFact], now_s: float) -> None:
+    def _record_facts(self, heard: Sequence[_LogFact], now_s: float) -> None:
         for each in heard:
             for listener in self.listeners:
                 listener(each.fact, each.sequence, now_s)

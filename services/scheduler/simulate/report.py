@@ -82,16 +82,16 @@ class Recorder:
         self._arrived = self._given = 0.0
         #: Run -> the nodes that it has something on; and the runs that wait.
         self._live: dict[str, set[str]] = {}
-        self._wanting: set[str] = set()
+        self._waiting_ids: set[str] = set()
 
     def record_fact(self, fact: Fact, sequence: int, now_s: float) -> None:
         """A listener of the simulation."""
         if isinstance(fact, RunAccepted):
             self._arrived += self.records[fact.run_id].job.gpus
             self.packed.append((self._arrived, self._given))
-            self._want(fact.run_id, now_s)
+            self._start_waiting(fact.run_id, now_s)
         elif isinstance(fact, RunQueued):
-            self._want(fact.run_id, now_s)
+            self._start_waiting(fact.run_id, now_s)
         elif isinstance(fact, RunPlaced):
             self._placed(fact, now_s)
         elif isinstance(fact, RunReleased | RunExited):
@@ -102,7 +102,7 @@ class Recorder:
             self.records[fact.run_id].completed_s = now_s
         elif isinstance(fact, RunFailed | RunCancelled):
             self.records[fact.run_id].ended = fact.reason
-            self._want_no_more(fact.run_id, now_s)
+            self._stop_waiting(fact.run_id, now_s)
         elif isinstance(fact, RunWaiting):
             self.records[fact.run_id].waiting = fact.code
         elif isinstance(fact, NodeLost | NodeLeft):
@@ -117,7 +117,7 @@ class Recorder:
         self._given += gpus
         if self.packed:
             self.packed[-1] = (self._arrived, self._given)
-        self._want_no_more(fact.run_id, now_s)
+        self._stop_waiting(fact.run_id, now_s)
         _step(self.used, now_s, gpus)
 
     def _ended(self, run_id: str, node_id: str, now_s: float) -> None:
@@ -133,14 +133,14 @@ class Recorder:
             self._given -= span.gpus
             _step(self.used, now_s, -span.gpus)
 
-    def _want(self, run_id: str, now_s: float) -> None:
-        if run_id not in self._wanting:
-            self._wanting.add(run_id)
+    def _start_waiting(self, run_id: str, now_s: float) -> None:
+        if run_id not in self._waiting_ids:
+            self._waiting_ids.add(run_id)
             _step(self.wanted, now_s, self.records[run_id].job.gpus)
 
-    def _want_no_more(self, run_id: str, now_s: float) -> None:
-        if run_id in self._wanting:
-            self._wanting.discard(run_id)
+    def _stop_waiting(self, run_id: str, now_s: float) -> None:
+        if run_id in self._waiting_ids:
+            self._waiting_ids.discard(run_id)
             _step(self.wanted, now_s, -self.records[run_id].job.gpus)
 
 

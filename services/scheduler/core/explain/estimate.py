@@ -85,7 +85,7 @@ class Spread(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class PoolAllocation:
     """Thousandths of slots of one pool that a run has."""
 
     pool: int
@@ -98,7 +98,7 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class PoolRequest:
     """A run in line."""
 
     run_id: str
@@ -113,7 +113,7 @@ class Claim:
 
 
 def play(
-    free: Sequence[int], holders: Sequence[Holder], entitlements: Sequence[Claim], rng: random.Random
+    free: Sequence[int], holders: Sequence[PoolAllocation], requests: Sequence[PoolRequest], rng: random.Random
 ) -> list[float]:
     """Return one way in which the queue may go: when each run starts, in seconds. No run overtakes."""
     draw = rng.random
@@ -125,7 +125,7 @@ def play(
         heapify(heap)
     alike: dict[str, float] = {}
     starts: list[float] = []
-    for claim in entitlements:
+    for claim in requests:
         pool = (
             claim.pools[0] if len(claim.pools) == 1 else min(claim.pools, key=lambda each: (clock[each], -left[each]))
         )
@@ -146,22 +146,24 @@ def play(
 
 
 def played(
-    free: Sequence[int], holders: Sequence[Holder], entitlements: Sequence[Claim], rng: random.Random
+    free: Sequence[int], holders: Sequence[PoolAllocation], requests: Sequence[PoolRequest], rng: random.Random
 ) -> list[list[float]]:
     """For each claim, when it starts in each of many plays, ascending."""
-    times = max(PLAYED_AT_LEAST, min(PLAYED, STEPS // (len(holders) + len(entitlements) + 1)))
-    found: list[list[float]] = [[] for _ in entitlements]
+    times = max(PLAYED_AT_LEAST, min(PLAYED, STEPS // (len(holders) + len(requests) + 1)))
+    found: list[list[float]] = [[] for _ in requests]
     for _ in range(times):
-        for start, starts in zip(play(free, holders, entitlements, rng), found, strict=True):
+        for start, starts in zip(play(free, holders, requests, rng), found, strict=True):
             insort(starts, start)
     return found
 
 
-def taken_from(free: Sequence[int], holders: Sequence[Holder], entitlements: Sequence[Claim]) -> list[Holder]:
+def taken_from(
+    free: Sequence[int], holders: Sequence[PoolAllocation], requests: Sequence[PoolRequest]
+) -> list[PoolAllocation]:
     """The holders, those ending sooner whose slots are taken for claims of a higher priority."""
     left, after = list(free), list(holders)
     lowest_first = sorted(range(len(after)), key=lambda each: after[each].priority)
-    for claim in entitlements:
+    for claim in requests:
         pool = claim.pools[0]
         victims, room = [], left[pool]
         for each in lowest_first:
@@ -265,11 +267,11 @@ class Situation:
                 self._whole[pool] += node.slots * SLOT_MILLI
         active = [cluster.runs[run_id] for run_id in cluster.active]
         self.holders = [holder for run in active for holder in self._held(run)]
-        self.entitlements = [claim for run in _in_line(cluster, policy, now) if (claim := self._claim(run)) is not None]
+        self.requests = [claim for run in _in_line(cluster, policy, now) if (claim := self._claim(run)) is not None]
         if "priority" in policy.reclaim.by:
-            self.holders = taken_from(self.free, self.holders, self.entitlements)
+            self.holders = taken_from(self.free, self.holders, self.requests)
 
-    def _held(self, run: Run) -> Iterable[Holder]:
+    def _held(self, run: Run) -> Iterable[PoolAllocation]:
         by_pool: dict[int, int] = {}
         for part in run.live:
             node = self._cluster.nodes.get(part.node_id)
@@ -280,16 +282,16 @@ class Situation:
             return
         left_s, yields_s = self._lets.left_s(run), self._lets.yields_s(run)
         for pool, milli in by_pool.items():
-            yield Holder(pool, milli, left_s, run.spec.priority, yields_s)
+            yield PoolAllocation(pool, milli, left_s, run.spec.priority, yields_s)
 
-    def _claim(self, run: Run) -> Claim | None:
+    def _claim(self, run: Run) -> PoolRequest | None:
         kinds = run.demand.accelerators
         milli = run.spec.slots.min * run.demand.milli
         pools = tuple(pool for kind, pool in self._pools.items() if not kinds or kind in kinds)
         pools = tuple(pool for pool in pools if self._whole[pool] >= milli)
         if not pools or run.cancel_reason is not None:
             return None
-        return Claim(run.run_id, pools, milli, self._takes_s(run), run.spec.user or "", run.spec.priority)
+        return PoolRequest(run.run_id, pools, milli, self._takes_s(run), run.spec.user or "", run.spec.priority)
 
     def _takes_s(self, run: Run) -> list[float]:
         """How long a run in line may have slots once it gets them; those of a kind that had none yet share it."""
@@ -450,8 +452,8 @@ def expected_waits_s(cluster: Cluster, policy: Policy, now: datetime, rng: rando
     situation = Situation(cluster, policy, now)
     rate = cluster.waits.rate_per_s(now, PACE_S, PACE_OF)
     found: dict[str, float] = {}
-    starts = played(situation.free, situation.holders, situation.entitlements, rng)
-    for place, (claim, planned) in enumerate(zip(situation.entitlements, starts, strict=True), 1):
+    starts = played(situation.free, situation.holders, situation.requests, rng)
+    for place, (claim, planned) in enumerate(zip(situation.requests, starts, strict=True), 1):
         found[claim.run_id] = _both(quantile(planned, 0.5), place, rate)
     return found
 

@@ -37,7 +37,7 @@ def answer(
     said = reasons.state(cluster, run_id, why)
     if run is None or why is None or run_id not in cluster.queued:
         return said
-    changes = smallest_changes(cluster, run, now, policy, why) if why.code != "paused" and not why.freeing else []
+    changes = smallest_changes(cluster, run, now, policy, why) if why.code != "paused" and not why.victims else []
     if changes:
         said["message"] += "; " + ", or ".join(change.text for change in changes)
     said["changes"] = [

@@ -148,7 +148,7 @@ def update(cluster: Cluster, now: datetime, policy: Policy) -> RunQueue:
     index = cluster.index
     limits = wait_limits(cluster, policy)
     for run_id in index.touched if index.digest else cluster.active:
-        _note_holder(cluster, run_id)
+        _update_allocation(cluster, run_id)
     if index.digest != policy.digest or index.wait_limits != limits:
         index.digest, index.wait_limits, index.queue = policy.digest, limits, RunQueue()
         index.sizes.clear()
@@ -163,12 +163,12 @@ def update(cluster: Cluster, now: datetime, policy: Policy) -> RunQueue:
     return index.queue
 
 
-def _note_holder(cluster: Cluster, run_id: str) -> None:
+def _update_allocation(cluster: Cluster, run_id: str) -> None:
     if run_id not in cluster.active:
-        cluster.index.holds(run_id, None, going=False)
+        cluster.index.update_allocation(run_id, None, stopping=False)
         return
     run = cluster.runs[run_id]
-    cluster.index.holds(run_id, run.spec.priority, going=run.preempting is not None)
+    cluster.index.update_allocation(run_id, run.spec.priority, stopping=run.preempting is not None)
 
 
 def place_run(cluster: Cluster, index: Index, run_id: str, now: datetime, policy: Policy) -> None:
@@ -176,11 +176,11 @@ def place_run(cluster: Cluster, index: Index, run_id: str, now: datetime, policy
     index.uncount(run_id)
     if run_id not in cluster.queued:
         index.queue.remove(run_id)
-        index.light.discard(run_id)
+        index.without_accelerator.discard(run_id)
         return
     run = cluster.runs[run_id]
     if not run.demand.milli:
-        index.light.add(run_id)
+        index.without_accelerator.add(run_id)
     index.count(run_id, (resource_request_of(cluster, run), run.least))
     index.queue.put(run_id, group_of(run, policy), key_of(cluster, run, now, policy))
     if (at_s := promoted_at_s(cluster, run, now, policy)) < math.inf:

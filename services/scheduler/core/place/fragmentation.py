@@ -8,7 +8,8 @@ So here half of the measure is what *as many as fit* of the shape would use. On 
 (default), 0.6 (gpushare40) and -0.2 (multigpu20) points of all accelerators more than the first half alone, with a
 known workload. Equal scores go to the node with the least left.
 
-All of it is whole numbers, and nothing that is remembered changes a result: ``Packing`` may be thrown away at any time.
+All of it is whole numbers, and nothing that is remembered changes a result: ``FragmentationScores`` may be
+dropped at any time.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class Worth:
         return stock
 
 
-class Packing:
+class FragmentationScores:
     """Scores of nodes for shapes, remembered until the node or the workload changes."""
 
     def __init__(self, typical: Typical = ()) -> None:
@@ -210,7 +211,7 @@ class Packing:
         for capacity in capacities:
             state = capacity.state
             if state is None or capacity.node.profiles:
-                state = capacity.state = self._look(capacity, shape.profile)
+                state = capacity.state = self._state_of(capacity, shape.profile)
             try:
                 score = scores[state]
             except KeyError:
@@ -225,7 +226,7 @@ class Packing:
             raise ValueError(f"there is no room for {shape}")
         return best
 
-    def _look(self, capacity: NodeCapacity, profile: str) -> State:
+    def _state_of(self, capacity: NodeCapacity, profile: str) -> State:
         """The state of the node, as a shape of that MIG profile sees it."""
         node, left = capacity.node, list(capacity.left)
         if node.profiles:

@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from contracts.events.run import Member
 from contracts.scheduling import Policy
 from services.scheduler.core.place.clusters import FETCH_S, Candidate, choose_cluster
-from services.scheduler.core.place.fragmentation import Packing
+from services.scheduler.core.place.fragmentation import FragmentationScores
 from services.scheduler.core.place.maintenance import closed as closed_for
 from services.scheduler.core.place.pools import Preferences, kinds_of
 from services.scheduler.core.place.resource_request import CAPACITY, CLUSTER, NODE, ResourceRequest, suits
@@ -31,7 +31,7 @@ class Placer:
     def __init__(self, cluster: Cluster, policy: Policy, now: datetime) -> None:
         self.cluster, self.policy, self.now = cluster, policy, now
         self._memory = cluster.index.memory()
-        self.choose = CHOICES.get(policy.place.by) or _packing(cluster).choose
+        self.choose = CHOICES.get(policy.place.by) or _fragmentation_scores(cluster).choose
         if self._memory.setdefault("pools", policy.pools) != policy.pools:
             self._memory.clear()
             self._memory["pools"] = policy.pools
@@ -383,13 +383,13 @@ def _trait(node: Node, trait: str) -> str:
     return node.node_id if trait == NODE else node.labels.get(trait, "" if trait == CLUSTER else f"({node.node_id})")
 
 
-def _packing(cluster: Cluster) -> Packing:
+def _fragmentation_scores(cluster: Cluster) -> FragmentationScores:
     """Placing by fragmentation, as the workload is by now."""
     index, typical = cluster.index, cluster.workload.typical
-    if index.packing is None or index.packing.typical is not typical:
-        index.packing = Packing(typical)
-    packing: Packing = index.packing
-    return packing
+    if index.fragmentation_scores is None or index.fragmentation_scores.typical is not typical:
+        index.fragmentation_scores = FragmentationScores(typical)
+    scores: FragmentationScores = index.fragmentation_scores
+    return scores
 
 
 def _enough(capacities: list[NodeCapacity], demand: SlotRequest, count: int) -> bool:

@@ -60,7 +60,7 @@ class MemberState:
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
+class CommittedCheckpoint:
     """A committed checkpoint and the generation that made it."""
 
     generation: int
@@ -107,8 +107,8 @@ class Run:
     preempting: RunPreempting | None = None
     preempting_at: datetime = EPOCH
     ended_at: datetime | None = None
-    checkpoints: dict[str, Committed] = field(default_factory=dict)
-    newest: Committed | None = None
+    checkpoints: dict[str, CommittedCheckpoint] = field(default_factory=dict)
+    newest: CommittedCheckpoint | None = None
     committed_at: datetime = EPOCH
     #: The final checkpoint of the current generation.
     final: CheckpointRef | None = None

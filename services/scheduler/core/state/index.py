@@ -54,8 +54,8 @@ class Index:
     #: about the run itself.
     allocated_runs: dict[str, Any] = field(default_factory=dict)
     allocated_runs_state: Any = None
-    #: What searches for victims found in vain, and until when that holds (``steps.preempt.VainSearches``).
-    vain_searches: Any = None
+    #: What searches for victims found in vain, and until when that holds (``steps.preempt.FailedSearches``).
+    failed_searches: Any = None
     #: Runs about which something was said since the last pass.
     touched: dict[str, None] = field(default_factory=dict)
     #: Runs for which something may be to be decided, each on its own.
@@ -66,16 +66,16 @@ class Index:
     #: Runs that are over and may still have an alarm.
     forgotten: int = 0
     #: Queued runs that were not told yet why they wait, or to which nodes may have happened since.
-    untold: dict[str, None] = field(default_factory=dict)
+    unexplained: dict[str, None] = field(default_factory=dict)
     #: Queued runs that need no accelerator.
-    light: set[str] = field(default_factory=set)
+    without_accelerator: set[str] = field(default_factory=set)
     #: How many queued runs want the same, by their least number of slots; and what each of them is counted as.
     sizes: Counter[tuple[Any, int]] = field(default_factory=Counter)
     sized: dict[str, tuple[Any, int]] = field(default_factory=dict)
     #: Runs that have slots -> their priority; how many there are of each; and those that are asked to let go.
     priority: dict[str, int] = field(default_factory=dict)
     priorities: Counter[int] = field(default_factory=Counter)
-    going: set[str] = field(default_factory=set)
+    stopping: set[str] = field(default_factory=set)
     #: What is free on each node, as of the last pass in which it had changed (``place.snapshot.NodeCapacity``).
     nodes: dict[str, Any] = field(default_factory=dict)
     #: One object for all runs that want the same.
@@ -84,8 +84,8 @@ class Index:
     nodes_version: int = 0
     remembered_version: int = -1
     remembered: dict[Any, Any] = field(default_factory=dict)
-    #: What placing by fragmentation remembers of nodes and of the workload (``place.fragmentation.Packing``).
-    packing: Any = None
+    #: What placing by fragmentation remembers of nodes and of the workload (see there).
+    fragmentation_scores: Any = None
     #: The runs that hold slots, in order, as of this sequence.
     holders: list[str] = field(default_factory=list)
     holders_at: int = -1
@@ -102,7 +102,7 @@ class Index:
         forked.queue = RunQueue(
             {group: entries.copy() for group, entries in self.queue.groups.items()}, self.queue.places.copy()
         )
-        for nothing in (forked.unsettled, forked.untold, forked.alarms, forked.alarmed):
+        for nothing in (forked.unsettled, forked.unexplained, forked.alarms, forked.alarmed):
             nothing.clear()
         forked.nodes_changed = False
         return forked
@@ -124,7 +124,7 @@ class Index:
         self.sized[run_id] = size
         self.sizes[size] += 1
 
-    def holds(self, run_id: str, priority: int | None, *, going: bool) -> None:
+    def update_allocation(self, run_id: str, priority: int | None, *, stopping: bool) -> None:
         """The run has slots, with this priority; None: it has none. Something was said about it."""
         self.allocated_runs.pop(run_id, None)
         known = self.priority.pop(run_id, None)
@@ -135,10 +135,10 @@ class Index:
         if priority is not None:
             self.priority[run_id] = priority
             self.priorities[priority] += 1
-        if going:
-            self.going.add(run_id)
+        if stopping:
+            self.stopping.add(run_id)
         else:
-            self.going.discard(run_id)
+            self.stopping.discard(run_id)
 
     def uncount(self, run_id: str) -> None:
         size = self.sized.pop(run_id, None)
@@ -156,7 +156,7 @@ class Index:
     def forget(self, run_id: str) -> None:
         """The run is over: nothing will be decided about it, unless something is said about it again."""
         self.unsettled.pop(run_id, None)
-        self.untold.pop(run_id, None)
+        self.unexplained.pop(run_id, None)
         self.alarmed.pop(run_id, None)
         self.forgotten += 1
 

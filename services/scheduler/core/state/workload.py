@@ -72,7 +72,7 @@ class Workload:
     #: The counts that ``typical`` was made from.
     basis: dict[Shape, int] = field(default_factory=dict)
     #: At which total to look whether it still is typical.
-    look_at: int = 1
+    update_at: int = 1
 
     def add(self, shape: Shape) -> None:
         """One more was submitted. Those without accelerators leave nothing of one to be wasted."""
@@ -80,14 +80,14 @@ class Workload:
             return
         self.counts[shape] = self.counts.get(shape, 0) + 1
         self.total += 1
-        if self.total >= self.look_at:
-            self._look()
+        if self.total >= self.update_at:
+            self._update_typical()
 
-    def _look(self) -> None:
+    def _update_typical(self) -> None:
         if self.total >= WINDOW:
             self.counts = {shape: count // 2 for shape, count in self.counts.items() if count > 1}
             self.total = sum(self.counts.values())
-        self.look_at = min(self.total + max(self.total // 4, 8), WINDOW)
+        self.update_at = min(self.total + max(self.total // 4, 8), WINDOW)
         if self.drift() > DRIFT:
             self.basis = dict(self.counts)
             self.typical = typical_of(self.counts)
@@ -108,7 +108,7 @@ class Workload:
             "total": self.total,
             "typical": [[_plain(shape), weight] for shape, weight in self.typical],
             "basis": [[_plain(shape), count] for shape, count in self.basis.items()],
-            "look_at": self.look_at,
+            "update_at": self.update_at,
         }
 
     @classmethod
@@ -119,7 +119,7 @@ class Workload:
             total=state["total"],
             typical=tuple((_shape(plain), weight) for plain, weight in state["typical"]),
             basis={_shape(plain): count for plain, count in state["basis"]},
-            look_at=state["look_at"],
+            update_at=state["update_at"],
         )
 
 

@@ -18,25 +18,25 @@ def explain_waits(cycle: CycleState, max_explained: int = MAX_EXPLAINED_RUNS) ->
     """Decide to publish the reasons of runs that wait; those that can never run come first."""
     cluster, index, result = cycle.cluster, cycle.cluster.index, cycle.result
     if index.nodes_changed:
-        index.untold.update(cluster.queued)
+        index.unexplained.update(cluster.queued)
         index.nodes_changed = False
     left = max_explained
     for run_id, why in result.waits.items():
         run = cluster.runs[run_id]
         if run.waiting_code != why.code or run.waiting_generation != run.generation + 1:
             left -= _explain(cycle, run_id, why)
-        index.untold.pop(run_id, None)
+        index.unexplained.pop(run_id, None)
     decided = {decision.run_id for decision in result.decisions}
     later = []
-    for run_id in list(index.untold):
+    for run_id in list(index.unexplained):
         run = cluster.runs[run_id]
         if run_id in decided:
             continue
         if run_id not in cluster.queued or run_id in result.waits:
-            del index.untold[run_id]
+            del index.unexplained[run_id]
         elif (largest := cycle.placer.largest(resource_request_of(cluster, run))) < run.spec.slots.min:
             if not _explain(cycle, run_id, too_large(cluster, run, largest)):
-                del index.untold[run_id]
+                del index.unexplained[run_id]
         else:
             later.append(run_id)
     for run_id in later:
@@ -45,7 +45,7 @@ def explain_waits(cycle: CycleState, max_explained: int = MAX_EXPLAINED_RUNS) ->
         if _explain(cycle, run_id, _unexamined(cycle)):
             left -= 1
         else:
-            del index.untold[run_id]
+            del index.unexplained[run_id]
 
 
 def add_numbers(cycle: CycleState, run: Run, why: Why) -> Why:

@@ -58,7 +58,7 @@ def is_hopeless(cycle: CycleState, closed: Collection[str], *, only_slots_count:
     if cycle.about is not None and cycle.about not in cycle.result.waits:
         return False
     # Runs that need no accelerator always have a chance.
-    is_full = cycle.snapshot.milli <= 0 and not cluster.index.light
+    is_full = cycle.snapshot.milli <= 0 and not cluster.index.without_accelerator
     if is_full or len(closed) >= len(cycle.snapshot.nodes):
         return True
     if not only_slots_count:

@@ -20,7 +20,7 @@ MAX_EXAMINED_RUNS = 200
 FOR_SLOTS = Why("slots")
 
 
-class Placing:
+class PlacementStep:
     """The placements of one cycle."""
 
     def __init__(self, cycle: CycleState, loans: IdleLoans) -> None:

@@ -34,14 +34,14 @@ def preempt_for_blocked(cycle: CycleState, reservations: Reservations | None) ->
     """Decide whom to preempt for the runs that do not fit."""
     if is_ruled_out_by_priority(cycle):
         return
-    memory = VainSearches(cycle, reservations)
+    memory = FailedSearches(cycle, reservations)
     if memory.holds_for_all():
         cycle.wake_at(memory.until_s)
         return
     preemption = Preemption(cycle, reservations, memory)
     preemption.make_room()
     cycle.wake_at(preemption.wake_s)
-    memory.keep(preemption.wake_s)
+    memory.save(preemption.wake_s)
 
 
 class _Turn(NamedTuple):
@@ -53,7 +53,7 @@ class _Turn(NamedTuple):
     is_blocked: bool
 
 
-class VainSearches:
+class FailedSearches:
     """Searches for victims that found none, remembered until what they depend on changes.
 
     That is: what is free, who has slots and who is stopping; the policy; and the clock, up to the next time at which
@@ -79,16 +79,16 @@ class VainSearches:
         if not more_decides:
             versions = sum(node.version for node in cycle.cluster.nodes.values())
             limits = queue.wait_limits(cycle.cluster, policy)
-            self._state = (index.nodes_version, versions, frozenset(index.going), policy.digest, limits)
-            if index.vain_searches is not None:
-                state, until_s, known = index.vain_searches
+            self._state = (index.nodes_version, versions, frozenset(index.stopping), policy.digest, limits)
+            if index.failed_searches is not None:
+                state, until_s, known = index.failed_searches
                 if state == self._state and cycle.now_s + 2 * queue.AFTER_S < until_s:
                     self.known, self.until_s = dict(known), until_s
 
     def holds_for_all(self) -> bool:
         """Whether no run that waits need be searched for."""
         cycle, index = self.cycle, self.cycle.cluster.index
-        if not self.known or index.going:
+        if not self.known or index.stopping:
             return False
         depth = preemption_depth(cycle.policy)
         closed: set[str] = set()
@@ -112,22 +112,22 @@ class VainSearches:
         if not is_lasting:
             self._state = None
 
-    def keep(self, until_s: float) -> None:
+    def save(self, until_s: float) -> None:
         """Remember for later cycles what was found in vain, if no run was preempted in this one."""
         index = self.cycle.cluster.index
-        index.vain_searches = (self._state, until_s, self.known) if self._state is not None else None
+        index.failed_searches = (self._state, until_s, self.known) if self._state is not None else None
 
 
 class Preemption:
     """The preemptions of one cycle."""
 
-    def __init__(self, cycle: CycleState, reservations: Reservations | None, memory: VainSearches) -> None:
+    def __init__(self, cycle: CycleState, reservations: Reservations | None, memory: FailedSearches) -> None:
         self.cycle, self.reservations, self.memory = cycle, reservations, memory
         policy, entitlements = cycle.policy, cycle.entitlements
         by_order = bool(preemption_depth(policy)) or policy.reclaim.time_slice_s is not None
         may_preempt = by_order or entitlements.at_work or policy.reclaim.overtakers
         self._leaving = set(cycle.leaving)
-        is_any_stopping = bool(self._leaving or cycle.cluster.index.going)
+        is_any_stopping = bool(self._leaving or cycle.cluster.index.stopping)
         self._allocated = allocated_runs(cycle.cluster, cycle.now, policy) if may_preempt or is_any_stopping else []
         preemptible = [each for each in self._allocated if may_preempt and self._is_preemptible(each.run)]
         self.rules = PreemptionRules(cycle, preemptible)
@@ -318,7 +318,7 @@ class Preemption:
             for each in self._allocated
             if self._is_stopping(each.run) and any(part.node_id in nodes for part in each.run.live)
         )
-        return replace(why, freeing=tuple(sorted(names)))
+        return replace(why, victims=tuple(sorted(names)))
 
 
 def _order_text(run: Run, preemptor: Run, *, shrinks: bool) -> str:

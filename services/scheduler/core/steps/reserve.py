@@ -130,10 +130,10 @@ class Reservations:
                 taken := self.placer.find(there, run, count, request, closed=out, respect_maintenance=False)
             ) is not None:
                 firm = futures[seen].firm and all(each.firm for each in self.made)
-                return self._make(Reservation(run, start_s, start_s + length_s, taken, firm))
+                return self._add(Reservation(run, start_s, start_s + length_s, taken, firm))
         return None
 
-    def _make(self, made: Reservation) -> Reservation:
+    def _add(self, made: Reservation) -> Reservation:
         assert self._bits is not None
         self.made.append(made)
         self._kept.append(self._bits.of_taken(made.run.demand, made.taken))
@@ -187,7 +187,7 @@ class Reservations:
         binding = self._binding(run)
         if binding and not self._may_fit(run, count, request, snapshot, binding, closed):
             return None
-        return self.placer.find(self._beside(snapshot, binding), run, count, request, avoid, closed)
+        return self.placer.find(self._without_reserved(snapshot, binding), run, count, request, avoid, closed)
 
     def _may_fit(
         self,
@@ -205,7 +205,7 @@ class Reservations:
 
     def snapshot_for(self, run: Run, snapshot: ClusterSnapshot) -> ClusterSnapshot:
         """What the run may have of what is free now."""
-        return self._beside(snapshot, self._binding(run))
+        return self._without_reserved(snapshot, self._binding(run))
 
     def kept_on_nodes(self, run: Run) -> dict[str, list[tuple[SlotRequest, tuple[int, ...]]]]:
         """What is reserved on each node that the run may not have."""
@@ -218,7 +218,7 @@ class Reservations:
     def _binding(self, run: Run) -> list[int]:
         return [number for number, each in enumerate(self.made) if not self._done_by(run, each)]
 
-    def _beside(self, snapshot: ClusterSnapshot, binding: list[int]) -> ClusterSnapshot:
+    def _without_reserved(self, snapshot: ClusterSnapshot, binding: list[int]) -> ClusterSnapshot:
         return _without(snapshot, [self.made[number] for number in binding]) if binding else snapshot
 
     def _expected(self, run: Run) -> tuple[float, bool]:

@@ -61,7 +61,7 @@ def _check_later(cycle: CycleState, run: Run) -> None:
     index, check_s = cycle.cluster.index, next_check_s(run, cycle.policy, cycle.now_s)
     index.touched[run.run_id] = None
     if run.run_id in cycle.cluster.queued:
-        index.untold[run.run_id] = None
+        index.unexplained[run.run_id] = None
     if not check_s <= cycle.now_s:
         # (A run whose time has come, and that may only be unreachable, is checked in every cycle.)
         del index.unsettled[run.run_id]

@@ -18,7 +18,7 @@ _Kind = tuple[str, str, str, str]
 
 
 @dataclass(slots=True)
-class ImaginedCapacity:
+class HypotheticalCapacity:
     """The nodes that there are, and those that there could be, in one snapshot."""
 
     policy: Policy
@@ -27,17 +27,17 @@ class ImaginedCapacity:
     #: Nodes with something free, by what is alike to every run: pool, capacity, cluster and accelerator.
     present: dict[_Kind, list[str]] = field(default_factory=dict)
     #: Pool -> a node of it, how many more there may be, those that were imagined, and the runs that they are for.
-    shape: dict[str, Node] = field(default_factory=dict)
-    left: dict[str, int] = field(default_factory=dict)
-    imagined: dict[str, list[str]] = field(default_factory=dict)
-    wanting: dict[str, list[str]] = field(default_factory=dict)
-    #: Nodes on which slots were given to a run that waits.
-    claimed: set[str] = field(default_factory=set)
+    template: dict[str, Node] = field(default_factory=dict)
+    addable: dict[str, int] = field(default_factory=dict)
+    added: dict[str, list[str]] = field(default_factory=dict)
+    run_ids: dict[str, list[str]] = field(default_factory=dict)
+    #: Nodes on which slots were taken to a run that waits.
+    used_nodes: set[str] = field(default_factory=set)
     #: What did not fit. There is never more of it later on, so that its like need not be tried.
     refused: set[tuple[object, ...]] = field(default_factory=set)
 
     @classmethod
-    def of(cls, cluster: Cluster, policy: Policy, timed_out: set[str], now: datetime) -> ImaginedCapacity:
+    def of(cls, cluster: Cluster, policy: Policy, timed_out: set[str], now: datetime) -> HypotheticalCapacity:
         found = cls(policy, cluster, ClusterSnapshot.free(cluster).copy())
         counts: dict[str, int] = {}
         for node_id, capacity in found.snapshot.nodes.items():
@@ -51,8 +51,8 @@ class ImaginedCapacity:
             known = cluster.capacity.get(pool.name)
             is_resting = known is not None and known.gave_up_at is not None and known.gave_up_at > retried_before
             left = 0 if is_resting or pool.name in timed_out else pool.max_nodes - counts.get(pool.name, 0)
-            found.left[pool.name] = max(left, 0)
-            found.shape[pool.name] = _node_of(pool, joined.get(pool.name))
+            found.addable[pool.name] = max(left, 0)
+            found.template[pool.name] = _node_of(pool, joined.get(pool.name))
         return found
 
     def serve(self, run: Run, work_s: float | None) -> None:
@@ -63,7 +63,7 @@ class ImaginedCapacity:
             return
         request = resource_request_of(self.cluster, run)
         ordered = [
-            pool for pool in in_order(spec, self.policy, work_s) if self._could_hold(self.shape[pool.name], request)
+            pool for pool in in_order(spec, self.policy, work_s) if self._could_hold(self.template[pool.name], request)
         ]
         present = self._suitable(run, request, work_s)
         if self._fill(run, [node_id for _, node_ids in present for node_id in node_ids], ()):
@@ -102,10 +102,10 @@ class ImaginedCapacity:
     def _fill(self, run: Run, present: Sequence[str], pools: Sequence[Pool]) -> bool:
         """Put all of the run on these nodes and on nodes of these pools, or nothing of it."""
         demand, missing = run.demand, run.spec.slots.min
-        given: list[tuple[str, bool, NodeSlots]] = []
+        taken: list[tuple[str, bool, NodeSlots]] = []
         for name, is_new, node_id in self._nodes(present, pools):
             if is_new:
-                node = replace(self.shape[name], node_id=node_id)
+                node = replace(self.template[name], node_id=node_id)
                 self.snapshot.put(node_id, NodeCapacity.of(node, empty=True))
             count = min(self.snapshot.nodes[node_id].fits(demand), missing)
             if count <= 0:
@@ -114,12 +114,12 @@ class ImaginedCapacity:
                 continue
             slots = (node_id, self.snapshot.nodes[node_id].pick(demand, count))
             self.snapshot.allocate(demand, [slots])
-            given.append((name, is_new, slots))
+            taken.append((name, is_new, slots))
             missing -= count
             if missing <= 0:
-                self._keep(run, given)
+                self._record(run, taken)
                 return True
-        for _, is_new, slots in given:
+        for _, is_new, slots in taken:
             self.snapshot.release(demand, [slots])
             if is_new:
                 self.snapshot.remove(slots[0])
@@ -129,20 +129,20 @@ class ImaginedCapacity:
         """Yield (pool, whether it is imagined anew, node); the pool is '' for present nodes."""
         yield from (("", False, node_id) for node_id in present)
         for pool in pools:
-            yield from ((pool.name, False, node_id) for node_id in self.imagined.get(pool.name, ()))
+            yield from ((pool.name, False, node_id) for node_id in self.added.get(pool.name, ()))
         for pool in pools:
-            first = len(self.imagined.get(pool.name, ()))
-            yield from ((pool.name, True, f"{pool.name}/{first + number}") for number in range(self.left[pool.name]))
+            first = len(self.added.get(pool.name, ()))
+            yield from ((pool.name, True, f"{pool.name}/{first + number}") for number in range(self.addable[pool.name]))
 
-    def _keep(self, run: Run, given: Sequence[tuple[str, bool, NodeSlots]]) -> None:
-        self.claimed.update(node_id for name, _, (node_id, _) in given if not name)
-        for name, is_new, (node_id, _) in given:
+    def _record(self, run: Run, taken: Sequence[tuple[str, bool, NodeSlots]]) -> None:
+        self.used_nodes.update(node_id for name, _, (node_id, _) in taken if not name)
+        for name, is_new, (node_id, _) in taken:
             if is_new:
-                self.left[name] -= 1
-                self.imagined.setdefault(name, []).append(node_id)
-        for name in sorted({name for name, *_ in given if name}):
-            self.wanting.setdefault(name, []).append(run.run_id)
-        full = {node_id for _, _, (node_id, _) in given if not self.snapshot.nodes[node_id].milli}
+                self.addable[name] -= 1
+                self.added.setdefault(name, []).append(node_id)
+        for name in sorted({name for name, *_ in taken if name}):
+            self.run_ids.setdefault(name, []).append(run.run_id)
+        full = {node_id for _, _, (node_id, _) in taken if not self.snapshot.nodes[node_id].milli}
         if full and run.demand.milli:  # no run finds slots there
             for node_ids in self.present.values():
                 node_ids[:] = [node_id for node_id in node_ids if node_id not in full]

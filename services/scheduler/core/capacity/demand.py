@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 from contracts.events.capacity import CapacityWanted
 from contracts.events.run import DecisionRecord
 from contracts.scheduling import Policy, Pool
-from services.scheduler.core.capacity.imagined import ImaginedCapacity
+from services.scheduler.core.capacity.hypothetical_nodes import HypotheticalCapacity
 from services.scheduler.core.order import queue
 from services.scheduler.core.state.cluster import EPOCH, Cluster, Node, Run
 
@@ -26,7 +26,7 @@ MAX_LISTED_RUNS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class WantCapacity:
+class CapacityDemand:
     """So many nodes of the pool are wanted from now on."""
 
     pool: str
@@ -37,7 +37,7 @@ class WantCapacity:
     reason: str = ""
 
 
-def want(cluster: Cluster, now: datetime, policy: Policy) -> list[WantCapacity]:
+def compute_demand(cluster: Cluster, now: datetime, policy: Policy) -> list[CapacityDemand]:
     """Return what has changed of the nodes that are wanted of each pool.
 
     Wanted is every node that has something on it or that a waiting run could use, with the cheapest of what suits that
@@ -48,11 +48,13 @@ def want(cluster: Cluster, now: datetime, policy: Policy) -> list[WantCapacity]:
         return []
     present = _present(cluster)
     timed_out = {pool.name for pool in policy.pools.pools if _has_timed_out(cluster, policy, pool, present, now)}
-    imagined = ImaginedCapacity.of(cluster, policy, timed_out, now)
-    for run in _waiting(cluster, now, policy):
-        imagined.serve(run, _work_s(run, now))
-    found = (_want(pool, imagined, present, pool.name in timed_out, now) for pool in policy.pools.pools)
-    return [each for each in found if each.timed_out or _known(cluster, each.pool) != (each.nodes, each.spare)]
+    capacity = HypotheticalCapacity.of(cluster, policy, timed_out, now)
+    for run in _runs_to_serve(cluster, now, policy):
+        capacity.serve(run, _work_s(run, now))
+    found = (_demand_of_pool(pool, capacity, present, pool.name in timed_out, now) for pool in policy.pools.pools)
+    return [
+        each for each in found if each.timed_out or _published_demand(cluster, each.pool) != (each.nodes, each.spare)
+    ]
 
 
 def wake_at(cluster: Cluster, now: datetime, policy: Policy) -> datetime | None:
@@ -71,7 +73,7 @@ def wake_at(cluster: Cluster, now: datetime, policy: Policy) -> datetime | None:
     return min((time for time in times if time > now), default=None)
 
 
-def wanted_fact(want: WantCapacity, now: datetime, made: DecisionRecord) -> CapacityWanted:
+def capacity_fact(want: CapacityDemand, now: datetime, made: DecisionRecord) -> CapacityWanted:
     """The fact that it is published as."""
     return CapacityWanted(
         pool=want.pool,
@@ -90,7 +92,7 @@ def _present(cluster: Cluster) -> list[Node]:
     return [node for node in cluster.nodes.values() if node.is_schedulable]
 
 
-def _known(cluster: Cluster, pool: str) -> tuple[int, tuple[str, ...]]:
+def _published_demand(cluster: Cluster, pool: str) -> tuple[int, tuple[str, ...]]:
     known = cluster.capacity.get(pool)
     return (known.nodes, known.spare) if known is not None else (0, ())
 
@@ -103,22 +105,22 @@ def _has_timed_out(cluster: Cluster, policy: Policy, pool: Pool, present: Sequen
     return sum(node.labels.get("pool") == pool.name for node in present) < known.nodes
 
 
-def _want(
-    pool: Pool, imagined: ImaginedCapacity, present: Sequence[Node], timed_out: bool, now: datetime
-) -> WantCapacity:
+def _demand_of_pool(
+    pool: Pool, capacity: HypotheticalCapacity, present: Sequence[Node], timed_out: bool, now: datetime
+) -> CapacityDemand:
     own = [node for node in present if node.labels.get("pool") == pool.name]
-    idle_before = now - timedelta(seconds=imagined.policy.pools.idle_s)
+    idle_before = now - timedelta(seconds=capacity.policy.pools.idle_s)
     spare = tuple(
         sorted(
             node.node_id
             for node in own
-            if node.idle_since != EPOCH and node.idle_since <= idle_before and node.node_id not in imagined.claimed
+            if node.idle_since != EPOCH and node.idle_since <= idle_before and node.node_id not in capacity.used_nodes
         )
     )
-    run_ids = tuple(imagined.wanting.get(pool.name, ()))
-    new = len(imagined.imagined.get(pool.name, ()))
+    run_ids = tuple(capacity.run_ids.get(pool.name, ()))
+    new = len(capacity.added.get(pool.name, ()))
     nodes = min(len(own) - len(spare) + new, pool.max_nodes)
-    return WantCapacity(
+    return CapacityDemand(
         pool.name, nodes, run_ids[:MAX_LISTED_RUNS], spare, timed_out, _reason(pool, len(own), new, run_ids, timed_out)
     )
 
@@ -132,7 +134,7 @@ def _reason(pool: Pool, there: int, new: int, run_ids: Sequence[str], timed_out:
     return f"what is left of pool {pool.name} is in use, or has not been idle for long"
 
 
-def _waiting(cluster: Cluster, now: datetime, policy: Policy) -> list[Run]:
+def _runs_to_serve(cluster: Cluster, now: datetime, policy: Policy) -> list[Run]:
     """Return the runs that more nodes would help, in order."""
     # Slots are on their way to these: nodes beside them would come for nothing.
     served = {

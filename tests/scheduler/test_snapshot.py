@@ -33,6 +33,7 @@ from services.scheduler.snapshot import (
     code_digest,
     decode,
     encode,
+    take_snapshot,
 )
 from tests.scheduler.test_shell import COMMAND, join, request, running, until
 from tests.scheduler.world import Chaos, World, spec

@@ -5,7 +5,7 @@
 Shares: 64 GPUs, teams of teams with runs of a few minutes and of very different sizes, gangs of half the cluster among
 them. One team has had everything for five half-lives; then all of them always have runs that wait. After three
 half-lives decayed use is compared with the weights. Quotas: teams lend and borrow at random, every agent takes its full
-grace to let go; all limits are recomputed from the facts alone. The simulator drives the ``fold`` and ``decide`` that
+grace period; all limits are recomputed from the facts alone. The simulator drives the ``fold`` and ``decide`` that
 run live.
 """
 
@@ -48,7 +48,7 @@ QUOTAS = (
 
 
 class LastMinute(Agents):
-    """Agents that take all of the grace to let go."""
+    """Agents that use all of the grace period before they release slots."""
 
     def __init__(self, durations_s: dict[str, float], resume_cost_s: float) -> None:
         super().__init__(durations_s, resume_cost_s)

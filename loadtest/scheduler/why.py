@@ -4,7 +4,7 @@
 
 The trace is played; at random moments a run that waits is asked about. With the first change that is named, the log so
 far is folded anew as if the run had been asked for like that, and one more pass is made: the run must be placed in it,
-or those must be asked to let go that were named.
+or the named runs must be asked to release their slots.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Every instance folds and every instance answers requests: an answer is a fact that is fenced on its
 own (``accepted`` and ``rejected`` expect a run without facts; ``cancelling`` and ``draining`` have
-one id), so it needs no leader and costs no time when the leader dies. Whatever touches slots, or
-ends a run, is decided by ``core.decide`` on the one instance that holds the lease.
+one id), so it needs no leader and costs no time when the leader dies. ``core.decide`` decides
+everything that changes slots or ends a run, on the one instance that holds the lease.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class SchedulerSettings(Settings):
 
     #: A policy's name, or a file with one (TOML or JSON): see ``services/scheduler/policies``.
     policy: str = policies.DEFAULT
-    #: A run is not grown before it has had its slots, and all slots were at rest, for so long.
+    #: A run grows only after it has had its slots, and no slot has changed hands, for this time.
     resize_interval_s: float | None = Field(None, ge=0)
-    #: How long a placement may take until its ranks run, downloads included; it is then tried anew.
+    #: How long a placement may take until its ranks run, downloads included; then it is revoked.
     start_deadline_s: float | None = Field(None, gt=0)
-    #: How long after the grace a node may take to let go before it is taken for lost.
+    #: How long after the grace period a node may take to release a run before it counts as lost.
     release_deadline_s: float | None = Field(None, gt=0)
     #: Generations in a row that nodes may break, without a new checkpoint, before the run fails.
     max_infrastructure_failures: int | None = Field(None, ge=1)
@@ -173,7 +173,7 @@ class Requests:
         await self.bus.publish(fact, received.envelope)
 
     async def on_invalid(self, raw: RawMessage, error: InvalidData) -> None:
-        """Tell whoever asked for a run what is wrong with the request. The kit keeps the message."""
+        """Reject the request with the reason. The kit dead-letters the message."""
         if error.envelope.type not in (TrainRequested.type, RestoreRequested.type):
             return
         _, data = open_envelope(raw)

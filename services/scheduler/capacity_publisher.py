@@ -45,22 +45,22 @@ class CapacityPublisher:
             wake = wake_at(cluster, now, self.leader.policy)
 
     async def step(self) -> int:
-        """Say what has changed; returns how many facts that were."""
+        """Publish the changed demand; return the number of facts published."""
         cluster, policy, now = self.cache.cluster, self.leader.policy, self.cache.now()
         if cluster.policy is None or cluster.policy.digest != policy.digest:
-            return 0  # not adopted yet: whoever acts on it must know the pools
+            return 0  # not adopted yet: the autoscaler must know the pools first
         made = decision_record(cluster, now, policy, self.leader.reachable_since)
-        said = 0
+        published = 0
         for each in await self.cache.compute(compute_demand, now, policy):
             fact = capacity_fact(each, now, made)
             try:
-                # Without a fence: should a former leader say something after us, we see it and say ours again.
+                # Without a fence: if a former leader publishes after us, we fold its fact and publish ours again.
                 ack = await self.bus.publish(fact)
             except TransientError as error:
-                log.info("not said, looking again", pool=each.pool, error=str(error))
+                log.info("demand not published, trying again", pool=each.pool, error=str(error))
                 continue
-            said += 1
+            published += 1
             metrics.NODES_WANTED.labels(each.pool).set(each.nodes)
             log.info("nodes wanted", pool=each.pool, nodes=each.nodes, spare=len(each.spare), reason=each.reason)
             await self.cache.wait_for_sequence(ack.sequence)
-        return said
+        return published

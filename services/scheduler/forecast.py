@@ -1,4 +1,4 @@
-"""Keeps an estimate of when each queued run will start, for whoever asks."""
+"""Estimates when each queued run will start, for queries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from services.kit.bus import Bus
 from services.scheduler.cluster_cache import ClusterCache
 from services.scheduler.core.explain.estimate import Estimate, Estimator
 
-#: How often estimates are made anew while runs wait, and what part of the time that may take at most.
+#: Seconds between estimates while runs wait, and the share of the time that they may take.
 INTERVAL_S = 20.0
 PART = 0.002
 
@@ -26,14 +26,14 @@ class Forecast:
         self._found: dict[str, Estimate] = {}
 
     async def run(self) -> None:
-        """Estimate for as long as the service runs; with nobody in the queue it costs nothing."""
+        """Estimate for as long as the service runs; an empty queue costs nothing."""
         await self.cache.caught_up.wait()
         while True:
             took_s = await self.refresh() if self.cache.cluster.queued else 0.0
             await asyncio.sleep(max(INTERVAL_S, took_s / PART))
 
     async def refresh(self) -> float:
-        """Estimate anew; returns the seconds it took."""
+        """Compute the estimates; return the seconds it took."""
         started = time.perf_counter()
         self._found = await self.cache.compute(self._estimator.estimates, self.policy, self.cache.now())
         return time.perf_counter() - started

@@ -39,8 +39,8 @@ CYCLE_SHARE = 0.1
 #: A cycle runs in the event loop after one that was shorter than this, with fewer runs than this.
 INLINE_CYCLE_S = 0.02
 INLINE_CYCLE_RUNS = 1000
-#: How often the node leases are read. A longer silence than twice this, ours or the server's,
-#: is no node's fault, and the leases' age is counted anew.
+#: Seconds between reads of the node leases. A pause of more than four times this, of ours or the server's,
+#: is no node's fault: the leases' age is counted from its end.
 LEASE_POLL_S = 0.5
 
 
@@ -110,7 +110,7 @@ class Leader:
                 await self.cache.wait_for_change(seen, self._rest_s(wake_at))
 
     def _rest_s(self, wake_at: datetime | None) -> float:
-        """How long to wait for news at most."""
+        """Return how long to wait for a fact at most."""
         if wake_at is None:
             return TICK_S
         return min(max((wake_at - self.cache.now()).total_seconds(), 0.001), TICK_S)
@@ -120,7 +120,7 @@ class Leader:
         return (await self._cycle())[0]
 
     async def _cycle(self) -> tuple[int, datetime | None, float]:
-        """Return (highest sequence published, when to look again, seconds that deciding took)."""
+        """Return (highest sequence published, time of the next cycle, seconds that deciding took)."""
         pending, fence, wake_at, decide_s = await self.cache.compute(self._decide, inline=self._is_short_cycle())
         self._last_cycle_s = decide_s
         metrics.DECIDE_SECONDS.observe(decide_s)
@@ -147,7 +147,7 @@ class Leader:
         return pending, cluster.placed_sequence, made.wake_at, time.perf_counter() - started
 
     async def _adopt(self) -> None:
-        """Say by which policy we decide, if the last leader had another one. Before the first decision."""
+        """Publish the policy before the first decision, if the last leader had another one."""
         while self.leads:
             cluster = self.cache.cluster
             if cluster.policy is not None and cluster.policy.digest == self.policy.digest:
@@ -184,7 +184,7 @@ class Leader:
                 continue
             silence_s, last_read = self.bus.clock.monotonic() - last_read, self.bus.clock.monotonic()
             if silence_s > 4 * LEASE_POLL_S:
-                # Nobody could renew, or we could not look: every node gets its whole time again.
+                # No node could renew, or we could not read: every lease gets its full time again.
                 watch, self._reachable_since = LeaseWatch(self.bus.clock), self.cache.now()
             elif self.leads:
                 unresponsive = await self.cache.compute(
@@ -198,7 +198,7 @@ class Leader:
         expired = set()
         for node in alive:
             key = f"{NODE_LEASES}{node.node_id}"
-            # A new incarnation has its own time, whatever the last one left behind.
+            # A new incarnation has its own lease, independent of the last one's record.
             if watch.is_expired(f"{key}/{node.incarnation}", records.get(key), node.lease_ttl_s):
                 expired.add(node.node_id)
         return expired

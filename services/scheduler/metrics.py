@@ -19,7 +19,7 @@ PLACEMENTS = Counter("trainbus_scheduler_placements_total", "Placements publishe
 PREEMPTIONS = initialize_series(
     Counter(
         "trainbus_scheduler_preemptions_total",
-        "Generations asked to let go by this instance, by reason: preempted, resized, crashed, node lost.",
+        "Generations that this instance asked to release their slots, by reason: preempted, resized, crashed, ...",
         ["reason"],
     ),
     ("preempted", "resized", "crashed", "node lost"),

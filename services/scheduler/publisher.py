@@ -1,10 +1,10 @@
-"""How what a pass decides becomes facts: all of it in one atomic batch where the server can, else one by one.
+"""Publishes the decisions of a cycle as facts: in one atomic batch where the server can, else one by one.
 
-Why no slot is ever given twice, whatever the leases say. Every placement is part of a batch, or a message, that the
-server stores only if the last ``run.*.placed`` in the stream is the one that the decision was made from. Nobody else
-can have given slots away since; the slots of one pass's placements are disjoint; what was freed since is not used,
-which is safe. A leader that was stopped for an hour and goes on finds another last placement and is refused, with all
-of its batch. Every other fact expects that nothing was said about its run since.
+No slot is ever allocated twice, even if two instances hold the lease. Every placement is part of a batch, or a
+message, that the server stores only if the last ``run.*.placed`` in the stream is the one that the decision was made
+from. No other leader can have allocated slots since; the slots of one cycle's placements are disjoint; slots freed
+since are not used, which is safe. The server refuses the whole batch of a leader that resumes after an hour's pause,
+because the last placement is another one. Every other fact expects no newer fact about its run.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from services.scheduler.core.state.quarantine import describe_error, quarantine_
 
 log = structlog.get_logger(__name__)
 
-#: Below so many facts a batch takes longer than publishing them one by one.
+#: The fewest facts for which a batch is faster than publishing them one by one.
 BATCH_FROM = 4
-#: How often a batch is tried again without the runs about which something was said meanwhile.
+#: How often a batch is tried again without the runs that have newer facts.
 RETRIES = 8
 #: Single publishes under way at a time.
 WIDTH = 64
@@ -197,7 +197,7 @@ class Publisher:
         return max((ack.sequence for ack in acks if ack), default=0), all(acks)
 
     async def _publish_in_order(self, said: list[PendingFact], fence: int) -> int:
-        """Publish placements one by one, each expecting the one before: nobody else placed in between."""
+        """Publish placements one by one, each expecting the one before: no other leader placed in between."""
         highest = 0
         for place, saying in enumerate(said):
             if not self._leads():
@@ -217,10 +217,10 @@ class Publisher:
             ack = await self.bus.publish(saying.fact, saying.cause, expected=expected)
         except Conflict:
             metrics.CONFLICTS.inc()
-            log.info("a newer fact was there first, deciding anew", run_id=saying.run_id)
+            log.info("a newer fact came first, deciding again", run_id=saying.run_id)
             return None
         except TransientError as error:
-            log.warning("not published, deciding anew", run_id=saying.run_id, error=str(error))
+            log.warning("not published, deciding again", run_id=saying.run_id, error=str(error))
             return None
         saying.count()
         return ack

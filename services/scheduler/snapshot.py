@@ -45,7 +45,7 @@ log = structlog.get_logger(__name__)
 MAGIC = b"trainbus-scheduler-snapshot/1\n"
 #: SnapshotStore that are kept: of this code, and of others, to whom an operator may go back.
 KEPT, KEPT_OF_OTHERS = 2, 2
-#: A snapshot is due after so many facts, and not more often than so.
+#: A snapshot is due after this many facts, and this many seconds after the last one.
 DUE_FACTS = 20_000
 DUE_S = 30.0
 #: How long reading or writing one may take, and making one.
@@ -224,7 +224,7 @@ class SnapshotStore:
 
 
 class SnapshotTaker:
-    """Has snapshots made while we lead."""
+    """Starts a child process for each snapshot while this instance leads."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -232,14 +232,14 @@ class SnapshotTaker:
         self._taken_at = time.monotonic()
 
     def recalled(self, sequence: int) -> None:
-        """There is one of this sequence."""
+        """Note that there is a snapshot of this sequence."""
         self._taken = max(self._taken, sequence)
 
     def due(self, sequence: int) -> bool:
         return sequence - self._taken >= DUE_FACTS and time.monotonic() - self._taken_at >= DUE_S
 
     async def take_while(self, cluster: Cluster) -> None:
-        """Have one made whenever it is due, until cancelled. What goes wrong is logged and tried again later."""
+        """Take a snapshot whenever one is due, until cancelled. Errors are logged; the next attempt follows later."""
         while True:
             await asyncio.sleep(LOOK_S)
             if self.due(cluster.sequence):
@@ -302,7 +302,7 @@ async def take_snapshot(settings: Settings) -> str:
 
 
 def main() -> None:
-    """Take one snapshot, without getting in anybody's way."""
+    """Take one snapshot, at low priority."""
     os.nice(10)
     settings = Settings()
     telemetry.set_up("scheduler-snapshot", settings)

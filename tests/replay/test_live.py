@@ -52,7 +52,7 @@ COMMAND = {"name": "hello", "command": ["true"]}
 
 
 class Agents:
-    """The agents of all nodes: they start what is placed, let go when told to, and end as the dice say.
+    """The agents of all nodes: they start placed runs, release slots on request, and end runs at random.
 
     What has a whole cluster to itself at first goes on until it must give way.
     """

@@ -325,7 +325,7 @@ def test_a_placement_says_what_the_run_has_been_through() -> None:
         assert placed.resume.step == 5 + number
         assert placed.resume.manifest_sha256 == world.facts(CheckpointCommitted, "r1")[-1].manifest_sha256
         seen.append((placed.generation, placed.failures_seen, placed.run_s))
-    # Its own failures count, and lost nodes; not what let go because somebody asked.
+    # Its own failures and lost nodes count; a requested release does not.
     assert seen == [(2, 1, 100.0), (3, 2, 200.0), (4, 2, 300.0), (5, 3, 400.0)]
 
 
@@ -358,7 +358,7 @@ def test_what_no_attempt_can_change_fails_at_once_and_says_so() -> None:
     world.exit("r1", "failed", rank=0, exit_code=1, reason="init_from does not fit the model", permanent=True)
     world.settle()
     failed = world.facts(RunFailed)[-1]
-    assert "1 attempt (another would end alike)" in failed.reason
+    assert "1 attempt (another would end the same way)" in failed.reason
     assert "exit code 1: init_from does not fit the model" in failed.reason
 
 
@@ -553,7 +553,7 @@ def test_why_says_what_would_change_it() -> None:
     said = answer(world.cluster, "r2", world.now, world.policy)
     assert said["message"] == (
         "needs at least 2 slots, 1 of 4 are free; run r1 holds the rest; it starts when 1 more get free; "
-        "with slots.min 1 it would start now, or with priority 1 it would start as soon as r1 has let go"
+        "with slots.min 1 it would start now, or with priority 1 it would start as soon as r1 has released its slots"
     )
     assert [change["fields"] for change in said["changes"]] == [{"slots.min": 1}, {"priority": 1}]
     assert [(each["run_id"], each["slots"], each["until_is"]) for each in said["holders"]] == [("r1", 3, "expected")]

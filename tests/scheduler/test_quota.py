@@ -163,7 +163,7 @@ def test_slot_hours_are_refused_when_too_little_is_left_to_get_going() -> None:
     at = START.timestamp()
     ledger.change("a", None, "h100", 9, at)
     quotas = Quotas(Policy(admit=admit), ledger, at + HOUR_S)
-    # One slot-hour is left; each slot needs 90 s of it, to get going again and to let go.
+    # One slot-hour is left; each slot needs 90 s of it, to restart and to release it.
     assert quotas.room(run_of("a"), "h100") == pytest.approx(40)
     assert quotas.allows(run_of("a"), 40, "h100") is None
     refusal = quotas.allows(run_of("a"), 41, "h100")
@@ -216,13 +216,13 @@ class Teams(World):
         return {run_id for run_id, run in self.cluster.runs.items() if run.live and run.preempting is not None}
 
     def let_go(self) -> None:
-        """Everybody who was asked to let go has."""
+        """Release the slots of all runs that were asked to."""
         for run_id in sorted(self.stopping()):
             self.release(run_id)
         self.settle()
 
     def pass_time(self, until: datetime) -> None:
-        """The clock goes on to then; the scheduler looks when it said it would, agents let go within the grace."""
+        """Advance the clock; cycles run when they are due, and agents release slots within the grace period."""
         for _ in range(200):
             self.settle()
             wake_at = run_steps(self.cluster, self.now, self.policy).wake_at

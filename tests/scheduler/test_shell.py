@@ -179,7 +179,7 @@ async def test_cancel_restore_and_questions(settings: Settings, bus: Bus) -> Non
         assert state["nodes"][0]["used"] == 2
         assert state["queue_length"] == 2
         assert state["leads"]
-        # A queued run is cancelled at once; a running one once its ranks have let go.
+        # A queued run is cancelled at once; a running one once its ranks have ended.
         await request(bus, "cancel", {"run_id": second}, "c1")
         assert isinstance((await until(bus, f"run.{second}.cancelled"))[0].event, RunCancelled)
         ref = CheckpointRef(uri="s3://models/e/r/7.json", step=7, epoch=1, samples_consumed=56)

@@ -24,9 +24,9 @@ from services.scheduler.core.steps.settle import settle_runs, stop_overspent_run
 
 
 def decide(cluster: Cluster, now: datetime, policy: Policy, reachable_since: datetime = EPOCH) -> list[Decision]:
-    """Choose what to do. The decisions about a run stand in the order in which they must become facts.
+    """Return what to do. The decisions about a run are in the order in which they must become facts.
 
-    ``reachable_since``: from when on agents could reach us. No silence before it counts against them.
+    ``reachable_since``: since when agents could reach the scheduler. Silence before it does not count against a node.
     """
     return run_steps(cluster, now, policy, reachable_since).decisions
 
@@ -105,7 +105,7 @@ def lost_nodes(cluster: Cluster, expired: set[str]) -> list[LoseNode]:
 def unresponsive_nodes(cluster: Cluster, now: datetime, policy: Policy, reachable_since: datetime) -> list[LoseNode]:
     """Return the nodes that are lost although they renew their leases: they do not release runs that are stopped.
 
-    Taken for lost their slots are free, and whatever still trains there can commit nothing any more.
+    A lost node's slots are free. A process that still trains there can no longer commit.
     """
     found: dict[str, LoseNode] = {}
     for run_id in cluster.active:
@@ -117,6 +117,6 @@ def unresponsive_nodes(cluster: Cluster, now: datetime, policy: Policy, reachabl
             continue
         for part in run.live:
             node = cluster.nodes[part.node_id]
-            reason = f"it has not let go of run {run_id} for {limit_s:g} s, although it was told to"
+            reason = f"it has not released run {run_id} within {limit_s:g} s of the request"
             found.setdefault(node.node_id, LoseNode(node.node_id, node.incarnation, reason))
     return list(found.values())

@@ -142,19 +142,19 @@ class LoseNode:
     reason: str
 
 
-#: Decisions said in one pass. The rest is decided again, from newer facts: a burst of ten thousand requests must not
-#: hold up the first placement.
+#: Decisions published in one cycle. The next cycle makes the others again, from newer facts: a burst of ten thousand
+#: requests must not delay the first placement.
 MAX_FACTS_PER_CYCLE = 1000
-#: Runs placed in one pass: there is room to say of each that it is queued as well.
+#: Runs placed in one cycle: each of them may need a ``queued`` fact too.
 MAX_PLACEMENTS_PER_CYCLE = MAX_FACTS_PER_CYCLE // 2
 
 Decision = QueueRun | PlaceRun | PreemptRun | CompleteRun | FailRun | CancelRun | ExplainRun | ReserveRun
 
 
 def in_order(decisions: Iterable[Decision]) -> list[Decision]:
-    """The decisions of one pass in the order in which they are said.
+    """Return the decisions of one cycle in the order of publication.
 
-    Those of runs that are placed in it first, then endings and stops, explanations last.
+    The decisions about placed runs come first, then endings and preemptions, explanations last.
     """
     listed = list(decisions)
     placed = {decision.run_id for decision in listed if isinstance(decision, PlaceRun)}
@@ -164,7 +164,7 @@ def in_order(decisions: Iterable[Decision]) -> list[Decision]:
 def decision_record(
     cluster: Cluster, now: datetime, policy: Policy, reachable_since: datetime | None = None
 ) -> DecisionRecord:
-    """From what a pass decides, for its facts to say."""
+    """Return the inputs of a cycle, which its facts record."""
     return DecisionRecord(at_sequence=cluster.sequence, at=now, policy=policy.digest, reachable_since=reachable_since)
 
 

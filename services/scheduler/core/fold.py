@@ -38,7 +38,7 @@ from services.scheduler.core.state.workload import piece_of
 EXCLUDED = 1_000_000
 #: Keys that look at what a run is expected to take.
 FORESEEING = frozenset({"shortest-predicted", "even-wait"})
-#: So many alarms of runs that are over may lie about.
+#: Alarms of ended runs that may remain before they are removed.
 MANY_ALARMS = 1000
 
 
@@ -76,7 +76,7 @@ def _quarantine(cluster: Cluster, fact: Fact, reason: str) -> None:
 
 
 def _keep_quarantined(cluster: Cluster, run_id: str) -> None:
-    """Keep a quarantined run out of the cycles, whatever the last fact did to it; one that is over leaves."""
+    """Keep a quarantined run out of the cycles after every fact; a run that is over leaves quarantine."""
     known = cluster.runs.get(run_id)
     if known is not None and known.terminal:
         release_run(cluster, run_id)
@@ -99,7 +99,7 @@ def _apply(cluster: Cluster, fact: Fact, sequence: int, time: datetime, envelope
             return
         known.last_sequence, known.last_event_id = sequence, fact.event_id
         if envelope is not None and same_trace(envelope.traceparent, known.traceparent):
-            # Whatever somebody asks of the run later on has a trace of its own; the run keeps its one.
+            # A later request about the run has its own trace; the run keeps its first one.
             known.traceparent = envelope.traceparent
         if on_run := _RUN_FACTS.get(type(fact)):
             on_run(cluster, known, fact, time)
@@ -142,7 +142,7 @@ def seen(cluster: Cluster, subject: str, sequence: int) -> None:
 
 
 def _store_run(cluster: Cluster, known: Run) -> None:
-    """Keep what has become of a run: packed when it is over and has let go of everything."""
+    """Store the run; archive it when it is over and has released all slots."""
     if not known.terminal or known.live:
         cluster.runs.restore_live(known)
         return
@@ -255,8 +255,8 @@ def _placed(cluster: Cluster, known: Run, fact: run.RunPlaced, time: datetime) -
     if fact.resume is None:
         known.machine, known.inexact = "", False
     known.parts = {member.node_id: MemberState(member.node_id, member.slots, member.ranks) for member in fact.members}
-    # A placement of a run that is over (a leader too late) holds its slots all the same, since the
-    # agents act on it, until it has been told to let go.
+    # A former leader's placement of a run that is over takes its slots too, since the agents act on it,
+    # until the scheduler stops it.
     cluster.active[known.run_id] = None
     if not known.terminal:
         _enter(cluster, known, Phase.PLACED)
@@ -347,7 +347,7 @@ def _end(cluster: Cluster, known: Run, part: MemberState, how: Ending, time: dat
 
 
 def _broke(known: Run) -> bool:
-    """Whether the generation, all of whose parts have ended, did so without anybody having asked it to."""
+    """Whether the ended generation ended without a request to stop."""
     stop = known.preempting
     return (stop is not None and stop.queue_reason in ("crashed", "node lost")) or any(
         part.ended == "lost" or (part.ended == "failed" and part.unprovoked) for part in known.parts.values()
@@ -466,7 +466,7 @@ def _joined(cluster: Cluster, fact: node.NodeJoined, time: datetime) -> None:
 
 
 def _of_pool(cluster: Cluster, fact: Fact, time: datetime) -> None:
-    """A node of a pool has come or gone: whoever waits for others of it has patience anew."""
+    """Restart the pool's patience: one of its nodes has joined or left."""
     known = cluster.nodes.get(fact.aggregate_id)
     name = known.labels.get("pool", "") if known is not None else ""
     if name in cluster.capacity:

@@ -27,7 +27,7 @@ class PreemptionRule(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class AllocatedRun:
-    """A run that has slots which could be allocated anew (those on draining nodes could not)."""
+    """A run whose slots could go to another run (slots on draining nodes could not)."""
 
     run: Run
     key: Key
@@ -83,7 +83,7 @@ class PreemptionRules:
 
     def __init__(self, cycle: CycleState, preemptible: list[AllocatedRun]) -> None:
         self.cycle, self.policy, self.preemptible = cycle, cycle.policy, preemptible
-        #: By so many of the first keys it is decided who may preempt whom.
+        #: The number of leading keys that decide which run may preempt which.
         self._depth = preemption_depth(cycle.policy)
 
     def standing(self, key: Key, run: Run) -> Hashable:

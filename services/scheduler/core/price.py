@@ -22,7 +22,7 @@ class Price(NamedTuple):
 
 
 def is_resumable(run: Run) -> bool:
-    """Whether the run continues from a checkpoint when it gets slots again, rather than begin anew."""
+    """Whether the run continues from a checkpoint when it gets slots again, rather than start again."""
     return run.spec.task is not None and run.spec.kind == "train"
 
 
@@ -47,6 +47,6 @@ def preemption_price(cluster: Cluster, victim: Run, preemptor: Run, now: datetim
 
 
 def growth_price(cluster: Cluster, run: Run, slots: int, now: datetime, policy: Policy) -> Price:
-    """Return what it costs to restart the run on so many slots, and what more slots gain until it is done."""
+    """Return the cost of restarting the run on ``slots`` slots, and the gain of more slots until it is done."""
     gain = (slots - run.slot_count) * left_s(cluster, run, now, policy, 0.5)
     return Price(round(restart_cost_slot_s(run, now, policy), 1), round(gain, 1))

@@ -6,7 +6,7 @@ scheduling cycle fails, and repeats the cycle. A quarantined run is neither plac
 nothing is placed on a quarantined node. Both are shown by ``why`` and ``state``, by a metric and by an alert.
 
 A run leaves quarantine when a new fact about it arrives (if a cycle failed on it) or when it is cancelled; a node
-leaves it when it joins anew.
+leaves it when it joins again.
 """
 
 from __future__ import annotations

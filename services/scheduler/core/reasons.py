@@ -17,37 +17,37 @@ NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """The reason as data. The text is made of it only when somebody reads it."""
+    """The reason as data. The text is made only when it is read."""
 
     code: Code
     idle: int = 0
     #: Slots of all nodes on which something may be placed.
     capacity: int = 0
-    #: The first run that is blocked before this one.
+    #: The first blocked run ahead of this one.
     ahead: str | None = None
     retry_at: datetime | None = None
-    #: Runs that have been asked to give up slots for it.
+    #: Runs that were asked to release slots for it.
     victims: tuple[str, ...] = ()
-    #: When slots that are kept for it, or for the run ahead, are there; and whether that relies on limits alone.
+    #: When the slots reserved for it, or for the run ahead, are free; and whether that relies on limits alone.
     start_by: datetime | None = None
     firm: bool = False
-    #: What a rule of the policy has to say.
+    #: The text of the policy's rule that refused it.
     detail: str = ""
 
 
 def too_large(cluster: Cluster, run: Run, capacity: int) -> Why:
-    """The reason of a run that wants more slots than it could ever have of the present nodes: ``capacity``."""
+    """Return the reason of a run that requests more slots than the present nodes have for it: ``capacity``."""
     whole = sum(node.slots for node in cluster.nodes.values() if node.is_schedulable)
     if not any(node.alive for node in cluster.nodes.values()):
         return Why("no nodes")
     if run.exact and whole >= run.spec.slots.min:
         return Why("fragmented", capacity=capacity)
-    going = any(node.alive and not node.is_schedulable for node in cluster.nodes.values())
-    return Why("draining" if going else "infeasible", capacity=capacity)
+    is_draining = any(node.alive and not node.is_schedulable for node in cluster.nodes.values())
+    return Why("draining" if is_draining else "infeasible", capacity=capacity)
 
 
 def message(cluster: Cluster, run: Run, why: Why) -> str:
-    """Say why ``run`` waits and what would let it run."""
+    """Return why ``run`` waits, and what would start it, as text."""
     need = run.spec.slots.min
     match why.code:
         case "no nodes":
@@ -117,7 +117,7 @@ def _for_slots(cluster: Cluster, run: Run, why: Why) -> str:
         by = "by the limits of those that hold them" if why.firm else "if others take as long as is expected of them"
         text += f"; they are kept for it from {why.start_by.isoformat(timespec='seconds')} on, {by}"
     if why.victims:
-        return f"{text}; {_named(why.victims)} asked to let go, it starts as soon as they have"
+        return f"{text}; {_named(why.victims)} asked to release their slots, it starts as soon as they have"
     holders = _holders(cluster)
     text += f"; {_named(holders)} hold{'s' if len(holders) == 1 else ''} the rest" if holders else ""
     return f"{text}; it starts when {need - why.idle} more get free" if why.idle < need else text

@@ -7,7 +7,7 @@ Sets are found in three steps, per node as Kueue and the KAI scheduler do:
 
 1. For each node and number of bundles, the cheapest set of its runs that makes room for them (``_node_options``).
 2. The cheapest combination of nodes (``_combine``, a knapsack), for each subset of the gangs that span nodes.
-3. Whatever turns out not to be needed is added back (``_add_back``).
+3. Victims that turn out not to be needed are added back (``_add_back``).
 
 Where there are few gangs and the numbers are small the result is the minimum. Beyond (``MAX_COMBINED``,
 ``MAX_GANG_SUBSETS``) the cheapest part is taken first, and only the rest is combined exactly.
@@ -115,7 +115,7 @@ class _Costs:
             at += value.bit_length() + 1
 
     def of(self, candidate: Candidate, by: int | None = None) -> int:
-        """The cost of stopping the run, or of shrinking it by so many slots."""
+        """Return the cost of stopping the run, or of shrinking it by ``by`` slots."""
         place, work, rank, level, whole, slots, *above = self._shift
         lost = candidate.slots if by is None else by
         at = self._level[candidate.priority]
@@ -361,7 +361,7 @@ class _CellSearch:
                     yield (tuple(self._without_spare(node_id, victims[:count], reached)),)
 
     def _without_spare(self, node_id: str, victims: Sequence[Victim], reached: int) -> list[Victim]:
-        """Add back, the dearest first, whatever the node does not need to free for so many bundles."""
+        """Add back, the most expensive first, the victims that the node does not need for ``reached`` bundles."""
         kept = list(victims)
         for each in sorted(victims, key=self.costs.of_victim, reverse=True):
             fewer = [other for other in kept if other is not each]

@@ -43,7 +43,7 @@ def key_of(fact: Fact | None) -> CycleKey | None:
 def replay_cycle(cluster: Cluster, key: CycleKey, policy: Policy) -> CycleResult:
     """The plan of that pass. ``cluster`` must be folded up to ``key.at_sequence``.
 
-    A live pass tells only some of those that wait why, and goes on with the others in the next; here all are told.
+    A live cycle explains only some waiting runs, and the next one others; a replayed cycle explains all.
     """
     return run_cycle(cluster, key.at, policy, key.reachable_since or EPOCH, max_explained=UNLIMITED)
 
@@ -57,7 +57,7 @@ def facts_of(made: CycleResult, cluster: Cluster, key: CycleKey) -> list[Fact]:
 
 
 def wanted_of(cluster: Cluster, key: CycleKey, policy: Policy) -> list[Fact]:
-    """What is said about wanted nodes from the same cluster, in a pass of its own."""
+    """Return the facts about demand for nodes, computed from the same cluster."""
     stamp = DecisionRecord(
         at_sequence=key.at_sequence, at=key.at, policy=key.policy, reachable_since=key.reachable_since
     )

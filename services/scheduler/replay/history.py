@@ -1,4 +1,4 @@
-"""What really happened in a stretch of the log: who asked for what and when, how much work it was, on which nodes."""
+"""What happened in a stretch of the log: the requests, their times and work, and the nodes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from services.scheduler.replay.log import Entry, fold_entry
 
 #: Label of a node that names the pool it comes from.
 POOL = "pool"
-#: From so many restarts on it is known how long they take.
+#: Restarts needed to measure how long one takes.
 ENOUGH_RESTARTS = 5
 LEAST_RESTART_S = 0.001
 USUAL_RESUME_COST_S = 60.0
-#: Long enough that a node is never taken for lost where nobody renews leases.
+#: Long enough that no node is lost where no lease is renewed.
 LEASE_TTL_S = 1e9
 _NEVER, _FOR_EVER = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
 
@@ -151,9 +151,9 @@ def offered(
 
 
 class History:
-    """Folds the log and adds up what it says about the time from ``start`` to ``end``. ``feed`` it every entry.
+    """Folds the log and sums up the time from ``start`` to ``end``. ``feed`` it every entry.
 
-    Where nothing is said the stretch is all of the log.
+    Without ``start`` and ``end`` it covers the whole log.
     """
 
     def __init__(self, start: datetime | None = None, end: datetime | None = None) -> None:
@@ -173,7 +173,7 @@ class History:
         #: Run -> the placement after its first that has not started yet, and since when; how long the others took.
         self._restarting: dict[str, tuple[int, datetime]] = {}
         self._restarts_s: list[float] = []
-        #: Run -> its slots, and since when it has so many.
+        #: Run -> the number of its slots, and since when.
         self._held: dict[str, tuple[int, datetime]] = {}
         self._last: datetime | None = None
         self._most = -1
@@ -198,7 +198,7 @@ class History:
             self._on_node(fact, entry.time)
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Finish the sums: the log has ended."""
         if self._last is not None:
             # What was said at the very end was said in the stretch.
             self.end = min(self.end, self._last + timedelta(microseconds=1))
@@ -207,7 +207,7 @@ class History:
                 self._count(self.runs[run_id], slots, since, self._last)
 
     def resume_cost_s(self) -> float:
-        """How long runs took from being placed again to running again; what is usual where too few did."""
+        """Return the median time from a repeated placement to its start; a usual value where there are too few."""
         measured_s = median(self._restarts_s) if len(self._restarts_s) >= ENOUGH_RESTARTS else 0.0
         # A simulation's runs start at once.
         return measured_s if measured_s > LEAST_RESTART_S else USUAL_RESUME_COST_S
@@ -267,7 +267,7 @@ class History:
         self._update_slots(run, time)
 
     def _update_slots(self, run: RunRecord, time: datetime) -> None:
-        """Bring what a run holds in step with the cluster."""
+        """Update the run's slots, and its end, from the cluster."""
         known = self.cluster.runs[run.run_id]
         slots, (held, since) = known.slot_count, self._held.get(run.run_id, (0, time))
         if slots != held:
@@ -280,7 +280,7 @@ class History:
             run.ended_at, run.outcome = time, str(known.phase)
 
     def _count(self, run: RunRecord, slots: int, since: datetime, until: datetime) -> None:
-        """So many slots were held for so long: what of it was in the stretch, or after it, counts."""
+        """Add the slot-seconds between ``since`` and ``until``; time before the stretch does not count."""
         elapsed_s = max((until - max(since, self.start)).total_seconds(), 0.0) if slots else 0.0
         run.work_slot_s += slots * elapsed_s
         run.held_s += elapsed_s

@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 from services.scheduler.replay.history import offered
 from services.scheduler.simulate.report import Recorder
 
-#: Told apart by people who see few colours too (Okabe and Ito).
+#: Colours that colour-blind readers can distinguish (Okabe and Ito).
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 #: Waits below this many seconds are drawn as this.
 LEAST_WAIT_S = 1.0
@@ -67,7 +67,7 @@ def _waits(axes: Any, recorder: Recorder, counted: Set[str], style: dict[str, An
 
 
 def _use(axes: Any, recorder: Recorder, style: dict[str, Any]) -> None:
-    """The mean number of slots in use in each of so many equal parts of the time."""
+    """Draw the mean number of slots in use in equal parts of the time."""
     series = recorder.used
     end_s = _mostly_done_s(recorder)
     if end_s <= 0:

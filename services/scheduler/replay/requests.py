@@ -39,7 +39,7 @@ class RequestIndex:
         return sum(map(len, self._asked.values()))
 
     def add(self, raw: RawMessage) -> None:
-        """Keep a request. What has no readable envelope was answered by nobody."""
+        """Keep a request. One without a readable envelope has no answer."""
         if raw.subject not in REQUEST_SUBJECTS:
             return
         try:

@@ -1,7 +1,7 @@
-"""A candidate policy beside the one in force: at each point, from the same state, what would it have done?
+"""Compares a candidate policy with the one in force: what would it have decided, from the same state?
 
-One step at a time: the candidate always goes on from what really happened, never from what it would have made happen.
-So each single decision is compared fairly, and what many of them would add up to is for ``whatif.py`` to say.
+The candidate always continues from what really happened, never from the outcome of its own decisions. So each
+decision is compared fairly; ``whatif.py`` computes what many of them add up to.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from services.scheduler.replay.requests import is_answer
 
 #: Facts that are held back until it is known from which of them the leader decided. Beyond, the oldest are folded.
 HELD_BACK = 10_000
-#: What is said of a run that a plan neither starts nor gives a reason for.
+#: The code of a run that a cycle neither starts nor explains.
 NO_REASON = "not waiting"
 
 
@@ -36,7 +36,7 @@ def prefix(candidate: Policy) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ShadowFact:
-    """What the candidate would have published, where, and the id under which it is said once."""
+    """What the candidate would have published, where, and the id under which it is published once."""
 
     subject: str
     message_id: str
@@ -217,7 +217,7 @@ class Shadow:
             self._why_not[which] = _reason(other, which[0])
 
     def _new(self, facts: list[Fact]) -> list[ShadowFact]:
-        """What the candidate says that it has not said before."""
+        """Return the candidate's facts that it has not published before."""
         said = []
         for fact in facts:
             message_id = f"shadow/{self.candidate.digest}/{_deduplication_key(fact)}"
@@ -228,7 +228,7 @@ class Shadow:
 
 
 def _deduplication_key(fact: Fact) -> str:
-    """The same for what need not be said again: a reason to wait is the same reason at the next point."""
+    """Return a key that is equal for facts that need not be repeated: the same reason to wait at the next point."""
     if isinstance(fact, RunWaiting):
         return f"run/{fact.run_id}/waiting/{fact.next_generation}/{fact.code}"
     return fact.event_id
@@ -243,6 +243,6 @@ def _stops(facts: Iterable[Fact]) -> set[tuple[str, int]]:
 
 
 def _reason(made: CycleResult, run_id: str) -> str:
-    """The code for which a plan lets a run wait."""
+    """Return the code of the reason for which the run waits in this cycle."""
     why: Any = made.waits.get(run_id)
     return str(why.code) if why is not None else NO_REASON

@@ -47,7 +47,7 @@ DECISIONS = (
     RunCancelled,
 )
 DifferenceKind = Literal["content", "not decided", "order", "unknown policy", "from the future", "answer"]
-#: So many of the decisions that a pass makes instead are named.
+#: The decisions made instead that a difference names.
 NAMED = 5
 
 
@@ -138,7 +138,7 @@ class _ReplayedCycle:
 
     @property
     def unpublished(self) -> int:
-        """Decisions that were not recorded. Reasons to wait do not count: not all of them are said at once."""
+        """Decisions that were not recorded. Reasons to wait do not count: a cycle publishes only some of them."""
         places = (place for place, fact in enumerate(self.facts) if not isinstance(fact, RunWaiting))
         return sum(place not in self.taken for place in places)
 

@@ -89,7 +89,7 @@ class Prices:
     per_slot_hour: Mapping[str, float]
 
     def cost(self, slot_s: Mapping[NodeKind, float]) -> float:
-        """What so many slot-seconds of each kind of node cost; 0 for those whose price nobody said."""
+        """Return the cost of these slot-seconds of each kind of node; a kind without a price costs 0."""
         return math.fsum(self._price(kind) * amount_s / 3600 for kind, amount_s in slot_s.items())
 
     def _price(self, kind: NodeKind) -> float:

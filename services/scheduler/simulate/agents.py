@@ -1,8 +1,8 @@
-"""Simulated agents: what the nodes say about the runs that are placed on them, on a virtual clock.
+"""Simulated agents: they publish the nodes' facts about their runs, on a virtual clock.
 
-They alone know how long a job takes. A job that is preempted has a checkpoint of everything it has done, and
-lets go at once; what that costs is the time that every later start takes before it makes progress again. One whose
-node is lost goes back to the last checkpoint that it made by itself.
+Only they know how long a job takes. A preempted job has a checkpoint of all its work and releases its slots at once;
+preemption costs the time that every later start takes before it makes progress again. A job whose node is lost goes
+back to the last checkpoint that it made by itself.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Agents:
         self._count = 0
 
     def handle_fact(self, fact: Fact, now_s: float) -> list[Fact]:
-        """Act on what the scheduler has said; what is said in reply, at once."""
+        """Act on the scheduler's fact; return the facts that the agents publish in reply."""
         if isinstance(fact, RunPlaced):
             return self._placed(fact, now_s)
         if isinstance(fact, RunPreempting):

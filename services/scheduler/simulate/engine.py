@@ -45,7 +45,7 @@ class WorldEvents:
 
 @dataclass(frozen=True, slots=True)
 class CycleOutcome:
-    """What the scheduler says in one pass; and when, if nothing happens, it wants to look again."""
+    """The facts of one cycle; and when the next one is due if nothing happens."""
 
     facts: Sequence[Fact]
     wake_s: float | None = None
@@ -148,7 +148,7 @@ def simulate(
 
 
 def wake_s(wake_at: datetime | None, now_s: float) -> float | None:
-    """When the scheduler wants to look again. An alarm in this very microsecond goes off in the next."""
+    """Return when the next cycle is due. An alarm in this microsecond goes off in the next one."""
     return max((wake_at - START).total_seconds(), now_s + 1e-6) if wake_at is not None else None
 
 

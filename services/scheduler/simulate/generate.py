@@ -22,7 +22,7 @@ LONGEST_S = 5 * 86_400.0
 
 
 def jobs(count: int, gpus: int, seed: int, *, load: float = 1.2, per_node: int = 8, users: int = 8) -> Trace:
-    """So many jobs that ask for ``load`` times what the cluster can do while they come."""
+    """Return ``count`` jobs that request ``load`` times the cluster's capacity while they arrive."""
     source = random.Random(seed)
     specs = Specs()
     drawn = [(_size(source, gpus), _duration_s(source)) for _ in range(count)]

@@ -1,7 +1,7 @@
 """A trace through the whole service over a real nats-server, in lock-step with a virtual clock.
 
-The service folds the log, holds its lease, decides and publishes as it always does; but it looks at the clock that is
-given to it, and makes its passes when it is told to. Whatever it then places is placed as in ``engine.simulate``.
+The service folds the log, holds its lease, decides and publishes as it always does; but it reads a
+virtual clock, and runs a cycle only when the simulation asks for one. Its placements are those of ``engine.simulate``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class VirtualClock:
 
 
 class LockStepPacer:
-    """A pace at which every pass waits until it is let go, and tells when it is done."""
+    """Holds every cycle until the simulation asks for one, and reports its end."""
 
     def __init__(self) -> None:
         self._let_go = asyncio.Semaphore(0)
@@ -62,7 +62,7 @@ class LockStepPacer:
         self._done.put_nowait((published, wake_at))
 
     async def one_pass(self) -> tuple[int, datetime | None]:
-        """Let the service make a pass; the highest sequence it published, and when it wants to look again."""
+        """Run one cycle; return the highest sequence it published, and when the next one is due."""
         self._let_go.release()
         return await self._done.get()
 

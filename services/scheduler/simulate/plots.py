@@ -24,7 +24,7 @@ from services.scheduler.simulate.report import Recorder, nodes_of, quantile
 
 #: Users with a colour of their own; the rest share one.
 USERS = 7
-#: Colours that can be told apart with any eyes (Okabe and Ito), and grey for the rest.
+#: Colours that colour-blind readers can distinguish (Okabe and Ito), and grey for the rest.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442")
 OTHERS, FREE = "#9A9A9A", "#FFFFFF"
 #: Columns of the picture of all slots.
@@ -86,7 +86,7 @@ def _gantt(recorder: Recorder, title: str) -> Figure:
     shown = by_size.imshow(
         sizes, extent=extent, aspect="auto", interpolation="nearest", cmap="viridis_r", norm=LogNorm(1, largest)
     )
-    by_user.set_title(f"{title} — who has which slots (white: nobody)", loc="left")
+    by_user.set_title(f"{title} — slots by user (white: free)", loc="left")
     by_size.set_title("the same by the size of the gang", loc="left")
     handles = [Patch(color=colour, label=user or "(no user)") for user, colour in colours.items()]
     handles += [Patch(color=OTHERS, label="others")] if len(_users(recorder)) > len(colours) else []

@@ -39,20 +39,20 @@ PLAYED = 24
 STEPS, PLAYED_AT_LEAST = 50_000, 8
 #: How many of one user's queued runs turn out as long as the others of the same play: sweeps end alike.
 ALIKE = 0.5
-#: The pace is that of so long, and of so many starts at least.
+#: The pace is measured over this time, and over this number of starts at least.
 PACE_S, PACE_OF = 6 * 3600.0, 20
 #: Errors are relative to the wait and this, since some seconds do not matter.
 FLOOR_S = 30.0
-#: Estimates are held against those whose wait was expected to be up to so many times as long, or as short,
+#: An estimate is compared with those whose expected wait was at most this many times as long, or as short,
 ALIKE_WAITS = 5.0
-#: if there are so many.
+#: if there are at least this many.
 ENOUGH = 20
-#: Of errors that overlap so much counts as one and the same. (This and the factor above were
+#: Errors that overlap by this share count as one. (This and the factor above were
 #: chosen on one trace, and tried on others: docs/scheduler.md.)
 SHARED = 0.7
-#: Those that still wait tell how wrong they were once they have waited so many times what is left: before, what is
-#: expected of them now is what was expected of them then.
-TOLD_BY = 0.5
+#: A run that still waits yields an error once it has waited this many times what is left: before, its first and its
+#: present estimate are the same.
+EARLY_ERROR_FROM = 0.5
 #: How many errors, and estimates yet to be held against their start, are remembered; and how many are noted at a time.
 ERRORS, MADE, NOTED = 1_000, 1_000, 3
 #: The range shown leaves out so much at either end.
@@ -69,7 +69,7 @@ class Estimate(NamedTuple):
     p90: datetime
 
     def not_before(self, at: datetime | None) -> Estimate:
-        """The same, where room is not expected before ``at``: the pace of others can promise too much."""
+        """Return the estimate with no start expected before ``at``: the pace of other runs can promise too much."""
         return self if at is None else Estimate(self.p10, max(self.p50, at), max(self.p90, at))
 
 
@@ -90,7 +90,7 @@ class PoolAllocation:
 
     pool: int
     milli: int
-    #: For how long it may still have them, ascending.
+    #: Samples of how long it keeps them, ascending.
     left_s: Sequence[float]
     priority: int = 0
     #: When it has released its slots if it is preempted for a higher priority; inf: it is not.
@@ -99,13 +99,13 @@ class PoolAllocation:
 
 @dataclass(frozen=True, slots=True)
 class PoolRequest:
-    """A run in line."""
+    """The request of a queued run."""
 
     run_id: str
     #: The pools that will do.
     pools: tuple[int, ...]
     milli: int
-    #: How long it may have them, ascending.
+    #: Samples of how long it will have them, ascending.
     takes_s: Sequence[float]
     #: Those of a group end alike.
     group: str = ""
@@ -342,7 +342,7 @@ class Errors:
         """
         errors = list(self.known)
         for key, made in self.made.items():
-            if key in expected and now_s - made[0] >= expected[key] * TOLD_BY:
+            if key in expected and now_s - made[0] >= expected[key] * EARLY_ERROR_FROM:
                 errors.append(self._error(made, now_s - made[0] + expected[key], now_s))
         ranges: dict[int, tuple[float, float]] = {}
 

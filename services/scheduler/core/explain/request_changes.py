@@ -43,7 +43,8 @@ class Change:
         if self.starts == "now":
             return f"with {asked} it would start now"
         names = ", ".join(self.victims[:5]) + (f" and {len(self.victims) - 5} more" if len(self.victims) > 5 else "")
-        return f"with {asked} it would start as soon as {names} {'has' if len(self.victims) == 1 else 'have'} let go"
+        have = "has released its" if len(self.victims) == 1 else "have released their"
+        return f"with {asked} it would start as soon as {names} {have} slots"
 
 
 def smallest_changes(cluster: Cluster, run: Run, now: datetime, policy: Policy, why: Why) -> list[Change]:

@@ -2,8 +2,8 @@
 
 A run counts with the slot-seconds that it takes: with what it has had, or is expected to take yet, whichever is more.
 The less it counts the sooner it goes, so that short runs pass. But what a long run counts falls with its wait, from a
-part of the longest wait on, down to nothing: it then goes like a short one. Nobody says how long that longest wait is.
-It is what those that have slots had to wait, and a margin: as far as the load makes runs wait, all of the long ones do.
+part of the longest wait on, down to nothing: it then goes like a short one. No setting gives the
+longest wait: it is the longest wait of the runs that have slots, plus a margin. So the load sets it for all long runs.
 
 Slots are taken only from runs that count for several times as much, since starting again costs. What a run counts is
 rounded to powers of two: its place in line then changes a few times in its life, and it is known beforehand when.
@@ -20,9 +20,9 @@ from typing import NamedTuple
 from contracts.scheduling import EvenWait, Policy
 from services.scheduler.core.state.cluster import Cluster, Run
 
-#: The longest wait is rounded up to this part of the margin: the line is put in order again when it changes.
+#: The longest wait is rounded up to this part of the margin; the queue is sorted again when it changes.
 STEP = 0.25
-#: Seconds after a change at which it has come for sure, whatever was rounded.
+#: Seconds after which a change has certainly taken effect, despite rounding.
 AFTER_S = 1e-3
 
 
@@ -49,7 +49,7 @@ def limit_s(cluster: Cluster, run: Run, config: EvenWait) -> float:
 
 
 def limits(cluster: Cluster, config: EvenWait) -> frozenset[tuple[WaitGroup, int]]:
-    """Return the limits of all groups, in steps: the queue is ordered anew when it changes."""
+    """Return the limits of all groups, in steps; the queue is sorted again when one changes."""
     step_s = STEP * config.margin_s
     return frozenset((group, math.ceil(longest_s / step_s)) for group, longest_s in _longest_waits(cluster).items())
 

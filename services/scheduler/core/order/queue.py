@@ -20,11 +20,11 @@ from services.scheduler.core.state.index import Index, Key, RunQueue
 
 #: Keys that change while a run has its slots.
 BY_SERVICE: frozenset[OrderKey] = frozenset({"least-attained", "even-wait"})
-#: Seconds after a change at which it has come for sure, whatever was rounded.
+#: Seconds after which a change has certainly taken effect, despite rounding.
 AFTER_S = 1e-3
 #: A run, the clock -> what it is ordered by.
 KeyOf = Callable[[Cluster, Run, datetime, Policy], float]
-#: Queued runs are looked at in order; those of a group (a team) stay in theirs, whatever its share.
+#: A group (a team) -> its share. The share does not change the order of runs within the group.
 ShareOf = Callable[[str], Key]
 
 
@@ -172,7 +172,7 @@ def _update_allocation(cluster: Cluster, run_id: str) -> None:
 
 
 def place_run(cluster: Cluster, index: Index, run_id: str, now: datetime, policy: Policy) -> None:
-    """Give a run its place in the line, or take it out."""
+    """Insert the run into the queue, or remove it."""
     index.uncount(run_id)
     if run_id not in cluster.queued:
         index.queue.remove(run_id)
@@ -188,7 +188,7 @@ def place_run(cluster: Cluster, index: Index, run_id: str, now: datetime, policy
 
 
 def iterate(groups: dict[str, list[tuple[Key, str]]], share: ShareOf, policy: Policy) -> Iterator[tuple[Key, str]]:
-    """All runs in order. With ``fair-share`` the group furthest below its share is next, asked anew after each run."""
+    """Yield all runs in order. With ``fair-share`` each step takes the group furthest below its share."""
     if "fair-share" not in policy.order.by:
         for entries in groups.values():
             yield from entries
@@ -207,8 +207,8 @@ def iterate(groups: dict[str, list[tuple[Key, str]]], share: ShareOf, policy: Po
     while heads:
         known, group, place = heads[0]
         key = groups[group][place][0]
-        # Whatever a part of a team was given counts for the other parts too. Shares only grow: what is still right
-        # is the least.
+        # Slots of one part of a team count for its other parts too. Shares only grow, so an unchanged head is the
+        # least.
         if (current := (key[:at], share(group), key[at + 1 :])) != known:
             heapreplace(heads, (current, group, place))
             continue

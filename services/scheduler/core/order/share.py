@@ -1,4 +1,4 @@
-"""Fair share between teams: whoever is furthest below its share goes first, level by level along the path.
+"""Fair share between teams: the team furthest below its share goes first, level by level along the path.
 
 A team's standing is its use over its weight, compared with its siblings'; below it, its parts share what it gets in
 the same way (Slurm's fair tree). A team's own runs share with its parts as one more sibling, of the weight that is

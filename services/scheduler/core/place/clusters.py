@@ -31,7 +31,7 @@ class Candidate:
     cost: float = 0.0
 
     def starts_in_s(self, slots: int, turn_s: float) -> float:
-        """When so many slots are the run's: at once, or after as many turns as the queue is long."""
+        """Return the seconds until the cluster has these slots for the run: 0, or the turns that its queue takes."""
         if self.free - self.queued >= slots:
             return 0.0
         return (self.queued + slots - self.free) / self.capacity * turn_s

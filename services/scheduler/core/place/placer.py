@@ -393,7 +393,7 @@ def _fragmentation_scores(cluster: Cluster) -> FragmentationScores:
 
 
 def _enough(capacities: list[NodeCapacity], demand: SlotRequest, count: int) -> bool:
-    """Whether they have so many slots."""
+    """Whether the nodes together have ``count`` slots."""
     for capacity in capacities:
         if count <= 0:
             break

@@ -19,9 +19,9 @@ Capacity = Literal["on-demand", "spot"]
 
 #: Seconds between checkpoints that are assumed of a run that finds its interval out by itself.
 AUTO_INTERVAL_S = 600.0
-#: In place of a number: the run must not have nodes of the pool.
+#: The rank of a pool whose nodes the run must not have.
 NEVER = -1
-#: Beyond so many expected interruptions between two checkpoints, a run never gets from one to the next.
+#: Expected interruptions between two checkpoints beyond which a run makes no progress.
 HOPELESS = 50.0
 
 
@@ -31,7 +31,7 @@ HOPELESS = 50.0
 def expected_time_s(pool: Pool, slots: int, work_s: float, checkpoint_interval_s: float, restart_s: float) -> float:
     """How long a run of ``work_s`` has slots of the pool until it is done, on average.
 
-    Interruptions come at random, each node's at the pool's rate, and one ends the whole gang. Whatever was done since
+    Interruptions come at random, each node's at the pool's rate, and one ends the whole gang. All work since
     the last checkpoint is done again, after ``restart_s``, and either may be interrupted in turn (the complete model
     of J. T. Daly, 2006). Infinite where the run would hardly ever get from one checkpoint to the next.
     """
@@ -45,7 +45,7 @@ def expected_time_s(pool: Pool, slots: int, work_s: float, checkpoint_interval_s
 
 
 def expected_cost(pool: Pool, slots: int, work_s: float, checkpoint_interval_s: float, restart_s: float) -> float:
-    """What a run of ``work_s`` on so many slots of the pool costs to its end, in the currency of the prices."""
+    """Return the cost of a run of ``work_s`` on these slots of the pool to its end, in the currency of the prices."""
     if pool.price_per_slot_hour == 0:
         return 0.0
     time_s = expected_time_s(pool, slots, work_s, checkpoint_interval_s, restart_s)
@@ -83,9 +83,9 @@ def capacity_of(labels: Mapping[str, str]) -> Capacity:
 def in_order(spec: RunSpec, policy: Policy, work_s: float | None = None) -> list[Pool]:
     """The pools whose nodes suit a run, its first choice first.
 
-    That is the order of its tier, and within one kind the least expected cost. Spot that costs no less than on-demand,
-    all in all, comes after it whatever the tier says. A run without a tier goes by the cost alone, unless it may
-    not be preempted.
+    That is the order of its tier, and within one kind the least expected cost. Spot whose expected cost
+    is not below that of on-demand comes after it for every tier. A run without a tier goes by the cost alone, unless
+    it must not be preempted.
     """
     return [pool for pool in _permitted(spec, policy, work_s) if _suits(spec, pool)]
 

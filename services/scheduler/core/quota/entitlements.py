@@ -67,7 +67,7 @@ class Entitlements:
     # -- what a run may have ----------------------------------------------------
 
     def shut(self, run: Run, request: ResourceRequest, count: int) -> tuple[frozenset[str], Refusal | None]:
-        """The nodes whose kind the run may not have so many slots of; and why, if that is all of them."""
+        """Return the nodes of kinds of which the run may not have ``count`` slots; and why, if those are all."""
         if self.quotas is None or not run.demand.milli:
             return NONE, None
         spec = run.spec
@@ -267,7 +267,7 @@ class Entitlements:
 
 
 def slots_of(run: Run, count: int) -> float:
-    """Whole accelerators that so many slots of the run are."""
+    """Return ``count`` slots of the run as a number of whole accelerators."""
     return count * run.demand.milli / SLOT_MILLI
 
 

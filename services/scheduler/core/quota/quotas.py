@@ -26,8 +26,8 @@ Bound = Literal["run", "user", "team", "hours", "borrowed"]
 TINY = 1e-6
 
 
-class CapacityPublisher(Protocol):
-    """A run, as far as quotas look at it."""
+class QuotaRequest(Protocol):
+    """The parts of a run that quotas read."""
 
     @property
     def run_id(self) -> str: ...
@@ -92,8 +92,8 @@ class Quotas:
 
     # -- what a run may have ---------------------------------------------------
 
-    def allows(self, run: CapacityPublisher, slots: float, kind: str, held: float = 0.0) -> Refusal | None:
-        """None if the run may have so many slots of this kind, besides the ``held`` ones that it keeps."""
+    def allows(self, run: QuotaRequest, slots: float, kind: str, held: float = 0.0) -> Refusal | None:
+        """Return None if the run may have ``slots`` slots of this kind besides the ``held`` ones, else the refusal."""
         for room, refusal in self._limits(run, kind, held):
             if slots > room + TINY:
                 if refusal.until is not None:
@@ -101,11 +101,11 @@ class Quotas:
                 return replace(refusal, needs=slots, room=max(room, 0.0))
         return None
 
-    def room(self, run: CapacityPublisher, kind: str, held: float = 0.0) -> float:
+    def room(self, run: QuotaRequest, kind: str, held: float = 0.0) -> float:
         """How many slots of this kind the run may have, besides the ``held`` ones that it keeps."""
         return max(min((room for room, _ in self._limits(run, kind, held)), default=math.inf), 0.0)
 
-    def charge(self, run: CapacityPublisher, slots: float, kind: str) -> None:
+    def charge(self, run: QuotaRequest, slots: float, kind: str) -> None:
         """Charge the run for these slots in this cycle; below 0: refund them."""
         for name in lineage(run.spec.team):
             self._given[name, kind] += slots
@@ -114,7 +114,7 @@ class Quotas:
         for quota in self._limited(run, kind):
             self._grace_slot_s[quota] += slots * run.spec.grace_s
 
-    def _limits(self, run: CapacityPublisher, kind: str, held: float) -> Iterator[tuple[float, Refusal]]:
+    def _limits(self, run: QuotaRequest, kind: str, held: float) -> Iterator[tuple[float, Refusal]]:
         """Everything that binds the run: how many slots it leaves, and the refusal of more."""
         spec = run.spec
         if (most := self._admit.max_slots_per_run) is not None:
@@ -149,7 +149,7 @@ class Quotas:
 
     # -- lending and giving back ------------------------------------------------
 
-    def within(self, run: CapacityPublisher, slots: float, kind: str) -> bool:
+    def within(self, run: QuotaRequest, slots: float, kind: str) -> bool:
         """Whether the run would borrow nothing: it goes before those that would, since it could take theirs."""
         return not self._quoted(kind) or self._entitled(lineage(run.spec.team)[1:], slots, kind)
 
@@ -168,7 +168,7 @@ class Quotas:
         name, limit, of = chain[-1]
         return max(self._using(name, of) - limit, 0.0)
 
-    def verdict(self, waiter: CapacityPublisher, slots: float, holder: CapacityPublisher, kind: str) -> bool | None:
+    def verdict(self, waiter: QuotaRequest, slots: float, holder: QuotaRequest, kind: str) -> bool | None:
         """Whether quotas let the waiter have slots of the holder, forbid it, or say nothing about it (None).
 
         Who is owed them takes them back from who borrowed them; who would borrow them cannot take them from who has
@@ -211,7 +211,7 @@ class Quotas:
 
     # -- slot-hours ---------------------------------------------------------------
 
-    def count(self, holders: Iterable[tuple[CapacityPublisher, float, str]]) -> None:
+    def count(self, holders: Iterable[tuple[QuotaRequest, float, str]]) -> None:
         """Count what allocated runs (run, slots, kind) may still use in their grace time."""
         for run, slots, kind in holders:
             for quota in self._limited(run, kind):
@@ -233,7 +233,7 @@ class Quotas:
                 found.append(SpentOut(quota, tuple(runs), at, ends_at))
         return found
 
-    def _limited(self, run: CapacityPublisher, kind: str) -> Iterator[Quota]:
+    def _limited(self, run: QuotaRequest, kind: str) -> Iterator[Quota]:
         """The quotas of slot-hours that bind the run."""
         for name in lineage(run.spec.team):
             for quota in self._of.get(name, ()):

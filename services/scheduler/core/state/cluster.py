@@ -1,4 +1,4 @@
-"""The scheduler's memory: runs, nodes and slots, as the facts add up. ``fold.py`` adds them up."""
+"""The scheduler's state: runs, nodes and slots, folded from the facts by ``fold.py``."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class MemberState:
     ranks: tuple[int, ...]
     ended: Ending | None = None
     exit: RunExited | None = None
-    #: It failed on its own: before anybody asked the generation to stop.
+    #: It failed on its own: before the generation was asked to stop.
     unprovoked: bool = False
-    #: Its ranks have said that they run.
+    #: Its ranks have started.
     started: bool = False
     #: The kind of accelerator that the ledger has it under; None: it has had nothing.
     accelerator: str | None = None
@@ -69,17 +69,17 @@ class CommittedCheckpoint:
 
 @dataclass(slots=True)
 class Run:
-    """What the log says about one run."""
+    """One run, folded from its facts."""
 
     run_id: str
     spec: RunSpec
     #: Sequence of its acceptance: the submit order.
     submitted: int
     submitted_at: datetime
-    #: What one slot of it needs; and all that decides where it may lie, kept by ``place/wants.py``.
+    #: What one slot of it needs; and where it may be placed (``place.resource_request``).
     demand: SlotRequest = field(default_factory=SlotRequest)
     request: object = field(default=None, compare=False, repr=False)
-    #: The slots that it cannot do without, and those that it can use.
+    #: The fewest slots that it needs, and the most that it can use.
     least: int = 1
     most: int = 1
     #: Those of its kind take about as long.
@@ -116,7 +116,7 @@ class Run:
     initial: CheckpointRef | None = None
     #: Generations in a row that broke without a new checkpoint, and when the last one did.
     setbacks: int = 0
-    #: All generations that ended without anybody having asked them to, and the seconds in which it had slots.
+    #: All generations that ended without a request to stop, and the seconds in which it had slots.
     failures_seen: int = 0
     run_s: float = 0.0
     #: Slot-seconds that it has had in parts that are over.
@@ -127,15 +127,15 @@ class Run:
     #: incarnation, was at fault.
     infrastructure_failures: int = 0
     strikes: Counter[str] = field(default_factory=Counter)
-    #: Why the current generation is to be started anew: one of its ranks makes no step.
+    #: Why the current generation must restart: one of its ranks makes no step.
     stalled: RunStalled | None = None
     #: Digest of the machines on which its state came about; '' before it has any.
     machine: str = ""
     #: The same of the checkpoint that it was asked to start from.
     inherited_machine: str = ""
-    #: Its ranks have said that the state is no longer exact to the bit.
+    #: Its ranks have reported that the state is no longer exact to the bit.
     inexact: bool = False
-    #: The code of the last ``waiting``, and for which generation it was said.
+    #: The code of the last ``waiting``, and for which generation.
     waiting_code: str = ""
     waiting_generation: int = 0
     outcome: str = ""
@@ -185,7 +185,7 @@ class Run:
         exact_mode = (
             training is not None and training.logical_ranks is not None and training.heterogeneous_nodes == "avoid"
         )
-        # What begins anew is exact again.
+        # A run that starts from scratch is exact again.
         lost = self.inexact and self.resume is not None
         return exact_mode and self.spec.kind == "train" and not lost
 
@@ -232,12 +232,12 @@ class Node:
     lease_ttl_s: float
     state: Literal["alive", "lost", "left"] = "alive"
     draining: bool = False
-    #: Whoever runs the machine is about to take it away; and since when that is known.
+    #: The provider is about to take the machine away; and since when that is known.
     notice: node.NodeNotice | None = None
     noticed_at: datetime = EPOCH
     #: A check of its devices failed.
     unfit: node.NodeUnfit | None = None
-    #: A step failed on it: nothing is placed here until it joins anew.
+    #: A step failed on it: nothing is placed here until it joins again.
     quarantined: bool = False
     accelerator: str = "cpu"
     #: Nodes with the same one do arithmetic with the same last bits.
@@ -250,13 +250,13 @@ class Node:
     memory_bytes: int = 0
     #: Datasets whose shards it has.
     datasets: set[str] = field(default_factory=set)
-    #: Thousandths of each slot that nobody has, and what is left of the rest.
+    #: Free thousandths of each slot, and free processors and memory.
     free_milli: list[int] = field(default_factory=list)
     free_cpu_milli: int = 0
     free_memory_bytes: int = 0
     #: (run_id, generation) -> what it has.
     allocations: dict[tuple[str, int], Allocation] = field(default_factory=dict)
-    #: Counts what was held and let go.
+    #: Counts allocations and releases.
     version: int = field(default=0, compare=False)
     past_incarnations: set[str] = field(default_factory=set)
     #: Since when it has had a free slot; EPOCH: it has none. Since when it has had nothing on it; EPOCH: it has.
@@ -299,7 +299,7 @@ class Node:
 
     @property
     def used_slots(self) -> int:
-        """Slots of which somebody has something."""
+        """Return the number of slots that are allocated at least in part."""
         return sum(milli < SLOT_MILLI for milli in self.free_milli)
 
     @property
@@ -307,7 +307,7 @@ class Node:
         return [slot for slot, milli in enumerate(self.free_milli) if milli == SLOT_MILLI]
 
     def allocate(self, holder: tuple[str, int], held: Allocation) -> None:
-        """Somebody has this from now on."""
+        """Allocate the slots to the holder."""
         if holder in self.allocations:
             return
         self.allocations[holder] = held

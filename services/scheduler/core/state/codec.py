@@ -46,7 +46,7 @@ def restore(sections: Mapping[str, bytes | memoryview]) -> Cluster:
     cluster = Cluster(**{name: read(bytes(sections[name])) for name, (_, read) in _codecs().items()})
     cluster.runs = Runs(((run.run_id, run) for run in load(bytes(sections[RUNS]))), _over(sections))
     cluster.nodes = {node.node_id: node for node in map(_restored_node, json.loads(bytes(sections[NODES])))}
-    # Whatever was remembered of earlier passes is found out again.
+    # What earlier cycles cached is computed again.
     for run_id in (*cluster.unqueued, *cluster.active, *cluster.queued):
         cluster.index.touch(run_id)
     return cluster

@@ -2,7 +2,7 @@
 
 A run's kind is who submitted what, on which data, on how many slots. The newest durations of each kind are kept,
 for keys from narrow to wide; the prediction for a run mixes its keys' durations, and a key counts the more, the more
-it has seen. What nobody has seen before has a heavy tail: a run that has outlived everything known goes on, on
+it has seen. Unseen durations have a heavy tail: a run that has outlived all known ones continues, on
 average, for about as long again.
 
 Durations are the times that runs had slots, all generations added up, whether they completed, failed or were
@@ -27,7 +27,7 @@ from contracts.events.train import DatasetRef
 from contracts.scheduling import Predict
 from contracts.spec.run import RunSpec
 
-#: Durations kept of one key, whatever the policy's window.
+#: Durations kept of one key, for any window of the policy.
 MAX_PER_KEY = 1_000
 #: Durations kept of all keys together; the keys that were not added to for longest go first.
 MAX_DURATIONS = 200_000
@@ -102,7 +102,7 @@ def wait_kind_of(slots: int, served_slot_s: float) -> WaitKind:
 
 
 class DurationKeys(Protocol):
-    """Whatever has a history: a kind of run, a kind of wait."""
+    """A subject with a history: a kind of run, a kind of wait."""
 
     @property
     def keys(self) -> tuple[str, ...]: ...
@@ -181,14 +181,14 @@ def sample(ended: Iterable[float], scale_s: float, seen: Observation | None = No
     kept: list[float] = []
     for value, many in _counted(values):
         at_risk = late + bisect_left(entered, value) - bisect_left(left, value)
-        # Few are seen at some age: that these ended does not mean that nobody goes on who is seen later.
+        # Few are at risk at some ages: that all of these ended does not mean that no run lasts longer.
         if many >= at_risk and value < left[-1]:
             at_risk = many + 1
         share *= max(at_risk - many, 0) / max(at_risk, 1)
         kept.append(value)
         steps.append(share)
     if left and left[-1] > (kept[-1] if kept else 0.0) and share > 0:
-        # Nobody ended since: the tail begins where those are that go on.
+        # No run ended since: the tail begins at the age of the runs that continue.
         kept.append(left[-1])
         steps.append(share)
     return Sample(tuple(kept), tuple(steps), _beyond(kept, steps, scale_s), scale_s, len(left))
@@ -198,7 +198,7 @@ def _whole(values: Sequence[float], scale_s: float) -> Sample:
     """The sample of ascending durations that were all seen from beginning to end."""
     count = len(values)
     steps = _even_steps(count)
-    # From the value at ``index`` on, the rest of them exceed it by their sum less so many times it.
+    # From the value at ``index`` on, the others exceed it by their sum less their number times it.
     sums = list(accumulate(reversed(values), initial=0.0))
     beyond = [(sums[count - 1 - index] - (count - 1 - index) * value) / count for index, value in enumerate(values)]
     return Sample(tuple(values), steps, tuple(beyond), scale_s, count)

@@ -1,6 +1,6 @@
-"""What deciding keeps from pass to pass, so that a pass costs what has changed rather than what there is.
+"""What cycles cache, so that a cycle costs what has changed rather than what there is.
 
-Everything in it follows from the cluster, the policy and the clock: without it the decisions are the same, only later.
+Everything in it follows from the cluster, the policy and the clock: without it the decisions are the same, but slower.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Key = tuple[float, ...]
 
 @dataclass(slots=True)
 class RunQueue:
-    """Runs that wait, in order, for each group that is ordered by itself (a team, under fair share)."""
+    """Queued runs in order, for each group that has its own order (a team, under fair share)."""
 
     groups: dict[str, list[tuple[Key, str]]] = field(default_factory=dict)
     places: dict[str, tuple[str, Key]] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class RunQueue:
 
 @dataclass(slots=True)
 class Index:
-    """Kept by the fold (``touch``) and by ``decide`` (all the rest)."""
+    """Caches and queues, maintained by the fold (``touch``) and by ``decide`` (all others)."""
 
     #: The policy that ``queue`` was ordered by.
     digest: str = ""
@@ -54,42 +54,42 @@ class Index:
     #: about the run itself.
     allocated_runs: dict[str, Any] = field(default_factory=dict)
     allocated_runs_state: Any = None
-    #: What searches for victims found in vain, and until when that holds (``steps.preempt.FailedSearches``).
+    #: Searches that found no victims, and until when that holds (``steps.preempt.FailedSearches``).
     failed_searches: Any = None
-    #: Runs about which something was said since the last pass.
+    #: Runs with facts since the last cycle.
     touched: dict[str, None] = field(default_factory=dict)
-    #: Runs for which something may be to be decided, each on its own.
+    #: Runs that the next cycle must settle.
     unsettled: dict[str, None] = field(default_factory=dict)
-    #: (seconds, run): when the clock alone may be a reason to look at a run again; and the last one of each run.
+    #: (seconds, run): when the clock alone may change what is decided about a run; and the last alarm of each run.
     alarms: list[tuple[float, str]] = field(default_factory=list)
     alarmed: dict[str, float] = field(default_factory=dict)
     #: Runs that are over and may still have an alarm.
     forgotten: int = 0
-    #: Queued runs that were not told yet why they wait, or to which nodes may have happened since.
+    #: Queued runs without a current explanation of their wait.
     unexplained: dict[str, None] = field(default_factory=dict)
     #: Queued runs that need no accelerator.
     without_accelerator: set[str] = field(default_factory=set)
-    #: How many queued runs want the same, by their least number of slots; and what each of them is counted as.
+    #: How many queued runs have the same request and least number of slots; and what each run is counted as.
     sizes: Counter[tuple[Any, int]] = field(default_factory=Counter)
     sized: dict[str, tuple[Any, int]] = field(default_factory=dict)
-    #: Runs that have slots -> their priority; how many there are of each; and those that are asked to let go.
+    #: Runs that have slots -> their priority; how many there are of each; and the runs asked to release theirs.
     priority: dict[str, int] = field(default_factory=dict)
     priorities: Counter[int] = field(default_factory=Counter)
     stopping: set[str] = field(default_factory=set)
-    #: What is free on each node, as of the last pass in which it had changed (``place.snapshot.NodeCapacity``).
+    #: What is free on each node, as of the last cycle in which it changed (``place.snapshot.NodeCapacity``).
     nodes: dict[str, Any] = field(default_factory=dict)
-    #: One object for all runs that want the same.
+    #: One object for all runs with the same request.
     request: dict[Any, Any] = field(default_factory=dict)
     #: Counts up with every change of the nodes; what is remembered about them holds for one value.
     nodes_version: int = 0
     remembered_version: int = -1
     remembered: dict[Any, Any] = field(default_factory=dict)
-    #: What placing by fragmentation remembers of nodes and of the workload (see there).
+    #: What placement by fragmentation caches of nodes and of the workload (see there).
     fragmentation_scores: Any = None
-    #: The runs that hold slots, in order, as of this sequence.
+    #: The allocated runs, in order, as of this sequence.
     holders: list[str] = field(default_factory=list)
     holders_at: int = -1
-    #: Some node changed: whatever any queued run was told may no longer be true.
+    #: A node changed, so that every explanation may be outdated.
     nodes_changed: bool = True
 
     def fork(self) -> Index:
@@ -108,24 +108,24 @@ class Index:
         return forked
 
     def touch(self, run_id: str) -> None:
-        """Something was said about this run."""
+        """Note a fact about the run."""
         self.touched[run_id] = None
         self.unsettled[run_id] = None
 
     def touch_nodes(self, run_ids: Iterable[str]) -> None:
-        """Something was said about a node that has these runs."""
+        """Note a fact about a node that has these runs."""
         self.nodes_version += 1
         self.nodes_changed = True
         for run_id in run_ids:
             self.touch(run_id)
 
     def count(self, run_id: str, size: tuple[Any, int]) -> None:
-        """The run waits, and wants this."""
+        """Count a queued run's request."""
         self.sized[run_id] = size
         self.sizes[size] += 1
 
     def update_allocation(self, run_id: str, priority: int | None, *, stopping: bool) -> None:
-        """The run has slots, with this priority; None: it has none. Something was said about it."""
+        """Note that the run has slots and this priority; None: it has no slots."""
         self.allocated_runs.pop(run_id, None)
         known = self.priority.pop(run_id, None)
         if known is not None:
@@ -154,20 +154,20 @@ class Index:
             heapq.heappush(self.alarms, (at_s, run_id))
 
     def forget(self, run_id: str) -> None:
-        """The run is over: nothing will be decided about it, unless something is said about it again."""
+        """Forget a run that is over. A new fact about it brings it back."""
         self.unsettled.pop(run_id, None)
         self.unexplained.pop(run_id, None)
         self.alarmed.pop(run_id, None)
         self.forgotten += 1
 
     def drop_alarms(self, keep: Collection[str]) -> None:
-        """Keep the alarms of these runs alone."""
+        """Remove the alarms of all other runs."""
         self.alarms = [alarm for alarm in self.alarms if alarm[1] in keep]
         heapq.heapify(self.alarms)
         self.forgotten = 0
 
     def due(self, now_s: float) -> list[str]:
-        """The runs whose alarm has gone off."""
+        """Return the runs whose alarm time has passed, and remove the alarms."""
         found = []
         while self.alarms and self.alarms[0][0] <= now_s:
             run_id = heapq.heappop(self.alarms)[1]
@@ -176,7 +176,7 @@ class Index:
         return found
 
     def memory(self) -> dict[Any, Any]:
-        """What was found out about the present nodes, as long as they stay as they are."""
+        """Return the cache of what follows from the nodes; it is empty after each change of them."""
         if self.remembered_version != self.nodes_version:
             self.remembered, self.remembered_version = {}, self.nodes_version
         return self.remembered

@@ -22,7 +22,7 @@ class PoolDemand:
 def update_demand(known: PoolDemand | None, fact: CapacityWanted, time: datetime) -> PoolDemand:
     """Fold ``capacity.<pool>.wanted``."""
     gave_up_at = time if fact.timed_out else known.gave_up_at if known else None
-    # Patience begins anew when more is wanted, not with every change of what may go.
+    # Patience restarts when demand grows, not when spare nodes change.
     since = known.since if known is not None and fact.nodes <= known.nodes else time
     return PoolDemand(fact.nodes, since, fact.spare, gave_up_at)
 

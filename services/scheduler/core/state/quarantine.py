@@ -36,7 +36,7 @@ def release_run(cluster: Cluster, run_id: str) -> None:
 
 
 def quarantine_node(cluster: Cluster, node_id: str, step: Literal["fold", "cycle"], reason: str) -> None:
-    """Place nothing on the node until it joins anew."""
+    """Place nothing on the node until it joins again."""
     cluster.quarantined_nodes[node_id] = QuarantineRecord(step, reason)
     if (node := cluster.nodes.get(node_id)) is not None:
         node.quarantined = True

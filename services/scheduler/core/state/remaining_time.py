@@ -28,7 +28,7 @@ def left_s(cluster: Cluster, run: Run, now: datetime, policy: Policy, quantile: 
 
 
 def expected_end_s(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> tuple[float, bool]:
-    """When a run that holds slots lets go of them, in seconds since the epoch; and whether that relies on limits."""
+    """Return when an allocated run releases its slots (seconds since the epoch); and whether limits say so."""
     expected, firm = expected_s(cluster, run, now, policy)
     grace_s = run.spec.grace_s if firm else 0.0
     if run.preempting is not None:

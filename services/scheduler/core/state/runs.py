@@ -1,4 +1,4 @@
-"""All runs by their ids. Those that are over take a few hundred bytes each, and are unpacked when somebody asks.
+"""All runs by their ids. A run that is over takes a few hundred bytes, and is unpacked on access.
 
 A scheduler remembers every run for ever: a restore may ask for any of them. But nothing is decided about a run that is
 over, so it need not lie there as a hundred Python objects.
@@ -49,7 +49,7 @@ class Runs(dict[str, "Run"]):
         yield from self
 
     def archive(self, run: Run) -> None:
-        """Keep the run as it is now, packed. Whoever unpacks it and changes it must put it away again."""
+        """Pack the run as it is now. A caller that unpacks and changes it must archive it again."""
         self.packed[run.run_id] = pack(run)
         self.pop(run.run_id, None)
 

@@ -22,7 +22,7 @@ class SlotRequest(NamedTuple):
     accelerators: frozenset[str] = frozenset()
     #: MIG profile of the slot; '': a whole accelerator, or a share of one.
     profile: str = ""
-    #: So many slots lie on one node; and each bundle on a node of its own, or not.
+    #: Slots that must lie on one node; and whether each bundle needs a node of its own.
     bundle: int = 1
     apart: bool = False
 

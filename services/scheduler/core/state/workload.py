@@ -10,13 +10,13 @@ from typing import Any, NamedTuple, Self
 
 from services.scheduler.core.state.slot_request import SlotRequest
 
-#: A gang that may be divided is taken to lie in pieces of at most so many slots.
+#: Slots of the largest piece in which a divisible gang is counted.
 LARGEST_PIECE = 8
 #: How many shapes stand for all: more of them place no better (measured on the openb traces), only slower.
 TYPICAL = 60
-#: Once so many were counted, all of them count half: what was submitted long ago matters less and less.
+#: After this many submissions all counts are halved: old submissions matter less and less.
 WINDOW = 20_000
-#: What is typical is found anew when so much of the workload has become different.
+#: Share of the workload that must change before the typical shapes are computed again.
 DRIFT = 0.1
 #: Weights add up to about this. They are whole numbers, so that equal scores are equal to the bit.
 PARTS = 1_000_000
@@ -55,7 +55,7 @@ def shape_of(demand: SlotRequest, slots: int) -> Shape:
 
 
 def piece_of(demand: SlotRequest, slots: int) -> Shape:
-    """The shape in which a gang of so many slots comes to most nodes: its bundle, or as much as fits on one."""
+    """Return the shape in which a gang of ``slots`` slots reaches most nodes: its bundle, or as much as fits on one."""
     whole = demand.bundle > 1 or demand.apart
     return shape_of(demand, demand.bundle if whole else min(slots, LARGEST_PIECE))
 
@@ -66,16 +66,16 @@ class Workload:
 
     counts: dict[Shape, int] = field(default_factory=dict)
     total: int = 0
-    #: Typical shapes with their weights. A tuple that is replaced as a whole: whoever keeps what follows from it
-    #: looks whether it is still the same one.
+    #: Typical shapes with their weights. The tuple is replaced as a whole, so that caches can compare
+    #: its identity.
     typical: tuple[tuple[Shape, int], ...] = ()
     #: The counts that ``typical`` was made from.
     basis: dict[Shape, int] = field(default_factory=dict)
-    #: At which total to look whether it still is typical.
+    #: The total at which ``typical`` is checked again.
     update_at: int = 1
 
     def add(self, shape: Shape) -> None:
-        """One more was submitted. Those without accelerators leave nothing of one to be wasted."""
+        """Count a submission. Shapes without accelerators do not fragment them."""
         if not shape.accelerators:
             return
         self.counts[shape] = self.counts.get(shape, 0) + 1

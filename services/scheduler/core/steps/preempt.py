@@ -31,7 +31,7 @@ from services.scheduler.core.victims import Candidate, PreemptionProblem, Victim
 
 
 def preempt_for_blocked(cycle: CycleState, reservations: Reservations | None) -> None:
-    """Decide whom to preempt for the runs that do not fit."""
+    """Preempt runs for those that do not fit."""
     if is_ruled_out_by_priority(cycle):
         return
     memory = FailedSearches(cycle, reservations)
@@ -113,7 +113,7 @@ class FailedSearches:
             self._state = None
 
     def save(self, until_s: float) -> None:
-        """Remember for later cycles what was found in vain, if no run was preempted in this one."""
+        """Save the failed searches for later cycles, if this one preempted no run."""
         index = self.cycle.cluster.index
         index.failed_searches = (self._state, until_s, self.known) if self._state is not None else None
 

@@ -1,4 +1,4 @@
-"""Backfill: who may go ahead of a run that waits for many slots, without holding it up.
+"""Backfill: which runs may overtake a run that waits for many slots, without delaying it.
 
 EASY (Lifka 1995) reserves for the first run that does not fit; conservative backfill for each of them, up to a number.
 A reservation says when enough slots will be free, by the limits or the predicted ends of those that hold them, and
@@ -48,10 +48,10 @@ class _Future(NamedTuple):
 
 
 class _Bits:
-    """Whole slots of all nodes as the bits of one number: the quick look before the thorough one.
+    """Whole slots of all nodes as the bits of one number: a quick test before the full search.
 
-    Whatever is taken of a slot, it is not whole any more. So what is whole beside reservations follows from the bits
-    alone, and who needs more whole slots than that need not be tried.
+    A slot of which any share is taken is no longer whole. So the whole slots beside reservations follow from the bits
+    alone, and a run that needs more of them need not be tried.
     """
 
     def __init__(self, snapshot: ClusterSnapshot) -> None:
@@ -157,7 +157,7 @@ class Reservations:
         return found
 
     def _space_at(self, seen: int) -> ClusterSnapshot:
-        """Return the snapshot after so many releases; it is never changed."""
+        """Return the snapshot after the first ``seen`` releases; it is never changed."""
         assert self._futures is not None
         found = self._spaces.get(seen)
         if found is None:
@@ -198,7 +198,7 @@ class Reservations:
         binding: list[int],
         closed: Collection[str],
     ) -> bool:
-        """The quick look: False if it certainly does not fit."""
+        """Test quickly whether the run may fit; False if it certainly does not."""
         if not self.placer.fits(snapshot, run, count, request, closed):
             return False
         return request.demand.milli != SLOT_MILLI or self._whole(self._to_come(snapshot)[0].whole, binding) >= count
@@ -249,7 +249,7 @@ class Reservations:
 
 
 def _without(snapshot: ClusterSnapshot, reservations: Iterable[Reservation]) -> ClusterSnapshot:
-    """What is left beside what is kept for others."""
+    """Return the snapshot without the slots of the reservations."""
     left = snapshot.copy()
     for each in reservations:
         for node_id, slots in each.taken:

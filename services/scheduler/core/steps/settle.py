@@ -193,7 +193,7 @@ def _stalled_text(stalled: RunStalled) -> str:
     without = " and goes on without that node" if stalled.on_stall == "exclude" else ""
     return (
         f"rank {stalled.rank} on node {stalled.node_id} has made no step for {stalled.silent_s:.3g} s after step "
-        f"{stalled.step} (the median step takes {stalled.median_step_s:.3g} s); it is started anew{without}"
+        f"{stalled.step} (the median step takes {stalled.median_step_s:.3g} s); it restarts{without}"
     )
 
 
@@ -223,19 +223,19 @@ def _outcome(run: Run, now: datetime, policy: Policy) -> Settlement | None:
     else:
         reason = stop.queue_reason if stop else "preempted"
     if reason == "node lost" and run.infrastructure_failures + 1 >= policy.faults.max_infrastructure_failures:
-        return _unlucky(run)
+        return _fail_after_infrastructure_failures(run)
     return QueueRun(run.run_id, run.next_generation, reason, run.failures)
 
 
-def _unlucky(run: Run) -> FailRun:
-    """The end of a run that no node can keep going, although it seems to be no fault of its own."""
-    told = next((part.exit for part in run.parts.values() if part.exit and part.exit.reason), None)
-    why = told.reason if told else run.preempting.reason if run.preempting else "its nodes were lost"
+def _fail_after_infrastructure_failures(run: Run) -> FailRun:
+    """Fail a run whose generations its nodes broke too often, although the run seems not at fault."""
+    exited = next((part.exit for part in run.parts.values() if part.exit and part.exit.reason), None)
+    why = exited.reason if exited else run.preempting.reason if run.preempting else "its nodes were lost"
     reason = (
         f"gave up after {run.infrastructure_failures + 1} generations in a row were broken by their nodes "
         f"without a new checkpoint; the last: {why}"
     )
-    return FailRun(run.run_id, run.generation, reason[:2000], told.log_tail if told else ())
+    return FailRun(run.run_id, run.generation, reason[:2000], exited.log_tail if exited else ())
 
 
 def _complete(run: Run, now: datetime, policy: Policy) -> CompleteRun | None:
@@ -246,10 +246,10 @@ def _complete(run: Run, now: datetime, policy: Policy) -> CompleteRun | None:
         if waited < timedelta(seconds=policy.faults.final_checkpoint_wait_s):
             return None
     first = next((part for part in run.parts.values() if 0 in part.ranks), None)
-    told = first.exit if first else None
+    exited = first.exit if first else None
     checkpoint = run.final or (run.newest.ref if run.newest else None)
-    metrics = tuple(told.metrics.items()) if told else ()
-    return CompleteRun(run.run_id, run.generation, checkpoint, metrics, told.artifacts if told else ())
+    metrics = tuple(exited.metrics.items()) if exited else ()
+    return CompleteRun(run.run_id, run.generation, checkpoint, metrics, exited.artifacts if exited else ())
 
 
 def _crashed(run: Run) -> FailRun | QueueRun:
@@ -258,19 +258,19 @@ def _crashed(run: Run) -> FailRun | QueueRun:
     if hopeless is None and failures < run.spec.max_attempts:
         return QueueRun(run.run_id, run.next_generation, "crashed", failures)
     part = hopeless or _culprit(run)
-    told = part.exit if part else None
-    why = (told.reason if told else "") or "its ranks failed"
-    where = f"rank {told.rank} on node {told.node_id}" if told and told.rank is not None else "a rank"
-    code = f", exit code {told.exit_code}" if told and told.exit_code is not None else ""
-    limit = "another would end alike" if hopeless else f"max_attempts {run.spec.max_attempts}"
+    exited = part.exit if part else None
+    why = (exited.reason if exited else "") or "its ranks failed"
+    where = f"rank {exited.rank} on node {exited.node_id}" if exited and exited.rank is not None else "a rank"
+    code = f", exit code {exited.exit_code}" if exited and exited.exit_code is not None else ""
+    limit = "another would end the same way" if hopeless else f"max_attempts {run.spec.max_attempts}"
     attempts = f"{failures} attempt{'s' if failures > 1 else ''} ({limit})"
     return FailRun(
-        run.run_id, run.generation, f"failed after {attempts}: {where}{code}: {why}", told.log_tail if told else ()
+        run.run_id, run.generation, f"failed after {attempts}: {where}{code}: {why}", exited.log_tail if exited else ()
     )
 
 
 def _culprit(run: Run) -> MemberState | None:
-    """The part that failed on its own, rather than because another one had."""
+    """Return the part that failed first, rather than because another part had failed."""
     failed = [part for part in run.parts.values() if part.ended == "failed"]
     return max(failed, key=lambda part: (part.unprovoked, 0 in part.ranks), default=None)
 

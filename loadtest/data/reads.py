@@ -27,7 +27,7 @@ from services.kit.concurrency import gather_limited
 from services.kit.settings import Settings
 from services.kit.store.files import FileSink
 from services.kit.store.objects import ObjectInfo, ObjectStore
-from services.kit.store.ranged import RANGE_BYTES, RangedDownloader
+from services.kit.store.ranged_download import RANGE_BYTES, RangedDownloader
 from trainbus.embedded.servers import S3Server, free_ports
 
 BUCKET, USER, PASSWORD = "lake", "loadtest", "loadtest-secret"

@@ -19,7 +19,7 @@ from contracts.events.dataset import ShardFile
 from contracts.events.train import Split
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
-from services.kit.store.ranged import RangedDownloader
+from services.kit.store.ranged_download import RangedDownloader
 from services.worker.cache.file_cache import FileCache
 from services.worker.cache.node_cache import SHARDS_FOLDER, NodeCache
 from services.worker.cache.shard_cache import ShardCache

@@ -132,26 +132,26 @@ class Catalog:
 
     def take_conflicting_ids(self) -> Iterator[Record]:
         """Remove and return all records that share an id with others of another content, in the order of keys."""
-        return self._take(
+        return self._remove_records(
             """INSERT INTO taken SELECT key FROM records WHERE id IN
                 (SELECT id FROM records WHERE id IS NOT NULL GROUP BY id HAVING min(sha256) < max(sha256))"""
         )
 
     def take_second_copies(self) -> Iterator[Record]:
         """Remove and return all but the first of the records of one id, in the order of keys."""
-        return self._take(
+        return self._remove_records(
             """INSERT INTO taken SELECT key FROM records WHERE id IS NOT NULL
                 AND key NOT IN (SELECT min(key) FROM records WHERE id IS NOT NULL GROUP BY id)"""
         )
 
     def take_conflicting_labels(self) -> Iterator[Record]:
         """Remove and return all records whose content has another label elsewhere, in the order of keys."""
-        return self._take(
+        return self._remove_records(
             """INSERT INTO taken SELECT key FROM records WHERE sha256 IN
                 (SELECT sha256 FROM records WHERE label IS NOT NULL GROUP BY sha256 HAVING min(label) < max(label))"""
         )
 
-    def _take(self, insert: str) -> Iterator[Record]:
+    def _remove_records(self, insert: str) -> Iterator[Record]:
         self._db.execute("DELETE FROM taken")
         self._db.execute(insert)
         found = self._db.execute("SELECT * FROM records WHERE key IN (SELECT key FROM taken) ORDER BY key")

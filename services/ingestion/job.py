@@ -155,7 +155,7 @@ class IngestionJob:
         intake = RecordIntake(self._data, self._source, self._catalog, self._packs, self._tally, quarantine)
         self._intake = intake
 
-        async def take(found: list[FoundRecord]) -> None:
+        async def consume(found: list[FoundRecord]) -> None:
             await run_in_thread(intake.add, found)
             await self._upload_packs(folder_uri)
             await self._progress.report(
@@ -163,11 +163,11 @@ class IngestionJob:
             )
 
         if self._data.format in ("images", "binary"):
-            await self._validate_files(take)
+            await self._validate_files(consume)
         else:
-            await self._validate_records(take)
+            await self._validate_records(consume)
 
-    async def _validate_files(self, take: RecordConsumer) -> None:
+    async def _validate_files(self, consume: RecordConsumer) -> None:
         """Validate objects that are one record each."""
         is_images = self._data.format == "images"
         tables = LABELS if is_images else MANIFEST
@@ -186,20 +186,20 @@ class IngestionJob:
             else BinaryFiles(self._data, table)
         )
         files = (listed for listed in self._files() if naming is None or listed.path != naming[1].path)
-        await WholeFiles(self._data, self._source, validator, self._concurrency, self._ahead).run(files, take)
+        await WholeFiles(self._data, self._source, validator, self._concurrency, self._ahead).run(files, consume)
         if naming is not None:
             await run_in_thread(missing, naming, self._catalog, self._intake)
 
-    async def _validate_records(self, take: RecordConsumer) -> None:
+    async def _validate_records(self, consume: RecordConsumer) -> None:
         """Validate objects that hold many records."""
         reader = RecordFiles(self._data, self._source, self._catalog, self._decoders, self._folder, self._ahead)
         if self._features is not None:
             reader.joined = await self._join(reader, self._features)
         if self._data.format == "mds":
             indexes = [listed for listed in self._catalog.objects() if reader.is_auxiliary(listed)]
-            await take(await reader.read_indexes(indexes, self._catalog.find))
+            await consume(await reader.read_indexes(indexes, self._catalog.find))
         files = (listed for listed in self._files() if not reader.is_auxiliary(listed))
-        await reader.run(files, take)
+        await reader.run(files, consume)
         for path, broken in reader.find_drifted_files():
             listed = self._catalog.find(path)
             assert listed is not None

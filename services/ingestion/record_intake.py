@@ -51,13 +51,13 @@ class RecordIntake:
                 self.reject(listed, record)
                 continue
             try:
-                self._keep(listed, record)
+                self._add_valid(listed, record)
             except RecordFault as fault:
                 whole = record.offset is None
                 broken = InvalidRecord(fault.code, fault.detail, record.offset, record.sha256, whole, record.label)
                 self.reject(listed, broken)
 
-    def _keep(self, listed: SourceObject, record: ValidRecord) -> None:
+    def _add_valid(self, listed: SourceObject, record: ValidRecord) -> None:
         identity = self._checker.check(record, listed.written_us)
         unit = self._assigner.unit(self._split_key(record), sha256=record.sha256, key=record.key, path=listed.path)
         pack = self._packs.next_location(record.key) if record.content is not None else None

@@ -101,7 +101,7 @@ class ShardingJob:
         Raises:
             PoisonMessage: a record's content is not what was ingested.
         """
-        if (found := await self._found()) is not None:
+        if (found := await self._find_existing()) is not None:
             return found
         statistics = await self._statistics()
         await self._make_plan()
@@ -114,7 +114,7 @@ class ShardingJob:
         await self._journal.remove()
         return dataset
 
-    async def _found(self) -> Dataset | None:
+    async def _find_existing(self) -> Dataset | None:
         """Return the dataset made from this input before, if all of it is in the store."""
         try:
             dataset_id = json.loads(await self._objects.get(self._link))["dataset_id"]
@@ -161,18 +161,18 @@ class ShardingJob:
     async def _make_shards(self) -> dict[str, list[ShardFile]]:
         finished = await self._journal.read()
         await self._packs.list_packs()
-        work = (self._shard(shard, finished.get(shard.name)) for shard in self._plan.shards)
+        work = (self._ensure_shard(shard, finished.get(shard.name)) for shard in self._plan.shards)
         made = await gather_limited(work, limit=self._under_way)
         named = sorted(zip(self._plan.shards, made, strict=True), key=lambda pair: pair[0].number)
         return {split: [file for shard, file in named if shard.split == split] for split in SPLITS}
 
-    async def _shard(self, shard: PlannedShard, finished: ShardFile | None) -> ShardFile:
+    async def _ensure_shard(self, shard: PlannedShard, finished: ShardFile | None) -> ShardFile:
         """Make sure that one shard is in the store: reuse an earlier attempt's, or write it."""
         if finished is not None and finished.samples == shard.samples and await self._is_there(finished):
             file = finished
             self._progress.found += shard.samples
         else:
-            file = await self._make(shard)
+            file = await self._create_shard(shard)
             await self._journal.record(shard.name, file)
             metrics.SAMPLES.labels(shard.split).inc(shard.samples)
         self._progress.done += shard.samples
@@ -197,7 +197,7 @@ class ShardingJob:
             return False
         return there.size_bytes == size_bytes
 
-    async def _make(self, shard: PlannedShard) -> ShardFile:
+    async def _create_shard(self, shard: PlannedShard) -> ShardFile:
         """Write the shard and upload it.
 
         Raises:
@@ -249,7 +249,7 @@ class ShardingJob:
         encoder, flat = self._plan.encoder, self._plan.flat
         open_writer = partial(ShardWriter, path, shard.name, encoder.extensions, encoder.class_contents, flat=flat)
         try:
-            async with self._packs.hold(await run_in_thread(self._packs_of, shard)) as packs:
+            async with self._packs.pin(await run_in_thread(self._packs_of, shard)) as packs:
                 with closing(open_writer()) as writer:
                     for read in self._plan.rows(shard, BATCH_ROWS):
                         for batch in batches(read):
@@ -334,14 +334,14 @@ def _append(
     """Write a batch whose contents are on the disk, in packs and in files of their own."""
     numbers = batch["pack"].tolist()
     needed = {number: packs[number] for number in set(numbers) if number >= 0}
-    with _opened(needed) as of_packs, _opened(local) as of_rows:
+    with _open_files(needed) as of_packs, _open_files(local) as of_rows:
         handles = [of_packs[number] if number >= 0 else of_rows[row] for row, number in enumerate(numbers)]
         offsets = [max(offset, 0) for offset in batch["offset"].tolist()]
         writer.add(batch, extras, Contents(handles, offsets))
 
 
 @contextmanager
-def _opened(paths: Mapping[int, Path]) -> Iterator[dict[int, int]]:
+def _open_files(paths: Mapping[int, Path]) -> Iterator[dict[int, int]]:
     """The files, open for reading while this lasts."""
     handles: dict[int, int] = {}
     with ExitStack() as stack:

@@ -20,7 +20,7 @@ log = structlog.get_logger(__name__)
 PARALLEL_TRANSFERS = 4
 
 
-class _Unhashed:
+class _NoHash:
     """No hash: each record of a pack has its own."""
 
     def update(self, content: memoryview, /) -> None:
@@ -37,7 +37,7 @@ class PackCache:
         self._objects, self._folder, self._source_uri, self._max_bytes = objects, folder, source_uri, max_bytes
         self._sizes: dict[int, int] = {}
         self._fetching: OrderedDict[int, asyncio.Task[Path]] = OrderedDict()
-        self._holders: dict[int, int] = {}
+        self._pins: dict[int, int] = {}
         #: How often a copy was spoiled; the next one has another name, since others may be reading this one.
         self._spoiled: dict[int, int] = {}
         self._transfers = asyncio.Semaphore(PARALLEL_TRANSFERS)
@@ -54,7 +54,7 @@ class PackCache:
         return self._folder / f"{pack_name(number)}.{self._spoiled.get(number, 0)}"
 
     @asynccontextmanager
-    async def hold(self, numbers: Iterable[int]) -> AsyncIterator[dict[int, Path]]:
+    async def pin(self, numbers: Iterable[int]) -> AsyncIterator[dict[int, Path]]:
         """Keep these packs on the disk during the block; yield their paths.
 
         Raises:
@@ -64,13 +64,13 @@ class PackCache:
         if gone := [number for number in wanted if number not in self._sizes]:
             raise ObjectNotFound(f"{self._source_uri}/{pack_name(gone[0])}")
         for number in wanted:
-            self._holders[number] = self._holders.get(number, 0) + 1
+            self._pins[number] = self._pins.get(number, 0) + 1
         try:
-            paths = await gather_limited(map(self._have, wanted), limit=max(len(wanted), 1))
+            paths = await gather_limited(map(self._ensure_local, wanted), limit=max(len(wanted), 1))
             yield dict(zip(wanted, paths, strict=True))
         finally:
             for number in wanted:
-                self._holders[number] -= 1
+                self._pins[number] -= 1
             self._evict()
 
     def discard_copy(self, number: int) -> None:
@@ -83,7 +83,7 @@ class PackCache:
         """End what is under way."""
         await cancel_and_wait(*self._fetching.values())
 
-    async def _have(self, number: int) -> Path:
+    async def _ensure_local(self, number: int) -> Path:
         task = self._fetching.get(number)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             if task is not None:
@@ -99,7 +99,7 @@ class PackCache:
         async with self._transfers:
             path, size = self._path(number), self._sizes[number]
             path.touch()
-            await self._objects.read_into(f"{self._source_uri}/{pack_name(number)}", path, 0, size, _Unhashed)
+            await self._objects.read_into(f"{self._source_uri}/{pack_name(number)}", path, 0, size, _NoHash)
             self.fetched_bytes += size
             return path
 
@@ -107,7 +107,7 @@ class PackCache:
         for number, task in list(self._fetching.items()):
             if self.held_bytes <= self._max_bytes:
                 return
-            if not self._holders.get(number) and task.done():
+            if not self._pins.get(number) and task.done():
                 self._drop(number)
 
     def _drop(self, number: int) -> None:

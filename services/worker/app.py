@@ -11,7 +11,7 @@ from pathlib import Path
 from services.kit.service import Service
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
-from services.kit.store.ranged import RangedDownloader
+from services.kit.store.ranged_download import RangedDownloader
 from services.worker.agent.agent import Agent
 from services.worker.cache.file_cache import FileCache
 from services.worker.cache.node_cache import SHARDS_FOLDER, NodeCache

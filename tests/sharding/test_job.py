@@ -356,5 +356,5 @@ async def test_a_missing_pack_is_missing(tmp_path: Path) -> None:
     there = pack_cache.PackCache(FolderStore(tmp_path), tmp_path / "packs", ingestion_uri(BUCKET, "0" * 64), 10)  # type: ignore[arg-type]
     await there.list_packs()
     with pytest.raises(ObjectNotFound, match="pack-00003"):
-        async with there.hold([3]):
+        async with there.pin([3]):
             pass

@@ -24,7 +24,7 @@ from services.kit.bus import TransientError
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectCorrupted, ObjectNotFound
 from services.kit.store.objects import ObjectStore
-from services.kit.store.ranged import RangedDownloader
+from services.kit.store.ranged_download import RangedDownloader
 from services.worker.cache import shard_cache as shards_module
 from services.worker.cache.dataset_view import DatasetView
 from services.worker.cache.node_cache import CacheError, NodeCache

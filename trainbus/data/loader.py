@@ -84,7 +84,7 @@ class BatchLoader:
             try:
                 batch, decode_s = ticket.result()
             except DecodeError as error:
-                raise self._explained(ids, error) from error
+                raise self._describe_error(ids, error) from error
             self._waits.add("decode", decode_s / workers)
             return self._finish(ids, batch)
 
@@ -107,7 +107,7 @@ class BatchLoader:
             with self._waits.during("decode"):
                 return run_decode_job(self._task, job)
         except DecodeError as error:
-            raise self._explained(job.ids, error) from error
+            raise self._describe_error(job.ids, error) from error
 
     def _finish(self, ids: Ids, batch: Any) -> MicroBatch:
         if self._pin:
@@ -115,7 +115,7 @@ class BatchLoader:
                 batch = to_device(batch, lambda value: value.pin_memory() if isinstance(value, torch.Tensor) else value)
         return MicroBatch(len(ids), batch, ids, self._reader)
 
-    def _explained(self, ids: Ids, error: DecodeError) -> TaskError:
+    def _describe_error(self, ids: Ids, error: DecodeError) -> TaskError:
         if error.place is None:
             first, last = int(ids[0]), int(ids[-1])
             where = f"a batch of {len(ids)} samples, {self._reader.key(first)!r} to {self._reader.key(last)!r}"
@@ -152,7 +152,7 @@ class Prefetcher(Generic[T]):
 
     def __next__(self) -> T:
         """Return the next item, waiting for it; an error in making it is raised here."""
-        return self._stock.take()
+        return self._stock.pop()
 
     def has(self, count: int, timeout_s: float = 0.0) -> bool:
         """Return whether the next ``count`` items are made within that time; true at the end of the items."""
@@ -202,7 +202,7 @@ class _PrefetchQueue(Generic[T]):
                 self._changed.notify_all()
             return not self._closed
 
-    def take(self) -> T:
+    def pop(self) -> T:
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._over)
             if self._ready:

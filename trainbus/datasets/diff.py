@@ -57,17 +57,17 @@ class Difference:
         """Return the number of changes; a record may have several."""
         return sum(self.count(kind) for kind in KINDS)
 
-    def take(self, old: RecordVersion | None, new: RecordVersion | None, examples: int) -> None:
+    def add(self, old: RecordVersion | None, new: RecordVersion | None, examples: int) -> None:
         """Count what became of one record."""
-        told = new or old
-        assert told is not None
+        record = new or old
+        assert record is not None
         kinds = list(_kinds(old, new))
         self.same += not kinds
         for kind in kinds:
-            self.by_class[kind][told.split, told.label] += 1
+            self.by_class[kind][record.split, record.label] += 1
             if len(self.examples[kind]) < examples:
                 renamed = old and new and old.key != new.key
-                self.examples[kind].append(f"{old.key} -> {told.key}" if old and renamed else told.key)
+                self.examples[kind].append(f"{old.key} -> {record.key}" if old and renamed else record.key)
         if old is not None and new is not None:
             if "moved" in kinds:
                 self.moves[old.split, new.split] += 1
@@ -100,21 +100,21 @@ def compare(before: Iterable[IndexRecord], after: Iterable[IndexRecord], example
         UnsortedIndex: an index is not sorted by key, or has a key twice.
     """
     found = Difference()
-    with closing(_Unmatched()) as unmatched:
+    with closing(_UnmatchedRecords()) as unmatched:
         for old, new in match_records(before, after):
             if old is not None and new is not None and old.sha256 == new.sha256:
-                found.take(old, new, examples)
+                found.add(old, new, examples)
                 continue
             if old is not None:
                 unmatched.add(_BEFORE, old)
             if new is not None:
                 unmatched.add(_AFTER, new)
         for old, new in unmatched.pairs():
-            found.take(old, new, examples)
+            found.add(old, new, examples)
     return found
 
 
-class _Unmatched:
+class _UnmatchedRecords:
     """Records without a partner of the same key and content, in a temporary database on disk."""
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class _Unmatched:
             CREATE INDEX by_content ON alike (sha256, place, side);
             """
         )
-        yield from self._joined(
+        yield from self._select_pairs(
             """SELECT old.key, old.split, old.label, old.sha256, new.key, new.split, new.label, new.sha256
             FROM alike AS old JOIN alike AS new ON new.sha256 = old.sha256 AND new.place = old.place
             WHERE old.side = 0 AND new.side = 1 ORDER BY old.key"""
@@ -155,17 +155,17 @@ class _Unmatched:
             CREATE INDEX by_key ON single (key, side);
             """
         )
-        yield from self._joined(
+        yield from self._select_pairs(
             """SELECT old.key, old.split, old.label, old.sha256, new.key, new.split, new.label, new.sha256
             FROM single AS old JOIN single AS new ON new.key = old.key
             WHERE old.side = 0 AND new.side = 1 ORDER BY old.key"""
         )
         alone = """SELECT side, key, split, label, sha256 FROM single AS one WHERE NOT EXISTS
             (SELECT 1 FROM single AS other WHERE other.key = one.key AND other.side != one.side) ORDER BY key"""
-        for side, *told in self._db.execute(alone):
-            yield (RecordVersion(*told), None) if side == _BEFORE else (None, RecordVersion(*told))
+        for side, *record in self._db.execute(alone):
+            yield (RecordVersion(*record), None) if side == _BEFORE else (None, RecordVersion(*record))
 
-    def _joined(self, query: str) -> Iterator[tuple[RecordVersion, RecordVersion]]:
+    def _select_pairs(self, query: str) -> Iterator[tuple[RecordVersion, RecordVersion]]:
         for row in self._db.execute(query):
             yield RecordVersion(*row[:4]), RecordVersion(*row[4:])
 
@@ -175,7 +175,7 @@ def match_records(
     after: Iterable[IndexRecord],
 ) -> Iterator[tuple[RecordVersion | None, RecordVersion | None]]:
     """Yield each key's record in one version or both, in the order of keys."""
-    ours, theirs = _ordered(before), _ordered(after)
+    ours, theirs = _check_order(before), _check_order(after)
     old, new = next(ours, None), next(theirs, None)
     while old is not None or new is not None:
         if new is None or (old is not None and old.key < new.key):
@@ -189,7 +189,7 @@ def match_records(
             old, new = next(ours, None), next(theirs, None)
 
 
-def _ordered(records: Iterable[IndexRecord]) -> Iterator[RecordVersion]:
+def _check_order(records: Iterable[IndexRecord]) -> Iterator[RecordVersion]:
     last = ""
     for record in records:
         if record["key"] <= last:

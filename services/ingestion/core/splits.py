@@ -50,8 +50,8 @@ class SplitKeys:
     def __init__(self, data: DataSource) -> None:
         self._split = data.split
         checks = data.checks
-        #: Says nothing of how like two records are.
-        self._describe_deviation = {checks.id_field, checks.time_field, data.label_field} - {None}
+        #: Fields that do not show how similar two records are.
+        self._unrelated_fields = {checks.id_field, checks.time_field, data.label_field} - {None}
 
     def row(self, fields: Mapping[str, Any]) -> str:
         """Return the split key of a record of fields.
@@ -60,7 +60,7 @@ class SplitKeys:
             RecordFault: it has no group or no time.
         """
         if self._split.by == "near":
-            return normalised({name: value for name, value in fields.items() if name not in self._describe_deviation})
+            return normalised({name: value for name, value in fields.items() if name not in self._unrelated_fields})
         return self._named(fields)
 
     def image(self, image: Image, fields: Mapping[str, Any] | None = None) -> str:

@@ -32,7 +32,7 @@ class EntityFile:
             return None
         self._keys = self._keys or _Cursor(self.source, columns)
         try:
-            return self._keys.take(rows)
+            return self._keys.read_rows(rows)
         except DAMAGED as error:
             self.broken = broken(error)
             return None
@@ -90,11 +90,11 @@ class _Cursor:
         taken = batch.slice(0, most)
         self._left -= taken.num_rows
         if self._left == 0:
-            # Lets go of the file: there may be very many.
+            # There may be very many files: close each at its end.
             self._batches.close()
         return taken
 
-    def take(self, rows: int) -> list[Any]:
+    def read_rows(self, rows: int) -> list[Any]:
         """Return the next ``rows`` rows. Raises one of ``DAMAGED``."""
         taken = []
         while rows:

@@ -50,7 +50,7 @@ RETRY_S, RETRY_MAX_S = 0.05, 2.0
 Sink = Callable[[memoryview], object]
 
 
-class _Interrupted(Exception):
+class _ReadInterrupted(Exception):
     """The connection broke, or the store cannot answer now; the rest can be read with another request."""
 
 
@@ -88,7 +88,7 @@ class ObjectReader:
                 async with session.get(url, headers=await self._sign(target.url)) as response:
                     content = await response.read()
             except errors as error:
-                raise _Interrupted(repr(error)) from error
+                raise _ReadInterrupted(repr(error)) from error
             if response.status != 200:
                 raise target.error(response.status, content)
             target.check_etag(response.headers.get("ETag", ""))
@@ -145,7 +145,7 @@ class ObjectReader:
             position = target.position
             try:
                 return await attempt()
-            except _Interrupted as error:
+            except _ReadInterrupted as error:
                 if target.position > position:
                     deadline, delay_s = loop.time() + patience_s, RETRY_S
                 if loop.time() > deadline:
@@ -216,7 +216,7 @@ class _Target:
         if status == 416:
             return self._mismatch(f"{self.uri} has at most {self.position} bytes")
         if status in (408, 429) or status >= 500:
-            return _Interrupted(f"status {status}")
+            return _ReadInterrupted(f"status {status}")
         return StoreRefused(f"{self.uri}: the store answers {status}: {body.decode(errors='replace')[:300]}")
 
     def _mismatch(self, text: str) -> Exception:
@@ -243,7 +243,11 @@ class _Transfer:
                 self._connection.interrupt()
 
     def run(self, headers: dict[str, str]) -> None:
-        """Read on from ``position`` over one connection; raise what ``ObjectReader.read`` does, or ``_Interrupted``."""
+        """Read from ``position`` on over one connection.
+
+        Raises:
+            _ReadInterrupted: see there; and what ``ObjectReader.read`` raises.
+        """
         target = self.target
         if target.position or self._stop is not None:
             last = "" if self._stop is None else self._stop - 1
@@ -273,8 +277,8 @@ class _Transfer:
                 connection.close()
                 # The store may close an idle connection at any time; only a fresh one's failure means something.
                 if not connection.was_used:
-                    raise _Interrupted(repr(error)) from error
-        raise _Interrupted("the read was cancelled")
+                    raise _ReadInterrupted(repr(error)) from error
+        raise _ReadInterrupted("the read was cancelled")
 
     def _receive(self, response: http.client.HTTPResponse, buffer: memoryview) -> None:
         target = self.target
@@ -290,7 +294,7 @@ class _Transfer:
         stop = self._stop if self._stop is not None else total
         while (stop is None or target.position < stop) and (count := _read_into(response, buffer)):
             if self._is_aborted:
-                raise _Interrupted("the read was cancelled")
+                raise _ReadInterrupted("the read was cancelled")
             metrics.OBJECT_BYTES.labels("down").inc(count)
             content = buffer[skip : count if stop is None else min(count, skip + stop - target.position)]
             skip = max(skip - count, 0)
@@ -300,7 +304,7 @@ class _Transfer:
         if stop is None:
             target.check_size(target.position)
         elif target.position < stop:
-            raise _Interrupted(f"the answer ended {stop - target.position} bytes early")
+            raise _ReadInterrupted(f"the answer ended {stop - target.position} bytes early")
         elif not response.isclosed():
             _read_into(response, buffer)  # the end of an empty body, so that the connection can be used again
 
@@ -315,7 +319,7 @@ def _read_into(response: http.client.HTTPResponse, buffer: memoryview) -> int:
     try:
         return response.readinto(buffer)
     except (OSError, http.client.HTTPException) as error:
-        raise _Interrupted(repr(error)) from error
+        raise _ReadInterrupted(repr(error)) from error
 
 
 class _Connection:

@@ -26,7 +26,7 @@ from services.kit.concurrency import run_in_thread
 from services.kit.store.errors import ObjectCorrupted
 from services.kit.store.files import READ_BYTES
 from services.kit.store.objects import ObjectStore
-from services.kit.store.ranged import RangedDownloader
+from services.kit.store.ranged_download import RangedDownloader
 from services.worker import metrics
 from services.worker.core.prefetch_schedule import CachedShard
 from services.worker.local_files import write_atomically

@@ -76,7 +76,7 @@ class DatasetShardFailed(IngestionFact, fact="shard_failed"):
 class DatasetProgress(IngestionFact, fact="progress"):
     """How far an ingestion or its sharding has got, on ``progress.dataset.<id>``: every few seconds, not kept long."""
 
-    phase: Literal["listing", "joining", "judging", "sharding", "uploading"]
+    phase: Literal["listing", "joining", "validating", "sharding", "uploading"]
     #: Place in this attempt's sequence of reports.
     number: int
     #: Records, or objects while listing; ``total`` is null while it is not known.

@@ -133,7 +133,7 @@ class Ingestion:
         try:
             await self._bus.publish(fact, received.envelope, expected=ExpectedSequence(0, both))
         except Conflict:
-            log.info("said before", subject=fact.subject)
+            log.info("already published", subject=fact.subject)
 
 
 def _ingestion(received: Message[Any]) -> tuple[str, str | None, DataSource]:

@@ -68,17 +68,17 @@ async def read_file_table(
     }
     needed = (FILE, LABEL) if needs_label else (FILE,)
     rows = reader[listed.path.rpartition(".")[2]](source.uri(listed), local, needed)
-    await run_in_thread(_note, rows, listed, catalog, intake, needs_label)
+    await run_in_thread(_add_labels, rows, listed, catalog, intake, needs_label)
     local.unlink()
     return FileTable(listed.path, catalog), listed
 
 
-def _note(rows: Rows, listed: SourceObject, catalog: Catalog, intake: RecordIntake, needs_label: bool) -> None:
+def _add_labels(rows: Rows, listed: SourceObject, catalog: Catalog, intake: RecordIntake, needs_label: bool) -> None:
     for place, row in rows:
         try:
             if isinstance(row, RecordFault):
                 raise row
-            file, label, value = _named(row, needs_label)
+            file, label, value = _parse_row(row, needs_label)
         except RecordFault as fault:
             intake.reject(listed, InvalidRecord(fault.code, fault.detail, place))
             continue
@@ -92,7 +92,7 @@ def _note(rows: Rows, listed: SourceObject, catalog: Catalog, intake: RecordInta
                 catalog.forget_label(file)
 
 
-def _named(row: Mapping[str, Any], needs_label: bool) -> tuple[str, str, dict[str, Any]]:
+def _parse_row(row: Mapping[str, Any], needs_label: bool) -> tuple[str, str, dict[str, Any]]:
     value = dict(row)
     file = value.pop(FILE, None)
     if not isinstance(file, str) or not file.strip():
@@ -105,7 +105,7 @@ def _named(row: Mapping[str, Any], needs_label: bool) -> tuple[str, str, dict[st
     return file.strip(), text, value
 
 
-def missing(naming: tuple[FileTable, SourceObject], catalog: Catalog, intake: RecordIntake) -> None:
+def reject_missing_files(naming: tuple[FileTable, SourceObject], catalog: Catalog, intake: RecordIntake) -> None:
     """Set aside what the table names and does not exist."""
     for file in catalog.labels_without_object():
         intake.reject(naming[1], InvalidRecord("missing_file", f"names {file!r}, which does not exist"))

@@ -23,7 +23,7 @@ from services.ingestion.core.records import InvalidRecord
 from services.ingestion.core.validation import Fingerprint, Outcome, Tally
 from services.ingestion.decoders import DecoderPool
 from services.ingestion.features.source import FeatureSource, TableFileVersion
-from services.ingestion.file_tables import LABELS, MANIFEST, missing, read_file_table
+from services.ingestion.file_tables import LABELS, MANIFEST, read_file_table, reject_missing_files
 from services.ingestion.progress import Progress
 from services.ingestion.record_files import RecordFiles
 from services.ingestion.record_intake import FoundRecord, RecordConsumer, RecordIntake
@@ -129,7 +129,7 @@ class IngestionJob:
 
     async def _list(self) -> str:
         listed = 0
-        async for page in self._source.listing():
+        async for page in self._source.list_objects():
             self._catalog.list_objects(one for one in page if is_data(one.path))
             listed += len(page)
             await self._progress.report("listing", listed)
@@ -159,7 +159,7 @@ class IngestionJob:
             await run_in_thread(intake.add, found)
             await self._upload_packs(folder_uri)
             await self._progress.report(
-                "judging", intake.seen, done_bytes=self._done_bytes, total_bytes=self._total_bytes
+                "validating", intake.seen, done_bytes=self._done_bytes, total_bytes=self._total_bytes
             )
 
         if self._data.format in ("images", "binary"):
@@ -188,7 +188,7 @@ class IngestionJob:
         files = (listed for listed in self._files() if naming is None or listed.path != naming[1].path)
         await WholeFiles(self._data, self._source, validator, self._concurrency, self._ahead).run(files, consume)
         if naming is not None:
-            await run_in_thread(missing, naming, self._catalog, self._intake)
+            await run_in_thread(reject_missing_files, naming, self._catalog, self._intake)
 
     async def _validate_records(self, consume: RecordConsumer) -> None:
         """Validate objects that hold many records."""

@@ -13,7 +13,7 @@ from services.kit.clock import Clock
 log = structlog.get_logger(__name__)
 
 EVERY_S = 2.0
-Phase = Literal["listing", "joining", "judging"]
+Phase = Literal["listing", "joining", "validating"]
 Say = Callable[[DatasetProgress], Awaitable[object]]
 
 

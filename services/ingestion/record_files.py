@@ -154,7 +154,7 @@ class RecordFiles:
             return
         with closing(self._records(listed.path, local)) as records:
             while found := await run_in_thread(_some, records):
-                await take([(listed, record) for record in await self._decoded(found)])
+                await take([(listed, record) for record in await self._decode_images(found)])
         local.unlink()
 
     def _records(self, path: str, local: Path) -> rows.Records:
@@ -175,7 +175,7 @@ class RecordFiles:
         if (shape := profile.shape()) is not None:
             self._catalog.note_shape(path, shape)
 
-    async def _decoded(self, found: list[ValidRecord | InvalidRecord]) -> list[ValidRecord | InvalidRecord]:
+    async def _decode_images(self, found: list[ValidRecord | InvalidRecord]) -> list[ValidRecord | InvalidRecord]:
         """Return the records with their images decoded; those that do not decode are rejected."""
         if self._data.format not in ("webdataset", "mds"):
             return found

@@ -39,7 +39,7 @@ class Source(Protocol):
     #: Whether sharding can read objects from here by their uri; if not, every record is copied.
     shared: bool
 
-    def listing(self) -> AsyncIterator[list[SourceObject]]:
+    def list_objects(self) -> AsyncIterator[list[SourceObject]]:
         """List every object, in pages, in any order. A source may also name a single object."""
         ...
 
@@ -81,12 +81,12 @@ class StoreSource:
         self._folder = prefix if not prefix or prefix.endswith("/") else f"{prefix}/"
         self._prefix = prefix
 
-    async def listing(self) -> AsyncIterator[list[SourceObject]]:
+    async def list_objects(self) -> AsyncIterator[list[SourceObject]]:
         try:
             found = False
             async for page in _chunks(self._objects.list(f"s3://{self._bucket}/{self._folder}"), LISTING_PAGE):
                 found = True
-                yield [self._listed(info) for info in page]
+                yield [self._source_object(info) for info in page]
             if not found and self._folder != self._prefix:
                 async for one in self._one_object():
                     yield one
@@ -100,9 +100,9 @@ class StoreSource:
             return
         folder = info.key.rpartition("/")[0]
         self._folder = f"{folder}/" if folder else ""
-        yield [self._listed(info)]
+        yield [self._source_object(info)]
 
-    def _listed(self, info: ObjectInfo) -> SourceObject:
+    def _source_object(self, info: ObjectInfo) -> SourceObject:
         written_us = round(info.modified_at.timestamp() * 1_000_000)
         return SourceObject(info.key.removeprefix(self._folder), info.etag, info.size_bytes, written_us)
 
@@ -153,22 +153,22 @@ class FolderSource:
             raise PoisonMessage(f"there is no folder {path}: check data.source ({uri})")
         return cls(path)
 
-    async def listing(self) -> AsyncIterator[list[SourceObject]]:
+    async def list_objects(self) -> AsyncIterator[list[SourceObject]]:
         walk = self._walk()
         while found := await run_in_thread(lambda: list(islice(walk, LISTING_PAGE))):
             yield found
 
     def _walk(self) -> Iterator[SourceObject]:
         if self.only is not None:
-            yield self._listed(self.root / self.only)
+            yield self._source_object(self.root / self.only)
             return
         for folder, folders, names in os.walk(self.root):
             # Links to folders are told and not followed, as they might lead round in a circle.
             names += [name for name in folders if os.path.islink(os.path.join(folder, name))]
             for name in names:
-                yield self._listed(Path(folder, name))
+                yield self._source_object(Path(folder, name))
 
-    def _listed(self, path: Path) -> SourceObject:
+    def _source_object(self, path: Path) -> SourceObject:
         found = path.lstat()
         name = os.fsencode(path.relative_to(self.root)).decode(errors="backslashreplace")
         if not stat.S_ISREG(found.st_mode):

@@ -118,7 +118,7 @@ class ImageFiles:
         broken = images.reject_unread(listed.path, listed.size, self._max_bytes)
         if broken is not None:
             return broken
-        named = self._named(listed.path)
+        named = self._find_entry(listed.path)
         if named is None or not named.label:
             return InvalidRecord("no_label", self._no_label(named), whole_object=True)
         if len(named.label) > MAX_LABEL_CHARS:
@@ -128,7 +128,7 @@ class ImageFiles:
     async def validate(self, batch: list[tuple[SourceObject, bytes]]) -> list[ValidRecord | InvalidRecord]:
         asked = []
         for listed, content in batch:
-            named = self._named(listed.path)
+            named = self._find_entry(listed.path)
             assert named is not None
             asked.append((images.LabelledImage(listed.path, named.label, named.value), content))
         results = await self._decoders.validate(self._image_validator, asked)
@@ -136,7 +136,7 @@ class ImageFiles:
             with_content(result, content, self._keep_below) for result, (_, content) in zip(results, batch, strict=True)
         ]
 
-    def _named(self, path: str) -> FileEntry | None:
+    def _find_entry(self, path: str) -> FileEntry | None:
         if self._table is not None:
             return self._table.of(path)
         folder, slash, _ = path.partition("/")

@@ -59,7 +59,7 @@ class Sharding:
         except ValueError as error:
             await self._publish(RunPrepareFailed(run_id=run_id, reason=str(error)), received)
         else:
-            await self._publish(_prepared(run_id, dataset), received)
+            await self._publish(_run_prepared(run_id, dataset), received)
 
     async def work(self, received: Message[DatasetIngested]) -> None:
         """Make the dataset, and say so. ``PoisonMessage`` is one that can never be made from this index."""
@@ -68,9 +68,9 @@ class Sharding:
             progress = Progress()
             async with progress.publish_periodically(self._bus, event.ingestion_id, received.envelope):
                 dataset = await self._shard(event, Path(folder), progress)
-        await self._publish(self._sharded(event, dataset), received)
+        await self._publish(self._dataset_sharded(event, dataset), received)
         if event.run_id is not None:
-            await self._publish(_prepared(event.run_id, dataset), received)
+            await self._publish(_run_prepared(event.run_id, dataset), received)
         took_s = self._bus.clock.monotonic() - started
         metrics.JOB_SECONDS.labels("reused" if dataset.reused else "sharded").observe(took_s)
         log.info(
@@ -109,7 +109,7 @@ class Sharding:
         except StoreRefused as error:
             raise PoisonMessage(f"{error}; give the sharding service read access") from error
 
-    def _sharded(self, event: DatasetIngested, dataset: Dataset) -> DatasetSharded:
+    def _dataset_sharded(self, event: DatasetIngested, dataset: Dataset) -> DatasetSharded:
         manifest = dataset.manifest
         return DatasetSharded(
             dataset_id=dataset.dataset_id,
@@ -130,10 +130,10 @@ class Sharding:
         try:
             await self._bus.publish(fact, received.envelope, expected=ExpectedSequence(0))
         except Conflict:
-            log.info("said before", subject=fact.subject)
+            log.info("already published", subject=fact.subject)
 
 
-def _prepared(run_id: str, dataset: Dataset) -> RunPrepared:
+def _run_prepared(run_id: str, dataset: Dataset) -> RunPrepared:
     samples = {split: dataset.manifest.splits[split].samples for split in SPLITS}
     return RunPrepared(
         run_id=run_id,

@@ -47,15 +47,15 @@ async def collect_garbage(bus: Bus, objects: ObjectStore, settings: ShardingSett
     root = f"s3://{settings.bucket_datasets}/"
     grace, keep_packs = (timedelta(seconds=s) for s in (settings.dataset_gc_grace_s, settings.dataset_keep_packs_s))
     # In this order: what is named after the shards were listed is seen, in a journal or in the manifest that follows.
-    shards = [stored async for stored in _listed(objects, f"{root}shards/")]
+    shards = [stored async for stored in _list_stored(objects, f"{root}shards/")]
     ingestions: dict[str, list[StoredObject]] = defaultdict(list)
-    async for stored in _listed(objects, f"{root}ingestions/"):
+    async for stored in _list_stored(objects, f"{root}ingestions/"):
         if match := INGESTION_KEY.match(stored.key):
             ingestions[match["fingerprint"]].append(stored)
     now = bus.clock.now()
     young = [s for found in ingestions.values() for s in found if garbage.is_young_journal(s, now, grace)]
     journals = await gather_limited((_journal(objects, s) for s in young), limit=PARALLEL_READS)
-    working = await _working(bus)
+    working = await _list_open_jobs(bus)
     manifests = await _manifests(objects, f"{root}datasets/")
     named = garbage.collect_names(manifests, journals, working)
     doomed = garbage.garbage_shards(shards, named, now, grace)
@@ -88,15 +88,15 @@ async def _delete(objects: ObjectStore, stored: StoredObject, kind: str) -> int 
     return stored.size_bytes
 
 
-async def _listed(objects: ObjectStore, uri: str) -> AsyncIterator[StoredObject]:
+async def _list_stored(objects: ObjectStore, uri: str) -> AsyncIterator[StoredObject]:
     try:
         async for info in objects.list(uri):
-            yield _stored(info)
+            yield _stored_object(info)
     except ObjectNotFound:
         return  # there is no bucket yet
 
 
-def _stored(info: ObjectInfo) -> StoredObject:
+def _stored_object(info: ObjectInfo) -> StoredObject:
     return StoredObject(info.uri, info.key, info.size_bytes, info.modified_at)
 
 
@@ -110,7 +110,7 @@ async def _journal(objects: ObjectStore, stored: StoredObject) -> dict[str, Shar
 
 
 async def _manifests(objects: ObjectStore, uri: str) -> list[Manifest]:
-    listed = [s async for s in _listed(objects, uri) if s.key.endswith("/manifest.json")]
+    listed = [s async for s in _list_stored(objects, uri) if s.key.endswith("/manifest.json")]
     found = await gather_limited((_manifest(objects, s) for s in listed), limit=PARALLEL_READS)
     return [manifest for manifest in found if manifest is not None]
 
@@ -124,7 +124,7 @@ async def _manifest(objects: ObjectStore, stored: StoredObject) -> Manifest | No
         raise ValueError(f"{stored.uri}: {error}; repair or remove it, nothing was collected") from error
 
 
-async def _working(bus: Bus) -> set[str]:
+async def _list_open_jobs(bus: Bus) -> set[str]:
     """Return the fingerprints of the ingestions that wait for sharding."""
     found: dict[str, str] = {}
     # Not the client's own list of keys, which may end early while the server is busy.

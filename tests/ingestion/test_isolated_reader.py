@@ -202,7 +202,7 @@ def lake(planted: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call
         source = FeatureSource(lambda _: FolderSource(tmp_path / "features"), FeatureJoin(tables=(spec,)))
         await source.list()
         asked = FolderSource(tmp_path / "entities")
-        listed = [one async for page in asked.listing() for one in page]
+        listed = [one async for page in asked.list_objects() for one in page]
         return await source.join(asked, sorted(listed), Path(tempfile.mkdtemp(dir=tmp_path)))
 
     return join

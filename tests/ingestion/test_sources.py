@@ -13,7 +13,7 @@ from services.kit.store.errors import ObjectChanged
 
 
 async def listed(source: FolderSource) -> dict[str, SourceObject]:
-    return {one.path: one async for page in source.listing() for one in page}
+    return {one.path: one async for page in source.list_objects() for one in page}
 
 
 @pytest.fixture

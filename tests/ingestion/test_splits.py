@@ -21,7 +21,7 @@ from services.ingestion.core.splits import (
     SplitKeys,
     apportion,
     group_text,
-    normalised,
+    hash_normalized,
     perceptual_hash,
     strata,
     stratify,
@@ -239,7 +239,7 @@ def test_near_duplicates_of_a_text() -> None:
     keys = SplitKeys(source(Split(by="near")))
     assert keys.text(b"To be  or\tnot") == keys.text(b"TO BE OR NOT") != keys.text(b"to be and not")
     assert keys.text(b"\xff\x00") != keys.text(b"\xfe\x00")
-    assert normalised("a") != normalised(["a"])
+    assert hash_normalized("a") != hash_normalized(["a"])
 
 
 def test_what_nobody_knows_the_likeness_of_goes_by_its_content() -> None:

@@ -77,7 +77,7 @@ def receive(end: socket.socket) -> Any:
     finally:
         os.close(fds[0])
     sizes = struct.unpack_from(f"<{count}q", memory)
-    starts = list(itertools.accumulate(map(_aligned, sizes), initial=_aligned(8 * count)))
+    starts = list(itertools.accumulate(map(_align, sizes), initial=_align(8 * count)))
     head, *buffers = [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
     return pickle.loads(head, buffers=buffers)  # noqa: S301  what the parent or its own fork has written
 
@@ -88,10 +88,10 @@ def _write(fd: int, part: bytes | memoryview, at: int) -> int:
     written = 0
     while written < rest.nbytes:
         written += os.pwrite(fd, rest[written:], at + written)
-    return at + _aligned(rest.nbytes)
+    return at + _align(rest.nbytes)
 
 
-def _aligned(size: int) -> int:
+def _align(size: int) -> int:
     return size + -size % _ALIGN
 
 

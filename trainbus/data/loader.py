@@ -141,10 +141,10 @@ class Prefetcher(Generic[T]):
 
     def __init__(self, items: Iterable[T], depth: int) -> None:
         """Start to make ``items``, up to ``depth`` ahead."""
-        self._stock: _PrefetchQueue[T] = _PrefetchQueue(depth)
+        self._queue: _PrefetchQueue[T] = _PrefetchQueue(depth)
         # The thread knows the stock alone, so that an iterator that is forgotten ends it, too.
-        thread = threading.Thread(target=self._stock.fill, args=(items,), name="trainbus-loader", daemon=True)
-        _RUNNING[thread] = self._stock
+        thread = threading.Thread(target=self._queue.fill, args=(items,), name="trainbus-loader", daemon=True)
+        _RUNNING[thread] = self._queue
         thread.start()
 
     def __iter__(self) -> Self:
@@ -152,18 +152,18 @@ class Prefetcher(Generic[T]):
 
     def __next__(self) -> T:
         """Return the next item, waiting for it; an error in making it is raised here."""
-        return self._stock.pop()
+        return self._queue.pop()
 
     def has(self, count: int, timeout_s: float = 0.0) -> bool:
         """Return whether the next ``count`` items are made within that time; true at the end of the items."""
-        return self._stock.has(count, timeout_s)
+        return self._queue.has(count, timeout_s)
 
     def close(self) -> None:
         """Stop the thread."""
-        self._stock.close()
+        self._queue.close()
 
     def __del__(self) -> None:
-        self._stock.close()
+        self._queue.close()
 
 
 class _PrefetchQueue(Generic[T]):
@@ -232,8 +232,8 @@ def prefetch(items: Iterable[T], depth: int = 2) -> Prefetcher[T]:
 def _close_prefetchers() -> None:
     """Stop all prefetchers before the interpreter ends: a thread that returns from C++ then would abort it."""
     running = list(_RUNNING.items())
-    for _, stock in running:
-        stock.close()
+    for _, queue in running:
+        queue.close()
     for thread, _ in running:
         thread.join(JOIN_S)
 

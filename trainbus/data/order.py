@@ -194,14 +194,15 @@ class LaneOrder:
                 f"the checkpoint's samples are in the order of algorithm {state.get('algorithm')!r}, this trainbus has "
                 f"{ALGORITHM}: go on with the version of trainbus that wrote it, or train from the start"
             )
-        said = [
-            _DIFFERS[name].format(was=state.get(name), now=here[name], setting=_setting(name, state))
+        differences = [
+            _DIFFERS[name].format(was=state.get(name), now=here[name], setting=_window_setting(name, state))
             for name in _DIFFERS
             if state.get(name) != here[name]
         ]
-        if said:
+        if differences:
             raise OrderMismatch(
-                "this run cannot go on from the checkpoint, samples would be lost or repeated: " + "; ".join(said)
+                "this run cannot go on from the checkpoint, samples would be lost or repeated: "
+                + "; ".join(differences)
             )
 
 
@@ -213,7 +214,7 @@ _DIFFERS = {
 }
 
 
-def _setting(name: str, state: Mapping[str, Any]) -> str:
+def _window_setting(name: str, state: Mapping[str, Any]) -> str:
     return "null" if state.get("window") is None else str(state["window"])
 
 

@@ -300,7 +300,7 @@ class SplitReader:
         shard = self._open.get(number)
         if shard is not None:
             return shard
-        shard = self._open[number] = self._arrived(self.shards[number])
+        shard = self._open[number] = self._open_shard(self.shards[number])
         self._opened_any = True
         for name, field in shard.fields.items():
             places = self._places.setdefault(name, FieldLocations(self._starts, self._used))
@@ -309,7 +309,7 @@ class SplitReader:
                 places.stride[number], places.sizes[number] = field.stride, field.size
         return shard
 
-    def _arrived(self, file: ShardFile) -> ShardReader:
+    def _open_shard(self, file: ShardFile) -> ShardReader:
         if self._arrive is None:
             return ShardReader(self._folder, file)
         for _ in range(MAX_OPEN_ATTEMPTS):

@@ -102,7 +102,7 @@ class Loader:
     def __iter__(self) -> Generator[MicroBatch]:
         """Yield this rank's samples of each step, to the end; ``batch`` is None where it has none."""
         workers = self._batch_loader.workers
-        loaded = pipeline_results(self._started(self.samples_consumed), 0 if workers is None else len(workers) + 1)
+        loaded = pipeline_results(self._start_steps(self.samples_consumed), 0 if workers is None else len(workers) + 1)
         with closing(loader.prefetch(loaded, self._ahead)) as steps:
             for samples_consumed, step in steps:
                 self.samples_consumed = samples_consumed
@@ -118,7 +118,7 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _started(self, samples_consumed: int) -> Iterator[Callable[[], tuple[int, MicroBatch]]]:
+    def _start_steps(self, samples_consumed: int) -> Iterator[Callable[[], tuple[int, MicroBatch]]]:
         while size := self._sampler.batch_size(samples_consumed):
             bounds = slice_bounds(size, self._world_size, self._rank)
             picked = self._sampler.select(samples_consumed, *bounds)

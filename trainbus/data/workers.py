@@ -190,23 +190,23 @@ def _run_worker(end: socket.socket, make: Callable[[], Task], slot: _ProgressSlo
         threading.Thread(target=_exit_with_peer, args=(end,), daemon=True).start()
         torch.set_num_threads(1)
         task: Task | None = None
-        told: _DatasetInfo | None = None
+        dataset: _DatasetInfo | None = None
         while True:
             value = receive(end)
             if isinstance(value, _DatasetInfo):
-                told = value
-                task = None if task is None else _configure(task, told)
+                dataset = value
+                task = None if task is None else _configure(task, dataset)
                 continue
             started = time.perf_counter()
             try:
-                task = task or _configure(make(), told)
+                task = task or _configure(make(), dataset)
                 answer: Any = run_decode_job(task, value, slot.set), time.perf_counter() - started
             except DecodeError as error:
                 answer = error
             except TaskError as error:
                 answer = DecodeError(str(error))
             slot.set(_NOWHERE)
-            _answer(end, answer)
+            _send_answer(end, answer)
     except ChannelClosed:
         code = 0
     except BaseException:
@@ -217,7 +217,7 @@ def _run_worker(end: socket.socket, make: Callable[[], Task], slot: _ProgressSlo
         os._exit(code)
 
 
-def _answer(end: socket.socket, answer: Any) -> None:
+def _send_answer(end: socket.socket, answer: Any) -> None:
     try:
         send(end, answer)
     except (ChannelClosed, OSError):
@@ -227,9 +227,9 @@ def _answer(end: socket.socket, answer: Any) -> None:
         send(end, DecodeError(f"the batch cannot be passed on between processes: {type(error).__name__}: {error}"))
 
 
-def _configure(task: Task, told: _DatasetInfo | None) -> Task:
-    if told is not None:
-        task.classes, task.statistics = told.classes, told.statistics
+def _configure(task: Task, dataset: _DatasetInfo | None) -> Task:
+    if dataset is not None:
+        task.classes, task.statistics = dataset.classes, dataset.statistics
     return task
 
 

@@ -125,7 +125,7 @@ class History:
             self._tie(made, dataset_id)
 
     def _on_sharded(self, fact: dataset.DatasetSharded) -> None:
-        known = self._known(fact.dataset_id)
+        known = self._ensure_record(fact.dataset_id)
         known.record, known.manifest_uri = fact, fact.manifest_uri
         made = self.ingestions.get(fact.ingestion_id or "")
         if made is not None and made.found is not None:
@@ -137,7 +137,7 @@ class History:
                 self._tie(ingestion, fact.dataset_id)
 
     def _on_prepared(self, fact: run.RunPrepared) -> None:
-        known, use = self._known(fact.dataset_id), self._run(fact.run_id)
+        known, use = self._ensure_record(fact.dataset_id), self._run(fact.run_id)
         known.manifest_uri = known.manifest_uri or fact.manifest_uri
         if all(each is not use for each in known.runs):
             known.runs.append(use)
@@ -154,9 +154,9 @@ class History:
     def _tie(self, ingestion: Ingestion, dataset_id: str) -> None:
         if ingestion.dataset_id is None:
             ingestion.dataset_id = dataset_id
-            self._known(dataset_id).ingestions.append(ingestion)
+            self._ensure_record(dataset_id).ingestions.append(ingestion)
 
-    def _known(self, dataset_id: str) -> DatasetRecord:
+    def _ensure_record(self, dataset_id: str) -> DatasetRecord:
         return self.datasets.setdefault(dataset_id, DatasetRecord(dataset_id))
 
     def _run(self, run_id: str) -> TrainingUse:

@@ -51,12 +51,12 @@ def file_key(path: str) -> str:
     stem = path[: -len(end) - 1] if end else path
     if SAFE_KEY.fullmatch(stem) and len(stem) <= MAX_KEY_CHARS:
         return stem
-    return _hashed(stem)
+    return _shorten_path(stem)
 
 
 def rows_key(path: str) -> str:
     """Return the key prefix of the rows of the object at ``path``; unique for every path."""
-    return _hashed(path)
+    return _shorten_path(path)
 
 
 def row_key(prefix: str, number: int) -> str:
@@ -64,7 +64,7 @@ def row_key(prefix: str, number: int) -> str:
     return f"{prefix}/{number:09d}"
 
 
-def _hashed(path: str) -> str:
+def _shorten_path(path: str) -> str:
     suffix = "-" + short_hash(path, length=12)
     safe = re.sub(r"[^A-Za-z0-9_-]+", "_", path)
     return safe[-(MAX_KEY_CHARS - len(suffix)) :] + suffix

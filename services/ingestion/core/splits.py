@@ -60,8 +60,10 @@ class SplitKeys:
             RecordFault: it has no group or no time.
         """
         if self._split.by == "near":
-            return normalised({name: value for name, value in fields.items() if name not in self._unrelated_fields})
-        return self._named(fields)
+            return hash_normalized(
+                {name: value for name, value in fields.items() if name not in self._unrelated_fields}
+            )
+        return self._split_value(fields)
 
     def image(self, image: Image, fields: Mapping[str, Any] | None = None) -> str:
         """Return the split key of a decoded image; ``fields`` is its row of labels.csv.
@@ -69,11 +71,15 @@ class SplitKeys:
         Raises:
             RecordFault: it has no group or no time.
         """
-        return perceptual_hash(image) if self._split.by == "near" else self._named(fields or {})
+        return perceptual_hash(image) if self._split.by == "near" else self._split_value(fields or {})
 
     def text(self, content: bytes) -> str:
         """Return the split key of a text: near-duplicates differ only in case and white space."""
-        return normalised(content.decode(errors="backslashreplace")) if self._split.by == "near" else self._named({})
+        return (
+            hash_normalized(content.decode(errors="backslashreplace"))
+            if self._split.by == "near"
+            else self._split_value({})
+        )
 
     def unknown(self) -> str:
         """Return the split key of opaque content.
@@ -81,9 +87,9 @@ class SplitKeys:
         Raises:
             RecordFault: it should have a group or a time.
         """
-        return self._named({})
+        return self._split_value({})
 
-    def _named(self, fields: Mapping[str, Any]) -> str:
+    def _split_value(self, fields: Mapping[str, Any]) -> str:
         if self._split.by == "group":
             name = self._split.group_field or ""
             value = member(fields, name)
@@ -109,18 +115,18 @@ def group_text(value: Any) -> str:
     return str(value) if isinstance(value, str | int | float) else canonical_json(value).decode()
 
 
-def normalised(value: Any) -> str:
+def hash_normalized(value: Any) -> str:
     """Return a hash of ``value`` that ignores case, white space and the Unicode form."""
-    return hashlib.sha256(json.dumps(_folded(value), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(_fold_text(value), sort_keys=True).encode()).hexdigest()
 
 
-def _folded(value: Any) -> Any:
+def _fold_text(value: Any) -> Any:
     if isinstance(value, str):
         return " ".join(unicodedata.normalize("NFKC", value).casefold().split())
     if isinstance(value, Mapping):
-        return {name: _folded(inner) for name, inner in value.items()}
+        return {name: _fold_text(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_folded(inner) for inner in value]
+        return [_fold_text(inner) for inner in value]
     return value
 
 

@@ -223,7 +223,7 @@ class Statistics:
         columns: dict[str, list[NDArray[numpy.float64]]] = {}
         for names, rows in self._block.items():
             table = numpy.frombuffer(b"".join(rows), dtype="<f8").reshape(len(rows), -1)
-            for name, column in zip(_decoded(names), table.T, strict=True):
+            for name, column in zip(_decode_names(names), table.T, strict=True):
                 columns.setdefault(name, []).append(column)
         self._block.clear()
         for name, parts in columns.items():
@@ -236,5 +236,5 @@ class Statistics:
 
 
 @lru_cache(maxsize=4096)
-def _decoded(names: bytes) -> tuple[str, ...]:
+def _decode_names(names: bytes) -> tuple[str, ...]:
     return tuple(json.loads(names))

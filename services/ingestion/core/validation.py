@@ -109,7 +109,7 @@ class Tally:
         ]
         return max(found, key=lambda one: (one[1] / one[2], one[0]), default=None)
 
-    def quarantined(self) -> tuple[QuarantineCount, ...]:
+    def quarantine_counts(self) -> tuple[QuarantineCount, ...]:
         """Return the counts by reason, the most frequent first."""
         return tuple(sorted(self.faults.values(), key=lambda fault: (-fault.count, fault.code)))
 
@@ -125,7 +125,7 @@ class Tally:
             broken=self.broken,
             objects=self.objects,
             broken_objects=self.broken_objects,
-            quarantined=self.quarantined(),
+            quarantined=self.quarantine_counts(),
             worst_class=self.worst_class(),
             leak=self.leak,
             statistics=self.statistics,

@@ -134,7 +134,7 @@ class FeatureSource:
 
 async def _list_table(table: FeatureTable, source: Source) -> list[SourceObject]:
     files: list[SourceObject] = []
-    async for page in source.listing():
+    async for page in source.list_objects():
         files += [listed for listed in page if is_data(listed.path)]
     if not files:
         raise PoisonMessage(f"feature table {table.name!r} has no file under {table.source}: check its source")

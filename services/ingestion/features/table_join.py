@@ -57,7 +57,7 @@ def load_table(spec: FeatureTable, files: Sequence[Located]) -> LoadedTable:
         try:
             opened.append(open_table(table, uri, path))
         except DAMAGED as error:
-            raise _damaged(table, uri, error) from error
+            raise _unreadable_file_error(table, uri, error) from error
     needed = [*spec.keys, spec.event_time, *([spec.created_time] if spec.created_time is not None else [])]
     features = spec.features or tuple(name for name in opened[0].schema.names if name not in needed)
     if not features:
@@ -174,7 +174,7 @@ class TableJoin:
         try:
             batch.validate(full=True)
         except DAMAGED as error:
-            raise _damaged(file.table, file.uri, error) from error
+            raise _unreadable_file_error(file.table, file.uri, error) from error
         return pyarrow.table(
             [column.cast(field.type) for column, field in zip(batch.columns, self.schema, strict=True)], self.schema
         )
@@ -190,7 +190,7 @@ def _sound(file: TableFile, columns: Sequence[str]) -> Iterator[Any]:
     try:
         yield from batches(file, columns)
     except DAMAGED as error:
-        raise _damaged(file.table, file.uri, error) from error
+        raise _unreadable_file_error(file.table, file.uri, error) from error
 
 
 def _one_type(files: Sequence[TableFile], feature: str) -> Any:
@@ -216,7 +216,7 @@ def _plain_type(found: Any) -> Any:
     return pyarrow.large_binary() if types.is_binary(value) or types.is_binary_view(value) else value
 
 
-def _damaged(table: str, uri: str, error: Exception) -> PoisonMessage:
+def _unreadable_file_error(table: str, uri: str, error: Exception) -> PoisonMessage:
     return PoisonMessage(
         f"{uri} of {table} cannot be read as Parquet ({type(error).__name__}: {str(error)[:200]}): without it features "
         "would change silently; write it again, or remove it if it does not belong there"

@@ -224,7 +224,7 @@ class _Columns:
                 raise RecordFault("broken_mds", f"the sample ends within the column {name!r}")
             content, at = sample[at : at + size], at + size
             if value is not None:
-                values[name] = _decoded(name, value, content)
+                values[name] = _decode_column(name, value, content)
             elif file is not None:
                 ext, convert = file
                 files[f"{_safe(name)}.{ext}"] = convert(content)
@@ -235,7 +235,7 @@ class _Columns:
         return files
 
 
-def _decoded(name: str, decode: Callable[[bytes], Any], content: bytes) -> Any:
+def _decode_column(name: str, decode: Callable[[bytes], Any], content: bytes) -> Any:
     try:
         return decode(content)
     except UnicodeDecodeError as error:

@@ -183,9 +183,9 @@ def members(file: BinaryIO) -> Iterator[Member]:
             if not _zeros_from(file, at):
                 raise BrokenTar(f"there is more behind the mark of its end, at {start:,}", "")
             return
-        size, kind = _checked(header), header[156:157]
+        size, kind = _parse_size(header), header[156:157]
         if kind in (b"x", b"L"):
-            content = _read(file, at, _bounded(size), total)
+            content = _read(file, at, _check_header_size(size), total)
             at += -(-size // BLOCK) * BLOCK
             if kind == b"L":
                 name = _text(content)
@@ -226,7 +226,7 @@ def _read(file: BinaryIO, at: int, size: int, total: int) -> bytes:
     return file.read(size)
 
 
-def _checked(header: bytes) -> int:
+def _parse_size(header: bytes) -> int:
     """Return the size in a header whose checksum is right."""
     told = _octal(header[148:156])
     body = header[:148] + b" " * 8 + header[156:]
@@ -256,7 +256,7 @@ def _number(text: str) -> int:
     return int(text)
 
 
-def _bounded(size: int) -> int:
+def _check_header_size(size: int) -> int:
     if size > MAX_HEADER_BYTES:
         raise BrokenTar(f"a header of {size:,} bytes")
     return size

@@ -18,18 +18,18 @@ def encode(
     keys: bytes, key_lengths: NDArray[np.integer[Any]], fields: Mapping[str, tuple[Int64s, Int64s] | StridedField]
 ) -> bytes:
     """Return the index of n samples: their keys, one after the other, and by field n offsets and n sizes, or a rule."""
-    told: dict[str, object] = {}
+    layout: dict[str, object] = {}
     arrays: list[bytes] = []
     for name in sorted(fields):
         field = fields[name]
-        rule = field if isinstance(field, StridedField) else _strided(*field)
+        rule = field if isinstance(field, StridedField) else _find_stride(*field)
         if rule is not None:
-            told[name] = {"first": rule.first, "size": rule.size, "stride": rule.stride}
+            layout[name] = {"first": rule.first, "size": rule.size, "stride": rule.stride}
         elif not isinstance(field, StridedField):
-            told[name] = "arrays"
+            layout[name] = "arrays"
             arrays += [array.astype("<i8").tobytes() for array in field]
     header = json.dumps(
-        {"fields": told, "keys_bytes": len(keys), "samples": len(key_lengths)},
+        {"fields": layout, "keys_bytes": len(keys), "samples": len(key_lengths)},
         sort_keys=True,
         separators=(",", ":"),
         ensure_ascii=False,
@@ -39,7 +39,7 @@ def encode(
     return b"".join((MAGIC, len(header).to_bytes(4, "little"), header, *arrays, ends, keys))
 
 
-def _strided(offsets: Int64s, sizes: Int64s) -> StridedField | None:
+def _find_stride(offsets: Int64s, sizes: Int64s) -> StridedField | None:
     """Return the rule if all samples have one size and one distance."""
     if sizes[0] < 0 or (sizes != sizes[0]).any():
         return None

@@ -89,7 +89,9 @@ class RowEncoder:
         made["ext"] = [self._numbers.setdefault(record["ext"], len(self._numbers)) for record in records]
         made["split"] = [_SPLIT_NUMBERS[record["split"]] for record in records]
         made["key"] = keys
-        made["stored"] = sizes if self._flat else self._stored(records, sizes, extras) + self._class_stored[labels]
+        made["stored"] = (
+            sizes if self._flat else self._archive_sizes(records, sizes, extras) + self._class_stored[labels]
+        )
         return made
 
     def _label(self, record: Mapping[str, Any]) -> int:
@@ -99,7 +101,7 @@ class RowEncoder:
             return -1
         return self._classes.get(label, -1)
 
-    def _stored(
+    def _archive_sizes(
         self, records: Sequence[Mapping[str, Any]], sizes: NDArray[np.int64], extras: Sequence[int]
     ) -> NDArray[np.int64]:
         """Return the bytes of the contents in an archive, with headers and padding."""

@@ -31,7 +31,7 @@ async def opened(folder: Path) -> tuple[FeatureSource, Source, list[SourceObject
     spec = FeatureTable(name="t", source=f"file://{folder}/features", keys=("user",), created_time=None)
     features = FeatureSource(open_one, FeatureJoin(tables=(spec,)))
     entities = open_one(f"file://{folder}/entities")
-    return features, entities, [listed async for page in entities.listing() for listed in page]
+    return features, entities, [listed async for page in entities.list_objects() for listed in page]
 
 
 async def test_of_equal_rows_the_last_file_s_wins(tmp_path: Path) -> None:

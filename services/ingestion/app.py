@@ -34,7 +34,7 @@ log = structlog.get_logger(__name__)
 
 
 class Ingestion:
-    """The handlers. Everything in them may happen twice."""
+    """The handlers. Each must be idempotent, because a message may be delivered twice."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class Ingestion:
     ) -> None:
         self._bus, self._settings = service.bus, settings
         self._objects, self._decoders, self._workdir = objects, decoders, workdir
-        # Two at a time: a long one does not hold up a short one. Decoding can starve the loop for a moment,
-        # hence twice the usual patience.
+        # Two jobs at a time, so that a long one does not block a short one. Decoding can block the event loop for a
+        # moment, so the lease lasts twice as long as usual.
         ttl_s = 2 * self._settings.lease_ttl_s
         self.jobs = JobQueue(self._bus, "ingestion", self.work, self.give_up, concurrency=2, ttl_s=ttl_s)
 
@@ -93,7 +93,7 @@ class Ingestion:
         await self._republish(received)
 
     async def _ingest(self, ingestion_id: str, data: DataSource, folder: Path) -> IngestionResult:
-        """Run it, with the store's refusals told apart from its being away."""
+        """Run the ingestion; raise ``PoisonMessage`` where the store refuses a request or the source changed."""
         progress = Progress(ingestion_id, self._bus.clock, self._bus.publish)
         try:
             opened = partial(open_source, objects=self._objects, folders=self._settings.source_folders)
@@ -128,7 +128,7 @@ class Ingestion:
             await self._publish(RunPrepareFailed(run_id=run_id, reason=result.reason), received)
 
     async def _publish(self, fact: Fact, received: Message[Any]) -> None:
-        """Publish a fact unless its like is there: an ingestion ends once, one way or the other."""
+        """Publish a fact unless the ingestion has a result: it succeeds or fails once."""
         both = subjects.fact("dataset", fact.aggregate_id, subjects.WILDCARD) if fact.aggregate == "dataset" else ""
         try:
             await self._bus.publish(fact, received.envelope, expected=ExpectedSequence(0, both))
@@ -168,7 +168,7 @@ def ingested_fact(ingestion_id: str, run_id: str | None, data: DataSource, resul
 def build(settings: Settings) -> Service:
     service = Service("ingestion", settings)
     objects = service.add_resource(ObjectStore(settings))
-    # What is this service's own in the environment, for those who give the settings of all services.
+    # The caller may pass the settings that all services share; this service then reads its own from the environment.
     own = settings if isinstance(settings, IngestionSettings) else IngestionSettings(**dict(settings))
     decoders = service.add_resource(DecoderPool(own.decoders))
     workdir = service.add_resource(Workdir(settings.data_dir / "ingestion"))

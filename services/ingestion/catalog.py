@@ -1,4 +1,4 @@
-"""What one ingestion has found so far, in SQLite on disk, so that memory does not grow with the listing."""
+"""The catalog of one ingestion: objects, labels, records and splits. It is on disk, so that memory stays bounded."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from services.ingestion.sources import SourceObject
 
 
 class Record(NamedTuple):
-    """A sound record, before it is known whether it stays and in which split."""
+    """A valid record, before duplicates are removed and splits are assigned."""
 
     key: str
-    #: What is divided as one.
+    #: The unit of the split: its records stay together.
     unit: bytes
     label: str | None
     sha256: bytes
@@ -26,12 +26,12 @@ class Record(NamedTuple):
     size: int
     #: What it adds to the statistics.
     measures: bytes
-    #: Its line of the index, of no split yet.
+    #: Its line of the index, without a split.
     line: bytes
 
 
 class Catalog:
-    """A SQLite file for one job. It sorts and tells duplicates; it is thrown away with the job."""
+    """A SQLite file of one job, deleted with the job. It sorts records and finds duplicates."""
 
     def __init__(self, path: Path) -> None:
         # The job uses it from one thread at a time.
@@ -77,7 +77,7 @@ class Catalog:
     # -- schemas --------------------------------------------------------------
 
     def note_shape(self, path: str, shape: Shape) -> None:
-        """Note what the records of a file are like. Files come in the order of paths."""
+        """Add the shape of a file's records. Call it in the order of paths."""
         text = json.dumps(shape)
         count = "INSERT INTO shapes (shape, files) VALUES (?, 1) ON CONFLICT DO UPDATE SET files = files + 1"
         self._db.execute(count, (text,))
@@ -96,7 +96,7 @@ class Catalog:
     # -- labels ---------------------------------------------------------------
 
     def add_label(self, file: str, label: str, value: dict[str, Any]) -> str | None:
-        """Note what a table says of a file; return the label that was noted before, if there was one."""
+        """Store a file's label and the other columns of its row; return the label that was stored before, if any."""
         known = self._db.execute("SELECT label FROM labels WHERE file = ?", (file,)).fetchone()
         if known is None:
             self._db.execute("INSERT INTO labels VALUES (?, ?, ?)", (file, label, json.dumps(value)))
@@ -119,7 +119,7 @@ class Catalog:
     # -- records --------------------------------------------------------------
 
     def add_record(self, record: Record) -> bool:
-        """Keep a record; False if there is one of that key already."""
+        """Add a record; return False if the key exists."""
         return self._db.execute("INSERT OR IGNORE INTO records VALUES (?, ?, ?, ?, ?, ?, ?, ?)", record).rowcount == 1
 
     def forget_records(self, prefix: str) -> None:
@@ -166,7 +166,7 @@ class Catalog:
         return self._db.execute("SELECT unit, label, count(*) FROM records GROUP BY unit, label ORDER BY unit, label")
 
     def add_strata(self, strata: Iterable[Stratum]) -> None:
-        """Note the class and size of each unit."""
+        """Add the class and size of each unit."""
         self._db.executemany("INSERT INTO strata (unit, label, size) VALUES (?, ?, ?)", strata)
 
     def class_sizes(self) -> list[tuple[str, int]]:
@@ -178,7 +178,7 @@ class Catalog:
         return self._db.execute("SELECT unit, size FROM strata WHERE label = ? ORDER BY unit", (label,))
 
     def assign(self, splits: Iterable[tuple[bytes, str]]) -> None:
-        """Note the split of each unit."""
+        """Store the split of each unit."""
         self._db.executemany("INSERT INTO assigned VALUES (?, ?)", splits)
 
     def assigned(self, unit: bytes) -> str:
@@ -186,7 +186,7 @@ class Catalog:
         return str(self._db.execute("SELECT split FROM assigned WHERE unit = ?", (unit,)).fetchone()[0])
 
     def place(self, sha256: bytes, split: str, key: str) -> None:
-        """Note where a content went."""
+        """Store the split and key of a content."""
         self._db.execute("INSERT INTO placed VALUES (?, ?, ?)", (sha256, split, key))
 
     def leak(self) -> tuple[str, str, str, str] | None:

@@ -22,7 +22,7 @@ LABEL_WITHIN = ("jsonl", "parquet", "text", "tokens")
 
 
 def commit_records(data: DataSource, catalog: Catalog, intake: RecordIntake, tally: Tally, folder: Path) -> None:
-    """Write ``index.jsonl`` and ``statistics.json`` into ``folder``, in the order of keys, whatever came first."""
+    """Write ``index.jsonl`` and ``statistics.json`` into ``folder``, always in the order of keys."""
     # 1. Records that contradict each other.
     if data.checks.id_field is not None:
         _reject(intake, catalog.take_conflicting_ids(), "conflicting_id", "another record of this id is different")
@@ -31,9 +31,9 @@ def commit_records(data: DataSource, catalog: Catalog, intake: RecordIntake, tal
     if data.format not in LABEL_WITHIN:
         detail = "the same content has another label elsewhere"
         _reject(intake, catalog.take_conflicting_labels(), "conflicting_label", detail)
-    # 2. Splits, which nothing that is set aside has a say in.
+    # 2. Splits. Quarantined records do not influence them.
     split_of = _splits(data, catalog)
-    # 3. What is left, in the order of keys.
+    # 3. The remaining records, in the order of keys.
     measured = Statistics()
     leaks_possible = data.split.by not in ("content", "near")
     with (folder / INDEX).open("wb") as file:
@@ -47,11 +47,11 @@ def commit_records(data: DataSource, catalog: Catalog, intake: RecordIntake, tal
                 measured.add(record.measures)
             if leaks_possible:
                 catalog.place(record.sha256, split, record.key)
-    # 4. Whether the splits are apart.
+    # 4. Whether the splits overlap.
     tally.leak = catalog.leak()
     if data.statistics and (found := measured.result()):
-        told = {name: field.model_dump(mode="json") for name, field in found.items()}
-        (folder / STATISTICS).write_bytes(canonical_json(told))
+        fields = {name: field.model_dump(mode="json") for name, field in found.items()}
+        (folder / STATISTICS).write_bytes(canonical_json(fields))
         tally.statistics = True
 
 

@@ -23,7 +23,7 @@ MAX_PROCESSES = 8
 
 
 class DecoderPool:
-    """Processes that judge images; use it as an async context manager. They start with the first image."""
+    """Processes that validate images; use it as an async context manager. They start with the first image."""
 
     def __init__(self, processes: int | None = None) -> None:
         self._processes = processes or min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
@@ -44,7 +44,7 @@ class DecoderPool:
         validator: ImageValidator,
         images: list[tuple[LabelledImage, bytes]],
     ) -> list[ValidRecord | InvalidRecord]:
-        """Validate a batch; the same results, however many processes there are and whatever one of them dies of."""
+        """Validate a batch. The results depend on neither the number of processes nor the death of one."""
         pool = self._open_pool()
         try:
             return await asyncio.wrap_future(pool.submit(_validate, validator, images))
@@ -53,7 +53,7 @@ class DecoderPool:
             if self._pool is pool:
                 self._pool = None
             _kill(pool)
-        # Of the batches that were under way one holds the culprit. One image at a time, it can be told.
+        # One of the batches under way killed the process. Validating one image at a time identifies the image.
         async with self._isolation:
             return await self._validate_each(validator, images)
 

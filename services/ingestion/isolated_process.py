@@ -95,7 +95,7 @@ async def run_isolated(
 ) -> Any:
     """Run ``work(report, *args)`` in its own process and return its result; ``report`` runs in a thread of this one.
 
-    Whoever cancels this ends the process.
+    Cancellation ends the process.
 
     Raises:
         ProcessDied: it died, or took more memory than it may have.
@@ -123,8 +123,8 @@ def _follow(child: IsolatedProcess, report: Callable[..., None]) -> Any:
 
 
 def limit_cpu(seconds: float) -> None:
-    """End this process when it has used so much from now on; 0: it may use any."""
-    # The signal's default action ends the process: a decoder in C heeds nothing less.
+    """End this process after ``seconds`` more of processor time; 0 removes the limit."""
+    # The signal's default action ends the process; nothing else stops a decoder in C.
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 

@@ -108,7 +108,7 @@ class IngestionJob:
             except ObjectNotFound:
                 pass
             else:
-                # Young again: what is old and in no dataset is collected.
+                # Written again to renew its age: garbage collection removes what is old and in no dataset.
                 await self._objects.put(f"{folder_uri}/{DONE}", content)
                 return IngestionResult(fingerprint, folder_uri, outcome, reused=True)
             expected_bytes = self._total_bytes * EXPANSION.get(self._data.format, 1)
@@ -177,7 +177,7 @@ class IngestionJob:
                 f"there is no {' or '.join(MANIFEST)} in {self._data.source}: data.format 'binary' needs one that "
                 "names the files (file, label, more fields)"
             )
-        # What sharding cannot read itself is copied, whatever its size.
+        # Copy every file, of any size, from a source that sharding cannot read.
         keep_below = KEEP_BELOW_BYTES if self._source.shared else None
         table = naming[0] if naming is not None else None
         validator = (
@@ -246,7 +246,7 @@ class IngestionJob:
             path.unlink()
 
     async def _store(self, folder_uri: str, done: dict[str, object]) -> None:
-        """Upload everything, and what says that it is complete last."""
+        """Upload everything; upload ``done.json``, which marks it complete, last."""
         self._packs.close()
         await self._upload_packs(folder_uri)
         for name in (INDEX, QUARANTINE, *((STATISTICS,) if self._tally.statistics else ())):

@@ -14,16 +14,16 @@ log = structlog.get_logger(__name__)
 
 EVERY_S = 2.0
 Phase = Literal["listing", "joining", "validating"]
-Say = Callable[[DatasetProgress], Awaitable[object]]
+Publish = Callable[[DatasetProgress], Awaitable[object]]
 
 
 class Progress:
     """Reports for one ingestion, at most one every ``EVERY_S``."""
 
-    def __init__(self, ingestion_id: str, clock: Clock, say: Say | None) -> None:
-        self._ingestion_id, self._clock, self._say = ingestion_id, clock, say
+    def __init__(self, ingestion_id: str, clock: Clock, publish: Publish | None) -> None:
+        self._ingestion_id, self._clock, self._publish = ingestion_id, clock, publish
         self._number = 0
-        self._said_at = self._began_at = clock.monotonic()
+        self._reported_at = self._started_at = clock.monotonic()
         self._phase: Phase | None = None
 
     async def report(
@@ -38,12 +38,12 @@ class Progress:
         """Report how much of a phase is done, if it is time. Bytes estimate the remaining time, else records do."""
         now = self._clock.monotonic()
         if phase != self._phase:
-            self._phase, self._began_at = phase, now
+            self._phase, self._started_at = phase, now
             return
-        if now - self._said_at < EVERY_S:
+        if now - self._reported_at < EVERY_S:
             return
-        self._said_at, self._number = now, self._number + 1
-        took_s = max(now - self._began_at, 1e-9)
+        self._reported_at, self._number = now, self._number + 1
+        took_s = max(now - self._started_at, 1e-9)
         whole, part = (total_bytes, done_bytes) if total_bytes else (total or 0, done)
         progress = DatasetProgress(
             ingestion_id=self._ingestion_id,
@@ -57,5 +57,5 @@ class Progress:
             time=self._clock.now().timestamp(),
         )
         log.info("ingesting", **progress.model_dump(include={"phase", "done", "total", "records_per_s", "eta_s"}))
-        if self._say is not None:
-            await self._say(progress)
+        if self._publish is not None:
+            await self._publish(progress)

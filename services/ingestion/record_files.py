@@ -31,7 +31,7 @@ EXTENSIONS = {
     "parquet": (".parquet", ".pq"),
     "webdataset": (".tar", ".tar.gz", ".tgz"),
 }
-#: Records taken between two looks at the event loop, or fewer if they are large.
+#: Records, and bytes, that are read before the event loop runs again.
 RECORDS_PER_BATCH, BYTES_PER_BATCH = 2000, 8 * 2**20
 
 
@@ -54,20 +54,20 @@ class RecordFiles:
         self._unpacker = IsolatedParquetReader()
         self._image_validator = images.ImageValidator(data)
         self._shards: dict[str, mds.MdsShard] = {}
-        #: Files that say again what others do.
+        #: Files that repeat the content of others.
         self._copies: set[str] = set()
         self._read_bytes = metrics.READ_BYTES.labels(data.format)
 
-    async def run(self, files: Iterator[SourceObject], take: RecordConsumer) -> None:
-        """Read ``files`` and await ``take`` for each batch of records."""
+    async def run(self, files: Iterator[SourceObject], consume: RecordConsumer) -> None:
+        """Read ``files`` and await ``consume`` for each batch of records."""
         pending: deque[tuple[SourceObject, asyncio.Task[Path | InvalidRecord]]] = deque()
         try:
             for number, listed in enumerate(files):
                 pending.append((listed, asyncio.create_task(self._fetch(listed, self._folder / f"source-{number}"))))
                 if len(pending) >= self._ahead:
-                    await self._read(*pending.popleft(), take)
+                    await self._read(*pending.popleft(), consume)
             while pending:
-                await self._read(*pending.popleft(), take)
+                await self._read(*pending.popleft(), consume)
         finally:
             self._unpacker.close()
             await cancel_and_wait(*(task for _, task in pending))
@@ -82,7 +82,7 @@ class RecordFiles:
                 yield path, InvalidRecord("schema_drift", detail, whole_object=True)
 
     def is_auxiliary(self, listed: SourceObject) -> bool:
-        """Whether the object only tells of others."""
+        """Whether the object only describes others."""
         return self._data.format == "mds" and (
             listed.path.rpartition("/")[2] == mds.INDEX or listed.path in self._copies
         )
@@ -146,15 +146,15 @@ class RecordFiles:
         self,
         listed: SourceObject,
         fetch: asyncio.Task[Path | InvalidRecord],
-        take: RecordConsumer,
+        consume: RecordConsumer,
     ) -> None:
         local = await fetch
         if isinstance(local, InvalidRecord):
-            await take([(listed, local)])
+            await consume([(listed, local)])
             return
         with closing(self._records(listed.path, local)) as records:
             while found := await run_in_thread(_some, records):
-                await take([(listed, record) for record in await self._decode_images(found)])
+                await consume([(listed, record) for record in await self._decode_images(found)])
         local.unlink()
 
     def _records(self, path: str, local: Path) -> rows.Records:
@@ -195,7 +195,7 @@ class RecordFiles:
             if isinstance(result, InvalidRecord):
                 detail = f"its file .{image.path.partition('.')[2]}: {result.detail}"
                 found[place] = InvalidRecord(result.code, detail, record.offset, record.sha256, label=record.label)
-            elif not record.measures:  # of several images the first tells
+            elif not record.measures:  # the first of several images counts
                 found[place] = replace(record, measures=result.measures, split_key=result.split_key)
         return found
 

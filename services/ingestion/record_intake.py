@@ -19,7 +19,7 @@ from services.ingestion.core.splits import SplitAssigner, SplitKeys
 from services.ingestion.core.validation import Tally
 from services.ingestion.sources import Source, SourceObject
 
-#: What ``commit_records`` puts the split's name into. No text in JSON holds this: its quotes would be escaped.
+#: ``commit_records`` replaces this by the split. No text in JSON contains it: its quotes would be escaped.
 NO_SPLIT = b'"split":""'
 
 FoundRecord = tuple[SourceObject, ValidRecord | InvalidRecord]
@@ -38,7 +38,7 @@ class RecordIntake:
         self._split_keys = SplitKeys(data)
         self._assigner = SplitAssigner(data.split)
         self._last: tuple[SourceObject, str] | None = None
-        #: Records that were looked at.
+        #: Records that were examined.
         self.seen = 0
         self._accepted = metrics.RECORDS.labels(data.format, "accepted")
         self._set_aside = metrics.RECORDS.labels(data.format, "quarantined")
@@ -120,7 +120,7 @@ class RecordIntake:
         return canonical_json(line) + b"\n"
 
     def reject(self, listed: SourceObject, broken: InvalidRecord) -> None:
-        """Note what is wrong with a record or an object."""
+        """Quarantine a record or an object."""
         self.quarantine(self._source.uri(listed), listed.etag, broken)
 
     def quarantine(self, uri: str, etag: str, broken: InvalidRecord) -> None:
@@ -141,5 +141,5 @@ class RecordIntake:
 
 
 def _printable(text: str) -> str:
-    """Replace what is not Unicode: details quote the data."""
+    """Escape what is not Unicode, because details quote the data."""
     return text.encode(errors="backslashreplace").decode()

@@ -77,7 +77,7 @@ class StoreSource:
     def __init__(self, objects: ObjectStore, uri: str) -> None:
         self._objects, self._uri = objects, uri
         self._bucket, prefix = split_uri(uri)
-        # With the slash, digits/ does not take in digits2/.
+        # With the slash, digits/ does not include digits2/.
         self._folder = prefix if not prefix or prefix.endswith("/") else f"{prefix}/"
         self._prefix = prefix
 
@@ -163,7 +163,7 @@ class FolderSource:
             yield self._source_object(self.root / self.only)
             return
         for folder, folders, names in os.walk(self.root):
-            # Links to folders are told and not followed, as they might lead round in a circle.
+            # Links to folders are listed and not followed, as they may form a cycle.
             names += [name for name in folders if os.path.islink(os.path.join(folder, name))]
             for name in names:
                 yield self._source_object(Path(folder, name))

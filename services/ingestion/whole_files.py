@@ -26,9 +26,9 @@ from services.ingestion.record_intake import FoundRecord, RecordConsumer
 from services.ingestion.sources import Source, SourceObject
 from services.kit.concurrency import cancel_and_wait, gather_limited
 
-#: Files are read and validated in batches of at most so many, and of about so many bytes.
+#: The most files of a batch to read and validate, and about its most bytes.
 BATCH_FILES, BATCH_BYTES = 128, 8 * 2**20
-#: The extension of a file that has none, and of the JSON with what a manifest says of a file.
+#: The extension of a file that has none, and of the JSON with a file's columns in the manifest.
 NO_EXTENSION, DETAILS = "bin", "json"
 
 
@@ -60,16 +60,16 @@ class WholeFiles:
         self._reads = asyncio.Semaphore(concurrency)
         self._read_bytes = metrics.READ_BYTES.labels(data.format)
 
-    async def run(self, files: Iterator[SourceObject], take: RecordConsumer) -> None:
-        """Validate ``files`` and await ``take`` for each batch."""
+    async def run(self, files: Iterator[SourceObject], consume: RecordConsumer) -> None:
+        """Validate ``files`` and await ``consume`` for each batch."""
         pending: deque[asyncio.Task[list[FoundRecord]]] = deque()
         try:
             for batch in self._batches(files):
                 pending.append(asyncio.create_task(self._validate(batch)))
                 if len(pending) >= self._ahead:
-                    await take(await pending.popleft())
+                    await consume(await pending.popleft())
             while pending:
-                await take(await pending.popleft())
+                await consume(await pending.popleft())
         finally:
             await cancel_and_wait(*pending)
 
@@ -151,7 +151,7 @@ class ImageFiles:
 
 
 class BinaryFiles:
-    """Arbitrary files that a manifest names, each with what the manifest says of it."""
+    """Arbitrary files that a manifest names, each with its columns in the manifest."""
 
     def __init__(self, data: DataSource, table: FileTable) -> None:
         self._table, self._data = table, data

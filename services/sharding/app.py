@@ -37,8 +37,8 @@ class Sharding:
         #: Shards that are written at a time, of all jobs together.
         self._room = asyncio.Semaphore(settings.sharding_workers)
         self._objects, self._workdir = objects, workdir
-        # Two at a time: a long one does not hold up a short one. Decoding can starve the loop for a moment,
-        # hence twice the usual patience.
+        # Two jobs at a time, so that a long one does not block a short one. Writing can block the event loop for a
+        # moment, so the lease lasts twice as long as usual.
         ttl_s = 2 * self._settings.lease_ttl_s
         self.jobs = JobQueue(self._bus, "sharding", self.work, self.give_up, concurrency=2, ttl_s=ttl_s)
 
@@ -62,7 +62,7 @@ class Sharding:
             await self._publish(_run_prepared(run_id, dataset), received)
 
     async def work(self, received: Message[DatasetIngested]) -> None:
-        """Make the dataset, and say so. ``PoisonMessage`` is one that can never be made from this index."""
+        """Make the dataset and publish it. ``PoisonMessage`` means that this index cannot become a dataset."""
         event, started = received.event, self._bus.clock.monotonic()
         with self._workdir.temporary(f"{event.ingestion_id}-") as folder:
             progress = Progress()
@@ -91,7 +91,7 @@ class Sharding:
             await self._publish(RunPrepareFailed(run_id=run_id, reason=reason), received)
 
     async def _shard(self, event: DatasetIngested, folder: Path, progress: Progress) -> Dataset:
-        """Run it, with what can never succeed told apart from what passes."""
+        """Run the job; raise ``PoisonMessage`` where another attempt cannot succeed."""
         shard = ShardingJob(
             self._objects,
             folder,
@@ -126,7 +126,7 @@ class Sharding:
         )
 
     async def _publish(self, fact: Fact, received: Message[DatasetIngested] | Message[RunAccepted]) -> None:
-        """Publish a fact unless it is there: a dataset is made once, a run prepared once."""
+        """Publish a fact unless it is published: a dataset is made once, a run is prepared once."""
         try:
             await self._bus.publish(fact, received.envelope, expected=ExpectedSequence(0))
         except Conflict:

@@ -38,7 +38,7 @@ def find_impossible_check(data: DataSource) -> str | None:
 
 
 class RecordChecker:
-    """Judges sound records by ``data.checks``."""
+    """Validates records by ``data.checks``."""
 
     def __init__(self, data: DataSource) -> None:
         checks = data.checks
@@ -54,7 +54,7 @@ class RecordChecker:
 
         Args:
             record: it can be read and has its label.
-            written_us: when its object was written; what it tells of cannot lie after that.
+            written_us: when its object was written; an event cannot be later.
 
         Raises:
             RecordFault: it is not what the checks ask for.
@@ -112,7 +112,7 @@ def _empty(value: Any) -> bool:
 
 
 def _check_range(name: str, value: Any, bounds: Bounds) -> None:
-    if _empty(value):  # whether it must be there is for checks.required to say
+    if _empty(value):  # checks.required decides whether a value is needed
         return
     if isinstance(value, str):  # cells of a CSV, decimals
         try:

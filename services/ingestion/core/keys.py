@@ -6,21 +6,21 @@ import re
 
 from contracts.base import short_hash
 
-#: What a key may look like: a path that is safe in a tar and has no dot, since WebDataset cuts there.
+#: The characters of a key: a path that is safe in a tar. It has no dot, because WebDataset cuts there.
 SAFE_KEY = re.compile(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*")
 #: Leaves room in the 100 bytes of a ustar name for a row number and an extension.
 MAX_KEY_CHARS = 75
 MAX_PATH_BYTES = 1024
-#: What tools leave beside data. Names that start with a dot are no data either.
+#: Files that tools leave beside data. Names that start with a dot are not data either.
 NO_DATA = {"_SUCCESS", "_metadata", "_common_metadata", "Thumbs.db", "desktop.ini"}
 
 
 class UnsafePath(ValueError):
-    """The object's path cannot be a file's path; the text says why."""
+    """The object's path cannot be a file's path; the message gives the reason."""
 
 
 def is_data(path: str) -> bool:
-    """Whether the object at ``path`` is meant as data: no folder marker, no tool's litter."""
+    """Whether the object at ``path`` is data, not a folder marker or a file that a tool left."""
     name = path.rsplit("/", 1)[-1]
     return bool(name) and not name.startswith(".") and name not in NO_DATA
 

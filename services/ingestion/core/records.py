@@ -37,9 +37,9 @@ class ValidRecord:
     continuous: bool = False
     #: Extension and size of each of its files, where it has several: their contents lie one after the other.
     fields: tuple[tuple[str, int], ...] | None = None
-    #: What is known of it by name, for checks: the row, or the line of the table of labels.
+    #: Its fields by name, for checks: the row, or the line of the table of labels.
     value: Mapping[str, Any] | None = None
-    #: What its split goes by, and what it adds to the statistics, where that needs more than the above.
+    #: Its split key and its numbers for the statistics, where the fields above do not suffice.
     split_key: str = ""
     measures: bytes = b""
 
@@ -52,9 +52,9 @@ class InvalidRecord:
     detail: str
     offset: int | None = None
     sha256: str | None = None
-    #: The object as a whole cannot be used, however many records it was meant to hold.
+    #: Whether the object as a whole cannot be used, with all its records.
     whole_object: bool = False
-    #: What it was labelled with, if that is known.
+    #: Its label, if known.
     label: str | None = None
 
 
@@ -86,7 +86,7 @@ def record_of_files(
 def parse_json_line(
     line: bytes, key: str, offset: int, label_field: str | None, look: Callable[[Mapping[str, Any]], None] | None = None
 ) -> ValidRecord | InvalidRecord:
-    """Validate one line of a jsonl file. ``look`` is called with each object, whatever is wrong with it besides."""
+    """Validate one line of a jsonl file. ``look`` is called with each object, even an invalid one."""
     try:
         value = parse_json(line)
         if look is not None and isinstance(value, dict):

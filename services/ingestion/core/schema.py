@@ -8,7 +8,7 @@ from typing import Any
 
 #: A field belongs to a file when at least this share of its records has it.
 USUAL_SHARE = 0.9
-#: A file of fewer records says nothing of the others.
+#: A file of fewer records has no shape.
 MIN_RECORDS = 5
 #: Files of more fields than this are not compared: their fields are rather data than names.
 MAX_FIELDS = 1000
@@ -19,8 +19,8 @@ ANY, SOMETIMES, MISSING = "any", "sometimes", "missing"
 
 #: By field (``a.b`` is the field b of the object a) its type, ``ANY`` or ``SOMETIMES``; by column, its type in Arrow.
 Shape = Mapping[str, str]
-#: Goes through all there are, in the order of the first file of each, with the number of files. It is called again
-#: rather than kept: there may be as many as files.
+#: Iterates over all shapes, in the order of their first files, with the number of files. It is called again instead of
+#: stored: there may be as many shapes as files.
 Shapes = Callable[[], Iterable[tuple[Shape, int]]]
 
 

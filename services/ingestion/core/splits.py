@@ -1,9 +1,9 @@
-"""The split that a record falls into: what it shares with others decides, never how many others there are.
+"""The split of a record. It depends on what the record shares with others, never on the number of records.
 
 A record has a split key: its content, what its near-duplicates have in common, its group, its file, its own key or its
 time. The hash of seed and split key is its *unit*: 16 bytes, of which the first 8 are its place between 0 and 2**64,
-which is cut at the shares. So growth moves nothing, and what has one split key is never divided. With ``stratify`` the
-places are cut class by class, where the counts say so.
+which is cut at the shares. So new records move no others, and records of one split key stay together. With
+``stratify`` each class is cut by its own counts.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _TWO_TO_64 = 2**64
 #: Times are stored so that their bytes sort as they do.
 _TIME_OFFSET = 2**63
 _MICROSECONDS = 1_000_000
-#: A perceptual hash compares so many columns with their neighbours, in as many rows; a difference below the threshold
-#: (of 255) counts as none. Finer hashes tell more images apart and lose more near-duplicates: see docs/datasets.md.
+#: Columns that a perceptual hash compares with their neighbours, and its rows; the smallest difference that counts (of
+#: 255). Finer hashes distinguish more images and miss more near-duplicates: see docs/datasets.md.
 _HASH_CELLS, _HASH_THRESHOLD = 5, 4
 _BOX = pillow.Resampling.BOX
 
 
-# -- split keys: what a record shares with those that it must not be divided from -----
+# -- split keys: what records that stay together have in common -----------------------
 
 
 class SplitKeys:
-    """Reads from a record what only its content tells: its group, its time, what its near-duplicates share.
+    """Reads a record's split key from its content: its group, its time, or what its near-duplicates share.
 
-    The answer is '' where the record's name and hash are enough (``content``, ``file``, ``key``).
+    The key is '' where the record's name and hash are enough (``content``, ``file``, ``key``).
     """
 
     def __init__(self, data: DataSource) -> None:
@@ -157,7 +157,7 @@ def grey(image: Image) -> Image:
 
 
 class SplitAssigner:
-    """Split keys to units, units to splits. Every answer depends on its argument and the settings alone."""
+    """Maps split keys to units and units to splits. Each result depends on its argument and the settings alone."""
 
     def __init__(self, split: Split) -> None:
         self._split = split
@@ -171,7 +171,7 @@ class SplitAssigner:
         """Return the unit of a record. Records of one unit are in the same split.
 
         Args:
-            split_key: what ``SplitKeys`` gave; '' for a content of which nobody knows what is near it.
+            split_key: the result of ``SplitKeys``; '' for a content whose near-duplicates are unknown.
             sha256: of the content.
             key: the record's own.
             path: of the object that it was read from, under the source's prefix.

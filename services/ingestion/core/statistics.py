@@ -1,8 +1,8 @@
 """Mean, deviation and range of the numeric fields and image channels of the train split, in float64.
 
-A record's numbers are noted when it is validated (``measure_row``, ``measure_image``) and added up when it is known
-which records are in the train split, in the order of their keys. Channels are added up in integers, exactly. Fields
-are added up in blocks of ``BLOCK`` records: within a block sums are correctly rounded (``math.fsum``), whatever their
+A record's numbers are stored when it is validated (``measure_row``, ``measure_image``) and added up when the splits are
+known, in the order of their keys. Channels are added up in integers, exactly. Fields
+are added up in blocks of ``BLOCK`` records: within a block sums are correctly rounded (``math.fsum``), in any
 order; blocks are merged one after the other (Chan, Golub, LeVeque: Updating Formulae and a Pairwise Algorithm for
 Computing Sample Variances, 1979). So the result is the same to the bit on every machine, for any number of workers and
 any order of the listing.
@@ -27,7 +27,7 @@ from contracts.datasets import FieldStatistics
 
 #: Records whose numbers are held at a time.
 BLOCK = 4096
-#: Fields beyond so many are left out: names that are made of data would fill the manifest.
+#: Fields beyond this number are left out: names that are made of data would fill the manifest.
 MAX_FIELDS = 1000
 #: Channels are counted in 65535ths, in which 8 bits and 16 bits are whole numbers.
 _FULL = 65_535

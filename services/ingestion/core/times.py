@@ -18,7 +18,7 @@ def parse_instant(value: Any) -> int:
     What names no zone is UTC.
 
     Raises:
-        ValueError: it is no time; the text says what to write.
+        ValueError: it is not a time; the message names the accepted forms.
     """
     if isinstance(value, str):
         try:

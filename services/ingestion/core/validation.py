@@ -28,7 +28,7 @@ class Fingerprint:
 
     def __init__(self, data: DataSource) -> None:
         matters = data.model_dump(mode="json", exclude={"max_invalid_fraction", "shard_bytes"})
-        #: Without another bound, the times of records are held against when their objects were written.
+        #: Without ``not_after``, the times of records are compared with the times their objects were written.
         self._times = data.checks.time_field is not None and data.checks.not_after is None
         self._hash = hashlib.sha256(canonical_json([INDEX_VERSION, matters]) + b"\n")
 
@@ -43,10 +43,10 @@ class Fingerprint:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts kept while records go by; ``to_dict`` is what ``done.json`` holds."""
+    """Counts of the records seen so far; ``done.json`` holds ``to_dict``."""
 
     splits: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
-    #: Sound records that are in no split.
+    #: Valid records that are in no split.
     left_out: int = 0
     size_bytes: int = 0
     labels: Counter[str] = field(default_factory=Counter)
@@ -68,7 +68,7 @@ class Tally:
         return sum(fault.count for fault in self.faults.values())
 
     def accept(self, split: str | None, size: int, label: str | None) -> None:
-        """Count a sound record; None: it is in no split."""
+        """Count a valid record; ``split`` is None where it is in no split."""
         if split is None:
             self.left_out += 1
             return
@@ -100,7 +100,7 @@ class Tally:
     def worst_class(self) -> tuple[str, int, int] | None:
         """Return the class with the largest share of invalid records, of those with at least two: name, invalid, all.
 
-        One record alone says nothing of a class.
+        A class with a single invalid record is not considered.
         """
         if self.continuous or self.too_many_classes:
             return None
@@ -136,13 +136,13 @@ class Tally:
 
 
 def _count(counter: Counter[str], label: str) -> None:
-    # One more than allowed is kept, to know that there are too many.
+    # One label above the limit is counted, so that ``too_many_classes`` is true.
     if label in counter or len(counter) <= MAX_CLASSES:
         counter[label] += 1
 
 
 class Outcome(BaseModel):
-    """A finished ingestion, as ``done.json`` tells it."""
+    """A finished ingestion, as in ``done.json``."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 

@@ -1,7 +1,7 @@
 """Entity tables with their features: local Parquet files in, Parquet files of the same rows out.
 
-Memory is bounded by what is taken at a time, not by the tables: so many entity rows, and for them each feature
-table in pieces, twice: keys and times to find the winners, then the features of these.
+Memory does not grow with the tables. The join reads a bounded number of entity rows at a time. For these it reads each
+feature table twice, in pieces: keys and times to find the winners, then the features of the winners.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ async def join_in_process(
     folder: Path,
     progress: Progress,
 ) -> list[Path | InvalidRecord]:
-    """See ``enrich.join_files``.
+    """Run ``enrich.join_files`` in a process of its own.
 
     Raises:
         PoisonMessage: the tables do not go together, or one of them cannot be read.
@@ -40,7 +40,7 @@ async def join_in_process(
 
 
 def unreadable(files: Iterable[Located]) -> dict[str, InvalidRecord]:
-    """Return the files that cannot be read to their end, by uri; each is tried alone."""
+    """Return the files that cannot be read to their end, by uri; each is tried on its own."""
     broken: dict[str, InvalidRecord] = {}
     with closing(IsolatedParquetReader()) as unpacker:
         for uri, path in files:
@@ -57,7 +57,7 @@ def _join(
     tables: Sequence[Sequence[Located]],
     folder: Path,
 ) -> list[Path | InvalidRecord]:
-    # Imported here: the service itself never pays for the memory and threads of the engine.
+    # Imported here, so that the service itself does not load the engine and its threads.
     from services.ingestion.features.enrich import join_files
     from services.ingestion.features.table_join import load_table
 

@@ -2,13 +2,13 @@
 
 A feature row is a candidate for an entity row at time T when their keys are equal, its event time is in
 [T - ttl, T] and it was known by T. The largest (event time, created time, row number) wins. Times are whole
-ticks since 1970 and row numbers are unique, so there is one winner, whatever the order of the work.
+ticks since 1970 and row numbers are unique, so there is one winner in any order of the work.
 
 One sort instead of a search for each row: a candidate counts from max(event, created) on, its knowledge time.
 Sorted by that, a row is worth keeping only if no row before it has a later event; what remains is a history of
 winners, in which an as-of join finds each entity row's. The best of all rows is the best of the bests of any
-parts of them, so a table is taken in pieces and memory does not grow with it. The age is looked at last: the
-winner has the latest event of all, and if that one is too old, so are the others.
+parts of them, so a table is taken in pieces and memory does not grow with it. The age is checked last: the
+winner has the latest event of all, so if it is too old, all others are.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LatestRows:
         self._rule, self._count = rule, entities.height
         self._keys = [name for name in entities.columns if name != TIME]
         whole = entities.with_row_index(_PLACE).drop_nulls()
-        # Numbers in place of keys: whatever a key is made of, (1, 12) and (11, 2) are two.
+        # Numbers in place of keys, so that (1, 12) and (11, 2) differ.
         self._ids = whole.select(self._keys).unique().with_row_index(_ID)
         self._asked = whole.join(self._ids, on=self._keys).select(_PLACE, _ID, TIME).sort(_ID, TIME, _PLACE)
         self._best: pl.DataFrame | None = None

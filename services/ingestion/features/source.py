@@ -119,16 +119,16 @@ class FeatureSource:
     ) -> dict[str, InvalidRecord]:
         """Return the entity files that cannot be read. Raises ``PoisonMessage`` if a feature file cannot be read."""
         for number, (table, each, files) in enumerate(zip(self._spec.tables, self._sources, self._files, strict=True)):
-            copies = await _download(each, files, folder / f"look-{number}")
+            copies = await _download(each, files, folder / f"check-{number}")
             for uri, found in (await run_in_thread(unreadable, copies)).items():
                 raise PoisonMessage(
                     f"{uri} of feature table {table.name!r} cannot be read as Parquet ({found.detail}): without it "
                     "features would change silently; write it again, or remove it if it does not belong there"
                 )
-            shutil.rmtree(folder / f"look-{number}")
-        copies = await _download(source, entities, folder / "look")
+            shutil.rmtree(folder / f"check-{number}")
+        copies = await _download(source, entities, folder / "check")
         broken = await run_in_thread(unreadable, copies)
-        shutil.rmtree(folder / "look")
+        shutil.rmtree(folder / "check")
         return {listed.path: broken[uri] for listed, (uri, _) in zip(entities, copies, strict=True) if uri in broken}
 
 
@@ -149,7 +149,7 @@ async def _list_table(table: FeatureTable, source: Source) -> list[SourceObject]
                 f"{source.uri(listed)} of feature table {table.name!r} cannot be used: {objection}. Without it "
                 "features could change silently: repair it, or move it elsewhere"
             )
-    # In the order of code points, whatever order the listing came in: a row's number depends on it.
+    # In the order of code points, not of the listing: a row's number depends on it.
     return sorted(files, key=lambda listed: listed.path)
 
 

@@ -31,7 +31,7 @@ from services.ingestion.features.tables import (
 )
 from services.kit.bus import PoisonMessage
 
-#: Rows of a feature table that are sorted at a time, or as many as have keys and times of so many bytes.
+#: Rows of a feature table that are sorted at a time, and the limit of bytes of their keys and times.
 PIECE_ROWS, PIECE_BYTES = 2_500_000, 256 * 2**20
 
 Located = tuple[str, Path]
@@ -66,7 +66,7 @@ def load_table(spec: FeatureTable, files: Sequence[Located]) -> LoadedTable:
     for file in opened:
         check_time(file, spec.event_time, "event_time")
         if spec.created_time is not None:
-            check_time(file, spec.created_time, "created_time; null if nobody noted when rows came to be known")
+            check_time(file, spec.created_time, "created_time; null if it is unknown when rows became available")
         if not spec.features and (extra := set(file.schema.names) - set(needed) - set(features)):
             raise PoisonMessage(
                 f"{file} has columns that {opened[0].uri} does not have: {', '.join(sorted(extra))}; "

@@ -26,7 +26,7 @@ DAMAGED = (pyarrow.ArrowException, OSError, UnicodeDecodeError)
 MICRO, NANO = 10**6, 10**9
 _TICKS = {"s": 1, "ms": 1000, "us": MICRO, "ns": NANO}
 _INT64 = 2**63 - 1
-#: Rows that are read at a time, and what these may take, about.
+#: Rows that are read at a time, and about their most bytes.
 BATCH_ROWS, BATCH_BYTES = 65_536, 64 * 2**20
 
 
@@ -74,7 +74,7 @@ def batches(file: TableFile, columns: Sequence[str] | None) -> Generator[Any, No
     with parquet.ParquetFile(file.path) as opened:
         for batch in opened.iter_batches(at_a_time, columns=columns):
             count += batch.num_rows
-            # A name with a dot in it may bring more than it names.
+            # A name with a dot may select more columns than it names.
             yield batch if columns is None else batch.select(columns)
     if count != file.rows:
         raise OSError(f"{count:,} rows, while its footer says {file.rows:,}")

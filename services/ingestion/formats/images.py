@@ -35,18 +35,18 @@ MAX_PIXELS = 100_000_000
 
 # The limit above is checked on every header; Pillow's own warning would only repeat it.
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-# What TIFF and EXIF readers warn of in broken files is told by the result.
+# The result shows what TIFF and EXIF readers warn of in broken files.
 warnings.filterwarnings("ignore", module=r"PIL\..*")
 ImageFile.LOAD_TRUNCATED_IMAGES = False
 
 
 @dataclass(frozen=True, slots=True)
 class LabelledImage:
-    """An image that is to be validated, and what is known of it."""
+    """An image to validate, with its label."""
 
     path: str
     label: str
-    #: What a table of labels says of it besides.
+    #: The other columns of its row in the table of labels.
     value: Mapping[str, Any] | None = None
 
 
@@ -65,7 +65,7 @@ def reject_unread(path: str, size: int, max_bytes: int) -> InvalidRecord | None:
 
 
 class ImageValidator:
-    """Decodes images. It is sent to the processes that do so, and knows nothing but the settings."""
+    """Decodes images. It is pickled for the decoder processes and holds the settings alone."""
 
     def __init__(self, data: DataSource) -> None:
         self._split_keys = SplitKeys(data)
@@ -116,7 +116,7 @@ def decode_image(content: bytes, claimed: str) -> Image.Image:
     if width * height > MAX_PIXELS:
         raise RecordFault("too_many_pixels", f"{width} x {height} pixels, more than {MAX_PIXELS:,}")
     if claimed == "PNG":
-        # load() does not look at the checksums of the pixel data, verify() does.
+        # load() does not check the checksums of the pixel data, verify() does.
         with Image.open(io.BytesIO(content), formats=["PNG"]) as unread:
             unread.verify()
     image.load()

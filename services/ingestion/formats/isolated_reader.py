@@ -18,14 +18,14 @@ from services.ingestion.isolated_process import ATTEMPTS, CPU_S, IsolatedProcess
 
 #: Rows that are read at a time, or fewer if they are large.
 ROWS_PER_BATCH, BATCH_BYTES = 1000, 32 * 2**20
-#: A row group that becomes larger than this, and so many times the size of its file, is no data.
+#: A row group is rejected when it unpacks to more than both: these bytes, and this multiple of its file's size.
 MAX_GROUP_BYTES, MAX_RATIO = 2**30, 1000
 
 
 class ArrowBatch(NamedTuple):
-    """Some rows of a file. The first of each file are none: they tell its columns."""
+    """Some rows of a file. The first batch of each file is empty and has the columns."""
 
-    #: An Arrow table of those that are sound.
+    #: An Arrow table of the valid rows.
     table: Any
     #: What is wrong with the others, by their number among these rows.
     faults: Mapping[int, RecordFault]
@@ -69,16 +69,16 @@ class IsolatedParquetReader:
         whole = False
         try:
             child.send((local, skip))
-            while isinstance(said := child.receive(), dict):
+            while isinstance(answer := child.receive(), dict):
                 with pyarrow.ipc.open_stream(child.receive_bytes()) as stream:
                     table = stream.read_all()
-                yield ArrowBatch(table, {at: RecordFault(*fault) for at, fault in said.items()})
+                yield ArrowBatch(table, {at: RecordFault(*fault) for at, fault in answer.items()})
             whole = True
         finally:
-            if not whole:  # given up in the middle of the file: nobody waits for the rest of it
+            if not whole:  # the caller stopped in the middle of the file
                 self.close()
-        if said is not None:
-            yield said
+        if answer is not None:
+            yield answer
 
 
 # -- in the process -------------------------------------------------------------------
@@ -134,7 +134,7 @@ def _batches(local: Path) -> Iterator[tuple[Any, Any]]:
 
 
 def _check(schema: Any, metadata: Any, size_bytes: int) -> None:
-    """Check what the footer says."""
+    """Check the footer."""
     names = schema.names
     if len(set(names)) < len(names):
         raise _UnreadableFile("broken_parquet", "two columns have one name")
@@ -143,7 +143,7 @@ def _check(schema: Any, metadata: Any, size_bytes: int) -> None:
         # contradicts itself.
         unpacked_bytes = metadata.row_group(number).total_byte_size
         if unpacked_bytes > MAX_GROUP_BYTES and unpacked_bytes > MAX_RATIO * size_bytes:
-            detail = f"a row group of a file of {size_bytes:,} bytes says it unpacks to more than"
+            detail = f"a row group of a file of {size_bytes:,} bytes unpacks to more than"
             raise _UnreadableFile("bomb", f"{detail} {MAX_RATIO} times as much")
 
 

@@ -36,7 +36,7 @@ Records = Generator[ValidRecord | InvalidRecord, None, None]
 
 
 class MdsFile(BaseModel):
-    """A shard's file as the index tells it."""
+    """A shard's file in the index."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -117,15 +117,15 @@ def samples(data: DataSource, path: str, local: Path, shard: MdsShard) -> Record
         unpacked.unlink(missing_ok=True)
 
 
-def _check_file(told: MdsFile, local: Path) -> None:
+def _check_file(entry: MdsFile, local: Path) -> None:
     size = local.stat().st_size
-    if size != told.size:
-        raise RecordFault("broken_mds", f"{told.basename} has {size:,} bytes, {told.size:,} in index.json")
-    for name, expected in told.hashes.items():
+    if size != entry.size:
+        raise RecordFault("broken_mds", f"{entry.basename} has {size:,} bytes, {entry.size:,} in index.json")
+    for name, expected in entry.hashes.items():
         if name in hashlib.algorithms_guaranteed and not name.startswith("shake"):
             with local.open("rb") as file:
                 if hashlib.file_digest(file, name).hexdigest() != expected:
-                    raise RecordFault("broken_mds", f"{told.basename} has another {name} than index.json tells")
+                    raise RecordFault("broken_mds", f"{entry.basename} has another {name} than in index.json")
 
 
 def _unpack(shard: MdsShard, packed: Path, unpacked: Path) -> None:
@@ -288,7 +288,7 @@ def _pil(content: bytes) -> bytes:
         image = Image.frombytes(mode, (width, height), content[12 + mode_size :])
         target = io.BytesIO()
         image.save(target, "PNG")
-    except Exception as error:  # whatever Pillow says of nonsense
+    except Exception as error:  # Pillow raises many types on corrupt files
         raise RecordFault("undecodable", f"{type(error).__name__}: {error}") from error
     return target.getvalue()
 
@@ -300,7 +300,7 @@ FILES: Mapping[str, tuple[str, Callable[[bytes], bytes]]] = {
     "png": ("png", bytes),
     "pil": ("png", _pil),
 }
-#: How arrays tell what they are of.
+#: The codes of the data types of arrays.
 DTYPES = {
     8: "uint8",
     9: "int8",
@@ -333,12 +333,12 @@ def _array(settings: str) -> Callable[[bytes], bytes]:
     if dtype_text and dtype_text not in DTYPES.values():
         raise RecordFault("unsupported_type", f"an array of {dtype_text!r}")
     try:
-        told = tuple(int(part) for part in shape_text.split(",")) if shape_text else None
+        declared = tuple(int(part) for part in shape_text.split(",")) if shape_text else None
     except ValueError as error:
         raise RecordFault("broken_mds", f"an array of shape {shape_text!r}") from error
 
     def convert(content: bytes) -> bytes:
-        at, shape = 0, told
+        at, shape = 0, declared
         dtype_name = dtype_text
         if not dtype_name:
             dtype_name, at = DTYPES.get(content[0], "") if content else "", 1

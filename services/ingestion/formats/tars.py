@@ -44,10 +44,10 @@ class Member(NamedTuple):
 
 
 class BrokenTar(ValueError):
-    """The archive cannot be read on; the text says why."""
+    """The rest of the archive cannot be read; the message gives the reason."""
 
     def __init__(self, text: str, follows: str | None = None) -> None:
-        """``follows``: the sample that would come next, '' for none, None if nobody knows."""
+        """Set ``follows``: the sample that would come next, '' for none, None if it is unknown."""
         super().__init__(text)
         self.follows = follows
 
@@ -83,7 +83,7 @@ def _samples(data: DataSource, prefix: str, local: Path) -> Records:
             elif number == 0:
                 yield InvalidRecord("empty", "the archive has no files", whole_object=True)
         except BrokenTar as error:
-            # Unless it is known what would come next, the last sample may lack a file.
+            # Where the next sample is unknown, the last one may lack a file.
             if group and error.follows is not None and error.follows != stem(group[0].name):
                 yield _sample(data, file, group, row_key(prefix, number))
                 group = []
@@ -134,7 +134,7 @@ def sample_of(data: DataSource, files: dict[str, bytes], key: str, offset: int, 
         label = _class(files.pop(CLASS))
     elif data.label_field == CLASS:
         raise RecordFault("missing_label", "the sample has no file .cls (data.label_field)")
-    # Sharding writes the class anew.
+    # Sharding writes the class itself.
     files.pop(CLASS, None)
     if not files:
         raise RecordFault("empty", "the sample has no file")
@@ -174,7 +174,7 @@ def members(file: BinaryIO) -> Iterator[Member]:
     total = file.seek(0, 2)
     at = 0
     name: str | None = None
-    size_told: int | None = None
+    declared_size: int | None = None
     while True:
         start = at
         header = _read(file, at, BLOCK, total)
@@ -190,15 +190,15 @@ def members(file: BinaryIO) -> Iterator[Member]:
             if kind == b"L":
                 name = _text(content)
             else:
-                told = _pax(content)
-                name = told.get("path", name)
-                size_told = _number(told["size"]) if "size" in told else size_told
+                records = _pax(content)
+                name = records.get("path", name)
+                declared_size = _number(records["size"]) if "size" in records else declared_size
             continue
         if kind in (b"g", b"K"):
             at += -(-size // BLOCK) * BLOCK
             continue
         if kind in (b"0", b"\0", b"7"):
-            size = size if size_told is None else size_told
+            size = size if declared_size is None else declared_size
             member = Member(_name(header) if name is None else name, start, at, size)
             at += -(-size // BLOCK) * BLOCK
             if member.offset + size > total:
@@ -206,9 +206,9 @@ def members(file: BinaryIO) -> Iterator[Member]:
             if not member.name.endswith("/"):
                 yield member
         elif kind in (b"S", b"M", b"V"):
-            raise BrokenTar(f"a member of kind {kind!r} (sparse or in volumes): write it anew with plain tar")
+            raise BrokenTar(f"a member of kind {kind!r} (sparse or in volumes): write it again with plain tar")
         # Links, folders and devices have no content.
-        name = size_told = None
+        name = declared_size = None
 
 
 def _zeros_from(file: BinaryIO, at: int) -> bool:
@@ -228,13 +228,13 @@ def _read(file: BinaryIO, at: int, size: int, total: int) -> bytes:
 
 def _parse_size(header: bytes) -> int:
     """Return the size in a header whose checksum is right."""
-    told = _octal(header[148:156])
+    checksum = _octal(header[148:156])
     body = header[:148] + b" " * 8 + header[156:]
     signed = sum(body) - 256 * sum(byte > 127 for byte in body)
-    if told not in (sum(body), signed):
+    if checksum not in (sum(body), signed):
         raise BrokenTar("the checksum of a header does not fit: it is damaged")
     field = header[124:136]
-    # Larger than octal digits tell: the number itself, after a bit.
+    # A size beyond the octal digits is a binary number, after a marker bit.
     size = int.from_bytes(field[1:], "big") if field[0] == 0x80 else _octal(field)
     return size
 
@@ -244,15 +244,15 @@ def _octal(field: bytes) -> int:
     try:
         number = int(text or b"0", 8)
     except ValueError as error:
-        raise BrokenTar("a header holds a number that is none") from error
+        raise BrokenTar("a header has an invalid number") from error
     if number < 0:
-        raise BrokenTar("a header holds a number below 0")
+        raise BrokenTar("a header has a number below 0")
     return number
 
 
 def _number(text: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 19:
-        raise BrokenTar("a header holds a size that is none")
+        raise BrokenTar("a header has an invalid size")
     return int(text)
 
 
@@ -273,17 +273,17 @@ def _text(content: bytes) -> str:
 
 
 def _pax(content: bytes) -> dict[str, str]:
-    """The records of an extended header: ``length key=value\\n`` each."""
+    """Return the records of an extended header: ``length key=value\\n`` each."""
     found: dict[str, str] = {}
     at = 0
     while at < len(content) and content[at]:
         length_text, _, rest = content[at : at + 24].partition(b" ")
         if not rest or not length_text.isdigit():
-            raise BrokenTar("an extended header that is none")
+            raise BrokenTar("an extended header is invalid")
         length = int(length_text)
         key, equals, value = content[at + len(length_text) + 1 : at + length].partition(b"=")
         if not equals or length <= len(length_text) or not value.endswith(b"\n"):
-            raise BrokenTar("an extended header that is none")
+            raise BrokenTar("an extended header is invalid")
         found[key.decode(errors="replace")] = value[:-1].decode(errors="backslashreplace")
         at += length
     return found

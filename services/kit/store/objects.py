@@ -35,8 +35,8 @@ from services.kit.store.uris import blob_sha256, split_uri
 log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
-#: A blob that is there already is written anew when it is older than this, so that garbage collection,
-#: which spares what is young, never takes one that an upload has just relied upon.
+#: Age above which an upload rewrites an existing blob. Garbage collection spares young blobs, so it never removes one
+#: that an upload has just reused.
 REUSE_AGE_S = 6 * 3600.0
 NOT_FOUND_CODES = {"404", "NoSuchKey", "NoSuchBucket", "NotFound"}
 EXISTS_CODES = {"PreconditionFailed", "412", "ConditionalRequestConflict"}
@@ -51,7 +51,7 @@ class ObjectInfo:
     size_bytes: int
     etag: str
     modified_at: datetime
-    #: What the store itself hashed when it took the object in; '' where it does not say.
+    #: The hash that the store computed when it received the object; '' where it reports none.
     sha256: str = ""
 
     @property
@@ -60,7 +60,7 @@ class ObjectInfo:
 
 
 def is_young(written_at: datetime) -> bool:
-    """Whether an upload may rely on a blob without writing it anew."""
+    """Whether an upload may reuse a blob without rewriting it."""
     return datetime.now(UTC) - written_at < timedelta(seconds=REUSE_AGE_S)
 
 
@@ -96,7 +96,7 @@ class ObjectStore:
             retries={"mode": "standard", "max_attempts": 2},
             max_pool_connections=32,
             s3={"addressing_style": "path"},
-            # Not every S3 store knows the newer checksum trailers.
+            # Not every S3 store supports the newer checksum trailers.
             request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
         )
@@ -124,7 +124,7 @@ class ObjectStore:
     async def put(self, uri: str, body: bytes, *, if_absent: bool = False, content_type: str = "") -> None:
         """Store ``body``. With ``if_absent``, raise ``ObjectExists`` instead of replacing anything.
 
-        A blob is checked against its name by the store, which takes in nothing else and says so in ``head``.
+        The store verifies a blob against its name, rejects any other content and reports the hash in ``head``.
         """
         bucket, key = split_uri(uri)
         extra: dict[str, str] = {"IfNoneMatch": "*"} if if_absent else {}

@@ -246,7 +246,7 @@ class _Transfer:
         """Read from ``position`` on over one connection.
 
         Raises:
-            _ReadInterrupted: see there; and what ``ObjectReader.read`` raises.
+            _ReadInterrupted: the rest needs another request. All errors of ``ObjectReader.read``, too.
         """
         target = self.target
         if target.position or self._stop is not None:

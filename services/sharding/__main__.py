@@ -1,4 +1,4 @@
-"""Turns an index of records into shards, their offsets and a manifest; ``gc`` removes what nobody needs."""
+"""Turns an index of records into shards, their offsets and a manifest; ``gc`` removes what has no reference."""
 
 from services.kit import garbage_collector
 from services.sharding.app import build

@@ -30,7 +30,7 @@ log = structlog.get_logger(__name__)
 
 
 class Sharding:
-    """The handlers. Everything in them may happen twice."""
+    """The handlers. Each must be idempotent, because a message may be delivered twice."""
 
     def __init__(self, service: Service, settings: ShardingSettings, objects: ObjectStore, workdir: Workdir) -> None:
         self._bus, self._settings = service.bus, settings

@@ -1,4 +1,4 @@
-"""Garbage collection: reads the store and the open jobs, asks the core, deletes. One at a time, under a lease."""
+"""Garbage collection: reads the store and the open jobs, asks the core, deletes. A lease excludes a second one."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class GarbageSummary:
 
 
 async def collect_garbage(bus: Bus, objects: ObjectStore, settings: ShardingSettings) -> GarbageSummary:
-    """Remove what nobody needs. Safe beside datasets that are being made: see ``core/garbage.py``.
+    """Remove objects without a reference. It is safe while datasets are being made: see ``core/garbage.py``.
 
     Raises:
-        ValueError: a manifest cannot be read, so nobody knows what it needs; nothing was deleted.
+        ValueError: a manifest cannot be read, so its references are unknown; nothing was deleted.
     """
     root = f"s3://{settings.bucket_datasets}/"
     grace, keep_packs = (timedelta(seconds=s) for s in (settings.dataset_gc_grace_s, settings.dataset_keep_packs_s))
-    # In this order: what is named after the shards were listed is seen, in a journal or in the manifest that follows.
+    # Keep this order: a journal or a manifest then shows each shard that is named after the listing.
     shards = [stored async for stored in _list_stored(objects, f"{root}shards/")]
     ingestions: dict[str, list[StoredObject]] = defaultdict(list)
     async for stored in _list_stored(objects, f"{root}ingestions/"):
@@ -68,7 +68,7 @@ async def collect_garbage(bus: Bus, objects: ObjectStore, settings: ShardingSett
             if size_bytes is not None:
                 removed.append(size_bytes)
             elif stored.key.endswith(garbage.DONE):
-                break  # somebody took the ingestion up again
+                break  # another job uses the ingestion again
     freed_bytes = sum(freed) + sum(removed)
     collected = GarbageSummary(len(freed), len(removed), freed_bytes, len(shards) - len(freed))
     log.info("garbage collected", shards=len(freed), ingestion_objects=len(removed), freed_bytes=freed_bytes)
@@ -76,7 +76,7 @@ async def collect_garbage(bus: Bus, objects: ObjectStore, settings: ShardingSett
 
 
 async def _delete(objects: ObjectStore, stored: StoredObject, kind: str) -> int | None:
-    """Remove it and return its bytes; None if it is gone, or written anew by somebody who means to name it."""
+    """Delete an object and return its bytes; None if it is gone, or if a job has rewritten it to reuse it."""
     try:
         if (await objects.head(stored.uri)).modified_at != stored.modified_at:
             return None
@@ -119,7 +119,7 @@ async def _manifest(objects: ObjectStore, stored: StoredObject) -> Manifest | No
     try:
         return Manifest.model_validate_json(await objects.get(stored.uri))
     except ObjectNotFound:
-        return None  # somebody removed it meanwhile
+        return None  # it was removed meanwhile
     except ValueError as error:
         raise ValueError(f"{stored.uri}: {error}; repair or remove it, nothing was collected") from error
 

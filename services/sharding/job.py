@@ -43,7 +43,7 @@ STATISTICS = TypeAdapter(dict[str, FieldStatistics])
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """A dataset that is in the store, whole."""
+    """A complete dataset in the store."""
 
     dataset_id: str
     manifest_uri: str
@@ -55,7 +55,7 @@ async def find_dataset(objects: ObjectStore, bucket: str, dataset_id: str) -> Da
     """Return the dataset of that id; the manifest's hash must be the id.
 
     Raises:
-        ObjectNotFound: there is none.
+        ObjectNotFound: there is no such dataset.
         ValueError: there is a manifest of another content.
     """
     uri = dataset_uri(bucket, dataset_id)
@@ -66,7 +66,7 @@ async def find_dataset(objects: ObjectStore, bucket: str, dataset_id: str) -> Da
 
 
 class ShardingJob:
-    """One job's work. What comes out depends on the index and the settings alone."""
+    """One job's work. The result depends on the index and the settings alone."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class ShardingJob:
         self._progress = progress or Progress()
 
     async def run(self) -> Dataset:
-        """Return the dataset, found or made.
+        """Return the dataset; make it unless it exists.
 
         Raises:
             PoisonMessage: a record's content is not what was ingested.
@@ -122,7 +122,7 @@ class ShardingJob:
         except ObjectNotFound:
             return None
         except (ValueError, KeyError, TypeError) as error:
-            raise PoisonMessage(f"{error!r}; remove {self._link} to have the dataset made anew") from error
+            raise PoisonMessage(f"{error!r}; remove {self._link} to have the dataset made again") from error
 
         async def is_missing(sha256: str, size_bytes: int) -> bool:
             try:
@@ -134,7 +134,7 @@ class ShardingJob:
         parts = [(f.sha256, f.size_bytes) for f in files] + [(f.index_sha256, f.index_bytes) for f in files]
         missing = sum(await gather_limited((is_missing(*part) for part in parts), limit=PARALLEL_HEADS))
         if missing:
-            log.warning("a dataset is not whole any more, making it anew", dataset_id=dataset_id, missing=missing)
+            log.warning("a dataset is incomplete, making it again", dataset_id=dataset_id, missing=missing)
             return None
         return dataset
 
@@ -180,7 +180,7 @@ class ShardingJob:
         return file
 
     async def _is_there(self, file: ShardFile) -> bool:
-        """Whether both objects are in the store, made young where they are not."""
+        """Return whether both objects are in the store; renew the age of old ones."""
         there = [
             await self._has(sha256, size_bytes)
             for sha256, size_bytes in ((file.sha256, file.size_bytes), (file.index_sha256, file.index_bytes))
@@ -206,7 +206,7 @@ class ShardingJob:
         try:
             return await self._write_and_upload(shard)
         except _PackCorrupted as error:
-            # The copy here may be at fault; if the one in the store is, it shows again.
+            # The local copy may be corrupted. If the object in the store is, the second attempt fails too.
             log.warning("a pack is not what was ingested, fetching it again", pack=error.pack, key=error.key)
             self._packs.discard_copy(error.pack)
         try:
@@ -215,7 +215,7 @@ class ShardingJob:
             uri = f"{self._source_uri}/{pack_name(error.pack)}"
             raise PoisonMessage(
                 f"{uri} is damaged (record {error.key}): remove {self._source_uri}/done.json and send the request "
-                "again, to have the source read anew"
+                "again, to have the source read again"
             ) from error
 
     async def _write_and_upload(self, shard: PlannedShard) -> ShardFile:
@@ -242,7 +242,7 @@ class ShardingJob:
             if (await self._objects.head(uri)).size_bytes == path.stat().st_size:
                 log.info("another instance was faster with the same shard", sha256=sha256)
             else:
-                log.warning("an object is not what its name says, replacing it", uri=uri)
+                log.warning("an object does not match its name, replacing it", uri=uri)
                 await self._objects.put_file(path, uri, sha256=sha256)
 
     async def _write(self, shard: PlannedShard, path: Path, index_path: Path) -> ShardFile:
@@ -258,16 +258,17 @@ class ShardingJob:
         except ObjectNotFound as error:
             if "/pack-" not in str(error):
                 raise
-            # Collected after a dataset was made of them. Without done.json the next request reads the source anew.
+            # The packs were collected after their dataset was made. Without done.json the next request reads the source
+            # again.
             await self._objects.delete(f"{self._source_uri}/done.json")
-            raise PoisonMessage(f"{error} is gone, since it was not needed for long; send the request again") from error
+            raise PoisonMessage(f"{error} was removed by garbage collection; send the request again") from error
 
     def _packs_of(self, shard: PlannedShard) -> list[int]:
         found = [np.unique(rows["pack"]) for rows in self._plan.rows(shard, BATCH_ROWS)]
         return [int(pack) for pack in np.unique(np.concatenate(found)) if pack >= 0]
 
     async def _add(self, writer: ShardWriter, batch: Rows, packs: Mapping[int, Path], path: Path) -> None:
-        """Append one batch, with what is in no pack read from the source."""
+        """Append one batch; read records that are in no pack from the source."""
         extras = self._plan.extras(batch) if (batch["extra"] >= 0).any() else {}
         unpacked = np.flatnonzero(batch["pack"] < 0).tolist()
         local = {row: path.with_name(f"{path.name}-{row}.source") for row in unpacked}
@@ -296,7 +297,7 @@ class ShardingJob:
     # -- manifest -----------------------------------------------------------------
 
     async def _publish(self, shards: dict[str, list[ShardFile]], statistics: dict[str, FieldStatistics]) -> Dataset:
-        """Write the manifest, once all that it names is seen to be there."""
+        """Check that all shards exist, then write the manifest."""
         self._progress.phase = "uploading"
         files = [file for split in shards.values() for file in split]
         there = await gather_limited(map(self._is_there, files), limit=PARALLEL_HEADS)
@@ -317,7 +318,7 @@ class ShardingJob:
 
 
 class _PackCorrupted(Exception):
-    """What a pack holds is not what was ingested."""
+    """The content of a pack differs from what was ingested."""
 
     def __init__(self, pack: int, key: str) -> None:
         super().__init__(f"pack {pack}, record {key}")
@@ -342,7 +343,7 @@ def _append(
 
 @contextmanager
 def _open_files(paths: Mapping[int, Path]) -> Iterator[dict[int, int]]:
-    """The files, open for reading while this lasts."""
+    """Open files for reading during the block."""
     handles: dict[int, int] = {}
     with ExitStack() as stack:
         for number, path in paths.items():

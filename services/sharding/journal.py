@@ -15,12 +15,12 @@ from services.sharding.core.garbage import read_journal
 
 log = structlog.get_logger(__name__)
 
-#: Between two writes; a kill costs what was done since the last.
+#: Seconds between two writes; a kill loses the shards recorded since the last.
 EVERY_S = 5.0
 
 
 class Journal:
-    """One small object beside the ingestion's index. Two writers at once can only make each other do work again."""
+    """One small object beside the ingestion's index. Concurrent writers may lose entries, which only repeats work."""
 
     def __init__(self, objects: ObjectStore, uri: str, every_s: float = EVERY_S) -> None:
         self._objects, self._uri, self._every_s = objects, uri, every_s
@@ -34,14 +34,14 @@ class Journal:
         except ObjectNotFound:
             pass
         except (ValueError, ValidationError) as error:
-            log.warning("a journal that cannot be read: beginning anew", uri=self._uri, error=repr(error))
+            log.warning("a journal cannot be read: starting without it", uri=self._uri, error=repr(error))
         return dict(self._shards)
 
     async def record(self, name: str, shard: ShardFile) -> None:
         """Record that this shard and its index are in the store."""
         self._shards[name] = shard
         if time.monotonic() - self._written_at >= self._every_s:
-            # At once, so that others that come meanwhile do not write too.
+            # Set at once, so that concurrent calls do not write too.
             self._written_at = time.monotonic()
             content = {name: made.model_dump(mode="json") for name, made in self._shards.items()}
             await self._objects.put(self._uri, canonical_json(content))

@@ -21,7 +21,7 @@ PARALLEL_TRANSFERS = 4
 
 
 class _NoHash:
-    """No hash: each record of a pack has its own."""
+    """Computes no hash: each record of a pack has its own."""
 
     def update(self, content: memoryview, /) -> None:
         return None
@@ -31,15 +31,15 @@ class _NoHash:
 
 
 class PackCache:
-    """Shares packs among the shards that are being written. What nobody holds goes first, the oldest first."""
+    """Shares packs among the shards that are being written. It evicts packs that are not pinned, the oldest first."""
 
     def __init__(self, objects: ObjectStore, folder: Path, source_uri: str, max_bytes: int) -> None:
         self._objects, self._folder, self._source_uri, self._max_bytes = objects, folder, source_uri, max_bytes
         self._sizes: dict[int, int] = {}
         self._fetching: OrderedDict[int, asyncio.Task[Path]] = OrderedDict()
         self._pins: dict[int, int] = {}
-        #: How often a copy was spoiled; the next one has another name, since others may be reading this one.
-        self._spoiled: dict[int, int] = {}
+        #: How often a copy was corrupted. The next copy has another name, because others may be reading this one.
+        self._corrupted: dict[int, int] = {}
         self._transfers = asyncio.Semaphore(PARALLEL_TRANSFERS)
         self.held_bytes = 0
         self.fetched_bytes = 0
@@ -51,7 +51,7 @@ class PackCache:
             self._sizes[int(info.key.rpartition("-")[2])] = info.size_bytes
 
     def _path(self, number: int) -> Path:
-        return self._folder / f"{pack_name(number)}.{self._spoiled.get(number, 0)}"
+        return self._folder / f"{pack_name(number)}.{self._corrupted.get(number, 0)}"
 
     @asynccontextmanager
     async def pin(self, numbers: Iterable[int]) -> AsyncIterator[dict[int, Path]]:
@@ -77,10 +77,10 @@ class PackCache:
         """Discard a corrupted copy of a pack, so that it is fetched again."""
         if self._fetching.pop(number, None) is not None:
             self.held_bytes -= self._sizes[number]
-        self._spoiled[number] = self._spoiled.get(number, 0) + 1
+        self._corrupted[number] = self._corrupted.get(number, 0) + 1
 
     async def close(self) -> None:
-        """End what is under way."""
+        """Cancel the fetches under way."""
         await cancel_and_wait(*self._fetching.values())
 
     async def _ensure_local(self, number: int) -> Path:
@@ -92,7 +92,7 @@ class PackCache:
             self._evict()
             task = self._fetching[number] = asyncio.create_task(self._fetch(number))
         self._fetching.move_to_end(number)
-        # Others wait for it too: who gives up does not end it.
+        # Others may wait for the same fetch: cancelling one waiter must not cancel it.
         return await asyncio.shield(task)
 
     async def _fetch(self, number: int) -> Path:

@@ -19,7 +19,7 @@ EVERY_S = 2.0
 
 
 class Progress:
-    """Counters that the work turns, and a report of them every few seconds."""
+    """Counters of the work, reported every few seconds."""
 
     def __init__(self) -> None:
         self.phase: Literal["sharding", "uploading"] = "sharding"

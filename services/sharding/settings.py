@@ -18,9 +18,9 @@ class ShardingSettings(Settings):
     #: Local disk for copies of packs, for each of the two datasets that may be under way.
     sharding_disk_bytes: int = Field(8 * 2**30, ge=2**20)
     dataset_gc_every_s: float = Field(6 * 3600.0, gt=0)
-    #: What was written more lately than this is never garbage.
+    #: Objects younger than this are never garbage.
     dataset_gc_grace_s: float = Field(48 * 3600.0, ge=4 * REUSE_AGE_S)
-    #: Packs of an ingestion whose dataset is made stay so long, for datasets with other shards.
+    #: How long packs remain after the ingestion's dataset is made, for datasets with other shards.
     dataset_keep_packs_s: float = Field(7 * DAY_S, ge=4 * REUSE_AGE_S)
 
     @classmethod

@@ -22,11 +22,11 @@ from services.sharding.core import rows as core
 from services.sharding.core import tar
 from services.sharding.core.rows import ROW, Rows
 
-#: A file of rows to be sorted in memory stands for so many bytes of the index at most.
+#: The most bytes of the index that one file of rows represents; each file is sorted in memory.
 PART_BYTES = 16 * 2**20
 MAX_PARTS_BITS = 12
 LINES_PER_BATCH = 500
-#: Rows held back while they are dealt out.
+#: Rows buffered before they are written to the files of their parts.
 BUFFERED_BYTES = 16 * 2**20
 
 
@@ -53,7 +53,7 @@ class ShardPlan:
     def __init__(self, folder: Path, classes: tuple[str, ...], seed: int, shard_bytes: int, *, flat: bool) -> None:
         self._folder, self._seed = folder, seed
         self.flat = flat
-        #: What the end of an archive takes up is not for samples.
+        #: The end of an archive is not available to samples.
         self._room = shard_bytes if flat else shard_bytes - len(tar.END)
         self.encoder = core.RowEncoder(classes, flat=flat)
         self.shards: list[PlannedShard] = []
@@ -71,7 +71,7 @@ class ShardPlan:
         """
         parts = self._deal(index)
         self._cut(parts)
-        # As they come in the order of all splits: neighbours need the same packs.
+        # In the order of all splits, because neighbours need the same packs.
         self.shards.sort(key=lambda shard: (shard.place, shard.split))
 
     def rows(self, shard: PlannedShard, at_most: int) -> Generator[Rows]:
@@ -102,7 +102,7 @@ class ShardPlan:
         with index.open("rb") as lines, (self._folder / "extras.jsonl").open("wb") as extras:
             while batch := list(islice(lines, LINES_PER_BATCH)):
                 rows = self._rows(batch, extras)
-                # The parts are equal runs of the order, so the first bits of a place tell which.
+                # The parts are equal runs of the order, so the first bits of a place select one.
                 parts = (rows["place_high"].astype(np.uint64) >> np.uint64(64 - bits)) if bits else np.zeros(len(rows))
                 for part in np.unique(parts).tolist():
                     waiting[int(part)].append(rows[parts == part].tobytes())
@@ -153,7 +153,7 @@ class ShardPlan:
 
 
 class _ShardCutter:
-    """Cuts one split, of which it sees the rows in order, into shards."""
+    """Cuts the rows of one split, which arrive in order, into shards."""
 
     def __init__(self, split: str, room: int) -> None:
         self.split, self._room = split, room
@@ -187,7 +187,7 @@ class _ShardCutter:
 
 
 def _keep_extra(record: Mapping[str, Any], extras: BinaryIO) -> int:
-    """Write down what a row cannot tell; return where, or -1 if it tells all."""
+    """Write a row's extra line and return its offset; return -1 where it needs none."""
     if not core.needs_extra(record):
         return -1
     at = extras.tell()

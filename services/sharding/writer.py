@@ -18,7 +18,7 @@ from services.sharding.core import index as core_index
 from services.sharding.core import tar
 from services.sharding.core.rows import CLASS, Rows
 
-#: Rows read at a time, and what is written between two looks at the event loop.
+#: Rows that are read at a time, and bytes that are written before the event loop runs again.
 BATCH_ROWS, BATCH_BYTES = 16_384, 8 * 2**20
 #: Samples are put together in memory that the processor's cache holds; a larger sample is copied in portions.
 BUFFER_BYTES = 2**20
@@ -34,7 +34,7 @@ class Contents(NamedTuple):
 
 
 class ContentMismatch(ValueError):
-    """A content is not what its hash says; ``row`` is its number in the batch."""
+    """A content does not match its hash; ``row`` is its number in the batch."""
 
     def __init__(self, row: int) -> None:
         super().__init__(f"row {row}")
@@ -323,7 +323,7 @@ def _hasher(fast: bool) -> Any:
 
 
 def _is_right(places: list[memoryview], fast: bool, check: bytes) -> bool:
-    """Whether a content, in these places, is what it was when it was ingested."""
+    """Return whether the content in these places matches the ingested record."""
     if len(places) == 1:
         content = places[0]
         return _equals(xxhash.xxh3_128_digest(content) if fast else hashlib.sha256(content).digest(), check)
@@ -343,7 +343,7 @@ def _read(handle: int, offset: int, places: list[memoryview]) -> None:
     size = len(places[0]) if len(places) == 1 else sum(map(len, places))
     if os.preadv(handle, places, offset) == size:
         return
-    # The system may give less at a time; whatever is missing at the end of the file shows in the hash.
+    # The system may read less at a time. The hash reveals a file that is too short.
     whole = bytearray()
     while len(whole) < size and (part := os.pread(handle, size - len(whole), offset + len(whole))):
         whole += part

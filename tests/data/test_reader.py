@@ -219,5 +219,5 @@ def test_an_index_of_fewer_samples_is_refused(tmp_path: Path) -> None:
     shard = dataset.split("train").shards[0].model_copy(update={"index_bytes": 0})
     index = shard_index.encode([f"s{i}" for i in range(49)], {"bin": ([512] * 49, [100] * 49)})
     (tmp_path / shard.index_path).write_bytes(index)
-    with pytest.raises(DatasetError, match="49 samples, not what the manifest says"):
+    with pytest.raises(DatasetError, match="49 samples, not as many as the manifest"):
         SplitReader(tmp_path, [shard])[0]

@@ -72,7 +72,9 @@ class Dataset:
         split = self.manifest.splits.get(name, SplitManifest(samples=0))
         reader = SplitReader(self.folder, split.shards, self._arrive)
         if len(reader) != split.samples:
-            raise DatasetError(f"split {name!r} says {split.samples} samples, its shards hold {len(reader)}")
+            raise DatasetError(
+                f"split {name!r} has {split.samples} samples in the manifest, its shards have {len(reader)}"
+            )
         return reader
 
     def shard_samples(self, name: SplitName) -> list[int]:

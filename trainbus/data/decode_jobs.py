@@ -41,10 +41,10 @@ def run_decode_job(task: Task, job: DecodeJob, at: Callable[[int], None] = lambd
     """Return the batch of a job's samples, one at least.
 
     Args:
-        at: told the place of each sample before it is decoded.
+        at: called with the place of each sample before it is decoded.
 
     Raises:
-        DecodeError: whatever the task raised; its traceback is in the log.
+        DecodeError: the task raised an error; its traceback is in the log.
     """
     place: int | None = None
     method = "decode_batch"
@@ -90,7 +90,7 @@ def sample_generator(seed: int, epoch: int, sample: int) -> np.random.Generator:
     """Return a generator whose numbers are a function of (seed, epoch, sample), however far it is read.
 
     Philox counts, so there is nothing to save: the low half of its 256-bit counter is the generator's own.
-    See "Parallel Random Numbers: As Easy as 1, 2, 3" (Salmon et al., SC 2011).
+    Reference: "Parallel Random Numbers: As Easy as 1, 2, 3" (Salmon et al., SC 2011).
     """
     key, counter = np.array([seed, 0], dtype=np.uint64), np.array([0, 0, sample, epoch], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=counter))

@@ -1,6 +1,6 @@
 /* Copies samples out of mapped or open shards into a batch. Compiled at first use; gather.py does the same without it.
  *
- * Shuffled samples are far apart: the processor's own prefetching starts anew with each, and each is on pages whose
+ * Shuffled samples are far apart: the processor's own prefetching starts again with each, and each is on pages whose
  * addresses it does not know. So the lines of the next sample are asked for while this one is copied, and one line of
  * each page of the sample after that.
  */
@@ -34,7 +34,7 @@ static int64_t distance(int64_t size) {
 /* Copy the field of n samples, all of `size` bytes, one after the other into `out`.
  *
  * starts[shards + 1]: the first sample of each shard; first[shard]: where the field of its row 0 lies in memory, 0 where
- * the shard is not mapped or the field is not told by a stride; stride and sizes as they are in the shard;
+ * the shard is not mapped or the field has no stride; stride and sizes as they are in the shard;
  * used[shard]: becomes `batch` where it was copied from.
  * Returns how many were copied: all, or those before the first that must be looked at.
  */

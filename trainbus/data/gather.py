@@ -52,7 +52,7 @@ class MappedFile:
             raise OSError(code, os.strerror(code))
         self.address = address
         self.size = size
-        #: A view; whoever keeps it, or a part of it, must let go of it before ``close``.
+        #: A view. All references to it, or to a part of it, must be gone before ``close``.
         memory = memoryview((ctypes.c_uint8 * size).from_address(address)).cast("B")
         self.bytes: Bytes = np.frombuffer(memory, dtype=np.uint8)
         self.bytes.flags.writeable = False
@@ -110,7 +110,7 @@ def load_native_library() -> NativeLibrary | None:
         if not path.is_file():
             _compile(path)
         if path.stat().st_uid not in (0, os.getuid()):
-            return None  # somebody else's code
+            return None  # another user could have written the code
         return NativeLibrary(ctypes.CDLL(str(path)))
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError):
         return None
@@ -140,7 +140,7 @@ class FieldLocations:
         """
         shards = len(used)
         self._starts, self._used = starts, used
-        #: Address of the field in each shard's first sample; 0: not mapped, or not told by a stride.
+        #: Address of the field in each shard's first sample; 0: not mapped, or without a stride.
         self.first = np.zeros(shards, dtype=np.int64)
         self.stride = np.zeros(shards, dtype=np.int64)
         self.sizes = np.zeros(shards, dtype=np.int64)

@@ -23,7 +23,7 @@ __all__ = ["BatchLoader", "MicroBatch", "Prefetcher", "pipeline_results", "prefe
 
 T = TypeVar("T")
 _NO_IDS: Ids = np.empty(0, dtype=np.int64)
-#: Seconds that a batch which nobody wants any more may take when the process ends.
+#: Seconds to wait, at the end of the process, for a thread that still makes a batch.
 JOIN_S = 10.0
 #: The threads that make batches, and what each fills.
 _RUNNING: dict[threading.Thread, _PrefetchQueue[Any]] = {}
@@ -40,7 +40,7 @@ class MicroBatch:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The samples' keys, looked up on access."""
+        """Return the samples' keys, looked up on access."""
         return () if self.reader is None else self.reader.keys(self.ids)
 
 
@@ -62,7 +62,7 @@ class BatchLoader:
         """Load nothing yet.
 
         Args:
-            workers: processes that decode; None: the thread that asks does.
+            workers: processes that decode; None: the calling thread decodes.
             waits: where the time is counted.
             pin: put batches into pinned memory, from where CUDA copies while it computes.
         """
@@ -98,7 +98,7 @@ class BatchLoader:
         fetched = self._waits.totals()["fetch"]
         with self._waits.during("read"):
             fields = self._reader.gather(ids)
-        # Waiting for a shard to arrive is counted by whoever waits, and is no reading.
+        # The time spent waiting for a shard counts as fetch, not as read.
         self._waits.add("read", fetched - self._waits.totals()["fetch"])
         return DecodeJob(ids, fields, epochs, seed)
 
@@ -142,7 +142,7 @@ class Prefetcher(Generic[T]):
     def __init__(self, items: Iterable[T], depth: int) -> None:
         """Start to make ``items``, up to ``depth`` ahead."""
         self._queue: _PrefetchQueue[T] = _PrefetchQueue(depth)
-        # The thread knows the stock alone, so that an iterator that is forgotten ends it, too.
+        # The thread references the queue alone, so that dropping the iterator ends the thread.
         thread = threading.Thread(target=self._queue.fill, args=(items,), name="trainbus-loader", daemon=True)
         _RUNNING[thread] = self._queue
         thread.start()
@@ -191,7 +191,7 @@ class _PrefetchQueue(Generic[T]):
             _RUNNING.pop(threading.current_thread(), None)
 
     def _put(self, item: T) -> bool:
-        """Add one when there is room; False if nobody wants it any more."""
+        """Add an item when there is room; return False once the queue is closed."""
         with self._changed:
             self._in_hand = 1
             self._changed.notify_all()

@@ -37,8 +37,8 @@ ALGORITHM = 1
 #: Shards' worth of samples in a window, where nothing is set, and how many lanes there are at most.
 WINDOW = 4
 MAX_LANES = 64
-#: The windows of all lanes together hold so many samples at most, where no window is set: what is in memory
-#: (4 bytes each, twice) and what a resumed run sorts before its first batch.
+#: The most samples in the windows of all lanes together, where no window is set. They are in memory (4 bytes each,
+#: twice), and a resumed run sorts them before its first batch.
 MAX_WINDOW_SAMPLES = 2**22
 #: And where one is set.
 MAX_SET_WINDOW_SAMPLES = 2**28
@@ -46,7 +46,7 @@ _SHARDS = (0, 0, 0, 0)
 
 
 class OrderMismatch(ValueError):
-    """A state belongs to another order of samples; the text says what to change."""
+    """A state belongs to another order of samples; the message names the setting to change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +96,13 @@ class LaneOrder:
         by_rank = np.argsort(self.lane_rank)
         self.lane_starts = _starts(self.lane_samples[by_rank])[self.lane_rank]
         self.first_window = -(-self.window_samples * (number + 1) // self.lanes)
-        #: Windows as they are permuted: two of each lane. Pages that nobody writes to take no memory.
+        #: Windows as they are permuted: two of each lane. Pages that are never written take no memory.
         width = min(self.window_samples, int(self.lane_samples[0]))
         self._windows = np.empty((2, self.lanes, width), dtype=np.uint32)
         self._loaded = np.full((2, self.lanes), -1, dtype=np.int64)
         self._epochs: dict[int, EpochOrder] = {}
 
-    # --- what stands where --------------------------------------------------------------------
+    # --- samples by position ------------------------------------------------------------------
 
     def at(self, positions: Ids) -> Ids:
         """Return the sample ids at positions of the infinite sequence, in any order."""
@@ -165,14 +165,14 @@ class LaneOrder:
         shards = permutation(len(self._shard_samples), key, _SHARDS)
         ends = np.cumsum(self._shard_samples[shards])
         made = EpochOrder(key, shards, ends, self.shard_starts[shards] - (ends - self._shard_samples[shards]))
-        # A batch spans two epochs as a rule; older ones are not asked for again, and can be made anew.
+        # A batch rarely spans more than two epochs; older ones are computed again on demand.
         self._epochs = {n: e for n, e in self._epochs.items() if n == number - 1} | {number: made}
         return made
 
-    # --- who it is ----------------------------------------------------------------------------
+    # --- identity -----------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps beside ``samples_consumed``: the order's identity."""
+        """Return the order's identity, which a checkpoint holds beside ``samples_consumed``."""
         return {
             "algorithm": ALGORITHM,
             "dataset_id": self.dataset_id,
@@ -183,10 +183,10 @@ class LaneOrder:
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Make sure that a run with ``state`` goes on in this very order.
+        """Check that a run with ``state`` continues in this order.
 
         Raises:
-            OrderMismatch: it would not; the text says what to set.
+            OrderMismatch: the order differs; the message names the setting to change.
         """
         here = self.state()
         if state.get("algorithm") != ALGORITHM:

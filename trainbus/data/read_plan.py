@@ -77,14 +77,14 @@ class ReadPlan:
         return sorted((need for needs in found.values() for need in needs), key=lambda need: (need.first, need.shard))
 
     def _lanes_from(self, place: int, batches: int) -> Ids:
-        """Return the lanes of so many whole batches from ``place`` on; they repeat after ``lanes`` batches at most."""
+        """Return the lanes of the next whole batches from ``place`` on; they repeat after ``lanes`` batches at most."""
         lanes, step = self._order.lanes, self._global_batch % self._order.lanes
         period = lanes // math.gcd(lanes, step) if step else 1
         found = []
         for number in range(min(batches, period)):
             first = (place + number * step) % lanes
             if first not in self._lanes:
-                # Any place that this lane stands at in an epoch would do; batches of one epoch know no other bounds.
+                # Any place of this lane in an epoch has the same result; batches of one epoch have no other bounds.
                 positions = np.arange(first, first + self._global_batch)
                 rank = self._order.lane_rank[positions % lanes]
                 laid_out = (positions % lanes)[np.argsort(rank, kind="stable")]

@@ -23,16 +23,16 @@ from trainbus.data.gather import Bytes, FieldLocations, Ints
 
 #: Shards that a reader has mapped at once. They cost address space and page tables (2 MB for each GB that was read).
 MAX_OPEN_SHARDS = 512
-#: From so many samples on that follow each other it pays to read them instead of mapping their shard.
+#: The least consecutive samples that are faster to read than to map their shard.
 MIN_RUN_SAMPLES = 8
-#: How often a shard may be taken away between its arrival and its opening before something else is wrong.
+#: How often opening a shard may fail because the cache evicted it after its arrival.
 MAX_OPEN_ATTEMPTS = 4
 
 WaitForShard = Callable[[ShardFile], None]
 
 
 class DatasetError(Exception):
-    """The local copy of the dataset cannot be used; the text says which file and why."""
+    """The local copy of the dataset cannot be used; the message names the file and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class ShardReader:
         """Open it.
 
         Raises:
-            DatasetError: it is not there, or not what the manifest says.
+            DatasetError: it is not there, or differs from the manifest.
         """
         self.path = folder / shard.path
         try:
@@ -92,7 +92,7 @@ class ShardReader:
             self._index_content = _map(folder / shard.index_path, shard.index_bytes or None)
             self.index = shard_index.decode(self._index_content.bytes.data)
             if self.index.samples != shard.samples:
-                raise ValueError(f"its index has {self.index.samples} samples, not what the manifest says")
+                raise ValueError(f"its index has {self.index.samples} samples, not as many as the manifest")
             self.fields = {name: _field(name, self.index, shard.size_bytes) for name in self.index.fields}
         except (OSError, ValueError) as error:
             raise DatasetError(f"{shard.path} cannot be read: {error}") from error
@@ -235,7 +235,7 @@ class SplitReader:
         return self._gather_any(name, ids)
 
     def _copy(self, places: FieldLocations, ids: Ints, out: Bytes) -> bool:
-        """Fill ``out``; False where not all samples have the field in this size, told by a stride."""
+        """Fill ``out``; return False unless the field has this size and a stride in all samples."""
         done, rows = 0, len(ids)
         run = gather.run_length(ids)
         if run >= MIN_RUN_SAMPLES:
@@ -319,7 +319,7 @@ class SplitReader:
             except DatasetError as error:
                 if not isinstance(error.__cause__, FileNotFoundError):
                     raise
-                gone = error  # the cache took it away after it had come
+                gone = error  # the cache evicted it after its arrival
         raise gone
 
     def _trim(self) -> None:
@@ -344,7 +344,7 @@ class SplitReader:
             self._end_run()
             try:
                 self._run_fd = os.open(self._open[number].path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError:  # the cache has taken it away since it was mapped
+            except OSError:  # the cache has evicted it since it was mapped
                 return -1
             self._run_shard = number
         return self._run_fd
@@ -361,7 +361,7 @@ def _map(path: Path, size_bytes: int | None) -> gather.MappedFile:
     try:
         size = os.fstat(fd).st_size
         if size_bytes is not None and size != size_bytes:
-            raise ValueError(f"{path.name} has {size} bytes, not what the manifest says ({size_bytes})")
+            raise ValueError(f"{path.name} has {size} bytes, the manifest has {size_bytes}")
         if size == 0:
             raise ValueError(f"{path.name} is empty")
         return gather.MappedFile(fd, size)

@@ -1,8 +1,9 @@
 """Prefetch of shards by the node's agent: the rank sends its read plan, and waits for shards that are missing.
 
 The node's agent puts a shard into the dataset's folder when it is verified, so what is there can be read. A rank that
-waits sits in a read from the agent's socket: it takes no CPU, hears at once when the shard is there, and hears why
-when it cannot be had. When there is no agent for long, the rank ends itself (``agent_link``).
+waits sits in a read from the agent's socket: it takes no CPU, and the agent
+answers as soon as the shard is there or cannot be fetched. When there is no agent for long, the rank ends itself
+(``agent_link``).
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from trainbus.data.batch_timings import BatchTimings
 from trainbus.data.read_plan import ShardNeed
 from trainbus.data.reader import DatasetError
 
-#: Seconds between two words to the agent on where the rank is.
+#: Seconds between two reports of the rank's position to the agent.
 REPORT_S = 1.0
-#: Needs told at a time; the next ones follow long before they are reached.
+#: Needs in one report; the next ones follow long before training reaches them.
 MAX_NEEDS = 4096
-#: Positions looked ahead at first, and at most.
+#: Positions to look ahead, at first and at most.
 SPAN_MIN, SPAN_MAX = 2**14, 2**44
-#: Words to the agent over which the rate is taken.
+#: Reports over which the rate is measured.
 RATE_REPORTS = 30
 RETRY_S = 0.2
-#: Seconds after which a rank that waits looks by itself whether the shard is there.
+#: Seconds after which a waiting rank checks the folder itself.
 POLL_S = 5.0
 
 Needs = Callable[[int, int], Sequence[ShardNeed]]
@@ -51,7 +52,7 @@ class ShardPrefetcher:
         waits: BatchTimings | None = None,
         patience_s: float = 60.0,
     ) -> None:
-        """Make it; nothing is said before the first call.
+        """Set up the prefetcher; it connects to the agent on the first call.
 
         Args:
             agent: the agent's socket.
@@ -67,7 +68,7 @@ class ShardPrefetcher:
         self._closed = threading.Event()
         self._planned_until = -1
         self._waited_s = 0.0
-        #: (seconds, not counting those spent waiting for shards; position) when the last words were said.
+        #: (seconds, not counting those spent waiting for shards; position) of the last reports.
         self._reports: deque[tuple[float, int]] = deque(maxlen=RATE_REPORTS)
 
     # -- what will be read ----------------------------------------------------
@@ -85,7 +86,7 @@ class ShardPrefetcher:
             threading.Thread(target=self._report_positions, name="trainbus-shard-prefetch", daemon=True).start()
 
     def set_position(self, samples_consumed: int) -> None:
-        """Set how far training is; cheap enough for every step."""
+        """Set the position of training. It is cheap enough for every step."""
         first = self._at is None
         self._at = samples_consumed
         if first:
@@ -110,11 +111,11 @@ class ShardPrefetcher:
             try:
                 if connection is None:
                     connection = self._connect()
-                    self._planned_until = -1  # an agent that knows nothing yet
+                    self._planned_until = -1  # a new agent has no plan yet
                 if at != reported or at >= self._planned_until:
                     connection.sendall(json_line(self._plan_line(at)))
                     reported = at
-            except OSError:  # without an agent, what is needed is asked for when there is one
+            except OSError:  # without an agent, report again when there is one
                 if connection is not None:
                     connection.close()
                 connection = None
@@ -150,7 +151,7 @@ class ShardPrefetcher:
             shards, span = known, 2 * span
             needs = self._needs(at, at + span)
         known_until = needs[MAX_NEEDS].first if len(needs) > MAX_NEEDS else at + span
-        # Told anew when half of it is behind.
+        # Report again when half of it is consumed.
         self._planned_until = at + max(1, (known_until - at) // 2)
         return tuple((need.shard, need.first, need.last) for need in needs[:MAX_NEEDS])
 
@@ -160,7 +161,7 @@ class ShardPrefetcher:
         """Return when the shard and its index are in the folder.
 
         Raises:
-            DatasetError: it cannot be had, or there is no agent.
+            DatasetError: the shard cannot be fetched, or there is no agent.
         """
         if self._is_here(shard):
             return
@@ -172,7 +173,7 @@ class ShardPrefetcher:
             self._waited_s += time.monotonic() - started_s
 
     def _is_here(self, shard: ShardFile) -> bool:
-        # Links into the cache; one that leads nowhere is a shard that had to go, and can come again.
+        # These are links into the cache. A dangling one is a shard that was evicted and can return.
         return (self._folder / shard.path).exists() and (self._folder / shard.index_path).exists()
 
     def _wait_for(self, shard: ShardFile) -> None:
@@ -214,7 +215,7 @@ class ShardPrefetcher:
 
 
 def _is_open(connection: socket.socket) -> bool:
-    """Whether the other end, which says nothing here, is still there."""
+    """Return whether the other end, which sends nothing on this connection, is still open."""
     connection.setblocking(False)
     try:
         return connection.recv(1) != b""

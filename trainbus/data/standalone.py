@@ -94,7 +94,7 @@ class Loader:
         """Continue from ``state`` with the next iteration.
 
         Raises:
-            ValueError: the state is one of another dataset, seed or order; the text says what to change.
+            ValueError: the state belongs to another dataset, seed or order; the message names the setting to change.
         """
         self._order.check(state["order"])
         self.samples_consumed = int(state["samples_consumed"])

@@ -143,7 +143,7 @@ class _Worker:
         with self._sending:
             if ticket is not None:
                 self._waiting.append(ticket)
-            with contextlib.suppress(ChannelClosed):  # whoever waits for the ticket learns it
+            with contextlib.suppress(ChannelClosed):  # waiting for the ticket raises the error
                 send(self.end, value)
 
     def wait_for(self, ticket: DecodeFuture) -> None:
@@ -155,11 +155,11 @@ class _Worker:
                 except ChannelClosed:
                     answer = self._death()
                 except OSError as error:
-                    answer = DecodeError(f"the batch of loader worker {self.number} cannot be taken: {error}")
+                    answer = DecodeError(f"the batch of loader worker {self.number} cannot be received: {error}")
                 self._waiting.popleft().answer = answer
 
     def kill(self) -> None:
-        if self._status is None:  # else its number may be another process's by now
+        if self._status is None:  # otherwise another process may have its number
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
@@ -168,13 +168,13 @@ class _Worker:
         if self._status is None:
             try:
                 self._status = os.waitpid(self.pid, 0)[1]
-            except ChildProcessError:  # somebody else took it
+            except ChildProcessError:  # it was reaped elsewhere
                 self._status = 0
         return self._status
 
     def _death(self) -> DecodeError:
         code, place = os.waitstatus_to_exitcode(self.reap()), self._slot.get()
-        self._slot.set(_NOWHERE)  # jobs behind the one it died of did not begin
+        self._slot.set(_NOWHERE)  # jobs behind the fatal one did not start
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         hint = " (out of memory? fewer training.loading.workers take less)" if code == -signal.SIGKILL else ""
         return DecodeError(f"loader worker {self.number} {how}{hint}", place if place >= 0 else None)

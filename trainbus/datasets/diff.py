@@ -1,7 +1,7 @@
 """Differences between two versions of a dataset: two indexes, sorted by key, read side by side.
 
 Records belong together that have the same key and content; else the same content (it was renamed, or its row has
-another number now); else the same key (its content changed). What finds no partner was added or removed.
+another number now); else the same key (its content changed). A record without a partner was added or removed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Difference:
 
     #: Records that are in both with the same key, content, label and split.
     same: int = 0
-    #: Kind -> (split, class) -> records: the new ones, but of ``removed`` the old.
+    #: Kind -> (split, class) -> records, by their new version; ``removed`` ones by their old version.
     by_class: dict[Kind, Counter[tuple[str, str]]] = field(default_factory=lambda: {kind: Counter() for kind in KINDS})
     #: (split before, split after) -> records that moved.
     moves: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -58,7 +58,7 @@ class Difference:
         return sum(self.count(kind) for kind in KINDS)
 
     def add(self, old: RecordVersion | None, new: RecordVersion | None, examples: int) -> None:
-        """Count what became of one record."""
+        """Count the changes of one record."""
         record = new or old
         assert record is not None
         kinds = list(_kinds(old, new))

@@ -40,7 +40,7 @@ class Champion:
     version: int
     at: datetime
     metrics: dict[str, float]
-    #: Whether nothing was promoted since.
+    #: Whether it is the current champion.
     reigns: bool = True
 
 
@@ -52,7 +52,7 @@ class TrainingUse:
     name: str = ""
     kind: str = "train"
     state: str = "prepared"
-    #: The checkpoint whose weights it began with: what it learned before came from there.
+    #: The checkpoint that its weights were initialised from.
     init_from: str | None = None
     champions: list[Champion] = field(default_factory=list)
 
@@ -89,7 +89,7 @@ class History:
         self.datasets: dict[str, DatasetRecord] = {}
         self.ingestions: dict[str, Ingestion] = {}
         self.runs: dict[str, TrainingUse] = {}
-        #: Ingestions that must give one dataset, by fingerprint and size of shards.
+        #: Ingestions of the same input, and so of one dataset, by fingerprint and size of shards.
         self._alike: dict[tuple[str, int], list[Ingestion]] = {}
         for at, fact in facts:
             self.apply(at, fact)
@@ -120,7 +120,7 @@ class History:
         made.found = fact
         alike = self._alike.setdefault((fact.fingerprint, fact.data.shard_bytes), [])
         alike.append(made)
-        # The same input again is the same dataset, of which nothing more is said.
+        # The same input results in the same dataset, for which no second fact is published.
         if (dataset_id := alike[0].dataset_id) is not None:
             self._tie(made, dataset_id)
 

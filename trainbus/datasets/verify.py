@@ -38,7 +38,7 @@ def _flat(size: int, index: shard_index.ShardIndex) -> str | None:
         return "it is no ustar archive, and its index names no single field of one size"
     field = fields[0]
     if (field.first, field.stride) != (0, field.size) or field.size * index.samples != size:
-        return f"it has {size:,} bytes, its index tells {index.samples:,} samples of {field.size:,} at {field.stride:,}"
+        return f"it has {size:,} bytes, its index has {index.samples:,} samples of {field.size:,} at {field.stride:,}"
     return None
 
 
@@ -51,8 +51,8 @@ def _archive(content: mmap.mmap, index: shard_index.ShardIndex) -> str | None:
             name, offset, size = next(members, ("", 0, 0))
             field = name[len(key) + 1 :] if name.startswith(f"{key}.") else ""
             if left.pop(field, None) != (offset, size):
-                told = f"{name!r} ({size:,} bytes at {offset:,})" if name else "its end"
-                return f"sample {row} ({key!r}) should have {sorted(places)} at {places}, but the archive has {told}"
+                found = f"{name!r} ({size:,} bytes at {offset:,})" if name else "its end"
+                return f"sample {row} ({key!r}) should have {sorted(places)} at {places}, but the archive has {found}"
     extra = next(members, None)
     return f"the archive has {extra[0]!r} more than its index" if extra else None
 

@@ -1,19 +1,18 @@
 """Garbage: shards, packs and ingestions without a reference. Mark and sweep; when in doubt, keep.
 
-What makes it safe beside datasets that are being made:
+Why it is safe while datasets are being made:
 
 1. A shard is garbage only if no manifest and no young journal names it, and it was last written more than ``grace``
    ago.
-2. Journals are read after the shards were listed, manifests after the journals: a dataset that is completed meanwhile
-   is seen in one of them.
-3. Whoever relies on a shard that is there already, and is older than ``objects.REUSE_AGE_S``, writes it anew, and looks
-   at every one again before the manifest is written: what went too early is made again, and no manifest
-   ever names a shard that is gone.
-4. An ingestion is kept while a manifest has its fingerprint, since its index tells what differs between two datasets.
-   Its packs are needed only to make datasets of it, and go ``keep_packs`` after it and its dataset were made,
-   unless a job is about to make another.
-5. An ingestion without a manifest goes when all that it has is older than ``grace``; ``done.json`` first, so that
-   nobody takes what is left for a whole.
+2. Journals are read after the shards are listed, and manifests after the journals. So one of them names the shards of
+   a dataset that is completed meanwhile.
+3. A job that reuses a shard older than ``objects.REUSE_AGE_S`` rewrites it. Before it writes the manifest, it
+   checks every shard and makes missing ones again, so no manifest names a shard that is gone.
+4. An ingestion is kept while a manifest has its fingerprint, since its index is needed to compare two datasets.
+   Its packs are needed only to make datasets of it. They are deleted ``keep_packs`` after it and its dataset were made,
+   unless an open job makes another.
+5. An ingestion without a manifest is deleted when all its objects are older than ``grace``. ``done.json`` is deleted
+   first, so that the rest never looks complete.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def read_journal(content: bytes) -> dict[str, ShardFile]:
     """Return the shards that a journal names.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the content is not a journal.
     """
     found = json.loads(content)
     if not isinstance(found, dict):

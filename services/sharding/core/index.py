@@ -1,4 +1,4 @@
-"""The offset index of a shard, made from arrays: the bytes that ``contracts.shard_index.encode`` gives."""
+"""The offset index of a shard, made from arrays: the bytes that ``contracts.shard_index.encode`` returns."""
 
 from __future__ import annotations
 

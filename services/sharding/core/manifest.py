@@ -16,7 +16,7 @@ from contracts.datasets import (
 from contracts.events.dataset import DatasetIngested, ShardFile
 from contracts.events.train import DataSource
 
-#: Changes whenever the same index would give other shards.
+#: Changes whenever the same index results in other shards.
 LAYOUT_VERSION = 3
 #: Formats whose samples have one size and lie in flat files.
 FLAT = ("text", "tokens")

@@ -19,16 +19,16 @@ ROW = np.dtype(
         ("place_low", ">u8"),
         #: Hash of its content: XXH3-128, in the first half, if ``fast``; else SHA-256.
         ("check", "u1", (32,)),
-        #: Bytes of its content; and what the sample takes up in a shard.
+        #: Bytes of its content, and of the sample in a shard.
         ("size", "<i8"),
         ("stored", "<i8"),
         #: Where in its pack.
         ("offset", "<i8"),
         #: Where its line of ``Extras`` begins; -1: it has none.
         ("extra", "<i8"),
-        #: -1: it is in no pack, the extra line says where it is.
+        #: -1: it is in no pack; its extra line has the location.
         ("pack", "<i4"),
-        #: Number of its class; -1: none that a shard should hold.
+        #: Number of its class; -1: the shard holds no class.
         ("label", "<i4"),
         #: Number of its extension.
         ("ext", "<i4"),
@@ -47,7 +47,7 @@ Rows = NDArray[np.void]
 
 
 class RowEncoder:
-    """Turns lines of the index into rows; remembers the extensions that it has met."""
+    """Turns lines of the index into rows; numbers the extensions."""
 
     def __init__(self, classes: Sequence[str], *, flat: bool) -> None:
         self._classes = {name: number for number, name in enumerate(classes)}
@@ -55,7 +55,7 @@ class RowEncoder:
         self._numbers: dict[str, int] = {}
         self.class_contents = [str(number).encode() for number in range(len(classes))]
         sizes = [tar.member_bytes(len(content)) for content in self.class_contents]
-        #: What the class takes up in an archive, by its number; the last is that of -1, no class.
+        #: Bytes of each class in an archive, by its number; the last is for -1, no class.
         self._class_stored = np.array([*sizes, 0], dtype=np.int64)
 
     @property
@@ -67,7 +67,7 @@ class RowEncoder:
         """Encode records as rows; ``extras`` gives the offset of each record's extra line, or -1.
 
         Raises:
-            ValueError: a key is longer than an archive can say.
+            ValueError: a key is too long for an archive.
         """
         keys = [record["key"].encode() for record in records]
         if max(map(len, keys)) > MAX_KEY_BYTES:
@@ -95,7 +95,7 @@ class RowEncoder:
         return made
 
     def _label(self, record: Mapping[str, Any]) -> int:
-        """A row of a table holds its label already."""
+        """Return the number of the record's class; -1 where its content holds the label."""
         label = record["label"]
         if label is None or (record["ext"] == "json" and not record.get("fields")):
             return -1
@@ -113,7 +113,7 @@ class RowEncoder:
 
 
 def needs_extra(record: Mapping[str, Any]) -> bool:
-    """Whether a row cannot tell all that writing needs: it lies in no pack, or has several files."""
+    """Whether a row needs an extra line to be written: it is in no pack, or has several files."""
     return record["pack"] is None or bool(record.get("fields"))
 
 

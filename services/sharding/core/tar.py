@@ -1,4 +1,4 @@
-"""The bytes of a POSIX ustar archive, with nothing in them that differs between two runs."""
+"""The bytes of a POSIX ustar archive; every run writes the same."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def headers(names: Sequence[bytes], sizes: NDArray[np.int64]) -> NDArray[np.uint
     if unfit := [name for name in names if not 0 < len(name) <= MAX_NAME_BYTES]:
         raise ValueError(f"{unfit[0].decode()!r} does not fit the {MAX_NAME_BYTES} bytes of a ustar name")
     if len(sizes) and not 0 <= int(sizes.min()) <= int(sizes.max()) <= MAX_MEMBER_BYTES:
-        raise ValueError(f"a file of {int(sizes.max())} bytes is more than ustar can say")
+        raise ValueError(f"a file of {int(sizes.max())} bytes is too large for ustar")
     blocks = np.tile(_TEMPLATE, (len(names), 1))
     named = np.array(names, dtype=f"S{MAX_NAME_BYTES}").view(np.uint8).reshape(len(names), MAX_NAME_BYTES)
     digits = _octal(sizes, 11)

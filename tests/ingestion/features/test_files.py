@@ -190,7 +190,12 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], FeatureTable, str]] = {
         "feature table .* no column 'event_timestamp' .event_time",
     ),
     "no time in the entity table": (_less("event_timestamp"), _sound(), table(), "entity table .*features.time_field"),
-    "no created time": (_sound(), _sound(), table(created_time="created"), "no column 'created' .*null if nobody"),
+    "no created time": (
+        _sound(),
+        _sound(),
+        table(created_time="created"),
+        "no column 'created' .*null if it is unknown",
+    ),
     "no such feature": (_sound(), _sound(), table(features=("w",)), "feature table 't' .* has no column 'w' .features"),
     "no features": (_sound(), _less("v"), table(), "nothing to join"),
     "a number as time": (

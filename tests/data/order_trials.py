@@ -63,12 +63,12 @@ def trial(seed: int) -> int:
     saved: dict[str, Any] = {"samples_consumed": 0, "order": order.state()}
     steps, batch = 0, rng.choice([1, 7, 16, 32, 64, 100])
     while saved["samples_consumed"] < end:
-        state = json.loads(json.dumps(saved))  # all that a generation knows of the one before it
+        state = json.loads(json.dumps(saved))  # the only state that one generation passes to the next
         assert len(json.dumps(state)) < 1024
         world_size, parts = rng.randint(1, 64), rng.choice([None, 64, 48])
         if rng.random() < 0.3:
             batch = rng.choice([1, 7, 16, 33, 64, 128, 300])
-        count = world_size if parts is None else parts  # logical ranks, whatever the world's size
+        count = world_size if parts is None else parts  # logical ranks, independent of the world's size
         # Each rank is a process of its own; a few of them stand for the others of a large world.
         ranks = [Sampler(run.order(), batch, end) for _ in range(min(count, 4))]
         ranks[0].order.check(state["order"])

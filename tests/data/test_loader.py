@@ -103,7 +103,7 @@ def test_arrays_give_the_batch_of_the_samples(tmp_path: Path) -> None:
     assert varied.batches == 1
 
 
-def test_samples_of_unlike_sizes_are_decoded_one_by_one(tmp_path: Path) -> None:
+def test_samples_of_different_sizes_are_decoded_one_by_one(tmp_path: Path) -> None:
     samples = list(shards.fixed(60))
     samples[30] = ("odd", {"bin": b"123"})
 
@@ -117,7 +117,7 @@ def test_samples_of_unlike_sizes_are_decoded_one_by_one(tmp_path: Path) -> None:
 
 
 class Broken(Images):
-    """Fails at one sample; how is said by its label."""
+    """Fails at one sample; its label selects the failure."""
 
     def decode(self, sample: dict[str, bytes]) -> dict[str, Any]:
         if int(sample["cls"]) == 7:
@@ -149,7 +149,7 @@ def test_a_worker_that_dies_names_the_sample(
     loading = BatchLoader(task, reader, workers=workers(1, task))
     waiting = [loading.start(np.array(ids)) for ids in ([1, 2], [3, sample, 4], [5])]
     assert waiting[0]().samples == 2
-    for result in waiting[1:]:  # and whoever comes later gets no silence
+    for result in waiting[1:]:  # later results raise the error too
         with pytest.raises(TaskError, match=re.escape(how)) as raised:
             result()
     with pytest.raises(TaskError, match=re.escape(how)):
@@ -169,7 +169,9 @@ class Unlike(Images):
         return lambda: examples
 
 
-def test_a_batch_that_cannot_be_passed_on_says_so(tmp_path: Path, workers: Callable[[int, Task], WorkerPool]) -> None:
+def test_a_batch_that_cannot_be_pickled_raises_an_error(
+    tmp_path: Path, workers: Callable[[int, Task], WorkerPool]
+) -> None:
     task, reader = Unlike(), shards.write(tmp_path, {"train": shards.ragged(60)}).split("train")
     with pytest.raises(TaskError, match=r"'s00001' to 's00002': the batch cannot be passed on between processes"):
         BatchLoader(task, reader, workers=workers(1, task)).start(np.array([1, 2]))()

@@ -25,11 +25,11 @@ def everything(order: LaneOrder, epochs: int = 1) -> list[int]:
     return ids
 
 
-def test_random_lives_train_what_the_reference_says() -> None:
+def test_random_restarts_train_the_samples_of_the_reference() -> None:
     assert sum(trial(seed) for seed in range(150)) > 2000
 
 
-def test_philox_is_that_of_the_paper() -> None:
+def test_philox_matches_the_paper() -> None:
     """The known answers that come with Random123, and numpy's words, are the reference's."""
     # Published for the counter 243f6a8885a308d3...: it is incremented before the block.
     words = philox(
@@ -45,7 +45,7 @@ def test_philox_is_that_of_the_paper() -> None:
     assert numpys.tolist() == [next(mine) for _ in range(99)]
 
 
-def test_the_order_is_fixed_for_ever() -> None:
+def test_the_order_never_changes() -> None:
     """A resumed run may meet another numpy: these numbers may never change while the algorithm is version 1."""
     small = LaneOrder(DATASET, [4, 3, 3], 7)
     assert [small.at(np.arange(10) + 10 * epoch).tolist() for epoch in (0, 1)] == FIXED
@@ -170,7 +170,7 @@ def test_the_plan_names_every_shard_that_is_read(seed: int) -> None:
         consumed += size
 
 
-def test_the_plan_of_an_epoch_names_each_shard_once_or_twice_and_lets_go_of_it() -> None:
+def test_the_plan_of_an_epoch_names_each_shard_once_or_twice_and_releases_it() -> None:
     order = LaneOrder(DATASET, [1000] * 640, 0)
     needs = ReadPlan(order, 1024, 8, [3]).needs(0, order.samples // 1024 * 1024)
     assert len({need.shard for need in needs}) == 80
@@ -179,7 +179,7 @@ def test_the_plan_of_an_epoch_names_each_shard_once_or_twice_and_lets_go_of_it()
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"seed": 8}, r"set training\.seed to 8"),
         ({"lanes": 3}, r"set training\.loading\.lanes to 3"),
@@ -190,10 +190,10 @@ def test_the_plan_of_an_epoch_names_each_shard_once_or_twice_and_lets_go_of_it()
         ({"seed": 8, "lanes": 3}, r"training\.seed.*training\.loading\.lanes"),
     ],
 )
-def test_another_order_is_refused_and_the_error_says_what_to_set(change: dict[str, object], said: str) -> None:
+def test_another_order_is_refused_and_the_error_names_the_setting(change: dict[str, object], message: str) -> None:
     order = LaneOrder(DATASET, [100] * 20, 7)
     order.check(json.loads(json.dumps(order.state())))
-    with pytest.raises(OrderMismatch, match=said):
+    with pytest.raises(OrderMismatch, match=message):
         order.check(order.state() | change)
 
 
@@ -209,8 +209,8 @@ def test_epochs_and_seeds_and_datasets_differ() -> None:
     assert all(a != b for a, b in pairwise(different))
 
 
-def test_the_reference_is_no_copy_of_what_it_judges() -> None:
-    """The reference finds a fault when there is one: a window more, a lane less, another seed."""
+def test_the_reference_detects_another_order() -> None:
+    """The comparison fails for another seed, another number of lanes and another window."""
     order = LaneOrder(DATASET, [9] * 20, 1, lanes=4, window=2)
     right = Reference(DATASET, [9] * 20, 1, 4, order.window_samples)
     assert right.epoch(0) == everything(order)
@@ -219,5 +219,5 @@ def test_the_reference_is_no_copy_of_what_it_judges() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_lives_with_worker_processes_read_what_the_reference_says(tmp_path: Path, seed: int) -> None:
+def test_restarts_with_worker_processes_read_the_samples_of_the_reference(tmp_path: Path, seed: int) -> None:
     assert reading_trials.trial(seed, tmp_path) > 1

@@ -50,7 +50,7 @@ def trained(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("loading", [{}, {"lanes": 5, "window": 1}])
-def test_another_batch_after_a_checkpoint_loses_and_repeats_nothing(
+def test_another_batch_size_after_a_checkpoint_loses_and_repeats_no_sample(
     tmp_path: Path, dataset: Dataset, loading: dict[str, int]
 ) -> None:
     train(tmp_path / "whole", dataset, loading=loading)
@@ -65,7 +65,7 @@ def test_another_batch_after_a_checkpoint_loses_and_repeats_nothing(
     assert sorted(first + second) == sorted(whole)
 
 
-def test_the_checkpoint_says_which_order_it_is_in_the_middle_of(tmp_path: Path, dataset: Dataset) -> None:
+def test_the_checkpoint_records_its_order(tmp_path: Path, dataset: Dataset) -> None:
     state = json.loads((half(tmp_path / "g1", dataset, seed=5) / "state.json").read_text())
     assert state["about"]["order"] == {
         "algorithm": 1,
@@ -79,29 +79,29 @@ def test_the_checkpoint_says_which_order_it_is_in_the_middle_of(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"seed": 1}, r"set training\.seed to 0"),
         ({"loading": {"lanes": 2}}, r"set training\.loading\.lanes to 1"),
         ({"loading": {"window": 1}}, r"set training\.loading\.window to null"),
     ],
 )
-def test_a_run_in_another_order_cannot_take_up_the_checkpoint(
-    tmp_path: Path, dataset: Dataset, change: dict[str, Any], said: str
+def test_a_run_in_another_order_cannot_resume_the_checkpoint(
+    tmp_path: Path, dataset: Dataset, change: dict[str, Any], message: str
 ) -> None:
     checkpoint = half(tmp_path / "g1", dataset)
-    with pytest.raises(OrderMismatch, match=said):
+    with pytest.raises(OrderMismatch, match=message):
         train(tmp_path / "g2", dataset, checkpoint, **change)
 
 
-def test_another_dataset_cannot_take_up_the_checkpoint(tmp_path: Path, dataset: Dataset) -> None:
+def test_another_dataset_cannot_resume_the_checkpoint(tmp_path: Path, dataset: Dataset) -> None:
     checkpoint = half(tmp_path / "g1", dataset)
     other = linear_dataset(tmp_path / "other", train=130)
     with pytest.raises(OrderMismatch, match=f"give the run data.dataset_id {dataset.dataset_id}"):
         train(tmp_path / "g2", other, checkpoint)
 
 
-def test_a_checkpoint_older_than_the_record_is_taken_up_with_a_word(
+def test_a_checkpoint_without_an_order_resumes_with_a_warning(
     tmp_path: Path, dataset: Dataset, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = half(tmp_path / "g1", dataset)

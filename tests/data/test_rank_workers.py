@@ -40,7 +40,7 @@ def train(folder: Path, dataset: Any, code: Path, workers: int) -> dict[str, tor
     return dict(load_tensors(whole_checkpoint(folder), "model"))
 
 
-def test_workers_change_nothing_in_what_is_learned(tmp_path: Path) -> None:
+def test_workers_do_not_change_the_training_result(tmp_path: Path) -> None:
     dataset, code = linear_dataset(tmp_path / "data"), write_task(tmp_path / "code", AUGMENTED)
     alone = train(tmp_path / "none", dataset, code, 0)
     together = train(tmp_path / "three", dataset, code, 3)
@@ -60,7 +60,7 @@ def rank_with_workers(tmp_path: Path) -> tuple[subprocess.Popen[bytes], FakeAgen
     return rank, agent, folder
 
 
-def test_a_killed_rank_takes_its_workers_along(tmp_path: Path) -> None:
+def test_a_killed_rank_ends_its_workers(tmp_path: Path) -> None:
     rank, agent, _ = rank_with_workers(tmp_path)
     workers = psutil.Process(rank.pid).children()
     assert len(workers) == 2

@@ -47,7 +47,7 @@ def wanted(rng: np.random.Generator, trial: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["fixed", "flat", "ragged", "mixed"])
-def test_batches_are_what_was_written(tmp_path: Path, way: str, kind: str) -> None:
+def test_batches_match_the_written_samples(tmp_path: Path, way: str, kind: str) -> None:
     samples = list(shards.ragged(COUNT) if kind == "ragged" else shards.fixed(COUNT))
     if kind == "mixed":  # one shard has another size, one another field besides
         samples[50:100] = [(key, {"bin": fields["bin"][:60]}) for key, fields in samples[50:100]]
@@ -67,14 +67,14 @@ def test_batches_are_what_was_written(tmp_path: Path, way: str, kind: str) -> No
                 assert found["bin"].shape == (len(ids), 100)
 
 
-def test_single_samples_are_what_was_written(tmp_path: Path) -> None:
+def test_single_samples_match_the_written_samples(tmp_path: Path) -> None:
     samples = shards.ragged(120)
     reader = shards.write(tmp_path, {"train": samples}).split("train")
     for number in (119, 0, 49, 50, 100):
         assert (reader[number].key, reader[number].fields) == samples[number]
 
 
-def test_a_batch_goes_into_the_buffer_it_is_given(tmp_path: Path, way: str) -> None:
+def test_a_batch_is_read_into_the_given_buffer(tmp_path: Path, way: str) -> None:
     samples = shards.fixed(COUNT)
     reader = shards.write(tmp_path, {"train": samples}).split("train")
     out = np.zeros((5, 100), dtype=np.uint8)
@@ -87,7 +87,7 @@ def test_a_batch_goes_into_the_buffer_it_is_given(tmp_path: Path, way: str) -> N
 
 
 @pytest.mark.parametrize("ids", [[-1], [COUNT], [0, 5 * COUNT], [5, -7], list(range(COUNT - 20, COUNT + 1))])
-def test_samples_that_are_not_there_are_refused(tmp_path: Path, way: str, ids: list[int]) -> None:
+def test_missing_samples_are_refused(tmp_path: Path, way: str, ids: list[int]) -> None:
     for samples in (shards.fixed(COUNT), shards.ragged(COUNT)):
         reader = shards.write(tmp_path, {"train": samples}).split("train")
         with pytest.raises(IndexError, match=f"of {COUNT}"):
@@ -127,7 +127,7 @@ def test_shards_arrive_before_they_are_opened_and_survive_their_removal(tmp_path
     assert [sample_fields(found, i)["bin"] for i in range(30)] == [fields["bin"] for _, fields in samples[40:70]]
     assert len(asked) == 2
 
-    reader.gather(np.array([150]))  # something new is opened: what was evicted is let go of, and its disk space is free
+    reader.gather(np.array([150]))  # opening another shard closes the evicted one and frees its disk space
     maps = Path("/proc/self/maps").read_text()
     assert str(tmp_path / "train/shard-00000.tar") not in maps
     assert str(tmp_path / "train/shard-00003.tar") in maps
@@ -135,7 +135,7 @@ def test_shards_arrive_before_they_are_opened_and_survive_their_removal(tmp_path
     assert asked[2:] == ["train/shard-00003.tar", "train/shard-00000.tar"]
 
 
-def test_no_more_shards_stay_open_than_may(tmp_path: Path, way: str) -> None:
+def test_the_number_of_open_shards_is_bounded(tmp_path: Path, way: str) -> None:
     dataset = shards.write(tmp_path, {"train": shards.fixed(1000)}, per_shard=10)
     reader = SplitReader(tmp_path, dataset.split("train").shards, max_open=4)
     for start in range(0, 1000, 25):
@@ -169,7 +169,7 @@ def test_threads_share_a_reader(tmp_path: Path) -> None:
 
 
 def test_a_forged_index_is_refused_and_never_followed(tmp_path: Path) -> None:
-    """The manifest's hash is checked by whoever brings the shard; even so no index may lead out of its file."""
+    """The agent checks the hash in the manifest. The reader still refuses an index that points outside its file."""
     for samples in (shards.fixed(50), shards.ragged(50)):
         dataset = shards.write(tmp_path, {"train": samples})
         path = tmp_path / "train/shard-00000.idx"
@@ -198,10 +198,14 @@ def test_a_forged_index_is_refused_and_never_followed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
-        pytest.param(lambda tar, idx: tar.write_bytes(tar.read_bytes()[:-10]), "not what the manifest", id="cut short"),
-        pytest.param(lambda tar, idx: tar.write_bytes(b""), "not what the manifest", id="empty"),
+        pytest.param(
+            lambda tar, idx: tar.write_bytes(tar.read_bytes()[:-10]), "bytes, the manifest has", id="cut short"
+        ),
+        pytest.param(lambda tar, idx: tar.write_bytes(b""), "bytes, the manifest has", id="empty"),
         pytest.param(lambda tar, idx: tar.unlink(), "No such file", id="gone"),
-        pytest.param(lambda tar, idx: idx.write_bytes(idx.read_bytes()[:-1]), "not what the manifest", id="index cut"),
+        pytest.param(
+            lambda tar, idx: idx.write_bytes(idx.read_bytes()[:-1]), "bytes, the manifest has", id="index cut"
+        ),
         pytest.param(lambda tar, idx: idx.write_bytes(bytes(idx.stat().st_size)), "no shard index", id="zeros"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A rank's end of the node's cache: it waits without work, hears why there is nothing, and says what it will read."""
+"""A rank's end of the node's cache: it waits without CPU time, raises the agent's reason and reports its read plan."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ SHARD = ShardFile(
 
 
 class Agent:
-    """An agent of the test's: remembers what is said, and answers a want as it is told to."""
+    """A stub of the agent: records the lines it receives, and answers requests as the test configures it."""
 
     def __init__(self, path: Path, answer: Callable[[], str | None]) -> None:
-        self.said: list[dict[str, Any]] = []
-        self.heard = threading.Condition()
+        self.received: list[dict[str, Any]] = []
+        self.arrived = threading.Condition()
         self._answer = answer
         self._connections: list[socket.socket] = []
         self._listener = socket.socket(socket.AF_UNIX)
@@ -55,9 +55,9 @@ class Agent:
         with suppress(OSError), connection.makefile("rb") as lines:
             for raw in lines:
                 line = json.loads(raw)
-                with self.heard:
-                    self.said.append(line)
-                    self.heard.notify_all()
+                with self.arrived:
+                    self.received.append(line)
+                    self.arrived.notify_all()
                 if line["kind"] == "want":
                     problem = self._answer()
                     if problem is None:
@@ -68,10 +68,10 @@ class Agent:
 
     def wait_for(self, kind: str, count: int = 1) -> list[dict[str, Any]]:
         def found() -> list[dict[str, Any]]:
-            return [line for line in self.said if line["kind"] == kind]
+            return [line for line in self.received if line["kind"] == kind]
 
-        with self.heard:
-            assert self.heard.wait_for(lambda: len(found()) >= count, 90), self.said
+        with self.arrived:
+            assert self.arrived.wait_for(lambda: len(found()) >= count, 90), self.received
             return found()
 
     def close(self) -> None:
@@ -103,12 +103,12 @@ def place(folder: Path) -> None:
     (folder / SHARD.path).touch()
 
 
-def test_what_is_there_is_not_asked_for(tmp_path: Path) -> None:
+def test_a_present_shard_is_not_requested(tmp_path: Path) -> None:
     place(tmp_path)
-    ShardPrefetcher(tmp_path / "nobody", tmp_path).wait(SHARD)
+    ShardPrefetcher(tmp_path / "no-agent", tmp_path).wait(SHARD)
 
 
-def test_a_rank_waits_until_the_shard_is_there(tmp_path: Path, agent: Callable[..., Agent]) -> None:
+def test_a_rank_waits_until_the_shard_arrives(tmp_path: Path, agent: Callable[..., Agent]) -> None:
     coming = threading.Event()
 
     def answer() -> str:
@@ -154,13 +154,13 @@ def test_waiting_takes_no_processor_time(tmp_path: Path, agent: Callable[..., Ag
     assert spent[0] < 0.2
 
 
-def test_what_cannot_be_had_is_an_error_that_says_why(tmp_path: Path, agent: Callable[..., Agent]) -> None:
+def test_a_shard_that_cannot_be_fetched_raises_the_reason(tmp_path: Path, agent: Callable[..., Agent]) -> None:
     agent(lambda: f"shard {SHARD.path} is damaged in the store")
     with pytest.raises(DatasetError, match=r"shard-00000\.bin is damaged"):
         ShardPrefetcher(tmp_path / "s", tmp_path).wait(SHARD)
 
 
-def test_an_agent_that_is_killed_is_asked_again_when_it_is_back(tmp_path: Path, agent: Callable[..., Agent]) -> None:
+def test_a_restarted_agent_receives_the_request_again(tmp_path: Path, agent: Callable[..., Agent]) -> None:
     first = agent(lambda: None)  # dies with the question
     arrival = ShardPrefetcher(tmp_path / "s", tmp_path)
     waiting = threading.Thread(target=arrival.wait, args=(SHARD,))
@@ -177,7 +177,7 @@ def test_an_agent_that_is_killed_is_asked_again_when_it_is_back(tmp_path: Path, 
     assert not waiting.is_alive()
 
 
-def test_a_shard_that_goes_before_it_is_opened_is_asked_for_again(tmp_path: Path, agent: Callable[..., Agent]) -> None:
+def test_a_shard_evicted_before_it_is_opened_is_requested_again(tmp_path: Path, agent: Callable[..., Agent]) -> None:
     answers = iter(["", "", "come"])
 
     def answer() -> str:
@@ -192,27 +192,27 @@ def test_a_shard_that_goes_before_it_is_opened_is_asked_for_again(tmp_path: Path
 
 def test_without_an_agent_a_wait_ends(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="no agent has answered"):
-        ShardPrefetcher(tmp_path / "nobody", tmp_path, patience_s=0.3).wait(SHARD)
+        ShardPrefetcher(tmp_path / "no-agent", tmp_path, patience_s=0.3).wait(SHARD)
 
 
-def test_a_link_that_leads_nowhere_is_no_shard(tmp_path: Path) -> None:
+def test_a_dangling_link_is_not_a_shard(tmp_path: Path) -> None:
     place(tmp_path)
     (tmp_path / SHARD.path).unlink()
     (tmp_path / SHARD.path).symlink_to(tmp_path / "evicted")
     with pytest.raises(DatasetError):
-        ShardPrefetcher(tmp_path / "nobody", tmp_path, patience_s=0.0).wait(SHARD)
+        ShardPrefetcher(tmp_path / "no-agent", tmp_path, patience_s=0.0).wait(SHARD)
 
 
 # -- the plan ----------------------------------------------------------------------------------------
 
 
-def test_the_plan_is_told_and_told_again_to_another_agent(tmp_path: Path, agent: Callable[..., Agent]) -> None:
+def test_the_plan_is_sent_again_to_a_new_agent(tmp_path: Path, agent: Callable[..., Agent]) -> None:
     order = LaneOrder("d", [50] * 8, 1, lanes=2, window=2)
     plan = ReadPlan(order, 10, 1, [0], end=800)
     stub = agent()
     arrival = ShardPrefetcher(tmp_path / "s", tmp_path, rank=1)
     arrival.set_plan("train", plan.needs)
-    assert stub.said == []
+    assert stub.received == []
     arrival.set_position(0)
     (line,) = stub.wait_for("plan")
     assert (line["rank"], line["split"], line["at"]) == (1, "train", 0)
@@ -226,9 +226,7 @@ def test_the_plan_is_told_and_told_again_to_another_agent(tmp_path: Path, agent:
     arrival.close()
 
 
-def test_where_it_is_is_told_and_the_plan_only_when_it_comes_to_its_end(
-    tmp_path: Path, agent: Callable[..., Agent]
-) -> None:
+def test_the_position_is_reported_and_the_plan_only_at_its_end(tmp_path: Path, agent: Callable[..., Agent]) -> None:
     needs = [ShardNeed(shard, 100 * shard, 100 * shard + 99) for shard in range(2 * MAX_NEEDS)]
 
     def of(start: int, stop: int) -> list[ShardNeed]:

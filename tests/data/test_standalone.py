@@ -39,7 +39,7 @@ def dataset(tmp_path: Path) -> Dataset:
 
 
 def loop(loaders: list[Loader], steps: int | None = None) -> list[str]:
-    """What all ranks together train on in so many steps."""
+    """Return the samples that all ranks together train on in ``steps`` steps."""
     keys: list[str] = []
     for number, ranks in enumerate(zip(*loaders, strict=True), start=1):
         keys += [key for rank in ranks for key in rank.keys]
@@ -51,7 +51,7 @@ def loop(loaders: list[Loader], steps: int | None = None) -> list[str]:
     return keys
 
 
-def test_resized_in_mid_epoch_nothing_is_lost_or_repeated(dataset: Dataset) -> None:
+def test_resizing_in_mid_epoch_loses_and_repeats_no_sample(dataset: Dataset) -> None:
     alone = loop([Loader(dataset, decode, batch=1, epochs=2, seed=3)])
     assert sorted(alone[:COUNT]) == sorted(alone[COUNT:]) == [f"s{i:05d}" for i in range(COUNT)]
 
@@ -91,7 +91,7 @@ def test_another_order_is_refused(dataset: Dataset, change: dict[str, int]) -> N
 
 
 @pytest.mark.parametrize("wrong", [{"rank": 2, "world_size": 2}, {"batch": 0}])
-def test_nonsense_is_refused(dataset: Dataset, wrong: dict[str, int]) -> None:
+def test_invalid_arguments_are_refused(dataset: Dataset, wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"rank|batch"):
         Loader(dataset, decode, **{"batch": 8, **wrong})  # type: ignore[arg-type]
 
@@ -111,7 +111,7 @@ def test_the_documented_example_trains(tmp_path: Path, monkeypatch: pytest.Monke
     runpy.run_path(str(tmp_path / "example.py"))  # resumes at the end: nothing is left to do
 
 
-def test_a_script_that_breaks_off_ends_well(dataset: Dataset) -> None:
+def test_a_script_that_stops_early_exits_cleanly(dataset: Dataset) -> None:
     script = (
         "import torch\n"
         "from trainbus.data import Loader, open_dataset\n"

@@ -1,4 +1,4 @@
-"""What a dataset's manifest says of its numbers reaches a task's ``decode``, here and in worker processes."""
+"""The statistics in a dataset's manifest reach a task's ``decode``, in this process and in workers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Ages(Task):
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_decode_can_normalise(tmp_path: Path, count: int) -> None:
+def test_decode_can_normalize(tmp_path: Path, count: int) -> None:
     task, reader = Ages(), shards.write(tmp_path, {"train": shards.ragged(20)}).split("train")
     ids, epochs = np.arange(20), np.zeros(20, dtype=np.int64)
     workers = WorkerPool(count, Ages) if count else None

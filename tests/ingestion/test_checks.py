@@ -68,7 +68,7 @@ def test_checks(checks: dict[str, Any], value: dict[str, Any] | None, code: str 
 
 
 @pytest.mark.parametrize(("label", "code"), [("a", None), ("c", "unknown_label"), (None, "unknown_label")])
-def test_labels_that_there_are(label: str | None, code: str | None) -> None:
+def test_labels_are_checked_against_the_allowed_ones(label: str | None, code: str | None) -> None:
     checker = RecordChecker(source(label_field="y", checks={"labels": ["a", "b"]}))
     if code is None:
         assert checker.check(sound({}, label), WRITTEN_US) is None
@@ -97,7 +97,7 @@ def test_an_id_is_its_value_not_its_spelling() -> None:
         (source(split={"stratify": True}), "needs data.label_field"),
     ],
 )
-def test_what_no_record_could_pass_is_refused_at_once(data: DataSource, says: str | None) -> None:
+def test_impossible_checks_are_refused_at_once(data: DataSource, says: str | None) -> None:
     problem = find_impossible_check(data)
     assert problem is None if says is None else problem is not None and re.search(says, problem)
 

@@ -71,7 +71,7 @@ def test_unsafe_paths_are_refused(path: str) -> None:
     ("path", "expected"),
     [("a.png", True), ("d/", False), (".DS_Store", False), ("d/._a.png", False), ("_SUCCESS", False), ("_1.png", True)],
 )
-def test_litter_is_no_data(path: str, expected: bool) -> None:
+def test_tool_files_are_not_data(path: str, expected: bool) -> None:
     assert is_data(path) is expected
 
 
@@ -96,7 +96,7 @@ def test_broken_lines(line: bytes, code: str) -> None:
     assert found.code == code
 
 
-def test_a_sound_line_becomes_canonical() -> None:
+def test_a_valid_line_becomes_canonical() -> None:
     found = parse_json_line(b'{"y": "ja", "a": "\xc3\xbc"}', "k", 12, "y")
     assert isinstance(found, ValidRecord)
     assert found.content == '{"a":"ü","y":"ja"}'.encode()
@@ -154,7 +154,7 @@ def outcome(
         (outcome(9, 0, leak=("a", "train", "b", "test")), "test split leaks into the train split: a .* and b "),
     ],
 )
-def test_the_verdict_says_what_to_change(found: Outcome, says: str | None) -> None:
+def test_an_objection_names_the_change(found: Outcome, says: str | None) -> None:
     problem = find_objection(found, SOURCE, "s3://datasets/q.jsonl")
     if says is None:
         assert problem is None
@@ -192,7 +192,7 @@ def test_classes_that_are_numbers_are_sorted_as_such(labels: tuple[str, ...], cl
     assert tally.classes() == classes
 
 
-def test_every_reason_is_told() -> None:
+def test_every_reason_is_reported() -> None:
     assert set(REASONS) == set(get_args(Code))
     documented = Path("docs/datasets.md").read_text()
     assert [code for code, text in REASONS.items() if f"| `{code}` | {text} |" not in documented] == []

@@ -51,7 +51,7 @@ def batch(number: int, *planted: bytes) -> Batch:
     return Batch(images, len(contents))
 
 
-async def test_only_the_culprit_is_set_aside() -> None:
+async def test_only_the_fatal_image_is_quarantined() -> None:
     batches = [batch(0), batch(1, b"crash", b"hang"), batch(2)]
     async with DecoderPool(2) as decoders:
         results = await asyncio.gather(*(decoders.validate(Deadly(DATA), one.images) for one in batches))
@@ -91,5 +91,5 @@ async def test_no_process_outlives_the_service() -> None:
         assert pool is not None
         pids = list(pool._processes)
         assert pids
-    # By their ids: a thread of the pool reaps them, and whoever waits for a process beside it may learn nothing.
+    # By their ids: a thread of the pool reaps them, so another wait for a process may fail.
     await until(lambda: not any(psutil.pid_exists(pid) for pid in pids), "the end of the pool's processes")

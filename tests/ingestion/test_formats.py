@@ -121,7 +121,7 @@ async def test_images_by_labels_parquet(run: Ingesting) -> None:
 
 
 @pytest.mark.parametrize(("columns", "lacks"), [(["name", "label"], "file"), (["file", "class"], "label")])
-async def test_images_by_a_table_that_is_none(run: Ingesting, columns: list[str], lacks: str) -> None:
+async def test_an_invalid_table_of_labels_is_refused(run: Ingesting, columns: list[str], lacks: str) -> None:
     files = {"0.png": image_bytes(0), "labels.csv": ",".join(columns).encode() + b"\n0.png,a\n"}
     with pytest.raises(PoisonMessage, match=f"needs the column '{lacks}'; it has {re.escape(str(columns))}"):
         await run("images", files)
@@ -130,7 +130,7 @@ async def test_images_by_a_table_that_is_none(run: Ingesting, columns: list[str]
         await run("images", files)
 
 
-async def test_what_webdataset_wrote(run: Ingesting, tmp_path: Path) -> None:
+async def test_archives_of_webdataset_are_read(run: Ingesting, tmp_path: Path) -> None:
     contents = {}
     with webdataset.TarWriter(str(tmp_path / "w.tar"), mtime=0) as writer:
         for number in range(12):
@@ -186,7 +186,7 @@ async def test_faults_in_archives(run: Ingesting, archive: bytes, accepted: int,
     assert (found.outcome.accepted, found.codes) == (accepted, codes)
 
 
-async def test_an_archive_that_is_a_bomb(run: Ingesting) -> None:
+async def test_a_decompression_bomb_is_refused(run: Ingesting) -> None:
     found = await run("webdataset", {"x.tgz": gzip.compress(bytes(80 * 2**20)), "y.tar": tar([("b.txt", b"3")])})
     assert (found.outcome.accepted, found.codes) == (1, {"bomb": 1})
 
@@ -250,7 +250,7 @@ async def test_an_mds_shard_that_does_not_fit_its_index(run: Ingesting, change: 
     assert set(found.codes) == {code}
 
 
-async def test_an_mds_shard_that_unpacks_to_more_than_it_says(run: Ingesting) -> None:
+async def test_an_mds_shard_that_unpacks_beyond_its_index_is_refused(run: Ingesting) -> None:
     bomb = zstandard.compress(bytes(50_000_000))
     entry = fuzzed.mds_entry("s", bytes(1000), 3, COLUMNS) | {"compression": "zstd"}
     entry["zip_data"] = {"basename": "s.zstd", "bytes": len(bomb), "hashes": {}}
@@ -275,7 +275,7 @@ def jsonl(*rows: dict[str, Any]) -> bytes:
 
 
 async def test_ids(run: Ingesting) -> None:
-    """Equal copies count once, copies that differ are all set aside, whatever file they are in."""
+    """Equal copies count once; copies that differ are all quarantined, in any file."""
     files = {
         "a.jsonl": jsonl({"i": 1, "x": 1}, {"i": 2, "x": 1}, {"i": 3, "x": 1}, {"x": 1}),
         "b.jsonl": jsonl({"x": 1, "i": 1}, {"i": 2, "x": 2}, {"i": 2, "x": 1}, {"i": None}),
@@ -336,7 +336,7 @@ async def test_columns_are_what_most_files_have(run: Ingesting) -> None:
     [
         ([{"x": str(n), "y": 1} for n in range(9)], "field 'x' is text here and a number in most files"),
         ([{"y": n} for n in range(9)], "field 'x' is missing here and is a number in most files"),
-        # Their label is what they lack: told as a whole, too.
+        # They lack the label, and the reason covers the file as a whole.
         ([{"x": n} for n in range(9)], "field 'y' is missing here and is a number in most files"),
         ([{"x": n, "y": 1, "more": n} for n in range(9)], None),
         ([{"x": n, "y": 1} for n in range(9)] + [{"x": "odd", "y": 1}], None),
@@ -352,15 +352,15 @@ async def test_fields_are_what_most_files_have(run: Ingesting, odd: list[dict[st
     assert problem is not None
     assert found.outcome.accepted == 30
     assert "the schema of s3://lake/x changed: 1 of 4 files" in problem
-    told = [entry for entry in found.quarantine if entry["code"] == "schema_drift"]
-    assert [entry["uri"].rpartition("/")[2] for entry in told] == ["9.jsonl"]
-    assert says in told[0]["detail"]
+    drifted = [entry for entry in found.quarantine if entry["code"] == "schema_drift"]
+    assert [entry["uri"].rpartition("/")[2] for entry in drifted] == ["9.jsonl"]
+    assert says in drifted[0]["detail"]
     assert "9.jsonl" in problem
     assert says in problem
 
 
 async def test_values_without_a_form_in_json(run: Ingesting) -> None:
-    """Times to the nanosecond, dates beyond what Python knows, text that is none: row by row."""
+    """Times in nanoseconds, dates beyond Python's range and invalid text are handled row by row."""
     sink = io.BytesIO()
     far = pyarrow.array([0, 10**15, 5], pyarrow.timestamp("s"))
     fine = pyarrow.array([1, 1_700_000_000_123_456_789, None], pyarrow.timestamp("ns", "UTC"))
@@ -373,7 +373,7 @@ async def test_values_without_a_form_in_json(run: Ingesting) -> None:
     assert found.codes == {"unsupported_type": 1, "invalid_utf8": 1}
 
 
-async def test_spoiled_sources(decoders: DecoderPool) -> None:
+async def test_damaged_sources(decoders: DecoderPool) -> None:
     """A small part of ``python -m loadtest.data.quarantine``: each format some times."""
     findings = Findings()
     for seed in random.Random(5).sample(range(10_000), 6) + list(range(7)):

@@ -19,7 +19,7 @@ PNG, JPEG = image_bytes(1, size=64), image_bytes(1, "JPEG", size=64)
 
 
 def bomb() -> bytes:
-    """A PNG of a few bytes that says it has 40,000 x 40,000 pixels."""
+    """Return a PNG of a few bytes whose header declares 40,000 x 40,000 pixels."""
 
     def chunk(name: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
@@ -56,14 +56,14 @@ def test_broken_images(path: str, content: bytes, codes: set[str]) -> None:
     ("path", "size", "code"),
     [("a/x.txt", 3, "unknown_extension"), ("a/x.png", 0, "empty"), ("a/x.png", MAX_BYTES + 1, "oversized")],
 )
-def test_what_the_listing_tells(path: str, size: int, code: str) -> None:
+def test_images_are_rejected_by_the_listing(path: str, size: int, code: str) -> None:
     found = reject_unread(path, size, MAX_BYTES)
     assert found is not None
     assert found.code == code
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF"])
-def test_sound_images_keep_their_bytes(kind: str) -> None:
+def test_valid_images_keep_their_bytes(kind: str) -> None:
     content = image_bytes(2, kind)
     found = JUDGE.validate(LabelledImage(f"b/x.{kind.lower()}", "b"), content)
     assert isinstance(found, ValidRecord)

@@ -95,7 +95,7 @@ def read(unpacker: IsolatedParquetReader, path: Path) -> tuple[list[Any], str | 
         ("eat", 0, "bomb"),
     ],
 )
-def test_what_comes_of_a_file_that_its_reader_dies_of(
+def test_a_file_that_kills_its_reader_is_rejected(
     planted: None, tmp_path: Path, column: str, rows: int, code: str | None
 ) -> None:
     (tmp_path / "it").write_bytes(table(**{column: list(range(ROWS))}))
@@ -105,7 +105,7 @@ def test_what_comes_of_a_file_that_its_reader_dies_of(
         assert read(unpacker, tmp_path / "next") == ([{"x": 1}, {"x": 2}], None)
 
 
-def test_a_file_that_is_given_up_in_the_middle_is_not_read_on(tmp_path: Path) -> None:
+def test_reading_stops_when_the_caller_stops(tmp_path: Path) -> None:
     (tmp_path / "it").write_bytes(table(x=list(range(ROWS))))
     with closing(IsolatedParquetReader()) as unpacker:
         for _ in range(3):
@@ -136,8 +136,8 @@ def test_no_process_outlives_its_reader(tmp_path: Path) -> None:
     assert process.exitcode == -signal.SIGKILL
 
 
-def test_damaged_footers_end_no_service(tmp_path: Path) -> None:
-    """Whatever the bytes of a footer say: rows, or a reason, and the next file is read."""
+def test_damaged_footers_do_not_end_the_service(tmp_path: Path) -> None:
+    """Any bytes in a footer yield rows or a reason, and the next file is read."""
     rng = random.Random(7)
     sound = table(x=list(range(20)), y=[str(n) for n in range(20)])
     footer = struct.unpack("<I", sound[-8:-4])[0]
@@ -157,17 +157,19 @@ def test_damaged_footers_end_no_service(tmp_path: Path) -> None:
 # -- whole ingestions -----------------------------------------------------------------
 
 
-async def test_an_ingestion_goes_on_after_it(planted: None, decoders: DecoderPool, tmp_path: Path) -> None:
+async def test_an_ingestion_continues_after_a_fatal_file(planted: None, decoders: DecoderPool, tmp_path: Path) -> None:
     files = {f"{n}.parquet": table(x=[n]) for n in range(5)} | {"2.parquet": table(crash=[1] * ROWS)}
     case = fuzzed.Case("parquet", files, settings={"split": TRAIN})
     result, store = await ingest(case, decoders, tmp_path)
     assert result.outcome.accepted == 4  # its columns are others, too
     aside = [json.loads(line) for line in store.objects[result.quarantine_uri].splitlines()]
-    told = [(entry["uri"].rpartition("/")[2], entry["code"], entry["detail"]) for entry in aside]
-    assert told[0] == ("2.parquet", "broken_parquet", "its reader dies, or does not come to an end")
+    rejected = [(entry["uri"].rpartition("/")[2], entry["code"], entry["detail"]) for entry in aside]
+    assert rejected[0] == ("2.parquet", "broken_parquet", "its reader dies, or does not come to an end")
 
 
-async def test_labels_that_their_reader_dies_of(planted: None, decoders: DecoderPool, tmp_path: Path) -> None:
+async def test_a_table_of_labels_that_kills_its_reader_is_refused(
+    planted: None, decoders: DecoderPool, tmp_path: Path
+) -> None:
     labels = table(file=[f"{n}.png" for n in range(ROWS)], label=["a"] * ROWS, crash=[1] * ROWS)
     case = fuzzed.Case("images", {"0.png": b"x", "labels.parquet": labels})
     with pytest.raises(PoisonMessage, match=r"labels\.parquet cannot be read as Parquet: its reader dies"):
@@ -208,7 +210,7 @@ def lake(planted: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call
     return join
 
 
-async def test_a_join_goes_on_without_the_entity_file_that_it_died_of(lake: Any) -> None:
+async def test_a_join_continues_without_a_fatal_entity_file(lake: Any) -> None:
     found = await lake({"a": "label", "b": "crash", "c": "label"}, {"f": "value"})
     assert isinstance(found["b.parquet"], InvalidRecord)
     assert found["b.parquet"].code == "broken_parquet"
@@ -216,7 +218,7 @@ async def test_a_join_goes_on_without_the_entity_file_that_it_died_of(lake: Any)
         assert parquet.read_table(found[name])["t__value"].to_pylist() == [0] * ROWS
 
 
-async def test_a_join_that_died_of_a_feature_file_names_it(lake: Any, tmp_path: Path) -> None:
+async def test_a_join_names_a_fatal_feature_file(lake: Any, tmp_path: Path) -> None:
     with pytest.raises(
         PoisonMessage, match=r"g\.parquet of feature table 't' cannot be read as Parquet \(its reader dies"
     ):

@@ -117,7 +117,7 @@ async def test_text_is_cut_into_whole_windows(ingest: Ingesting, objects: Object
     assert [record["offset"] for record in index] == [0, 100, 200, 300, 400]
 
 
-async def test_timing_never_shows_in_the_result(
+async def test_the_result_is_independent_of_timing(
     ingest: Ingesting, objects: ObjectStore, lake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Concurrency 1 and 8, an ordered and a shuffled listing: the same bytes."""
@@ -180,7 +180,9 @@ async def test_one_file_can_be_the_source(ingest: Ingesting, objects: ObjectStor
     assert found.outcome.accepted == 2
 
 
-async def test_an_object_that_changes_while_it_is_read(ingest: Ingesting, objects: ObjectStore, lake: str) -> None:
+async def test_an_object_that_changes_while_it_is_read_is_refused(
+    ingest: Ingesting, objects: ObjectStore, lake: str
+) -> None:
     class Meddling:
         """Overwrites each object just before it is read."""
 

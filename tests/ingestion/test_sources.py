@@ -45,24 +45,24 @@ async def test_a_folder_is_read(folder: Path, tmp_path: Path) -> None:
     "path",
     ["secret", "allowed/../secret", "allowed/data/../../secret", "allowed/link", "secret/password", "allowedness"],
 )
-def test_nothing_else_may_be_named(folder: Path, tmp_path: Path, path: str) -> None:
+def test_other_folders_are_refused(folder: Path, tmp_path: Path, path: str) -> None:
     (tmp_path / "allowedness").mkdir()
     (tmp_path / "allowed" / "link").symlink_to(tmp_path / "secret")
     with pytest.raises(PoisonMessage, match=r"may not read .*TRAINBUS_SOURCE_FOLDERS"):
         FolderSource.of(f"file://{tmp_path}/{path}", (tmp_path / "allowed",))
 
 
-def test_no_folder_is_allowed_unless_somebody_says_so(folder: Path) -> None:
+def test_no_folder_is_allowed_by_default(folder: Path) -> None:
     with pytest.raises(PoisonMessage, match="folders that it may read: none"):
         FolderSource.of(folder.as_uri(), ())
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PoisonMessage, match="there is no folder"):
         FolderSource.of(f"file://{tmp_path}/nothing", (tmp_path,))
 
 
-async def test_links_and_pipes_are_told_and_not_followed(folder: Path, tmp_path: Path) -> None:
+async def test_links_and_pipes_are_listed_and_not_followed(folder: Path, tmp_path: Path) -> None:
     (folder / "out.jsonl").symlink_to(tmp_path / "secret" / "password")
     (folder / "round").symlink_to(folder)
     os.mkfifo(folder / "pipe.jsonl")
@@ -73,7 +73,7 @@ async def test_links_and_pipes_are_told_and_not_followed(folder: Path, tmp_path:
 
 
 @pytest.mark.parametrize("how", ["rewritten", "replaced", "link", "gone", "pipe"])
-async def test_what_is_read_is_what_was_listed(folder: Path, tmp_path: Path, how: str) -> None:
+async def test_a_file_changed_after_the_listing_is_refused(folder: Path, tmp_path: Path, how: str) -> None:
     source = FolderSource.of(folder.as_uri(), (folder,))
     one = (await listed(source))["a.jsonl"]
     path = folder / "a.jsonl"

@@ -68,7 +68,7 @@ def test_shares_are_met_within_4_sigma_and_a_share_of_zero_stays_empty(
 
 
 @given(st.lists(st.text(), unique=True, max_size=50), st.integers(), st.sampled_from(["content", "key", "file"]))
-def test_growth_moves_nothing(names: list[str], seed: int, by: Any) -> None:
+def test_new_records_move_no_others(names: list[str], seed: int, by: Any) -> None:
     def divide(names: list[str]) -> dict[str, str | None]:
         assigner = SplitAssigner(Split(seed=seed, by=by))
         return {name: assigner.split_of(unit(assigner, content=name, key=name, path=name)) for name in names}
@@ -86,7 +86,7 @@ def test_growth_moves_nothing(names: list[str], seed: int, by: Any) -> None:
         ("file", {"path": "p"}, {"content": "c2", "key": "k2"}),
     ],
 )
-def test_what_is_divided_as_one(by: Any, same: dict[str, str], other: dict[str, str]) -> None:
+def test_records_of_one_unit_stay_together(by: Any, same: dict[str, str], other: dict[str, str]) -> None:
     assigner = SplitAssigner(Split(by=by))
     assert unit(assigner, **same) == unit(assigner, **same, **other)
     changed = {name: f"{value}!" for name, value in same.items()}
@@ -111,7 +111,7 @@ def test_a_group_may_lie_deeper() -> None:
 
 
 @pytest.mark.parametrize("row", [{}, {"patient": None}, {"patient": ""}])
-def test_a_record_without_group_is_set_aside(row: dict[str, Any]) -> None:
+def test_a_record_without_group_is_quarantined(row: dict[str, Any]) -> None:
     keys = SplitKeys(source(Split(by="group", group_field="patient")))
     with pytest.raises(RecordFault) as refused:
         keys.row(row)
@@ -165,7 +165,7 @@ def test_one_border_alone() -> None:
         (float("nan"), "invalid_time"),
     ],
 )
-def test_a_record_without_time_is_set_aside(value: Any, code: str) -> None:
+def test_a_record_without_time_is_quarantined(value: Any, code: str) -> None:
     with pytest.raises(RecordFault) as refused:
         SplitKeys(source(BY_TIME)).row({"at": value})
     assert refused.value.code == code
@@ -242,7 +242,7 @@ def test_near_duplicates_of_a_text() -> None:
     assert hash_normalized("a") != hash_normalized(["a"])
 
 
-def test_what_nobody_knows_the_likeness_of_goes_by_its_content() -> None:
+def test_opaque_content_is_split_by_its_hash() -> None:
     data = source(Split(by="near"))
     assigner, key = SplitAssigner(data.split), SplitKeys(data).unknown()
     assert unit(assigner, key, content="c") != unit(assigner, key, content="d")
@@ -284,7 +284,7 @@ def test_each_class_has_the_shares() -> None:
         assert counts == {"train": n * 8 // 10, "validation": n // 10, "test": n // 10}
 
 
-def test_of_many_small_classes_no_split_is_left_out() -> None:
+def test_many_small_classes_leave_no_split_empty() -> None:
     records = [(f"{label}/{i}", f"{label}") for label in range(400) for i in range(5)]
     counts = Counter(divided(Split(stratify=True), records).values())
     assert counts["train"] == 1600

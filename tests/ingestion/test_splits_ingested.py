@@ -34,8 +34,8 @@ async def index_of(objects: ObjectStore, found: IngestionResult) -> list[dict[st
 
 async def statistics_of(objects: ObjectStore, found: IngestionResult) -> dict[str, FieldStatistics]:
     assert found.statistics_uri is not None
-    told = json.loads(await objects.get(found.statistics_uri))
-    return {name: FieldStatistics.model_validate(field) for name, field in told.items()}
+    fields = json.loads(await objects.get(found.statistics_uri))
+    return {name: FieldStatistics.model_validate(field) for name, field in fields.items()}
 
 
 def rows(seed: int, groups: int) -> list[dict[str, Any]]:

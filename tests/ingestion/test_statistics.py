@@ -26,7 +26,7 @@ def of(rows: list[dict[str, Any]]) -> dict[str, FieldStatistics]:
 
 
 @given(st.lists(st.floats(-1e100, 1e100), min_size=1, max_size=60))
-def test_as_the_standard_library_has_it(values: list[float]) -> None:
+def test_results_match_the_standard_library(values: list[float]) -> None:
     found = of([{"x": value} for value in values])["x"]
     assert (found.count, found.nulls, found.min, found.max) == (len(values), 0, min(values), max(values))
     scale = max(map(abs, values))
@@ -35,7 +35,7 @@ def test_as_the_standard_library_has_it(values: list[float]) -> None:
     assert found.std == pytest.approx(reference.pstdev(values), rel=1e-9, abs=1e-12 * scale + 1e-153)
 
 
-def test_deviations_whose_squares_are_nothing_are_nothing() -> None:
+def test_deviations_whose_squares_underflow_are_zero() -> None:
     found = of([{"x": value} for value in (0.0, 1.748026815157166e-252)])["x"]
     assert (found.count, found.std) == (2, 0.0)
 
@@ -112,7 +112,7 @@ def noise(seed: int, mode: str, size: tuple[int, int]) -> Image.Image:
     return Image.frombytes(mode, size, random.Random(seed).randbytes(size[0] * size[1] * bands))
 
 
-def test_channels_as_numpy_has_them() -> None:
+def test_channels_match_numpy() -> None:
     images = [noise(seed, "RGB", (20 + seed, 30)) for seed in range(5)]
     pixels = numpy.concatenate([numpy.asarray(image, dtype=numpy.float64).reshape(-1, 3) / 255 for image in images])
     found = channels(*images)
@@ -150,5 +150,5 @@ def test_an_image_with_fields_is_one_record() -> None:
     assert math.isfinite(found["l"].std)
 
 
-def test_of_nothing_there_are_none() -> None:
+def test_no_records_have_no_statistics() -> None:
     assert of([]) == of([{}, {"a": "text"}]) == {}

@@ -118,8 +118,8 @@ async def test_a_run_s_images_become_its_dataset(
         assert other.dataset_id == prepared.dataset_id
     await no_open_jobs(bus)
     facts = await bus.read_history("dataset.*.*", "run.*.prepared", "run.*.prepare_failed")
-    said = [fact.envelope.id for fact in facts if fact.envelope.id != "third"]
-    assert len(said) == len(set(said)) == 6
+    published = [fact.envelope.id for fact in facts if fact.envelope.id != "third"]
+    assert len(published) == len(set(published)) == 6
 
 
 async def no_open_jobs(bus: Bus) -> None:
@@ -151,7 +151,7 @@ async def test_an_ingestion_without_a_run(
     assert ingested.run_id is None
 
 
-async def test_what_cannot_be_used_fails_within_seconds_and_disturbs_nothing(
+async def test_an_unusable_source_fails_within_seconds_and_affects_no_other(
     data_services: None, bus: Bus, objects: ObjectStore, s3_settings: Settings, until: Until
 ) -> None:
     lake = f"s3://{s3_settings.bucket_lake}"
@@ -202,7 +202,7 @@ async def test_content_that_changed_after_ingestion_is_refused(
     assert sum(len(found[split]) for split in SPLITS) == 3
 
 
-async def test_another_instance_finishes_what_a_killed_one_began(
+async def test_another_instance_finishes_the_job_of_a_killed_one(
     bus: Bus, objects: ObjectStore, s3_settings: Settings, s3_server: S3Server, until: Until
 ) -> None:
     """SIGKILL while the job is claimed; nothing is left of the first but its claim."""
@@ -264,7 +264,7 @@ class Crashing:
 async def test_a_crash_at_any_write_changes_nothing(
     objects: ObjectStore, s3_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever write an instance dies at, the next one finishes, with the dataset that would have been."""
+    """An instance may die at any write. The next one finishes with the same dataset."""
     monkeypatch.setattr(blob_packs, "PACK_BYTES", 4096)
     source = f"s3://{s3_settings.bucket_lake}/digits"
     await fill(objects, source, digits_lake(40))
@@ -274,8 +274,8 @@ async def test_a_crash_at_any_write_changes_nothing(
     async def work(store: Any, bucket: str) -> str:
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
         source = open_source(data.source, store)
-        said = IngestProgress("r1", SystemClock(), None)
-        result = await IngestionJob(bucket, store, source, decoders, folder, data, said).run()
+        progress = IngestProgress("r1", SystemClock(), None)
+        result = await IngestionJob(bucket, store, source, decoders, folder, data, progress).run()
         ingested = ingestion_app.ingested_fact("r1", "r1", data, result)
         return (await ShardingJob(store, folder, ingested, bucket).run()).dataset_id
 

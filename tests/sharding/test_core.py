@@ -50,7 +50,7 @@ def test_a_header_is_what_tarfile_writes(name: str, size: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "size"), [("", 0), ("x" * 101, 0), ("ü" * 60, 0), ("a", tar.MAX_MEMBER_BYTES + 1)])
-def test_what_ustar_cannot_hold_is_refused(name: str, size: int) -> None:
+def test_entries_beyond_ustar_are_refused(name: str, size: int) -> None:
     with pytest.raises(ValueError, match="ustar"):
         tar.header(name, size)
 
@@ -63,16 +63,16 @@ def test_the_index_is_what_the_contract_writes(samples: list[tuple[str, int, int
     keys = [key.encode() for key, _, _ in samples]
     offsets = [(512 * i if strided else o) for i, (_, o, _) in enumerate(samples)]
     sizes = [(7 if strided else size) for _, _, size in samples]
-    told = {"png": (offsets, sizes), "cls": (offsets[::-1], sizes[::-1])}
-    arrays = {name: (np.array(o, dtype=np.int64), np.array(s, dtype=np.int64)) for name, (o, s) in told.items()}
+    fields = {"png": (offsets, sizes), "cls": (offsets[::-1], sizes[::-1])}
+    arrays = {name: (np.array(o, dtype=np.int64), np.array(s, dtype=np.int64)) for name, (o, s) in fields.items()}
     lengths = np.array([len(key) for key in keys], dtype=np.int64)
-    expected = shard_index.encode([key for key, _, _ in samples], told)
+    expected = shard_index.encode([key for key, _, _ in samples], fields)
     assert index.encode(b"".join(keys), lengths, arrays) == expected
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.lists(st.integers(1, 9), max_size=20))
 def test_samples_are_cut_into_shards_as_one_by_one(sizes: list[int], portions: list[int]) -> None:
-    """Whatever portions they come in, and however large they are."""
+    """The portions and the sizes of samples do not matter."""
     expected: list[list[int]] = []
     for size in sizes:
         if not expected or sum(expected[-1]) + size > 30:
@@ -200,7 +200,7 @@ def test_webdataset_reads_the_shards(tmp_path: Path) -> None:
         assert theirs == read(tmp_path, shard)
 
 
-def test_samples_of_several_files_and_such_without_some(tmp_path: Path) -> None:
+def test_samples_of_several_files_some_missing(tmp_path: Path) -> None:
     samples, expected = Samples(tmp_path), {}
     for i in range(50):
         files = [("jpg", random.Random(i).randbytes(i * 100)), ("json", b'{"a":%d}' % i), ("txt", b"t" * (i % 3))]
@@ -211,7 +211,7 @@ def test_samples_of_several_files_and_such_without_some(tmp_path: Path) -> None:
     assert read(tmp_path, shard) == expected
 
 
-def test_the_same_samples_give_the_same_bytes_whatever_order_they_were_packed_in(tmp_path: Path) -> None:
+def test_the_bytes_are_independent_of_the_order_of_packing(tmp_path: Path) -> None:
     first = a_hundred(tmp_path / "a")
     second, keys = Samples(tmp_path / "b", fast=False), list(range(100))
     random.Random(1).shuffle(keys)

@@ -75,7 +75,7 @@ HASHES = st.lists(st.integers(0, 30), unique=True, max_size=8).map(lambda number
 
 
 @given(HASHES, HASHES, HASHES, st.lists(st.integers(0, 200), min_size=31, max_size=31))
-def test_a_shard_goes_only_if_it_is_old_and_nothing_names_it(
+def test_only_old_unreferenced_shards_are_garbage(
     manifests: list[str], journals: list[str], indexes: list[str], ages: list[int]
 ) -> None:
     named = garbage.collect_names(
@@ -90,7 +90,7 @@ def test_a_shard_goes_only_if_it_is_old_and_nothing_names_it(
     }
 
 
-def test_what_does_not_lie_under_its_hash_is_left_alone() -> None:
+def test_objects_not_under_their_hash_are_never_garbage() -> None:
     there = [stored(key, timedelta(days=99)) for key in ("shards/readme.txt", f"shards/{A}", f"other/aa/{A}")]
     assert garbage.garbage_shards(there, NamedObjects(frozenset(), frozenset()), NOW, GRACE) == []
 
@@ -108,7 +108,7 @@ INGESTION = ("done.json", "index.jsonl", "pack-00000", "quarantine.jsonl", "stat
         (timedelta(days=8), True, ("pack-00000",)),
     ],
 )
-def test_what_goes_of_an_ingestion(age: timedelta, named: bool, gone: tuple[str, ...]) -> None:
+def test_the_garbage_of_an_ingestion(age: timedelta, named: bool, gone: tuple[str, ...]) -> None:
     there = [stored(f"ingestions/{A}/{name}", age) for name in INGESTION]
     needed = NamedObjects(frozenset(), frozenset({A} if named else {B}))
     found = garbage.garbage_of_ingestion(there, A, needed, NOW, GRACE, KEEP)
@@ -121,7 +121,7 @@ def test_the_packs_that_a_job_needs_stay() -> None:
     assert garbage.garbage_of_ingestion(there, A, needed, NOW, GRACE, KEEP) == []
 
 
-def test_an_ingestion_that_goes_on_or_is_taken_up_again_stays() -> None:
+def test_an_ingestion_that_is_continued_or_reused_stays() -> None:
     there = [stored(f"ingestions/{A}/{name}", timedelta(days=99)) for name in INGESTION[1:]]
     young = stored(f"ingestions/{A}/pack-00001", timedelta(hours=1))
     nothing = NamedObjects(frozenset(), frozenset())
@@ -129,7 +129,7 @@ def test_an_ingestion_that_goes_on_or_is_taken_up_again_stays() -> None:
     assert len(garbage.garbage_of_ingestion(there, A, nothing, NOW, GRACE, KEEP)) == len(there)
 
 
-def test_an_old_journal_goes_and_a_young_one_names() -> None:
+def test_an_old_journal_is_garbage_and_a_young_one_is_a_reference() -> None:
     key = f"ingestions/{A}/shards-{B[:16]}.json"
     old, young = stored(key, timedelta(hours=49)), stored(key, timedelta(hours=1))
     assert not garbage.is_young_journal(old, NOW, GRACE)
@@ -174,7 +174,7 @@ class World:
         return {info.key async for info in self.objects.list(f"s3://{self.bucket}/{prefix}")}
 
     async def check(self, dataset: Dataset) -> None:
-        """All that the manifest names is there, and is what it says."""
+        """Check that every object in the manifest exists and matches its hash."""
         for files in dataset.manifest.splits.values():
             for shard in files.shards:
                 for sha256 in (shard.sha256, shard.index_sha256):
@@ -186,7 +186,7 @@ def world(bus: Bus, objects: ObjectStore, s3_settings: Settings, tmp_path: Path)
     return World(bus, objects, s3_settings, tmp_path)
 
 
-async def test_what_no_manifest_names_goes_and_the_rest_stays(world: World) -> None:
+async def test_unreferenced_objects_are_removed_and_the_rest_stays(world: World) -> None:
     kept = await world.shard(await world.ingest(300, A))
     removed = await world.shard(await world.ingest(200, B))
     only_removed = await world.keys("shards/")
@@ -200,7 +200,7 @@ async def test_what_no_manifest_names_goes_and_the_rest_stays(world: World) -> N
     assert found.shards == len(only_removed) - len(named) > 0
     assert await world.keys(f"ingestions/{B}/") == set()
     assert {key.rpartition("/")[2] for key in await world.keys(f"ingestions/{A}/")} >= {"index.jsonl", "pack-00000"}
-    # In a week the packs go; what tells the difference between two versions stays.
+    # After a week the packs are removed; the index, which compares two versions, stays.
     world.days(5)
     await collect_garbage(world.bus, world.objects, world.settings)
     left = {key.rpartition("/")[2] for key in await world.keys(f"ingestions/{A}/")}
@@ -219,7 +219,7 @@ async def test_a_manifest_that_cannot_be_read_stops_the_collection(world: World)
     assert await world.keys("") == before
 
 
-async def test_what_waits_to_be_sharded_stays(world: World) -> None:
+async def test_ingestions_that_wait_for_sharding_stay(world: World) -> None:
     ingested = await world.ingest(50)
     bucket = await world.bus.open_bucket(topology.JOBS)
     job = {"subject": "x", "headers": {}, "body": ingested.model_dump_json(), "attempt": 0, "holder": ""}
@@ -232,7 +232,7 @@ async def test_what_waits_to_be_sharded_stays(world: World) -> None:
     assert await world.keys("ingestions/") == set()
 
 
-async def test_one_collects_at_a_time(world: World) -> None:
+async def test_only_one_collection_runs_at_a_time(world: World) -> None:
     both = await asyncio.gather(
         *(GARBAGE.run_exclusive(world.bus, world.objects, world.settings) for _ in range(2)), return_exceptions=False
     )
@@ -261,10 +261,10 @@ class Watched:
 
 
 @pytest.mark.parametrize("collect_names", ["nothing", "journal"])
-async def test_a_collection_at_any_moment_of_the_making_costs_no_dataset(
+async def test_a_collection_during_a_job_damages_no_dataset(
     bus: Bus, s3_settings: Settings, tmp_path: Path, collect_names: str
 ) -> None:
-    """The shards are there, named by nobody (or by the journal of a killed attempt) and old, when work begins."""
+    """Old shards without a reference (or in the journal of a killed attempt) exist when the job starts."""
     store = FolderStore(tmp_path / "store")
     data = DataSource(source="s3://lake/images", format="images", shard_bytes=2**16)
     ingested = ingest(store, images(100), data)
@@ -311,8 +311,8 @@ async def test_a_collection_at_any_moment_of_the_making_costs_no_dataset(
     assert removed > 20
 
 
-async def test_a_file_is_taken_in_only_as_what_it_is_called(world: World, tmp_path: Path) -> None:
-    """The store compares; what is there is not replaced; what is made young is still the same."""
+async def test_the_store_accepts_a_blob_only_under_its_hash(world: World, tmp_path: Path) -> None:
+    """The store verifies the hash, keeps an existing object, and a touched object is unchanged."""
     path, content = tmp_path / "shard", b"abc" * 100_000
     path.write_bytes(content)
     sha256 = hashlib.sha256(content).hexdigest()
@@ -327,7 +327,7 @@ async def test_a_file_is_taken_in_only_as_what_it_is_called(world: World, tmp_pa
             await impatient.put_file(path, shard_uri(world.bucket, A), sha256=A)
     with pytest.raises(ObjectNotFound):
         await world.objects.head(shard_uri(world.bucket, A))
-    while int(before.timestamp()) == int(time.time()):  # noqa: ASYNC110 - the store tells seconds
+    while int(before.timestamp()) == int(time.time()):  # noqa: ASYNC110 - the store reports whole seconds
         await asyncio.sleep(0.05)
     await world.objects.touch(uri)
     assert (await world.objects.head(uri)).modified_at > before
@@ -336,7 +336,7 @@ async def test_a_file_is_taken_in_only_as_what_it_is_called(world: World, tmp_pa
         await world.objects.touch(shard_uri(world.bucket, B))
 
 
-async def test_progress_is_said_while_the_work_goes_on(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_progress_is_published_during_the_work(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.sharding.progress.EVERY_S", 0.01)
     progress = Progress()
     progress.total, progress.done, progress.done_bytes = 100, 40, 4000

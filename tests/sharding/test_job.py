@@ -1,4 +1,4 @@
-"""One dataset made from a finished ingestion: the same whatever happens, in bounded space, from where it was left."""
+"""One dataset made from a finished ingestion: always the same, in bounded space, resumed after a crash."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def work(store: Any, ingested: DatasetIngested, *, workers: int = 2, **given: An
         return asyncio.run(job.run())
 
 
-def test_listing_packing_workers_and_disk_leave_no_trace(tmp_path: Path) -> None:
-    """Whatever order records came in, wherever they lie, and however many write: the same bytes, the same id."""
+def test_the_dataset_is_independent_of_listing_packing_workers_and_disk(tmp_path: Path) -> None:
+    """The order of records, their location and the number of writers change neither bytes nor id."""
     records, found = images(), set[tuple[str, str]]()
     for number, (workers, groups, pack_bytes, disk_bytes) in enumerate(
         [(1, 1, 2**26, 2**30), (2, 1, 5000, 2**30), (2, 4, 5000, 20_000), (8, 16, 900, 1)]
@@ -69,7 +69,7 @@ def test_listing_packing_workers_and_disk_leave_no_trace(tmp_path: Path) -> None
     assert len(found) == 1
 
 
-def test_what_is_in_the_dataset_is_what_was_ingested(tmp_path: Path) -> None:
+def test_the_dataset_has_the_ingested_records(tmp_path: Path) -> None:
     records = images()
     store, ingested = made(tmp_path, records)
     dataset = work(store, ingested)
@@ -110,7 +110,7 @@ def test_text_becomes_flat_files_with_token_bytes(tmp_path: Path) -> None:
     assert sorted(windows) == sorted(r.content for r in records if r.split == "train")
 
 
-def test_tokens_wider_than_memory_for_them(tmp_path: Path) -> None:
+def test_tokens_larger_than_the_buffer(tmp_path: Path) -> None:
     data = DataSource(source="s3://lake/t", format="tokens", token_bytes=4, window_length=2**20, shard_bytes=2**16)
     records = [Record(f"t-0a/{i:09d}", random.Random(i).randbytes(2**22), "train", None, "bin") for i in range(2)]
     store, ingested = made(tmp_path, records, data)
@@ -120,13 +120,13 @@ def test_tokens_wider_than_memory_for_them(tmp_path: Path) -> None:
     assert {shard.sha256 for shard in shards} == {hashlib.sha256(r.content).hexdigest() for r in records}
 
 
-def test_statistics_come_into_the_manifest(tmp_path: Path) -> None:
+def test_the_manifest_has_the_statistics(tmp_path: Path) -> None:
     store, ingested = made(tmp_path, images(20))
     uri = ingestion_uri(BUCKET, ingested.fingerprint, "statistics.json")
-    said = {"l": {"count": 5, "nulls": 0, "mean": 0.5, "std": 0.1, "min": 0.0, "max": 1.0}}
-    asyncio.run(store.put(uri, canonical_json(said)))
+    statistics = {"l": {"count": 5, "nulls": 0, "mean": 0.5, "std": 0.1, "min": 0.0, "max": 1.0}}
+    asyncio.run(store.put(uri, canonical_json(statistics)))
     manifest = work(store, ingested.model_copy(update={"statistics_uri": uri})).manifest
-    assert {name: found.model_dump() for name, found in manifest.statistics.items()} == said
+    assert {name: found.model_dump() for name, found in manifest.statistics.items()} == statistics
 
 
 def test_progress_is_counted_in_samples(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ class Dying:
         return write
 
 
-def test_killed_at_any_write_and_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_killed_at_any_write_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The dataset is the one that would have been; what is finished is not made again; no manifest names a gap."""
     monkeypatch.setattr("services.sharding.job.Journal", lambda objects, uri: journal_module.Journal(objects, uri, 0))
     records = images(150)
@@ -204,7 +204,7 @@ def _nothing_half_visible(store: FolderStore) -> None:
                 assert store.path(shard_uri(BUCKET, shard.sha256)).stat().st_size == shard.size_bytes
 
 
-def test_a_process_that_is_killed_goes_on(tmp_path: Path) -> None:
+def test_a_killed_process_is_resumed(tmp_path: Path) -> None:
     """SIGKILL from outside, whenever it comes."""
     store, ingested = made(tmp_path / "whole", images())
     whole = work(store, ingested).dataset_id, digest(store)
@@ -225,7 +225,7 @@ def small(tmp_path: Path) -> Small:
     return store, ingested, lambda pack: store.path(ingestion_uri(BUCKET, ingested.fingerprint, pack_name(pack)))
 
 
-def test_a_damaged_pack_fails_the_dataset_and_says_which(small: Small) -> None:
+def test_a_damaged_pack_fails_the_dataset_and_is_named(small: Small) -> None:
     store, ingested, pack = small
     content = bytearray(pack(1).read_bytes())
     content[777] ^= 1
@@ -254,7 +254,7 @@ def test_a_damaged_copy_of_a_pack_is_fetched_again(small: Small) -> None:
     assert len(reads) > len(set(reads))
 
 
-def test_packs_that_were_collected_have_the_source_read_anew(small: Small) -> None:
+def test_collected_packs_make_the_next_request_read_the_source(small: Small) -> None:
     store, ingested, pack = small
     pack(0).unlink()
     done = store.path(ingestion_uri(BUCKET, ingested.fingerprint, "done.json"))
@@ -284,7 +284,7 @@ def test_a_shard_that_is_removed_before_the_manifest_is_made_again(small: Small)
     _nothing_half_visible(store)
 
 
-def test_an_old_shard_that_is_relied_upon_is_made_young(small: Small) -> None:
+def test_a_reused_old_shard_is_rewritten(small: Small) -> None:
     store, ingested, _ = small
     dataset = work(store, ingested)
     link = ingestion_uri(BUCKET, ingested.fingerprint, link_name(ingested.fingerprint, SHARD_BYTES))
@@ -299,7 +299,7 @@ def test_an_old_shard_that_is_relied_upon_is_made_young(small: Small) -> None:
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"cut")])
-def test_a_dataset_that_is_not_whole_any_more_is_made_anew(small: Small, damage: Callable[[Path], object]) -> None:
+def test_an_incomplete_dataset_is_made_again(small: Small, damage: Callable[[Path], object]) -> None:
     store, ingested, _ = small
     dataset, before = work(store, ingested), digest(store)
     assert work(store, ingested).reused
@@ -315,7 +315,7 @@ def test_a_dataset_that_is_not_whole_any_more_is_made_anew(small: Small, damage:
 
 
 @pytest.mark.parametrize("nonsense", [b"", b"[]", b"{", b'{"train/shard-00000": {"path": 1}}', b"\xff"])
-def test_a_journal_that_is_none_is_begun_anew(small: Small, nonsense: bytes) -> None:
+def test_an_invalid_journal_is_replaced(small: Small, nonsense: bytes) -> None:
     store, ingested, _ = small
     name = journal_name(ingested.fingerprint, SHARD_BYTES)
     asyncio.run(store.put(ingestion_uri(BUCKET, ingested.fingerprint, name), nonsense))
@@ -352,7 +352,7 @@ def test_disk_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(held) < 2 * packs_there, "each pack is fetched about once"
 
 
-async def test_a_missing_pack_is_missing(tmp_path: Path) -> None:
+async def test_a_missing_pack_is_reported(tmp_path: Path) -> None:
     there = pack_cache.PackCache(FolderStore(tmp_path), tmp_path / "packs", ingestion_uri(BUCKET, "0" * 64), 10)  # type: ignore[arg-type]
     await there.list_packs()
     with pytest.raises(ObjectNotFound, match="pack-00003"):

@@ -1,4 +1,4 @@
-"""The judge of feature joins: every feature row is tried for every entity row. And the cases that it validates."""
+"""A brute-force feature join, which tries every feature row for every entity row, and the cases to compare."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Case:
 
 
 def brute_force(case: Case) -> list[int]:
-    """The winner's row number for each entity row, written down as the definition says it."""
+    """Return the winner's row number for each entity row, directly by the definition."""
     return [_winner(key, time, case) for key, time in case.entities]
 
 
@@ -49,7 +49,7 @@ def _winner(key: Key, time: int | None, case: Case) -> int:
 
 
 def joined(case: Case) -> list[int]:
-    """What the engine says."""
+    """Return the result of the engine."""
     rows = feature_frame(case)
     winners = LatestRows(entity_frame(case), case.rule)
     for start, stop in case.pieces:

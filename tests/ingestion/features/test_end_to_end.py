@@ -130,7 +130,7 @@ async def samples(objects: ObjectStore, settings: Settings, prepared: RunPrepare
     return found
 
 
-async def test_samples_hold_the_features_of_their_time(
+async def test_samples_have_the_features_of_their_time(
     data_services: None, bus: Bus, objects: ObjectStore, s3_settings: Settings, until: Until, lake: str
 ) -> None:
     data = await tables(objects, lake)
@@ -182,7 +182,7 @@ async def test_a_table_that_cannot_be_joined_fails_the_run(
     assert f"{lake}/spending/part-1.parquet of feature table 'spending' cannot be read" in failed.reason
 
 
-async def test_the_order_of_listings_and_files_at_a_time_do_not_show(
+async def test_the_result_is_independent_of_listing_order_and_concurrency(
     ingest: Ingesting, objects: ObjectStore, lake: str
 ) -> None:
     data = await tables(objects, lake)
@@ -195,7 +195,7 @@ async def test_the_order_of_listings_and_files_at_a_time_do_not_show(
     assert (await ingest(data, bucket="out-features-0")).reused
 
 
-async def test_rows_without_features_can_be_set_aside(ingest: Ingesting, objects: ObjectStore, lake: str) -> None:
+async def test_rows_without_features_can_be_quarantined(ingest: Ingesting, objects: ObjectStore, lake: str) -> None:
     data = await tables(objects, lake)
     required = {"required": ["user", "event_timestamp", "spending__euros"]}
     checked = data.model_validate({**data.model_dump(), "checks": required, "max_invalid_fraction": 0.9})
@@ -221,7 +221,7 @@ async def test_a_damaged_entity_file_is_quarantined_whole(ingest: Ingesting, obj
         ("part-2.csv", b"user,euros", "part-2.csv of feature table 'spending' cannot be used: it is not named as"),
     ],
 )
-async def test_what_does_not_belong_in_a_feature_table(
+async def test_a_foreign_file_in_a_feature_table_is_refused(
     ingest: Ingesting, objects: ObjectStore, lake: str, name: str, content: bytes, reason: str
 ) -> None:
     data = await tables(objects, lake)
@@ -230,7 +230,7 @@ async def test_what_does_not_belong_in_a_feature_table(
         await ingest(data)
 
 
-async def test_no_such_table(ingest: Ingesting, objects: ObjectStore, lake: str) -> None:
+async def test_a_missing_table_is_refused(ingest: Ingesting, objects: ObjectStore, lake: str) -> None:
     data = await tables(objects, lake)
     assert data.features is not None
     gone = data.features.tables[0].model_copy(update={"source": f"{lake}/nowhere"})
@@ -238,7 +238,7 @@ async def test_no_such_table(ingest: Ingesting, objects: ObjectStore, lake: str)
         await ingest(data.model_copy(update={"features": FeatureJoin(tables=(gone,))}))
 
 
-async def test_a_feature_table_that_changes_under_way(
+async def test_a_feature_table_that_changes_during_the_join_fails(
     ingest: Ingesting, objects: ObjectStore, lake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is overwritten after it was listed."""

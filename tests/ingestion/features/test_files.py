@@ -117,7 +117,7 @@ def test_dates_and_the_end_of_time(lake: Lake) -> None:
     asked = lake.file(user=[1, 1, 1], event_timestamp=stamps(-1, 0, 86_400))
     feature = lake.file(user=[1, 1], event_timestamp=days, v=[1, 2])
     assert lake.join([asked], (table(), [feature]))[0]["t__v"] == [None, 1, 2]
-    # Some write the year 9999 for "never": it is later than whatever nanoseconds hold.
+    # Some write the year 9999 for "never": it is beyond the range of nanoseconds.
     never = pyarrow.array([datetime(9999, 12, 31), datetime(2026, 1, 1)], pyarrow.timestamp("us"))
     feature = lake.file(user=[1, 1], event_timestamp=stamps(-9, -8, unit="ns"), created=never, v=[1, 2])
     asked = lake.file(user=[1], event_timestamp=stamps(5))
@@ -240,7 +240,7 @@ def test_files_of_a_feature_table_must_be_alike(lake: Lake) -> None:
     assert found[0]["t__v"] == [1]
 
 
-def test_a_damaged_feature_file_ends_it(lake: Lake) -> None:
+def test_a_damaged_feature_file_ends_the_join(lake: Lake) -> None:
     uri, path = lake.file(user=list(range(5000)), event_timestamp=stamps(*range(5000)), v=list(range(5000)))
     whole = path.read_bytes()
     for damaged in (whole[:-20], whole[:100], b"", whole[:40] + bytes(4000) + whole[4040:]):
@@ -249,7 +249,7 @@ def test_a_damaged_feature_file_ends_it(lake: Lake) -> None:
             lake.join([lake.file(**_sound())], (table(), [lake.file(**_sound()), (uri, path)]))
 
 
-def test_a_damaged_entity_file_is_set_aside(lake: Lake) -> None:
+def test_a_damaged_entity_file_is_quarantined(lake: Lake) -> None:
     feature = lake.file(user=[1], event_timestamp=stamps(0), v=[7])
     rows = 500
 
@@ -295,7 +295,7 @@ def test_flipped_and_lost_bytes_crash_nothing(lake: Lake) -> None:
             reasons.append(str(error))
             ends["refused"] += 1
         except OverflowError:
-            # A time that Python has no date for; whoever takes the rows validates that.
+            # A time that Python has no date for; the conversion of the rows rejects it.
             ends["joined"] += 1
         else:
             ends["set aside" if isinstance(found, InvalidRecord) else "joined"] += 1
@@ -311,8 +311,8 @@ def test_empty_tables(lake: Lake) -> None:
     assert [one["t__v"] for one in found] == [[], [None]]
 
 
-def test_a_file_that_has_nothing_but_nulls_of_a_feature(lake: Lake) -> None:
-    """Whoever writes it does not know the column's type."""
+def test_a_file_with_only_nulls_of_a_feature_is_joined(lake: Lake) -> None:
+    """The writer of such a file cannot know the column's type."""
     files = [lake.file(**_sound(v=pyarrow.nulls(1))), lake.file(**_sound(user=[2], v=["x"]))]
     (found,) = lake.join([lake.file(user=[1, 2], event_timestamp=stamps(1, 1))], (table(), files))
     assert found["t__v"] == [None, "x"]
@@ -336,7 +336,7 @@ def test_values_of_any_type_come_through(lake: Lake) -> None:
         assert found[f"t__{name}"] == [second, first, None], name
 
 
-def test_nothing_depends_on_how_much_is_taken_at_a_time(lake: Lake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_result_is_independent_of_the_piece_size(lake: Lake, monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(5)
 
     def rows(count: int, **more: Any) -> dict[str, Any]:
@@ -363,7 +363,7 @@ def test_nothing_depends_on_how_much_is_taken_at_a_time(lake: Lake, monkeypatch:
     assert len({str(value) for found in results[0] for value in found["t__v"]}) > 10
 
 
-def test_progress_may_end_it(lake: Lake) -> None:
+def test_an_error_in_the_progress_report_ends_the_join(lake: Lake) -> None:
     class Enough(Exception):
         pass
 

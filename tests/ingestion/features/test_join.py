@@ -56,7 +56,7 @@ def test_generated_cases_agree_with_brute_force() -> None:
     assert not wrong
 
 
-def test_generated_cases_have_what_goes_wrong() -> None:
+def test_generated_cases_cover_the_edge_cases() -> None:
     """The brute force would also agree on cases in which nothing happens."""
     cases = [generated(seed) for seed in range(GENERATED)]
     naive = sum(duck.naive(entity_frame(case), feature_frame(case)) != brute_force(case) for case in cases[:100])
@@ -92,7 +92,7 @@ def test_duckdb_agrees_on_a_larger_table(as_known: bool) -> None:
     assert sum(row != NO_ROW for row in found) > 1000
 
 
-def test_empty_pieces_and_none_at_all() -> None:
+def test_empty_pieces_and_no_pieces() -> None:
     entities = pl.DataFrame({"k0": [1], TIME: [5]}, schema={"k0": pl.Int64, TIME: pl.Int64})
     winners = LatestRows(entities, JoinRule())
     assert winners.rows().tolist() == [NO_ROW]

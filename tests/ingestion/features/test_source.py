@@ -1,4 +1,4 @@
-"""Tables in folders of this machine; and a join that nobody waits for any more."""
+"""Tables in folders of this machine, and a cancelled join."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def opened(folder: Path) -> tuple[FeatureSource, Source, list[SourceObject
     return features, entities, [listed async for page in entities.list_objects() for listed in page]
 
 
-async def test_of_equal_rows_the_last_file_s_wins(tmp_path: Path) -> None:
+async def test_the_last_file_wins_among_equal_rows(tmp_path: Path) -> None:
     features, entities, listed = await opened(tmp_path / "lake")
     versions = await features.list()
     assert [version.uri.rpartition("/")[2] for version in versions] == ["a.parquet", "b.parquet"]
@@ -49,7 +49,7 @@ async def test_of_equal_rows_the_last_file_s_wins(tmp_path: Path) -> None:
     assert len(list((tmp_path / "lake").rglob("*.parquet"))) == 3
 
 
-async def test_a_join_ends_when_nobody_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancelled_join_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(enrich, "CHUNK_ROWS_MAX", 1)
     features, entities, listed = await opened(tmp_path / "lake")
     await features.list()

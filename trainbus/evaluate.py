@@ -49,7 +49,7 @@ def evaluate(launch: Launch, task: Task, dataset: Dataset, world: World) -> tupl
             )
         rows.extend(zip(item.keys, predicted.tolist(), true.tolist(), strict=True))
 
-    # Evaluation measures the weights themselves: in fp32, whatever precision they were trained in.
+    # Evaluation measures the weights themselves: in fp32, also after training in another precision.
     found = measure_split(task, model, reader, world, "fp32", on_chunk=record)
     metrics = {f"{split}/{name}": value for name, value in found.items()}
     all_rows = [row for part in world.gather_objects(rows) for row in part]

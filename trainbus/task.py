@@ -31,7 +31,7 @@ class Task:
     ``params`` of the request become keyword arguments of the constructor. A task holds no state
     that training changes: that lives in the model, the optimizer and the schedule, which are checkpointed.
 
-    Random numbers: in ``model`` and ``loss`` torch, numpy and random are seeded anew for each step and each of its
+    Random numbers: in ``model`` and ``loss`` torch, numpy and random get a new seed for each step and each of its
     slices (a logical rank in exact mode, else a rank), so dropout draws what it would have drawn in an undisturbed run.
     ``augment`` is handed a generator of its own for each sample. ``decode``, ``decode_batch`` and ``collate`` run ahead
     in a thread, or in worker processes (``training.loading.workers``), and must be pure functions of their arguments.
@@ -97,7 +97,7 @@ class Task:
 
         Each value is either a scalar (shape ``[]``), the mean over the n samples, or one value a
         sample (shape ``[n]``). The trainer adds them up weighted by n, in float64, over all batches and
-        ranks, so the result is the exact mean over the split whatever the world size. What is no mean over samples
+        ranks, so the result is the exact mean over the split for every world size. What is no mean over samples
         (perplexity, F1) must be computed from such means or in ``predict``.
         """
         return {"loss": self.loss(model, batch)}

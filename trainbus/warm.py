@@ -116,9 +116,9 @@ class WarmServer:
         *lines, connection.pending = (connection.pending + data).split(b"\n")
         for line in lines:
             if line.strip():
-                self._send(connection, self._answer(line))
+                self._send(connection, self._answer_request(line))
 
-    def _answer(self, line: bytes) -> dict[str, Any]:
+    def _answer_request(self, line: bytes) -> dict[str, Any]:
         request_id = None
         try:
             request = json.loads(line)

@@ -204,7 +204,7 @@ class Bus:
     def build_message(
         self, fact: Fact, cause: Envelope | None = None, *, expected: ExpectedSequence | None = None
     ) -> OutgoingMessage:
-        """The message that a fact is published as, for ``send`` or a batch."""
+        """Return the message that a fact is published as, for ``send`` or a batch."""
         traceparent = telemetry.select_parent(cause.traceparent) if cause and cause.traceparent else ""
         return self._build_fact_message(fact, cause, expected, traceparent)
 
@@ -247,7 +247,7 @@ class Bus:
         raise AssertionError("unreachable")
 
     async def _find_own_publish(self, subject: str, event_id: str, error: Exception) -> PublishAck:
-        """A refused publish that was in fact ours, stored by an earlier try whose answer was lost."""
+        """Return the ack of a refused publish that is ours: an earlier try stored it, and its answer was lost."""
         last = await self.get_last_message(subject)
         if last is not None and last.envelope.id == event_id:
             return PublishAck(last.sequence, True)
@@ -272,7 +272,7 @@ class Bus:
         return replace(readable[-1], sequence=message.seq or 0) if readable else None
 
     async def get_last_sequence(self, subject: str, stream: str = topology.FACTS.name) -> int:
-        """The sequence of the last message on ``subject`` (wildcards allowed), readable or not; 0 if none."""
+        """Return the sequence of the last message on ``subject`` (wildcards allowed), decodable or not; 0 if none."""
         message = await self._last_message(subject, stream)
         return (message.seq or 0) if message is not None else 0
 
@@ -328,7 +328,7 @@ class Bus:
             await messages.aclose()
 
     async def open_bucket(self, bucket: topology.Bucket) -> KeyValue:
-        """A key-value bucket of the topology."""
+        """Open a key-value bucket of the topology."""
         return cast(KeyValue, await self._retry_while_away(lambda: self.js.key_value(bucket.name)))
 
     async def follow_bucket(

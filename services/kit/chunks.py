@@ -122,7 +122,7 @@ async def read_piece(objects: ObjectStore, chunk: Chunk, local: LocalPieces | No
         piece = stored
     else:
         if chunk.base is None or count_differences(chunk) > MAX_CHAIN or chunk.size_bytes > MAX_DIFFERENCE_BYTES:
-            raise ObjectCorrupted(f"{chunk.uri} is a difference that nobody may have made")
+            raise ObjectCorrupted(f"{chunk.uri} is a difference without a base, or exceeds the limits of differences")
         if chunk.base.size_bytes != chunk.size_bytes:
             raise ObjectCorrupted(f"{chunk.uri} is a difference to a piece of another size")
         base = await read_piece(objects, chunk.base, local)

@@ -26,7 +26,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves only when it is told to."""
+    """A clock that only a test advances."""
 
     def __init__(self, start: datetime = datetime(2026, 1, 1, tzinfo=UTC)) -> None:
         self._start = start

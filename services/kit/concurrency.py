@@ -26,7 +26,7 @@ async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwa
 
 
 async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel ``tasks`` and wait until they have ended, whatever their outcome.
+    """Cancel ``tasks`` and wait until they have ended; ignore their results and errors.
 
     One cancellation is not enough: on Python 3.11 ``asyncio.wait_for``, which nats-py uses, swallows a cancellation
     that comes at the moment its own work is done. Waiting for such a task would wait for ever.

@@ -51,7 +51,7 @@ class DeadLetterLimit:
         return not self.is_reached
 
     def reset(self) -> None:
-        """Start counting anew."""
+        """Reset the counts."""
         self._consecutive = 0
         self._window.clear()
         self.is_reached = False

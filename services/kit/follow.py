@@ -1,6 +1,6 @@
-"""Reading a stream in order, exactly once, for as long as one likes.
+"""The ordered reader of a stream: it yields each message exactly once.
 
-A pull consumer without acknowledgements that is made anew, one past the last message seen, whenever
+A pull consumer without acknowledgements that is created again, one past the last message seen, when
 anything goes wrong: a gap, a silent server, a restart. (nats-py's own ``fetch`` holds messages
 back until a batch is full or a time has passed, and its ordered push consumer floods a slow reader.)
 """
@@ -52,7 +52,7 @@ async def follow(
                 if until_caught_up and (batch[-1].metadata.num_pending == 0 if batch else await reader.is_drained()):
                     return
         except (TimeoutError, PullBroken, nats.errors.Error, APIError, JetStreamError, OSError) as error:
-            log.info("following anew", stream=stream, position=position, reason=repr(error))
+            log.info("following again", stream=stream, position=position, reason=repr(error))
             # The reader's clock goes on while the server is away.
             if not until_caught_up:
                 yield []
@@ -99,7 +99,7 @@ class _Reader:
             await self._nc.jetstream(timeout=0.5).delete_consumer(self._pull.stream, self._pull.consumer)
 
     async def is_drained(self) -> bool:
-        """Return whether no more will come: what was pending at the start may have been deleted since."""
+        """Return whether no more will come. Messages that were pending at the start may have been deleted since."""
         info = await self._nc.jetstream(timeout=2).consumer_info(self._pull.stream, self._pull.consumer)
         return info.num_pending == 0 and info.delivered is not None and info.delivered.consumer_seq == self._consumed
 

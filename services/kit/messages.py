@@ -28,7 +28,7 @@ class PoisonMessage(Exception):
 
 
 class TransientError(Exception):
-    """This message cannot be handled now: it is delivered again, later and later."""
+    """This message cannot be handled now: the server delivers it again, each time after a longer delay."""
 
 
 class ConnectionLost(Exception):
@@ -36,7 +36,7 @@ class ConnectionLost(Exception):
 
 
 class Conflict(Exception):
-    """Somebody published first: the expected last sequence was not the last."""
+    """Another publisher was first: the expected last sequence is not the last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class ExpectedSequence:
 
 @dataclass(frozen=True, slots=True)
 class UndecodableEvent:
-    """In the place of an event: a message that somebody published and nobody can decode."""
+    """A stored message that cannot be decoded, in the place of its event."""
 
     problem: str
 
@@ -95,7 +95,7 @@ class OutgoingMessage:
 
     @property
     def size(self) -> int:
-        """Bytes, about."""
+        """Return the approximate number of bytes."""
         return len(self.body) + 64 * len(self.headers)
 
     @property
@@ -104,13 +104,13 @@ class OutgoingMessage:
         return len(self.body) + sum(len(f"{name}: {value}\r\n".encode()) for name, value in self.headers.items()) + 12
 
     def with_expected(self, expected: ExpectedSequence) -> OutgoingMessage:
-        """The same, to be stored only if ``expected`` holds."""
+        """Return a copy that is stored only if ``expected`` holds."""
         return replace(self, headers={**self.headers, **_expected_headers(expected)})
 
 
 @dataclass(frozen=True, slots=True)
 class PublishAck:
-    """The server has it: at this sequence; ``duplicate`` if it had it already."""
+    """The server stored the event at this sequence; ``duplicate`` if it had stored it before."""
 
     sequence: int
     duplicate: bool
@@ -119,7 +119,7 @@ class PublishAck:
 def encode_message(
     event: Event, subject: str, envelope: Envelope, expected: ExpectedSequence | None
 ) -> OutgoingMessage:
-    """The message that an event is published as."""
+    """Return the message that an event is published as."""
     headers, body = encode(event, envelope)
     if expected is not None:
         headers |= _expected_headers(expected)
@@ -141,27 +141,27 @@ def raw_of(msg: Msg) -> RawMessage:
 
 
 def bucket_entry_of(msg: Msg, prefix: str) -> BucketEntry:
-    """A message of a bucket's stream; ``prefix`` is what its subjects begin with."""
+    """Return the entry of a message of a bucket's stream; ``prefix`` is what its subjects begin with."""
     deleted = (msg.headers or {}).get("KV-Operation") in ("DEL", "PURGE")
     return BucketEntry(msg.subject.removeprefix(prefix), msg.metadata.sequence.stream, None if deleted else msg.data)
 
 
 def raw_of_stored(message: RawStreamMsg, stream: str) -> RawMessage:
-    """Return a message that was asked for by itself, undecoded."""
+    """Return a single requested message, undecoded."""
     return RawMessage(
         message.subject or "", message.data or b"", message.headers or {}, stream, message.seq or 0, message.time
     )
 
 
 def decode_stored(message: RawStreamMsg, stream: str) -> Message[Any]:
-    """Return a message that was asked for by itself, decoded. Raises ``EnvelopeError`` if it cannot be."""
+    """Return a single requested message, decoded. Raises ``EnvelopeError`` if it cannot be."""
     raw = raw_of_stored(message, stream)
     envelope, event = decode(raw)
     return Message(event, envelope, raw.subject, stream, raw.sequence, stored_at=raw.stored_at)
 
 
 def decode_followed(msg: Msg, stream: str) -> Message[Any]:
-    """A followed message; its event is an ``UndecodableEvent`` if it cannot be decoded."""
+    """Decode a followed message; its event is an ``UndecodableEvent`` if it cannot be decoded."""
     raw = raw_of(msg)
     event: Event | UndecodableEvent
     try:

@@ -46,7 +46,7 @@ DELIVERY = "delivery"
 
 
 class AckDeadlines:
-    """Messages that this instance holds: until each is acknowledged the server is told that work goes on."""
+    """Messages that this instance holds: it extends their deadlines until each is acknowledged."""
 
     def __init__(self) -> None:
         self._held: dict[int, Msg] = {}
@@ -87,7 +87,7 @@ class HandlerGroup:
 
 @dataclass(slots=True)
 class Delivery:
-    """What became of one message."""
+    """The outcome of one message."""
 
     type: str = "undecoded"
     outcome: str = "ok"
@@ -144,7 +144,7 @@ class GroupMiddleware(BaseMiddleware):
 
 
 class MetricsMiddleware(GroupMiddleware):
-    """Counts and times every message, whatever becomes of it."""
+    """Counts and times every message, handled or not."""
 
     __slots__ = ("_delivery",)
 
@@ -205,7 +205,7 @@ class AcknowledgementMiddleware(GroupMiddleware):
         if isinstance(exc_val, SubscriberNotFound):
             exc_val = PoisonMessage(f"service {self.group.service} does not handle {self.msg.subject!r}")
         if isinstance(exc_val, EnvelopeError | PoisonMessage):
-            # On REQUESTS anybody may publish nonsense; that says nothing about this service.
+            # Any client may publish invalid requests: they are no sign of a fault in this service.
             counts = self.group.consumer.stream != topology.REQUESTS.name
             delivery.outcome = await self._dead_letter(str(exc_val), counts=counts)
         else:

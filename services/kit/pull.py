@@ -85,13 +85,13 @@ class PullSubscription:
             raise PullBroken(self._failure)
         if self._nc.stats["reconnects"] != self._reconnects:
             # A restarted server may have lost the request, and an ephemeral consumer with it.
-            raise PullBroken("the connection was made anew")
+            raise PullBroken("the client has reconnected")
         if self.outstanding > 0 and time.monotonic() - self._active_at > SILENCE_S:
             raise PullBroken("the server is silent")
 
     async def _on_message(self, msg: Msg) -> None:
         self._active_at = time.monotonic()
-        # A stream's message has a reply subject for its acknowledgement, a status has none: anybody may send
+        # A stream's message has a reply subject for its acknowledgement, a status has none: any client may send
         # a header named "Status".
         if msg.reply:
             self.outstanding -= 1

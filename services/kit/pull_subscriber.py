@@ -1,4 +1,4 @@
-"""A FastStream subscriber on one durable pull consumer, under a loop that outlives every trouble of the connection.
+"""A FastStream subscriber on one durable pull consumer, under a loop that survives every failure of the connection.
 
 FastStream's own loop asks ``fetch`` for one batch after the other: a round trip for each, and without end when
 nats-py is closed, since ``fetch`` then fails without yielding to the event loop.
@@ -112,7 +112,7 @@ class PullSubscriber(PullStreamSubscriber):
                     await self._request_messages(pull)
                     await pull.wait_for_activity(CHECK_INTERVAL_S)
             except (PullBroken, TimeoutError, nats.errors.Error, APIError, OSError) as error:
-                log.info("pulling anew", consumer=consumer.name, reason=repr(error))
+                log.info("pulling again", consumer=consumer.name, reason=repr(error))
             finally:
                 self._pull_subscription = None
                 await pull.unsubscribe()

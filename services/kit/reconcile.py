@@ -19,7 +19,7 @@ UNLIMITED = -1
 
 
 async def reconcile(js: JetStreamContext, topology: Topology, *, replicas: int = 1) -> list[str]:
-    """Bring the server in line; return what was changed, one line each. Safe to run concurrently."""
+    """Reconcile the server with the topology; return the changes, one line each. Safe to run concurrently."""
     changes: list[str] = []
     for stream in topology.streams:
         changes += await _stream(js, stream, replicas)
@@ -56,35 +56,35 @@ async def _stream(js: JetStreamContext, want: Stream, replicas: int) -> list[str
             )
         )
         return [f"created stream {want.name}"]
-    changed = _widened(have, want, replicas)
+    changed = _merge_config(have, want, replicas)
     if changed == have:
         return []
     await js.update_stream(changed)
     return [f"updated stream {want.name}"]
 
 
-def _widened(have: api.StreamConfig, want: Stream, replicas: int) -> api.StreamConfig:
-    """``have`` with whatever it lacks of ``want``; a limit is only ever raised."""
+def _merge_config(have: api.StreamConfig, want: Stream, replicas: int) -> api.StreamConfig:
+    """Return ``have`` with all that ``want`` requires; a limit only rises."""
     subjects = list(have.subjects or [])
     return replace(
         have,
         subjects=subjects + [subject for subject in want.subjects if subject not in subjects],
         num_replicas=max(have.num_replicas or 1, replicas),
-        max_bytes=_looser(have.max_bytes, want.max_bytes),
-        max_age=_looser_age(have.max_age, want.max_age_s),
-        max_msgs_per_subject=_looser(have.max_msgs_per_subject, want.max_messages_per_subject),
+        max_bytes=_higher_limit(have.max_bytes, want.max_bytes),
+        max_age=_higher_age(have.max_age, want.max_age_s),
+        max_msgs_per_subject=_higher_limit(have.max_msgs_per_subject, want.max_messages_per_subject),
         allow_atomic=want.atomic or have.allow_atomic,
     )
 
 
-def _looser(have: int | None, want: int | None) -> int:
+def _higher_limit(have: int | None, want: int | None) -> int:
     if have is None or have <= 0 or want is None:
-        # Unlimited today, or wanted so. An operator's limit on what we leave unlimited is kept.
+        # One of the two is unlimited. An operator's limit on what we leave unlimited stays.
         return have if have is not None and have > 0 else UNLIMITED
     return max(have, want)
 
 
-def _looser_age(have: float | None, want: float | None) -> float:
+def _higher_age(have: float | None, want: float | None) -> float:
     if not have or want is None:
         return have or 0
     return max(have, want)

@@ -30,7 +30,7 @@ class Service:
     """One service instance: a bus, background tasks, and the endpoints an operator looks at.
 
     ``/health`` says that the process works (liveness), ``/ready`` that it can do its job (connected,
-    started, and whatever ``add_readiness_check`` adds), ``/metrics`` is for Prometheus.
+    started, and the conditions that ``add_readiness_check`` adds), ``/metrics`` is for Prometheus.
     """
 
     def __init__(self, name: str, settings: Settings, clock: Clock | None = None) -> None:
@@ -169,7 +169,7 @@ class Service:
         self.http_port = runner.addresses[0][1]
 
     def check_readiness(self) -> dict[str, bool]:
-        """Each condition for being ready, and whether it holds."""
+        """Check each condition for being ready."""
         return {"started": self._started, **{name: check() for name, check in self._checks.items()}}
 
     async def _health(self, _: web.Request) -> web.Response:

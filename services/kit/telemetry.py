@@ -1,6 +1,6 @@
 """Logs, traces and metrics, set up once a process.
 
-Logs are JSON lines with service, instance and whatever ids the handler bound. Traces are W3C trace
+Logs are JSON lines with service, instance and the ids that the handler bound. Traces are W3C trace
 context carried in message headers, exported by OTLP when an endpoint is set; without one the API's
 no-op tracer is used, which costs next to nothing.
 """
@@ -82,13 +82,13 @@ def start_span(
 
 
 def select_parent(traceparent: str) -> str:
-    """What a span should be a child of: the one that is open, if it belongs to that trace, else ``traceparent``."""
+    """Return a span's parent: the open span if it belongs to that trace, else ``traceparent``."""
     current = current_traceparent()
     return current if same_trace(current, traceparent) else traceparent
 
 
 def current_traceparent(fallback: str = "") -> str:
-    """The W3C header of the span that is open, or ``fallback`` when nothing is traced here."""
+    """Return the open span's W3C header, or ``fallback`` when nothing is traced here."""
     carrier: dict[str, str] = {}
     propagate.inject(carrier)
     return carrier.get("traceparent", fallback)

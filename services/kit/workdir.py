@@ -30,7 +30,7 @@ class Workdir:
         return self._path
 
     def temporary(self, prefix: str) -> tempfile.TemporaryDirectory[str]:
-        """A folder inside for one piece of work."""
+        """Create a folder inside for one piece of work."""
         return tempfile.TemporaryDirectory(dir=self.path, prefix=prefix, ignore_cleanup_errors=True)
 
     async def __aenter__(self) -> Self:
@@ -39,7 +39,7 @@ class Workdir:
         with (self._root / LOCK).open("w") as gate:
             fcntl.flock(gate, fcntl.LOCK_EX)
             for folder in self._root.iterdir():
-                if folder.is_dir() and _abandoned(folder):
+                if folder.is_dir() and _is_abandoned(folder):
                     shutil.rmtree(folder, ignore_errors=True)
             self._path = Path(tempfile.mkdtemp(dir=self._root))
             self._lock = (self._path / LOCK).open("w")
@@ -53,7 +53,7 @@ class Workdir:
         self._lock.close()
 
 
-def _abandoned(folder: Path) -> bool:
+def _is_abandoned(folder: Path) -> bool:
     try:
         with (folder / LOCK).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

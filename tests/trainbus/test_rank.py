@@ -100,7 +100,7 @@ def test_ranks_without_samples_take_part(warm: Warm, dataset: Dataset, code: Pat
     assert [len(keys) for keys in keys_by_step(folder, 3).values()] == [2] * 5
 
 
-def test_a_stop_told_to_one_rank_stops_both_after_the_same_step(
+def test_a_stop_sent_to_one_rank_stops_both_after_the_same_step(
     warm: Warm, dataset: Dataset, code: Path, tmp_path: Path
 ) -> None:
     """And the resumed run goes on with exactly the samples that are left, at another world size."""

@@ -173,13 +173,13 @@ def test_a_run_whose_data_does_not_come_says_so_before_it_does(tmp_path: Path) -
     task = Stuck()
     data = TrainingData(task, linear_dataset(tmp_path / "data"), training)
     trainer = Trainer(task, data, training, TrainerSettings(tmp_path / "run"))
-    say = trainer.journal.starved
+    report = trainer.journal.starved
 
-    def heard(line: StarvationLine) -> None:
-        say(line)
+    def report_and_continue(line: StarvationLine) -> None:
+        report(line)
         told.set()
 
-    trainer._starvation._report = heard
+    trainer._starvation._report = report_and_continue
     # No time passes before a sample is being decoded; then a second does, whenever somebody looks.
     seconds = itertools.count(1)
     trainer._starvation._clock = lambda: float(next(seconds)) if begun.is_set() else 0.0

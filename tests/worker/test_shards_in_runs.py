@@ -60,7 +60,7 @@ async def test_run_with_a_corrupted_shard_fails_and_names_it(world: World, agent
     exited = await world.wait_for(RunExited)
     assert exited.outcome == "failed"
     assert f"shard {shard.path} is damaged in the store" in exited.reason
-    assert "Shard the dataset anew" in exited.reason
+    assert "Shard the dataset again" in exited.reason
     assert await world.steps() == [1]
 
 

@@ -219,7 +219,7 @@ class AsyncClient:
             raise UsageError(f"run {run_id} has ended already: {describe(end)}")
         start = await self.connection.last_sequence(topology.FACTS) + 1
         await self.connection.publish_request(CancelRequested(run_id=run_id, reason=reason))
-        return await self._answer(start, subjects.run(run_id), "cancelled", "cancelling", "preempting")
+        return await self._wait_for_answer(start, subjects.run(run_id), "cancelled", "cancelling", "preempting")
 
     async def restore(
         self, run: RunRef, *, step: int | None = None, epoch: int | None = None
@@ -240,7 +240,7 @@ class AsyncClient:
         start = await self.connection.last_sequence(topology.FACTS) + 1
         event_id = await self.connection.publish_request(RestoreRequested(run_id=run_id, step=step, epoch=epoch))
         restored = derive_run_id(event_id)
-        return restored, await self._answer(start, subjects.run(restored), "accepted", "rejected")
+        return restored, await self._wait_for_answer(start, subjects.run(restored), "accepted", "rejected")
 
     # -- what a run has said -------------------------------------------------------
 
@@ -260,20 +260,20 @@ class AsyncClient:
         async for batch in self.connection.follow(
             topology.FACTS, *filters, start_sequence=start_sequence or 1, until_caught_up=not follow
         ):
-            for stored in batch:
-                yield stored
+            for message in batch:
+                yield message
 
     async def logs(self, run: RunRef, *, follow: bool = False) -> AsyncGenerator[tuple[int, str], None]:
         """Yield (rank, line) of a run's output. With ``follow`` until it has ended. The bus keeps lines for 14 days."""
         run_id = await self.find_run(run)
         if follow:
-            async for stored in runs.follow_until_ended(self.connection, run_id, topology.LOGS, subjects.log(run_id)):
-                for line in stored.event.lines:
-                    yield stored.event.rank, line
+            async for message in runs.follow_until_ended(self.connection, run_id, topology.LOGS, subjects.log(run_id)):
+                for line in message.event.lines:
+                    yield message.event.rank, line
             return
-        for stored in await self.connection.read(subjects.log(run_id), stream=topology.LOGS):
-            for line in stored.event.lines:
-                yield stored.event.rank, line
+        for message in await self.connection.read(subjects.log(run_id), stream=topology.LOGS):
+            for line in message.event.lines:
+                yield message.event.rank, line
 
     async def metrics(self, run: RunRef) -> dict[str, list[MetricPoint]]:
         """Return metric name -> points (step, value, time) in the order of their steps."""
@@ -326,9 +326,9 @@ class AsyncClient:
             raise NotFoundError(f"there is no node {node_id!r}; there are {', '.join(sorted(known)) or 'none'}")
         start = await self.connection.last_sequence(topology.FACTS) + 1
         await self.connection.publish_request(DrainRequested(node_id=node_id, reason=reason))
-        return await self._answer(start, subjects.fact("node", node_id, "draining"), "draining")
+        return await self._wait_for_answer(start, subjects.fact("node", node_id, "draining"), "draining")
 
-    async def _answer(self, start_sequence: int, subject: str, *facts: str) -> str | None:
+    async def _wait_for_answer(self, start_sequence: int, subject: str, *facts: str) -> str | None:
         fact = await runs.wait_for_fact(self.connection, start_sequence, subject, facts, ANSWER_TIMEOUT_S)
         return None if fact is None else describe(fact)
 

@@ -26,8 +26,8 @@ async def read_metrics(connection: Connection, run_id: str) -> dict[str, list[Me
     14 days; MLflow keeps them for good.
     """
     newest: dict[tuple[str, int], tuple[int, MetricPoint]] = {}
-    for stored in await connection.read(subjects.progress(run_id), stream=topology.PROGRESS):
-        event: RunProgress = stored.event
+    for message in await connection.read(subjects.progress(run_id), stream=topology.PROGRESS):
+        event: RunProgress = message.event
         if event.kind != "training":
             continue
         for point in event.points:

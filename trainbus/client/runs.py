@@ -34,9 +34,9 @@ NEWEST_PROGRESS = 200
 IDLE_BATCHES = 2
 
 
-def fold_events(stored: Iterable[StoredEvent]) -> StackView:
+def fold_events(messages: Iterable[StoredEvent]) -> StackView:
     """Return the state that events of the log add up to."""
-    return fold_facts((each.sequence, each.envelope.time, each.event) for each in stored)
+    return fold_facts((each.sequence, each.envelope.time, each.event) for each in messages)
 
 
 async def list_runs(connection: Connection, *, include_ended: bool) -> list[RunView]:
@@ -87,9 +87,9 @@ async def find_run(connection: Connection, name: str) -> str:
 async def read_end(connection: Connection, run_id: str) -> Any | None:
     """Return the fact that ended a run, None while it has not ended."""
     for fact in run.TERMINAL:
-        stored = await connection.read_last(topology.FACTS, subjects.fact("run", run_id, fact.fact))
-        if stored is not None:
-            return stored.event
+        message = await connection.read_last(topology.FACTS, subjects.fact("run", run_id, fact.fact))
+        if message is not None:
+            return message.event
     return None
 
 
@@ -101,8 +101,8 @@ async def follow_run(connection: Connection, run_id: str) -> AsyncIterator[tuple
     state = StackView()
     view = state.runs[run_id] = RunView(run_id)
     async for batch in connection.follow(topology.FACTS, subjects.run(run_id)):
-        for stored in batch:
-            state.apply(stored.sequence, stored.envelope.time, stored.event)
+        for message in batch:
+            state.apply(message.sequence, message.envelope.time, message.event)
         if batch:
             yield view, batch
         evaluated = view.spec is not None and view.spec.evaluation is not None
@@ -116,8 +116,8 @@ async def follow_until_ended(
     """Yield the events on a subject until the run has ended and no more come."""
     idle = 0
     async for batch in connection.follow(stream, subject):
-        for stored in batch:
-            yield stored
+        for message in batch:
+            yield message
         idle = 0 if batch else idle + 1
         if idle >= IDLE_BATCHES and await read_end(connection, run_id) is not None:
             return
@@ -131,9 +131,9 @@ async def wait_for_fact(
 
     async def wait() -> Any:
         async for batch in connection.follow(topology.FACTS, subject, start_sequence=start_sequence):
-            for stored in batch:
-                if stored.event.fact in wanted:
-                    return stored.event
+            for message in batch:
+                if message.event.fact in wanted:
+                    return message.event
         raise AssertionError("follow does not end")
 
     try:
@@ -152,11 +152,13 @@ async def add_progress(connection: Connection, view: RunView) -> None:
     while True:
         # The newest messages may be measurements of the node, and each message has some of the metrics only.
         start = max(1, last.sequence - reach)
-        stored = await connection.read(subject, stream=topology.PROGRESS, start_sequence=start)
+        messages = await connection.read(subject, stream=topology.PROGRESS, start_sequence=start)
         trained: list[run.RunProgress] = [
-            each.event for each in stored if each.event.kind == "training" and each.event.generation >= view.generation
+            each.event
+            for each in messages
+            if each.event.kind == "training" and each.event.generation >= view.generation
         ]
-        older_ones_remain = start > 1 and (not stored or stored[0].event.generation >= view.generation)
+        older_ones_remain = start > 1 and (not messages or messages[0].event.generation >= view.generation)
         if trained or not older_ones_remain:
             break
         reach *= 10

@@ -59,11 +59,11 @@ def with_client(data_dir: Path | None, work: Callable[[AsyncClient], Awaitable[T
     """Connect to the stack, run ``work`` with the client and return its result."""
     from trainbus.client.client import AsyncClient
 
-    async def connected() -> T:
+    async def run_connected() -> T:
         async with AsyncClient(data_dir) as client:
             return await work(client)
 
-    return run(connected())
+    return run(run_connected())
 
 
 def parse_param(text: str) -> tuple[str, Any]:

@@ -131,7 +131,7 @@ class StackProcess:
             os.close(read_end)
 
     def poll(self) -> int | None:
-        """The supervisor's exit code, None while it lives."""
+        """Return the supervisor's exit code; None while it runs."""
         assert self._supervisor is not None
         return self._supervisor.poll()
 

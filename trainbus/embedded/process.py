@@ -98,7 +98,7 @@ def _become_child(process_name: str, environment: Mapping[str, str], log_path: P
 
 
 def set_title(title: str) -> None:
-    """Set the title that ``ps`` shows, so that forks can be told apart. Linux only."""
+    """Set the title that ``ps`` shows, which distinguishes forks. Linux only."""
     if _libc is None:
         return
     _prctl(PR_SET_NAME, title.split()[-1].encode()[:15])

@@ -1,7 +1,7 @@
 """Supervise the embedded stack: start all processes at once, restart those that end, stop them in order.
 
 The supervisor is a process with one thread (it forks the services) and without asyncio. Its parent holds the other
-end of a pipe: when the pipe closes, for whatever reason, the stack stops.
+end of a pipe: when the pipe closes, for any reason, the stack stops.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class Supervisor:
     def _collect(self) -> None:
         """Note the children that have ended and schedule their restarts."""
         for child in self.children:
-            if child.pid is None or (code := _ended(child)) is None:
+            if child.pid is None or (code := _poll_exit(child)) is None:
                 continue
             if child.kill_at is not None:
                 child.pid, child.ready = None, False
@@ -258,12 +258,12 @@ class Supervisor:
     # -- stop ---------------------------------------------------------------
 
     def _stop_all(self) -> None:
-        """Workers first, with time for their checkpoints; then the services; NATS and S3 last."""
+        """Stop the workers first, with time for their checkpoints; then the services; NATS and S3 last."""
         started_at, asked = time.monotonic(), self.stop_requests
         units = [child for child in self.children if child.unit is not None]
         workers = [child for child in units if child.unit and child.unit.service == WORKER]
-        self._end(workers, self.layout.options.grace_s if self.was_ready else 2.0, asked)
-        self._end([child for child in units if child not in workers], SERVICE_STOP_S, asked)
+        self._end_children(workers, self.layout.options.grace_s if self.was_ready else 2.0, asked)
+        self._end_children([child for child in units if child not in workers], SERVICE_STOP_S, asked)
         for server in (self.layout.s3, self.layout.nats):
             server.stop()
         left = process.end_all(lambda: process.descendants(os.getpid()))
@@ -273,7 +273,7 @@ class Supervisor:
             f"stopped in {time.monotonic() - started_at:.1f} s{more}; the data stays in {self.layout.data_dir}"
         )
 
-    def _end(self, children: list[Child], patience_s: float, asked: int) -> None:
+    def _end_children(self, children: list[Child], patience_s: float, asked: int) -> None:
         """Send SIGTERM to children; kill those that run after ``patience_s`` or at another stop request."""
         for child in children:
             child.start_again_at = None
@@ -282,7 +282,7 @@ class Supervisor:
         deadline = time.monotonic() + patience_s
         while alive := [child for child in children if child.pid is not None]:
             for child in alive:
-                if _ended(child) is not None:
+                if _poll_exit(child) is not None:
                     child.pid = None
             if time.monotonic() > deadline or self.stop_requests > asked:
                 for child in alive:
@@ -331,8 +331,8 @@ def _forker(unit: Unit) -> Callable[[], int]:
     )
 
 
-def _ended(child: Child) -> int | None:
-    """The exit code of a child that has ended (negative: the signal), None while it lives."""
+def _poll_exit(child: Child) -> int | None:
+    """Return the exit code of a child (negative: the signal); None while it runs."""
     if child.server is not None:
         assert child.server.process is not None
         return child.server.process.poll()

@@ -156,7 +156,7 @@ class CheckpointManager:
             state = self._whole_state(ema)
             if state is not None:
                 # The next forward pass changes buffers while the snapshot is read: it gets copies of them.
-                trained = self._trained()
+                trained = self._trained_names()
                 state.model = {n: t if n in trained else t.clone() for n, t in state.model.items()}
                 files = self._files(state, rank=0)
                 self._survivors.snapshot(files, checkpoint_json(state, progress, 1))
@@ -205,14 +205,14 @@ class CheckpointManager:
             if tensors or kind != "ema"
         }
 
-    def _trained(self) -> set[str]:
+    def _trained_names(self) -> set[str]:
         """Return the names of what only the optimizer changes."""
         parameters = self._strategy.model.named_parameters(remove_duplicate=False)
         return {name for name, parameter in parameters if parameter.requires_grad}
 
     def _start_copy(self, files: Mapping[str, Mapping[str, Tensor]], *, at_once: bool) -> None:
         """Copy what the next forward pass may change; the thread copies the rest, unless ``at_once``."""
-        trained = self._trained()
+        trained = self._trained_names()
         later, self._watched = [], []
         for file, tensors in files.items():
             for name, tensor in tensors.items():

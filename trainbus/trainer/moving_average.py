@@ -12,7 +12,7 @@ from torch import Tensor
 class MovingAverage:
     """Follows the weights at ``1 - decay`` of the distance a step; starts as a copy of them.
 
-    Works on whatever part of the weights a rank holds, and to the same bits whatever part that is: each product and
+    Works on any part of the weights, and every partition gives the same bits: each product and
     sum is rounded on its own, where a fused kernel may round differently at the ragged end of a shard.
     """
 

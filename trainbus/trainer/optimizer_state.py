@@ -1,7 +1,7 @@
 """Optimizer state by parameter name: tensors for safetensors, the rest for JSON.
 
-Keyed by name instead of by position, so that it is readable without the code and fits whatever
-strategy and world size loads it.
+Keyed by name instead of by position, so that it is readable without the code and fits every
+strategy and world size that loads it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def pack_groups(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[st
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON can hold it: a scalar tensor becomes a number."""
+    """Return a value that JSON can hold: a scalar tensor becomes a number."""
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 

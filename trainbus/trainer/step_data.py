@@ -18,7 +18,7 @@ from trainbus.task import Task
 
 @dataclass(frozen=True, slots=True)
 class LeafData:
-    """The samples of one leaf in one step: a function of the step and the leaf, on whatever rank."""
+    """The samples of one leaf in one step: a function of the step and the leaf, the same on every rank."""
 
     leaf: int
     micro_batches: tuple[MicroBatch, ...]
@@ -51,9 +51,9 @@ class StepLoader:
         """Load the next ``count`` steps, one after the other; as many at once as keep the workers busy."""
         workers = self.loading.workers
         at_once = 0 if workers is None else -(-(len(workers) + 1) // max(1, len(self.leaves) * self._pieces()))
-        return pipeline_results(self._started(samples_consumed, count), at_once)
+        return pipeline_results(self._start_steps(samples_consumed, count), at_once)
 
-    def _started(self, samples_consumed: int, count: int) -> Iterator[Callable[[], StepData]]:
+    def _start_steps(self, samples_consumed: int, count: int) -> Iterator[Callable[[], StepData]]:
         for _ in range(count):
             batch = self.sampler.batch_size(samples_consumed)
             yield self._start(samples_consumed, batch)

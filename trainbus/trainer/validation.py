@@ -99,10 +99,10 @@ def _chunks(
     for number in range(start, start + most):
         chunk, counted = (number, True) if number < stop else (0, False)
         started = loading.start(np.arange(chunk * size, min(samples, (chunk + 1) * size), dtype=np.int64))
-        yield partial(_numbered, chunk, counted, started)
+        yield partial(_load_chunk, chunk, counted, started)
 
 
-def _numbered(chunk: int, counted: bool, started: Callable[[], MicroBatch]) -> tuple[int, bool, MicroBatch]:
+def _load_chunk(chunk: int, counted: bool, started: Callable[[], MicroBatch]) -> tuple[int, bool, MicroBatch]:
     return chunk, counted, started()
 
 

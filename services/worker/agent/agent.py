@@ -78,7 +78,7 @@ class Agent:
         self.joined = asyncio.Event()
 
     async def run(self) -> None:
-        """Join and follow until cancelled; join anew after the node was declared lost.
+        """Join and follow until cancelled; join again after the node was declared lost.
 
         Raises:
             DataDirLockedError: another agent uses the data folder.
@@ -92,7 +92,7 @@ class Agent:
                     await self._live(previous)
                 except TransientError as error:
                     # The ranks train on; ending them because the bus is away would help nothing.
-                    log.warning("the bus is away, joining anew", error=str(error))
+                    log.warning("the bus is away, joining again", error=str(error))
 
     async def shut_down(self) -> None:
         """Stop every generation within its grace, report all of them, and leave."""
@@ -213,7 +213,7 @@ class Agent:
         ack = await self._context.bus.publish(joined)
         self._generations.state = replace(self._generations.state, joined_sequence=ack.sequence)
         self.joined.set()
-        # Those that came to earlier incarnations are true of this one, too.
+        # Notices to earlier incarnations hold for this one, too.
         await self._publish_notices()
         metrics.JOINS.inc()
         metrics.SLOTS.set(inventory.slots)
@@ -225,7 +225,7 @@ class Agent:
         return (*(event.subject_filter() for event in FOLLOWED), *node)
 
     async def _apply(self, batch: list[Message[Any]]) -> bool:
-        """Act on the facts and save the position; return whether the node must join anew."""
+        """Act on the facts and save the position; return whether the node must join again."""
         rejoin = False
         for message in batch:
             self._repairer.handle_fact(message.event)
@@ -242,16 +242,16 @@ class Agent:
     # -- leave --------------------------------------------------------------
 
     async def _leave_cluster(self) -> None:
-        # An agent that is stopped before it has joined ends the ranks of an earlier life all the same.
+        # An agent that is stopped before it has joined also ends the ranks of an earlier life.
         self._generations.restore()
         self._generations.start_all()
         longest_s = self._generations.longest_grace_s
         publishing: asyncio.Task[None] | None = None
-        if not self._notices.must_leave:  # else a notice with the time that there really is was published
-            # First: nothing is placed here in the meantime, and ranks on other nodes stop together with ours.
+        if not self._notices.must_leave:  # otherwise a notice with the real deadline is published already
+            # Published first, so that nothing is placed here and ranks on other nodes stop together with ours.
             grace_s = longest_s + self._settings.notice_margin_s
             publishing = self._publish_notice(Notice("signal", "terminate", grace_s, LEAVING))
-            await asyncio.sleep(0)  # it is on its way before the first rank is asked to stop
+            await asyncio.sleep(0)  # the publishing starts before the first rank is asked to stop
         self._generations.stop_all(LEAVING)
         await self._generations.finish(longest_s + self._settings.kill_after_s + REPORT_TIMEOUT_S)
         if publishing is not None:

@@ -93,7 +93,7 @@ class GenerationSupervisor:
         self._is_leaving = True
 
     def stop_all(self, reason: str, grace_s: Callable[[float], float] = lambda requested_s: requested_s) -> None:
-        """Stop every generation that has started. ``grace_s``: the grace for one that requests so many seconds."""
+        """Stop every generation that has started. ``grace_s`` maps requested seconds to the grace."""
         for key in self._tasks:
             runner = self._runners[key]
             runner.stop(grace_s(runner.placed.spec.grace_s), reason)
@@ -128,7 +128,7 @@ class GenerationSupervisor:
     # -- facts --------------------------------------------------------------
 
     def apply(self, message: Message[Any]) -> bool:
-        """Act on a fact; return whether the node must join anew."""
+        """Act on a fact; return whether the node must join again."""
         self.state, decisions = node_decisions.decide(self.state, message.event, message.sequence)
         rejoins = [self._carry_out(decision, message) for decision in decisions]
         return any(rejoins)
@@ -157,7 +157,7 @@ class GenerationSupervisor:
                 self._context.memory.remove_run(decision.run_id)
                 self._remove_checkpoints(decision.run_id)
             case node_decisions.RejoinCluster():
-                log.warning("this node was declared lost, joining anew", reason=decision.reason)
+                log.warning("this node was declared lost, joining again", reason=decision.reason)
                 return True
         return False
 

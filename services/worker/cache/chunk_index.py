@@ -29,7 +29,7 @@ class ChunkIndex:
     def find(self, sha256: str) -> tuple[str, int, int] | None:
         """Return the file that has a chunk, with the chunk's offset and bytes."""
         with self._lock:
-            return self._loaded().get(sha256)
+            return self._load_index().get(sha256)
 
     def add(self, file: CheckpointFile) -> None:
         """Note the chunks of a file that is in the cache."""
@@ -38,7 +38,7 @@ class ChunkIndex:
         chunks = [(chunk.sha256, chunk.size_bytes) for chunk in file.chunks]
         write_atomically(self._path(file.sha256), json.dumps(chunks))
         with self._lock:
-            _add_chunks(self._loaded(), file.sha256, chunks)
+            _add_chunks(self._load_index(), file.sha256, chunks)
 
     def remove(self, sha256: str) -> None:
         """Forget the chunks of a file that was evicted."""
@@ -46,10 +46,10 @@ class ChunkIndex:
         if path.exists():
             path.unlink(missing_ok=True)
             with self._lock:
-                # Read anew: of several files with the same chunk only one was known.
+                # Read the folder again: of several files with the same chunk only one was known.
                 self._places = None
 
-    def _loaded(self) -> dict[str, tuple[str, int, int]]:
+    def _load_index(self) -> dict[str, tuple[str, int, int]]:
         """Return the index; what an earlier life of the agent wrote is read on first use."""
         if self._places is None:
             self._places = {}

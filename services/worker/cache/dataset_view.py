@@ -201,7 +201,7 @@ class DatasetView:
             self._reply(sha256, problem)
 
     def delay_shard(self, sha256: str, error: Exception) -> None:
-        """Note that the store does not answer. Ranks wait; a run that is not launched yet fails and is placed anew."""
+        """Note that the store does not answer. Ranks wait; a run that is not launched yet fails and is placed again."""
         if sha256 in self.pinned:
             for reply in self.requests.get(sha256, ()):
                 if not reply.done():

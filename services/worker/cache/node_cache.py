@@ -98,7 +98,7 @@ class NodeCache:
         except ObjectNotFound as error:
             raise CacheError(f"there is no code package at {code.uri}: upload it with `trainbus submit`") from error
         except ValueError as error:
-            raise CacheError(f"code.sha256 does not fit the package: {error}. Upload it anew") from error
+            raise CacheError(f"code.sha256 does not fit the package: {error}. Upload it again") from error
         return path
 
     # -- datasets -----------------------------------------------------------
@@ -135,7 +135,7 @@ class NodeCache:
         except ShardError as error:
             raise CacheError(str(error)) from error
         except ValueError as error:
-            raise CacheError(f"dataset {dataset_id} is damaged in the store: {error}. Ingest it anew") from error
+            raise CacheError(f"dataset {dataset_id} is damaged in the store: {error}. Ingest it again") from error
         self._shards.prefetch(view, guess)
         return view
 

@@ -117,7 +117,7 @@ class ShardCache:
         """
         found = hashlib.sha256(manifest).hexdigest()
         if found != dataset_id:
-            raise ShardError(f"the manifest of dataset {dataset_id} has hash {found}: ingest it anew")
+            raise ShardError(f"the manifest of dataset {dataset_id} has hash {found}: ingest it again")
         try:
             view = DatasetView(self, folder, split_uri(manifest_uri)[0], ManifestSplits.model_validate_json(manifest))
         except (ValidationError, ValueError) as error:
@@ -306,7 +306,7 @@ class ShardCache:
         try:
             await (self._check(shard) if bucket is None else self._fetch(shard, bucket))
         except (TransientError, OSError) as error:
-            # The ranks wait; giving up would help nothing.
+            # The ranks wait: a retry is all that helps.
             log.warning("a shard cannot be fetched now, trying again", shard=shard.path, error=repr(error))
             if isinstance(error, OSError) and error.errno in DISK_FULL:
                 self._shrink()
@@ -333,9 +333,9 @@ class ShardCache:
                 await self.files.fetch(shard, bucket, lambda: self._yield_to_requested(sha256))
         except ObjectCorrupted as error:
             metrics.SHARDS_CORRUPTED.labels("cold").inc()
-            self._fail(sha256, f"shard {shard.path} is damaged in the store: {error}. Shard the dataset anew")
+            self._fail(sha256, f"shard {shard.path} is damaged in the store: {error}. Shard the dataset again")
         except ObjectNotFound as error:
-            self._fail(sha256, f"shard {shard.path} is not in the store ({error}): shard the dataset anew")
+            self._fail(sha256, f"shard {shard.path} is not in the store ({error}): shard the dataset again")
         except StoreRefused as error:
             self._fail(sha256, f"shard {shard.path} cannot be read: {error}. Check the node's S3 credentials")
         else:

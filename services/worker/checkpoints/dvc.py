@@ -38,7 +38,7 @@ def pointer_content(outs: Iterable[tuple[str, str, int]]) -> bytes:
     """Return the ``.dvc`` file for (path, md5, bytes) of each file."""
     lines = ["outs:"]
     for path, md5, size_bytes in outs:
-        # A JSON string is a YAML string, whatever is in it.
+        # Every JSON string is a YAML string.
         lines += [f"- md5: {md5}", f"  size: {size_bytes}", "  hash: md5", f"  path: {json.dumps(path)}"]
     return ("\n".join(lines) + "\n").encode()
 

@@ -181,7 +181,7 @@ class CheckpointUploader:
 
 
 def collect_files(lines: Sequence[CheckpointLine], folder: Path) -> dict[str, Path]:
-    """The files of all local ranks' folders of one step, by their names in the checkpoint.
+    """Return the files of all local ranks' folders of one step, by their names in the checkpoint.
 
     Raises:
         UploadError: a folder is not there or not the generation's own, or two ranks disagree on a file.

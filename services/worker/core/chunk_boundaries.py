@@ -2,7 +2,7 @@
 
 A safetensors file is cut at its tensors: the header alone, large tensors every ``CHUNK_BYTES`` from their own start,
 small tensors in groups. The names of the tensors decide where a group ends: a tensor that is added or removed, as when
-the ranks shard the state anew, changes its own group only. Any other file is cut at fixed lengths.
+the ranks shard the state again, changes its own group only. Any other file is cut at fixed lengths.
 """
 
 from __future__ import annotations

@@ -30,9 +30,9 @@ class PlacementRecord(BaseModel):
 class GenerationFiles:
     """``<data_dir>/runs/<run_id>/g<generation>/``.
 
-    ``placement.json`` says what to run, ``launch.json`` what the ranks are told, ``processes.json`` who runs,
-    ``follow.json`` how far their files are read, ``stop.json`` that they must end, ``report.json`` how they ended,
-    ``done.json`` that the report is published.
+    ``placement.json`` holds the placement, ``launch.json`` the ranks' input, ``processes.json`` the processes,
+    ``follow.json`` how far their files are read, ``stop.json`` the request to stop, ``report.json`` how they ended.
+    ``done.json`` exists once the report is published.
     """
 
     def __init__(self, folder: Path) -> None:

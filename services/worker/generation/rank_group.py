@@ -48,7 +48,7 @@ class RankGroup:
         kill_after_s: float,
         may_wait: Callable[[float, Collection[int]], bool] = _may_wait,
     ) -> None:
-        """``may_wait``: whether the ranks that still run get more time, so many seconds after the first failure."""
+        """``may_wait(seconds)``: whether the ranks that still run get more time that long after the first failure."""
         self._executor, self._folder, self._requests, self._now = executor, folder, requests, now
         self._kill_after_s, self._may_wait = kill_after_s, may_wait
         self._path = folder / "processes.json"
@@ -58,7 +58,7 @@ class RankGroup:
         self._dead_since: dict[int, float] = {}
         self._sent_stop: StopRequest | None = None
         self._exits: dict[int, Exit] = {}
-        #: Whether ranks were made to end by a signal, which is why they ended, whatever their exit code.
+        #: Whether the agent ended ranks by a signal: then their exit codes do not show why they ended.
         self.terminated = False
 
     def __enter__(self) -> Self:
@@ -170,13 +170,13 @@ class RankGroup:
             alive = self._executor.is_alive(process)
             found = read_exit(self._folder, process.rank)
             if found is None and not alive:
-                found = self._unwritten_exit(process)
+                found = self._find_unwritten_exit(process)
             if found is not None:
                 self._exits[process.rank] = Exit(process.rank, *found)
                 log.info("rank ended", rank=process.rank, code=found[0])
 
-    def _unwritten_exit(self, process: RankProcess) -> tuple[int, float] | None:
-        """The end of a dead process without an exit code, once its parent has had time to write one."""
+    def _find_unwritten_exit(self, process: RankProcess) -> tuple[int, float] | None:
+        """Return the exit of a dead process without an exit code, after its parent has had time to write one."""
         dead_since = self._dead_since.setdefault(process.rank, time.monotonic())
         if time.monotonic() - dead_since < EXIT_FILE_PATIENCE_S:
             return None

@@ -83,7 +83,7 @@ class GenerationRequests:
         return self.is_committed(step) is None and all(step > other for other, committed in self._settled if committed)
 
     def remaining_grace_s(self) -> float | None:
-        """Seconds of grace that remain; None without a stop request."""
+        """Return the seconds of grace that remain; None without a stop request."""
         return None if self.stop is None else max(self.stop.deadline - self._now(), 0)
 
     async def wait_for_change(self, timeout_s: float) -> None:

@@ -37,7 +37,7 @@ class KubernetesSource:
         await asyncio.Event().wait()
 
     async def acknowledge(self, notice: Notice) -> None:
-        """The end of the agent is the acknowledgement."""
+        """Do nothing: the end of the agent is the acknowledgement."""
 
     def _written_at(self) -> float | None:
         """Return when the hook wrote the file; one from before the agent's start is of another container."""

@@ -64,7 +64,7 @@ def simulate(
 ) -> None:
     """Simulate the scheduler on a trace, on a virtual clock; print waits, use and preemptions."""
     packing = trace_format == "openb"
-    played = _generated(generate, gpus, gpus_per_node, seed) if generate else None
+    played = _generate_trace(generate, gpus, gpus_per_node, seed) if generate else None
     played = played or (_openb(nodes, pods, tune, seed) if packing else _pai(trace, gpus, gpus_per_node))
     chosen = _policy(policy or ("fgd" if played.packing else None), settings or [])
     recorder, summary = _simulate(played, chosen, resume_cost_s, seed, over_bus=over_bus, events=events)
@@ -79,7 +79,7 @@ def simulate(
             print(path, file=sys.stderr)
 
 
-def _generated(count: int, gpus: int, gpus_per_node: int, seed: int) -> Trace:
+def _generate_trace(count: int, gpus: int, gpus_per_node: int, seed: int) -> Trace:
     from services.scheduler.simulate import generate
 
     return generate.jobs(count, gpus, seed, per_node=gpus_per_node)
@@ -234,14 +234,14 @@ def _table(summary: dict[str, Any]) -> None:
     table.add_column(justify="right")
     for key, (name, unit) in SHOWN.items():
         if summary.get(key) is not None:
-            table.add_row(name, _shown(float(summary[key]), unit))
+            table.add_row(name, _format_value(float(summary[key]), unit))
     console = Console()
     console.print(table)
     for job in summary.get("infeasible_jobs", []):
         console.print(f"{job['run_id']} can never run ({job['code']}): it needs {job['slots']} slots")
 
 
-def _shown(value: float, unit: str) -> str:
+def _format_value(value: float, unit: str) -> str:
     match unit:
         case "s" if value >= 3600:
             return f"{value:,.0f} s ({value / 3600:.1f} h)"

@@ -45,7 +45,7 @@ async def print_datasets(address: StackAddress, *, as_json: bool) -> None:
     """Print the datasets, the ingestions in progress, and those that failed."""
     async with connect(address) as connection:
         history = await read_history(connection)
-        working = await _working(connection, history)
+        working = await _read_progress(connection, history)
     pending = [each for each in history.ingestions.values() if each.dataset_id is None]
     if as_json:
         found = [summarize_dataset(known) for known in history.datasets.values()]
@@ -70,11 +70,11 @@ async def print_datasets(address: StackAddress, *, as_json: bool) -> None:
         console.print(f"[dim]and {len(failed) - MAX_FAILED_ROWS} more that failed before: --json has them all[/]")
 
 
-async def _working(connection: Connection, history: History) -> list[DatasetProgress]:
+async def _read_progress(connection: Connection, history: History) -> list[DatasetProgress]:
     """Return the newest progress of each ingestion or sharding that has not ended."""
     newest: dict[str, DatasetProgress] = {}
-    for stored in await connection.read(subjects.dataset_progress(), stream=topology.PROGRESS):
-        newest[stored.event.ingestion_id] = stored.event
+    for message in await connection.read(subjects.dataset_progress(), stream=topology.PROGRESS):
+        newest[message.event.ingestion_id] = message.event
     return [
         event
         for event in newest.values()

@@ -24,7 +24,7 @@ PARALLEL = 16
 
 
 def draw_scans() -> dict[str, bytes]:
-    """``<class>/<number>.png`` -> PNG of 8x8 grey pixels: the 1,797 real scans, and two broken files.
+    """Return ``<class>/<number>.png`` -> PNG of 8x8 grey pixels: the 1,797 real scans, and two broken files.
 
     Read from scikit-learn's data file; importing scikit-learn itself would take seconds.
     """

@@ -74,7 +74,7 @@ class Demo:
     @property
     def is_finished(self) -> bool:
         """Whether both runs have a verdict and a page in MLflow, or have ended without."""
-        return all(_settled(self.view(run_id)) for run_id in (self.first, self.second))
+        return all(_is_settled(self.view(run_id)) for run_id in (self.first, self.second))
 
 
 def run_demo(data_dir: Path | None, *, keep: bool = False) -> int:
@@ -182,8 +182,8 @@ async def _play_demo(demo: Demo, address: StackAddress, scans: Future[dict[str, 
     """Fill the lake, request both runs, and follow them until both have a verdict."""
     async with connect(address) as connection:
         start = await connection.last_sequence(topology.FACTS) + 1
-        for stored in await connection.read(*NODE_FACTS, subjects.model()):
-            demo.stack_view.apply(stored.sequence, stored.envelope.time, stored.event)
+        for message in await connection.read(*NODE_FACTS, subjects.model()):
+            demo.stack_view.apply(message.sequence, message.envelope.time, message.event)
         await _fill_lake(demo, address, scans)
         code = await _upload_code(demo, address)
         changed = asyncio.Event()
@@ -196,7 +196,7 @@ async def _play_demo(demo: Demo, address: StackAddress, scans: Future[dict[str, 
             demo.first = await _publish(connection, example_request(FIRST, code, TRAINING, {"min": 1, "max": 4}, 0))
             demo.screen.runs[demo.first] = FIRST
             demo.screen.print_line(f"published train.requested for {FIRST!r}: {demo.first}")
-            await _wait_until(changed, followers, lambda: _half_way(demo.view(demo.first)))
+            await _wait_until(changed, followers, lambda: _is_half_way(demo.view(demo.first)))
             demo.second = await _publish(
                 connection, example_request(SECOND, code, SECOND_TRAINING, {"min": 2, "max": 2}, 10)
             )
@@ -215,12 +215,12 @@ async def _fill_lake(demo: Demo, address: StackAddress, scans: Future[dict[str, 
     stage = demo.screen.stage("data lake")
     files = await asyncio.wrap_future(scans)
 
-    def stored(count: int) -> None:
+    def report_stored(count: int) -> None:
         if count % 100 == 0:
             stage.detail = f"{count:,} of {len(files):,} files"
             demo.screen.draw()
 
-    new = await demo_lake.fill_lake(address.settings(), "lake", files, stored)
+    new = await demo_lake.fill_lake(address.settings(), "lake", files, report_stored)
     what = f"{len(files) - len(demo_lake.BROKEN):,} handwritten digits and {len(demo_lake.BROKEN)} broken files"
     demo.screen.done(stage, f"{what} in s3://lake/{demo_lake.PREFIX}" + ("" if new else " (there already)"))
 
@@ -255,16 +255,16 @@ def example_request(
 
 async def _publish(connection: Connection, body: dict[str, Any]) -> str:
     """Publish a bare JSON body with plain nats-py, as any other system would; return the run's id."""
-    stored = await connection.nc.jetstream().publish("train.requested", json.dumps(body).encode())
+    ack = await connection.nc.jetstream().publish("train.requested", json.dumps(body).encode())
     # A message without an id is known by its place in the stream.
-    return run_id_for(ANONYMOUS_SOURCE, f"{stored.stream}:{stored.seq}")
+    return run_id_for(ANONYMOUS_SOURCE, f"{ack.stream}:{ack.seq}")
 
 
 async def _follow_facts(demo: Demo, connection: Connection, start: int, changed: asyncio.Event) -> None:
     async for batch in connection.follow(topology.FACTS, start_sequence=start):
-        for stored in batch:
-            demo.stack_view.apply(stored.sequence, stored.envelope.time, stored.event)
-            demo.screen.on_event(stored)
+        for message in batch:
+            demo.stack_view.apply(message.sequence, message.envelope.time, message.event)
+            demo.screen.on_event(message)
         if batch:
             changed.set()
 
@@ -272,8 +272,8 @@ async def _follow_facts(demo: Demo, connection: Connection, start: int, changed:
 async def _follow_progress(demo: Demo, connection: Connection, changed: asyncio.Event) -> None:
     start = await connection.last_sequence(topology.PROGRESS) + 1
     async for batch in connection.follow(topology.PROGRESS, subjects.progress(), start_sequence=start):
-        for stored in batch:
-            event: run.RunProgress = stored.event
+        for message in batch:
+            event: run.RunProgress = message.event
             view = demo.stack_view.runs.get(event.run_id)
             if view is None or event.kind != "training" or event.generation < view.generation:
                 continue
@@ -307,13 +307,13 @@ async def _wait_until(
                 follower.result()
 
 
-def _half_way(view: RunView) -> bool:
+def _is_half_way(view: RunView) -> bool:
     if view.ended:
         return True
     return view.state == "running" and bool(view.total_steps) and view.step >= HALF_WAY * (view.total_steps or 0)
 
 
-def _settled(view: RunView) -> bool:
+def _is_settled(view: RunView) -> bool:
     if view.state == "completed":
         return bool(view.verdict and view.mlflow_run_id)
     return view.ended

@@ -103,11 +103,11 @@ class Screen:
         if self.live is None:
             self.console.print(f"[dim]{self._elapsed():>7}[/] {escape(text)}", soft_wrap=True)
 
-    def on_event(self, stored: StoredEvent) -> None:
+    def on_event(self, message: StoredEvent) -> None:
         """Show an event that the view has folded."""
-        if stored.event.fact in HIDDEN_FACTS or not (text := describe(stored.event)):
+        if message.event.fact in HIDDEN_FACTS or not (text := describe(message.event)):
             return
-        about = self._about(stored)
+        about = self._about(message)
         self.ticker.append(f"[dim]{self._elapsed():>7}[/]  {about} {escape(text)}")
         if self.live is None:
             self.console.print(self.ticker[-1], soft_wrap=True)
@@ -166,8 +166,8 @@ class Screen:
             grid.add_row(f"[dim]{view.node_id}[/]", boxes)
         return grid
 
-    def _about(self, stored: StoredEvent) -> str:
-        aggregate, name, _ = stored.subject.split(".")
+    def _about(self, message: StoredEvent) -> str:
+        aggregate, name, _ = message.subject.split(".")
         if aggregate == "run":
             called = self.runs.get(name) or (self.stack_view.runs[name].name if name in self.stack_view.runs else name)
             return f"[cyan]{escape(called)}[/]"

@@ -55,7 +55,7 @@ def submit(
     ] = None,
     init_exclude: Annotated[
         list[str] | None,
-        typer.Option("--init-exclude", help="Tensors to initialise anew instead, for example 'head.*'; repeatable."),
+        typer.Option("--init-exclude", help="Tensors to initialise afresh instead, for example 'head.*'; repeatable."),
     ] = None,
     param: Annotated[list[str] | None, typer.Option("--param", help="key=value for the Task; repeatable.")] = None,
     event_id: Annotated[

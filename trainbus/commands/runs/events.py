@@ -17,29 +17,29 @@ async def print_events(
 ) -> None:
     """Print the log of facts, one line each."""
     console = render.console()
-    async for stored in client.events(run, follow=follow, start_sequence=start, tail=tail):
+    async for message in client.events(run, follow=follow, start_sequence=start, tail=tail):
         if as_json:
-            print(json.dumps(to_cloud_event(stored)), flush=True)
+            print(json.dumps(to_cloud_event(message)), flush=True)
         else:
-            console.print(format_event(stored), soft_wrap=True)
+            console.print(format_event(message), soft_wrap=True)
             sys.stdout.flush()
 
 
-def format_event(stored: StoredEvent) -> str:
+def format_event(message: StoredEvent) -> str:
     """Return one line about an event: when, its sequence number, about what, what."""
-    aggregate, name, fact = stored.subject.split(".")[:3]
+    aggregate, name, fact = message.subject.split(".")[:3]
     # A text that begins with the fact's name does not repeat it.
-    text = describe(stored.event).removeprefix(fact.replace("_", " ")).lstrip(": ")
+    text = describe(message.event).removeprefix(fact.replace("_", " ")).lstrip(": ")
     return (
-        f"[dim]{stored.envelope.time:%H:%M:%S.%f}"[:-3]
-        + f"[/] [dim]{stored.sequence:>6}[/] {aggregate:<7} [cyan]{name[:14]:<14}[/] "
+        f"[dim]{message.envelope.time:%H:%M:%S.%f}"[:-3]
+        + f"[/] [dim]{message.sequence:>6}[/] {aggregate:<7} [cyan]{name[:14]:<14}[/] "
         + f"[bold]{fact:<20}[/] {render.escape(text)}"
     ).rstrip()
 
 
-def to_cloud_event(stored: StoredEvent) -> dict[str, Any]:
+def to_cloud_event(message: StoredEvent) -> dict[str, Any]:
     """Return the event in CloudEvents' structured form, with its sequence number."""
-    envelope = stored.envelope
+    envelope = message.envelope
     return {
         "specversion": "1.0",
         "id": envelope.id,
@@ -49,7 +49,7 @@ def to_cloud_event(stored: StoredEvent) -> dict[str, Any]:
         "subject": envelope.subject,
         "correlationid": envelope.correlation_id,
         "causationid": envelope.causation_id,
-        "sequence": stored.sequence,
-        "natssubject": stored.subject,
-        "data": stored.event.model_dump(mode="json", exclude_defaults=True),
+        "sequence": message.sequence,
+        "natssubject": message.subject,
+        "data": message.event.model_dump(mode="json", exclude_defaults=True),
     }

@@ -78,8 +78,8 @@ async def reproduce_run(
     """
     connection = client.connection
     recorded = RecordedRun(await client.find_run(name))
-    for stored in await connection.read(subjects.run(recorded.run_id)):
-        recorded.apply(stored.event)
+    for message in await connection.read(subjects.run(recorded.run_id)):
+        recorded.apply(message.event)
     planned = plan_reproduction(recorded, start_step, slots)
     repeated = derive_run_id(await connection.publish_request(planned.request))
     screen = ReproductionScreen(repeated, planned, quiet=as_json)
@@ -116,14 +116,14 @@ class ReproductionScreen:
                 print(self.planned.note, flush=True)
         return self.live if self.live is not None else nullcontext()
 
-    def update(self, stored: StoredEvent) -> None:
+    def update(self, message: StoredEvent) -> None:
         """Fold one fact and show the change."""
-        self._state.apply(stored.sequence, stored.envelope.time, stored.event)
-        compared = self.comparison.apply(stored.event)
+        self._state.apply(message.sequence, message.envelope.time, message.event)
+        compared = self.comparison.apply(message.event)
         if self.live is not None:
             self.live.update(Group(self._table(), self._line()), refresh=True)
-        elif not self._quiet and (text := _line_of(compared) if compared else describe_milestone(stored.event)):
-            self._console.print(f"[dim]{stored.envelope.time:%H:%M:%S}[/] {render.escape(text)}", soft_wrap=True)
+        elif not self._quiet and (text := _line_of(compared) if compared else describe_milestone(message.event)):
+            self._console.print(f"[dim]{message.envelope.time:%H:%M:%S}[/] {render.escape(text)}", soft_wrap=True)
 
     @property
     def is_over(self) -> bool:
@@ -164,8 +164,8 @@ async def _follow_reproduction(connection: Connection, screen: ReproductionScree
     """Follow the second training until the comparison is complete or the run has ended."""
     with screen.open():
         async for batch in connection.follow(topology.FACTS, subjects.run(screen.view.run_id)):
-            for stored in batch:
-                screen.update(stored)
+            for message in batch:
+                screen.update(message)
                 if screen.is_over:
                     return
 
@@ -175,8 +175,8 @@ async def _conclude(client: AsyncClient, recorded: RecordedRun, screen: Reproduc
     difference = comparison.difference
     if difference is None and not comparison.done:
         raise UsageError(
-            f"the reproduction {view.run_id} {_end_of(view)} before its last state was reached, so nothing is proved: "
-            f"{len(comparison.compared)} of {len(comparison.wanted)} states were compared and the same",
+            f"the reproduction {view.run_id} {_describe_end(view)} before its last state was reached, so nothing is "
+            f"proved: {len(comparison.compared)} of {len(comparison.wanted)} states were compared and the same",
         )
     if view.state not in TERMINAL_STATES and (difference is not None or not screen.planned.to_the_end):
         await _cancel_if_running(client, view.run_id, "compared: it is not needed any more")
@@ -194,8 +194,8 @@ async def _conclude(client: AsyncClient, recorded: RecordedRun, screen: Reproduc
     return result
 
 
-def _end_of(view: RunView) -> str:
-    """How a run ended, in a phrase."""
+def _describe_end(view: RunView) -> str:
+    """Describe in a phrase how a run ended."""
     return f"is {view.state}" + (f" ({view.reason})" if view.reason else "")
 
 

@@ -43,9 +43,9 @@ async def print_until_ended(client: AsyncClient, run_id: str) -> None:
     view = RunView(run_id)
     async for newest, batch in follow_run(client.connection, run_id):
         view = newest
-        for stored in batch:
-            if text := describe_milestone(stored.event):
-                console.print(f"[dim]{stored.envelope.time:%H:%M:%S}[/] {render.escape(text)}", soft_wrap=True)
+        for message in batch:
+            if text := describe_milestone(message.event):
+                console.print(f"[dim]{message.envelope.time:%H:%M:%S}[/] {render.escape(text)}", soft_wrap=True)
     for line in view.log_tail:
         console.print(render.visible(line), markup=False, style="dim")
     if view.state != "completed":

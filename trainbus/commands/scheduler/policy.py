@@ -38,28 +38,28 @@ def changes_of(policy: Policy) -> dict[str, Any]:
 async def print_policy(address: StackAddress, *, as_json: bool) -> int:
     """Print the newest policy that was adopted."""
     async with connect(address) as connection:
-        stored: StoredEvent | None = await connection.read_last(
+        message: StoredEvent | None = await connection.read_last(
             topology.FACTS, subjects.fact("policy", subjects.WILDCARD, "adopted")
         )
-    if stored is None:
+    if message is None:
         raise TrainbusError("no scheduler has adopted a policy yet: start one (`trainbus up`)")
-    adopted = stored.event
+    adopted = message.event
     if as_json:
         print(
             render.as_json(
                 {
                     "name": adopted.policy.name,
                     "digest": adopted.digest,
-                    "adopted_at": stored.envelope.time,
+                    "adopted_at": message.envelope.time,
                     "adopted_by": adopted.instance,
-                    "sequence": stored.sequence,
+                    "sequence": message.sequence,
                     "policy": adopted.policy,
                 }
             )
         )
         return 0
     by = f" by {adopted.instance}" if adopted.instance else ""
-    print(f"# {adopted.digest}, adopted {stored.envelope.time:%Y-%m-%d %H:%M:%S} UTC{by}; the rest is the default")
+    print(f"# {adopted.digest}, adopted {message.envelope.time:%Y-%m-%d %H:%M:%S} UTC{by}; the rest is the default")
     print(toml_writer.dumps(changes_of(adopted.policy)), end="")
     return 0
 

@@ -29,7 +29,7 @@ async def replay_decisions(address: Callable[[], StackAddress], path: Path | Non
     if as_json:
         print(render.as_json(_plain(log, index, verifier.counts, found, took_s)))
     else:
-        render.console().print(_table(log, index, verifier.counts, found, took_s), *map(_shown, found[:limit]))
+        render.console().print(_table(log, index, verifier.counts, found, took_s), *map(_render_change, found[:limit]))
         if len(found) > limit:
             print(f"and {len(found) - limit} more differences: see them with --limit, or --json")
     return 1 if found else 0
@@ -73,8 +73,8 @@ def _table(log: FactLog, index: Index, counts: Counts, found: list[Difference], 
     return Group(f"[bold]decisions of {render.escape(log.name)}, made again[/]", made, *notes)
 
 
-def _shown(difference: Difference) -> RenderableType:
-    """A difference in full: where, from what it was decided, and field by field."""
+def _render_change(difference: Difference) -> RenderableType:
+    """Render a difference in full: its place, the inputs of the decision, and each field."""
     head = (
         f"[bold red]{difference.kind}[/] {difference.subject} [dim]({difference.sequence}, "
         f"{difference.time:%Y-%m-%d %H:%M:%S.%f} UTC)[/] {render.escape(difference.text)}"

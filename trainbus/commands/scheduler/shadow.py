@@ -88,9 +88,9 @@ class _Follower:
     async def start(cls, connection: Connection, candidate: Policy) -> _Follower:
         """Fold the log so far, and read what an earlier shadow of the same policy has published."""
         said = [
-            stored.envelope.id
-            for stored in await connection.read(f"{prefix(candidate)}>", stream=topology.SHADOW)
-            if stored.envelope.id
+            message.envelope.id
+            for message in await connection.read(f"{prefix(candidate)}>", stream=topology.SHADOW)
+            if message.envelope.id
         ]
         log = await BusLog.open(connection)
         made = Shadow(candidate, Policy(), said)

@@ -8,12 +8,12 @@ from typing import Any
 
 
 def dumps(content: dict[str, Any]) -> str:
-    """The content as a TOML file. What is None is left out, as TOML has no word for it."""
+    """Return the content as a TOML file without its None values, which TOML does not have."""
     return "\n".join(_table(content, ())).strip() + "\n"
 
 
 def _table(content: dict[str, Any], path: tuple[str, ...]) -> Iterator[str]:
-    """Values first: a table ends where the next one begins."""
+    """Write the values first: a table ends where the next one begins."""
     tables = {name: value for name, value in content.items() if isinstance(value, dict) or _rows(value)}
     for name, value in content.items():
         if value is not None and name not in tables:

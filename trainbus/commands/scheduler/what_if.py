@@ -158,7 +158,7 @@ def _table(history: History, figures: Sequence[Figures]) -> RenderableType:
     base = figures[1]
     for place, each in enumerate(figures):
         cells = [
-            _compared(getattr(each, field), getattr(base, field), unit, less_is_better if place > 1 else None)
+            _format_change(getattr(each, field), getattr(base, field), unit, less_is_better if place > 1 else None)
             for field, (_, unit, less_is_better) in columns.items()
         ]
         made.add_row(render.escape(each.name), *cells)
@@ -169,7 +169,7 @@ def _table(history: History, figures: Sequence[Figures]) -> RenderableType:
     return Group(title, made)
 
 
-def _shown(value: float | None, unit: str) -> str:
+def _format_value(value: float | None, unit: str) -> str:
     if value is None:
         return "-"
     match unit:
@@ -191,10 +191,10 @@ def _span(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _compared(value: float | None, base: float | None, unit: str, less_is_better: bool | None) -> str:
+def _format_change(value: float | None, base: float | None, unit: str, less_is_better: bool | None) -> str:
     """Return the value and its change against the simulated past."""
-    text = _shown(value, unit)
-    if value is None or base is None or less_is_better is None or _shown(base, unit) == text:
+    text = _format_value(value, unit)
+    if value is None or base is None or less_is_better is None or _format_value(base, unit) == text:
         return text
     style = "green" if (value < base) == less_is_better else "red"
     if not base:

@@ -85,7 +85,7 @@ def start_stack(
 
 
 def _stop_on_signals(stack: StackProcess) -> list[int]:
-    """The first signal stops the stack in order, a second one without waiting. Returns what has come so far."""
+    """Stop the stack in order at the first signal, at once at the second; return the signals received so far."""
     seen: list[int] = []
 
     def stop(number: int, _frame: FrameType | None) -> None:

@@ -56,7 +56,7 @@ def write(
         _fill(temporary, content, durable, is_cancelled)
         if is_cancelled():
             raise WriteCancelled
-        # Whatever stands there was never reported, or the rank would not write this step again.
+        # A folder that exists was never reported, or the rank would not write this step again.
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
         if durable:

@@ -49,7 +49,7 @@ class BufferSync:
         """Keep the leaf's values of the buffers, and restore those from the start of the step."""
         if not self._places:
             return
-        changed = self._changed()
+        changed = self._find_changed()
         step = self._plan.steps[leaf]
         if leaf == 0:
             self._new = {place: self._buffer(place).clone() for place in changed}
@@ -100,7 +100,7 @@ class BufferSync:
         assert buffer is not None
         return buffer
 
-    def _changed(self) -> list[int]:
+    def _find_changed(self) -> list[int]:
         changed, unsure = [], []
         for place, live in enumerate(self._live):
             buffer = self._buffer(place)
@@ -130,16 +130,16 @@ class BufferSync:
         mask[sorted(self._new)] = 1
         known = self._known
         values = [self._new.get(place, self._start[place]) for place in known]
-        message = _packed([mask.to(self._world.device), *values])
+        message = _pack_tensors([mask.to(self._world.device), *values])
         dist.broadcast(message, src=0)
-        mask, *values = _unpacked(message, [mask, *values])
+        mask, *values = _unpack_tensors(message, [mask, *values])
         found = mask.nonzero().flatten().tolist()
         unknown = sorted(set(found) - set(known))
         if unknown:
             late = [self._new.get(place, self._start[place]) for place in unknown]
-            message = _packed(late)
+            message = _pack_tensors(late)
             dist.broadcast(message, src=0)
-            values += _unpacked(message, late)
+            values += _unpack_tensors(message, late)
             self._known = known + unknown
         self._new = {p: value for p, value in zip(known + unknown, values, strict=True) if p in set(found)}
 
@@ -153,7 +153,7 @@ class BufferSync:
         nothing = [torch.zeros_like(self._start[place]) for place in self._floats]
         sums = [self._sums[mine[n]] if n < len(mine) else nothing for n in range(most)]
         parts = [mask.to(self._world.device), *firsts, *(tensor for node in sums for tensor in node)]
-        message = _packed(parts)
+        message = _pack_tensors(parts)
         messages = [message]
         if self._world.size > 1:
             messages = [torch.empty_like(message) for _ in range(self._world.size)]
@@ -161,7 +161,7 @@ class BufferSync:
         by_node: dict[Node, list[Tensor]] = {}
         touched: set[int] = set()
         for rank, nodes in enumerate(self._plan.nodes_by_rank):
-            theirs = _unpacked(messages[rank], parts)
+            theirs = _unpack_tensors(messages[rank], parts)
             touched.update(theirs[0].nonzero().flatten().tolist())
             if rank == 0:
                 firsts = theirs[1 : 1 + len(whole)]
@@ -178,7 +178,7 @@ def _add(left: Iterable[Tensor], right: Iterable[Tensor]) -> list[Tensor]:
     return [a + b for a, b in zip(left, right, strict=True)]
 
 
-def _packed(tensors: list[Tensor]) -> Tensor:
+def _pack_tensors(tensors: list[Tensor]) -> Tensor:
     """Return the bytes of all tensors, each from a multiple of 16 on."""
     parts = []
     for tensor in tensors:
@@ -187,7 +187,7 @@ def _packed(tensors: list[Tensor]) -> Tensor:
     return torch.cat(parts)
 
 
-def _unpacked(message: Tensor, like: list[Tensor]) -> list[Tensor]:
+def _unpack_tensors(message: Tensor, like: list[Tensor]) -> list[Tensor]:
     found, place = [], 0
     for tensor in like:
         raw = message[place : place + tensor.nbytes]

@@ -64,7 +64,7 @@ class TreeExchange:
 
     Each rank has a flat sum for each of its maximal nodes. Their shards go to the owners, which finish the tree.
     A rank sends (W-1)/W * N * k elements, k being its number of maximal nodes. Buffers are kept from step to step:
-    allocating them anew costs more than filling them.
+    allocating them again costs more than filling them.
     """
 
     def __init__(self, plan: TreePlan, spans: Sequence[Span], link: PeerLink, number: int, like: Tensor) -> None:

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-#: Parameters start at multiples of so many elements: kernels may take another path on unaligned memory.
+#: Parameters start at multiples of this number of elements: kernels may take another path on unaligned memory.
 ALIGN = 64
 #: Elements of a piece. It is part of the arithmetic, so it must never change.
 PIECE = 65_536

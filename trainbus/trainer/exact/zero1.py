@@ -126,7 +126,7 @@ class ShardedOptimizer:
         """List the optimizer's tensors, whole; return them, its other values, and its groups. Every rank calls it."""
         entries: list[StateEntry] = []
         plain: dict[str, dict[str, Any]] = {}
-        everywhere = self._tree.world.all_gather_objects(self._described())
+        everywhere = self._tree.world.all_gather_objects(self._describe_state())
         for name, values in sorted((name, values) for described in everywhere for name, values in described.items()):
             for key, value in sorted(values.items()):
                 if isinstance(value, torch.dtype):
@@ -167,7 +167,7 @@ class ShardedOptimizer:
         state: dict[str, Any] = self._optimizer.state[self._parameters[piece]]
         return state
 
-    def _described(self) -> dict[str, dict[str, Any]]:
+    def _describe_state(self) -> dict[str, dict[str, Any]]:
         """Return the state of the parameters whose first piece is here; a dtype stands for a sharded tensor."""
         described: dict[str, dict[str, Any]] = {}
         for own in self._owned:

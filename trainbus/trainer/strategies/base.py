@@ -1,7 +1,7 @@
 """The interface of a strategy: how a step is spread over the ranks.
 
 A step is made of ``leaf_count`` leaves: equal slices of the global batch. In exact mode they are the run's logical
-ranks, whatever the number of processes is; in fast mode each process is one. Everything about a leaf (its samples,
+ranks, for every number of processes; in fast mode each process is one. Everything about a leaf (its samples,
 its micro-batches, its random numbers) is a function of the step and the leaf only.
 """
 
@@ -85,7 +85,7 @@ class Strategy(ABC):
 
 
 class LossModule(nn.Module):
-    """The task's loss as a module, so that DDP and DeepSpeed see one forward whatever the task does inside.
+    """The task's loss as a module, so that DDP and DeepSpeed see one forward.
 
     The task gets its own model, not a wrapper, and may use its attributes.
     """

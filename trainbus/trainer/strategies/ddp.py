@@ -21,7 +21,7 @@ from trainbus.trainer.world import World
 
 
 class DDPStrategy(Strategy):
-    """Every rank holds everything. The step is the exact mean over the global batch, whatever the slices."""
+    """Every rank holds everything. The step is the exact mean over the global batch for every slicing."""
 
     def __init__(self, task: Task, model: nn.Module, training: Training, world: World) -> None:
         self._world = world

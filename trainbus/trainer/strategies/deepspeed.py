@@ -109,13 +109,13 @@ class DeepSpeedStrategy(Strategy):
 
     def state_entries(self, ema: Mapping[str, Tensor] | None = None) -> StateEntries:
         model = [
-            self._gathered("model", name, tensor, partial(self._gather_weight, tensor))
+            self._gathered_entry("model", name, tensor, partial(self._gather_weight, tensor))
             for name, tensor in self.model.state_dict(keep_vars=True).items()
         ]
         optimizer, values, groups = self._optimizer_entries()
         return StateEntries([*model, *optimizer, *local_entries("ema", ema or {})], values, groups)
 
-    def _gathered(self, kind: Kind, name: str, like: Tensor, gather: Callable[[], Tensor]) -> StateEntry:
+    def _gathered_entry(self, kind: Kind, name: str, like: Tensor, gather: Callable[[], Tensor]) -> StateEntry:
         """List a tensor that a collective call puts together on all ranks at once."""
 
         def fetch(owner: int) -> Callable[[], Tensor | None]:
@@ -169,14 +169,14 @@ class DeepSpeedStrategy(Strategy):
         entries: list[StateEntry] = []
         plain: dict[str, dict[str, Any]] = {}
         groups: list[dict[str, Any]] = []
-        for group, flat, parameters in self._groups():
+        for group, flat, parameters in self._parameter_groups():
             members = [self._names[id(parameter)] for parameter in parameters]
             groups += packing.pack_groups([group], [members])
             for parameter, name in zip(parameters, members, strict=True):
                 for key, value in self.optimizer.state.get(flat, {}).items():
                     if isinstance(value, Tensor) and value.shape == flat.shape:
                         gather = partial(self._gather_optimizer_tensor, parameter, key, value)
-                        entries.append(self._gathered("optimizer", f"{name}/{key}", parameter, gather))
+                        entries.append(self._gathered_entry("optimizer", f"{name}/{key}", parameter, gather))
                     elif isinstance(value, Tensor):
                         entries += local_entries("optimizer", {f"{name}/{key}": value})
                     else:
@@ -202,7 +202,7 @@ class DeepSpeedStrategy(Strategy):
         if not self._stage:
             packing.unpack(state, self.optimizer, self.model)
             return
-        groups = self._groups()
+        groups = self._parameter_groups()
         packing.check_groups(state, [[self._names[id(p)] for p in parameters] for _, _, parameters in groups])
         by_name: dict[str, dict[str, Tensor]] = {}
         for name_and_key, tensor in state.tensors.items():
@@ -236,8 +236,8 @@ class DeepSpeedStrategy(Strategy):
             fragment = whole.flatten().narrow(0, theirs.start, theirs.numel)
             shard.narrow(0, ours.start, ours.numel).copy_(fragment)
 
-    def _groups(self) -> list[tuple[dict[str, Any], Tensor, list[Tensor]]]:
-        """Each parameter group: its hyperparameters, this rank's flat shard, and the parameters it is a shard of.
+    def _parameter_groups(self) -> list[tuple[dict[str, Any], Tensor, list[Tensor]]]:
+        """Return each parameter group: its hyperparameters, this rank's flat shard, and the sharded parameters.
 
         Stage 3 cuts groups into sub-groups, of which there is one a group below a billion elements.
         """
@@ -249,7 +249,7 @@ class DeepSpeedStrategy(Strategy):
 
 
 def _shape(parameter: Any) -> torch.Size:
-    """The whole parameter's shape; stage 3 leaves an empty tensor in its place."""
+    """Return the whole parameter's shape; stage 3 leaves an empty tensor in its place."""
     shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
     return shape
 

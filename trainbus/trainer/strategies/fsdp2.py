@@ -255,7 +255,7 @@ def _gather(tensor: Tensor, world: World, owner: int) -> Callable[[], Tensor | N
 
 
 def outermost_lists(model: nn.Module) -> Iterable[nn.Module]:
-    """The entries of the model's outermost ModuleLists: its repeated blocks."""
+    """Return the entries of the model's outermost ModuleLists: its repeated blocks."""
     if isinstance(model, nn.ModuleList):
         yield from model
         return

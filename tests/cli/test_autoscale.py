@@ -68,8 +68,8 @@ def nodes(up: Up) -> list[dict[str, Any]]:
 
 def test_pools_are_written_into_the_policy(tmp_path: Path) -> None:
     layout = plan_stack(StackOptions(tmp_path, autoscale=("burst=3",), idle_s=5, slots=4), {})
-    told = {unit.name: unit.environment for unit in layout.units}
-    assert told["scheduler"]["TRAINBUS_POLICY"] == str(policy_file(tmp_path))
+    environments = {unit.name: unit.environment for unit in layout.units}
+    assert environments["scheduler"]["TRAINBUS_POLICY"] == str(policy_file(tmp_path))
     pools = json.loads(policy_file(tmp_path).read_text())["pools"]
     assert pools["idle_s"] == 5
     (pool,) = pools["pools"]

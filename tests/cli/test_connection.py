@@ -29,7 +29,7 @@ async def test_a_server_that_listens_and_says_nothing(monkeypatch: pytest.Monkey
     port = silent.sockets[0].getsockname()[1]
     with pytest.raises(TrainbusError, match="no answer"):
         async with connection.connect(address(f"nats://127.0.0.1:{port}")):
-            pytest.fail("there is nobody to talk to")
+            pytest.fail("no server to connect to")
     silent.close()
 
 
@@ -76,7 +76,7 @@ async def test_a_refusal_whose_reason_is_cut_off_is_asked_for_again() -> None:
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(TrainbusError, match=r"Authorization Violation.*TRAINBUS_NATS_USER"):
             async with connection.connect(address(f"nats://127.0.0.1:{port}")):
-                pytest.fail("it lets nobody in")
+                pytest.fail("the server refuses every client")
     assert asked >= 2
 
 

@@ -133,7 +133,7 @@ def test_a_diff_is_what_sets_say(before: dict[str, Any], after: dict[str, Any]) 
     assert found.count("renamed") == (left[0] & left[1]).total()
     assert found.count("removed") + found.count("changed") == (left[0] - left[1]).total()
     assert found.count("added") + found.count("changed") == (left[1] - left[0]).total()
-    # Nobody is lost: each version's records are all accounted for.
+    # No record is lost: each version's records are all accounted for.
     both = len(exact) + found.count("renamed") + found.count("changed")
     assert (len(before), len(after)) == (both + found.count("removed"), both + found.count("added"))
 
@@ -637,7 +637,7 @@ async def test_an_index_that_hashes_right_but_tells_other_places(objects: Object
 
 
 async def serve(address: StackAddress, bus: Bus, objects: ObjectStore, made: Made, requests: int) -> list[DataSource]:
-    """Ingestion and sharding, for so many requests: what they leave behind when the input is known."""
+    """Stand in for ingestion and sharding: publish what they publish for a known input."""
     asked: list[DataSource] = []
     async with connect(address) as link:
         async for batch in link.follow(topology.REQUESTS, "ingest.requested"):
@@ -653,7 +653,7 @@ async def serve(address: StackAddress, bus: Bus, objects: ObjectStore, made: Mad
     raise AssertionError("the stream ended")
 
 
-async def test_what_is_wrong_is_made_anew(
+async def test_invalid_results_are_made_again(
     two: tuple[Made, Made], address: StackAddress, bus: Bus, objects: ObjectStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = two
@@ -664,7 +664,7 @@ async def test_what_is_wrong_is_made_anew(
     serving = asyncio.create_task(serve(address, bus, objects, first, 2))
     await verify_datasets(address, first.dataset_id, repair=True, as_json=False)
     assert "1 dataset is whole: 5 samples" in capsys.readouterr().out
-    # The same settings again are the same dataset, of which nothing more is said on the bus.
+    # The same settings again are the same dataset, for which the bus carries no further event.
     await ingest_dataset(address, None, given={}, settings=None, again=first.dataset_id, follow=True, as_json=True)
     assert json.loads(capsys.readouterr().out)["dataset_id"] == first.dataset_id
     assert await serving == [first.data, first.data]

@@ -63,7 +63,7 @@ async def test_dropping_deletes_and_a_service_that_is_away_is_named(
     [
         pytest.param("ddd", "yyy", id="up to the limit in a row"),
         pytest.param("dddd", "yyyn", id="beyond it"),
-        pytest.param("dddhddd", "yyyyyy", id="a message that is handled starts the row anew"),
+        pytest.param("dddhddd", "yyyyyy", id="a handled message resets the count in a row"),
         pytest.param("dddd" + "h" * 20 + "d", "yyynn", id="what has stopped stays stopped"),
         pytest.param("ddh" * 3 + "dh" + "d", "yyyyyyyn", id="half of the window"),
     ],

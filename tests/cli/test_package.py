@@ -60,7 +60,7 @@ def test_the_same_content_gives_the_same_bytes(tmp_path: Path) -> None:
     assert pack_project(two).sha256 != one.sha256
 
 
-def test_the_package_holds_plain_files_of_nobody(tmp_path: Path) -> None:
+def test_the_package_holds_plain_files_without_an_owner(tmp_path: Path) -> None:
     write(tmp_path, {"task.py": "x = 1\n"})
     (tmp_path / "run.sh").write_text("#!/bin/sh\n")
     (tmp_path / "run.sh").chmod(0o755)

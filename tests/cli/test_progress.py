@@ -1,4 +1,4 @@
-"""Where a run is comes from its newest training points, whatever its nodes have measured since."""
+"""A run's progress comes from its newest training points, not from later measurements of its nodes."""
 
 from __future__ import annotations
 

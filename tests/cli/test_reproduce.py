@@ -102,7 +102,7 @@ def test_the_request_is_the_recorded_one_and_competes_for_nothing() -> None:
     request = planned.request
     assert (request.name, request.model, request.evaluation) == ("reproduce digits", None, None)
     assert request.data is not None
-    assert request.data.model_dump()["dataset_id"] == SHA  # not ingested anew: the source may have changed
+    assert request.data.model_dump()["dataset_id"] == SHA  # not ingested again: the source may have changed
     assert request.training is not None
     assert (request.training.seed, request.training.checkpoint_at_steps) == (7, (5, 10, 20))
     assert (request.resume_from, request.slots.max, planned.to_the_end) == (None, 4, True)

@@ -104,7 +104,7 @@ STAGES = {
     "placed": (5, "placed", 4, (2, 2)),
     "running": (7, "running", 4, (2, 2)),
     "preempting": (8, "preempting", 4, (2, 2)),
-    "one node let go": (10, "preempting", 4, (0, 2)),
+    "one node released": (10, "preempting", 4, (0, 2)),
     "queued again": (12, "queued", 0, (0, 0)),
     "placed smaller": (13, "placed", 2, (0, 2)),
     "completed": (16, "completed", 0, (0, 0)),

@@ -41,7 +41,7 @@ async def test_the_same_fact_twice_is_stored_once(bus: Bus) -> None:
 
 
 async def test_two_leaders_cannot_both_place(bus: Bus) -> None:
-    """The condition is over the wildcard: whoever has not seen the other's placement is refused."""
+    """The condition is over the wildcard: a publisher that has not seen the other placement is refused."""
     await bus.publish(placed("r1", 1), expected=ExpectedSequence(0, "run.*.placed"))
     with pytest.raises(Conflict):
         await bus.publish(placed("r2", 1), expected=ExpectedSequence(0, "run.*.placed"))
@@ -81,7 +81,7 @@ async def test_last_and_history(bus: Bus) -> None:
 
 
 async def test_nonsense_hides_no_event_and_moves_the_fence(bus: Bus) -> None:
-    """What anybody may publish must not bury the event before it, nor shut its fence for ever."""
+    """An invalid message hides neither the event before it nor its sequence, which fences are compared with."""
     await bus.publish(placed("r1", 1))
     nonsense = (await bus.js.publish("run.r1.placed", b"\x00 no json")).seq
     newest = await bus.get_last_message("run.r1.placed")
@@ -175,7 +175,7 @@ async def test_a_bare_publish_from_a_shell_is_a_request(make_bus: Any) -> None:
     assert run_id_for(seen[0].envelope.source, seen[0].envelope.id).startswith("r")
 
 
-async def test_a_request_nobody_handles_is_told_so(make_bus: Any) -> None:
+async def test_a_request_without_a_handler_is_refused(make_bus: Any) -> None:
     bus: Bus = await make_bus("scheduler")
 
     @bus.subscriber(topology.SCHEDULER_REQUESTS, TrainRequested)

@@ -165,7 +165,7 @@ async def test_a_consumer_stops_rather_than_dead_letter_a_whole_stream(bus: Bus)
         await bus.publish(RunCancelled(run_id=f"r{number}", reason="x"))
     await bus.start()
     await until(lambda: bus.stopped_consumers == [CONSUMER.name], "the consumer to stop")
-    await asyncio.sleep(0.5)  # whatever it would do further
+    await asyncio.sleep(0.5)  # time for anything that it would still do
     assert await count_dead_letters(bus) == 3
     info = await bus.js.consumer_info("TEST", CONSUMER.name)
     assert info.num_pending + info.num_ack_pending == 5, "the others wait"
@@ -257,7 +257,7 @@ async def test_a_retry_reaches_its_consumer_alone_and_removes_the_dead_letter(bu
     await dead_letters.retry_dead_letter(link, letter.sequence)
     assert seen == [("TEST", 1, FACT.event_id)] * 3
     assert await count_dead_letters(bus) == 0
-    assert (await bus.js.stream_info("TEST")).state.messages == 1, "nobody else got it again"
+    assert (await bus.js.stream_info("TEST")).state.messages == 1, "no other consumer got it again"
 
 
 async def test_a_retry_that_succeeds_lets_a_stopped_consumer_go_on(bus: Bus) -> None:

@@ -178,7 +178,7 @@ async def test_waiting_for_jobs_asks_next_to_nothing_of_the_server(bus: Bus, mak
     await until(followed, "the runner to follow the bucket")
     sent = runner.nc.stats["out_msgs"]
     await asyncio.sleep(1.5)  # the time that is measured
-    # Nothing, or at most one consumer made anew on a machine so busy that the server seemed to be silent.
+    # Nothing, or at most one consumer opened again on a machine so busy that the server seemed silent.
     assert runner.nc.stats["out_msgs"] - sent <= 5
     assert await followed()
     task.cancel()
@@ -186,7 +186,7 @@ async def test_waiting_for_jobs_asks_next_to_nothing_of_the_server(bus: Bus, mak
 
 
 async def test_a_runner_claims_no_more_than_it_can_begin(bus: Bus) -> None:
-    """A claim that waits for its turn is renewed by nobody: another instance could have had the job."""
+    """A claim that waits for its turn is not renewed: another instance could have had the job."""
     busy, may_end = asyncio.Event(), asyncio.Event()
     recorder = Recorder()
 
@@ -209,7 +209,7 @@ async def test_a_runner_claims_no_more_than_it_can_begin(bus: Bus) -> None:
     assert sorted(recorder.worked + other.worked) == ["r1", "r2", "r3"]
 
 
-async def test_nonsense_in_the_bucket_holds_up_nobody(bus: Bus) -> None:
+async def test_an_invalid_job_delays_no_other_job(bus: Bus) -> None:
     bucket = await bus.open_bucket(topology.JOBS)
     for number, nonsense in enumerate((b"", b"no json", b"[]", b'{"holder": ""}', b'{"subject": 7, "headers": []}')):
         await bucket.put(f"q.nonsense{number}", nonsense)

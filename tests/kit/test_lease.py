@@ -68,7 +68,7 @@ async def test_leadership_ends_when_another_takes_over(bus: Bus) -> None:
         await asyncio.wait_for(keeper, 60)
 
 
-async def test_nonsense_in_the_bucket_is_a_lease_of_nobody(bus: Bus) -> None:
+async def test_an_invalid_record_is_a_lease_without_a_holder(bus: Bus) -> None:
     bucket = await bus.open_bucket(topology.LEASES)
     assert await Lease(bucket, "node.n1", "n1", 1.0).try_acquire()
     for nonsense in (b"", b"no json", b"[]", b'{"holder": "x", "ttl_s": "soon"}'):

@@ -1,4 +1,4 @@
-"""Reading pinned versions of objects, whatever their keys are made of."""
+"""The reader reads pinned versions of objects, for every character in a key."""
 
 from __future__ import annotations
 

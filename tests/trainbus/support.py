@@ -189,7 +189,7 @@ def write_task(folder: Path, source: str = LINEAR_TASK, name: str = "task") -> P
 
 
 class FakeAgent:
-    """The agent's end of the control socket: remembers who said hello, and says what it is told to."""
+    """The agent's end of the control socket: records hellos, and sends the lines of a test."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -22,7 +22,7 @@ def training(**changes: Any) -> Training:
     return Training.model_validate({"max_steps": 100, **changes})
 
 
-def test_a_fixed_interval_begins_anew_with_every_checkpoint() -> None:
+def test_every_checkpoint_restarts_a_fixed_interval() -> None:
     schedule = CheckpointSchedule(training(checkpoint_every_s=60), 1000)
     assert [schedule.is_due_at_time(1000 + s) for s in (0, 59.9, 60)] == [False, False, True]
     schedule.record_time(1090)
@@ -62,7 +62,7 @@ def test_auto_weighs_what_one_costs_against_what_failures_cost(
     ("wanted", "expected"),
     [
         pytest.param({}, [6], id="at the end of an epoch"),
-        pytest.param({"checkpoint_every_steps": 4}, [4, 8], id="every so many steps"),
+        pytest.param({"checkpoint_every_steps": 4}, [4, 8], id="every n steps"),
         pytest.param({"checkpoint_every_steps": 4, "checkpoint_at_steps": [1, 8]}, [1, 4, 8], id="and at these"),
     ],
 )

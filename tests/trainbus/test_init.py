@@ -78,7 +78,7 @@ def part(tensors: dict[str, Tensor], start: str) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if name.startswith(start)}
 
 
-def test_the_weights_are_the_checkpoints_and_all_else_begins_anew(dataset: Dataset, tmp_path: Path) -> None:
+def test_the_weights_are_the_checkpoints_and_all_else_starts_fresh(dataset: Dataset, tmp_path: Path) -> None:
     base = train(tmp_path / "base", dataset, Linear())
     other = linear_dataset(tmp_path / "other", train=70)
     rules: dict[str, Any] = {"epochs": None, "max_steps": 1, "seed": 7}
@@ -187,7 +187,7 @@ def saved(folder: Path, model: nn.Module) -> Path:
 
 
 class Net(nn.Module):
-    """A body, a head of ``classes``, and whatever else is given."""
+    """A body, a head of ``classes``, and the other given modules."""
 
     def __init__(self, classes: int = 3, **more: nn.Module) -> None:
         super().__init__()

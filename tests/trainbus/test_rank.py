@@ -142,8 +142,8 @@ def test_a_stop_sent_to_one_rank_stops_both_after_the_same_step(
         agent.close()
 
 
-@pytest.mark.parametrize("told", [0, 1], ids=["the one that has its samples", "the one that waits"])
-def test_a_stop_ends_a_wait_for_samples_that_do_not_come(warm: Warm, code: Path, tmp_path: Path, told: int) -> None:
+@pytest.mark.parametrize("receiver", [0, 1], ids=["the one that has its samples", "the one that waits"])
+def test_a_stop_ends_a_wait_for_samples_that_do_not_come(warm: Warm, code: Path, tmp_path: Path, receiver: int) -> None:
     """One of two ranks waits for a shard, the other has all it needs; what was trained is kept to the last step."""
     dataset = linear_dataset(tmp_path / "data", train=400)
     training = {"epochs": 2, "logical_ranks": 2, "loading": {"lanes": 2, "window": 1}, "checkpoint_every_steps": 1000}
@@ -176,7 +176,7 @@ def test_a_stop_ends_a_wait_for_samples_that_do_not_come(warm: Warm, code: Path,
     assert agents[1].wanted[0]["shard"] == shard.path
     while [steps_done(folder, rank) for rank in range(2)] != [steps, steps]:
         time.sleep(0.01)
-    agents[told].say({"kind": "stop", "grace_s": 30, "reason": "preempted"})
+    agents[receiver].say({"kind": "stop", "grace_s": 30, "reason": "preempted"})
     assert [warm.wait(pid) for pid in pids] == [75, 75]
     for rank in range(2):
         assert (ended(folder, rank).outcome, ended(folder, rank).step) == ("stopped", steps)

@@ -103,7 +103,7 @@ def test_a_killed_rank_has_lost_nothing(tmp_path: Path) -> None:
         "    journal.metrics(step, {'loss': 1 / step})\n"
         "    journal.heartbeat(step)\n"
         "    if step == 500: print('on its way', flush=True)\n"
-        "sys.stdin.read()\n"  # before the ring is full: nobody takes anything out of it here
+        "sys.stdin.read()\n"  # before the ring is full: no reader empties it here
     )
     with subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE

@@ -34,7 +34,7 @@ class Clock:
 
 
 class Rank:
-    """A rank whose steps take as long as they are told to."""
+    """A rank whose steps take a given time."""
 
     def __init__(self, **loading: Any) -> None:
         self.clock, self.waits, self.said = Clock(), BatchTimings(), list[StarvationLine]()
@@ -70,7 +70,7 @@ def test_a_share_below_the_threshold_is_nothing_to_speak_of() -> None:
     assert not rank.said
 
 
-def test_one_step_that_waits_long_is_told_when_it_ends() -> None:
+def test_one_step_that_waits_long_is_reported_when_it_ends() -> None:
     rank = Rank(starved_s=30)
     rank.steps(10, 0.1, 0.0)
     rank.steps(1, 0.1, 60.0, "fetch")
@@ -79,7 +79,7 @@ def test_one_step_that_waits_long_is_told_when_it_ends() -> None:
     assert "TRAINBUS_CACHE_MAX_BYTES" in line.hint
 
 
-def test_a_wait_that_does_not_end_is_told_while_it_lasts() -> None:
+def test_a_wait_that_does_not_end_is_reported_while_it_lasts() -> None:
     rank = Rank(starved_s=30)
     rank.steps(10, 0.1, 0.0)
     rank.starvation.on_data_wait()
@@ -159,14 +159,14 @@ def test_waits_are_counted_from_all_threads() -> None:
 
 def test_a_run_whose_data_does_not_come_says_so_before_it_does(tmp_path: Path) -> None:
     limit_threads({})
-    begun, told = threading.Event(), threading.Event()
+    begun, reported = threading.Event(), threading.Event()
 
     class Stuck(Linear):  # type: ignore[misc, valid-type]
-        """Decodes nothing before somebody was told that it does not."""
+        """Decodes nothing before the starvation is reported."""
 
         def decode(self, fields: dict[str, bytes]) -> Any:
             begun.set()
-            assert told.wait(60)
+            assert reported.wait(60)
             return super().decode(fields)
 
     training = Training.model_validate({"max_steps": 2, "loading": {"starved_s": 0.05}})
@@ -177,10 +177,10 @@ def test_a_run_whose_data_does_not_come_says_so_before_it_does(tmp_path: Path) -
 
     def report_and_continue(line: StarvationLine) -> None:
         report(line)
-        told.set()
+        reported.set()
 
     trainer._starvation._report = report_and_continue
-    # No time passes before a sample is being decoded; then a second does, whenever somebody looks.
+    # The clock stands until a sample is being decoded; then each look at the clock advances it by a second.
     seconds = itertools.count(1)
     trainer._starvation._clock = lambda: float(next(seconds)) if begun.is_set() else 0.0
     trainer.fit()
@@ -189,7 +189,7 @@ def test_a_run_whose_data_does_not_come_says_so_before_it_does(tmp_path: Path) -
 
 
 class Slow(Linear):  # type: ignore[misc, valid-type]
-    """Decoding takes longer than training, whatever the machine is busy with."""
+    """Decoding takes longer than training, also on a busy machine."""
 
     def decode(self, fields: dict[str, bytes]) -> Any:
         time.sleep(0.01)

@@ -56,7 +56,7 @@ async def until(condition: Callable[[], bool], timeout_s: float) -> None:
 
 
 class World:
-    """What stands around the agent: publishes placements, commits checkpoints, sees what is said."""
+    """What stands around the agent: publishes placements, commits checkpoints, records facts."""
 
     def __init__(self, bus: Bus, objects: ObjectStore, settings: WorkerSettings) -> None:
         self.bus, self.objects, self.settings = bus, objects, settings
@@ -139,7 +139,7 @@ class World:
         return ref
 
     async def commit_all(self) -> None:
-        """Commit whatever is staged, for ever."""
+        """Commit every staged checkpoint until cancelled."""
         async for batch in self.bus.follow(topology.FACTS.name, (CheckpointStaged.subject_filter(),)):
             for message in batch:
                 await self.commit(message.event)

@@ -46,7 +46,7 @@ async def test_killed_agent_reattaches_and_no_step_is_lost_or_doubled(world: Wor
         process = agent_process()
         joined = await _joined(world, life)
         assert joined.running == (("r1", 1),)
-        assert set(ranks_of(folder)) <= ranks  # the same processes: none was started anew
+        assert set(ranks_of(folder)) <= ranks  # the same processes: none was started again
     (folder / "runs" / "r1" / "g1" / "go").touch()
     exited = await world.wait_for(RunExited)
     committing.cancel()

@@ -38,7 +38,7 @@ MIB = 2**20
 
 
 def tensors(names: dict[str, int], seed: int = 0) -> dict[str, Any]:
-    """Random float32 tensors of so many bytes."""
+    """Random float32 tensors of the given sizes in bytes."""
     generator = np.random.default_rng(seed)
     return {name: generator.standard_normal(size // 4, dtype=np.float32) for name, size in names.items()}
 
@@ -94,7 +94,7 @@ def test_change_of_a_tensor_changes_only_its_chunks(tmp_path: Path) -> None:
 
 @given(st.binary(max_size=200), st.integers(0, 40 * MIB))
 def test_invalid_header_is_chunked_without_gaps(header: bytes, size_bytes: int) -> None:
-    """Whatever a file says of itself, the pieces fill it in order and none is large."""
+    """For every header the pieces fill the file in order and none is large."""
     head = len(header).to_bytes(8, "little") + header
     size_bytes = max(size_bytes, len(head))
     length = core.header_length(head[:9], size_bytes)
@@ -294,7 +294,7 @@ async def test_deltas_restore_bit_exactly_and_chains_are_bounded(
     for n, (file, content) in enumerate(versions):
         await restore_file(objects, file, tmp_path / "restored" / str(n))
         assert (tmp_path / "restored" / str(n)).read_bytes() == content
-    # A link of the chain that is not what it was is found, whatever it decodes to.
+    # A changed link of the chain is found, also if it decodes.
     file = versions[4][0]
     base = file.chunks[1].base
     assert base is not None
@@ -361,7 +361,7 @@ async def test_distrusted_blobs_are_sent_again(
     path.write_bytes(b"7" * MIB)
     (file,) = await CheckpointUploader(objects, bucket, cache, known).upload({"file": path})
     await objects.delete(file.chunks[0].uri)
-    # Known to be there: nobody looks. The checkpoint service does, and its refusal is heard.
+    # The uploader trusts its record and does not check. The checkpoint service does, and its refusal arrives.
     blind = CheckpointUploader(objects, bucket, cache, known)
     await blind.upload({"file": path})
     assert blind.sent_bytes == 0

@@ -133,7 +133,7 @@ def test_slot_problems_are_reported(
 @pytest.mark.parametrize(
     ("held", "ill", "why"),
     [
-        pytest.param((), "in use", "60.0 GiB", id="nobody has a part"),
+        pytest.param((), "in use", "60.0 GiB", id="no part is in use"),
         pytest.param((0.5, 0.25), "in use", "", id="others have it"),
         pytest.param((0.25,), "in use", "beyond the 25% that other runs have", id="more than others have"),
         pytest.param((0.25,), "ecc", "memory errors", id="its health is asked all the same"),
@@ -143,7 +143,7 @@ async def test_memory_of_other_shares_is_allowed(
     monkeypatch: pytest.MonkeyPatch, held: tuple[float, ...], ill: str, why: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(ill))
-    # What would come out wrong is not tried where somebody computes.
+    # A device in use gets no test computation: here its result would be wrong.
     check = GpuCheck(GPUS, WRONG if held else RIGHT, patience_s=0)
     if not why:
         await check.check((1,), {1: held})

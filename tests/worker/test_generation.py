@@ -94,7 +94,7 @@ async def test_run_starts_from_weights_until_it_has_a_checkpoint(world: World, a
         uri = f"s3://{world.settings.bucket_models}/blobs/sha256/{sha256[:2]}/{sha256}"
         size = {"sha256": sha256, "size_bytes": len(body)}
         files.append({"path": path, **size, "chunks": [{**size, "uri": uri}]})
-        if not path.startswith("optimizer"):  # whoever asks for it finds nothing
+        if not path.startswith("optimizer"):  # a reader of it finds nothing
             await world.objects.put(uri, body)
     manifest = json.dumps({"step": 9, "epoch": 1, "samples_consumed": 72, "files": files}).encode()
     base = CheckpointRef(
@@ -211,7 +211,7 @@ async def test_newer_generation_ends_the_older_one(world: World, agent: Any) -> 
     assert (exited.generation, exited.outcome) == (2, "succeeded")
     assert not ranks_of(world.settings.data_dir.resolve())
     await world.bus.publish(RunCompleted(run_id="r1", generation=2))
-    # The same old fact again, stored anew because its id was forgotten.
+    # The same old fact again, stored again because the server forgot its id.
     await world.bus.js.publish(first.subject, first.model_dump_json().encode(), headers={"Nats-Msg-Id": "again"})
     await world.place(run_id="r2", params={"steps": 3})
     await world.wait_for(RunExited, "r2")
@@ -226,11 +226,11 @@ async def test_lost_node_kills_its_ranks_and_rejoins(world: World, agent: Any) -
     joined = [r.event for r in await world.bus.read_history("node.n1.joined")]
     await world.bus.publish(NodeLost(node_id="n1", incarnation=joined[0].incarnation))
 
-    async def anew() -> bool:
+    async def has_rejoined() -> bool:
         joined[:] = [r.event for r in await world.bus.read_history("node.n1.joined")]
         return len(joined) == 2 and not ranks_of(world.settings.data_dir.resolve())
 
-    await until(anew, "the node to join anew")
+    await until(has_rejoined, "the node to join again")
     assert isinstance(joined[1], NodeJoined)
     assert joined[1].running == ()
     assert joined[1].incarnation != joined[0].incarnation

@@ -73,7 +73,7 @@ async def test_lost_reply_and_late_restart_publish_the_same_events(tmp_path: Pat
     assert [line for fact in said if isinstance(fact, RunLog) for line in fact.lines] == [
         f"loss={step}.5" for step in range(1, 13)
     ]
-    # Killed before it had written down that all is said; its heir says the last of it again, an hour later.
+    # Killed before it saved its offsets; its successor publishes the last lines again, an hour later.
     write(tmp_path, 13)
     await first.poll()
     said = bus.distinct()

@@ -213,7 +213,7 @@ async def test_kubernetes_hook_gives_the_grace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("environment", "maker", "expected"),
     [
-        pytest.param({}, "QEMU", [], id="a machine of nobody's cloud is not asked"),
+        pytest.param({}, "QEMU", [], id="no request on a machine of no known cloud"),
         pytest.param({}, "Amazon EC2", ["ec2"], id="ec2"),
         pytest.param({"SLURM_JOB_ID": "1"}, "Dell Inc.", ["slurm"], id="slurm"),
         pytest.param({"KUBERNETES_SERVICE_HOST": "x"}, "Google", ["kubernetes", "gcp"], id="kubernetes in gcp"),

@@ -19,7 +19,7 @@ HERE = {name: CachedShard(10, used_s) for used_s, name in enumerate("abcdef")}
 
 @dataclass(eq=False)
 class Consumer:
-    """Somebody who reads."""
+    """A reader with a plan."""
 
     ready: set[str] = field(default_factory=set)
 

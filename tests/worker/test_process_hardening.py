@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-#: Root reads everything, so as root the part is played by somebody else.
+#: Root reads everything, so as root another user takes its part.
 PLAY = """
 import ctypes, os, subprocess, sys
 from services.worker.launch.process_hardening import PR_SET_DUMPABLE, protect_credentials

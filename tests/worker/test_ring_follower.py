@@ -1,4 +1,4 @@
-"""Records of a ring are published once each, in step with the journal, whatever is lost or killed."""
+"""Records of a ring are published once each, in step with the journal, also after losses and kills."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def attempt(following: JournalFollower) -> None:
 
 
 async def test_small_ring_lossy_bus_and_killed_agents_lose_no_record(tmp_path: Path) -> None:
-    # A ring with room for ten: most of what is written while nobody reads goes to the journal instead.
+    # A ring with room for ten: most records that are written while there is no reader go to the journal instead.
     RingWriter(tmp_path / "rank_0.ring", capacity=10).close()
     bus, clock, journal = Bus(), ManualClock(), Journal(tmp_path / "rank_0.jsonl")
     step = 0
@@ -39,7 +39,7 @@ async def test_small_ring_lossy_bus_and_killed_agents_lose_no_record(tmp_path: P
             await attempt(agent)
         if life % 2:
             await attempt(agent)
-        agent.close()  # killed: its heir has the files alone
+        agent.close()  # killed: its successor has only the files
     last = follower(tmp_path, bus, clock)
     await last.drain()
     assert sorted(steps(bus)) == list(range(1, step + 1))

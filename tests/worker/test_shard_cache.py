@@ -252,7 +252,7 @@ async def test_other_files_are_evicted_before_planned_shards(
 async def test_two_datasets_beyond_the_limit_do_not_evict_each_other(
     objects: ObjectStore, s3_settings: Settings, s3_server: S3Server, tmp_path: Path
 ) -> None:
-    """Nobody has said that they will be read: what has come stays, and nothing is fetched for nothing."""
+    """No rank plans to read these shards: fetched ones stay, and none is fetched needlessly."""
     stored = [await store(objects, s3_settings.bucket_datasets, shards=4, seed=seed) for seed in range(2)]
     each = stored[0].size_bytes // 4
     async with FaultProxy(s3_server.port) as proxy:
@@ -282,7 +282,7 @@ async def test_two_datasets_beyond_the_limit_do_not_evict_each_other(
 async def test_full_disk_shrinks_the_cache(
     objects: ObjectStore, s3_settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk has room for three shards, whatever the setting says: ranks get theirs, one after the other."""
+    """The disk has room for three shards, fewer than the setting: ranks get theirs one after the other."""
     stored = await store(objects, s3_settings.bucket_datasets, shards=6)
     each = stored.size_bytes // 6
     monkeypatch.setattr(shards_module, "OPENING_S", 0.0)

@@ -1,4 +1,4 @@
-"""A rank's report that it waits for data becomes one fact, whatever the bus loses, and is counted."""
+"""A rank's report that it waits for data becomes one fact, also if the bus loses messages, and is counted."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_hidden_name_means_state_is_being_written(tmp_path: Path) -> None:
     assert not memory.is_being_written("r", 1, [0, 1])
     state = leave(folder, 1, 3, name=".step_next-rank_1.0")
     assert memory.is_being_written("r", 1, [0, 1])
-    assert not memory.is_being_written("r", 1, [0])  # whoever wrote it is dead
+    assert not memory.is_being_written("r", 1, [0])  # its writer is dead
     state.rename(state.with_name("step_00000003-rank_1"))
     assert not memory.is_being_written("r", 1, [0, 1])
 

@@ -48,7 +48,7 @@ async def test_ranks_are_forked_and_a_killed_warm_server_restarts(tmp_path: Path
 @pytest.mark.parametrize(
     ("environment", "can_fork"),
     [
-        pytest.param({"MODE": "x", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, True, id="read by whoever wants it, later"),
+        pytest.param({"MODE": "x", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, True, id="read later by any library"),
         pytest.param({"ATEN_CPU_CAPABILITY": "avx2"}, False, id="read when torch is loaded"),
         pytest.param({"ATEN_CPU_CAPABILITY": "default"}, True, id="the warm process has loaded it with the same"),
         pytest.param({"TORCH_LOGS": "all"}, False, id="of torch, and perhaps read at once"),

@@ -87,7 +87,7 @@ def _like(tensor: Tensor) -> str:
 def _explain(problems: Mapping[str, str], names: Sequence[str], exclude: Sequence[str]) -> str:
     listed = "; ".join(list(problems.values())[:MAX_LISTED])
     more = f"; and {len(problems) - MAX_LISTED} more" if len(problems) > MAX_LISTED else ""
-    patterns = [*exclude, *_suggested(problems, names)]
+    patterns = [*exclude, *_suggest_patterns(problems, names)]
     suggestion = ", ".join(f'"{pattern}"' for pattern in patterns[:MAX_LISTED])
     suggestion += ", ..." if len(patterns) > MAX_LISTED else ""
     return (
@@ -96,7 +96,7 @@ def _explain(problems: Mapping[str, str], names: Sequence[str], exclude: Sequenc
     )
 
 
-def _suggested(problems: Mapping[str, str], names: Sequence[str]) -> list[str]:
+def _suggest_patterns(problems: Mapping[str, str], names: Sequence[str]) -> list[str]:
     """Return patterns that match only what does not fit: whole modules where none of their tensors fits."""
     fitting = {module for name in names if name not in problems for module in _modules(name)}
     found: dict[str, None] = {}

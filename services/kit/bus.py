@@ -288,7 +288,7 @@ class Bus:
     async def read_history(
         self, *filters: str, stream: str = topology.FACTS.name, start_sequence: int = 1
     ) -> list[Message[Any]]:
-        """Every event on ``filters`` that is stored now, oldest first. For bounded subjects alone."""
+        """Return the events now stored on ``filters``, oldest first. Only for bounded subjects."""
         found: list[Message[Any]] = []
         async for batch in self.follow(stream, filters, start_sequence, until_caught_up=True):
             found += batch

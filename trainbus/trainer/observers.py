@@ -48,26 +48,30 @@ class StepObserver:
     def on_data_ready(self) -> None:
         """This rank has its samples, though the step may still wait for other ranks."""
 
-    def on_step_begin(self) -> None:
+    def on_step_begin(self, step: int, data: StepData) -> None:
         """The forward pass is about to begin."""
 
     def on_step_end(self, step: CompletedStep) -> None:
         """The weights are updated."""
 
     def on_step_summary(self, summary: StepSummary) -> None:
-        """All ranks have exchanged their numbers of a step; up to one step after its end."""
+        """All ranks have exchanged their numbers of a step: before the end of the step after it."""
 
 
 class SampleRecorder(StepObserver):
-    """Writes down what a rank trains on: one JSON line a leaf, with the keys of its samples in their order."""
+    """Writes down what a rank trains on: one JSON line a leaf, with the keys of its samples in their order.
+
+    It records a step before the step begins, because other ranks can complete the step once they have this rank's
+    gradients. So the last step on record may be one that no rank completed.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a")
 
-    def on_step_end(self, step: CompletedStep) -> None:
-        for leaf in step.data.leaves:
+    def on_step_begin(self, step: int, data: StepData) -> None:
+        for leaf in data.leaves:
             keys = [key for micro in leaf.micro_batches for key in micro.keys]
-            self._file.write(json.dumps({"step": step.step, "leaf": leaf.leaf, "keys": keys}) + "\n")
+            self._file.write(json.dumps({"step": step, "leaf": leaf.leaf, "keys": keys}) + "\n")
         self._file.flush()
 
 
@@ -81,6 +85,8 @@ class MetricsReporter(StepObserver):
         self._log_every_steps, self._total_steps = log_every_steps, total_steps
         #: The mean loss over the global batch in the last step whose summary is known.
         self.train_loss: float | None = None
+        #: The metrics of the last step whose summary is known.
+        self.latest: StepMetrics | None = None
         #: (samples consumed, rates) of the steps whose summary is still to come.
         self._pending: dict[int, tuple[int, dict[str, float]]] = {}
 
@@ -93,18 +99,13 @@ class MetricsReporter(StepObserver):
         self._pending[step.step] = (step.samples_consumed, values)
 
     def on_step_summary(self, summary: StepSummary) -> None:
-        metrics = self.metrics_of(summary)
-        del self._pending[summary.step]
+        consumed, rates = self._pending.pop(summary.step)
+        values = {"train/loss": summary.loss, "train/grad_norm": summary.grad_norm, **rates}
+        self.latest = StepMetrics(summary.step, consumed, values)
         if math.isfinite(summary.loss):
             self.train_loss = summary.loss
         if summary.step % self._log_every_steps == 0 or summary.step == self._total_steps:
-            self.report(metrics.step, metrics.samples_consumed, metrics.values)
-
-    def metrics_of(self, summary: StepSummary) -> StepMetrics:
-        """Return the metrics of a step that this observer has not reported yet."""
-        consumed, rates = self._pending[summary.step]
-        values = {"train/loss": summary.loss, "train/grad_norm": summary.grad_norm, **rates}
-        return StepMetrics(summary.step, consumed, values)
+            self.report(summary.step, consumed, values)
 
     def report(self, step: int, samples_consumed: int, values: Mapping[str, float]) -> None:
         """Put metrics into the journal; of rank 0 alone, since they are the same on every rank."""

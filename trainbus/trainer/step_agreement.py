@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,12 +12,12 @@ from torch import Tensor
 from trainbus.trainer.world import World
 
 #: Places of the numbers ahead of the leaves' losses.
-STOP, CHECKPOINT_NOW, GRAD_NORM, SKIPPED, LACKS_DATA, HEAD = range(6)
+STOP, CHECKPOINT_NOW, LACKS_DATA, HEAD = range(4)
 
 
 @dataclass(frozen=True, slots=True)
 class StepSummary:
-    """What all ranks reported at the end of one step. The same on every rank."""
+    """What all ranks reported of one step. The same on every rank."""
 
     step: int
     #: Sum of the leaves' losses: the mean loss over the global batch.
@@ -29,81 +28,124 @@ class StepSummary:
     skipped: bool
     #: A rank does not have the samples of the next steps yet.
     lacks_data: bool
-    #: Each rank's own seconds of work, by rank.
+    #: Each rank's own seconds of work in the step before, by rank.
     busy_s: tuple[float, ...]
 
 
-class StepAgreement:
-    """One asynchronous all-reduce of a short vector after each step, read one step later.
+def _nothing() -> None:
+    """Wait for nothing."""
 
-    Nothing waits for it: a whole step passes before it is read. Every rank reads the same sum at the same point, so all
-    of them stop after the same step, whenever the request reached each of them. Every number but the flags has a place
-    of its own that one rank fills, and the places are added up in their order: the loss is the same to the bit for any
-    number of ranks.
+
+@dataclass(slots=True)
+class PostedStep:
+    """The numbers of a step that are on their way."""
+
+    step: int
+    #: The sum over all ranks; to be read after ``wait``.
+    numbers: Tensor
+    wait: Callable[[], object]
+    #: Known once the step is complete; to be read after ``wait_for_norm``.
+    grad_norm: Tensor | None = None
+    wait_for_norm: Callable[[], object] = _nothing
+    skipped: bool = False
+
+
+class StepAgreement:
+    """One asynchronous all-reduce of a short vector in each step, read one step later.
+
+    A step is posted before its last backward pass and completed after the optimizer's update. Every rank posts at the
+    same point between the same collectives, so the all-reduce finishes before the last gradients do. Every rank reads
+    the same sum at the same point, so all of them stop after the same step, whenever the request reached each of them.
+    Every number but the flags has a place of its own that one rank fills, and the places are added up in their order:
+    the loss is the same to the bit for any number of ranks.
     """
 
     def __init__(self, world: World, leaf_count: int) -> None:
         self._world = world
         self._leaf_count = leaf_count
-        self._posted: tuple[int, Tensor, Any] | None = None
+        self._posted: PostedStep | None = None
+        cuda = world.device.type == "cuda"
+        #: The all-reduce waits for the slowest rank; on this stream the backward pass does not wait with it.
+        self._stream = torch.cuda.Stream(world.device) if cuda else None  # type: ignore[no-untyped-call]
 
-    def exchange(
+    def post(
         self,
         step: int,
         losses: Mapping[int, Tensor],
-        grad_norm: Tensor,
         *,
         stop: bool,
         checkpoint_now: bool,
-        skipped: bool = False,
         lacks_data: bool = False,
         busy_s: float = 0.0,
     ) -> StepSummary | None:
-        """Post this step's numbers and return the summary of the step before; None before the first.
+        """Post the numbers of the step under way; return the summary of the step before, None if it was returned.
 
-        A single rank on CPU gets the summary of this very step.
-
-        ``losses`` are those of this rank's leaves, each its share of the mean over the global batch; ``grad_norm`` and
-        ``skipped`` are the same on every rank.
+        ``losses`` are those of this rank's leaves, each its share of the mean over the global batch. ``busy_s`` is of
+        the step before, since this one is not over.
         """
         summary = self.collect()
         known = [0.0] * (HEAD + self._leaf_count + self._world.size)
-        known[STOP], known[CHECKPOINT_NOW] = float(stop), float(checkpoint_now)
-        known[SKIPPED], known[LACKS_DATA] = float(skipped), float(lacks_data)
+        known[STOP], known[CHECKPOINT_NOW], known[LACKS_DATA] = float(stop), float(checkpoint_now), float(lacks_data)
         known[HEAD + self._leaf_count + self._world.rank] = busy_s
-        numbers = torch.tensor(known, dtype=torch.float64).to(grad_norm.device, non_blocking=True)
+        numbers = torch.tensor(known, dtype=torch.float64).to(self._world.device, non_blocking=True)
         if losses:
             first = HEAD + min(losses)
             numbers[first : first + len(losses)] = torch.stack([losses[leaf] for leaf in sorted(losses)])
-        if self._world.is_first:
-            numbers[GRAD_NORM] = grad_norm
-        if self._world.size == 1:
-            self._posted = (step, *_fetch(numbers))
-            if not numbers.is_cuda:
-                return self.collect()  # there is no other rank to wait for
-        elif numbers.is_cuda:
-            dist.all_reduce(numbers, async_op=True).wait()  # orders the streams; the host goes on at once
-            self._posted = (step, *_fetch(numbers))
-        else:
-            self._posted = (step, numbers, dist.all_reduce(numbers, async_op=True).wait)
+        self._posted = PostedStep(step, *self._sum(numbers))
         return summary
 
+    def _sum(self, numbers: Tensor) -> tuple[Tensor, Callable[[], object]]:
+        """Start to add up the ranks' numbers; return the sum on the host, and what to call before reading it."""
+        alone = self._world.size == 1
+        if self._stream is None:
+            return numbers, _nothing if alone else dist.all_reduce(numbers, async_op=True).wait
+        self._stream.wait_stream(torch.cuda.current_stream())
+        numbers.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            if not alone:
+                dist.all_reduce(numbers, async_op=True).wait()  # orders the streams; the host goes on at once
+            return _fetch(numbers)
+
+    def wait(self) -> None:
+        """Wait on CPU until all ranks have sent their numbers of the step under way.
+
+        It costs nothing before the last gradients are awaited, since the ranks sent their numbers earlier. On CUDA the
+        host does not wait: the communicator works in order, so no gradient arrives unless the numbers did.
+
+        Raises:
+            RuntimeError: a rank is gone.
+        """
+        if self._posted is not None and self._stream is None:
+            self._posted.wait()
+            self._posted.wait = _nothing
+
+    def complete(self, grad_norm: Tensor, *, skipped: bool = False) -> StepSummary | None:
+        """Add what is the same on every rank and known after the update.
+
+        A single rank on CPU gets the summary of this very step, and of any other None.
+        """
+        assert self._posted is not None
+        self._posted.skipped = skipped
+        self._posted.grad_norm, self._posted.wait_for_norm = _fetch(grad_norm)
+        return self.collect() if self._world.size == 1 and self._stream is None else None
+
     def collect(self) -> StepSummary | None:
-        """Return the summary of the last posted step, waiting for it if need be; None if it was returned before."""
-        if self._posted is None:
+        """Return the summary of the last complete step, waiting for it if need be; None if it was returned before."""
+        posted = self._posted
+        if posted is None or posted.grad_norm is None:
             return None
-        step, numbers, wait = self._posted
         self._posted = None
-        wait()
-        values: list[float] = numbers.tolist()
+        posted.wait()
+        posted.wait_for_norm()
+        values: list[float] = posted.numbers.tolist()
         losses, busy_s = values[HEAD : HEAD + self._leaf_count], values[HEAD + self._leaf_count :]
         return StepSummary(
-            step,
+            posted.step,
             sum_in_order(losses),
-            values[GRAD_NORM],
+            float(posted.grad_norm),
             stop=values[STOP] > 0,
             checkpoint_now=values[CHECKPOINT_NOW] > 0,
-            skipped=values[SKIPPED] > 0,
+            skipped=posted.skipped,
             lacks_data=values[LACKS_DATA] > 0,
             busy_s=tuple(busy_s),
         )
@@ -124,10 +166,10 @@ def sum_in_order(values: list[float]) -> float:
     return total
 
 
-def _fetch(numbers: Tensor) -> tuple[Tensor, Any]:
+def _fetch(numbers: Tensor) -> tuple[Tensor, Callable[[], object]]:
     """Copy to the host without holding it up: (the copy, what to call before reading it)."""
     if not numbers.is_cuda:
-        return numbers, lambda: None
+        return numbers, _nothing
     host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
     host.copy_(numbers, non_blocking=True)
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]

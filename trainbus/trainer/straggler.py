@@ -17,6 +17,7 @@ from contracts.events.train import Watch
 from trainbus.agent_link import Journal
 from trainbus.trainer.observers import CompletedStep, StepObserver
 from trainbus.trainer.step_agreement import StepSummary
+from trainbus.trainer.step_data import StepData
 from trainbus.trainer.world import World
 
 #: Seconds that a straggler must cost each step; below it a ratio says nothing.
@@ -118,7 +119,7 @@ class StragglerObserver(StepObserver):
         #: Seconds that this rank's own work in the last step would have taken, had the rank an even share of the step.
         self.busy_s = 0.0
 
-    def on_step_begin(self) -> None:
+    def on_step_begin(self, step: int, data: StepData) -> None:
         self._timer.lap_s()  # validation and checkpoints since the last step do not count
 
     def on_step_end(self, step: CompletedStep) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -214,8 +214,8 @@ class Trainer:
         """Take one step: forward and backward of this rank's leaves, the optimizer, and agreement with all ranks."""
         started = time.perf_counter()
         for observer in self._observers:
-            observer.on_step_begin()
-        losses, copied_s = self._forward_backward(data)
+            observer.on_step_begin(self.progress.step + 1, data)
+        copied_s = self._forward_backward(data, steps)
         learning_rate = float(self.strategy.optimizer.param_groups[0]["lr"])
         result = self._optimizer_step()
         self._advance(data)
@@ -226,35 +226,60 @@ class Trainer:
         )
         for observer in self._observers:
             observer.on_step_end(completed)
-        self._agree(losses, result, lacks_data=not steps.has(MIN_PREFETCHED_STEPS))
+        self._apply_summary(self._agreement.complete(result.grad_norm, skipped=result.skipped))
         self.journal.heartbeat(progress.step)
 
-    def _forward_backward(self, data: StepData) -> tuple[dict[int, Tensor], float]:
-        """Add the gradients of this rank's leaves; return their losses, and the seconds of copying to the device."""
-        losses, copied_s = {}, 0.0
-        for leaf in data.leaves:
-            losses[leaf.leaf], leaf_copied_s = self._forward_backward_leaf(leaf, data.global_samples)
-            copied_s += leaf_copied_s
-        return losses, copied_s
+    def _forward_backward(self, data: StepData, steps: Prefetcher[StepData]) -> float:
+        """Add the gradients of this rank's leaves, and post their losses; return the seconds of copying to the device.
 
-    def _forward_backward_leaf(self, data: LeafData, global_samples: int) -> tuple[Tensor, float]:
-        """Add the gradient of one leaf; return its share of the mean loss over the global batch, and the copy time."""
+        Another rank can complete this step as soon as it has this rank's gradients, even if this rank is killed then.
+        So the losses are posted before the last backward pass, which sends the last gradients.
+        """
+        losses: dict[int, Tensor] = {}
+        copied_s = 0.0
+
+        def add_loss(leaf: int, loss: Tensor) -> None:
+            losses[leaf] = loss
+            if leaf == data.leaves[-1].leaf:
+                self._post(losses, lacks_data=not steps.has(MIN_PREFETCHED_STEPS))
+
+        for leaf in data.leaves:
+            copied_s += self._forward_backward_leaf(leaf, data.global_samples, add_loss)
+        return copied_s
+
+    def _forward_backward_leaf(
+        self, data: LeafData, global_samples: int, add_loss: Callable[[int, Tensor], None]
+    ) -> float:
+        """Add the gradient of one leaf; return the seconds of copying to the device.
+
+        ``add_loss`` gets the leaf's share of the mean loss over the global batch, before the leaf's last backward pass.
+        """
         device = self.world.device
         self.journal.heartbeat(self.progress.step)
         # What dropout draws is a function of (seed, step, leaf), on whatever rank and however often it is computed.
         seed_all(self.training.seed, self.progress.step, data.leaf)
-        losses, copied_s = [], 0.0
+        losses: list[Tensor] = []
+        copied_s, count = 0.0, len(data.micro_batches)
+
+        def add_micro_loss(loss: Tensor) -> None:
+            losses.append(loss)
+            if len(losses) == count:
+                add_loss(data.leaf, torch.stack(losses).sum())
+
         for index, micro in enumerate(data.micro_batches):
             started = time.perf_counter()
             batch = to_device(micro.batch, lambda tensor: tensor.to(device, non_blocking=True))
             copied_s += time.perf_counter() - started
-            weight, last = micro.samples / global_samples, index == len(data.micro_batches) - 1
-            losses.append(self.strategy.backward(batch, weight, leaf=data.leaf, first=index == 0, last=last))
-        return torch.stack(losses).sum(), copied_s
+            weight, last = micro.samples / global_samples, index == count - 1
+            self.strategy.backward(batch, weight, leaf=data.leaf, first=index == 0, last=last, on_loss=add_micro_loss)
+        return copied_s
 
     def _optimizer_step(self) -> StepResult:
         """Update the weights, their moving average and the schedule."""
         self._checkpoints.wait_for_staging()
+        # A rank may die between the two sends, of its numbers and of its gradients. Without its numbers this step would
+        # have no loss: then it fails here, where nothing has changed and the state of the step before is whole.
+        self._agreement.wait()
         try:
             result = self.strategy.step(self.training.clip_norm)
         except LossScaleUnderflow as error:
@@ -276,15 +301,13 @@ class Trainer:
         self._checkpoints.record_step(progress, self._averages)
         self.data.report_position(progress.samples_consumed)
 
-    def _agree(self, losses: Mapping[int, Tensor], result: StepResult, *, lacks_data: bool) -> None:
-        """Exchange the numbers of this step with all ranks, and act on what they agreed on after the step before."""
-        summary = self._agreement.exchange(
-            self.progress.step,
+    def _post(self, losses: Mapping[int, Tensor], *, lacks_data: bool) -> None:
+        """Send the numbers of the step under way to all ranks, and act on the summary of the step before."""
+        summary = self._agreement.post(
+            self.progress.step + 1,
             losses,
-            result.grad_norm,
             stop=self.control.stop_requested,
             checkpoint_now=self.control.take_checkpoint_request() or self._checkpoints.is_due_by_clock(),
-            skipped=result.skipped,
             lacks_data=lacks_data,
             busy_s=0.0 if self._straggler is None else self._straggler.busy_s,
         )
@@ -379,11 +402,11 @@ class Trainer:
 
     def _save_survivor_state(self) -> None:
         """Save the last whole step's state in memory, with its metrics: the rank that reports them may be gone."""
-        with suppress(RuntimeError, TrainingDiverged):  # a rank may have been gone before it reported anything
-            summary = self._agreement.collect()
-            if summary is not None and summary.step == self.progress.step:
-                self.progress.about[UNREPORTED] = asdict(self._metrics.metrics_of(summary))
-                self._apply_summary(summary)
+        with suppress(RuntimeError, TrainingDiverged):  # on CUDA, a rank may have been gone before it sent anything
+            self._apply_summary(self._agreement.collect())
+        metrics = self._metrics.latest
+        if metrics is not None and metrics.step == self.progress.step:
+            self.progress.about[UNREPORTED] = asdict(metrics)
         self._checkpoints.save_survivor_state(self._averages)
 
     # --- reporting ------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ its micro-batches, its random numbers) is a function of the step and the leaf on
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,10 @@ class StepResult:
     skipped: bool = False
 
 
+def ignore(loss: Tensor) -> None:
+    """Do nothing with a loss."""
+
+
 class Strategy(ABC):
     """Gradients, steps and state, for one way of spreading them over the ranks."""
 
@@ -43,12 +47,21 @@ class Strategy(ABC):
     leaves: range
 
     @abstractmethod
-    def backward(self, batch: Any | None, weight: float, *, leaf: int, first: bool, last: bool) -> Tensor:
+    def backward(
+        self,
+        batch: Any | None,
+        weight: float,
+        *,
+        leaf: int,
+        first: bool,
+        last: bool,
+        on_loss: Callable[[Tensor], None] = ignore,
+    ) -> Tensor:
         """Add ``weight`` times the gradient of the batch's mean loss; return the weighted loss (shape ``[]``).
 
         The weights of all micro-batches of all leaves sum to 1 in a step. The trainer calls it at least once for each
         of ``leaves``, in order, with None where there are no samples. ``first`` and ``last`` are of the leaf's
-        micro-batches.
+        micro-batches. ``on_loss`` gets the weighted loss before this call sends any gradient to another rank.
         """
 
     @abstractmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from contracts.events.train import Training
 from trainbus.task import Task
 from trainbus.trainer import optimizer_state as packing
-from trainbus.trainer.strategies.base import LossModule, StepResult, Strategy
+from trainbus.trainer.strategies.base import LossModule, StepResult, Strategy, ignore
 from trainbus.trainer.strategies.loss_scale import LossScale
 from trainbus.trainer.training_state import State, StateEntries, local_entries
 from trainbus.trainer.world import World
@@ -38,9 +38,19 @@ class DDPStrategy(Strategy):
             )
         self._forward = self._ddp or module
 
-    def backward(self, batch: Any | None, weight: float, *, leaf: int, first: bool, last: bool) -> Tensor:
+    def backward(
+        self,
+        batch: Any | None,
+        weight: float,
+        *,
+        leaf: int,
+        first: bool,
+        last: bool,
+        on_loss: Callable[[Tensor], None] = ignore,
+    ) -> Tensor:
         with nullcontext() if last or self._ddp is None else self._ddp.no_sync():
             loss: Tensor = self._forward(batch) * weight
+            on_loss(loss.detach())
             # DDP divides the sum over the ranks by their number; our weights already sum to 1.
             (loss * (self._world.size * self._scale.scale)).backward()  # type: ignore[no-untyped-call]
         return loss.detach()

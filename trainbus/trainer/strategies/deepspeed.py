@@ -21,7 +21,7 @@ from contracts.events.train import Training
 from trainbus.task import Task, TaskError
 from trainbus.trainer import optimizer_state as packing
 from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
-from trainbus.trainer.strategies.base import LossModule, StepResult, Strategy
+from trainbus.trainer.strategies.base import LossModule, StepResult, Strategy, ignore
 from trainbus.trainer.training_state import Kind, State, StateEntries, StateEntry, local_entries
 from trainbus.trainer.world import World
 
@@ -80,9 +80,19 @@ class DeepSpeedStrategy(Strategy):
         if self._stage:
             self.optimizer = self._zero.optimizer
 
-    def backward(self, batch: Any | None, weight: float, *, leaf: int, first: bool, last: bool) -> Tensor:
+    def backward(
+        self,
+        batch: Any | None,
+        weight: float,
+        *,
+        leaf: int,
+        first: bool,
+        last: bool,
+        on_loss: Callable[[Tensor], None] = ignore,
+    ) -> Tensor:
         self._engine.set_gradient_accumulation_boundary(last)
         loss: Tensor = self._engine(batch) * weight
+        on_loss(loss.detach())
         # DeepSpeed divides the sum over the ranks by their number; our weights already sum to 1.
         self._engine.backward(loss * self._world.size)
         if not last:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from trainbus.trainer.exact.gradient_tree import GradientTree
 from trainbus.trainer.exact.layout import Slot, in_memory_order, is_dense
 from trainbus.trainer.exact.norm import clip_factor, piece_norms, total_norm
 from trainbus.trainer.exact.zero1 import ShardedOptimizer
-from trainbus.trainer.strategies.base import LossModule, StepResult, Strategy
+from trainbus.trainer.strategies.base import LossModule, StepResult, Strategy, ignore
 from trainbus.trainer.strategies.loss_scale import LossScale
 from trainbus.trainer.training_state import State, StateEntries, local_entries
 from trainbus.trainer.world import World
@@ -54,14 +54,22 @@ class ExactDDPStrategy(Strategy):
         self._loss = LossModule(task, self.model, training.precision, world.device)
         self._leaf_weight = 0.0
 
-    def backward(self, batch: Any | None, weight: float, *, leaf: int, first: bool, last: bool) -> Tensor:
+    def backward(
+        self,
+        batch: Any | None,
+        weight: float,
+        *,
+        leaf: int,
+        first: bool,
+        last: bool,
+        on_loss: Callable[[Tensor], None] = ignore,
+    ) -> Tensor:
         self._tree.begin_micro_batch(leaf, first=first, last=last)
         self._leaf_weight = weight if first else self._leaf_weight + weight
-        if batch is None:
-            loss = torch.zeros((), device=self._world.device)
-        else:
-            loss = self._loss(batch) * weight
-            (loss * self._scale.scale if self._scale.enabled else loss).backward()
+        loss: Tensor = torch.zeros((), device=self._world.device) if batch is None else self._loss(batch) * weight
+        on_loss(loss.detach())
+        if batch is not None:
+            (loss * self._scale.scale if self._scale.enabled else loss).backward()  # type: ignore[no-untyped-call]
         self._tree.end_micro_batch(leaf, last=last)
         if last:
             self._buffers.leaf_done(leaf, self._leaf_weight)

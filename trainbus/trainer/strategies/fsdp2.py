@@ -22,7 +22,7 @@ from trainbus.trainer.exact.reduce_scatter import BackwardState, TreeReduceScatt
 from trainbus.trainer.exact.tree import SumStack, TreePlan
 from trainbus.trainer.exact.zero1 import check_elementwise
 from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
-from trainbus.trainer.strategies.base import LossModule, StepResult, Strategy
+from trainbus.trainer.strategies.base import LossModule, StepResult, Strategy, ignore
 from trainbus.trainer.strategies.loss_scale import LossScale
 from trainbus.trainer.training_state import Kind, State, StateEntries, StateEntry
 from trainbus.trainer.world import World
@@ -66,13 +66,23 @@ class FSDP2Strategy(Strategy):
         self._scale = LossScale(training.precision == "fp16")
         self._module = LossModule(task, self.model, training.precision, world.device)
 
-    def backward(self, batch: Any | None, weight: float, *, leaf: int, first: bool, last: bool) -> Tensor:
+    def backward(
+        self,
+        batch: Any | None,
+        weight: float,
+        *,
+        leaf: int,
+        first: bool,
+        last: bool,
+        on_loss: Callable[[Tensor], None] = ignore,
+    ) -> Tensor:
         self._backward.leaf = self._plan.steps[leaf]
         self._leaf_weight = weight if first else self._leaf_weight + weight
         self._sharded[0].set_requires_gradient_sync(last)
         if self._keeps_weights:
             self._sharded[0].set_reshard_after_backward(last and leaf == self.leaves[-1])
         loss: Tensor = self._module(batch) * weight
+        on_loss(loss.detach())
         (loss * self._scale.scale).backward()  # type: ignore[no-untyped-call]
         if last:
             self._buffers.leaf_done(leaf, self._leaf_weight)

@@ -49,7 +49,7 @@ def token(name: str) -> str:
 
 
 class Event(BaseModel):
-    """Something that is said on the bus: the JSON body; its envelope travels as headers."""
+    """An event on the bus: the JSON body; its envelope travels as headers."""
 
     #: A metric may be NaN or infinite, which JSON numbers cannot: such values travel as "NaN", "Infinity".
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
@@ -69,7 +69,7 @@ class Event(BaseModel):
 
 
 class Request(Event):
-    """What somebody wants. Unknown fields are refused, since a typo must not be ignored."""
+    """A request from a client or a service. Unknown fields are refused, so that a typo is not ignored."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

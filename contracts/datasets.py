@@ -93,7 +93,7 @@ class Manifest(_Format):
 
     version: Literal[2] = 2
     format: Format
-    #: Samples of one size in flat files, as integers of so many bytes; null: ustar archives.
+    #: Samples of one size in flat files, as integers of this many bytes; null: ustar archives.
     token_bytes: Literal[1, 2, 4] | None = None
     #: What it was made of: the ingestion's settings and listing, and where they are.
     source: str

@@ -114,7 +114,7 @@ def check_subject(event: Event, subject: str) -> None:
 
 
 def open_envelope(raw: RawMessage) -> tuple[Envelope, Any]:
-    """Return the envelope and the untyped data. Whatever the sender left out is filled in."""
+    """Return the envelope and the untyped data. Missing attributes are filled in."""
     if len(raw.body) > MAX_BODY_BYTES:
         raise EnvelopeError(
             f"the body has {len(raw.body):,} bytes, more than the {MAX_BODY_BYTES:,} allowed: "
@@ -214,7 +214,7 @@ def read_json(body: bytes) -> Any:
     try:
         data = json.loads(body.decode("utf-8-sig"))
         if b"\\u" in body:
-            # "\ud800" is half a character: whoever passes it on fails.
+            # "\ud800" is half a character: a service that passes it on fails.
             json.dumps(data, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise EnvelopeError(f"the body is not JSON in UTF-8: {error}") from error

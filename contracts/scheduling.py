@@ -79,9 +79,9 @@ class Quota(PolicySection):
     team: str
     #: Kind of accelerator; None: all of them together.
     accelerator: str | None = None
-    #: Slots that the team gets back from whoever borrowed them.
+    #: Slots that the team reclaims from borrowers.
     slots: int | None = Field(None, ge=0)
-    #: Slots that it may have at most, borrowed ones included; None: whatever is idle.
+    #: Slots that it may have at most, borrowed ones included; None: all idle slots.
     ceiling: int | None = Field(None, ge=0)
     #: Slot-hours in each period.
     slot_hours: float | None = Field(None, gt=0)
@@ -89,7 +89,7 @@ class Quota(PolicySection):
 
 
 class Admit(PolicySection):
-    """What anybody may have at once."""
+    """What each user and team may have at once."""
 
     quotas: tuple[Quota, ...] = ()
     max_slots_per_user: int | None = Field(None, ge=1)
@@ -99,7 +99,7 @@ class Admit(PolicySection):
 class FairShare(PolicySection):
     """Shares of teams by weight, over their use in the past."""
 
-    #: Team (a path) -> weight among its siblings; 1 where nothing is said.
+    #: Team (a path) -> weight among its siblings; 1 by default.
     weights: dict[str, float] = Field(default_factory=dict)
     #: Use counts half after so long.
     half_life_s: float = Field(7 * 86_400.0, gt=0)
@@ -125,7 +125,7 @@ class Reserve(PolicySection):
     """Whether runs that fit may go ahead of one that waits for many slots, without holding it up."""
 
     backfill: Literal["none", "easy", "conservative"] = "none"
-    #: Only runs of at least so many slots get a reservation; others that do not fit are passed over.
+    #: Only runs of at least this many slots get a reservation; others that do not fit are skipped.
     from_slots: int = Field(1, ge=1)
     #: How far down the queue backfill looks.
     depth: int = Field(1000, ge=1)
@@ -133,7 +133,7 @@ class Reserve(PolicySection):
     reservations: int = Field(32, ge=1)
     #: What a run without ``limit_s`` is expected to take at most: this quantile of its prediction.
     quantile: float = Field(0.9, gt=0, lt=1)
-    #: Runs of at least so many slots are promised their start, once their holders' limits tell it.
+    #: Runs of at least this many slots are promised a start, once it follows from the limits of the allocated runs.
     promise_slots: int | None = Field(None, ge=1)
 
 
@@ -158,10 +158,10 @@ class Reclaim(PolicySection):
 
     #: A run may take slots of another if the first key of ``order.by`` in which they differ is one of these.
     by: tuple[OrderKey, ...] = ("priority",)
-    #: Whether runs that went ahead of one that did not fit let go again, as soon as it fits with their slots. So slots
-    #: are never idle for the sake of a large gang, and it waits no longer than if nobody had gone ahead.
+    #: Whether runs that overtook one that did not fit release their slots again, as soon as it fits with them. So
+    #: slots are never idle for the sake of a large gang, and it waits no longer than without overtakers.
     overtakers: bool = False
-    #: No slots are taken from a run that has not had them for so long.
+    #: No slots are taken from a run that has had them for less time than this.
     min_run_s: float = Field(0.0, ge=0)
     #: The same for slots that are taken by least-attained service: longer, since it happens all the time.
     quantum_s: float = Field(300.0, ge=0)
@@ -232,11 +232,11 @@ class Faults(PolicySection):
 
     #: How long a placement may take until its ranks run: downloads of data and code are part of it.
     start_deadline_s: float = Field(1800.0, gt=0)
-    #: How long after its grace a node may take to let go; one that takes longer is taken for lost.
+    #: How long after its grace a node may take to release a run; one that takes longer counts as lost.
     release_deadline_s: float = Field(300.0, gt=0)
-    #: A node on which a run failed so often in a row, by no fault of its own, is avoided by that run.
+    #: A node on which a run failed this often in a row, by no fault of its own, is avoided by that run.
     avoid_node_after: int = Field(2, ge=1)
-    #: So long before a machine is taken away its ranks must have let go, for what is still to be uploaded.
+    #: How long before a machine is taken away its ranks must have ended: the rest of the time is for uploads.
     notice_margin_s: float = Field(2.0, ge=0)
     #: Generations in a row that may break, by no fault of the run, without a new checkpoint.
     max_infrastructure_failures: int = Field(50, ge=1)
@@ -252,7 +252,7 @@ class Faults(PolicySection):
 
 
 class Policy(PolicySection):
-    """Everything ``decide`` may be told; two schedulers with the same policy decide the same."""
+    """Everything that configures ``decide``; two schedulers with the same policy decide the same."""
 
     name: str = Field("priority-first-come", min_length=1, max_length=100)
     order: Order = Order()

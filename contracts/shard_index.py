@@ -4,9 +4,9 @@ All integers are little-endian. The file is
 
 - the magic word ``TBINDEX`` and a byte 2;
 - ``uint32``: the length of the header in bytes, which makes the next part begin at a multiple of 8;
-- the header: JSON, padded with spaces; ``samples`` (n), ``fields`` (by name, sorted: how each is told), ``keys_bytes``;
-- for each field that is told by arrays: ``int64[n]`` offsets, then ``int64[n]`` sizes; size -1 is a field that the
-  sample does not have. A field whose samples all have one size and lie at one distance is told in the header:
+- the header: JSON, padded with spaces; ``samples`` (n), ``fields`` (by name, sorted: its layout), ``keys_bytes``;
+- for each field that is stored as arrays: ``int64[n]`` offsets, then ``int64[n]`` sizes; size -1 is a field that the
+  sample does not have. A field whose samples all have one size and lie at one distance is stored in the header:
   ``{"first": offset, "stride": bytes, "size": bytes}``;
 - ``int64[n]``: where each key ends in what follows; then the keys, UTF-8, one after the other.
 
@@ -42,7 +42,7 @@ class StridedField:
 
 @dataclass(frozen=True, slots=True)
 class ScatteredField:
-    """A field told by arrays of n ``int64`` each, as they lie in the file."""
+    """A field stored as arrays of n ``int64`` each, as they lie in the file."""
 
     offsets: memoryview
     sizes: memoryview
@@ -81,15 +81,15 @@ def encode(keys: Sequence[str], fields: Mapping[str, tuple[Sequence[int], Sequen
         keys: n of them.
         fields: by name, n offsets and n sizes each (``ABSENT`` for a field that a sample does not have).
     """
-    told: dict[str, Any] = {}
+    layouts: dict[str, Any] = {}
     arrays: list[bytes] = []
     for name in sorted(fields):
         offsets, sizes = fields[name]
         strided = _detect_stride(offsets, sizes)
         if strided is not None:
-            told[name] = {"first": strided.first, "size": strided.size, "stride": strided.stride}
+            layouts[name] = {"first": strided.first, "size": strided.size, "stride": strided.stride}
         else:
-            told[name] = "arrays"
+            layouts[name] = "arrays"
             arrays += [_pack(offsets), _pack(sizes)]
     encoded = [key.encode() for key in keys]
     ends, end = [], 0
@@ -97,7 +97,7 @@ def encode(keys: Sequence[str], fields: Mapping[str, tuple[Sequence[int], Sequen
         end += len(key)
         ends.append(end)
     header = json.dumps(
-        {"fields": told, "keys_bytes": end, "samples": len(keys)},
+        {"fields": layouts, "keys_bytes": end, "samples": len(keys)},
         sort_keys=True,
         separators=(",", ":"),
         ensure_ascii=False,

@@ -84,7 +84,7 @@ class ObjectBucket:
     doc: str
 
 
-REQUESTS = Stream("REQUESTS", subjects.ALL_REQUESTS, "What somebody wants: train, cancel, ingest, restore...")
+REQUESTS = Stream("REQUESTS", subjects.ALL_REQUESTS, "Requests: train, cancel, ingest, restore...")
 FACTS = Stream("FACTS", subjects.ALL_FACTS, "What has happened, in one total order. The source of truth.", atomic=True)
 PROGRESS = Stream(
     "PROGRESS", subjects.ALL_PROGRESS, "Metric points of running trainings.", max_bytes=4 * GIB, max_age_s=14 * DAY_S
@@ -135,7 +135,7 @@ CHECKPOINT_REQUESTS = Consumer(
     "checkpoint-requests",
     REQUESTS.name,
     (train.PinRequested, train.ScrubRequested),
-    "Checkpoints to be kept whatever retention says, and to be read back.",
+    "Checkpoints to pin against retention, and to read back.",
 )
 EVALUATION = Consumer(
     "evaluation",
@@ -163,7 +163,7 @@ TRACKING = Consumer(
         run.RunNotPromoted,
         model.ModelPromoted,
     ),
-    "What MLflow is told.",
+    "Facts that are mirrored to MLflow.",
     # MLflow may be away for days: the facts wait in order, none of them is given up.
     max_deliver=-1,
 )
@@ -284,7 +284,7 @@ SERVICES: dict[str, ServiceEvents] = {
             checkpoint.CheckpointDeleted,
             checkpoint.CheckpointPinned,
             checkpoint.CheckpointRotten,
-            # It writes a manifest anew from the facts; nodes write blobs anew.
+            # It rebuilds a manifest from the facts; nodes write blobs again.
             checkpoint.CheckpointRepaired,
             # Every day it asks for a scrub.
             train.ScrubRequested,

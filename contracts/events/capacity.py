@@ -13,7 +13,7 @@ from contracts.scheduling import Policy
 
 
 class CapacityWanted(Fact, aggregate="capacity", fact="wanted"):
-    """So many nodes of a pool would be used, all in all. An autoscaler acts on the newest one of each pool."""
+    """The total number of nodes that a pool needs. An autoscaler acts on the newest fact of each pool."""
 
     pool: Token
     nodes: int = Field(ge=0)

@@ -11,7 +11,7 @@ from contracts.events.run import CheckpointRef, FactPart, GenerationFact, RunFac
 
 
 class Chunk(FactPart):
-    """A piece of a file. ``sha256`` and ``size_bytes`` are the piece's own, whatever is stored for it."""
+    """A piece of a file. ``sha256`` and ``size_bytes`` are the piece's own, also when a difference is stored for it."""
 
     sha256: Sha256
     size_bytes: int = Field(ge=0)
@@ -79,7 +79,7 @@ class CheckpointCommitted(GenerationFact, fact="checkpoint_committed"):
     exactness: Exactness = "samples-exact"
     #: A hash over weights, optimizer, schedule and sampler, the same for any number of ranks.
     state_digest: Sha256 | None = None
-    #: Of the manifest's bytes: whoever has this can tell the whole checkpoint from any other.
+    #: Of the manifest's bytes: it identifies the whole checkpoint.
     manifest_sha256: Sha256 | None = None
 
     @property
@@ -111,7 +111,7 @@ class CheckpointDeleted(RunFact, fact="checkpoint_deleted"):
 
 
 class CheckpointPinned(RunFact, fact="checkpoint_pinned"):
-    """Somebody wants the checkpoint kept whatever retention says, or no longer."""
+    """The checkpoint is pinned: retention does not delete it. Or it is no longer pinned."""
 
     uri: ObjectUri
     step: int
@@ -125,11 +125,11 @@ class CheckpointPinned(RunFact, fact="checkpoint_pinned"):
 
 
 class CheckpointRotten(RunFact, fact="checkpoint_rotten"):
-    """What is stored of a committed checkpoint is no longer what it was. Nodes that have the blobs write them anew."""
+    """Stored blobs of a committed checkpoint are missing or corrupt. Nodes that have the blobs write them again."""
 
     uri: ObjectUri
     step: int
-    #: Whether nodes are to write them anew; else it is only told.
+    #: Whether nodes shall write them again; otherwise the fact is only a report.
     repair: bool = True
     #: Blobs that are missing or whose bytes do not fit their name.
     blobs: tuple[ObjectUri, ...]
@@ -142,7 +142,7 @@ class CheckpointRotten(RunFact, fact="checkpoint_rotten"):
 
 
 class CheckpointRepaired(RunFact, fact="checkpoint_repaired"):
-    """A rotten blob was written anew from a node's copy of it."""
+    """A corrupt blob was written again from a node's copy."""
 
     uri: ObjectUri
     step: int

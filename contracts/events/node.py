@@ -70,23 +70,23 @@ class NodeLeft(NodeFact, fact="left"):
 
 
 class NodeLost(NodeFact, fact="lost"):
-    """The node's lease ran out: whatever ran there is taken for dead."""
+    """The node's lease expired: all ranks there count as dead."""
 
     reason: str = ""
 
 
 class NodeDraining(NodeFact, fact="draining"):
-    """Nothing new is placed on the node, and what runs there is asked to let go."""
+    """Nothing new is placed on the node, and the runs there are asked to release it."""
 
     reason: str = ""
 
 
 class NodeNotice(NodeFact, fact="notice"):
-    """Whoever runs the machine will take it away, or may. Nothing new is placed there, and what runs is moved."""
+    """The machine's operator takes it away, or may do so. Nothing new is placed there, and its runs are moved."""
 
     source: str
     kind: str
-    #: Seconds that are left; None where nobody says.
+    #: Seconds that are left; None: unknown.
     grace_s: float | None = None
     detail: str = ""
 
@@ -97,7 +97,7 @@ class NodeNotice(NodeFact, fact="notice"):
 
 
 class NodeUnfit(NodeFact, fact="unfit"):
-    """A check of the node's devices failed; nothing is placed there until the agent joins anew."""
+    """A check of the node's devices failed; nothing is placed there until the agent joins again."""
 
     reason: str
     slots: tuple[int, ...] = ()

@@ -159,8 +159,8 @@ class RunPlaced(GenerationFact, fact="placed"):
     decided_at: datetime
     #: The slots the run would like to have: more than it got when it was shrunk.
     wanted_slots: int = 0
-    #: How many generations of the run have ended without anybody having asked them to, and for how many seconds it
-    #: has had slots, all in all: how often to save the state follows from that.
+    #: How many generations of the run have ended unasked, and for how many seconds it has had slots in total. The
+    #: interval between checkpoints follows from both.
     failures_seen: int = Field(0, ge=0)
     run_s: float = Field(0.0, ge=0)
     decision: DecisionRecord | None = None
@@ -253,12 +253,12 @@ class RunStarved(GenerationFact, fact="starved"):
 
 
 class RunPreempting(GenerationFact, fact="preempting"):
-    """The ranks must checkpoint and let go within ``grace_s``; 0 means at once, without a checkpoint."""
+    """The ranks must checkpoint and release their slots within ``grace_s``; 0: at once, without a checkpoint."""
 
     reason: str
     queue_reason: QueueReason = "preempted"
     grace_s: float = Field(ge=0)
-    #: What becomes of the run once every node has let go.
+    #: What becomes of the run once every node has released its slots.
     then: Literal["queue", "cancel", "fail"] = "queue"
     #: The run that gets the slots.
     preemptor: Token | None = None
@@ -335,7 +335,7 @@ class RunFailed(RunFact, fact="failed"):
 
 
 class RunCancelling(RunFact, fact="cancelling"):
-    """Somebody asked for the run to be stopped for good. ``cancelled`` follows once its ranks have let go."""
+    """A request to stop the run for good came. ``cancelled`` follows once its ranks have released their slots."""
 
     reason: str
 

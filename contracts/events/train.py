@@ -85,7 +85,7 @@ class TrainRequested(RunFields, Request, verb="train"):
 class TuneRequested(Request, verb="tune"):
     """Search for hyper-parameters. Studies do not exist yet: the answer is ``study.<study_id>.rejected``."""
 
-    # Whatever a study holds one day, today's answer is the same.
+    # Fields of a future study are ignored: today's answer is the same.
     model_config = ConfigDict(extra="ignore")
 
     name: str | None = Field(None, max_length=200)
@@ -119,7 +119,7 @@ class RestoreRequested(Request, verb="restore"):
 
 
 class PinRequested(Request, verb="pin"):
-    """Keep a committed checkpoint whatever retention says, or stop keeping it."""
+    """Pin a committed checkpoint, so that retention does not delete it, or unpin it."""
 
     run_id: Token
     step: int = Field(ge=0)
@@ -143,7 +143,7 @@ class DrainRequested(Request, verb="drain"):
 
 
 class PromoteRequested(Request, verb="promote"):
-    """Make a run's result the champion whatever the gate said."""
+    """Make a run's result the champion, even if the gate refused it."""
 
     model: Token
     run_id: Token

@@ -17,6 +17,6 @@ class SpecPart(BaseModel):
 
     @model_validator(mode="after")
     def _follows_its_rules(self) -> Self:
-        # pydantic validates a nested model without a check by the class's own, strict validator, whatever the schema
-        # around it says. A fact reads parts without their rules (``contracts/lenient.py``), so each part has a check.
+        # pydantic validates a nested model without a check by the class's own, strict validator. The schema around it
+        # does not count. A fact reads parts without their rules (``contracts/lenient.py``), so each part has a check.
         return self

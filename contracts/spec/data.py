@@ -54,7 +54,7 @@ class Split(SpecPart):
         if borders != sorted(borders):
             raise ValueError("split.validation_from must be before split.test_from")
         if self.stratify:
-            raise ValueError("split.stratify does not go with split.by 'time': dates divide, whatever the classes are")
+            raise ValueError("split.stratify does not go with split.by 'time': dates divide, regardless of the classes")
         return self
 
 
@@ -74,7 +74,7 @@ class Bounds(SpecPart):
 class RecordChecks(SpecPart):
     """What a record must be, beyond being readable. What is not goes to quarantine."""
 
-    #: The labels there are; empty: whatever comes up.
+    #: The allowed labels; empty: any.
     labels: tuple[str, ...] = Field((), max_length=10_000)
     #: Numeric fields and what they may be.
     ranges: dict[str, Bounds] = Field(default_factory=dict, max_length=1000)
@@ -99,7 +99,7 @@ class FeatureTable(SpecPart):
     keys: tuple[str, ...] = Field(min_length=1, max_length=20)
     entity_keys: tuple[str, ...] = Field((), max_length=20)
     event_time: str = Field("event_timestamp", min_length=1)
-    #: When the row came to be known; null: nobody noted it.
+    #: When the row became known; null: not recorded.
     created_time: str | None = "created"
     #: The columns to join; empty: all the others.
     features: tuple[str, ...] = Field((), max_length=10_000)
@@ -121,14 +121,14 @@ class FeatureJoin(SpecPart):
     tables: tuple[FeatureTable, ...] = Field(min_length=1, max_length=100)
     #: Only what was known at the row's time; false: corrections made later count too.
     as_known: bool = True
-    #: Leave out whatever came to be known after this.
+    #: Leave out rows that became known after this.
     snapshot_at: AwareDatetime | None = None
 
     @model_validator(mode="after")
     def _distinct(self) -> Self:
         names = [table.name for table in self.tables]
         if len(set(names)) < len(names):
-            raise ValueError("two feature tables have one name: their features could not be told apart")
+            raise ValueError("two feature tables have one name: their features could not be distinguished")
         return self
 
 

@@ -21,7 +21,7 @@ class Slots(SpecPart):
     @model_validator(mode="before")
     @classmethod
     def _from_number(cls, value: Any) -> Any:
-        """A plain number means exactly so many."""
+        """Read a plain number as both limits."""
         if isinstance(value, int) and not isinstance(value, bool):
             return {"min": value, "max": value}
         return value
@@ -29,7 +29,7 @@ class Slots(SpecPart):
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         json_schema = handler.resolve_ref_schema(handler(schema))
-        limits = {"type": "integer", "minimum": 1, "maximum": 1_000_000, "description": "exactly so many"}
+        limits = {"type": "integer", "minimum": 1, "maximum": 1_000_000, "description": "exactly this many"}
         return {"anyOf": [dict(json_schema), limits]}
 
     @model_validator(mode="after")
@@ -61,7 +61,7 @@ class Resources(SpecPart):
 class Gang(SpecPart):
     """How the slots of a run lie together. All of them are placed at once, or none."""
 
-    #: Slots come in bundles of so many, each bundle on one node.
+    #: Slots come in bundles of this many, each bundle on one node.
     bundle: int = Field(1, ge=1, le=1_000_000)
     #: Each bundle on a node of its own.
     apart: bool = False

@@ -59,7 +59,7 @@ class RunFields(SpecPart):
     #: A committed checkpoint (its manifest) to go on from: its weights, its optimizer, its step, its place in the data.
     resume_from: ObjectUri | None = None
     #: A committed checkpoint (its manifest) whose weights training begins with, on other data too; optimizer, schedule
-    #: and step begin anew. Its moving average counts where it has one: that is what was evaluated.
+    #: and step start from zero. Its moving average is used where it has one, since that was evaluated.
     init_from: ObjectUri | None = None
     #: Names of tensors that are not taken from ``init_from`` and stay as the task makes them, ``*`` for anything:
     #: ``head.*``. All others must be in both, in one shape.
@@ -70,7 +70,7 @@ class RunFields(SpecPart):
 
 
 class RunSpec(RunFields):
-    """A run as facts carry it: read by its types alone, whatever the rules of admission are by then."""
+    """A run as facts carry it: read by its types alone, without the rules of admission."""
 
     model_config = ConfigDict(extra="ignore")
 

@@ -24,7 +24,7 @@ class DataLoading(SpecPart):
     workers: int = Field(0, ge=0, le=256)
     #: Steps that are made ready ahead.
     ahead: int = Field(2, ge=1, le=1000)
-    #: The order of samples: so many lanes are read side by side, each shuffled within ``window`` shards' worth of
+    #: The order of samples: this many lanes are read side by side, each shuffled within ``window`` shards' worth of
     #: samples. Null: what suits the dataset. Both are part of the order, like the seed.
     lanes: int | None = Field(None, ge=1, le=4096)
     window: int | None = Field(None, ge=1, le=4096)
@@ -44,7 +44,7 @@ class Training(SpecPart):
     #: ``zero1`` is DDP with the optimizer sharded over the ranks; it exists in exact mode alone.
     strategy: Literal["ddp", "zero1", "fsdp2", "deepspeed"] = "ddp"
     zero_stage: Literal[0, 1, 2, 3] = 0
-    #: Exact mode: the step is made of so many logical ranks, whatever the number of processes is, and the
+    #: Exact mode: the step is made of this many logical ranks for any number of processes, and the
     #: result is the same to the bit. None: fast mode, exact in the samples alone.
     logical_ranks: int | None = Field(None, ge=1, le=4096)
     #: Exact mode: buffers (BatchNorm statistics) are those of logical rank 0, or the mean over all logical ranks.
@@ -58,7 +58,7 @@ class Training(SpecPart):
     loading: DataLoading = DataLoading()
     #: Steps between checkpoints; None: at the end of each epoch.
     checkpoint_every_steps: int | None = Field(None, ge=1)
-    #: The longest time between checkpoints, whatever the steps; ``auto`` weighs their measured cost against the
+    #: The longest time between checkpoints, independent of steps; ``auto`` weighs their measured cost against the
     #: failures seen (Young/Daly).
     checkpoint_every_s: Annotated[float, Field(gt=0)] | Literal["auto"] = 600.0
     #: Checkpoints besides, after these very steps.
@@ -119,12 +119,12 @@ class Checkpoints(SpecPart):
 class Watch(SpecPart):
     """What is done about ranks that make no progress, or less than the others."""
 
-    #: A rank is stalled when a step takes so many times the median step, and ``stall_min_s`` at the least.
+    #: A rank is stalled when a step takes this many times the median step, and ``stall_min_s`` at the least.
     stall_factor: float = Field(20.0, gt=1)
     stall_min_s: float = Field(60.0, gt=0)
     #: ``restart`` starts a new generation, ``exclude`` one without the node of the stalled rank.
     on_stall: Literal["observe", "restart", "exclude"] = "observe"
-    #: A rank is a straggler when its own work takes so many times the median of the ranks over ``straggler_steps``.
+    #: A rank is a straggler when its own work takes this many times the median of the ranks over ``straggler_steps``.
     straggler_factor: float = Field(1.5, gt=1)
     straggler_steps: int = Field(50, ge=2)
 
@@ -136,7 +136,7 @@ class Evaluation(SpecPart):
     mode: Mode
     #: How much better than the champion a candidate must be to replace it.
     min_improvement: float = 0.0
-    #: What a candidate must reach whatever the champion does.
+    #: What a candidate must reach, also without a champion.
     threshold: float | None = None
 
 

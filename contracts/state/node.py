@@ -7,10 +7,10 @@ from typing import Protocol
 
 from contracts.events.node import NodeFact, NodeJoined
 
-#: How far a state is from use. It gives way only to one that is as far or further, until the node joins anew.
+#: How far a state is from use. Only one as far or further replaces it, until the node joins again.
 SEVERITY = {"up": 0, "draining": 1, "notice": 2, "unfit": 3, "left": 4, "lost": 4}
 GONE_STATES = frozenset({"left", "lost"})
-#: A node remembers so many of its past incarnations: a late fact of one of them ends nothing.
+#: How many past incarnations a node remembers: a late fact of one of them ends nothing.
 MAX_PAST_INCARNATIONS = 16
 
 
@@ -39,5 +39,5 @@ def next_node_state(node: NodeLife | None, fact: NodeFact) -> str | None:
 
 
 def incarnations_before(node: NodeLife | None) -> list[str]:
-    """Return the past incarnations of a node that has just joined anew, the newest last."""
+    """Return the past incarnations of a node that has just joined again, the newest last."""
     return [] if node is None else [*node.past_incarnations, node.incarnation][-MAX_PAST_INCARNATIONS:]

@@ -55,7 +55,7 @@ STATES = (
 TERMINAL_STATES = frozenset(fact.fact for fact in TERMINAL)
 #: In these a run may hold slots.
 HOLDING_STATES = frozenset({"placed", "running", "preempting", "cancelling"})
-#: Facts about what a run left behind: they count whatever its state is.
+#: Facts about what a run left behind: they count in every state.
 ABOUT_RESULTS = (
     RunTracked,
     RunEvaluated,

@@ -1,6 +1,6 @@
-"""Follows what is wanted and acts on it, on the one instance that holds the lease.
+"""Follows the wanted capacity and starts or stops machines, on the one instance that holds the lease.
 
-It keeps nothing of its own: what there is tells the adapter, what is wanted tells the log.
+It stores nothing: the adapter lists the machines, the log has the wanted capacity.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Autoscaler:
 
     async def follow(self) -> None:
         """Fold the log for as long as the service runs."""
-        # What lies on nodes is told from their joining on: of old runs nothing need be read.
+        # The facts of runs are read from the oldest node's `joined` on: older runs are not needed.
         for received in await self.bus.read_history(*(fact.subject_filter() for fact in STATE_FACTS)):
             apply(self.state, received.event, received.sequence, received.stored_at or self.bus.clock.now())
         filters = tuple(fact.subject_filter() for fact in (*STATE_FACTS, *ALLOCATION_FACTS))

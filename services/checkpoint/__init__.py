@@ -1,1 +1,1 @@
-"""Turns staged files into checkpoints that can be restored, and removes what nobody needs."""
+"""Turns staged files into checkpoints that can be restored, and removes what is no longer needed."""

@@ -1,4 +1,4 @@
-"""Commits checkpoints; ``gc`` removes the blobs and manifests that nobody needs."""
+"""Commits checkpoints; ``gc`` removes unneeded blobs and manifests."""
 
 from services.checkpoint.app import build
 from services.checkpoint.garbage_collection import GARBAGE

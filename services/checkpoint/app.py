@@ -87,9 +87,9 @@ class Committer:
         if isinstance(sealed, Refusal):
             await self._refuse(staged, sealed.reason, "digests", cause)
             return
-        # 4. The manifest, then the fact that makes it count, unless the run was placed anew meanwhile.
+        # 4. The manifest, then the fact that makes it count, unless the run was placed again meanwhile.
         if not await self._put_manifest(sealed):
-            reason = f"{checkpoint.ref.uri} is there with another content: remove it if nobody needs it"
+            reason = f"{checkpoint.ref.uri} exists with another content: remove it if it is not needed"
             await self._refuse(staged, reason, "manifest", cause)
             return
         fence = ExpectedSequence(placed_at, subjects.fact("run", placed.run_id, RunPlaced.fact))
@@ -104,12 +104,12 @@ class Committer:
         await self._keeper.retain(placed, cause)
 
     async def _withdraw(self, staged: CheckpointStaged, checkpoint: AssembledCheckpoint) -> None:
-        """The run was placed anew meanwhile: unless the commit was stored before that, nobody may make it now."""
+        """Delete the manifest of a run that was placed again meanwhile, unless its commit was stored before that."""
         metrics.IGNORED.labels("zombie").inc()
         if not await self._is_settled(staged):
             # The name holds our generation, and the fence is shut for it: no other instance needs this manifest.
             await self._objects.delete(checkpoint.ref.uri)
-        log.info("placed anew before the commit: not committed", step=staged.step, generation=staged.generation)
+        log.info("placed again before the commit: not committed", step=staged.step, generation=staged.generation)
 
     async def _refuse(self, staged: CheckpointStaged, reason: str, cause_label: str, cause: Envelope) -> None:
         log.warning("checkpoint refused", step=staged.step, generation=staged.generation, reason=reason)

@@ -49,10 +49,10 @@ class GarbageReport:
 
 
 async def collect_garbage(bus: Bus, objects: ObjectStore, settings: CheckpointSettings) -> GarbageReport:
-    """Remove what nobody needs. Safe beside commits and uploads: see ``core/garbage.py``.
+    """Remove unneeded blobs and manifests. Safe beside commits and uploads: see ``core/garbage.py``.
 
     Raises:
-        ValueError: a manifest cannot be read, so nobody knows what it needs; nothing was deleted.
+        ValueError: a manifest cannot be read, so the blobs that it needs are unknown; nothing was deleted.
     """
     grace = timedelta(seconds=settings.checkpoint_gc_grace_s)
     root = f"s3://{settings.bucket_models}/"
@@ -73,7 +73,7 @@ async def collect_garbage(bus: Bus, objects: ObjectStore, settings: CheckpointSe
     freed = 0
     deleted = 0
     for blob in doomed:
-        # Somebody may have written it anew, meaning to name it.
+        # An upload may have written it again, in order to name it.
         try:
             if (await objects.head(blob.uri)).modified_at != blob.modified_at:
                 continue

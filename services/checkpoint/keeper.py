@@ -16,7 +16,7 @@ from services.kit.store.objects import ObjectStore
 
 log = structlog.get_logger(__name__)
 
-#: How often a pin and a deletion that cross are decided anew before the message is left to be redelivered.
+#: How often a pin and a deletion that cross are decided again before the message is left to be redelivered.
 MAX_ROUNDS = 20
 
 
@@ -42,7 +42,7 @@ class Keeper:
     """Applies retention and pins.
 
     A pin is published only if nothing was deleted since it was looked up, a deletion only if nothing was pinned:
-    of the two that cross the first stands, and the second is decided anew. The fact goes before the object, so
+    of the two that cross the first stands, and the second is decided again. The fact goes before the object, so
     that a checkpoint without the fact always has its manifest; a manifest that outlives its fact is swept, once no
     run that began with it is left.
     """
@@ -100,8 +100,8 @@ class Keeper:
         run_id = request.run_id
         deletions = subjects.fact("run", run_id, CheckpointDeleted.fact)
         for _ in range(MAX_ROUNDS):
-            told = await self._bus.read_history(subjects.fact("run", run_id, CheckpointPinned.fact))
-            if any(each.event.request_id == cause.id for each in told):
+            facts = await self._bus.read_history(subjects.fact("run", run_id, CheckpointPinned.fact))
+            if any(each.event.request_id == cause.id for each in facts):
                 break
             fence = await self._bus.get_last_sequence(deletions)
             fact = CheckpointPinned(

@@ -1,9 +1,9 @@
 """Scrubbing: what is committed is read back from the store, at a bounded rate, and compared with its hashes.
 
 A request is a job (``kit/jobs.py``), so that one instance at a time works on it and a kill only delays it; on a
-schedule, whoever finds the last scrub to be long ago requests one of every run. A rotten manifest is written anew
-from the facts that it was made of; rotten blobs are told (``checkpoint_rotten``), and nodes that still have them
-write them anew (``checkpoint_repaired``), which is looked at again here.
+schedule, the first instance that finds the last scrub overdue requests one of every run. A rotten manifest is rebuilt
+from the facts that it was made of. Rotten blobs are published (``checkpoint_rotten``), nodes that still have them
+write them again (``checkpoint_repaired``), and the service checks the result.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ QUEUE = "scrub"
 #: When the last scheduled scrub was asked for; beside the jobs, since it is as lasting as they are.
 LAST = "scrubbed.last"
 CHECK_EVERY_S = 600.0
-#: A blob that is rotten again right after its repair is told this often, so that a failing disk makes no storm.
+#: A blob that is rotten again after each repair is published this often at most: a failing disk makes no storm.
 MAX_REPORTS = 3
 #: Who repairs manifests.
 SELF = "checkpoint"
@@ -82,7 +82,7 @@ class Scrubber:
         self._jobs = JobQueue(bus, QUEUE, self.scrub, self._give_up)
 
     async def run(self) -> None:
-        """Work on what was asked for, and ask for everything now and then, until cancelled."""
+        """Run requested scrubs, and request one of every run periodically, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._jobs.run())
             if self._settings.checkpoint_scrub_every_s:
@@ -104,7 +104,7 @@ class Scrubber:
     # -- scrubbing ----------------------------------------------------------
 
     async def scrub(self, received: Message[ScrubRequested]) -> None:
-        """Read back every committed checkpoint (of the run), and tell what is rotten."""
+        """Read back every committed checkpoint (of the run), and publish what is rotten."""
         request, cause = received.event, received.envelope
         pace = Pace(self._settings.checkpoint_scrub_bytes_per_s)
         #: Blobs are shared: each is read once. True: it is as it should be.
@@ -210,7 +210,7 @@ class Scrubber:
         await self._bus.publish(fact, cause)
 
     async def _rebuild_manifest(self, commit: CheckpointCommitted) -> SealedCheckpoint | None:
-        """The manifest made anew from the facts, if it comes out as it was committed."""
+        """Rebuild the manifest from the facts; None unless the result is the committed one."""
         history = await self._bus.read_history(subjects.fact("run", commit.run_id, RunPlaced.fact))
         placed = next((each.event for each in history if each.event.generation == commit.generation), None)
         if placed is None:
@@ -228,15 +228,15 @@ class Scrubber:
     # -- repairs ------------------------------------------------------------
 
     async def on_checkpoint_repaired(self, received: Message[CheckpointRepaired]) -> None:
-        """Look at what a node says it has written anew; if it is still wrong, say so again, a few times."""
+        """Check a blob that a node wrote again; if it is still wrong, publish that again, a few times."""
         repaired = received.event
         if not blob_sha256(repaired.blob) or await self._is_intact(repaired.blob):
             metrics.REPAIRED.labels("right").inc()
             log.info("rotten blob repaired", blob=repaired.blob, node_id=repaired.node_id)
             return
         metrics.REPAIRED.labels("wrong").inc()
-        told = await self._bus.read_history(subjects.fact("run", repaired.run_id, CheckpointRotten.fact))
-        if sum(repaired.blob in each.event.blobs for each in told) >= MAX_REPORTS:
+        facts = await self._bus.read_history(subjects.fact("run", repaired.run_id, CheckpointRotten.fact))
+        if sum(repaired.blob in each.event.blobs for each in facts) >= MAX_REPORTS:
             log.error("blob stays rotten after repairs: look at the store's disks", blob=repaired.blob)
             return
         fact = CheckpointRotten(
@@ -244,7 +244,7 @@ class Scrubber:
             uri=repaired.uri,
             step=repaired.step,
             blobs=(repaired.blob,),
-            # Derived, so that a message that comes twice tells it once.
+            # Derived, so that a repeated message publishes the fact once.
             found_at=f"{repaired.found_at}, again after {received.envelope.id[:200]}",
         )
         await self._bus.publish(fact, received.envelope)
@@ -252,7 +252,7 @@ class Scrubber:
     # -- the schedule -------------------------------------------------------
 
     async def _request_periodically(self) -> None:
-        """Ask for a scrub of every run when the last one was asked for long ago, by whichever instance."""
+        """Request a scrub of every run when the last request of any instance is long ago."""
         every = timedelta(seconds=self._settings.checkpoint_scrub_every_s)
         while True:
             try:

@@ -22,7 +22,7 @@ class Verifier:
 
     The agent sends each blob under its hash and the store checks it against the bytes that arrive
     (``x-amz-checksum-sha256``), so a blob whose recorded hash is its name needs no reading. Where a store keeps no
-    such hash, or somebody wrote the object without one, it is read back and hashed, once for each ETag.
+    such hash, or another program wrote the object without one, it is read back and hashed, once for each ETag.
     """
 
     def __init__(self, objects: ObjectStore, settings: CheckpointSettings) -> None:

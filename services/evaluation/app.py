@@ -274,8 +274,8 @@ class Evaluator:
                         metrics.DECIDED.labels("rolled_back" if fact.rollback else "by_request").inc()
                         log.info("champion changed by request", model=model, run_id=fact.run_id)
             if done is not None and not done.fact.rollback:
-                told = await self._bus.get_last_message(subjects.fact("run", done.fact.run_id, RunPromoted.fact))
-                if told is None:
+                published = await self._bus.get_last_message(subjects.fact("run", done.fact.run_id, RunPromoted.fact))
+                if published is None:
                     await self._bus.publish(run_promoted(done), received.envelope)
         # Those who compare themselves with the champion have another one now.
         await self.settle_all()

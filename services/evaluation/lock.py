@@ -28,5 +28,5 @@ async def problem(bus: Bus, objects: ObjectStore, run_id: str, uri: str) -> str:
         return ""
     return (
         f"the manifest {uri} is not the one that was committed: its SHA-256 is {found}, {expected[-1]} was committed; "
-        f"`trainbus checkpoints verify {run_id} --repair` writes the committed one anew"
+        f"`trainbus checkpoints verify {run_id} --repair` writes the committed one again"
     )

@@ -1,4 +1,4 @@
-"""The HTTP interface: routes, and how errors are told."""
+"""The HTTP interface: routes, and the answers for errors."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from services.gateway.queries import Row
 from services.kit import telemetry
 from services.kit.bus import Bus, PublishAck, TransientError
 
-#: How long a client waits for the bus before it is told to come back.
+#: How long a client waits for the bus before it must retry.
 PUBLISH_TIMEOUT_S = 10.0
 WHY_TIMEOUT_S = 2.0
 MAX_KEY = 255

@@ -1,4 +1,4 @@
-"""Figures that only somebody who sees everything can give: the read model's, and the server's own."""
+"""Gauges over the whole read model, and of the server itself."""
 
 from __future__ import annotations
 

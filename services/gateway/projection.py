@@ -33,7 +33,7 @@ FACTS, REQUESTS, PROGRESS = topology.FACTS.name, topology.REQUESTS.name, topolog
 #: What is projected, in the order in which a rebuild reads it: points know what was abandoned.
 STREAMS = (REQUESTS, FACTS, PROGRESS)
 REFOLD_BATCH = 2000
-#: How often a projection that has caught up looks whether somebody else has rewound it.
+#: How often a projection that has caught up checks whether another instance has rewound it.
 LOOK_FOR_REWIND_S = 1.0
 #: How long an answer may wait for the read model to hold what its client has published before.
 CATCH_UP_S = 2.0

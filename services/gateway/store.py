@@ -113,7 +113,7 @@ LOCK_STREAM = "FACTS"
 
 
 class ProjectionMoved(Exception):
-    """Somebody else has moved the projection: read its position and go on from there."""
+    """Another instance has moved the projection: read its position and continue from there."""
 
 
 class Store:
@@ -185,7 +185,7 @@ class Store:
     # -- writing ------------------------------------------------------------
 
     async def adopt(self, streams: dict[str, float]) -> None:
-        """Begin projecting ``streams`` (name -> when it was made); start over if one was made anew."""
+        """Begin projecting ``streams`` (name -> when it was made); start over if one was created again."""
         async with self.engine.begin() as connection:
             known = {row.stream: row.stream_created for row in (await connection.execute(sa.select(PROJECTIONS))).all()}
             if any(name in known and abs(known[name] - created) > 0.001 for name, created in streams.items()):
@@ -218,7 +218,7 @@ class Store:
 
     @asynccontextmanager
     async def rewind_projection(self, position: int) -> AsyncIterator[AsyncConnection]:
-        """A transaction in which all rows but the events up to ``position`` are gone, to be folded anew."""
+        """A transaction in which all rows but the events up to ``position`` are gone, to be folded again."""
         async with self.engine.begin() as connection:
             await self._lock_writers(connection)
             await self._clear(connection, keep_events_to=position)

@@ -40,7 +40,7 @@ class Error(View):
 
 
 class AcceptedRequest(View):
-    """The request is on the bus; what becomes of it is told by the run's facts."""
+    """The request is on the bus; the run's facts show its result."""
 
     run_id: str
     request_id: str

@@ -1,4 +1,4 @@
-"""The shell: each fact makes MLflow match what the run's facts, read anew from the stream, say now.
+"""The shell: each fact makes MLflow match the run's facts, which are read again from the stream.
 
 A fact only says which run to look at. So a fact that comes twice, late or after a restart leads to the same
 page, and one writer (a lock and a single thread) is all the coordination that MLflow needs.
@@ -99,12 +99,12 @@ class Projector:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Whoever holds the lock ends its call first; whoever comes after finds the service stopping.
+        # The holder of the lock ends its call first; later callers find the service stopping.
         async with self._lock:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def warm_up(self) -> None:
-        """Import MLflow and open it, beside whatever starts on this machine; the first call waits for it."""
+        """Import MLflow and open it in the background; the first call waits for it."""
         await asyncio.get_running_loop().run_in_executor(self._thread, self._open_store)
 
     def _open_store(self) -> None:
@@ -362,7 +362,7 @@ class Projector:
             "trainbus.dataset_id": event.dataset_id or "",
             "trainbus.reason": describe.clean_value(event.reason, describe.MAX_TAG_CHARS),
         }
-        # The second lock: whoever serves this version can see whether the checkpoint is the one that was promoted.
+        # The second lock: a server of this version can check whether the checkpoint is the one that was promoted.
         for name, hashes in (("manifest_sha256", known.run.manifests), ("state_digest", known.run.digests)):
             if sha256 := hashes.get(event.checkpoint_uri):
                 tags[f"trainbus.{name}"] = sha256
@@ -424,7 +424,7 @@ def _import_at_low_priority() -> None:
     if sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), IMPORT_NICENESS)
-    with suppress(Exception):  # whoever needs it tries again and says what is wrong
+    with suppress(Exception):  # the first use tries again and reports the error
         import_mlflow()
 
 

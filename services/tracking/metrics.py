@@ -6,7 +6,7 @@ from prometheus_client import Counter, Gauge, Histogram
 
 from services.kit.metrics import LATENCY_BUCKETS
 
-BEHIND = Gauge("trainbus_tracking_behind", "Facts that MLflow has not been told yet (messages waiting or in work).")
+BEHIND = Gauge("trainbus_tracking_behind", "Facts that are not in MLflow yet (messages pending or in work).")
 OUTAGE = Gauge("trainbus_tracking_mlflow_away", "1 while MLflow does not answer; facts wait, none is lost.")
 RETRIES = Counter("trainbus_tracking_retries_total", "MLflow calls tried again because MLflow did not answer.")
 CALL_SECONDS = Histogram(

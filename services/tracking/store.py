@@ -50,7 +50,7 @@ class TrackingRefused(Exception):
 
 
 class PageLost(Exception):
-    """What was there is not there any more: somebody deleted it, or the database is another one."""
+    """A page no longer exists: it was deleted, or the database is another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class Store:
             return _page(found[0]) if found else None
 
     def create(self, experiment: str, name: str, start_ms: int, tags: Mapping[str, str]) -> Page:
-        """A new page, its tags set in the same step: found again by them whatever happens next."""
+        """Create a page with its tags in one step, so that they find it again after a crash."""
         with self._translate_errors("create_run"):
             experiment_id = self._experiment(experiment)
             first = dict(list(tags.items())[: describe.MAX_PARAMS_PER_CALL])

@@ -10,16 +10,16 @@ from services.autoscaler.core.decide import Machine
 
 
 class AdapterError(Exception):
-    """Whoever has the machines did not do it, this time; the text says why."""
+    """The machines' provider failed this time; the text is the reason."""
 
 
 class Adapter(Protocol):
-    """Whoever has the machines. Each runs an agent whose node has the machine's id and the pool's labels.
+    """A provider of machines. Each machine runs an agent whose node has the machine's id and the pool's labels.
 
     Every call may be made again after a crash: what there is counts, not what was asked for.
 
     Raises:
-        AdapterError: it did not work out now.
+        AdapterError: the provider failed this time.
     """
 
     async def nodes(self, pool: Pool) -> list[Machine]:

@@ -105,7 +105,7 @@ class _Pool:
         return [*self.stops, *self._scale_down(have - target)]
 
     def _scale_down(self, surplus: int) -> list[Decision]:
-        """So many less: first what has not come yet, the newest first; then empty nodes, those called spare first."""
+        """Remove ``surplus`` nodes: first machines without a node, newest first; then empty nodes, spare first."""
         newest = sorted(self.coming, key=lambda machine: (machine.started_at, machine.node_id), reverse=True)
         found: list[Decision] = [
             StopMachine(self.name, each.node_id, "it is not wanted any more") for each in newest[:surplus]

@@ -2,9 +2,9 @@
 
 Why each manifest has its generation in its name (``step_00000100.g2.json``). A resumed run reaches the
 same step again when the commit of that step was never published (the service was killed between manifest
-and commit) or was not yet seen by the scheduler when it placed the run anew. With one name for both, the
-second generation would find the first one's manifest and would have to overwrite it, under the eyes of
-whoever restores from it, or go without a checkpoint. With two names nothing is ever overwritten, and the
+and commit) or was not yet seen by the scheduler when it placed the run again. With one name for both, the
+second generation would find the first one's manifest and would have to overwrite it, while others
+restore from it, or go without a checkpoint. With two names nothing is ever overwritten, and the
 one truth about what is committed is the stream: a manifest counts if a ``checkpoint_committed`` names it,
 and that fact is fenced by the placement. One that no fact names is never restored from, and swept later.
 Within one generation the manifest is a function of stored facts, so all instances write the same bytes.
@@ -219,7 +219,7 @@ def files_of(manifest: bytes) -> tuple[CheckpointFile, ...]:
     """The files that a manifest names.
 
     Raises:
-        ValueError: this is no manifest, so nobody knows what it needs.
+        ValueError: this is no manifest, so the blobs that it needs are unknown.
     """
     try:
         return _FILES.validate_python(json.loads(manifest)["files"])

@@ -1,15 +1,15 @@
-"""Which blobs and manifests nobody needs any more. Mark and sweep; when in doubt, keep.
+"""Which blobs and manifests are no longer needed. Mark and sweep; when in doubt, keep.
 
 What makes it safe, although blobs are shared by content across runs and uploads go on meanwhile:
 
 1. A blob is garbage only if no manifest in the store, no unsettled ``checkpoint_staged`` and no artifact
    in a fact names it, *and* it was last written more than ``grace`` ago.
 2. The facts and manifests are read after the blobs were listed.
-3. Whoever relies on a blob that is there already and is older than ``objects.REUSE_AGE_S`` writes it anew
+3. An upload that relies on an existing blob older than ``objects.REUSE_AGE_S`` writes it again
    (as git does with objects), so a blob that an upload under way relies on is always younger than ``grace``.
 4. A blob may be needed as the base of differences (xor-zstd). Manifests and staged parts name the bases too, and
    those of a checkpoint that retention removed less than ``grace`` ago stay: an upload may have begun upon them.
-5. Whatever happens, a checkpoint is verified against the store after it was staged and before it is
+5. In every case a checkpoint is verified against the store after it was staged and before it is
    committed: a blob that went too early costs that one checkpoint, never a committed one.
 """
 
@@ -126,6 +126,6 @@ def blobs_of(manifest: bytes) -> set[str]:
     """The blobs that a manifest names.
 
     Raises:
-        ValueError: this is no manifest, so nobody knows what it needs.
+        ValueError: this is no manifest, so the blobs that it needs are unknown.
     """
     return {uri for file in files_of(manifest) for uri in file.uris}

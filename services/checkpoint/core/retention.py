@@ -13,9 +13,9 @@ from contracts.events.run import RunAccepted, RunCancelled, RunCompleted, RunFac
 from contracts.events.train import Retention
 from contracts.state.run import RunState, change_run, reduce_run
 
-#: What tells which checkpoints somebody counts on, for ``Holds``.
+#: Facts from which ``Holds`` derives the checkpoints in use.
 HOLDING = (RunAccepted, RunPlaced, RunCompleted, RunFailed, RunCancelled, ModelPromoted)
-#: While a run goes on, this many of the newest are kept whatever ``retention.last`` says: the scheduler may be
+#: While a run goes on, this many of the newest are kept, even if ``retention.last`` is less: the scheduler may be
 #: placing the run from the one before the newest at the moment the newest is committed.
 NEWEST_KEPT = 2
 
@@ -34,7 +34,7 @@ def plan(
 ) -> list[Deletion]:
     """Choose what goes, given a run's commits in stream order. Same input, same output.
 
-    Kept are the last N, the best K by metric, every step that is a multiple of ``every_steps``, whatever is in
+    Kept are the last N, the best K by metric, every step that is a multiple of ``every_steps``, those in
     ``held`` (or pinned), and the final one.
     """
     there = [commit for commit in committed if commit.checkpoint.uri not in deleted]
@@ -71,14 +71,14 @@ def best(commits: Sequence[CheckpointCommitted], retention: Retention) -> list[C
 
 
 def pinned_uris(facts: Iterable[CheckpointPinned]) -> set[str]:
-    """What is pinned after these facts of one run, in stream order: the last word on each counts."""
+    """Return what is pinned after these facts of one run, in stream order: the last fact on each counts."""
     last = {fact.uri: fact.pinned for fact in facts}
     return {uri for uri, wanted in last.items() if wanted}
 
 
 @dataclass(slots=True)
 class Holds:
-    """Which checkpoints somebody outside their own run counts on. A fold over facts.
+    """Checkpoints that are in use outside their own run. A fold over facts.
 
     Champions, present and past, are held for ever: a rollback needs them. A run that starts from
     another's checkpoint or its weights, or measures one, holds it until it has ended.

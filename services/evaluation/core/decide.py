@@ -19,7 +19,7 @@ from contracts.spec.run import RunSpec
 from services.evaluation.core.gate import Verdict, gate, metric_value
 from services.evaluation.core.state import Candidate, Outcome, State, Version
 
-#: An evaluation is short and somebody waits for it: it goes before trainings of its run's own priority.
+#: An evaluation is short and a candidate waits for it: it goes before trainings of its run's own priority.
 PRIORITY_BONUS = 10
 
 

@@ -13,7 +13,7 @@ from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.train import Evaluation
 from services.evaluation.core.gate import Verdict, metric_value
 
-#: More classes than this make a confusion matrix that nobody can read.
+#: More classes than this make a confusion matrix unreadable.
 MAX_CLASSES = 50
 MISSING = "–"
 

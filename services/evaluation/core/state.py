@@ -105,7 +105,7 @@ class State:
                 verb = "failed" if isinstance(event, RunFailed) else "was cancelled"
                 self._record_outcome(event.run_id, Outcome(error=f"{verb}: {event.reason}"))
             case RunRejected():
-                # A rejected run was never accepted, so it cannot be told here whether it was an evaluation.
+                # A rejected run was never accepted, so it is unknown here whether it was an evaluation.
                 self.outcomes[event.run_id] = Outcome(error=f"was rejected: {event.reason[:500]}")
             case RunEvaluated():
                 self._change(event.run_id, evaluated=True)

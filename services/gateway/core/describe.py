@@ -54,7 +54,7 @@ def describe(event: Event) -> str:
             return f"{event.reason} (grace {event.grace_s:g} s, then {event.then})"
         case run.RunReleased():
             left = "everything saved" if event.clean else f"not everything saved {event.detail}".rstrip()
-            return f"{event.node_id} let go at step {event.step}, {left}"
+            return f"{event.node_id} released its slots at step {event.step}, {left}"
         case run.RunExited():
             return f"{event.node_id} {event.outcome} at step {event.step}" + (
                 f": {event.reason}" if event.reason else ""
@@ -84,7 +84,7 @@ def describe(event: Event) -> str:
         case checkpoint.CheckpointRotten():
             return f"step {event.step}: {len(event.blobs)} blobs are damaged or missing"
         case checkpoint.CheckpointRepaired():
-            return f"step {event.step}: a blob written anew by {event.node_id}"
+            return f"step {event.step}: a blob written again by {event.node_id}"
         case dataset.DatasetIngested():
             bad = sum(q.count for q in event.quarantined)
             return f"{event.accepted:,} records" + (f", {bad} quarantined" if bad else "")

@@ -109,7 +109,7 @@ def apply(rows: Rows, event: Event, at: At) -> None:
 
 
 def request_hash(spec: TrainRequested) -> str:
-    """The same for requests that mean the same, whatever their bodies' spelling."""
+    """Return a hash that equal requests share, also when their bodies are spelled differently."""
     return hashlib.sha256(spec.model_dump_json().encode()).hexdigest()
 
 

@@ -21,7 +21,7 @@ class Run:
     model: str | None = None
     parent_run_id: str | None = None
     spec: dict[str, Any] | None = None
-    #: Hash of the request's body: another request under the same idempotency key is told so.
+    #: Hash of the request's body: another request under the same idempotency key is refused.
     request_hash: str | None = None
     requested_at: float | None = None
     queued_at: float | None = None
@@ -34,7 +34,7 @@ class Run:
     slots_max: int = 0
     slots_got: int = 0
     slots_wanted: int = 0
-    #: Each node's part of the placement, with ``released`` once it has let go.
+    #: Each node's part of the placement, with ``released`` once it has released its slots.
     members: list[dict[str, Any]] = field(default_factory=list)
     #: ``{"generation", "resume_step"}`` of every placement, and ``started_step`` once it trains: which metric
     #: points survive. A placement may go on from beyond its checkpoint: ranks leave their state in memory.

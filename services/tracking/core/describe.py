@@ -124,7 +124,7 @@ def tags(run: Run, attempt: int, generation: int) -> dict[str, str]:
         found["trainbus.logical_ranks"] = spec.training.logical_ranks
     if (reading := run.exactness) is not None:
         found["trainbus.exactness"] = reading.exactness
-        # A tag that was set stays: an exact run that begins anew takes back what was said of it.
+        # A tag that was set stays: an exact run that starts from zero clears its old reason.
         found["trainbus.exactness_reason"] = reading.why
         newest = max(run.starts)
         found["trainbus.environment_digest"] = run.starts[newest].environment_digest
@@ -154,7 +154,7 @@ def _outcome(run: Run, generation: int) -> dict[str, object]:
 
 
 def file_path(name: str, folder: str) -> tuple[str, str]:
-    """Folder and file name for an artifact, inside the run's artifacts whatever ``name`` tries."""
+    """Return folder and file name for an artifact, always inside the run's artifacts."""
     parts = [clean_key(part) for part in name.replace("\\", "/").split("/") if part not in ("", ".", "..")]
     parts = parts or ["file"]
     return "/".join([folder, *parts[:-1]]).strip("/"), parts[-1]

@@ -65,7 +65,7 @@ class Run:
     #: The furthest committed checkpoint of each generation, and of each checkpoint its state's digest.
     committed: dict[int, CheckpointRef] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
-    #: Manifest -> the hash of its bytes: with it whoever reads MLflow can tell the checkpoint from any other.
+    #: Manifest -> the hash of its bytes: it identifies the checkpoint to readers of MLflow.
     manifests: dict[str, str] = field(default_factory=dict)
     ended: RunOutcome | None = None
     evaluated: RunEvaluated | None = None

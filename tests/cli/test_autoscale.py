@@ -14,6 +14,8 @@ import pytest
 from tests.cli.test_stack import Up, until
 from trainbus.embedded.layout import InvalidOptionsError, StackOptions, plan_stack, policy_file
 
+pytestmark = pytest.mark.shell
+
 
 @pytest.fixture
 def up(tmp_path: Path) -> Iterator[Up]:

@@ -20,6 +20,8 @@ from trainbus.embedded.launch import StackError, StackInfo, StackProcess, read_s
 from trainbus.embedded.layout import StackOptions, stack_file
 from trainbus.embedded.supervisor import lock
 
+pytestmark = pytest.mark.shell
+
 READY_S = 90.0
 
 

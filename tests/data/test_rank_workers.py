@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 
 from tests.trainbus.support import (
@@ -22,6 +23,8 @@ from tests.trainbus.support import (
     write_task,
 )
 from trainbus.trainer.checkpoint import load_tensors
+
+pytestmark = pytest.mark.shell
 
 AUGMENTED = (
     LINEAR_TASK

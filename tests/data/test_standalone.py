@@ -19,6 +19,8 @@ from PIL import Image
 from tests.data import shards
 from trainbus.data import Dataset, Loader, open_dataset
 
+pytestmark = pytest.mark.shell
+
 DOCS = Path(__file__).parents[2] / "docs/reading.md"
 COUNT = 137
 

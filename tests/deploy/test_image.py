@@ -9,6 +9,10 @@ from collections.abc import Iterator
 from importlib.metadata import distribution
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.shell
+
 ROOT = Path(__file__).parents[2]
 OURS = {"contracts", "services", "trainbus"}
 #: What a run may bring itself, or a machine without containers has; the code says so where it is not there.

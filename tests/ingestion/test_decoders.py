@@ -20,6 +20,8 @@ from services.kit.bus import TransientError
 from tests.kit.support import until
 from tests.support_data import image_bytes
 
+pytestmark = pytest.mark.shell
+
 DATA = DataSource(source="s3://lake/x", format="images")
 
 

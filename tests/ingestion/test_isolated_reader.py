@@ -33,6 +33,8 @@ from services.ingestion.formats.parquet import python_rows
 from services.ingestion.sources import FolderSource
 from services.kit.bus import PoisonMessage, TransientError
 
+pytestmark = pytest.mark.shell
+
 ROWS = 2500  # three batches
 TRAIN = {"train": 1, "validation": 0, "test": 0}
 

@@ -8,6 +8,8 @@ import pytest
 
 from loadtest.scheduler.crash import trial
 
+pytestmark = pytest.mark.shell
+
 
 @pytest.mark.timeout(600)
 async def test_leaders_killed_three_times(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ from services.sharding.core.manifest import journal_name, link_name
 from services.sharding.job import Dataset, ShardingJob
 from services.sharding.progress import Progress
 
+pytestmark = pytest.mark.shell
+
 SHARD_BYTES = 2**16
 IMAGES = DataSource(source="s3://lake/images", format="images", shard_bytes=SHARD_BYTES)
 TEXT = DataSource(source="s3://lake/text", format="text", window_length=64, shard_bytes=SHARD_BYTES)

@@ -29,6 +29,8 @@ from tests.trainbus.test_exact_training import CODE
 from trainbus.data.dataset import Dataset
 from trainbus.embedded.servers import free_ports
 
+pytestmark = pytest.mark.shell
+
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:

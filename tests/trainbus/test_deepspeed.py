@@ -22,6 +22,8 @@ from tests.trainbus.support import (
 from trainbus.data.dataset import Dataset
 from trainbus.trainer.checkpoint import load_tensors
 
+pytestmark = pytest.mark.shell
+
 pytest.importorskip("deepspeed", reason="the extra trainbus[deepspeed] is not installed")
 
 

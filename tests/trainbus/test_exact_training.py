@@ -15,6 +15,8 @@ from tests.trainbus import exact_tasks
 from tests.trainbus.support import Gang, Warm, exact_dataset, journal, keys_by_step, request, write_launch
 from trainbus.data.dataset import Dataset
 
+pytestmark = pytest.mark.shell
+
 CODE = Path(exact_tasks.__file__).parent
 #: Numbers that say what was trained, by (step, name): equal for any number of ranks.
 Values = dict[tuple[int, str], float]

@@ -34,6 +34,8 @@ from trainbus.trainer.step_data import TrainingData
 from trainbus.trainer.trainer import Trainer, TrainerSettings
 from trainbus.trainer.world import World, limit_threads
 
+pytestmark = pytest.mark.shell
+
 #: The same body as that task's under a head of another size.
 SOURCE = (
     LINEAR_TASK

@@ -34,6 +34,8 @@ from trainbus.data.order import LaneOrder
 from trainbus.data.sampler import Sampler
 from trainbus.embedded.servers import free_ports
 
+pytestmark = pytest.mark.shell
+
 
 @pytest.fixture
 def dataset(tmp_path: Path) -> Dataset:

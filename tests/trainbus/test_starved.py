@@ -20,6 +20,8 @@ from trainbus.trainer.step_data import TrainingData
 from trainbus.trainer.trainer import Trainer, TrainerSettings
 from trainbus.trainer.world import limit_threads
 
+pytestmark = pytest.mark.shell
+
 namespace: dict[str, Any] = {}
 exec(LINEAR_TASK, namespace)  # noqa: S102  (the same source that the rank processes import)
 Linear = namespace["Linear"]

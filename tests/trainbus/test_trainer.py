@@ -30,6 +30,8 @@ from trainbus.trainer.trainer import Outcome, Trainer, TrainerSettings
 from trainbus.trainer.validation import measure_split
 from trainbus.trainer.world import World, limit_threads
 
+pytestmark = pytest.mark.shell
+
 namespace: dict[str, Any] = {}
 exec(LINEAR_TASK, namespace)  # noqa: S102  (the same source that the rank processes import)
 Linear = namespace["Linear"]

@@ -18,6 +18,8 @@ from services.worker.ranks.stall_watcher import StallWatcher
 from tests.worker.test_core import placed
 from tests.worker.test_journal_follower import Bus, follower
 
+pytestmark = pytest.mark.shell
+
 
 class Recorder(threading.Thread):
     """Does with a rank's pipe and file what the thread in torch does: makes the one, looks at it, writes the other."""

@@ -16,6 +16,8 @@ from services.worker.launch.warm_server import WarmServer
 from services.worker.ranks.control_socket import socket_path
 from tests.worker.conftest import until
 
+pytestmark = pytest.mark.shell
+
 
 async def test_ranks_are_forked_and_a_killed_warm_server_restarts(tmp_path: Path) -> None:
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(python_root()), "OMP_NUM_THREADS": "1"}

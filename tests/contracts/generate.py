@@ -2,7 +2,7 @@
 
 It refuses to write a schema that breaks users of the committed one, or of a released one. A release keeps its schemas
 in ``tests/upgrade/<version>/schemas`` (``--release <version>`` copies them there). ``--breaking`` overrides the
-comparison with the committed schemas, which nobody but us has seen before the first release; after it, nothing does.
+comparison with the committed schemas. It is refused once a release has stored its schemas.
 """
 
 from __future__ import annotations

@@ -50,6 +50,8 @@ class SchedulerSettings(Settings):
     policy: str = policies.DEFAULT
     #: A run grows only after it has had its slots, and no slot has changed hands, for this time.
     resize_interval_s: float | None = Field(None, ge=0)
+    #: What it costs to restart a run: seconds until it trains again on its new slots.
+    resume_cost_s: float | None = Field(None, ge=0)
     #: How long a placement may take until its ranks run, downloads included; then it is revoked.
     start_deadline_s: float | None = Field(None, gt=0)
     #: How long after the grace period a node may take to release a run before it counts as lost.
@@ -63,6 +65,7 @@ class SchedulerSettings(Settings):
 #: Setting -> the part of the policy that it belongs to.
 _PARTS = {
     "resize_interval_s": "elastic",
+    "resume_cost_s": "reclaim",
     "start_deadline_s": "faults",
     "release_deadline_s": "faults",
     "max_infrastructure_failures": "faults",

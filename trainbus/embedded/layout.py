@@ -227,7 +227,8 @@ def plan_stack(options: StackOptions, inherited: Mapping[str, str], *, running: 
             "TRAINBUS_MLFLOW_ARTIFACT_LOCATION": (data / "mlflow" / "artifacts").as_uri(),
         },
         "gateway": {"TRAINBUS_GATEWAY_PORT": str(ports["gateway-http"])},
-        "scheduler": scheduler_settings,
+        # Ranks are forked from a warm process beside their data, so a restart takes about a second.
+        "scheduler": scheduler_settings if "TRAINBUS_POLICY" in scheduler_settings else {"TRAINBUS_RESUME_COST_S": "1"},
         # Data in the folder where the stack was started can be a source: file:///...
         "ingestion": {SOURCE_FOLDERS: inherited.get(SOURCE_FOLDERS) or json.dumps([str(Path.cwd())])},
     }

@@ -47,6 +47,10 @@ def preemption_price(cluster: Cluster, victim: Run, preemptor: Run, now: datetim
 
 
 def growth_price(cluster: Cluster, run: Run, slots: int, now: datetime, policy: Policy) -> Price:
-    """Return the cost of restarting the run on ``slots`` slots, and the gain of more slots until it is done."""
-    gain = (slots - run.slot_count) * left_s(cluster, run, now, policy, 0.5)
+    """Return the cost of restarting the run on ``slots`` slots, and the gain of more slots until it is done.
+
+    A run that has outlived its expected time is expected to need as long again as it has run.
+    """
+    remaining_s = left_s(cluster, run, now, policy, 0.5) or run.ran_s(now)
+    gain = (slots - run.slot_count) * remaining_s
     return Price(round(restart_cost_slot_s(run, now, policy), 1), round(gain, 1))

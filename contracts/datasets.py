@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from contracts.base import Sha256
 from contracts.events.dataset import ShardFile
-from contracts.events.train import Split
+from contracts.spec.data import Split
 
 Format = Literal["images", "jsonl", "parquet", "text", "tokens", "binary", "webdataset", "mds"]
 #: Every manifest names all three, even those without samples.

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from contracts.events.train import Training
+from contracts.spec.training import Training
 from loadtest.common import report
 from tests.trainbus.exact_gang import Case, gang
 from trainbus.process_exit import hard_exit

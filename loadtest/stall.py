@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
-from contracts.events.train import Training
+from contracts.spec.training import Training
 from loadtest.common import percentile, report
 from trainbus.agent_link import Journal
 from trainbus.task import Task

@@ -9,7 +9,7 @@ import random
 from PIL import Image
 
 from contracts.events.run import RunAccepted
-from contracts.events.train import DatasetRef, DataSource
+from contracts.spec.data import DatasetRef, DataSource
 from contracts.spec.run import RunSpec
 from services.kit.store.objects import ObjectStore
 

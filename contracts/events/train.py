@@ -7,20 +7,8 @@ from typing import Self
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from contracts.base import Request, Token
-from contracts.spec.base import SpecPart
-from contracts.spec.data import Bounds, DatasetRef, DataSource, FeatureJoin, FeatureTable, RecordChecks, Split
-from contracts.spec.resources import Gang, Resources, Scheduling, Slots
-from contracts.spec.run import Code, RunFields, RunSpec
-from contracts.spec.training import (
-    Checkpoints,
-    DataLoading,
-    EarlyStopping,
-    Evaluation,
-    EvaluationTarget,
-    Retention,
-    Training,
-    Watch,
-)
+from contracts.spec.data import DataSource
+from contracts.spec.run import RunFields, RunSpec
 
 
 class TrainRequested(RunFields, Request, verb="train"):
@@ -155,38 +143,3 @@ class RollbackRequested(Request, verb="rollback"):
 
     model: Token
     reason: str = Field("rolled back by request", max_length=2000)
-
-
-__all__ = [
-    "Bounds",
-    "CancelRequested",
-    "Checkpoints",
-    "Code",
-    "DataLoading",
-    "DataSource",
-    "DatasetRef",
-    "DrainRequested",
-    "EarlyStopping",
-    "Evaluation",
-    "EvaluationTarget",
-    "FeatureJoin",
-    "FeatureTable",
-    "Gang",
-    "IngestRequested",
-    "PinRequested",
-    "PromoteRequested",
-    "RecordChecks",
-    "Resources",
-    "RestoreRequested",
-    "Retention",
-    "RollbackRequested",
-    "Scheduling",
-    "ScrubRequested",
-    "Slots",
-    "SpecPart",
-    "Split",
-    "TrainRequested",
-    "Training",
-    "TuneRequested",
-    "Watch",
-]

@@ -165,7 +165,7 @@ def _join(folder: Path) -> None:
     """Run it here, and print what it took."""
     import pyarrow
 
-    from contracts.events.train import FeatureJoin, FeatureTable
+    from contracts.spec.data import FeatureJoin, FeatureTable
     from services.ingestion.features.enrich import join_files
     from services.ingestion.features.table_join import load_table
 

@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from contracts.events.train import DataSource
+from contracts.spec.data import DataSource
 from loadtest.data.ingested import FolderStore, Record, digest, ingest
 from loadtest.data.writing import shard
 

@@ -15,7 +15,7 @@ import xxhash
 
 from contracts.datasets import SPLITS, canonical_json, ingestion_uri, pack_name
 from contracts.events.dataset import DatasetIngested
-from contracts.events.train import DataSource
+from contracts.spec.data import DataSource
 from services.kit.sample_order import group
 from services.kit.store.errors import ObjectExists, ObjectNotFound
 from services.kit.store.files import hash_file

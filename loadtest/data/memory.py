@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from contracts.events.dataset import DatasetIngested
-from contracts.events.train import DataSource
+from contracts.spec.data import DataSource
 from loadtest.data.ingested import BUCKET, FolderStore
 from services.kit.clock import SystemClock
 

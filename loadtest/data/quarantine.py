@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 import structlog
 
 from contracts.datasets import pack_name
-from contracts.events.train import DataSource
+from contracts.spec.data import DataSource
 from loadtest.data import fuzzed
 from services.ingestion.core.keys import is_data
 from services.ingestion.decoders import DecoderPool

@@ -20,7 +20,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw
 
 from contracts.datasets import SPLITS, FieldStatistics, canonical_json
-from contracts.events.train import DataSource, Split
+from contracts.spec.data import DataSource, Split
 from services.ingestion.catalog import Catalog, Record
 from services.ingestion.core.splits import SplitAssigner, SplitKeys, perceptual_hash, strata, stratify
 from services.ingestion.core.statistics import Statistics, measure_image, measure_row

@@ -16,7 +16,7 @@ import structlog
 from contracts import shard_index
 from contracts.datasets import Manifest, SplitFiles, dataset_uri, shard_uri
 from contracts.events.dataset import ShardFile
-from contracts.events.train import Split
+from contracts.spec.data import Split
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 from services.kit.store.ranged_download import RangedDownloader

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from contracts.events.train import DataSource
+from contracts.spec.data import DataSource
 from loadtest.data import memory
 from loadtest.data.ingested import BUCKET, FolderStore, Record, ingest
 from services.sharding.job import ShardingJob

@@ -31,7 +31,7 @@ from contracts.events.run import (
     RunQueued,
     RunStarted,
 )
-from contracts.events.train import Slots
+from contracts.spec.resources import Slots
 from contracts.spec.run import RunSpec
 from services.kit.batch import MAX_BATCH_MESSAGES, BatchPublisher
 from services.kit.bus import Bus, OutgoingMessage

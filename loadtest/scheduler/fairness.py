@@ -21,9 +21,10 @@ from typing import Any
 
 from contracts.base import Fact
 from contracts.events.run import RunAccepted, RunExited, RunPlaced, RunPreempting, RunReleased
-from contracts.events.train import Code, Slots, Training
 from contracts.scheduling import Admit, FairShare, Order, Policy, Quota, Reclaim, Reserve
-from contracts.spec.run import RunSpec
+from contracts.spec.resources import Slots
+from contracts.spec.run import Code, RunSpec
+from contracts.spec.training import Training
 from loadtest.common import percentile, report
 from services.scheduler.simulate.agents import Agents
 from services.scheduler.simulate.engine import Core, WorldEvents, play_trace

@@ -17,8 +17,9 @@ from rich.progress import Progress
 
 from contracts.base import Fact
 from contracts.events.run import RunAccepted, RunExited, RunPlaced, RunReleased, RunReserved
-from contracts.events.train import Code, Scheduling, Slots, Training
-from contracts.spec.run import RunSpec
+from contracts.spec.resources import Scheduling, Slots
+from contracts.spec.run import Code, RunSpec
+from contracts.spec.training import Training
 from loadtest.common import report
 from services.scheduler.policies import load
 from services.scheduler.simulate.engine import simulate

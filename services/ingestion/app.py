@@ -13,7 +13,8 @@ from contracts import subjects, topology
 from contracts.base import Fact, short_hash
 from contracts.events.dataset import DatasetIngested, DatasetIngestFailed
 from contracts.events.run import RunAccepted, RunPrepareFailed
-from contracts.events.train import DataSource, IngestRequested
+from contracts.events.train import IngestRequested
+from contracts.spec.data import DataSource
 from services.ingestion import metrics
 from services.ingestion.core.validation import find_objection
 from services.ingestion.decoders import DecoderPool

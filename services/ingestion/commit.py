@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from contracts.datasets import IndexRecord, canonical_json
-from contracts.events.train import DataSource
+from contracts.spec.data import DataSource
 from services.ingestion.catalog import Catalog, Record
 from services.ingestion.core.reasons import Code
 from services.ingestion.core.records import InvalidRecord

@@ -13,7 +13,7 @@ from typing import BinaryIO
 import structlog
 
 from contracts.datasets import canonical_json, ingestion_uri
-from contracts.events.train import DataSource
+from contracts.spec.data import DataSource
 from services.ingestion.blob_packs import KEEP_BELOW_BYTES, PackWriter, choose_group_count
 from services.ingestion.catalog import Catalog
 from services.ingestion.commit import INDEX, STATISTICS, commit_records

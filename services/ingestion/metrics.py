@@ -6,7 +6,7 @@ from typing import get_args
 
 from prometheus_client import Counter, Histogram
 
-from contracts.events.train import DataSource
+from contracts.spec.data import DataSource
 from services.kit.metrics import initialize_series
 
 #: ``data.format``.

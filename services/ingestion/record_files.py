@@ -11,7 +11,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from contracts.events.train import DataSource
+from contracts.spec.data import DataSource
 from services.ingestion import metrics
 from services.ingestion.catalog import Catalog
 from services.ingestion.core.keys import extension

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 import xxhash
 
 from contracts.datasets import IndexRecord, canonical_json
-from contracts.events.train import DataSource
+from contracts.spec.data import DataSource
 from services.ingestion import metrics
 from services.ingestion.blob_packs import PackWriter
 from services.ingestion.catalog import Catalog, Record

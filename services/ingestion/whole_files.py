@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
 
-from contracts.events.train import DataSource
+from contracts.spec.data import DataSource
 from services.ingestion import metrics
 from services.ingestion.core.keys import extension, file_key
 from services.ingestion.core.records import (

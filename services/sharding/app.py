@@ -12,7 +12,7 @@ from contracts.base import Fact
 from contracts.datasets import SPLITS
 from contracts.events.dataset import DatasetIngested, DatasetSharded, DatasetShardFailed
 from contracts.events.run import RunAccepted, RunPrepared, RunPrepareFailed
-from contracts.events.train import DatasetRef
+from contracts.spec.data import DatasetRef
 from services.kit.bus import Conflict, ExpectedSequence, Message, PoisonMessage
 from services.kit.jobs import JobQueue
 from services.kit.service import Service

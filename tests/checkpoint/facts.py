@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointFile, CheckpointStaged, Chunk
 from contracts.events.run import CheckpointRef, Member, RunAccepted, RunPlaced
-from contracts.events.train import Retention
 from contracts.spec.run import RunSpec
+from contracts.spec.training import Retention
 from services.kit.store.uris import blob_key
 
 RUN = "rtest"

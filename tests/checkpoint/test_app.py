@@ -14,7 +14,7 @@ import pytest_asyncio
 
 from contracts.base import Fact
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointStaged
-from contracts.events.train import Retention
+from contracts.spec.training import Retention
 from services.checkpoint.app import Committer, build
 from services.checkpoint.core.commit import manifest_uri
 from services.checkpoint.garbage_collection import collect_garbage

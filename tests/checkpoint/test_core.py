@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from contracts.events.checkpoint import CheckpointDeleted, CheckpointPinned, CheckpointStaged, Chunk
 from contracts.events.model import ModelPromoted
 from contracts.events.run import CheckpointRef, RunAccepted, RunCompleted, RunFailed
-from contracts.events.train import EvaluationTarget, Retention
 from contracts.spec.run import RunSpec
+from contracts.spec.training import EvaluationTarget, Retention
 from services.checkpoint.core import commit
 from services.checkpoint.core.commit import AssembledCheckpoint, MissingParts, Refusal, SealedCheckpoint, assemble, seal
 from services.checkpoint.core.digests import differences, state_digest

@@ -16,7 +16,8 @@ from contracts.envelope import Envelope
 from contracts.events.checkpoint import CheckpointDeleted, CheckpointRepaired
 from contracts.events.model import ModelPromoted
 from contracts.events.run import RunAccepted
-from contracts.events.train import PinRequested, Retention, ScrubRequested
+from contracts.events.train import PinRequested, ScrubRequested
+from contracts.spec.training import Retention
 from services.checkpoint.app import Committer
 from services.checkpoint.core.digests import state_digest
 from services.checkpoint.keeper import Keeper

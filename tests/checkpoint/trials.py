@@ -32,7 +32,8 @@ from contracts.events.checkpoint import (
     CheckpointStaged,
     Chunk,
 )
-from contracts.events.train import PinRequested, Retention
+from contracts.events.train import PinRequested
+from contracts.spec.training import Retention
 from services.checkpoint.app import Committer
 from services.checkpoint.core.commit import files_of
 from services.checkpoint.garbage_collection import collect_garbage

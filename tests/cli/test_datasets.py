@@ -41,7 +41,7 @@ from contracts.events.dataset import (
 )
 from contracts.events.model import ModelPromoted
 from contracts.events.run import RunAccepted, RunCompleted, RunPrepared
-from contracts.events.train import DataSource, Split
+from contracts.spec.data import DataSource, Split
 from contracts.spec.run import RunSpec
 from services.kit.bus import Bus, TransientError
 from services.kit.settings import Settings

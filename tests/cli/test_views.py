@@ -191,7 +191,7 @@ def test_every_fact_of_the_log_has_a_line_for_people() -> None:
 def test_data_that_was_sharded_before_is_one_dataset() -> None:
     from contracts.events.dataset import DatasetIngested
     from contracts.events.run import RunPrepared
-    from contracts.events.train import DataSource
+    from contracts.spec.data import DataSource
 
     def ingested(run_id: str) -> DatasetIngested:
         return DatasetIngested(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from contracts.events.train import Training
+from contracts.spec.training import Training
 from tests.data import shards
 from tests.data.reference_order import Reference
 from trainbus.data.loader import BatchLoader, prefetch

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from contracts.events.train import Training
 from contracts.ranks import CheckpointLine
+from contracts.spec.training import Training
 from tests.trainbus.support import LINEAR_TASK, journal, keys_by_step, linear_dataset
 from trainbus.data.dataset import Dataset
 from trainbus.data.order import OrderMismatch

@@ -25,8 +25,9 @@ from contracts.events.run import (
     RunPrepared,
     RunRejected,
 )
-from contracts.events.train import Evaluation, PromoteRequested, RollbackRequested, TrainRequested
+from contracts.events.train import PromoteRequested, RollbackRequested, TrainRequested
 from contracts.spec.run import RunSpec
+from contracts.spec.training import Evaluation
 from services.evaluation.app import Evaluator, build
 from services.kit.bus import Bus, Message, OutgoingMessage, PoisonMessage, PublishAck
 from services.kit.settings import Settings

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.model import ModelPromoted
 from contracts.events.run import CheckpointRef
-from contracts.events.train import Evaluation
+from contracts.spec.training import Evaluation
 from services.evaluation.core.gate import Verdict, gate, metric_value
 from services.evaluation.core.report import Comparison, html, markdown, parse_predictions
 from services.evaluation.core.state import State, Version

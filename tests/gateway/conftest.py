@@ -30,8 +30,9 @@ from contracts.events.run import (
     RunReleased,
     RunStarted,
 )
-from contracts.events.train import Evaluation, TrainRequested
+from contracts.events.train import TrainRequested
 from contracts.spec.run import RunSpec
+from contracts.spec.training import Evaluation
 from services.gateway import projection
 from services.gateway.app import Gateway, build
 from services.gateway.settings import GatewaySettings

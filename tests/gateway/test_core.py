@@ -32,7 +32,8 @@ from contracts.events.run import (
     RunStarted,
     RunWaiting,
 )
-from contracts.events.train import DatasetRef, RestoreRequested, TrainRequested
+from contracts.events.train import RestoreRequested, TrainRequested
+from contracts.spec.data import DatasetRef
 from contracts.spec.run import RunSpec
 from services.gateway.core.describe import describe
 from services.gateway.core.fold import At, Rows, apply, apply_progress, finite, survives

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from contracts.events.train import DataSource
+from contracts.spec.data import DataSource
 from services.ingestion.decoders import DecoderPool
 from services.ingestion.features.source import FeatureSource
 from services.ingestion.job import IngestionJob, IngestionResult

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from contracts.events.train import DataSource
+from contracts.spec.data import DataSource
 from services.ingestion.core.checks import RecordChecker, find_impossible_check
 from services.ingestion.core.records import RecordFault, ValidRecord
 

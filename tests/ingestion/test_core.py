@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contracts.events.train import DataSource, RecordChecks, Split
+from contracts.spec.data import DataSource, RecordChecks, Split
 from services.ingestion.core.keys import (
     MAX_KEY_CHARS,
     SAFE_KEY,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import psutil
 import pytest
 
-from contracts.events.train import DataSource
+from contracts.spec.data import DataSource
 from services.ingestion import decoders as decoders_module
 from services.ingestion.core.records import InvalidRecord, ValidRecord
 from services.ingestion.decoders import DecoderPool

@@ -313,7 +313,7 @@ async def test_copies_are_kept_together(run: Ingesting) -> None:
 
 
 def fuzzed_source(format: str) -> Any:
-    from contracts.events.train import DataSource
+    from contracts.spec.data import DataSource
 
     return DataSource.model_validate({"source": "s3://lake/x", "format": format})
 

@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 
-from contracts.events.train import DataSource
+from contracts.spec.data import DataSource
 from services.ingestion.core.records import InvalidRecord, ValidRecord
 from services.ingestion.decoders import with_content
 from services.ingestion.formats.images import ImageValidator, LabelledImage, reject_unread

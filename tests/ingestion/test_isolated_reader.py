@@ -19,7 +19,7 @@ import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 
-from contracts.events.train import FeatureJoin, FeatureTable
+from contracts.spec.data import FeatureJoin, FeatureTable
 from loadtest.data import fuzzed
 from loadtest.data.quarantine import ingest
 from services.ingestion import isolated_process

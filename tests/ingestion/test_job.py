@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from contracts.events.train import DataSource, Split
+from contracts.spec.data import DataSource, Split
 from services.ingestion import blob_packs, whole_files
 from services.kit.bus import PoisonMessage
 from services.kit.settings import Settings

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw
 
 from contracts.datasets import SPLITS
-from contracts.events.train import DataSource, Split
+from contracts.spec.data import DataSource, Split
 from services.ingestion.core.records import RecordFault
 from services.ingestion.core.splits import (
     SplitAssigner,

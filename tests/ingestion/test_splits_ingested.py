@@ -11,7 +11,7 @@ import numpy
 import pytest
 
 from contracts.datasets import FieldStatistics
-from contracts.events.train import DataSource
+from contracts.spec.data import DataSource
 from services.ingestion.job import IngestionResult
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore

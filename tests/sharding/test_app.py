@@ -23,7 +23,8 @@ from contracts.datasets import SPLITS, Manifest, shard_uri
 from contracts.envelope import Envelope
 from contracts.events.dataset import DatasetIngested, DatasetIngestFailed, DatasetSharded
 from contracts.events.run import RunPrepared, RunPrepareFailed
-from contracts.events.train import DatasetRef, DataSource, IngestRequested, Split
+from contracts.events.train import IngestRequested
+from contracts.spec.data import DatasetRef, DataSource, Split
 from loadtest.data.proxy import FaultProxy
 from services.ingestion import app as ingestion_app
 from services.ingestion import blob_packs

@@ -21,7 +21,7 @@ from contracts import topology
 from contracts.datasets import SPLITS, Manifest, SplitFiles, canonical_json, ingestion_uri, shard_uri, split_config_hash
 from contracts.envelope import Envelope
 from contracts.events.dataset import DatasetIngested, DatasetProgress, ShardFile
-from contracts.events.train import DataSource, Split
+from contracts.spec.data import DataSource, Split
 from loadtest.data.ingested import FolderStore, ingest
 from services.kit.bus import Bus, TransientError
 from services.kit.clock import ManualClock

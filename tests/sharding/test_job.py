@@ -17,7 +17,7 @@ import pytest
 from contracts import shard_index
 from contracts.datasets import Manifest, canonical_json, dataset_uri, ingestion_uri, pack_name, shard_uri
 from contracts.events.dataset import DatasetIngested
-from contracts.events.train import DataSource
+from contracts.spec.data import DataSource
 from loadtest.data.identity import kill_and_go_on
 from loadtest.data.ingested import BUCKET, FolderStore, Record, digest, ingest
 from services.kit.bus import PoisonMessage, TransientError

@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from contracts.events.train import Training
+from contracts.spec.training import Training
 from trainbus.data.sampler import slice_bounds
 from trainbus.task import Task
 from trainbus.trainer.strategies import make_strategy

@@ -21,9 +21,9 @@ from typing import Any
 from contracts import shard_index
 from contracts.datasets import SPLITS, Format, Manifest, SplitFiles, split_config_hash
 from contracts.events.dataset import ShardFile
-from contracts.events.train import Split
 from contracts.progress import ring_name
 from contracts.ranks import JOURNAL_LINE, JournalLine, Launch
+from contracts.spec.data import Split
 from contracts.spec.run import RunSpec
 from services.worker.ranks.ring_reader import RingReader
 from trainbus.data.dataset import Dataset

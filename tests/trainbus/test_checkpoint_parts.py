@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from contracts.events.train import Training
 from contracts.ranks import CheckpointLine, Launch
+from contracts.spec.training import Training
 from tests.trainbus.support import journal, linear_dataset, request, write_launch
 from tests.trainbus.test_trainer import Linear, train
 from trainbus.evaluate import evaluate

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from contracts.events.train import Training
+from contracts.spec.training import Training
 from tests.trainbus.exact_tasks import CLASSES, MLP, samples
 from tests.trainbus.support import linear_dataset, write_dataset
 from tests.trainbus.test_trainer import Linear, train

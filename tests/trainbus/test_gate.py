@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 
-from contracts.events.train import Training
+from contracts.spec.training import Training
 from tests.trainbus.support import LINEAR_TASK, linear_dataset
 from trainbus.agent_link import Control
 from trainbus.data.loader import Prefetcher, prefetch

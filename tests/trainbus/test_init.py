@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from contracts.events.train import Training
 from contracts.ranks import CheckpointLine, EndedLine, StartedLine
+from contracts.spec.training import Training
 from tests.trainbus.support import (
     LINEAR_TASK,
     Gang,

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from contracts.events.train import DataLoading, Training
 from contracts.ranks import MetricsLine, StarvationLine
+from contracts.spec.training import DataLoading, Training
 from tests.trainbus.support import LINEAR_TASK, journal, linear_dataset
 from trainbus.data.batch_timings import BatchTimings, Cause
 from trainbus.trainer.starvation import StarvationDetector, advise

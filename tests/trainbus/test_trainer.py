@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import trainbus
-from contracts.events.train import Training
 from contracts.ranks import CheckpointLine, MetricsLine
+from contracts.spec.training import Training
 from tests.trainbus.support import LINEAR_TASK, REPOSITORY, digits_dataset, journal, linear_dataset, text_dataset
 from trainbus.agent_link import Control
 from trainbus.data.dataset import Dataset

@@ -8,7 +8,7 @@ from pathlib import Path
 from prometheus_client import REGISTRY
 
 from contracts.events.run import RunStarved
-from contracts.events.train import DataLoading
+from contracts.spec.training import DataLoading
 from services.kit.bus import TransientError
 from services.kit.clock import ManualClock
 from tests.worker.test_journal_follower import Bus, follower

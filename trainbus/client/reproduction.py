@@ -9,7 +9,9 @@ from typing import Any
 from contracts import exactness
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted
 from contracts.events.run import CheckpointRef, RunAccepted, RunCompleted, RunPrepared, RunStarted
-from contracts.events.train import DatasetRef, Slots, TrainRequested
+from contracts.events.train import TrainRequested
+from contracts.spec.data import DatasetRef
+from contracts.spec.resources import Slots
 from contracts.spec.run import RunSpec
 from trainbus.client.errors import UsageError
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal, Protocol
 
-from contracts.events.train import EarlyStopping
+from contracts.spec.training import EarlyStopping
 
 MetricMode = Literal["min", "max"]
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from contracts.events.checkpoint import Exactness
-from contracts.events.train import Training
+from contracts.spec.training import Training
 from trainbus.agent_link import Journal
 from trainbus.trainer.checkpoint import (
     CheckpointError,

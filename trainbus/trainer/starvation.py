@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 
-from contracts.events.train import DataLoading
 from contracts.ranks import StarvationLine
+from contracts.spec.training import DataLoading
 from trainbus.data.batch_timings import CAUSES, BatchTimings, Cause
 from trainbus.trainer.observers import CompletedStep, StepObserver
 

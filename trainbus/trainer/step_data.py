@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from contracts.events.train import Training
+from contracts.spec.training import Training
 from trainbus.data.batch_timings import BatchTimings
 from trainbus.data.dataset import Dataset
 from trainbus.data.loader import BatchLoader, MicroBatch, Prefetcher, pipeline_results, prefetch

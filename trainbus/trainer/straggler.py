@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from contracts.events.train import Watch
+from contracts.spec.training import Watch
 from trainbus.agent_link import Journal
 from trainbus.trainer.observers import CompletedStep, StepObserver
 from trainbus.trainer.step_agreement import StepSummary

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from contracts.events.checkpoint import Exactness
-from contracts.events.train import Training, Watch
+from contracts.spec.training import Training, Watch
 from trainbus.agent_link import Control, Journal
 from trainbus.data.loader import Prefetcher, to_device
 from trainbus.task import Task

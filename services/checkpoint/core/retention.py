@@ -10,7 +10,7 @@ from contracts.base import Event
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointPinned
 from contracts.events.model import ModelPromoted
 from contracts.events.run import RunAccepted, RunCancelled, RunCompleted, RunFact, RunFailed, RunPlaced
-from contracts.events.train import Retention
+from contracts.spec.training import Retention
 from contracts.state.run import RunState, change_run, reduce_run
 
 #: Facts from which ``Holds`` derives the checkpoints in use.

@@ -14,8 +14,11 @@ from contracts import subjects
 from contracts.base import run_id_for
 from contracts.events.model import ModelPromoted
 from contracts.events.run import RunNotPromoted, RunPromoted
-from contracts.events.train import DatasetRef, EvaluationTarget, Slots, TrainRequested
+from contracts.events.train import TrainRequested
+from contracts.spec.data import DatasetRef
+from contracts.spec.resources import Slots
 from contracts.spec.run import RunSpec
+from contracts.spec.training import EvaluationTarget
 from services.evaluation.core.gate import Verdict, gate, metric_value
 from services.evaluation.core.state import Candidate, Outcome, State, Version
 

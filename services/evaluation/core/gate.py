@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from contracts.events.train import Evaluation
+from contracts.spec.training import Evaluation
 
 #: Two numbers this close, relative to the larger, are taken for equal: 0.3 - 0.2 is not quite 0.1.
 TOLERANCE = 1e-9

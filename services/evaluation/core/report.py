@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 from contracts.events.checkpoint import CheckpointCommitted
-from contracts.events.train import Evaluation
+from contracts.spec.training import Evaluation
 from services.evaluation.core.gate import Verdict, metric_value
 
 #: More classes than this make a confusion matrix unreadable.

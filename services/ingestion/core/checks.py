@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from contracts.events.train import Bounds, DataSource
+from contracts.spec.data import Bounds, DataSource
 from services.ingestion.core.records import RecordFault, ValidRecord, encode_json
 from services.ingestion.core.times import parse_instant
 

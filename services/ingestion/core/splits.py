@@ -21,7 +21,7 @@ from PIL import Image as pillow
 from PIL.Image import Image
 
 from contracts.datasets import SPLITS, canonical_json
-from contracts.events.train import DataSource, Split
+from contracts.spec.data import DataSource, Split
 from services.ingestion.core.checks import member
 from services.ingestion.core.records import RecordFault
 from services.ingestion.core.times import parse_instant

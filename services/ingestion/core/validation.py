@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from contracts.datasets import SPLITS, canonical_json
 from contracts.events.dataset import QuarantineCount
-from contracts.events.train import DataSource
+from contracts.spec.data import DataSource
 
 #: Changes whenever the same input would give another index.
 INDEX_VERSION = 3

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from contracts.events.train import FeatureJoin
+from contracts.spec.data import FeatureJoin
 from services.ingestion.core.records import InvalidRecord
 from services.ingestion.features.entities import EntityFile, broken
 from services.ingestion.features.table_join import LoadedTable, Located, TableJoin

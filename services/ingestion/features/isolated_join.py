@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from contracts.events.train import FeatureJoin
+from contracts.spec.data import FeatureJoin
 from services.ingestion.core.records import InvalidRecord
 from services.ingestion.formats.isolated_reader import IsolatedParquetReader
 from services.ingestion.isolated_process import run_isolated

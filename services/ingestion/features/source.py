@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import structlog
 
-from contracts.events.train import FeatureJoin, FeatureTable
+from contracts.spec.data import FeatureJoin, FeatureTable
 from services.ingestion.core.keys import extension, is_data
 from services.ingestion.core.records import InvalidRecord
 from services.ingestion.features.isolated_join import MEMORY_BYTES, Progress, join_in_process, unreadable

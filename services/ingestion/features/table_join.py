@@ -13,7 +13,7 @@ import polars as pl
 import pyarrow
 from pyarrow import types
 
-from contracts.events.train import FeatureJoin, FeatureTable
+from contracts.spec.data import FeatureJoin, FeatureTable
 from services.ingestion.features.join import JoinRule, LatestRows, Rows
 from services.ingestion.features.tables import (
     DAMAGED,

@@ -11,7 +11,7 @@ from typing import Any
 
 from PIL import Image, ImageFile, UnidentifiedImageError
 
-from contracts.events.train import DataSource
+from contracts.spec.data import DataSource
 from services.ingestion.core import statistics
 from services.ingestion.core.keys import extension, file_key
 from services.ingestion.core.reasons import Code

@@ -20,7 +20,7 @@ import zstandard
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from contracts.events.train import DataSource
+from contracts.spec.data import DataSource
 from services.ingestion.core.keys import row_key, rows_key
 from services.ingestion.core.records import InvalidRecord, RecordFault, ValidRecord, encode_json, parse_json
 from services.ingestion.formats.tars import sample_of

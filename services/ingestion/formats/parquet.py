@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from contracts.events.train import DataSource
+from contracts.spec.data import DataSource
 from services.ingestion.core.keys import row_key, rows_key
 from services.ingestion.core.records import InvalidRecord, RecordFault, ValidRecord, plain, record
 from services.ingestion.core.schema import Shape

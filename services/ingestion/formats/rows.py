@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Generator
 from pathlib import Path
 
-from contracts.events.train import DataSource
+from contracts.spec.data import DataSource
 from services.ingestion.core.keys import row_key, rows_key
 from services.ingestion.core.records import InvalidRecord, ValidRecord, parse_json_line
 from services.ingestion.core.schema import FieldProfile

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from contracts.events.train import DataSource
+from contracts.spec.data import DataSource
 from services.ingestion.core.keys import UnsafePath, check_path, row_key, rows_key
 from services.ingestion.core.records import (
     MAX_LABEL_CHARS,

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from contracts.events.run import CheckpointRef, Problem
-from contracts.events.train import DataSource, RestoreRequested, TrainRequested
+from contracts.events.train import RestoreRequested, TrainRequested
+from contracts.spec.data import DataSource
 from services.scheduler.core.decisions import AcceptRun, RejectRun
 from services.scheduler.core.state.cluster import Cluster, Run
 

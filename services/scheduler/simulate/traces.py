@@ -16,8 +16,9 @@ from pathlib import Path
 from contracts.base import token
 from contracts.events.node import NodeFact, NodeJoined
 from contracts.events.run import RunAccepted
-from contracts.events.train import Code, Gang, Resources, Scheduling, Slots, Training
-from contracts.spec.run import RunSpec
+from contracts.spec.resources import Gang, Resources, Scheduling, Slots
+from contracts.spec.run import Code, RunSpec
+from contracts.spec.training import Training
 
 #: Virtual time begins here; a trace's times are seconds since.
 START = datetime(2026, 1, 1, tzinfo=UTC)

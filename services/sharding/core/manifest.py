@@ -14,7 +14,7 @@ from contracts.datasets import (
     split_config_hash,
 )
 from contracts.events.dataset import DatasetIngested, ShardFile
-from contracts.events.train import DataSource
+from contracts.spec.data import DataSource
 
 #: Changes whenever the same index results in other shards.
 LAYOUT_VERSION = 3

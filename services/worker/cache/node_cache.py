@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from contracts.events.checkpoint import CheckpointFile
 from contracts.events.run import CheckpointRef
-from contracts.events.train import Code
+from contracts.spec.run import Code
 from services.kit.chunks import FileRange, restore_file
 from services.kit.concurrency import gather_limited
 from services.kit.store.errors import ObjectNotFound

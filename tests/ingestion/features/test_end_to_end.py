@@ -15,7 +15,7 @@ import pytest
 from contracts.datasets import SPLITS, Manifest, shard_uri
 from contracts.events.dataset import DatasetSharded
 from contracts.events.run import RunPrepared, RunPrepareFailed
-from contracts.events.train import DataSource, FeatureJoin, FeatureTable, Split
+from contracts.spec.data import DataSource, FeatureJoin, FeatureTable, Split
 from services.kit.bus import Bus, PoisonMessage
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectChanged

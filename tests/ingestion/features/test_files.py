@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 
-from contracts.events.train import FeatureJoin, FeatureTable
+from contracts.spec.data import FeatureJoin, FeatureTable
 from services.ingestion.core.records import InvalidRecord
 from services.ingestion.features import enrich, table_join, tables
 from services.ingestion.features.enrich import join_files

@@ -12,7 +12,7 @@ import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 
-from contracts.events.train import FeatureJoin, FeatureTable
+from contracts.spec.data import FeatureJoin, FeatureTable
 from services.ingestion.features import enrich
 from services.ingestion.features.source import FeatureSource
 from services.ingestion.sources import Source, SourceObject, open_source

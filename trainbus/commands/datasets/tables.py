@@ -13,7 +13,7 @@ from rich.table import Table
 from contracts import subjects, topology
 from contracts.datasets import SPLITS, Manifest, shard_uri
 from contracts.events.dataset import DatasetProgress
-from contracts.events.train import Split
+from contracts.spec.data import Split
 from trainbus.client.address import StackAddress
 from trainbus.client.connection import Connection, connect
 from trainbus.client.datasets import (

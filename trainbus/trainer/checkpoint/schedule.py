@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from contracts.events.train import Training
+from contracts.spec.training import Training
 
 #: Expected time between failures of a machine that has not failed yet: a day.
 PRIOR_MTBF_S = 24 * 3600.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from contracts.events.train import Training
+from contracts.spec.training import Training
 from trainbus.task import Task
 from trainbus.trainer.strategies.base import Strategy
 from trainbus.trainer.world import World

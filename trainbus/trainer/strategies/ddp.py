@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from contracts.events.train import Training
+from contracts.spec.training import Training
 from trainbus.task import Task
 from trainbus.trainer import optimizer_state as packing
 from trainbus.trainer.strategies.base import LossModule, StepResult, Strategy, ignore

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from contracts.events.train import Training
+from contracts.spec.training import Training
 from trainbus.task import Task, TaskError
 from trainbus.trainer import optimizer_state as packing
 from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contracts.events.train import Training
+from contracts.spec.training import Training
 from trainbus.task import Task, TaskError
 from trainbus.trainer import optimizer_state as packing
 from trainbus.trainer.exact.buffer_sync import BufferSync

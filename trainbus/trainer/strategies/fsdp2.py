@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from contracts.events.train import Training
+from contracts.spec.training import Training
 from trainbus.task import Task
 from trainbus.trainer import optimizer_state as packing
 from trainbus.trainer.exact.buffer_sync import BufferSync

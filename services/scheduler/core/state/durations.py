@@ -23,8 +23,8 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, Protocol
 
-from contracts.events.train import DatasetRef
 from contracts.scheduling import Predict
+from contracts.spec.data import DatasetRef
 from contracts.spec.run import RunSpec
 
 #: Durations kept of one key, for any window of the policy.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from operator import attrgetter
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -97,11 +98,26 @@ class Fact(Event):
 
     aggregate: ClassVar[str]
     fact: ClassVar[str]
+    #: The field with the id of the run, dataset, node or model that this is a fact about.
+    id_field: ClassVar[str]
+    #: Paths of the fields that distinguish this fact from others of its type about the same aggregate.
+    occurrence_fields: ClassVar[tuple[str, ...]] = ()
 
-    def __init_subclass__(cls, aggregate: str | None = None, fact: str | None = None, **kwargs: Any) -> None:
+    def __init_subclass__(
+        cls,
+        aggregate: str | None = None,
+        fact: str | None = None,
+        id_field: str | None = None,
+        occurrence: str | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init_subclass__(**kwargs)
         if aggregate is not None:
             cls.aggregate = aggregate
+        if id_field is not None:
+            cls.id_field = id_field
+        if occurrence is not None:
+            cls.occurrence_fields = tuple(occurrence.split("/"))
         if fact is not None:
             cls.fact = fact
             cls.type = f"trainbus.{cls.aggregate}.{fact}.v1"
@@ -112,13 +128,12 @@ class Fact(Event):
 
     @property
     def aggregate_id(self) -> str:
-        """The id of the run, dataset, node or model that this is a fact about."""
-        raise TypeError(f"{type(self).__name__} is abstract")
+        return str(getattr(self, self.id_field))
 
     @property
     def occurrence(self) -> str:
-        """What tells this fact from others of its type about the same aggregate; '' if it happens once."""
-        return ""
+        """The values of ``occurrence_fields``; '' if the fact happens once."""
+        return "/".join(str(attrgetter(path)(self)) for path in self.occurrence_fields)
 
     @property
     def subject(self) -> str:
@@ -127,5 +142,4 @@ class Fact(Event):
     @property
     def event_id(self) -> str:
         """Deterministic id: the same fact published twice has the same id, so it is stored once."""
-        parts = [self.aggregate, self.aggregate_id, self.fact, self.occurrence]
-        return "/".join(part for part in parts if part)
+        return "/".join(filter(None, (self.aggregate, self.aggregate_id, self.fact, self.occurrence)))

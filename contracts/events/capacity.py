@@ -12,7 +12,9 @@ from contracts.lenient import Lenient
 from contracts.scheduling import Policy
 
 
-class CapacityWanted(Fact, aggregate="capacity", fact="wanted"):
+class CapacityWanted(
+    Fact, aggregate="capacity", fact="wanted", id_field="pool", occurrence="decided_at_sequence/nodes"
+):
     """The total number of nodes that a pool needs. An autoscaler acts on the newest fact of each pool."""
 
     pool: Token
@@ -28,16 +30,8 @@ class CapacityWanted(Fact, aggregate="capacity", fact="wanted"):
     decided_at_sequence: int = 0
     decision: DecisionRecord | None = None
 
-    @property
-    def aggregate_id(self) -> str:
-        return self.pool
 
-    @property
-    def occurrence(self) -> str:
-        return f"{self.decided_at_sequence}/{self.nodes}"
-
-
-class PolicyAdopted(Fact, aggregate="policy", fact="adopted"):
+class PolicyAdopted(Fact, aggregate="policy", fact="adopted", id_field="digest", occurrence="after_sequence"):
     """The leading scheduler decides by this policy from now on."""
 
     digest: Token
@@ -45,11 +39,3 @@ class PolicyAdopted(Fact, aggregate="policy", fact="adopted"):
     instance: str = ""
     #: Sequence of the fact before it, which tells two adoptions of one policy apart.
     after_sequence: int = 0
-
-    @property
-    def aggregate_id(self) -> str:
-        return self.digest
-
-    @property
-    def occurrence(self) -> str:
-        return str(self.after_sequence)

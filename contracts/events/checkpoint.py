@@ -49,7 +49,7 @@ class CheckpointFile(FactPart):
 Exactness = Literal["exact", "samples-exact"]
 
 
-class CheckpointStaged(GenerationFact, fact="checkpoint_staged"):
+class CheckpointStaged(GenerationFact, fact="checkpoint_staged", occurrence="generation/step/node_id"):
     """This node's files of a checkpoint are in the store. Not restorable until it is committed."""
 
     node_id: Token
@@ -64,12 +64,8 @@ class CheckpointStaged(GenerationFact, fact="checkpoint_staged"):
     #: Whether the state is, to the bit, what undisturbed training would have made of it.
     exactness: Exactness = "samples-exact"
 
-    @property
-    def occurrence(self) -> str:
-        return f"{self.generation}/{self.step}/{self.node_id}"
 
-
-class CheckpointCommitted(GenerationFact, fact="checkpoint_committed"):
+class CheckpointCommitted(GenerationFact, fact="checkpoint_committed", occurrence="generation/checkpoint.step"):
     """Every rank's files are verified and the manifest is written: this can be restored."""
 
     checkpoint: CheckpointRef
@@ -82,35 +78,23 @@ class CheckpointCommitted(GenerationFact, fact="checkpoint_committed"):
     #: Of the manifest's bytes: it identifies the whole checkpoint.
     manifest_sha256: Sha256 | None = None
 
-    @property
-    def occurrence(self) -> str:
-        return f"{self.generation}/{self.checkpoint.step}"
 
-
-class CheckpointRefused(GenerationFact, fact="checkpoint_refused"):
+class CheckpointRefused(GenerationFact, fact="checkpoint_refused", occurrence="generation/step"):
     """A staged checkpoint did not verify; it will never be committed."""
 
     step: int
     reason: str
 
-    @property
-    def occurrence(self) -> str:
-        return f"{self.generation}/{self.step}"
 
-
-class CheckpointDeleted(RunFact, fact="checkpoint_deleted"):
+class CheckpointDeleted(RunFact, fact="checkpoint_deleted", occurrence="uri"):
     """Retention removed the manifest; its blobs go once nothing else names them."""
 
     uri: ObjectUri
     step: int
     reason: str
 
-    @property
-    def occurrence(self) -> str:
-        return self.uri
 
-
-class CheckpointPinned(RunFact, fact="checkpoint_pinned"):
+class CheckpointPinned(RunFact, fact="checkpoint_pinned", occurrence="request_id"):
     """The checkpoint is pinned: retention does not delete it. Or it is no longer pinned."""
 
     uri: ObjectUri
@@ -119,12 +103,8 @@ class CheckpointPinned(RunFact, fact="checkpoint_pinned"):
     request_id: str
     reason: str = ""
 
-    @property
-    def occurrence(self) -> str:
-        return self.request_id
 
-
-class CheckpointRotten(RunFact, fact="checkpoint_rotten"):
+class CheckpointRotten(RunFact, fact="checkpoint_rotten", occurrence="uri/found_at"):
     """Stored blobs of a committed checkpoint are missing or corrupt. Nodes that have the blobs write them again."""
 
     uri: ObjectUri
@@ -136,12 +116,8 @@ class CheckpointRotten(RunFact, fact="checkpoint_rotten"):
     #: When it was found: each finding is a fact of its own.
     found_at: str
 
-    @property
-    def occurrence(self) -> str:
-        return f"{self.uri}/{self.found_at}"
 
-
-class CheckpointRepaired(RunFact, fact="checkpoint_repaired"):
+class CheckpointRepaired(RunFact, fact="checkpoint_repaired", occurrence="uri/found_at/blob"):
     """A corrupt blob was written again from a node's copy."""
 
     uri: ObjectUri
@@ -149,7 +125,3 @@ class CheckpointRepaired(RunFact, fact="checkpoint_repaired"):
     blob: ObjectUri
     node_id: Token
     found_at: str
-
-    @property
-    def occurrence(self) -> str:
-        return f"{self.uri}/{self.found_at}/{self.blob}"

@@ -22,12 +22,8 @@ class DatasetFact(Fact, aggregate="dataset"):
     pass
 
 
-class IngestionFact(DatasetFact):
+class IngestionFact(DatasetFact, id_field="ingestion_id"):
     ingestion_id: Token
-
-    @property
-    def aggregate_id(self) -> str:
-        return self.ingestion_id
 
 
 class QuarantineCount(FactPart):
@@ -73,7 +69,7 @@ class DatasetShardFailed(IngestionFact, fact="shard_failed"):
     reason: str
 
 
-class DatasetProgress(IngestionFact, fact="progress"):
+class DatasetProgress(IngestionFact, fact="progress", occurrence="phase/number/time"):
     """How far an ingestion or its sharding has got, on ``progress.dataset.<id>``: every few seconds, not kept long."""
 
     phase: Literal["listing", "joining", "validating", "sharding", "uploading"]
@@ -95,12 +91,8 @@ class DatasetProgress(IngestionFact, fact="progress"):
     def subject(self) -> str:
         return subjects.dataset_progress(self.ingestion_id)
 
-    @property
-    def occurrence(self) -> str:
-        return f"{self.phase}/{self.number}/{self.time}"
 
-
-class DatasetSharded(DatasetFact, fact="sharded"):
+class DatasetSharded(DatasetFact, fact="sharded", id_field="dataset_id"):
     """The dataset exists: its shards and manifest are in the store. The training_datasets record."""
 
     dataset_id: Sha256
@@ -116,10 +108,6 @@ class DatasetSharded(DatasetFact, fact="sharded"):
     size_bytes: int
     classes: tuple[str, ...] = ()
     created_at: datetime
-
-    @property
-    def aggregate_id(self) -> str:
-        return self.dataset_id
 
 
 class ShardFile(FactPart):

@@ -7,15 +7,11 @@ from pydantic import Field
 from contracts.base import Fact, ObjectUri, Token
 
 
-class ModelFact(Fact, aggregate="model"):
+class ModelFact(Fact, aggregate="model", id_field="model"):
     model: Token
 
-    @property
-    def aggregate_id(self) -> str:
-        return self.model
 
-
-class ModelPromoted(ModelFact, fact="promoted"):
+class ModelPromoted(ModelFact, fact="promoted", occurrence="version"):
     """This checkpoint is the model's champion from now on. Versions count up by one."""
 
     version: int = Field(ge=1)
@@ -27,7 +23,3 @@ class ModelPromoted(ModelFact, fact="promoted"):
     reason: str = ""
     #: Set when an older champion was brought back.
     rollback: bool = False
-
-    @property
-    def occurrence(self) -> str:
-        return str(self.version)

@@ -13,18 +13,10 @@ from contracts.base import Fact, Sha256, Token
 MAX_NODE_SLOTS = 4096
 
 
-class NodeFact(Fact, aggregate="node"):
+class NodeFact(Fact, aggregate="node", id_field="node_id", occurrence="incarnation"):
     node_id: Token
     #: Which life of the agent this is about, so that news of an old one cannot end a new one.
     incarnation: str
-
-    @property
-    def aggregate_id(self) -> str:
-        return self.node_id
-
-    @property
-    def occurrence(self) -> str:
-        return self.incarnation
 
 
 class NodeJoined(NodeFact, fact="joined"):

@@ -18,22 +18,14 @@ class FactPart(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="strings")
 
 
-class RunFact(Fact, aggregate="run"):
+class RunFact(Fact, aggregate="run", id_field="run_id"):
     run_id: Token
 
-    @property
-    def aggregate_id(self) -> str:
-        return self.run_id
 
-
-class GenerationFact(RunFact):
+class GenerationFact(RunFact, occurrence="generation"):
     """A fact of one placement. What an older generation says is ignored everywhere."""
 
     generation: int = Field(ge=1)
-
-    @property
-    def occurrence(self) -> str:
-        return str(self.generation)
 
 
 class Problem(FactPart):
@@ -115,7 +107,7 @@ class RunPrepareFailed(RunFact, fact="prepare_failed"):
 QueueReason = Literal["new", "preempted", "resized", "node lost", "crashed"]
 
 
-class RunQueued(RunFact, fact="queued"):
+class RunQueued(RunFact, fact="queued", occurrence="next_generation"):
     """The run waits for slots. ``next_generation`` is what its placement will be."""
 
     next_generation: int = Field(ge=1)
@@ -124,12 +116,8 @@ class RunQueued(RunFact, fact="queued"):
     failures: int = 0
     decision: DecisionRecord | None = None
 
-    @property
-    def occurrence(self) -> str:
-        return str(self.next_generation)
 
-
-class RunWaiting(RunFact, fact="waiting"):
+class RunWaiting(RunFact, fact="waiting", occurrence="next_generation/decided_at_sequence"):
     """Why the run is not placed. Published when the kind of reason changes, not at every decision."""
 
     next_generation: int
@@ -138,10 +126,6 @@ class RunWaiting(RunFact, fact="waiting"):
     message: str
     decided_at_sequence: int = 0
     decision: DecisionRecord | None = None
-
-    @property
-    def occurrence(self) -> str:
-        return f"{self.next_generation}/{self.decided_at_sequence}"
 
 
 class RunPlaced(GenerationFact, fact="placed"):
@@ -181,7 +165,7 @@ class RunReserved(RunFact, fact="reserved"):
         return f"{self.next_generation}/{at_sequence}"
 
 
-class RunStarted(GenerationFact, fact="started"):
+class RunStarted(GenerationFact, fact="started", occurrence="generation/node_id"):
     """The ranks on this node train (rank 0's node says from which sample)."""
 
     node_id: Token
@@ -195,12 +179,8 @@ class RunStarted(GenerationFact, fact="started"):
     environment_digest: Sha256 | None = None
     exactness: Literal["exact", "samples-exact"] = "samples-exact"
 
-    @property
-    def occurrence(self) -> str:
-        return f"{self.generation}/{self.node_id}"
 
-
-class RunStalled(GenerationFact, fact="stalled"):
+class RunStalled(GenerationFact, fact="stalled", occurrence="generation/node_id/rank/step"):
     """A rank has made no step for many times the median; ``stacks`` say where every rank of the node is."""
 
     node_id: Token
@@ -212,12 +192,8 @@ class RunStalled(GenerationFact, fact="stalled"):
     #: One text a rank.
     stacks: dict[str, str] = Field(default_factory=dict)
 
-    @property
-    def occurrence(self) -> str:
-        return f"{self.generation}/{self.node_id}/{self.rank}/{self.step}"
 
-
-class RunStraggler(GenerationFact, fact="straggler"):
+class RunStraggler(GenerationFact, fact="straggler", occurrence="generation/rank/step"):
     """A rank's own work takes longer than the others', who wait for it in every step."""
 
     node_id: Token
@@ -227,12 +203,8 @@ class RunStraggler(GenerationFact, fact="straggler"):
     factor: float
     over_steps: int
 
-    @property
-    def occurrence(self) -> str:
-        return f"{self.generation}/{self.rank}/{self.step}"
 
-
-class RunStarved(GenerationFact, fact="starved"):
+class RunStarved(GenerationFact, fact="starved", occurrence="generation/rank/step"):
     """A rank waits for its data: the accelerator stands idle for a part of each step."""
 
     node_id: Token
@@ -246,10 +218,6 @@ class RunStarved(GenerationFact, fact="starved"):
     bound_by: Literal["fetch", "read", "decode", "transfer"]
     #: What would help.
     hint: str
-
-    @property
-    def occurrence(self) -> str:
-        return f"{self.generation}/{self.rank}/{self.step}"
 
 
 class RunPreempting(GenerationFact, fact="preempting"):
@@ -268,7 +236,7 @@ class RunPreempting(GenerationFact, fact="preempting"):
     decision: DecisionRecord | None = None
 
 
-class RunReleased(GenerationFact, fact="released"):
+class RunReleased(GenerationFact, fact="released", occurrence="generation/node_id"):
     """The ranks on this node ended because they were asked to; their slots are free."""
 
     node_id: Token
@@ -277,10 +245,6 @@ class RunReleased(GenerationFact, fact="released"):
     step: int = 0
     samples_consumed: int = 0
     detail: str = ""
-
-    @property
-    def occurrence(self) -> str:
-        return f"{self.generation}/{self.node_id}"
 
 
 class Artifact(FactPart):
@@ -292,7 +256,7 @@ class Artifact(FactPart):
     size_bytes: int
 
 
-class RunExited(GenerationFact, fact="exited"):
+class RunExited(GenerationFact, fact="exited", occurrence="generation/node_id"):
     """The ranks on this node ended by themselves: done, or failed. Their slots are free."""
 
     node_id: Token
@@ -309,10 +273,6 @@ class RunExited(GenerationFact, fact="exited"):
     samples_consumed: int = 0
     metrics: dict[str, float] = Field(default_factory=dict)
     artifacts: tuple[Artifact, ...] = ()
-
-    @property
-    def occurrence(self) -> str:
-        return f"{self.generation}/{self.node_id}"
 
 
 class RunCompleted(RunFact, fact="completed"):
@@ -347,15 +307,11 @@ class RunCancelled(RunFact, fact="cancelled"):
     decision: DecisionRecord | None = None
 
 
-class RunTracked(RunFact, fact="tracked"):
+class RunTracked(RunFact, fact="tracked", occurrence="mlflow_run_id"):
     """The run's page in the tracking system."""
 
     mlflow_run_id: str
     mlflow_experiment_id: str
-
-    @property
-    def occurrence(self) -> str:
-        return self.mlflow_run_id
 
 
 class RunEvaluated(RunFact, fact="evaluated"):
@@ -391,7 +347,7 @@ class ProgressPoint(FactPart):
     values: dict[str, float]
 
 
-class RunProgress(RunFact, fact="progress"):
+class RunProgress(RunFact, fact="progress", occurrence="generation/kind/node_id/rank/offset"):
     """A batch of metric points, on ``progress.<run_id>``: many a second, kept for a while only."""
 
     generation: int
@@ -415,12 +371,8 @@ class RunProgress(RunFact, fact="progress"):
     def subject(self) -> str:
         return subjects.progress(self.run_id)
 
-    @property
-    def occurrence(self) -> str:
-        return f"{self.generation}/{self.kind}/{self.node_id}/{self.rank}/{self.offset}"
 
-
-class RunLog(RunFact, fact="log"):
+class RunLog(RunFact, fact="log", occurrence="generation/rank/offset"):
     """Lines of output of one rank, on ``log.<run_id>.<rank>``."""
 
     generation: int
@@ -435,10 +387,6 @@ class RunLog(RunFact, fact="log"):
     @property
     def subject(self) -> str:
         return subjects.log(self.run_id, self.rank)
-
-    @property
-    def occurrence(self) -> str:
-        return f"{self.generation}/{self.rank}/{self.offset}"
 
 
 #: Facts after which nothing more happens to the run itself.

@@ -5,12 +5,8 @@ from __future__ import annotations
 from contracts.base import Fact, Token
 
 
-class StudyFact(Fact, aggregate="study"):
+class StudyFact(Fact, aggregate="study", id_field="study_id"):
     study_id: Token
-
-    @property
-    def aggregate_id(self) -> str:
-        return self.study_id
 
 
 class StudyRejected(StudyFact, fact="rejected"):

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import yaml
 
-from contracts.compatibility import breaking_changes
-from contracts.documents import GENERATED, asyncapi, every_document, insert_generated
+from tests.contracts.compatibility import breaking_changes
+from tests.contracts.documents import GENERATED, asyncapi, every_document, insert_generated
 
 CONTRACTS = Path(__file__).parents[2] / "contracts"
 RELEASES = Path(__file__).parents[1] / "upgrade"

@@ -11,10 +11,10 @@ import jsonschema
 import pytest
 from pydantic import ValidationError
 
-from contracts.compatibility import breaking_changes
-from contracts.documents import GENERATED, every_document, insert_generated, schema_for
 from contracts.events import BY_TYPE, REQUESTS
 from contracts.events.train import TrainRequested
+from tests.contracts.compatibility import breaking_changes
+from tests.contracts.documents import GENERATED, every_document, insert_generated, schema_for
 from tests.contracts.generate import CONTRACTS, asyncapi_text, breaks, released_schemas
 
 REGENERATE = "run: python -m tests.contracts.generate"

@@ -100,8 +100,7 @@ def events_table() -> str:
         stream = topology.stream_of(event)
         producers = ", ".join(name for name in topology.producers_of(event) if name != "gateway")
         rows.append(f"| `{event.subject_filter()}` | {producers} | {readers} | {stream.retention} |")
-    rules = {topology.compatibility_of(event): None for event in (*REQUESTS, *FACTS)}
-    requests, facts = rules
+    requests, facts = (topology.compatibility_of(events[0]) for events in (REQUESTS, FACTS))
     return "\n".join([*rows, "", f"Within `.v1`, of a request: {requests}. Of a fact: {facts}."])
 
 
@@ -127,14 +126,11 @@ def insert_generated(page: str, parts: Mapping[str, Callable[[], str]]) -> str:
 def _names(events: Iterable[type[Event]]) -> str:
     by_aggregate: dict[str, list[str]] = {}
     for event in events:
-        kind, name = ("", f"`{event.verb}.requested`") if issubclass(event, Request) else _fact_name(event)
-        by_aggregate.setdefault(kind, []).append(name)
+        if issubclass(event, Fact):
+            by_aggregate.setdefault(event.aggregate, []).append(event.fact)
+        else:
+            by_aggregate.setdefault("", []).append(f"`{event.subject_filter()}`")
     return "; ".join(f"{kind} {', '.join(names)}".strip() for kind, names in by_aggregate.items())
-
-
-def _fact_name(event: type[Event]) -> tuple[str, str]:
-    assert issubclass(event, Fact)
-    return event.aggregate, event.fact
 
 
 def every_document() -> dict[str, str]:

@@ -28,7 +28,7 @@ from contracts.spec.training import Training
 from loadtest.common import percentile, report
 from services.scheduler.simulate.agents import Agents
 from services.scheduler.simulate.engine import Core, WorldEvents, play_trace
-from services.scheduler.simulate.traces import START, Job, Trace, nodes_of
+from services.scheduler.simulate.traces import INSTANT_GRACE_S, START, Job, Trace, nodes_of
 
 GPUS, PER_NODE, RUN_S = 64, 8, 300.0
 GRACE_S = 30.0
@@ -58,7 +58,7 @@ class LastMinute(Agents):
 
     def handle_fact(self, fact: Fact, now_s: float) -> list[Fact]:
         said = super().handle_fact(fact, now_s)
-        if not isinstance(fact, RunPreempting) or not fact.grace_s:
+        if not isinstance(fact, RunPreempting) or fact.grace_s <= INSTANT_GRACE_S:
             return said
         self._number += 1
         heapq.heappush(self._letting_go, (now_s + fact.grace_s, self._number, said))
@@ -72,7 +72,7 @@ class LastMinute(Agents):
         while self._letting_go and self._letting_go[0][0] <= now_s:
             said += heapq.heappop(self._letting_go)[2]
         while super().next_s() <= now_s:
-            said += super().due(now_s)
+            said += super().finish_due(now_s)
         return said
 
 
@@ -161,7 +161,7 @@ class Audit:
                 self.violations.append(f"{quota.team} has {self.using[quota.team]} slots")
 
 
-def job(number: int, team: str, submit_s: float, slots: int, duration_s: float, grace_s: float = 0.0) -> Job:
+def job(number: int, team: str, submit_s: float, slots: int, duration_s: float, grace_s: float = INSTANT_GRACE_S) -> Job:
     spec = RunSpec(
         name="run",
         team=team,

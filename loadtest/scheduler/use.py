@@ -23,7 +23,7 @@ from contracts.spec.training import Training
 from loadtest.common import report
 from services.scheduler.policies import load
 from services.scheduler.simulate.engine import simulate
-from services.scheduler.simulate.traces import START, Job, Trace, nodes_of
+from services.scheduler.simulate.traces import INSTANT_GRACE_S, START, Job, Trace, nodes_of
 
 NODES, PER_NODE, RUNS_A_DAY, LARGE_A_DAY = 250, 8, 500, 100
 SMALL = (1, 1, 2, 4, 8)
@@ -55,7 +55,7 @@ def _job(number: int, submit_s: float, slots: int, duration_s: float, limit_s: f
         code=Code(uri="s3://code/c.tar.gz", sha256="0" * 64),
         training=Training(epochs=1),
         slots=Slots(min=slots, max=slots),
-        grace_s=0.0,
+        grace_s=INSTANT_GRACE_S,
         scheduling=Scheduling(limit_s=limit_s),
     )
     return Job(f"run-{number}", submit_s, duration_s, spec)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from services.scheduler import policies
 from services.scheduler.core import price
+from services.scheduler.core.decisions import PreemptRun
 from tests.scheduler.world import World, spec
 
 
@@ -21,3 +23,23 @@ def test_a_run_that_outlived_its_expected_time_gains_as_long_again_as_it_has_run
     monkeypatch.setattr(price, "left_s", lambda *_: 0.0)
     growth = price.growth_price(world.cluster, run, run.slot_count + 2, world.now, world.policy)
     assert growth.gain_slot_s == 2 * run.ran_s(world.now) > 0
+
+
+@pytest.mark.parametrize(
+    ("grace_s", "is_committed", "is_preempted"), [(30, False, True), (0, False, False), (0, True, True)]
+)
+def test_an_order_preempts_only_a_run_that_has_a_checkpoint_to_come_back_to(
+    grace_s: float, is_committed: bool, is_preempted: bool
+) -> None:
+    world = World(policies.load("least-attained"))
+    world.join("n", 2)
+    world.accept("first", spec(2, grace_s=grace_s))
+    world.settle()
+    world.start("first")
+    if is_committed:
+        world.commit("first", 1)
+    world.wait(100_000)
+    world.accept("second", spec(2))
+    # Without a grace period the preempted ranks make no checkpoint.
+    stops = [decision.run_id for decision in world.settle() if isinstance(decision, PreemptRun)]
+    assert stops == (["first"] if is_preempted else [])

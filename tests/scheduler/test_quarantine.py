@@ -39,8 +39,11 @@ from services.scheduler import policies
 from services.scheduler.core import fold
 from services.scheduler.core.decisions import PlaceRun, fact_of
 from services.scheduler.core.explain.why import answer
+from services.scheduler.core.place.fragmentation import FragmentationScores
+from services.scheduler.core.place.snapshot import NodeCapacity
 from services.scheduler.core.quarantine import describe_quarantine, explain_quarantine, run_cycle
 from services.scheduler.core.state.cluster import Cluster, Node
+from services.scheduler.core.state.workload import Shape
 from tests.scheduler.world import World, spec
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -126,6 +129,52 @@ def test_a_fact_that_the_fold_fails_on_quarantines_its_run_alone(monkeypatch: py
     _decide_until_rest(world)
     assert world.run(bad).terminal
     assert bad not in world.cluster.quarantined_runs
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_run_that_a_cycle_fails_on_leaves_the_only_node_to_others(
+    monkeypatch: pytest.MonkeyPatch, is_alone: bool
+) -> None:
+    world = World(policies.load("fgd"))
+    world.join("n1", 4)
+    bad = _submit(world, "run-7", 2)
+    honest = FragmentationScores.best
+
+    def best(self: Any, capacities: list[NodeCapacity], shape: Shape) -> Any:
+        for capacity in capacities:  # the frame of the error knows a node and no run
+            if shape.accelerators == 2:
+                raise ValueError(f"a defect on {capacity.node.node_id}")
+        return honest(self, capacities, shape)
+
+    monkeypatch.setattr(FragmentationScores, "best", best)
+    if is_alone:
+        assert _decide_until_rest(world) == []
+    sound = _submit(world, "run-8", 1)
+    _decide_until_rest(world)
+    assert world.run(sound).generation == 1
+    assert describe_quarantine(world.cluster)["nodes"] == {}
+    assert list(describe_quarantine(world.cluster)["runs"]) == [bad]
+
+
+def test_a_node_that_a_cycle_fails_on_for_the_only_run_is_quarantined() -> None:
+    world = World()
+    world.say(joined().model_copy(update={"slot_profiles": ("1g.10gb",)}))
+    world.join("good", 2)
+    only = _submit(world, "run-9", 1, resources={"mig_profile": "2g.20gb"})
+    _decide_until_rest(world)
+    whole = _submit(world, "run-10", 1)
+    _decide_until_rest(world)
+    assert world.run(whole).generation == 1
+    assert world.run(only).generation == 0
+
+
+def test_a_run_may_request_more_than_any_node_counts() -> None:
+    world = World(policies.load("fgd"))
+    world.join("n1", 2)
+    huge, sound = _submit(world, "run-11", 2, resources={"memory_bytes": 10**30}), _submit(world, "run-12", 1)
+    _decide_until_rest(world)
+    assert world.run(huge).generation + world.run(sound).generation == 1
+    assert describe_quarantine(world.cluster) == {"runs": {}, "nodes": {}}
 
 
 def _submit(world: World, run_id: str, slots: int = 1, **more: Any) -> str:

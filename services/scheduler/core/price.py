@@ -22,8 +22,12 @@ class Price(NamedTuple):
 
 
 def is_resumable(run: Run) -> bool:
-    """Whether the run continues from a checkpoint when it gets slots again, rather than start again."""
-    return run.spec.task is not None and run.spec.kind == "train"
+    """Whether the run continues from a checkpoint when it gets slots again, rather than start again.
+
+    A run without a grace period makes no checkpoint when it is preempted: it needs one that is committed.
+    """
+    makes_checkpoints = run.spec.task is not None and run.spec.kind == "train"
+    return makes_checkpoints and (run.spec.grace_s > 0 or run.newest is not None)
 
 
 def lost_slot_s(run: Run, now: datetime) -> float:

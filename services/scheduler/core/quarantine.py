@@ -14,6 +14,7 @@ from __future__ import annotations
 import traceback
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from datetime import datetime
 from types import FrameType
 from typing import Any
@@ -21,12 +22,13 @@ from typing import Any
 from contracts.scheduling import Policy
 from services.scheduler.core.cycle_state import CycleResult
 from services.scheduler.core.decide import run_steps
-from services.scheduler.core.decisions import CancelRun
+from services.scheduler.core.decisions import CancelRun, PlaceRun
 from services.scheduler.core.state.cluster import EPOCH, Cluster, Node, Run
 from services.scheduler.core.state.quarantine import (
     describe_error,
     quarantine_node,
     quarantine_run,
+    release_node,
     release_run,
     reset_index,
 )
@@ -39,7 +41,7 @@ def run_cycle(
     cluster: Cluster, now: datetime, policy: Policy, reachable_since: datetime = EPOCH, **options: Any
 ) -> CycleResult:
     """Run a scheduling cycle that quarantines what it fails on. Same input, same output; never raises."""
-    suspects: defaultdict[str, list[str]] = defaultdict(list)
+    suspects = Suspects()
     for _ in range(MAX_QUARANTINED_PER_CYCLE):
         try:
             made = run_steps(cluster, now, policy, reachable_since, **options)
@@ -47,9 +49,39 @@ def run_cycle(
             if not _quarantine_culprit(cluster, error, suspects):
                 break
         else:
+            if suspects.accuse_waiting_run(cluster, made):
+                continue
             made.decisions += cancellations(cluster)
             return made
     return CycleResult(list(cancellations(cluster)))
+
+
+@dataclass(slots=True)
+class Suspects:
+    """Runs and nodes that steps of one cycle failed on together, one of each pair in quarantine."""
+
+    #: Node -> the runs that are in quarantine, although it may be the node.
+    runs: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    #: Run -> the nodes that are in quarantine, although it may be the run.
+    nodes: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    def accuse_waiting_run(self, cluster: Cluster, made: CycleResult) -> bool:
+        """Swap the nodes of a run that is not placed without them for the run itself; False if there is none.
+
+        One run waits rather than nodes are lost to all others. If a second run fails on such a node, it is the node.
+        """
+        placed = {decision.run_id for decision in made.decisions if isinstance(decision, PlaceRun)}
+        run_id = next((run_id for run_id in self.nodes if run_id not in placed and run_id in cluster.runs), None)
+        if run_id is None:
+            return False
+        reason = ""
+        for node_id in self.nodes.pop(run_id):
+            if (record := cluster.quarantined_nodes.get(node_id)) is not None:
+                reason = record.reason
+                release_node(cluster, node_id)
+                self.runs[node_id].append(run_id)
+        quarantine_run(cluster, run_id, "cycle", reason)
+        return True
 
 
 def cancellations(cluster: Cluster) -> list[CancelRun]:
@@ -82,24 +114,34 @@ def describe_quarantine(cluster: Cluster) -> dict[str, dict[str, str]]:
     }
 
 
-def _quarantine_culprit(cluster: Cluster, error: Exception, suspects: defaultdict[str, list[str]]) -> bool:
+def _quarantine_culprit(cluster: Cluster, error: Exception, suspects: Suspects) -> bool:
     """Quarantine what the cycle failed on; False if nothing is left to be quarantined.
 
     Where the failing code looks at a run and a node together, the run is suspected first. If the same node turns up
-    with a second run, it is the node, and the runs suspected with it are released.
+    with a second run, it is the node, and the runs suspected with it are released. Where it looks at a node alone, on
+    behalf of a run, the node is suspected first (see ``Suspects``).
     """
     reason = describe_error(error)
-    for run, node in _inspected(error):
-        known_node = node is not None and node.node_id in cluster.nodes and not node.quarantined
-        known_run = run is not None and run.run_id in cluster.runs and run.run_id not in cluster.quarantined_runs
-        if node is not None and known_node and (not known_run or node.node_id in suspects):
-            for run_id in suspects.pop(node.node_id, ()):
-                release_run(cluster, run_id)
+    inspected = [
+        (
+            run if run and run.run_id in cluster.runs and run.run_id not in cluster.quarantined_runs else None,
+            node if node and node.node_id in cluster.nodes and not node.quarantined else None,
+        )
+        for run, node in _inspected(error)
+    ]
+    behalf = next((run for run, _ in inspected if run), None)
+    for run, node in inspected:
+        if node and (not run or node.node_id in suspects.runs):
+            if node.node_id in suspects.runs:
+                for run_id in suspects.runs.pop(node.node_id):
+                    release_run(cluster, run_id)
+            elif behalf:
+                suspects.nodes[behalf.run_id].append(node.node_id)
             quarantine_node(cluster, node.node_id, "cycle", reason)
             return True
-        if run is not None and known_run:
-            if node is not None and known_node:
-                suspects[node.node_id].append(run.run_id)
+        if run:
+            if node:
+                suspects.runs[node.node_id].append(run.run_id)
             quarantine_run(cluster, run.run_id, "cycle", reason)
             return True
     # The newest change is the most likely cause.

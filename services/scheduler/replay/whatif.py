@@ -20,7 +20,7 @@ from contracts.spec.run import RunSpec
 from services.scheduler.replay.history import History, NodeKind, RunRecord, offered
 from services.scheduler.simulate.engine import simulate
 from services.scheduler.simulate.report import JobRecord, Recorder, quantile
-from services.scheduler.simulate.traces import Job, Trace, node
+from services.scheduler.simulate.traces import INSTANT_GRACE_S, Job, Trace, node
 
 #: ``40x8``, ``4x8:H100``, ``4x8:H100@spot-a``: nodes, slots on each, accelerator, pool.
 _NODES = re.compile(r"^(\d+)x(\d+)(?::([^@\s]+))?(?:@([A-Za-z0-9_-]+))?$")
@@ -166,7 +166,7 @@ def _usual(ended: Iterable[RunRecord]) -> Callable[[RunRecord], float]:
 def _playable(spec: RunSpec) -> RunSpec:
     """The request as it competes for slots. Its data is there, and letting go takes no time."""
     alone = {"data": None, "resume_from": None, "init_from": None, "init_exclude": ()}
-    return spec.model_copy(update={**alone, "grace_s": 0.0})
+    return spec.model_copy(update={**alone, "grace_s": INSTANT_GRACE_S})
 
 
 def play(

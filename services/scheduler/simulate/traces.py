@@ -26,6 +26,8 @@ START = datetime(2026, 1, 1, tzinfo=UTC)
 LEASE_TTL_S = 1e9
 MIB = 2**20
 SOURCE = "trainbus/simulate"
+#: Simulated agents make a checkpoint and release their slots at once; without any grace period they could make none.
+INSTANT_GRACE_S = 1e-9
 #: What a pod that wants no GPU is placed on: one slot, without a share of it.
 WHOLE_MILLI = 1000
 
@@ -116,7 +118,7 @@ class Specs:
                 task="trace:Job",
                 code=Code(uri="s3://code/trace.tar.gz", sha256="0" * 64),
                 training=Training(max_steps=1),
-                grace_s=0.0,
+                grace_s=INSTANT_GRACE_S,
             )
         return self.made[key]
 

@@ -23,8 +23,8 @@ from services.scheduler.core.state.workload import Shape, shape_of
 if TYPE_CHECKING:
     from services.scheduler.core.place.snapshot import NodeCapacity, NodeSlots
 
-#: What a node has left of something that is not counted there.
-UNCOUNTED = 1 << 62
+#: What a node has left of something that is not counted there: more than all ranks of a run can request.
+UNCOUNTED = 1 << 200
 #: Values that are remembered at most; beyond, all are forgotten.
 REMEMBERED = 300_000
 

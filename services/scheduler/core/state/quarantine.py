@@ -43,6 +43,14 @@ def quarantine_node(cluster: Cluster, node_id: str, step: Literal["fold", "cycle
     reset_index(cluster)
 
 
+def release_node(cluster: Cluster, node_id: str) -> None:
+    """Return the node to the cycles."""
+    cluster.quarantined_nodes.pop(node_id, None)
+    if (node := cluster.nodes.get(node_id)) is not None:
+        node.quarantined = False
+    reset_index(cluster)
+
+
 def describe_error(error: BaseException) -> str:
     """Return the error in one line, with the place in the code where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)

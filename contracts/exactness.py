@@ -7,21 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from contracts.events.checkpoint import Exactness
+from contracts.events.run import RunStarted
 from contracts.spec.run import RunFields
 
 #: How many differences between two environments a sentence names.
 MAX_NAMED_DIFFERENCES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationStart:
-    """What one node said when its ranks of one generation began to train."""
-
-    generation: int
-    node_id: str
-    exactness: Exactness
-    environment_digest: str | None
-    environment: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +23,7 @@ class Assessment:
     since: int | None = None
 
 
-def assess(spec: RunFields | Mapping[str, Any] | None, starts: Iterable[GenerationStart]) -> Assessment | None:
+def assess(spec: RunFields | Mapping[str, Any] | None, starts: Iterable[RunStarted]) -> Assessment | None:
     """How exact a run is by what it asked for and how each generation started; None before anything is known."""
     if spec is None:
         return None
@@ -43,7 +33,7 @@ def assess(spec: RunFields | Mapping[str, Any] | None, starts: Iterable[Generati
         return None
     if training.get("logical_ranks") is None:
         return Assessment("samples-exact", "fast mode: training.logical_ranks is not set", 1)
-    worst: dict[int, list[GenerationStart]] = {}
+    worst: dict[int, list[RunStarted]] = {}
     for start in starts:
         worst.setdefault(start.generation, []).append(start)
     since: int | None = None
@@ -64,7 +54,7 @@ def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _why(generations: Mapping[int, list[GenerationStart]], since: int) -> str:
+def _why(generations: Mapping[int, list[RunStarted]], since: int) -> str:
     here = generations[since]
     before = [start for generation in sorted(generations) if generation < since for start in generations[generation]]
     for start in here:

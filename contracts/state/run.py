@@ -1,7 +1,8 @@
 """A run's life as its facts add up.
 
 ``change_run`` is the one place that says what a fact changes about a run's state, generation and failures. The gateway,
-the command line and evaluation keep more about a run than this; they ask here first, and leave out what does not count.
+the command line, tracking, evaluation and checkpoint are views: each keeps more about a run, and leaves out the facts
+that do not count here.
 The scheduler folds the same facts into an indexed cluster, which agrees (``tests/contracts/test_state.py``).
 """
 
@@ -21,6 +22,7 @@ from contracts.events.run import (
     RunCompleted,
     RunEvaluated,
     RunExited,
+    RunFact,
     RunFailed,
     RunNotPromoted,
     RunPlaced,
@@ -97,6 +99,18 @@ class RunState:
     failures: int = 0
     #: Why it is where it is: a failure, a preemption, a rejection.
     reason: str | None = None
+
+
+class RunStates(dict[str, RunState]):
+    """The lives of runs by their ids."""
+
+    def apply(self, fact: RunFact) -> bool:
+        """Fold one fact. Return whether it counts."""
+        run = self.get(fact.run_id, RunState())
+        if (changes := change_run(run, fact)) is None:
+            return False
+        self[fact.run_id] = replace(run, **changes) if changes else run
+        return True
 
 
 def reduce_run(run: RunState, fact: Fact) -> RunState:

@@ -72,17 +72,11 @@ class RecordedRun:
 
     @property
     def reading(self) -> exactness.Assessment | None:
-        return exactness.assess(self.spec, map(_start, self.starts))
+        return exactness.assess(self.spec, self.starts)
 
     def environment(self, generation: int) -> Mapping[str, str]:
         """Return the environment that a generation reported at its start."""
         return next((start.environment for start in self.starts if start.generation == generation), {})
-
-
-def _start(fact: RunStarted) -> exactness.GenerationStart:
-    return exactness.GenerationStart(
-        fact.generation, fact.node_id, fact.exactness, fact.environment_digest, fact.environment
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -312,13 +312,7 @@ def _apply_placed(view: RunView, event: run.RunPlaced) -> None:
 def _apply_started(view: RunView, event: run.RunStarted) -> None:
     if all(known.event_id != event.event_id for known in view.starts):
         view.starts.append(event)
-    said = [
-        exactness.GenerationStart(
-            each.generation, each.node_id, each.exactness, each.environment_digest, each.environment
-        )
-        for each in view.starts
-    ]
-    if (reading := exactness.assess(view.spec, said)) is not None:
+    if (reading := exactness.assess(view.spec, view.starts)) is not None:
         view.exactness, view.exactness_reason, view.inexact_since = reading.exactness, reading.why, reading.since
     view.step, view.samples_consumed = max(view.step, event.step), max(view.samples_consumed, event.samples_consumed)
 

@@ -11,7 +11,7 @@ from contracts.events.checkpoint import CheckpointCommitted, CheckpointPinned
 from contracts.events.model import ModelPromoted
 from contracts.events.run import RunAccepted, RunCancelled, RunCompleted, RunFact, RunFailed, RunPlaced
 from contracts.spec.training import Retention
-from contracts.state.run import RunState, change_run, reduce_run
+from contracts.state.run import RunStates
 
 #: Facts from which ``Holds`` derives the checkpoints in use.
 HOLDING = (RunAccepted, RunPlaced, RunCompleted, RunFailed, RunCancelled, ModelPromoted)
@@ -87,16 +87,13 @@ class Holds:
     champions: set[str] = field(default_factory=set)
     by_run: dict[str, set[str]] = field(default_factory=dict)
     #: The runs that have not ended.
-    runs: dict[str, RunState] = field(default_factory=dict)
+    runs: RunStates = field(default_factory=RunStates)
 
     def apply(self, event: Event) -> None:
         if not isinstance(event, HOLDING):
             return
-        if isinstance(event, RunFact):
-            before = self.runs.get(event.run_id, RunState())
-            if change_run(before, event) is None:
-                return
-            self.runs[event.run_id] = reduce_run(before, event)
+        if isinstance(event, RunFact) and not self.runs.apply(event):
+            return
         match event:
             case ModelPromoted():
                 self.champions.add(event.checkpoint_uri)

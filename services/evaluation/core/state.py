@@ -1,4 +1,4 @@
-"""What the service knows: a fold over facts. Thrown away and rebuilt at every start."""
+"""Evaluation's view of runs and models, on their reducers. Each start folds it again from the facts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from contracts.events.run import (
     RunCancelled,
     RunCompleted,
     RunEvaluated,
+    RunFact,
     RunFailed,
     RunNotPromoted,
     RunPrepared,
@@ -22,6 +23,7 @@ from contracts.events.run import (
 )
 from contracts.spec.run import RunSpec
 from contracts.state.model import champion_of, rollback_target
+from contracts.state.run import RunStates
 
 #: The facts that ``State.apply`` folds.
 FOLDED: tuple[type[Event], ...] = (
@@ -81,6 +83,7 @@ class Version:
 class State:
     """Open candidates, ended evaluations, and each model's history."""
 
+    runs: RunStates = field(default_factory=RunStates)
     open: dict[str, Candidate] = field(default_factory=dict)
     #: Runs of kind evaluate that the scheduler has accepted.
     evaluations: set[str] = field(default_factory=set)
@@ -88,7 +91,9 @@ class State:
     models: dict[str, list[Version]] = field(default_factory=dict)
 
     def apply(self, event: Event, envelope: Envelope, sequence: int) -> None:
-        """Take one fact in. Every fact must come once, in stream order."""
+        """Fold one fact. Every fact must come once, in stream order; those that do not count change nothing."""
+        if isinstance(event, RunFact) and not self.runs.apply(event):
+            return
         match event:
             case RunAccepted(spec=spec, run_id=run_id):
                 if spec.kind == "evaluate":

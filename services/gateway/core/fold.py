@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 from contracts import exactness
 from contracts.base import Event
@@ -39,10 +39,12 @@ from contracts.state.node import incarnations_before, next_node_state
 from contracts.state.run import TERMINAL_STATES, change_run
 from services.gateway.core.rows import Checkpoint, Dataset, Model, Node, Point, Progress, Run
 
+R = TypeVar("R")
+
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """When and where an event was said. ``run_id`` is what a request would make."""
+    """When and where an event was published. ``run_id`` is that of the run that a request makes."""
 
     sequence: int
     time_s: float
@@ -64,28 +66,28 @@ class Rows:
 class Keys:
     """The rows that must be loaded before events can be applied."""
 
-    runs: frozenset[str] = frozenset()
-    checkpoints: frozenset[str] = frozenset()
-    nodes: frozenset[str] = frozenset()
+    runs: set[str] = field(default_factory=set)
+    checkpoints: set[str] = field(default_factory=set)
+    nodes: set[str] = field(default_factory=set)
 
 
 def keys(events: Iterable[tuple[Event, At]]) -> Keys:
-    """Which existing rows the events will change."""
-    runs, checkpoints, nodes = set(), set(), set()
+    """Return the keys of the existing rows that the events change."""
+    found = Keys()
     for event, at in events:
         if isinstance(event, RunFact):
-            runs.add(event.run_id)
+            found.runs.add(event.run_id)
         elif isinstance(event, (TrainRequested, RestoreRequested)):
-            runs.add(at.run_id)
+            found.runs.add(at.run_id)
         elif isinstance(event, NodeFact):
-            nodes.add(event.node_id)
+            found.nodes.add(event.node_id)
         if isinstance(event, CheckpointDeleted):
-            checkpoints.add(event.uri)
-    return Keys(frozenset(runs), frozenset(checkpoints), frozenset(nodes))
+            found.checkpoints.add(event.uri)
+    return found
 
 
 def apply(rows: Rows, event: Event, at: At) -> None:
-    """Fold one event into ``rows``. What a stale generation or incarnation says changes nothing."""
+    """Fold one event into ``rows``. A fact of a stale generation or incarnation changes nothing."""
     if isinstance(event, (TrainRequested, RestoreRequested)):
         known = rows.runs.get(at.run_id)
         rows.runs[at.run_id] = _new_run(event, at) if known is None else _merge_request(known, event, at)
@@ -171,15 +173,13 @@ def _columns(run: Run, fact: RunFact, at: At) -> dict[str, Any]:
     return {}
 
 
+#: Columns of a run that are fields of its spec.
+SPEC_COLUMNS = ("name", "kind", "experiment", "user", "team", "priority", "model")
+
+
 def _spec_columns(spec: RunFields) -> dict[str, Any]:
     return {
-        "name": spec.name,
-        "kind": spec.kind,
-        "experiment": spec.experiment,
-        "user": spec.user,
-        "team": spec.team,
-        "priority": spec.priority,
-        "model": spec.model,
+        **{name: getattr(spec, name) for name in SPEC_COLUMNS},
         "slots_min": spec.slots.min,
         "slots_max": spec.slots.max,
         "slots_wanted": spec.slots.max,
@@ -190,17 +190,13 @@ def _spec_columns(spec: RunFields) -> dict[str, Any]:
 def _new_run(request: TrainRequested | RestoreRequested, at: At) -> Run:
     if isinstance(request, RestoreRequested):
         point = f"step {request.step}" if request.step is not None else f"epoch {request.epoch}"
-        return Run(
-            at.run_id,
-            name=f"{request.run_id} from {point}",
-            parent_run_id=request.run_id,
-            requested_at=at.time_s,
-        )
+        name = f"{request.run_id} from {point}"
+        return Run(at.run_id, name=name, parent_run_id=request.run_id, requested_at=at.time_s)
     return Run(at.run_id, requested_at=at.time_s, request_hash=request_hash(request), **_spec_columns(request))
 
 
 def _merge_request(run: Run, request: TrainRequested | RestoreRequested, at: At) -> Run:
-    """The run with what only its request tells, when its facts were read first."""
+    """Return a run whose facts were read first with what only its request holds."""
     requested = _new_run(request, at)
     run = replace(run, requested_at=at.time_s, request_hash=requested.request_hash)
     if run.spec is not None:
@@ -218,8 +214,10 @@ def _merge_started(run: Run, fact: RunStarted, at: At) -> dict[str, Any]:
         step = max(placements[-1]["resume_step"], fact.step)
         placements = [*placements[:-1], {**placements[-1], "started_step": step}]
     start = fact.model_dump(mode="json", exclude={"run_id"})
-    starts = run.starts if any(_who(known) == _who(start) for known in run.starts) else [*run.starts, start]
-    reading = exactness.assess(run.spec, [_start(known) for known in starts])
+    same = (fact.generation, fact.node_id)
+    is_known = any((known["generation"], known["node_id"]) == same for known in run.starts)
+    starts = run.starts if is_known else [*run.starts, start]
+    reading = exactness.assess(run.spec, [RunStarted(run_id=run.run_id, **known) for known in starts])
     return {
         "started_at": run.started_at or at.time_s,
         "placements": placements,
@@ -228,20 +226,6 @@ def _merge_started(run: Run, fact: RunStarted, at: At) -> dict[str, Any]:
         "exactness_reason": (reading.why or None) if reading else None,
         "inexact_since": reading.since if reading else None,
     }
-
-
-def _who(start: Mapping[str, Any]) -> tuple[int, str]:
-    return start["generation"], start["node_id"]
-
-
-def _start(known: Mapping[str, Any]) -> exactness.GenerationStart:
-    return exactness.GenerationStart(
-        known["generation"],
-        known["node_id"],
-        known["exactness"],
-        known["environment_digest"],
-        known["environment"],
-    )
 
 
 def _merge_placed(run: Run, fact: RunPlaced) -> dict[str, Any]:
@@ -275,21 +259,8 @@ def _on_committed(rows: Rows, fact: CheckpointCommitted, at: At) -> None:
     if change_run(run, fact) is None:
         return
     ref = fact.checkpoint
-    rows.checkpoints[ref.uri] = Checkpoint(
-        uri=ref.uri,
-        run_id=fact.run_id,
-        generation=fact.generation,
-        step=ref.step,
-        epoch=ref.epoch,
-        samples_consumed=ref.samples_consumed,
-        size_bytes=fact.size_bytes,
-        committed_at=at.time_s,
-        metrics=finite(fact.metrics),
-        final=fact.final,
-        exactness=fact.exactness,
-        state_digest=fact.state_digest,
-        manifest_sha256=fact.manifest_sha256,
-    )
+    place = ref.model_dump(exclude={"manifest_sha256"})
+    rows.checkpoints[ref.uri] = _row(Checkpoint, fact, **place, committed_at=at.time_s, metrics=finite(fact.metrics))
     latest = {**ref.model_dump(), "committed_at": at.time_s}
     rows.runs[run.run_id] = replace(
         run, checkpoint=_newer(run.checkpoint, latest), sequence=max(run.sequence, at.sequence)
@@ -358,27 +329,13 @@ def finite(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def fold_node(node: Node | None, fact: NodeFact, at: At) -> Node | None:
-    """The node after ``fact``. News of an old incarnation cannot end a new one."""
+    """Return the node after ``fact``; as it was if the fact does not count."""
     state = next_node_state(node, fact)
     if state is None:
         return node
     if isinstance(fact, NodeJoined):
-        return Node(
-            node_id=fact.node_id,
-            incarnation=fact.incarnation,
-            past_incarnations=incarnations_before(node),
-            state=state,
-            slots=fact.slots,
-            accelerator=fact.accelerator,
-            address=fact.address,
-            memory_bytes=fact.memory_bytes,
-            slot_memory_bytes=fact.slot_memory_bytes,
-            labels=fact.labels,
-            software=fact.software,
-            joined_at=at.time_s,
-            changed_at=at.time_s,
-            machine_digest=fact.machine_digest,
-        )
+        past = incarnations_before(node)
+        return _row(Node, fact, past_incarnations=past, state=state, joined_at=at.time_s, changed_at=at.time_s)
     assert node is not None
     reason = _notice(fact) if isinstance(fact, NodeNotice) else getattr(fact, "reason", "")
     return replace(node, state=state, reason=reason or None, changed_at=at.time_s)
@@ -390,30 +347,15 @@ def _notice(fact: NodeNotice) -> str:
 
 
 def _dataset(fact: DatasetSharded) -> Dataset:
-    return Dataset(
-        dataset_id=fact.dataset_id,
-        feature_store_version=fact.feature_store_version,
-        split_config_hash=fact.split_config_hash,
-        s3_path=fact.manifest_uri.rsplit("/", 1)[0] + "/",
-        row_count=fact.row_count,
-        created_at=fact.created_at.timestamp(),
-        split_counts=fact.split_counts,
-        shard_count=fact.shard_count,
-        size_bytes=fact.size_bytes,
-        classes=list(fact.classes),
-    )
+    folder = fact.manifest_uri.rsplit("/", 1)[0] + "/"
+    return _row(Dataset, fact, s3_path=folder, created_at=fact.created_at.timestamp(), classes=list(fact.classes))
 
 
 def _model(fact: ModelPromoted, at: At) -> Model:
-    return Model(
-        name=fact.model,
-        version=fact.version,
-        run_id=fact.run_id,
-        checkpoint_uri=fact.checkpoint_uri,
-        dataset_id=fact.dataset_id,
-        metrics=finite(fact.metrics),
-        previous_run_id=fact.previous_run_id,
-        reason=fact.reason,
-        rollback=fact.rollback,
-        promoted_at=at.time_s,
-    )
+    return _row(Model, fact, name=fact.model, metrics=finite(fact.metrics), promoted_at=at.time_s)
+
+
+def _row(kind: type[R], fact: Event, **columns: Any) -> R:
+    """Return a row of these columns and of those that are fields of the fact."""
+    names = {column.name for column in fields(kind)} - columns.keys()  # type: ignore[arg-type]
+    return kind(**{name: getattr(fact, name) for name in names if name in type(fact).model_fields}, **columns)

@@ -110,14 +110,10 @@ class Run:
 
     @property
     def exactness(self) -> exactness.Assessment | None:
-        """How exact the run is by all that its generations have said."""
-        said = [
-            exactness.GenerationStart(
-                each.generation, each.node_id, each.exactness, each.environment_digest, each.environment
-            )
-            for each in self.starts.values()
-        ]
-        return exactness.assess(self.accepted.spec, said) if self.accepted is not None and said else None
+        """How exact the run is by how each of its generations started."""
+        if self.accepted is None or not self.starts:
+            return None
+        return exactness.assess(self.accepted.spec, self.starts.values())
 
     def attempts(self) -> list[tuple[int, int]]:
         """The MLflow runs this run has, oldest first, as (attempt, its last generation).

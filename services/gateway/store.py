@@ -253,7 +253,7 @@ class Store:
             nodes={n.node_id: n for n in await _rows(connection, NODES, Node, NODES.c.node_id, keys.nodes)},
         )
 
-    async def load_progress(self, connection: AsyncConnection, runs: frozenset[str]) -> dict[str, Progress]:
+    async def load_progress(self, connection: AsyncConnection, runs: set[str]) -> dict[str, Progress]:
         """How far each of ``runs`` is, where it has said so."""
         found = await _rows(connection, PROGRESS, Progress, PROGRESS.c.run_id, runs)
         return {progress.run_id: progress for progress in found}
@@ -316,7 +316,7 @@ class Store:
 
 
 async def _rows(
-    connection: AsyncConnection, table: sa.Table, row: type[R], column: sa.Column[Any], wanted: frozenset[str]
+    connection: AsyncConnection, table: sa.Table, row: type[R], column: sa.Column[Any], wanted: set[str]
 ) -> list[R]:
     found: list[R] = []
     names = sorted(wanted)

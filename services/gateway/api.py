@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Header, HTTPException, Query, Request, Response
@@ -11,6 +12,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from contracts import subjects, topology
+from contracts.base import run_id_for
 from contracts.envelope import MAX_BODY_BYTES, InvalidData
 from contracts.events.run import RunLog, RunProgress
 from contracts.events.train import CancelRequested, RestoreRequested
@@ -21,7 +23,7 @@ from services.gateway.instrument import Instrument, SameSite
 from services.gateway.page import CONTENT_SECURITY_POLICY, PAGE
 from services.gateway.projection import Projection, event_row
 from services.gateway.queries import AmbiguousReference, BadCursor, NotFound, Row
-from services.gateway.sse import HEADERS, EventStream
+from services.gateway.sse import HEADERS, Encode, EventStream
 from services.kit.bus import Message
 from services.kit.service import Service
 
@@ -88,24 +90,16 @@ def _requests(commands: Commands, projection: Projection) -> APIRouter:
         """Ask for a training run. 202: it is on the bus, and will be accepted or rejected."""
         body = await _json_body(request)
         train, envelope = commands.parse_train(body, key or "")
-        run_id = commands.run_id(envelope)
+        run_id = run_id_for(envelope.source, envelope.id)
         known: Row | None = None
         if key:
-            try:
+            with suppress(NotFound):
                 known = await queries.find_run(store, run_id)
-            except NotFound:
-                known = None
             if known is not None and not same_request(known, train):
                 raise HTTPException(409, f"Idempotency-Key {key!r} was used for another request: use a new one")
-        ack = await commands.publish(train, envelope)
         response.headers["Location"] = f"/training-runs/{run_id}"
-        return views.AcceptedRequest(
-            run_id=run_id,
-            request_id=envelope.id,
-            state=known["state"] if known else "requested",
-            duplicate=ack.duplicate or known is not None,
-            sequence=ack.sequence,
-        )
+        accepted = await commands.publish(train, envelope, run_id)
+        return accepted.model_copy(update={"state": known["state"], "duplicate": True}) if known else accepted
 
     @router.post("/training-runs/{run}/cancel", status_code=202, response_model=views.AcceptedRequest)
     async def cancel(
@@ -115,15 +109,9 @@ def _requests(commands: Commands, projection: Projection) -> APIRouter:
         row = await find(projection, run)
         if row["state"] in TERMINAL_STATES:
             raise HTTPException(409, f"run {row['run_id']} is already {row['state']}: there is nothing to cancel")
+        request = CancelRequested(run_id=row["run_id"], reason=reason)
         envelope = commands.envelope(CancelRequested, key or "")
-        ack = await commands.publish(CancelRequested(run_id=row["run_id"], reason=reason), envelope)
-        return views.AcceptedRequest(
-            run_id=row["run_id"],
-            request_id=envelope.id,
-            state=row["state"],
-            duplicate=ack.duplicate,
-            sequence=ack.sequence,
-        )
+        return await commands.publish(request, envelope, row["run_id"], state=row["state"])
 
     @router.post(
         "/training-runs/{run}/checkpoints/{epoch}/restore", status_code=202, response_model=views.AcceptedRequest
@@ -139,16 +127,10 @@ def _requests(commands: Commands, projection: Projection) -> APIRouter:
             there = ", ".join(map(str, sorted(epochs))) or "none"
             raise HTTPException(404, f"run {row['run_id']} has no checkpoint of epoch {epoch}; there is: {there}")
         envelope = commands.envelope(RestoreRequested, key or "")
-        ack = await commands.publish(RestoreRequested(run_id=row["run_id"], epoch=epoch), envelope)
-        run_id = commands.run_id(envelope)
+        run_id = run_id_for(envelope.source, envelope.id)
         response.headers["Location"] = f"/training-runs/{run_id}"
-        return views.AcceptedRequest(
-            run_id=run_id,
-            request_id=envelope.id,
-            duplicate=ack.duplicate,
-            sequence=ack.sequence,
-            parent_run_id=row["run_id"],
-        )
+        request = RestoreRequested(run_id=row["run_id"], epoch=epoch)
+        return await commands.publish(request, envelope, run_id, parent_run_id=row["run_id"])
 
     async def restorable(run_id: str) -> set[int]:
         return {c.epoch for c in await queries.checkpoints(store, run_id) if c.deleted_at is None}
@@ -210,7 +192,7 @@ def _run_routes(commands: Commands, projection: Projection) -> APIRouter:
 
     @router.get("/training-runs/{run}/why", response_model=views.Why)
     async def get_why(run: str) -> dict[str, Any]:
-        """Why the run is where it is, asked of the scheduler."""
+        """Why the run is where it is, by the scheduler's answer."""
         row = await find(projection, run)
         if row["state"] not in TERMINAL_STATES and (answer := await commands.ask_scheduler(row)) is not None:
             return answer
@@ -227,7 +209,7 @@ def _stream_routes(service: Service, projection: Projection) -> APIRouter:
     router, store, bus = APIRouter(), projection.store, service.bus
 
     async def respond(
-        row: Row, stream: str, subject: str, after: int, done: Callable[[Row], bool], encode: Any, route: str
+        row: Row, stream: str, subject: str, after: int, done: Callable[[Row], bool], encode: Encode, route: str
     ) -> Response:
         async def is_finished() -> bool:
             return done(await queries.find_run(store, row["run_id"]))
@@ -237,8 +219,9 @@ def _stream_routes(service: Service, projection: Projection) -> APIRouter:
             return Response(status_code=204)  # tells an EventSource not to come back
         return StreamingResponse(events.body(service.stopping), media_type="text/event-stream", headers=HEADERS)
 
-    async def read_stored(stream: str, subject: str, after: int) -> list[Message[Any]]:
-        return await bus.read_history(subject, stream=stream, start_sequence=after + 1)
+    async def read_stored(stream: str, subject: str, after: int, encode: Encode) -> tuple[list[Any], int]:
+        found = await bus.read_history(subject, stream=stream, start_sequence=after + 1)
+        return [encode(item)[1] for item in found], found[-1].sequence if found else after
 
     @router.get("/training-runs/{run}/metrics", response_model=views.Metrics)
     async def get_metrics(run: str, follow: Follow = True, last_event_id: LastEventId = 0) -> Any:
@@ -249,8 +232,8 @@ def _stream_routes(service: Service, projection: Projection) -> APIRouter:
             return await respond(
                 row, topology.PROGRESS.name, subject, last_event_id, _terminal, _encode_metrics, "metrics"
             )
-        found = await read_stored(topology.PROGRESS.name, subject, last_event_id)
-        return views.Metrics(batches=[_metrics(i.event) for i in found], last_event_id=_last(found, last_event_id))
+        batches, last = await read_stored(topology.PROGRESS.name, subject, last_event_id, _encode_metrics)
+        return views.Metrics(batches=batches, last_event_id=last)
 
     @router.get("/training-runs/{run}/logs", response_model=views.Logs)
     async def get_logs(run: str, follow: Follow = True, last_event_id: LastEventId = 0) -> Any:
@@ -259,8 +242,8 @@ def _stream_routes(service: Service, projection: Projection) -> APIRouter:
         subject = subjects.log(row["run_id"])
         if follow:
             return await respond(row, topology.LOGS.name, subject, last_event_id, _terminal, _encode_log, "logs")
-        found = await read_stored(topology.LOGS.name, subject, last_event_id)
-        return views.Logs(batches=[_log(i.event) for i in found], last_event_id=_last(found, last_event_id))
+        batches, last = await read_stored(topology.LOGS.name, subject, last_event_id, _encode_log)
+        return views.Logs(batches=batches, last_event_id=last)
 
     @router.get("/training-runs/{run}/events", response_model=views.Facts)
     async def get_events(run: str, follow: Follow = True, last_event_id: LastEventId = 0) -> Any:
@@ -281,29 +264,16 @@ def _terminal(row: Row) -> bool:
     return row["state"] in TERMINAL_STATES
 
 
-def _last(found: list[Message[Any]], default: int) -> int:
-    return found[-1].sequence if found else default
+def _encode_metrics(item: Message[RunProgress]) -> tuple[str, views.MetricBatch]:
+    return "metrics", views.MetricBatch.model_validate(item.event.model_dump(mode="json"))
 
 
-def _metrics(progress: RunProgress) -> views.MetricBatch:
-    return views.MetricBatch.model_validate({**progress.model_dump(mode="json")})
+def _encode_log(item: Message[RunLog]) -> tuple[str, views.LogBatch]:
+    return "log", views.LogBatch.model_validate(item.event.model_dump())
 
 
-def _encode_metrics(item: Message[Any]) -> tuple[str, str]:
-    return "metrics", _metrics(item.event).model_dump_json()
-
-
-def _log(log: RunLog) -> views.LogBatch:
-    return views.LogBatch(generation=log.generation, rank=log.rank, offset=log.offset, lines=list(log.lines))
-
-
-def _encode_log(item: Message[Any]) -> tuple[str, str]:
-    return "log", _log(item.event).model_dump_json()
-
-
-def _encode_fact(item: Message[Any]) -> tuple[str, str]:
-    fact = views.Fact.model_validate(views.timeline_fields(event_row(item)))
-    return fact.fact, fact.model_dump_json()
+def _encode_fact(item: Message[Any]) -> tuple[str, views.Fact]:
+    return item.event.fact, views.Fact.model_validate(views.timeline_fields(event_row(item)))
 
 
 # -- nodes, datasets, models, the page and what operators look at -----------------
@@ -357,6 +327,10 @@ def _operation_routes(service: Service, projection: Projection) -> APIRouter:
 # -- errors -----------------------------------------------------------------------
 
 
+#: The status of the answer to each error of the read model and the bus.
+STATUS = {NotFound: 404, AmbiguousReference: 409, BadCursor: 422, BusUnavailable: 503}
+
+
 def _add_error_handlers(app: FastAPI) -> None:
     def error_response(status: int, detail: str, **more: Any) -> JSONResponse:
         headers = {"Retry-After": "2"} if status == 503 else None
@@ -365,17 +339,8 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def on_http(_: Request, error: HTTPException) -> JSONResponse:
         return error_response(error.status_code, str(error.detail))
 
-    async def on_not_found(_: Request, error: NotFound) -> JSONResponse:
-        return error_response(404, str(error))
-
-    async def on_ambiguous(_: Request, error: AmbiguousReference) -> JSONResponse:
-        return error_response(409, str(error), candidates=error.candidates)
-
-    async def on_cursor(_: Request, error: BadCursor) -> JSONResponse:
-        return error_response(422, str(error))
-
-    async def on_unavailable(_: Request, error: BusUnavailable) -> JSONResponse:
-        return error_response(503, str(error))
+    async def on_known(_: Request, error: Exception) -> JSONResponse:
+        return error_response(STATUS[type(error)], str(error), candidates=getattr(error, "candidates", []))
 
     async def on_invalid(_: Request, error: InvalidData) -> JSONResponse:
         problems = [views.Problem(field=field, message=message) for field, message in error.problems]
@@ -389,11 +354,8 @@ def _add_error_handlers(app: FastAPI) -> None:
         return error_response(422, "; ".join(f"{p.field}: {p.message}" for p in problems), problems=problems)
 
     handlers: dict[type[Exception], Callable[[Request, Any], Awaitable[JSONResponse]]] = {
+        **dict.fromkeys(STATUS, on_known),
         HTTPException: on_http,
-        NotFound: on_not_found,
-        AmbiguousReference: on_ambiguous,
-        BadCursor: on_cursor,
-        BusUnavailable: on_unavailable,
         InvalidData: on_invalid,
         RequestValidationError: on_validation,
     }

@@ -10,14 +10,15 @@ from typing import Any
 import nats.errors
 
 from contracts import subjects
-from contracts.base import Request, run_id_for
+from contracts.base import Request
 from contracts.envelope import Envelope, EnvelopeError, InvalidData, parse, read_json
 from contracts.events.train import TrainRequested
 from contracts.state.run import TERMINAL_STATES
 from services.gateway.core.fold import request_hash
 from services.gateway.queries import Row
+from services.gateway.views import AcceptedRequest
 from services.kit import telemetry
-from services.kit.bus import Bus, PublishAck, TransientError
+from services.kit.bus import Bus, TransientError
 
 #: How long a client waits for the bus before it must retry.
 PUBLISH_TIMEOUT_S = 10.0
@@ -63,18 +64,18 @@ class Commands:
             traceparent=telemetry.current_traceparent(),
         )
 
-    def run_id(self, envelope: Envelope) -> str:
-        return run_id_for(envelope.source, envelope.id)
-
-    async def publish(self, request: Request, envelope: Envelope) -> PublishAck:
-        """Publish and wait until it is stored."""
+    async def publish(self, request: Request, envelope: Envelope, run_id: str, **answer: Any) -> AcceptedRequest:
+        """Publish and wait until it is stored. ``answer`` goes into the answer besides what the bus returns."""
         try:
             async with asyncio.timeout(PUBLISH_TIMEOUT_S):
-                return await self._bus.publish_event(request, request.subject, envelope)
+                ack = await self._bus.publish_event(request, request.subject, envelope)
         except (TimeoutError, TransientError) as error:
             raise BusUnavailable(
                 "NATS does not answer: send the request again, with the same Idempotency-Key"
             ) from error
+        return AcceptedRequest(
+            run_id=run_id, request_id=envelope.id, duplicate=ack.duplicate, sequence=ack.sequence, **answer
+        )
 
     async def ask_scheduler(self, row: Row) -> dict[str, Any] | None:
         """Why a run is where it is, in the scheduler's words; None if it does not answer."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ import sqlalchemy as sa
 
 from contracts.state.run import HOLDING_STATES
 from services.gateway import views
+from services.gateway.core.rows import Checkpoint, Dataset
 from services.gateway.store import CHECKPOINTS, DATASETS, EVENTS, MODELS, NODES, POINTS, PROGRESS, RUNS, Store
 
 Row = Mapping[Any, Any]
@@ -20,15 +22,9 @@ MAX_CANDIDATES = 10
 
 
 #: Runs with how far they are.
-RUNS_AND_PROGRESS = sa.select(
-    RUNS,
-    PROGRESS.c.step,
-    PROGRESS.c.total_steps,
-    PROGRESS.c.epoch,
-    PROGRESS.c.samples_consumed,
-    PROGRESS.c.latest,
-    PROGRESS.c.reported_at,
-).select_from(RUNS.outerjoin(PROGRESS, RUNS.c.run_id == PROGRESS.c.run_id))
+RUNS_AND_PROGRESS = sa.select(RUNS, *(column for column in PROGRESS.c if column.name not in RUNS.c)).select_from(
+    RUNS.outerjoin(PROGRESS, RUNS.c.run_id == PROGRESS.c.run_id)
+)
 
 
 class NotFound(Exception):
@@ -119,36 +115,29 @@ def thin(points: list[tuple[int, float]], max_points: int) -> list[tuple[int, fl
     return points[::-1][::stride][::-1] if stride > 1 else points
 
 
-async def checkpoints(store: Store, run_id: str) -> list[views.Checkpoint]:
+async def checkpoints(store: Store, run_id: str) -> list[Checkpoint]:
     """The run's committed checkpoints, oldest first, deleted ones included."""
     query = sa.select(CHECKPOINTS).where(CHECKPOINTS.c.run_id == run_id).order_by(CHECKPOINTS.c.step)
-    return [views.Checkpoint.model_validate(dict(row)) for row in await store.fetch(query)]
-
-
-async def holding_runs(store: Store) -> list[Row]:
-    return list(await store.fetch(sa.select(RUNS).where(RUNS.c.state.in_(HOLDING_STATES))))
+    return [Checkpoint(**row) for row in await store.fetch(query)]
 
 
 async def nodes(store: Store) -> list[views.Node]:
     """Every node that ever joined, with what it runs now."""
-    used = views.used_slots(await holding_runs(store))
+    #: Node -> run -> slots that the run holds there.
+    used: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    for run in await store.fetch(sa.select(RUNS).where(RUNS.c.state.in_(HOLDING_STATES))):
+        for member in run["members"]:
+            if not member["released"]:
+                used[member["node_id"]][run["run_id"]] = len(member["slots"])
     rows = await store.fetch(sa.select(NODES).order_by(NODES.c.node_id))
-    return [
-        views.Node.model_validate(
-            {
-                **row,
-                "used": sum(used.get(row["node_id"], {}).values()),
-                "runs": sorted(used.get(row["node_id"], {})),
-            }
-        )
-        for row in rows
-    ]
+    held = ((row, used[row["node_id"]]) for row in rows)
+    return [views.Node.model_validate({**row, "used": sum(runs.values()), "runs": sorted(runs)}) for row, runs in held]
 
 
-async def datasets(store: Store, limit: int) -> list[views.Dataset]:
+async def datasets(store: Store, limit: int) -> list[Dataset]:
     """The newest datasets first."""
     rows = await store.fetch(sa.select(DATASETS).order_by(DATASETS.c.created_at.desc()).limit(limit))
-    return [views.Dataset.model_validate(dict(row)) for row in rows]
+    return [Dataset(**row) for row in rows]
 
 
 async def models(store: Store, limit: int) -> list[views.ModelVersion]:
@@ -157,9 +146,7 @@ async def models(store: Store, limit: int) -> list[views.ModelVersion]:
     champions: dict[str, int] = {}
     for row in rows:
         champions.setdefault(row["name"], row["version"])
-    return [
-        views.ModelVersion.model_validate({**row, "champion": champions[row["name"]] == row["version"]}) for row in rows
-    ]
+    return [views.ModelVersion(**row, champion=champions[row["name"]] == row["version"]) for row in rows]
 
 
 async def states(store: Store) -> dict[str, int]:

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from typing import Any
 
 from nats.js.errors import NotFoundError
+from pydantic import BaseModel
 
 from services.gateway import metrics
 from services.kit.bus import Bus, Message
@@ -20,14 +21,9 @@ IDLE_S = 0.25
 QUIET_END_S = 2.0
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
-Encode = Callable[[Message[Any]], tuple[str, str]]
+#: Returns the name and the data of the event that a message becomes.
+Encode = Callable[[Message[Any]], tuple[str, BaseModel]]
 Finished = Callable[[], Awaitable[bool]]
-
-
-def event(name: str, data: str, sequence: int | None = None) -> bytes:
-    """One event in the wire format. ``data`` is JSON and therefore one line."""
-    head = f"id: {sequence}\n" if sequence is not None else ""
-    return f"{head}event: {name}\ndata: {data}\n\n".encode()
 
 
 class EventStream:
@@ -57,20 +53,25 @@ class EventStream:
                     if stopping.is_set():
                         return  # without an end: the client comes back to another instance
                     if batch:
-                        yield b"".join(event(*self._encode(item), item.sequence) for item in batch)
+                        yield b"".join(self._event(item) for item in batch)
                         self._sent, spoken, quiet_since = batch[-1].sequence, time.monotonic(), None
                     if batch and batch[-1].pending:
                         continue
                     if await self._finished():
                         quiet_since = quiet_since or time.monotonic()
                         if await self._sent_all() or time.monotonic() - quiet_since > QUIET_END_S:
-                            yield event("end", "{}")
+                            yield b"event: end\ndata: {}\n\n"
                             return
                     if time.monotonic() - spoken > HEARTBEAT_S:
                         yield b": heartbeat\n\n"
                         spoken = time.monotonic()
         finally:
             clients.dec()
+
+    def _event(self, item: Message[Any]) -> bytes:
+        """Return one event in the wire format. Its data is JSON and therefore one line."""
+        name, data = self._encode(item)
+        return f"id: {item.sequence}\nevent: {name}\ndata: {data.model_dump_json()}\n\n".encode()
 
     async def _sent_all(self) -> bool:
         try:

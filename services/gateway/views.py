@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from contracts.state.run import HOLDING_STATES, TERMINAL_STATES
+from contracts.state.run import TERMINAL_STATES
+from services.gateway.core import rows
 
 
 def _time(value: Any) -> Any:
@@ -209,27 +211,8 @@ class Logs(View):
     last_event_id: int
 
 
-class Checkpoint(View):
-    uri: str
-    run_id: str
-    generation: int
-    step: int
-    epoch: int
-    samples_consumed: int
-    size_bytes: int
-    metrics: dict[str, float]
-    final: bool
-    exactness: str
-    #: The same for the same weights, optimizer, schedule and sampler, whatever the number of ranks.
-    state_digest: str | None
-    manifest_sha256: str | None
-    committed_at: Time
-    deleted_at: Time | None
-    deleted_reason: str | None
-
-
 class Checkpoints(View):
-    checkpoints: list[Checkpoint]
+    checkpoints: list[rows.Checkpoint]
 
 
 class Why(View):
@@ -268,37 +251,13 @@ class Nodes(View):
     nodes: list[Node]
 
 
-class Dataset(View):
-    """The training_datasets record."""
-
-    dataset_id: str
-    feature_store_version: str
-    split_config_hash: str
-    s3_path: str
-    row_count: int
-    created_at: Time
-    split_counts: dict[str, int]
-    shard_count: int
-    size_bytes: int
-    classes: list[str]
-
-
 class Datasets(View):
-    datasets: list[Dataset]
+    datasets: list[rows.Dataset]
 
 
-class ModelVersion(View):
-    name: str
-    version: int
-    champion: bool
-    run_id: str
-    checkpoint_uri: str
-    dataset_id: str | None
-    metrics: dict[str, float]
-    previous_run_id: str | None
-    reason: str
-    rollback: bool
-    promoted_at: Time
+@dataclass(frozen=True, slots=True)
+class ModelVersion(rows.Model):
+    champion: bool = False
 
 
 class Models(View):
@@ -340,13 +299,3 @@ def is_settled(row: Mapping[Any, Any]) -> bool:
         return False
     evaluation = (row["spec"] or {}).get("evaluation")
     return row["state"] != "completed" or not evaluation or row["verdict"] in ("promoted", "not_promoted")
-
-
-def used_slots(runs: list[Mapping[Any, Any]]) -> dict[str, dict[str, int]]:
-    """node -> run -> slots held there, from the rows of runs that hold slots."""
-    used: dict[str, dict[str, int]] = {}
-    for run in runs:
-        for member in run["members"] if run["state"] in HOLDING_STATES else ():
-            if not member["released"]:
-                used.setdefault(member["node_id"], {})[run["run_id"]] = len(member["slots"])
-    return used

@@ -1,9 +1,20 @@
-"""The rows of the read model, as values. Times are seconds since the epoch, so that any SQL can plot them."""
+"""The rows of the read model, as values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+from pydantic import PlainSerializer
+
+
+def _utc(time_s: float) -> datetime:
+    return datetime.fromtimestamp(time_s, UTC)
+
+
+#: Seconds since the epoch, so that any SQL can plot them; an answer of the HTTP interface has them as RFC 3339.
+Time = Annotated[float, PlainSerializer(_utc, return_type=datetime, when_used="unless-none")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +105,13 @@ class Checkpoint:
     epoch: int
     samples_consumed: int
     size_bytes: int
-    committed_at: float
+    committed_at: Time
     metrics: dict[str, float] = field(default_factory=dict)
     final: bool = False
     exactness: str = "samples-exact"
     state_digest: str | None = None
     manifest_sha256: str | None = None
-    deleted_at: float | None = None
+    deleted_at: Time | None = None
     deleted_reason: str | None = None
 
 
@@ -135,7 +146,7 @@ class Dataset:
     split_config_hash: str
     s3_path: str
     row_count: int
-    created_at: float
+    created_at: Time
     split_counts: dict[str, int]
     shard_count: int
     size_bytes: int
@@ -155,7 +166,7 @@ class Model:
     previous_run_id: str | None
     reason: str
     rollback: bool
-    promoted_at: float
+    promoted_at: Time
 
 
 @dataclass(frozen=True, slots=True)

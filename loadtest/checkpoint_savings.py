@@ -17,7 +17,7 @@ from torch.nn import functional
 from loadtest.common import report
 from services.kit import chunks as kit
 from services.worker.checkpoints.uploader import file_ranges, state_key
-from services.worker.core.delta_bases import MIN_DELTA_BYTES, is_worthwhile
+from services.worker.core.checkpoint_chunks import MIN_DELTA_BYTES, is_worthwhile
 
 WIDTH, BLOCKS, VOCABULARY, LENGTH, BATCH = 256, 4, 512, 64, 8
 State = dict[str, dict[str, Tensor]]

@@ -40,9 +40,8 @@ from services.kit.store.files import write_at
 from services.kit.store.objects import ObjectStore
 from services.worker.cache.file_cache import FileCache
 from services.worker.cache.node_cache import NodeCache
-from services.worker.checkpoints.known_blobs import KnownBlobs
-from services.worker.checkpoints.uploader import CheckpointUploader
-from services.worker.core.chunk_boundaries import CHUNK_BYTES
+from services.worker.checkpoints.uploader import CheckpointUploader, KnownBlobs
+from services.worker.core.checkpoint_chunks import CHUNK_BYTES
 from trainbus.embedded.servers import NatsServer, S3Server, free_ports
 
 MIB = 2**20

@@ -19,7 +19,6 @@ NOUNS = {
         "embedding",
         "evaluation",
         "feed",
-        "process_hardening",
         "ring",
         "scheduling",
         "seed",

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from services.worker.generation.rendezvous import free_port
+from services.worker.generation.preparation import free_port
 
 HERE = Path(__file__).parent
 LIMIT_S = 150.0

@@ -1,5 +1,4 @@
-from services.worker.app import build
-from services.worker.launch.process_hardening import protect_credentials
+from services.worker.app import build, protect_credentials
 from services.worker.settings import WorkerSettings
 
 if __name__ == "__main__":

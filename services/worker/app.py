@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
+import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -17,18 +19,34 @@ from services.worker.cache.file_cache import FileCache
 from services.worker.cache.node_cache import SHARDS_FOLDER, NodeCache
 from services.worker.cache.shard_cache import ShardCache
 from services.worker.cache.shard_files import ShardFiles
-from services.worker.checkpoints.survivor_memory import SurvivorMemory, default_folder
+from services.worker.checkpoints.survivor_state import SurvivorMemory, default_folder
 from services.worker.core.rank_environment import INHERITED
-from services.worker.launch.executor import Executor, ProcessExecutor
-from services.worker.launch.rank_python import python_root
+from services.worker.launch.executor import PYTHON_ROOT, Executor, ProcessExecutor
 from services.worker.launch.warm_server import WarmServer
 from services.worker.node.gpu_check import GpuCheck
 from services.worker.node.inventory import inspect_node
-from services.worker.node.system_metrics import SystemMeter
 from services.worker.node_context import NodeContext
 from services.worker.notices.listener import listen_for_notices
 from services.worker.ranks.control_socket import socket_path
+from services.worker.ranks.system_metrics import SystemMeter
 from services.worker.settings import WorkerSettings
+
+PR_SET_DUMPABLE = 4
+
+
+def protect_credentials() -> None:
+    """Deny access to this process's environment and memory to all but root; processes that it starts are not protected.
+
+    Without it every process of the agent's user reads the store's keys from ``/proc/<agent>/environ``. On Linux only.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "the agent's memory cannot be protected from its ranks")
 
 
 def build(settings: Settings, executor: Executor | None = None) -> Service:
@@ -104,5 +122,5 @@ def _warm_server(settings: WorkerSettings) -> WarmServer:
     folder = settings.data_dir.resolve() / "agent"
     environment = {name: os.environ[name] for name in INHERITED if name in os.environ}
     # One thread: forks must not have more, and ranks share the cores.
-    environment |= {"PYTHONPATH": str(python_root()), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": str(PYTHON_ROOT), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
     return WarmServer(socket_path(folder, "warm.sock"), folder / "warm.log", environment)

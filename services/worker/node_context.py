@@ -3,20 +3,43 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from services.kit.bus import Bus
 from services.kit.store.objects import ObjectStore
 from services.worker.cache.node_cache import NodeCache
-from services.worker.checkpoints.known_blobs import KnownBlobs
-from services.worker.checkpoints.survivor_memory import SurvivorMemory
+from services.worker.checkpoints.survivor_state import SurvivorMemory
+from services.worker.checkpoints.uploader import KnownBlobs
 from services.worker.launch.executor import Executor
 from services.worker.node.gpu_check import GpuCheck
 from services.worker.node.inventory import NodeInventory
-from services.worker.node.slot_shares import SlotShares
-from services.worker.node.system_metrics import SystemMeter
+from services.worker.ranks.system_metrics import SystemMeter
 from services.worker.settings import WorkerSettings
+
+
+class SlotShares:
+    """Which generation uses which share of which slots."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, int], tuple[tuple[int, ...], float]] = {}
+
+    def allocate(self, run_id: str, generation: int, slots: Iterable[int], share: float) -> None:
+        """Note that a generation uses ``share`` of each of the slots; 0: it uses no device."""
+        if share:
+            self._held[run_id, generation] = tuple(slots), share
+
+    def release(self, run_id: str, generation: int) -> None:
+        """Note that the ranks of a generation have ended."""
+        self._held.pop((run_id, generation), None)
+
+    def of_others(self, run_id: str) -> dict[int, list[float]]:
+        """Return slot -> the shares of it that other runs use."""
+        shares: dict[int, list[float]] = {}
+        for (other, _), (slots, share) in self._held.items():
+            for slot in slots if other != run_id else ():
+                shares.setdefault(slot, []).append(share)
+        return shares
 
 
 @dataclass(frozen=True, slots=True)

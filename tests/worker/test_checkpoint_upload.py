@@ -28,10 +28,9 @@ from services.worker.cache.file_cache import FileCache
 from services.worker.cache.node_cache import NodeCache
 from services.worker.checkpoints.blob_repair import repair_blobs
 from services.worker.checkpoints.dvc import pointer_key, write_pointer
-from services.worker.checkpoints.known_blobs import KnownBlobs
-from services.worker.checkpoints.uploader import CheckpointUploader, file_ranges, find_bases
-from services.worker.core import chunk_boundaries as core
-from services.worker.core.delta_bases import DeltaBases
+from services.worker.checkpoints.uploader import CheckpointUploader, KnownBlobs, file_ranges, find_bases
+from services.worker.core import checkpoint_chunks as core
+from services.worker.core.checkpoint_chunks import DeltaBases
 from tests.worker.conftest import World
 
 MIB = 2**20

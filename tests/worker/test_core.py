@@ -15,8 +15,8 @@ from contracts.events.node import NodeLost
 from contracts.events.run import CheckpointRef, Member, RunCompleted, RunPlaced, RunPreempting
 from contracts.ranks import CheckpointLine
 from contracts.spec.run import RunSpec
+from services.worker.checkpoints.stager import ready_steps
 from services.worker.core import journal, metric_patterns, node_decisions, rank_environment, rank_exits
-from services.worker.core.checkpoint_steps import ready_steps
 
 
 def placed(generation: int = 1, node_id: str = "n1", run_id: str = "r", **spec: Any) -> RunPlaced:

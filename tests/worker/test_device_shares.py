@@ -14,7 +14,7 @@ from contracts.events.run import Member, RunExited, RunPlaced, RunStarted
 from contracts.spec.run import RunSpec
 from services.worker.core import rank_environment
 from services.worker.node.gpu_check import GpuCheck, UnfitDeviceError
-from services.worker.node.mps import find_mps_pipe
+from services.worker.node.inventory import find_mps_pipe
 from tests.worker.conftest import World
 from tests.worker.test_core import placed
 from tests.worker.test_gpu_check import GPUS, RIGHT, WRONG, FakeNvml

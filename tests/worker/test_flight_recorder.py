@@ -13,7 +13,7 @@ from contracts.events.run import Artifact, RunStalled
 from services.kit.clock import ManualClock
 from services.worker.core import rank_environment
 from services.worker.core.stall_detector import Stall
-from services.worker.ranks import flight_recorder as flight
+from services.worker.ranks import stall_dumps
 from services.worker.ranks.stall_watcher import StallWatcher
 from tests.worker.test_core import placed
 from tests.worker.test_journal_follower import Bus, follower
@@ -61,8 +61,8 @@ def stem_of(folder: Path, gpus: tuple[str, ...] = ("GPU-a", "GPU-b")) -> str:
 
 async def test_stall_report_names_uploaded_dumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The silent rank is waited for as long as that; a recorder may stop for a second in the middle of its file.
-    monkeypatch.setattr(flight, "ANSWER_S", 4.0)
-    monkeypatch.setattr(flight, "QUIET_S", 1.0)
+    monkeypatch.setattr(stall_dumps, "RECORDER_ANSWER_S", 4.0)
+    monkeypatch.setattr(stall_dumps, "QUIET_S", 1.0)
     assert stem_of(tmp_path, gpus=()) == ""
     stem = stem_of(tmp_path)
     Path(f"{stem}2").write_bytes(b"of an earlier stall")

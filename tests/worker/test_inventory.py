@@ -18,7 +18,7 @@ from services.worker.cache.node_cache import NodeCache
 from services.worker.cache.shard_files import shard_path
 from services.worker.node import inventory as node
 from services.worker.node.inventory import Gpu, cpu_limit, find_gpus, inspect_node, memory_limit_bytes, visible_gpus
-from services.worker.node.system_metrics import measure_gpus
+from services.worker.ranks.system_metrics import measure_gpus
 from services.worker.settings import WorkerSettings
 from tests.worker.conftest import World
 

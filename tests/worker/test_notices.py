@@ -20,14 +20,10 @@ from aiohttp import web
 
 from contracts.events.node import NodeNotice
 from contracts.events.run import RunReleased
-from services.worker.notices import find_sources
-from services.worker.notices.azure import AzureSource
-from services.worker.notices.base import MetadataServer, Notice, NoticeSource
-from services.worker.notices.ec2 import Ec2Source
-from services.worker.notices.gcp import GcpSource
-from services.worker.notices.kubernetes import KubernetesSource
-from services.worker.notices.listener import forward_notices
-from services.worker.notices.slurm import SlurmSource
+from services.worker.notices.clouds import AzureSource, Ec2Source, GcpSource, MetadataServer
+from services.worker.notices.cluster_managers import KubernetesSource, SlurmSource
+from services.worker.notices.listener import find_sources, forward_notices
+from services.worker.notices.notice import Notice, NoticeSource
 from tests.worker.conftest import World, until
 
 

@@ -11,8 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.core.prefetch_schedule import CachedShard, PrefetchSchedule
-from services.worker.core.read_sequence import DEFAULT_PER_S, SPECULATIVE_S, ReadSequence
+from services.worker.core.prefetch_schedule import (
+    DEFAULT_PER_S,
+    SPECULATIVE_S,
+    CachedShard,
+    PrefetchSchedule,
+    ReadSequence,
+)
 
 HERE = {name: CachedShard(10, used_s) for used_s, name in enumerate("abcdef")}
 

@@ -11,7 +11,7 @@ import pytest
 #: Root reads everything, so as root another user takes its part.
 PLAY = """
 import ctypes, os, subprocess, sys
-from services.worker.launch.process_hardening import PR_SET_DUMPABLE, protect_credentials
+from services.worker.app import PR_SET_DUMPABLE, protect_credentials
 
 def look(pid):
     child = os.fork()

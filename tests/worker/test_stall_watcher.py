@@ -19,7 +19,7 @@ from services.kit.clock import ManualClock
 from services.worker.core.stall_detector import FIRST_STEPS_FACTOR, StallDetector
 from services.worker.launch.executor import RankProcess
 from services.worker.node.inventory import describe_machine
-from services.worker.ranks import stack_dump
+from services.worker.ranks import stall_dumps
 from services.worker.ranks.stall_watcher import StallWatcher
 from tests.worker.conftest import World, until
 from tests.worker.test_journal_follower import Bus, follower
@@ -76,7 +76,7 @@ async def test_stacks_of_all_ranks_are_reported_and_no_rank_ends(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, py_spy: bool
 ) -> None:
     if not py_spy:
-        monkeypatch.setattr(stack_dump, "_dump_by_py_spy", lambda pid, *, stopped: "")
+        monkeypatch.setattr(stall_dumps, "_dump_by_py_spy", lambda pid, *, stopped: "")
     placed = await world.place(slots=(0, 1), watch={"stall_min_s": 0.2, "stall_factor": 2}, params={})
     children = [
         subprocess.Popen(  # noqa: ASYNC220, it returns at once
@@ -98,7 +98,7 @@ async def test_stacks_of_all_ranks_are_reported_and_no_rank_ends(
             assert child.stdout is not None
             await asyncio.to_thread(child.stdout.readline)
         await asyncio.to_thread(os.kill, children[1].pid, signal.SIGSTOP)
-        await until(lambda: stack_dump.is_stopped(children[1].pid), 30)
+        await until(lambda: stall_dumps.is_stopped(children[1].pid), 30)
         # A minute later both are silent, and of these the stopped one is to be named.
         await watcher.check(time.monotonic() + 60)
         (stalled,) = bus.stored

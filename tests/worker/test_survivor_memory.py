@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from services.worker.checkpoints.survivor_memory import SurvivorMemory
+from services.worker.checkpoints.survivor_state import SurvivorMemory
 
 
 def leave(folder: Path, generation: int, step: int, size_bytes: int = 10, name: str = "step_{}") -> Path:

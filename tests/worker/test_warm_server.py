@@ -10,8 +10,7 @@ import pytest
 
 from services.kit.concurrency import cancel_and_wait
 from services.worker.core.rank_environment import ProcessSpec
-from services.worker.launch.executor import ProcessExecutor, read_exit
-from services.worker.launch.rank_python import python_root
+from services.worker.launch.executor import PYTHON_ROOT, ProcessExecutor, read_exit
 from services.worker.launch.warm_server import WarmServer
 from services.worker.ranks.control_socket import socket_path
 from tests.worker.conftest import until
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.shell
 
 
 async def test_ranks_are_forked_and_a_killed_warm_server_restarts(tmp_path: Path) -> None:
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(python_root()), "OMP_NUM_THREADS": "1"}
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(PYTHON_ROOT), "OMP_NUM_THREADS": "1"}
     warm = WarmServer(socket_path(tmp_path, "warm.sock"), tmp_path / "warm.log", environment)
     executor = ProcessExecutor(warm, rank_command=("/bin/false",))
     keeping = asyncio.create_task(warm.run())

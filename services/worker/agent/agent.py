@@ -20,16 +20,14 @@ from contracts.events.run import RunCancelled, RunCompleted, RunFailed, RunPlace
 from services.kit.bus import Message, TransientError
 from services.kit.concurrency import cancel_and_wait, run_in_thread
 from services.worker import metrics
-from services.worker.agent.data_dir_lock import DataDirLock, DataDirLockedError
 from services.worker.agent.generation_supervisor import LEAVING, GenerationSupervisor
 from services.worker.agent.node_lease import NodeLease
-from services.worker.agent.node_notices import NodeNotices
-from services.worker.agent.run_folders import RunFolders
 from services.worker.checkpoints.blob_repair import BlobRepairer
 from services.worker.core.node_decisions import running_generations
+from services.worker.data_dir import DataDirLock, DataDirLockedError, RunFolders
 from services.worker.local_files import read_json, write_atomically
 from services.worker.node_context import NodeContext
-from services.worker.notices.base import Notice
+from services.worker.notices.notice import NodeNotices, Notice
 
 log = structlog.get_logger(__name__)
 

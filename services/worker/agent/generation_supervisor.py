@@ -14,11 +14,10 @@ from contracts.events.run import RunCancelled, RunCompleted, RunFailed, RunPlace
 from services.kit.bus import Message
 from services.kit.concurrency import cancel_and_wait
 from services.worker import metrics
-from services.worker.agent.run_folders import RunFolders
-from services.worker.checkpoints import survivor_checkpoints
+from services.worker.checkpoints.survivor_state import remove_survivor_checkpoints
 from services.worker.core import node_decisions
 from services.worker.core.node_decisions import Decision, LocalGeneration, NodeState
-from services.worker.generation.files import PlacementRecord
+from services.worker.data_dir import PlacementRecord, RunFolders
 from services.worker.generation.runner import GenerationRunner, ReportUnfit
 from services.worker.node_context import NodeContext
 
@@ -149,7 +148,7 @@ class GenerationSupervisor:
                     runner.settle_checkpoint(decision.step, decision.committed)
             case node_decisions.CleanUpRun():
                 self._folders.mark_ended(decision.run_id)
-                self._folders.in_background(self._context.memory.remove_run, decision.run_id)
+                self._folders.remove_in_background(self._context.memory.remove_run, decision.run_id)
                 self._remove_checkpoints(decision.run_id)
                 self._has_ended_runs = True
             case node_decisions.ForgetRun():
@@ -169,7 +168,7 @@ class GenerationSupervisor:
 
     def _remove_checkpoints(self, run_id: str) -> None:
         """Remove the checkpoints that earlier generations of the run left here."""
-        self._folders.in_background(survivor_checkpoints.remove, self._folders.run_folder(run_id))
+        self._folders.remove_in_background(remove_survivor_checkpoints, self._folders.run_folder(run_id))
 
     def _take_up(self, decision: node_decisions.StartGeneration, message: Message[Any]) -> None:
         """Make the placement durable; its ranks start once the node has joined."""
@@ -248,11 +247,11 @@ class GenerationSupervisor:
                 runner = self._runners.pop(key)
                 self._context.slot_shares.release(*key)
                 task.result()  # an error of a failed abort must end the agent
-                self._folders.in_background(runner.files.remove_refetchable)
+                self._folders.remove_in_background(runner.files.remove_refetchable)
         self._update_gauges()
         if self._has_ended_runs:
             self._has_ended_runs = False
-            self._folders.in_background(self._folders.remove_ended, {run_id for run_id, _ in self._runners})
+            self._folders.remove_in_background(self._folders.remove_ended, {run_id for run_id, _ in self._runners})
 
     def _update_gauges(self) -> None:
         running = [self._runners[key] for key in self._tasks]

@@ -15,8 +15,7 @@ from contracts.events.dataset import ShardFile
 from contracts.ranks import ShardPlanLine, ShardRequestLine
 from services.worker import metrics
 from services.worker.cache.shard_files import ShardFiles
-from services.worker.core.prefetch_schedule import PrefetchSchedule
-from services.worker.core.read_sequence import SPECULATIVE_S, ReadSequence
+from services.worker.core.prefetch_schedule import SPECULATIVE_S, PrefetchSchedule, ReadSequence
 from services.worker.local_files import relative_path
 
 #: Shards fetched behind one that a rank requests without a plan.

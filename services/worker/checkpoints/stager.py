@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import structlog
@@ -13,6 +13,7 @@ import structlog
 from contracts import subjects
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointStaged
 from contracts.events.run import Artifact, Member, RunPlaced
+from contracts.ranks import CheckpointLine
 from services.kit.bus import TransientError
 from services.worker import metrics
 from services.worker.cache.node_cache import CacheError
@@ -24,8 +25,7 @@ from services.worker.checkpoints.uploader import (
     find_bases,
     upload_files,
 )
-from services.worker.core.checkpoint_steps import ready_steps, weakest_exactness
-from services.worker.core.delta_bases import DeltaBases
+from services.worker.core.checkpoint_chunks import DeltaBases
 from services.worker.local_files import is_inside
 from services.worker.node_context import NodeContext
 from services.worker.ranks.journal_follower import JournalFollower, Publish
@@ -116,7 +116,7 @@ class CheckpointStager:
                 files=files,
                 metrics=first.metrics,
                 final=any(line.final for line in lines.values()),
-                exactness=weakest_exactness(line.exactness for line in lines.values()),
+                exactness=("exact" if all(line.exactness == "exact" for line in lines.values()) else "samples-exact"),
             )
         )
         metrics.UPLOAD_SECONDS.observe(time.monotonic() - started)
@@ -169,3 +169,9 @@ class CheckpointStager:
                 path = self._folder / name
                 if path != self._folder and is_inside(path, self._folder):
                     shutil.rmtree(path, ignore_errors=True)
+
+
+def ready_steps(checkpoints: Mapping[int, Sequence[CheckpointLine]], *, at_end: bool) -> list[int]:
+    """Return the steps that every local rank has completed; at the end, those that any has."""
+    steps = [{line.step for line in lines} for lines in checkpoints.values()]
+    return sorted(set.union(*steps) if at_end else set.intersection(*steps)) if steps else []

@@ -6,7 +6,8 @@ import asyncio
 import hashlib
 import os
 import re
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -22,10 +23,59 @@ from services.kit.store.objects import ObjectStore, is_young
 from services.kit.store.uris import blob_key, blob_sha256
 from services.worker import metrics
 from services.worker.cache.node_cache import NodeCache
-from services.worker.checkpoints.known_blobs import KnownBlobs
-from services.worker.core import chunk_boundaries
-from services.worker.core.delta_bases import SAMPLE_BYTES, DeltaBases, is_worthwhile
+from services.worker.core.checkpoint_chunks import (
+    LENGTH_BYTES,
+    SAMPLE_BYTES,
+    ChunkRange,
+    DeltaBases,
+    chunk_ranges,
+    header_length,
+    is_worthwhile,
+)
 from services.worker.local_files import is_inside
+
+#: Blobs remembered, about 100 bytes each. The oldest of more are asked for again.
+MAX_BLOBS = 200_000
+
+
+class KnownBlobs:
+    """Blobs with the time at which the store last wrote them.
+
+    An upload may rely on a young blob: garbage collection spares blobs for longer. ``clear`` and ``distrust`` are
+    called when the store turns out to lack blobs, or to have corrupted ones.
+    """
+
+    def __init__(self) -> None:
+        self._written_at: OrderedDict[str, datetime] = OrderedDict()
+        self._distrusted: set[str] = set()
+
+    def has(self, sha256: str) -> bool:
+        """Whether an upload may rely on the blob."""
+        written_at = self._written_at.get(sha256)
+        return written_at is not None and is_young(written_at)
+
+    def is_distrusted(self, sha256: str) -> bool:
+        """Whether the blob must be written again, even if the store has it."""
+        return sha256 in self._distrusted
+
+    def add(self, sha256: str, written_at: datetime) -> None:
+        """Note that the store has a blob."""
+        self._distrusted.discard(sha256)
+        self._written_at[sha256] = written_at
+        self._written_at.move_to_end(sha256)
+        while len(self._written_at) > MAX_BLOBS:
+            self._written_at.popitem(last=False)
+
+    def distrust(self, blobs: Iterable[str]) -> None:
+        """Note that the store has corrupted blobs."""
+        for sha256 in blobs:
+            self._written_at.pop(sha256, None)
+            self._distrusted.add(sha256)
+
+    def clear(self) -> None:
+        """Know nothing of the store any more."""
+        self._written_at.clear()
+
 
 log = structlog.get_logger(__name__)
 
@@ -95,9 +145,7 @@ class CheckpointUploader:
         await asyncio.to_thread(self._cache.add_checkpoint_file, path, described)
         return described
 
-    def _start_sending(
-        self, content: bytes, digest: str, chunk_range: chunk_boundaries.ChunkRange, key: str
-    ) -> asyncio.Task[Chunk]:
+    def _start_sending(self, content: bytes, digest: str, chunk_range: ChunkRange, key: str) -> asyncio.Task[Chunk]:
         task = self._sending.get(digest)
         if task is not None:
             self._room.release()
@@ -111,7 +159,7 @@ class CheckpointUploader:
         if not task.cancelled():
             self._failure = self._failure or task.exception()
 
-    async def _send(self, content: bytes, digest: str, chunk_range: chunk_boundaries.ChunkRange, key: str) -> Chunk:
+    async def _send(self, content: bytes, digest: str, chunk_range: ChunkRange, key: str) -> Chunk:
         fast = await asyncio.to_thread(kit.blake3_hex, content)
         plain = Chunk(sha256=digest, size_bytes=len(content), blake3=fast, uri=self._uri(digest))
         if self._known.has(digest):
@@ -144,9 +192,7 @@ class CheckpointUploader:
 
     # -- deltas -------------------------------------------------------------
 
-    async def _encode_delta(
-        self, plain: Chunk, content: bytes, chunk_range: chunk_boundaries.ChunkRange, key: str
-    ) -> Chunk | None:
+    async def _encode_delta(self, plain: Chunk, content: bytes, chunk_range: ChunkRange, key: str) -> Chunk | None:
         """Store the chunk as a difference to the last committed one; return None if it is better stored whole."""
         base = self._bases.find(key, len(content), plain.sha256, max_depth=kit.MAX_CHAIN)
         if base is None:
@@ -218,20 +264,18 @@ def find_bases(step: int, files: Sequence[CheckpointFile], cache: NodeCache) -> 
     return DeltaBases(step, chunks)
 
 
-def file_ranges(handle: int, size_bytes: int) -> tuple[chunk_boundaries.ChunkRange, ...]:
+def file_ranges(handle: int, size_bytes: int) -> tuple[ChunkRange, ...]:
     """Return the chunks of an open file."""
-    length = chunk_boundaries.header_length(os.pread(handle, chunk_boundaries.LENGTH_BYTES + 1, 0), size_bytes)
-    return chunk_boundaries.chunk_ranges(size_bytes, os.pread(handle, length, 0))
+    length = header_length(os.pread(handle, LENGTH_BYTES + 1, 0), size_bytes)
+    return chunk_ranges(size_bytes, os.pread(handle, length, 0))
 
 
-def state_key(name: str, chunk_range: chunk_boundaries.ChunkRange) -> str:
+def state_key(name: str, chunk_range: ChunkRange) -> str:
     """Return the name of a part of the state, whichever rank writes it; '' if it has none."""
     return f"{RANK_SUFFIX.sub('', name)}/{chunk_range.key}" if chunk_range.key else ""
 
 
-async def _read_chunk(
-    handle: int, chunk_range: chunk_boundaries.ChunkRange, whole: hashlib._Hash | None
-) -> tuple[bytes, str]:
+async def _read_chunk(handle: int, chunk_range: ChunkRange, whole: hashlib._Hash | None) -> tuple[bytes, str]:
     """Read a chunk; return it with its hash, and update the file's hash."""
     content = await asyncio.to_thread(_pread, handle, chunk_range)
     if whole is not None and len(content) >= TWO_THREADS_BYTES:
@@ -242,7 +286,7 @@ async def _read_chunk(
     return content, await asyncio.to_thread(_sha256, content)
 
 
-def _pread(handle: int, chunk_range: chunk_boundaries.ChunkRange) -> bytes:
+def _pread(handle: int, chunk_range: ChunkRange) -> bytes:
     content = os.pread(handle, chunk_range.size_bytes, chunk_range.start)
     if len(content) != chunk_range.size_bytes:
         raise UploadError("a checkpoint's file was changed while it was read")

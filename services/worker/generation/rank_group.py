@@ -6,33 +6,87 @@ import json
 import signal
 import time
 from asyncio import Task
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import structlog
 
+from contracts.events.run import RunPlaced
 from contracts.ranks import StopLine
+from services.worker.checkpoints.survivor_state import SurvivorMemory
+from services.worker.core.journal import RankState
 from services.worker.core.rank_environment import ProcessSpec
 from services.worker.core.rank_exits import Exit, first_failure
-from services.worker.generation.requests import GenerationRequests, StopRequest
+from services.worker.generation.requests import POLL_S, GenerationRequests, StopRequest
 from services.worker.launch.executor import UNKNOWN_EXIT, Executor, RankProcess, read_exit
 from services.worker.local_files import read_json, write_atomically
 from services.worker.ranks.control_socket import ControlSocket
 
 log = structlog.get_logger(__name__)
 
-#: Seconds between two looks at the processes. Ends wake the loop at once; this finds the ones that no event reports.
-POLL_S = 0.05
 #: Seconds for the other local ranks to write down why they ended, once one has failed.
 FAILURE_PATIENCE_S = 0.3
 #: Seconds for the parent of a dead process to write its exit code.
 EXIT_FILE_PATIENCE_S = 0.3
+#: Steps in which ranks notice that they lost a peer.
+NOTICE_STEPS = 2
 
 
-def _may_wait(waited_s: float, running: Collection[int]) -> bool:
-    return waited_s < FAILURE_PATIENCE_S
+class SurvivorGrace:
+    """The survivors of one generation: whether they can save state, and how long they may take."""
+
+    def __init__(self, placed: RunPlaced, memory: SurvivorMemory, limit_s: float, now: Callable[[], float]) -> None:
+        """``limit_s``: the longest that survivors may take."""
+        self._placed, self._memory, self._limit_s, self._now = placed, memory, limit_s, now
+        self._ranks: Mapping[int, RankState] = {}
+
+    def follow(self, ranks: Mapping[int, RankState]) -> None:
+        """Read the ranks' progress from ``ranks``, which changes as they go on."""
+        self._ranks = ranks
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether a next generation can resume what the ranks write: no command or evaluation can."""
+        spec = self._placed.spec
+        return spec.command is None and spec.training is not None and spec.kind == "train"
+
+    @property
+    def can_use_memory(self) -> bool:
+        """Whether the ranks can leave state in memory."""
+        return self._memory.is_available and self.is_resumable
+
+    @property
+    def extra_s(self) -> float:
+        """Seconds beyond a stop's grace for ranks whose peers have failed."""
+        return self._limit_s if self.can_use_memory else 0.0
+
+    def may_wait(self, waited_s: float, running: Collection[int]) -> bool:
+        """Whether the ranks that still run get more time, ``waited_s`` after the first failure."""
+        # They notice the failure at the end of the step that they are in.
+        notice_s = NOTICE_STEPS * self._mean_step_s if self.can_use_memory else 0.0
+        if waited_s < FAILURE_PATIENCE_S + notice_s:
+            return waited_s < max(self._limit_s, FAILURE_PATIENCE_S)
+        if not self.can_use_memory or waited_s > self._limit_s:
+            return False
+        return self._memory.is_being_written(self._placed.run_id, self._placed.generation, running)
+
+    def has_newer_state(self) -> bool:
+        """Whether memory holds newer state than any checkpoint, so that the next generation needs no upload."""
+        newest = self._memory.newest_step(self._placed.run_id, self._placed.generation)
+        staged = (checkpoint.step for state in self._ranks.values() for checkpoint in state.checkpoints)
+        return newest is not None and newest >= max(staged, default=0)
+
+    @property
+    def _mean_step_s(self) -> float:
+        """Mean seconds a step of this generation, of its fastest rank; 0 while unknown."""
+        per_rank = [
+            (self._now() - state.started.time) / max(state.step - state.started.step, 1)
+            for state in self._ranks.values()
+            if state.started is not None and state.step is not None
+        ]
+        return min(per_rank, default=0.0)
 
 
 class RankGroup:
@@ -43,14 +97,13 @@ class RankGroup:
         executor: Executor,
         folder: Path,
         requests: GenerationRequests,
+        survivors: SurvivorGrace,
         now: Callable[[], float],
         *,
         kill_after_s: float,
-        may_wait: Callable[[float, Collection[int]], bool] = _may_wait,
     ) -> None:
-        """``may_wait(seconds)``: whether the ranks that still run get more time that long after the first failure."""
         self._executor, self._folder, self._requests, self._now = executor, folder, requests, now
-        self._kill_after_s, self._may_wait = kill_after_s, may_wait
+        self._survivors, self._kill_after_s = survivors, kill_after_s
         self._path = folder / "processes.json"
         self._processes: list[RankProcess] = []
         self._stop_watching: list[Callable[[], None]] = []
@@ -139,7 +192,7 @@ class RankGroup:
         await self._executor.sweep(self._folder, self._processes)
 
     def _may_wait_since(self, waited_s: float) -> bool:
-        return self._may_wait(waited_s, [each.rank for each in self.running])
+        return self._survivors.may_wait(waited_s, [each.rank for each in self.running])
 
     def _enforce_stop(self, stop: StopRequest, control: ControlSocket, listens: bool) -> None:
         """Send the stop line, SIGTERM after the grace, then SIGKILL; SIGTERM at once to ranks that do not listen."""

@@ -14,7 +14,7 @@ from services.kit.bus import TransientError
 from services.worker import metrics
 from services.worker.core.journal import RankState
 from services.worker.core.rank_exits import Exit, describe_exit, find_cause, is_infrastructure_failure
-from services.worker.generation.files import GenerationFiles
+from services.worker.data_dir import GenerationFiles
 from services.worker.local_files import read_json, write_atomically
 from services.worker.ranks.journal_follower import Publish
 

@@ -11,6 +11,9 @@ from pydantic import BaseModel, ConfigDict
 
 from services.worker.local_files import read_json, write_atomically
 
+#: Seconds between two polls of ranks and checkpoints. Changes wake the loop at once; polls find those without an event.
+POLL_S = 0.05
+
 
 class StopRequest(BaseModel):
     """``stop.json``: the ranks must end within their grace."""
@@ -74,9 +77,7 @@ class GenerationRequests:
 
     def is_committed(self, step: int) -> bool | None:
         """Whether the checkpoint of the step was committed; None before it is settled."""
-        if (step, True) in self._settled:
-            return True
-        return False if (step, False) in self._settled else None
+        return next((committed for committed in (True, False) if (step, committed) in self._settled), None)
 
     def may_commit(self, step: int) -> bool:
         """Whether a checkpoint of the step would be newer than all committed ones and is not refused."""
@@ -85,6 +86,14 @@ class GenerationRequests:
     def remaining_grace_s(self) -> float | None:
         """Return the seconds of grace that remain; None without a stop request."""
         return None if self.stop is None else max(self.stop.deadline - self._now(), 0)
+
+    async def wait_until_committed(self, step: int, patience_s: float) -> bool:
+        """Wait until the checkpoint is committed; return False if it is refused or the time is over."""
+        deadline = self.stop.deadline if self.stop is not None else self._now() + patience_s
+        while self.is_committed(step) is None and self._now() < deadline:
+            self.raise_if_dropped()
+            await self.wait_for_change(POLL_S)
+        return self.is_committed(step) is True
 
     async def wait_for_change(self, timeout_s: float) -> None:
         """Wait until something has changed since the last call, at most ``timeout_s``."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, closing
+from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
@@ -20,16 +22,19 @@ from services.kit.concurrency import cancel_and_wait, run_in_thread
 from services.worker import metrics
 from services.worker.cache.dataset_view import DatasetView
 from services.worker.cache.node_cache import CacheError, CachePins
-from services.worker.checkpoints import survivor_checkpoints
 from services.worker.checkpoints.stager import CheckpointStager
+from services.worker.checkpoints.survivor_state import (
+    remove_survivor_checkpoints,
+    save_survivor_checkpoints,
+    survivor_dir,
+)
 from services.worker.core.journal import JournalSource
 from services.worker.core.metric_patterns import compile_patterns
 from services.worker.core.rank_environment import NodeEnvironment, build_process_specs, is_command
 from services.worker.core.rank_exits import SEARCHED_LINES, all_succeeded, describe_exit, first_failure
-from services.worker.generation.files import GenerationFiles, PlacementRecord
-from services.worker.generation.final_checkpoints import CRASH_UPLOAD_S, upload_rest, wait_until_committed
+from services.worker.data_dir import GenerationFiles, PlacementRecord
 from services.worker.generation.preparation import GenerationInputs, open_dataset, prepare_inputs
-from services.worker.generation.rank_group import RankGroup
+from services.worker.generation.rank_group import RankGroup, SurvivorGrace
 from services.worker.generation.reports import (
     GenerationFailure,
     Report,
@@ -38,24 +43,23 @@ from services.worker.generation.reports import (
     RunPosition,
     is_complete,
 )
-from services.worker.generation.requests import GenerationDropped, GenerationRequests
-from services.worker.generation.survivor_grace import SurvivorGrace
+from services.worker.generation.requests import POLL_S, GenerationDropped, GenerationRequests
 from services.worker.launch.code_package import PackageError
-from services.worker.launch.executor import RankStartError
-from services.worker.launch.rank_python import interpreter_folder, python_root
+from services.worker.launch.executor import PYTHON_ROOT, RankStartError
 from services.worker.local_files import write_atomically
 from services.worker.node.gpu_check import UnfitDeviceError
-from services.worker.node.inventory import interface_of
-from services.worker.node.mps import find_mps_pipe
+from services.worker.node.inventory import find_mps_pipe, interface_of
 from services.worker.node_context import NodeContext
 from services.worker.ranks.control_socket import ControlSocket
 from services.worker.ranks.journal_follower import JournalFollower
 from services.worker.ranks.stall_watcher import StallWatcher
-from services.worker.ranks.system_sampler import SystemSampler
+from services.worker.ranks.system_metrics import publish_system_metrics
 
 log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
+#: Seconds for checkpoints that were complete before a crash to be uploaded.
+CRASH_UPLOAD_S = 20.0
 #: Publishes that slots of this node failed their check, and why.
 ReportUnfit = Callable[[tuple[int, ...], str], Awaitable[None]]
 
@@ -80,9 +84,9 @@ class GenerationRunner:
             context.executor,
             files.folder,
             self._requests,
+            self._survivors,
             self._now,
             kill_after_s=settings.kill_after_s,
-            may_wait=self._survivors.may_wait,
         )
         self._reports = ReportPublisher(files, self._publish, self._is_published)
         self._build_report = ReportBuilder(self.placed, self.member.node_id)
@@ -101,7 +105,7 @@ class GenerationRunner:
         """Note that the checkpoint of a step is committed, or was refused."""
         if committed:
             self._context.memory.remove_before(self.placed.run_id, self.placed.generation)
-            survivor_checkpoints.remove(self.files.run_folder, before=self.placed.generation)
+            remove_survivor_checkpoints(self.files.run_folder, before=self.placed.generation)
         self._requests.settle_checkpoint(step, committed)
 
     def drop(self, reason: str) -> None:
@@ -278,7 +282,7 @@ class GenerationRunner:
     def _launch_of(self, inputs: GenerationInputs) -> Launch:
         placed, survivors = self.placed, self._survivors
         memory = self._context.memory.prepare(placed.run_id, placed.generation) if survivors.can_use_memory else None
-        survivor_dir = survivor_checkpoints.survivor_dir(self.files.run_folder) if survivors.is_resumable else None
+        on_disk = survivor_dir(self.files.run_folder) if survivors.is_resumable else None
         return Launch(
             run_id=placed.run_id,
             generation=placed.generation,
@@ -297,7 +301,7 @@ class GenerationRunner:
             run_s=placed.run_s,
             orphan_timeout_s=self._context.settings.orphan_timeout_s,
             memory_folder=str(memory) if memory else None,
-            survivor_dir=str(survivor_dir) if survivor_dir else None,
+            survivor_dir=str(on_disk) if on_disk else None,
             machine=self._context.inventory.machine,
         )
 
@@ -309,8 +313,8 @@ class GenerationRunner:
             launch_path=str(self.files.launch),
             master_address=address,
             master_port=port,
-            python_path=(*code, str(python_root())),
-            bin_folder=str(interpreter_folder()),
+            python_path=(*code, str(PYTHON_ROOT)),
+            bin_folder=str(Path(sys.executable).parent),
             cores=inventory.cores,
             slots=inventory.slots,
             interface=interface_of(settings.address),
@@ -336,7 +340,7 @@ class GenerationRunner:
             lambda: self._requests.stop is not None,
             stager.upload_artifacts,
         )
-        sampler = SystemSampler(
+        metrics_published = publish_system_metrics(
             self.placed,
             self.member,
             self._context.meter,
@@ -346,7 +350,7 @@ class GenerationRunner:
             self._now,
             self._context.settings.system_interval_s,
         )
-        async with _background(watcher.run()) as watching, _background(sampler.run()) as sampling:
+        async with _background(watcher.run()) as watching, _background(metrics_published) as sampling:
             await _traced("ranks", self._monitor_ranks(control, *tasks, watching, sampling))
 
     async def _monitor_ranks(self, control: ControlSocket, *tasks: asyncio.Task[None]) -> None:
@@ -355,12 +359,22 @@ class GenerationRunner:
     # -- stop ---------------------------------------------------------------
 
     async def _upload_rest(self, stager: CheckpointStager) -> None:
-        """Upload what the ranks completed, for as long as anything waits for it."""
-        limit_s = self._requests.remaining_grace_s()
-        if limit_s is None and first_failure(self._group.exits):
-            limit_s = 0.0 if self._survivors.has_newer_state() else CRASH_UPLOAD_S
-        if limit_s != 0:
-            await upload_rest(stager, self._requests, limit_s)
+        """Upload what the ranks completed, until it is done or the grace of a stop is over."""
+        grace_s = self._requests.remaining_grace_s()
+        if grace_s is None and first_failure(self._group.exits):
+            grace_s = 0.0 if self._survivors.has_newer_state() else CRASH_UPLOAD_S
+        if grace_s == 0:
+            return
+        upload = asyncio.create_task(stager.stage_rest())
+        deadline = None if grace_s is None else time.monotonic() + grace_s
+        try:
+            while not upload.done() and (deadline is None or time.monotonic() < deadline):
+                self._requests.raise_if_dropped()
+                if deadline is None and (grace_s := self._requests.remaining_grace_s()) is not None:
+                    deadline = time.monotonic() + grace_s
+                await self._requests.wait_for_task(upload, POLL_S)
+        finally:
+            await cancel_and_wait(upload)
 
     # -- report -------------------------------------------------------------
 
@@ -372,8 +386,7 @@ class GenerationRunner:
         step = follower.state.staged_step
         committed = False
         if step is not None and failure is None:
-            patience_s = self._context.settings.commit_timeout_s
-            committed = await wait_until_committed(step, self._requests, patience_s, self._now)
+            committed = await self._requests.wait_until_committed(step, self._context.settings.commit_timeout_s)
         if all_succeeded(exits) and not self._group.terminated:
             results = [state.result for _, state in sorted(ranks.items()) if state.result is not None]
             artifacts = await stager.upload_artifacts([name for result in results for name in result.artifacts])
@@ -394,7 +407,7 @@ class GenerationRunner:
         self._reports.write(report)
         if self._survivors.is_resumable and not is_complete(report):
             # Before the scheduler can place anything on what the report releases.
-            await run_in_thread(survivor_checkpoints.save, self.files.folder, self._requests.may_commit)
+            await run_in_thread(save_survivor_checkpoints, self.files.folder, self._requests.may_commit)
         await self._reports.publish(report)
 
     async def _is_published(self, fact: Fact) -> bool:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import psutil
 import structlog
 
+import contracts
 from contracts.ranks import LAUNCH_VARIABLE
 from services.worker import metrics
 from services.worker.core.rank_environment import ProcessSpec
@@ -26,6 +27,8 @@ from services.worker.launch.warm_server import WarmServer, WarmServerError, Warm
 
 log = structlog.get_logger(__name__)
 
+#: The folder from which ranks import ``trainbus`` and ``contracts``.
+PYTHON_ROOT = Path(contracts.__file__).resolve().parent.parent
 #: Writes the exit code where a restarted agent finds it. The shell survives a SIGTERM to the group, which the rank
 #: gets, too: it still has to write.
 WRAPPER = (

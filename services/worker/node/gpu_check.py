@@ -12,7 +12,7 @@ from typing import Any
 
 from services.worker import metrics
 from services.worker.core.rank_environment import CONTEXT_BYTES
-from services.worker.node.inventory import Gpu
+from services.worker.node.inventory import Gpu, NvmlUnavailable, open_nvml
 
 #: Memory of a device that other programs may use before the device counts as taken.
 USED_MAX_SHARE = 0.05
@@ -101,17 +101,12 @@ class GpuCheck:
 
 def _driver_problems(gpus: Sequence[tuple[Gpu, Sequence[float]]]) -> dict[str, str]:
     """Return uuid -> the problem of a device of which other runs have those shares."""
-    import pynvml
-
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
+        with open_nvml() as nvml:
+            found = {gpu.uuid: _problem(nvml, gpu, shares) for gpu, shares in gpus}
+    except NvmlUnavailable as error:
         return {gpu.uuid: f"the driver does not answer: {error}" for gpu, _ in gpus}
-    try:
-        found = {gpu.uuid: _problem(pynvml, gpu, shares) for gpu, shares in gpus}
-        return {uuid: why for uuid, why in found.items() if why}
-    finally:
-        pynvml.nvmlShutdown()
+    return {uuid: why for uuid, why in found.items() if why}
 
 
 def _problem(nvml: Any, gpu: Gpu, shares: Sequence[float]) -> str:

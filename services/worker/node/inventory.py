@@ -7,8 +7,8 @@ import json
 import math
 import os
 import platform
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -33,7 +33,8 @@ PROCESSOR = {
 ISA_PREFIXES = ("avx", "amx", "sve", "sme")
 ISA = {"fma", "f16c", "sse4_2", "asimd", "asimddp", "asimdhp", "asimdfhm", "bf16", "i8mm", "fphp"}
 
-
+#: Where CUDA looks for the control daemon of MPS, which lets processes share a GPU at the same time.
+MPS_PIPE_DIR = "/tmp/nvidia-mps"
 #: The limits of a container (cgroup v2).
 CGROUP = Path("/sys/fs/cgroup")
 GIBIBYTE = 2**30
@@ -84,6 +85,10 @@ class NodeInventory:
     @property
     def machine_digest(self) -> str:
         return hashlib.sha256(json.dumps(self.machine, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+class NvmlUnavailable(Exception):
+    """The driver of the GPUs cannot be used."""
 
 
 def inspect_node(settings: WorkerSettings) -> NodeInventory:
@@ -152,36 +157,39 @@ def _first_processor(cpuinfo: str) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
 
 
-def _driver() -> str:
+@contextmanager
+def open_nvml() -> Iterator[Any]:
+    """Yield the driver's library.
+
+    Raises:
+        NvmlUnavailable: there is no driver, or it does not answer.
+    """
     import pynvml
 
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ""
+    except pynvml.NVMLError as error:
+        raise NvmlUnavailable(str(error)) from error
     try:
-        return _text(pynvml.nvmlSystemGetDriverVersion())
-    except pynvml.NVMLError:
-        return ""
+        yield pynvml
     finally:
         pynvml.nvmlShutdown()
+
+
+def _driver() -> str:
+    with suppress(NvmlUnavailable), open_nvml() as nvml, suppress(nvml.NVMLError):
+        return _text(nvml.nvmlSystemGetDriverVersion())
+    return ""
 
 
 def find_gpus() -> tuple[Gpu, ...]:
     """Return the machine's GPUs in PCI order, with MIG slices in place of partitioned ones; none without a driver."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ()
-    try:
-        return tuple(gpu for number in range(pynvml.nvmlDeviceGetCount()) for gpu in _slots_of(pynvml, number))
-    except pynvml.NVMLError as error:
-        log.warning("the GPUs cannot be listed, the node offers none", error=str(error))
-        return ()
-    finally:
-        pynvml.nvmlShutdown()
+    with suppress(NvmlUnavailable), open_nvml() as nvml:
+        try:
+            return tuple(gpu for number in range(nvml.nvmlDeviceGetCount()) for gpu in _slots_of(nvml, number))
+        except nvml.NVMLError as error:
+            log.warning("the GPUs cannot be listed, the node offers none", error=str(error))
+    return ()
 
 
 def _slots_of(nvml: Any, number: int) -> list[Gpu]:
@@ -239,6 +247,15 @@ def visible_gpus(gpus: tuple[Gpu, ...], visible: str | None) -> tuple[Gpu, ...]:
             by_name.setdefault(name, []).append(gpu)
     visible_ones = [gpu for part in visible.split(",") for gpu in by_name.get(part.strip(), ())]
     return tuple(dict.fromkeys(visible_ones))
+
+
+def find_mps_pipe(setting: str | None, environment: Mapping[str, str]) -> str:
+    """Return the folder in which a control daemon of CUDA MPS listens now, '' if none does.
+
+    ``setting``: the folder; None: where CUDA looks for it; '': MPS is not used.
+    """
+    folder = environment.get("CUDA_MPS_PIPE_DIRECTORY", MPS_PIPE_DIR) if setting is None else setting
+    return folder if folder and Path(folder, "control").exists() else ""
 
 
 def interface_of(address: str) -> str:

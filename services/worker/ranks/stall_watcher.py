@@ -16,9 +16,8 @@ from services.kit.bus import TransientError
 from services.worker import metrics
 from services.worker.core.stall_detector import Stall, StallDetector
 from services.worker.launch.executor import RankProcess
-from services.worker.ranks import flight_recorder
 from services.worker.ranks.journal_follower import JournalFollower, Publish
-from services.worker.ranks.stack_dump import dump_stacks, is_stopped
+from services.worker.ranks.stall_dumps import describe_dump, dump_flight_recorders, dump_stacks, is_stopped
 
 log = structlog.get_logger(__name__)
 
@@ -120,7 +119,7 @@ class StallWatcher:
 
     async def _dump_flight_recorders(self) -> dict[int, str]:
         """Return where the flight recorders of ranks that use NCCL can be read."""
-        found = await asyncio.to_thread(flight_recorder.write_dumps, self._folder)
+        found = await asyncio.to_thread(dump_flight_recorders, self._folder)
         uris: dict[str, str] = {}
         if found and self._upload is not None:
             try:
@@ -130,4 +129,4 @@ class StallWatcher:
                 uris = {each.name: each.uri for each in uploaded}
             except (TransientError, OSError, TimeoutError) as error:
                 log.warning("flight recorders stay on the node", error=repr(error))
-        return {rank: flight_recorder.describe_dump(rank, path, uris.get(path.name)) for rank, path in found.items()}
+        return {rank: describe_dump(rank, path, uris.get(path.name)) for rank, path in found.items()}

@@ -1,19 +1,54 @@
-"""The notices about this machine: their facts, and the grace that they leave to its runs."""
+"""Notices that a machine will be taken away: what they contain, where they come from, and their facts."""
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import ClassVar
 
 import structlog
 
 from contracts.events.node import NodeNotice
 from services.worker import metrics
-from services.worker.notices.base import Notice
 
 log = structlog.get_logger(__name__)
 
 #: Seconds for a small checkpoint, however late a notice comes.
 MIN_GRACE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """The machine will be taken away (``leave``), or may be."""
+
+    source: str
+    kind: str
+    #: Seconds until then; None if the source gives none.
+    grace_s: float | None = None
+    detail: str = ""
+    #: False: a recommendation; runs go on until there is a better place.
+    leave: bool = True
+    #: The source's own id of the notice.
+    token: str = ""
+
+
+class NoticeSource(ABC):
+    """One origin of notices."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    async def applies(self) -> bool:
+        """Whether this source exists on this machine; takes a second or two at most."""
+
+    @abstractmethod
+    def watch(self) -> AsyncIterator[Notice]:
+        """Yield every notice once, for ever; errors are retried."""
+
+    async def acknowledge(self, notice: Notice) -> None:  # noqa: B027
+        """Report to the source that no run is left on the machine. Most sources expect no acknowledgement."""
 
 
 class NodeNotices:
@@ -44,14 +79,15 @@ class NodeNotices:
 
     def facts(self, incarnation: str) -> list[NodeNotice]:
         """Return the facts with the time that remains now. Published again, they are the same facts."""
-        return [self._fact(notice, time.monotonic() - at_s, incarnation) for notice, at_s in self._notices]
-
-    def _fact(self, notice: Notice, passed_s: float, incarnation: str) -> NodeNotice:
-        return NodeNotice(
-            node_id=self._node_id,
-            incarnation=incarnation,
-            source=notice.source,
-            kind=notice.kind,
-            grace_s=None if notice.grace_s is None else max(notice.grace_s - passed_s, 0.0),
-            detail=notice.detail,
-        )
+        now_s = time.monotonic()
+        return [
+            NodeNotice(
+                node_id=self._node_id,
+                incarnation=incarnation,
+                source=notice.source,
+                kind=notice.kind,
+                grace_s=None if notice.grace_s is None else max(notice.grace_s - (now_s - at_s), 0.0),
+                detail=notice.detail,
+            )
+            for notice, at_s in self._notices
+        ]

@@ -1,17 +1,20 @@
-"""The chunk boundaries of a checkpoint's file: chosen so that an unchanged part of the state is the same chunk again.
+"""The chunks of a checkpoint's file: where it is cut, and which chunks are stored as a difference.
 
 A safetensors file is cut at its tensors: the header alone, large tensors every ``CHUNK_BYTES`` from their own start,
 small tensors in groups. The names of the tensors decide where a group ends: a tensor that is added or removed, as when
-the ranks shard the state again, changes its own group only. Any other file is cut at fixed lengths.
+the ranks shard the state again, changes its own group only. An unchanged part of the state is then the same chunk
+again. Any other file is cut at fixed lengths.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+from contracts.events.checkpoint import Chunk
 
 #: SeaweedFS stores larger objects in parts, which takes half as long again.
 CHUNK_BYTES = 8 * 2**20
@@ -140,3 +143,34 @@ def _tensors(header: bytes, size_bytes: int) -> list[_Tensor] | None:
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         return None
     return tensors if at == size_bytes else None
+
+
+#: The largest difference, as a part of its chunk: decoding it at a restore costs more than a larger one saves.
+MAX_DELTA_SHARE = 0.85
+#: Smaller chunks cost a request either way.
+MIN_DELTA_BYTES = 64 * 2**10
+#: Bytes that are compressed first, to see whether the rest is worth it.
+SAMPLE_BYTES = 512 * 2**10
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaBases:
+    """The chunks of a committed checkpoint, by the part of the state that they hold."""
+
+    step: int = -1
+    chunks: Mapping[str, Chunk] = field(default_factory=dict)
+
+    def find(self, key: str, size_bytes: int, sha256: str, *, max_depth: int) -> Chunk | None:
+        """Return the chunk to store a difference to; None: store the new one whole."""
+        base = self.chunks.get(key) if key else None
+        if base is None or base.size_bytes != size_bytes or base.sha256 == sha256 or size_bytes < MIN_DELTA_BYTES:
+            return None
+        return base if _depth(base) < max_depth else None
+
+
+def is_worthwhile(delta_bytes: int, chunk_bytes: int) -> bool:
+    return delta_bytes < MAX_DELTA_SHARE * chunk_bytes
+
+
+def _depth(chunk: Chunk) -> int:
+    return 0 if chunk.base is None else 1 + _depth(chunk.base)

@@ -1,0 +1,112 @@
+"""System metrics of a generation: what its ranks and the node use of processor, memory and GPUs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+
+import psutil
+import structlog
+
+from contracts.events.run import Member, ProgressPoint, RunPlaced, RunProgress
+from services.kit.bus import TransientError
+from services.worker.node.inventory import Gpu, NvmlUnavailable, open_nvml
+from services.worker.ranks.journal_follower import JournalFollower, Publish
+
+log = structlog.get_logger(__name__)
+
+MEBIBYTE = 2**20
+
+
+class SystemMeter:
+    """Measures the node and a set of processes. Percentages are since the last measurement."""
+
+    def __init__(self, gpus: tuple[Gpu, ...] = ()) -> None:
+        self._gpus = gpus
+        self._processes: dict[int, psutil.Process] = {}
+        psutil.cpu_percent(None)
+
+    def measure(self, pids: Iterable[int], slots: Iterable[int] = ()) -> dict[str, float]:
+        """Return values under the names of MLflow's system metrics."""
+        memory = psutil.virtual_memory()
+        values = {
+            "system/cpu_utilization_percentage": float(psutil.cpu_percent(None)),
+            "system/system_memory_usage_megabytes": memory.used / MEBIBYTE,
+            "system/system_memory_usage_percentage": float(memory.percent),
+        }
+        cpu_percent = memory_bytes = 0.0
+        for process in self._process_tree(pids):
+            with suppress(psutil.Error):
+                cpu_percent += process.cpu_percent(None)
+                memory_bytes += process.memory_info().rss
+        values["system/ranks_cpu_percentage"] = cpu_percent
+        values["system/ranks_memory_usage_megabytes"] = memory_bytes / MEBIBYTE
+        if self._gpus:
+            values |= measure_gpus([self._gpus[slot] for slot in slots if slot < len(self._gpus)])
+        return values
+
+    def _process_tree(self, pids: Iterable[int]) -> list[psutil.Process]:
+        """Return the processes and their children, the same objects each time: percentages need the one before."""
+        now: dict[int, psutil.Process] = {}
+        for pid in pids:
+            with suppress(psutil.Error):
+                parent = self._processes.get(pid) or psutil.Process(pid)
+                for process in (parent, *parent.children(recursive=True)):
+                    now[process.pid] = self._processes.get(process.pid, process)
+        self._processes = now
+        return list(now.values())
+
+
+def measure_gpus(gpus: list[Gpu]) -> dict[str, float]:
+    """Return load, memory and power of GPUs."""
+    values: dict[str, float] = {}
+    with suppress(NvmlUnavailable), open_nvml() as nvml:
+        for number, gpu in enumerate(gpus):
+            with suppress(nvml.NVMLError):
+                memory = nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(gpu.uuid))
+                values[f"system/gpu_{number}_memory_usage_megabytes"] = memory.used / MEBIBYTE
+                values[f"system/gpu_{number}_memory_usage_percentage"] = 100.0 * memory.used / memory.total
+            with suppress(nvml.NVMLError):
+                # Power is the whole GPU's, also for a MIG slice; the driver reports no load then.
+                board = nvml.nvmlDeviceGetHandleByUUID(gpu.board)
+                values[f"system/gpu_{number}_power_usage_watts"] = nvml.nvmlDeviceGetPowerUsage(board) / 1000
+                values[f"system/gpu_{number}_utilization_percentage"] = float(
+                    nvml.nvmlDeviceGetUtilizationRates(board).gpu
+                )
+    return values
+
+
+async def publish_system_metrics(
+    placed: RunPlaced,
+    member: Member,
+    meter: SystemMeter,
+    follower: JournalFollower,
+    pids: Callable[[], Sequence[int]],
+    publish: Publish,
+    now: Callable[[], float],
+    interval_s: float,
+) -> None:
+    """Publish what the node and the ranks of one generation use, until cancelled."""
+    state = follower.state
+    while True:
+        await asyncio.sleep(interval_s)
+        values = await asyncio.to_thread(meter.measure, pids(), member.slots)
+        # Numbered on disk first: a restarted agent must not publish another sample under the same number.
+        state.system_count += 1
+        await follower.save()
+        step = max((rank.step or 0 for rank in state.ranks.values()), default=0)
+        sample = RunProgress(
+            run_id=placed.run_id,
+            generation=placed.generation,
+            node_id=member.node_id,
+            rank=member.ranks[0],
+            offset=state.system_count,
+            points=(ProgressPoint(step=step, time=now(), values=values),),
+            kind="system",
+            step=step,
+        )
+        try:
+            await publish(sample)
+        except TransientError as error:
+            log.warning("a system sample is lost", error=str(error))

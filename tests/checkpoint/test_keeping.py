@@ -34,11 +34,7 @@ from trainbus.client.checkpoints import find_checkpoint
 from trainbus.client.client import AsyncClient
 from trainbus.client.connection import connect
 from trainbus.client.errors import TrainbusError
-from trainbus.commands.checkpoints.diff import diff_checkpoints
-from trainbus.commands.checkpoints.fetch import fetch_checkpoint
-from trainbus.commands.checkpoints.pin import pin_checkpoint
-from trainbus.commands.checkpoints.tables import print_checkpoint
-from trainbus.commands.checkpoints.verify import verify_checkpoints
+from trainbus.commands import checkpoints
 
 
 class Rig:
@@ -245,13 +241,13 @@ async def test_scrubbing_tells_what_is_rotten_and_repairs_a_manifest_from_the_fa
 ) -> None:
     await rig.begin(Retention())
     first, second = await rig.commit(10), await rig.commit(20, differs=True)
-    await verify_checkpoints(client, None, repair=False, wait_s=1, as_json=False)
-    await fetch_checkpoint(client, f"{RUN}@10", tmp_path / "ten", None)
+    await checkpoints.verify(client, None, wait_s=1)
+    await checkpoints.fetch(client, f"{RUN}@10", tmp_path / "ten", None)
     assert (tmp_path / "ten" / "rank_3.bin").read_bytes() == content(3, 10)
     with pytest.raises(TrainbusError, match="4 of 5 differ"):
-        await diff_checkpoints(client, f"{RUN}@10", second, as_json=False)
+        await checkpoints.diff(client, f"{RUN}@10", second)
     with pytest.raises(TrainbusError, match="refused: the manifest"):
-        await fetch_checkpoint(client, first, tmp_path / "other", "0" * 64)
+        await checkpoints.fetch(client, first, tmp_path / "other", "0" * 64)
     # A byte of a blob, a blob, and a manifest.
     wrong, missing = blob_uri(rig.bucket, content(0, 10)), blob_uri(rig.bucket, content(1, 10))
     await rig.overwrite(wrong, b"X" + content(0, 10)[1:])
@@ -259,10 +255,10 @@ async def test_scrubbing_tells_what_is_rotten_and_repairs_a_manifest_from_the_fa
     manifest = await rig.objects.get(second)
     await rig.overwrite(second, manifest.replace(b'"step":20', b'"step":21'))
     with pytest.raises(TrainbusError, match="2 of 2 checkpoints are rotten"):
-        await verify_checkpoints(client, RUN, repair=False, wait_s=1, as_json=False)
+        await checkpoints.verify(client, RUN, wait_s=1)
     for target in (first, second):
         with pytest.raises(TrainbusError):
-            await fetch_checkpoint(client, target, tmp_path / f"bad{target[-9:]}", None)
+            await checkpoints.fetch(client, target, tmp_path / f"bad{target[-9:]}", None)
     await rig.scrubber.scrub(rig.ask(ScrubRequested(run_id=RUN), "s1"))
     one, two = await rig.facts("checkpoint_rotten")
     assert (one.uri, set(one.blobs), one.repair) == (first, {wrong, missing}, True)
@@ -291,15 +287,15 @@ async def test_the_running_service_pins_scrubs_and_repairs_by_request(
     try:
         await rig.begin(Retention())
         uri = await rig.commit(10)
-        await pin_checkpoint(client, f"{RUN}@10", pinned=True, reason="why")
+        await checkpoints.pin(client, f"{RUN}@10", reason="why")
         await rig.overwrite(uri, b"{}")
-        await verify_checkpoints(client, None, repair=True, wait_s=90, as_json=False)
-        await print_checkpoint(client, RUN, as_json=True)
+        await checkpoints.verify(client, repair=True, wait_s=90)
+        await checkpoints.show(client, RUN, as_json=True)
         shown = capsys.readouterr().out
         assert '"pinned": true' in shown
         assert "repaired by checkpoint" in shown
         with pytest.raises(TrainbusError, match="it has steps 10"):
-            await pin_checkpoint(client, f"{RUN}@11", pinned=True, reason="")
+            await checkpoints.pin(client, f"{RUN}@11", reason="")
     finally:
         service.stopping.set()
         await task

@@ -14,8 +14,7 @@ from services.kit.bus import Bus
 from services.kit.dead_letters import DeadLetterLimit, build_dead_letter
 from trainbus.client.connection import Connection
 from trainbus.client.errors import TrainbusError
-from trainbus.commands.dead_letters.change import drop_dead_letters, retry_dead_letters
-from trainbus.commands.dead_letters.tables import print_dead_letter, print_dead_letters
+from trainbus.commands import dead_letters
 
 RAW = RawMessage(
     "run.r1.accepted", b'{"run_id":"r1"}', {"ce-id": "a", "Nats-Msg-Id": "m", "Nats-Batch-Id": "b"}, "FACTS", 7
@@ -32,14 +31,14 @@ def client_of(bus: Bus) -> Any:
 
 
 async def test_a_dead_letter_is_listed_and_shown_with_what_it_was(bus: Bus, capsys: pytest.CaptureFixture[str]) -> None:
-    await print_dead_letters(client_of(bus), None, as_json=False)
+    await dead_letters.ls(client_of(bus))
     assert capsys.readouterr().out == "there are no dead letters\n"
     sequence = await store(bus)
-    await print_dead_letters(client_of(bus), "sharding", as_json=False)
+    await dead_letters.ls(client_of(bus), "sharding")
     assert "no such [red]column[/]" in capsys.readouterr().out
-    await print_dead_letters(client_of(bus), "tracking", as_json=True)
+    await dead_letters.ls(client_of(bus), "tracking", as_json=True)
     assert json.loads(capsys.readouterr().out) == []
-    await print_dead_letter(client_of(bus), sequence, as_json=True)
+    await dead_letters.show(client_of(bus), sequence, as_json=True)
     shown = json.loads(capsys.readouterr().out)
     assert (shown["subject"], shown["stream"], shown["stream_sequence"]) == ("run.r1.accepted", "FACTS", 7)
     assert shown["headers"] == {"ce-id": "a", "Nats-Msg-Id": "m"}
@@ -51,10 +50,10 @@ async def test_dropping_deletes_and_a_service_that_is_away_is_named(
 ) -> None:
     sequence = await store(bus)
     with pytest.raises(TrainbusError, match="consumer 'sharding' does not answer"):
-        await retry_dead_letters(client_of(bus), [sequence])
-    await drop_dead_letters(client_of(bus), [sequence])
+        await dead_letters.retry(client_of(bus), [sequence])
+    await dead_letters.drop(client_of(bus), [sequence], yes=True)
     with pytest.raises(TrainbusError, match=f"no dead letter {sequence}"):
-        await drop_dead_letters(client_of(bus), [sequence])
+        await dead_letters.drop(client_of(bus), [sequence], yes=True)
     assert capsys.readouterr().out == f"{sequence}: dropped\n"
 
 

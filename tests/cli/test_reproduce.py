@@ -33,7 +33,7 @@ from trainbus.client.address import StackAddress
 from trainbus.client.client import AsyncClient
 from trainbus.client.errors import TrainbusError
 from trainbus.client.reproduction import NotReproducibleError, RecordedRun, first_different_tensor, plan_reproduction
-from trainbus.commands.runs.reproduce import reproduce_run
+from trainbus.commands.reproduce import reproduce_run
 
 SHA = "ab" * 32
 SOURCE = {"source": "s3://lake/digits", "format": "images"}

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import pytest
 
+from contracts.events.train import TrainRequested
 from trainbus.client.errors import TrainbusError
 from trainbus.client.package import CodePackage
-from trainbus.client.source_location import resolve_source
-from trainbus.client.submission import Submission, build_request, parse_slots
+from trainbus.client.submission import build_request, parse_slots, resolve_source
+from trainbus.client.submit_options import SubmitOptions
 from trainbus.commands.options import parse_param
 
 PACKAGE = CodePackage(b"", "ab" * 32, ("task.py",), 1, "c0ffee", True)
 PROJECT = Path("/somewhere/digits")
+
+
+def build(task: str | None = None, **options: Unpack[SubmitOptions]) -> TrainRequested:
+    return build_request(PROJECT, task, PACKAGE, "code", options)
 
 
 @pytest.mark.parametrize(("text", "low", "high"), [("2", 2, 2), ("1..4", 1, 4), ("1-4", 1, 4)])
@@ -32,16 +37,7 @@ def test_params(text: str, expected: Any) -> None:
 
 
 def test_a_task_with_options() -> None:
-    submission = Submission(
-        PROJECT,
-        "task:Digits",
-        slots="1..4",
-        epochs=3,
-        data="s3://lake/digits/",
-        priority=5,
-        params={"lr": 0.1},
-    )
-    request = build_request(submission, PACKAGE, "code")
+    request = build("task:Digits", slots="1..4", epochs=3, data="s3://lake/digits/", priority=5, params={"lr": 0.1})
     assert request.name == "digits"
     assert request.code is not None
     assert request.code.uri == f"s3://code/packages/{PACKAGE.sha256}.tar.gz"
@@ -54,23 +50,22 @@ def test_a_task_with_options() -> None:
 
 
 def test_fine_tuning_is_two_options(tmp_path: Path) -> None:
-    submission = Submission(PROJECT, "task:A", init_from="s3://models/m.json", init_exclude=("head.*",))
-    request = build_request(submission, PACKAGE, "code")
+    request = build("task:A", init_from="s3://models/m.json", init_exclude=("head.*",))
     assert (request.init_from, request.init_exclude) == ("s3://models/m.json", ("head.*",))
     file = tmp_path / "train.json"
     file.write_text(json.dumps({"init_from": "s3://models/other.json", "init_exclude": ["a.*"]}))
-    request = build_request(Submission(PROJECT, "task:A", request=file), PACKAGE, "code")
+    request = build("task:A", request=file)
     assert (request.init_from, request.init_exclude) == ("s3://models/other.json", ("a.*",))
     with pytest.raises(TrainbusError, match="'init_exclude' needs 'init_from'"):
-        build_request(Submission(PROJECT, "task:A", init_exclude=("head.*",)), PACKAGE, "code")
+        build("task:A", init_exclude=("head.*",))
 
 
 def test_exact_mode_is_an_option() -> None:
-    request = build_request(Submission(PROJECT, "task:A", slots="1..4", logical_ranks=4), PACKAGE, "code")
+    request = build("task:A", slots="1..4", logical_ranks=4)
     assert request.training is not None
     assert (request.training.epochs, request.training.logical_ranks) == (1, 4)
     with pytest.raises(TrainbusError, match="ask for fewer slots or more logical ranks"):
-        build_request(Submission(PROJECT, "task:A", slots="1..6", logical_ranks=4), PACKAGE, "code")
+        build("task:A", slots="1..6", logical_ranks=4)
 
 
 def test_options_go_over_the_request_file(tmp_path: Path) -> None:
@@ -78,8 +73,7 @@ def test_options_go_over_the_request_file(tmp_path: Path) -> None:
     file.write_text(
         json.dumps({"name": "base", "task": "task:A", "params": {"lr": 1, "width": 8}, "training": {"max_steps": 5}})
     )
-    submission = Submission(PROJECT, "task:B", request=file, epochs=2, params={"lr": 0.5})
-    request = build_request(submission, PACKAGE, "code")
+    request = build("task:B", request=file, epochs=2, params={"lr": 0.5})
     assert (request.name, request.task, request.params) == ("base", "task:B", {"lr": 0.5, "width": 8})
     assert request.training is not None
     assert (request.training.epochs, request.training.max_steps) == (2, 5)
@@ -94,11 +88,11 @@ def test_options_go_over_the_request_file(tmp_path: Path) -> None:
     ],
     ids=["another place", "another format", "a dataset"],
 )
-def test_other_data_is_read_as_the_file_says(tmp_path: Path, options: dict[str, str], expected: dict[str, Any]) -> None:
+def test_other_data_is_read_as_the_file_says(tmp_path: Path, options: SubmitOptions, expected: dict[str, Any]) -> None:
     file = tmp_path / "train.json"
     data = {"source": "s3://lake/theirs/", "format": "text", "window_length": 65}
     file.write_text(json.dumps({"task": "task:A", "data": data}))
-    request = build_request(Submission(PROJECT, request=file, **options), PACKAGE, "code")
+    request = build(request=file, **options)
     assert request.data is not None
     assert expected.items() <= request.data.model_dump().items()
 
@@ -106,23 +100,23 @@ def test_other_data_is_read_as_the_file_says(tmp_path: Path, options: dict[str, 
 def test_a_command_replaces_the_task(tmp_path: Path) -> None:
     file = tmp_path / "train.json"
     file.write_text(json.dumps({"name": "base", "task": "task:A"}))
-    request = build_request(Submission(PROJECT, command=("python", "train.py"), request=file), PACKAGE, "code")
+    request = build(command=("python", "train.py"), request=file)
     assert (request.task, request.command) == (None, ["python", "train.py"])
 
 
-WRONG: dict[str, tuple[Submission, str]] = {
-    "slots upside down": (Submission(PROJECT, "t:A", slots="4..1"), "smaller than slots.min"),
-    "slots of letters": (Submission(PROJECT, "t:A", slots="many"), "give a number"),
-    "data elsewhere": (Submission(PROJECT, "t:A", data="/no/such/data"), "give s3://bucket/prefix"),
-    "no such file": (Submission(request=Path("/nowhere.json")), "no readable JSON"),
+WRONG: dict[str, tuple[SubmitOptions, str]] = {
+    "slots upside down": ({"slots": "4..1"}, "smaller than slots.min"),
+    "slots of letters": ({"slots": "many"}, "give a number"),
+    "data elsewhere": ({"data": "/no/such/data"}, "give s3://bucket/prefix"),
+    "no such file": ({"request": Path("/nowhere.json")}, "no readable JSON"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_options_say_what_to_change(name: str) -> None:
-    submission, message = WRONG[name]
+    options, message = WRONG[name]
     with pytest.raises(TrainbusError, match=message) as caught:
-        build_request(submission, PACKAGE, "code")
+        build("t:A", **options)
     assert caught.value.exit_code == 2
 
 
@@ -136,7 +130,7 @@ def test_an_unknown_field_in_the_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "train.json"
     file.write_text(json.dumps({"name": "x", "task": "t:A", "training": {"epoch": 3, "epochs": 1}}))
     with pytest.raises(TrainbusError, match=r"training\.epoch"):
-        build_request(Submission(PROJECT, request=file), PACKAGE, "code")
+        build(request=file)
 
 
 def test_a_folder_is_named_as_people_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from contracts.events.run import RunAccepted, RunCancelled, RunFailed
 from contracts.spec.run import RunSpec
 from trainbus.client.errors import UsageError
 from trainbus.client.views import describe, fold_facts
-from trainbus.commands import main, render
+from trainbus.commands import main, render, run_tables
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 HOSTILE = "\x1b[2Jgone \x1b]0;title\x07 \r\x9b31m \u202etxt [bold red]mark[/nope] \\"
@@ -38,7 +38,11 @@ def test_a_run_of_a_hostile_name() -> None:
     ]
     board = fold_facts((number, NOW, fact) for number, fact in enumerate(facts, 1))
     (view,) = board.runs.values()
-    text = shown(render.runs([view], NOW)) + shown(render.details(view, NOW)) + shown(render.timeline(view.timeline))
+    text = (
+        shown(run_tables.render_runs([view], NOW))
+        + shown(run_tables.render_run(view))
+        + shown(run_tables.render_timeline(view.timeline))
+    )
     assert not set(text) & set("\x1b\x07\r\x9b\u202e")
     assert "[bold red]mark[/nope]" in text
 

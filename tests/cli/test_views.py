@@ -34,7 +34,7 @@ from contracts.events.run import (
 )
 from contracts.spec.run import RunSpec
 from trainbus.client.views import _TEXT, StackView, fold_facts
-from trainbus.commands.render import details, nodes, timeline
+from trainbus.commands.run_tables import render_nodes, render_run, render_timeline
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 SPEC = RunSpec(name="digits", command=["true"], slots={"min": 1, "max": 4})
@@ -137,7 +137,7 @@ def test_what_a_run_began_with_is_shown(capsys: pytest.CaptureFixture[str]) -> N
     began = placed(1, [("n0", (0,))]).model_copy(update={"init": init, "spec": spec})
     first = RunAccepted(run_id="r1", spec=spec, request_id="q", request_source="test")
     view = board(first, began).runs["r1"]
-    Console(width=200).print(details(view, START), timeline(view.timeline))
+    Console(width=200).print(render_run(view), render_timeline(view.timeline))
     shown = capsys.readouterr().out
     assert f"weights from  {uri} (without head.*)" in shown
     assert f"n0×1 with the weights of {uri}" in shown
@@ -178,7 +178,7 @@ def test_finding_a_run() -> None:
 def test_the_timeline_sums_checkpoints_up() -> None:
     deleted = CheckpointDeleted(run_id="r1", uri="s3://models/1", step=1, reason="old")
     now = board(accepted(), committed(1, 1), deleted, committed(1, 2), committed(1, 3), LET_GO[0])
-    assert timeline(now.runs["r1"].timeline).row_count == 3
+    assert render_timeline(now.runs["r1"].timeline).row_count == 3
 
 
 def test_every_fact_of_the_log_has_a_line_for_people() -> None:
@@ -243,7 +243,7 @@ def test_exactness_stalls_and_notices_are_shown() -> None:
     view = shown.runs["r1"]
     plain = Console(width=200, no_color=True)
     with plain.capture() as captured:
-        plain.print(details(view, START), timeline(view.timeline), nodes(shown.nodes.values(), {}, START))
+        plain.print(render_run(view), render_timeline(view.timeline), render_nodes(shown.nodes.values(), {}, START))
     text = captured.get()
     assert "exact (4 logical ranks, environment eeeeeeeeeeee)" in text
     assert "d" * 64 in text

@@ -39,8 +39,8 @@ from trainbus.client.client import AsyncClient
 from trainbus.client.connection import connect
 from trainbus.client.errors import TrainbusError
 from trainbus.client.fact_log import BusLog
+from trainbus.commands import runs
 from trainbus.commands.options import silence_logs
-from trainbus.commands.runs.why import print_past_reason
 from trainbus.commands.scheduler.policy import load_policy, print_policy
 from trainbus.commands.scheduler.replay import replay_decisions, replay_log
 from trainbus.commands.scheduler.shadow import shadow_scheduler
@@ -254,14 +254,14 @@ async def test_why_at_says_what_why_said(settings: Settings, bus: Bus, capsys: A
         await bus.publish(RunExited(run_id=first, generation=1, node_id="n1", outcome="succeeded"))
         await until(bus, f"run.{second}.placed")
     async with AsyncClient(address=address(settings)) as client:
-        await print_past_reason(client, second, then.isoformat(), as_json=True)
+        await runs.why(client, second, then.isoformat(), as_json=True)
     answer = json.loads(capsys.readouterr().out)
     for name in ("state", "code", "message", "slots_min"):
         assert answer[name] == said[name], name
     assert answer["sequence"] == entries[-1].sequence
     assert first in answer["message"]
     async with AsyncClient(address=address(settings)) as client:
-        await print_past_reason(client, second, then.isoformat(), as_json=False)
+        await runs.why(client, second, then.isoformat(), as_json=False)
     text = capsys.readouterr().out
     assert "was queued at" in text
     assert "policy" in text

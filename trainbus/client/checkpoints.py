@@ -63,6 +63,22 @@ class StoredCheckpoint:
     def step(self) -> int:
         return self.commit.checkpoint.step
 
+    def to_plain(self) -> dict[str, Any]:
+        """Return the checkpoint as JSON."""
+        commit = self.commit
+        return {
+            **commit.checkpoint.model_dump(mode="json"),
+            "generation": commit.generation,
+            "size_bytes": commit.size_bytes,
+            "exactness": commit.exactness,
+            "state_digest": commit.state_digest,
+            "manifest_sha256": commit.manifest_sha256,
+            "metrics": commit.metrics,
+            "final": commit.final,
+            "pinned": self.pinned,
+            "rotten": sorted(self.rotten),
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:
@@ -71,6 +87,11 @@ class LoadedCheckpoint:
     stored: StoredCheckpoint
     manifest_sha256: str
     files: tuple[checkpoint.CheckpointFile, ...]
+
+    @property
+    def stored_bytes(self) -> int:
+        """The bytes in the store, with the bases of differences, each blob once."""
+        return sum(blob.size_bytes for blob in blobs_of_files(self.files))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,15 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-import shlex
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from contracts import subjects, topology
 from contracts.events.train import CancelRequested, DrainRequested, RestoreRequested
@@ -32,17 +32,12 @@ from trainbus.client.errors import NotFoundError, RunFailedError, TrainbusError,
 from trainbus.client.explanation import Explanation
 from trainbus.client.metrics import MetricPoint, read_metrics
 from trainbus.client.package import pack_project
-from trainbus.client.submission import (
-    TASK,
-    Submission,
-    SubmittedRun,
-    build_request,
-    locate_task,
-    upload_package,
-)
+from trainbus.client.submission import SubmittedRun, build_request, locate_code, upload_package
+from trainbus.client.submit_options import SubmitOptions
 from trainbus.client.views import ModelView, NodeView, RunView, describe
 
 T = TypeVar("T")
+P = ParamSpec("P")
 #: A run's id, the unique start of one, or its name; or what ``submit`` and ``run`` return.
 RunRef = str | SubmittedRun | RunView
 #: Seconds for which the scheduler's answer to a request is awaited.
@@ -90,75 +85,28 @@ class AsyncClient:
         self,
         project: Path | str | type | None = None,
         task: str | None = None,
-        *,
-        command: str | Sequence[str] | None = None,
-        request: Path | Mapping[str, Any] | None = None,
-        name: str | None = None,
-        slots: int | str | None = None,
-        epochs: int | None = None,
-        max_steps: int | None = None,
-        logical_ranks: int | None = None,
-        data: str | None = None,
-        data_format: str | None = None,
-        priority: int | None = None,
-        model: str | None = None,
-        experiment: str | None = None,
-        init_from: str | None = None,
-        init_exclude: Sequence[str] = (),
-        params: Mapping[str, Any] | None = None,
-        event_id: str | None = None,
+        **options: Unpack[SubmitOptions],
     ) -> SubmittedRun:
         """Pack and upload a project, request its training and return the run.
 
         ``project`` is the folder with the code, or a Task class that is defined in a file. ``task`` is ``module:Class``
-        in that folder; ``command`` runs a program instead. ``request`` is a train.requested (a mapping or a JSON file),
-        which the other arguments override. ``slots`` is a number or a range (``"1..4"``), ``data`` an s3:// address, a
-        local folder (embedded) or a dataset's id. ``init_from`` names a checkpoint as ``fetch`` does. The same
-        ``event_id`` is the same run, however often it is submitted.
+        in that folder. SubmitOptions describes the options: ``command`` runs a program instead; ``request`` is a
+        train.requested (a mapping or a JSON file), which the others override; ``init_from`` names a checkpoint as
+        ``fetch`` does; the same ``event_id`` is the same run, however often it is submitted.
 
         Raises:
             UsageError: the request is not valid; nothing was sent.
         """
-        folder: Path | None
-        if isinstance(project, type):
-            folder, located = locate_task(project)
-            task = task or located
-        else:
-            folder = None if project is None else Path(project)
-        if folder is None and request is None:
-            raise UsageError("give a project folder and a task (module:Class), or a request")
-        if folder is not None and task is None and not command and request is None:
-            raise UsageError("say what to run: a task (module:Class) or a command ('python train.py')")
-        if task is not None and not TASK.match(task):
-            raise UsageError(f"task {task!r} is not of the form module:Class")
-        if init_from is not None:
-            init_from = (await checkpoints.find_checkpoint(self.connection, init_from)).uri
-        submission = Submission(
-            project=folder,
-            task=task,
-            command=tuple(shlex.split(command) if isinstance(command, str) else command or ()),
-            request=request,
-            name=name,
-            slots=None if slots is None else str(slots),
-            epochs=epochs,
-            max_steps=max_steps,
-            logical_ranks=logical_ranks,
-            data=data,
-            data_format=data_format,
-            priority=priority,
-            model=model,
-            experiment=experiment,
-            init_from=init_from,
-            init_exclude=tuple(init_exclude),
-            params=params or {},
-        )
+        folder, task = locate_code(project, task, options)
+        if (init_from := options.get("init_from")) is not None:
+            options["init_from"] = (await checkpoints.find_checkpoint(self.connection, init_from)).uri
         package = pack_project(folder) if folder is not None else None
         # Validated before anything is sent.
-        wanted = build_request(submission, package, self.address.bucket_code)
-        if package is not None and wanted.code is not None:
-            await upload_package(self.address, package, wanted.code.uri)
-        event_id = await self.connection.publish_request(wanted, event_id)
-        return SubmittedRun(derive_run_id(event_id), wanted.name, event_id, wanted, package)
+        request = build_request(folder, task, package, self.address.bucket_code, options)
+        if package is not None and request.code is not None:
+            await upload_package(self.address, package, request.code.uri)
+        event_id = await self.connection.publish_request(request, options.get("event_id"))
+        return SubmittedRun(derive_run_id(event_id), request.name, event_id, request, package)
 
     # -- runs --------------------------------------------------------------------
 
@@ -333,8 +281,30 @@ class AsyncClient:
         return None if fact is None else describe(fact)
 
 
+def _sync(
+    method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Client, P], T]:
+    """Return the sync form of a method: the same arguments, documentation and result."""
+
+    @functools.wraps(method)
+    def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._call(method(self._client, *args, **kwargs))
+
+    return call
+
+
+def _sync_iterator(
+    method: Callable[Concatenate[AsyncClient, P], AsyncGenerator[T, None]],
+) -> Callable[Concatenate[Client, P], Iterator[T]]:
+    @functools.wraps(method)
+    def iterate(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        return self._iterate(method(self._client, *args, **kwargs))
+
+    return iterate
+
+
 class Client:
-    """The sync client: every method is that of AsyncClient, to which see for arguments, results and errors.
+    """The sync client: every method is that of AsyncClient, without ``await``.
 
     It connects when it is made, and works where an event loop runs already (a notebook): its own runs in a thread.
     Use it in ``with Client() as client``, or call ``close``.
@@ -368,111 +338,22 @@ class Client:
             self._call(self._client.__aexit__(None, None, None))
             self._stop()
 
-    def submit(
-        self,
-        project: Path | str | type | None = None,
-        task: str | None = None,
-        *,
-        command: str | Sequence[str] | None = None,
-        request: Path | Mapping[str, Any] | None = None,
-        name: str | None = None,
-        slots: int | str | None = None,
-        epochs: int | None = None,
-        max_steps: int | None = None,
-        logical_ranks: int | None = None,
-        data: str | None = None,
-        data_format: str | None = None,
-        priority: int | None = None,
-        model: str | None = None,
-        experiment: str | None = None,
-        init_from: str | None = None,
-        init_exclude: Sequence[str] = (),
-        params: Mapping[str, Any] | None = None,
-        event_id: str | None = None,
-    ) -> SubmittedRun:
-        """Pack and upload a project, request its training and return the run."""
-        return self._call(
-            self._client.submit(
-                project,
-                task,
-                command=command,
-                request=request,
-                name=name,
-                slots=slots,
-                epochs=epochs,
-                max_steps=max_steps,
-                logical_ranks=logical_ranks,
-                data=data,
-                data_format=data_format,
-                priority=priority,
-                model=model,
-                experiment=experiment,
-                init_from=init_from,
-                init_exclude=init_exclude,
-                params=params,
-                event_id=event_id,
-            )
-        )
-
-    def runs(self, *, include_ended: bool = True) -> list[RunView]:
-        """Return the runs in the order of their requests."""
-        return self._call(self._client.runs(include_ended=include_ended))
-
-    def run(self, run: RunRef) -> RunView:
-        """Return one run as it stands, with its timeline."""
-        return self._call(self._client.run(run))
-
-    def wait(self, run: RunRef, *, timeout_s: float | None = None, check: bool = True) -> RunView:
-        """Wait until a run has ended and return its last state."""
-        return self._call(self._client.wait(run, timeout_s=timeout_s, check=check))
-
-    def why(self, run: RunRef, *, at: datetime | None = None) -> Explanation:
-        """Return why a run is in its state, or was at a time in the past."""
-        return self._call(self._client.why(run, at=at))
-
-    def cancel(self, run: RunRef, reason: str = "cancelled by request") -> str | None:
-        """Stop a run for good and return the scheduler's answer."""
-        return self._call(self._client.cancel(run, reason))
-
-    def restore(self, run: RunRef, *, step: int | None = None, epoch: int | None = None) -> tuple[str, str | None]:
-        """Request a new run from a checkpoint of another; return its id and the scheduler's answer."""
-        return self._call(self._client.restore(run, step=step, epoch=epoch))
-
-    def events(
-        self, run: RunRef | None = None, *, follow: bool = False, start_sequence: int | None = None, tail: int = 50
-    ) -> Iterator[StoredEvent]:
-        """Yield the facts of a run, or of the whole stack, in the order of the log."""
-        return self._iterate(self._client.events(run, follow=follow, start_sequence=start_sequence, tail=tail))
-
-    def logs(self, run: RunRef, *, follow: bool = False) -> Iterator[tuple[int, str]]:
-        """Yield (rank, line) of a run's output."""
-        return self._iterate(self._client.logs(run, follow=follow))
-
-    def metrics(self, run: RunRef) -> dict[str, list[MetricPoint]]:
-        """Return metric name -> points (step, value, time) in the order of their steps."""
-        return self._call(self._client.metrics(run))
-
-    def checkpoints(self, run: RunRef) -> list[StoredCheckpoint]:
-        """Return a run's committed checkpoints in the order of their steps."""
-        return self._call(self._client.checkpoints(run))
-
-    def fetch(
-        self, target: RunRef | StoredCheckpoint, folder: Path | str, *, manifest_sha256: str | None = None
-    ) -> FetchedCheckpoint:
-        """Write a checkpoint's files into a new or empty folder, every hash verified."""
-        return self._call(self._client.fetch(target, folder, manifest_sha256=manifest_sha256))
-
-    def nodes(self) -> list[NodeView]:
-        """Return the nodes and what runs on them."""
-        return self._call(self._client.nodes())
-
-    def models(self) -> list[ModelView]:
-        """Return the champion of each registered model."""
-        return self._call(self._client.models())
-
-    def drain(self, node_id: str, reason: str = "drained by request") -> str | None:
-        """Take a node out of use and return the scheduler's answer."""
-        return self._call(self._client.drain(node_id, reason))
+    submit = _sync(AsyncClient.submit)
+    find_run = _sync(AsyncClient.find_run)
+    runs = _sync(AsyncClient.runs)
+    run = _sync(AsyncClient.run)
+    wait = _sync(AsyncClient.wait)
+    why = _sync(AsyncClient.why)
+    cancel = _sync(AsyncClient.cancel)
+    restore = _sync(AsyncClient.restore)
+    events = _sync_iterator(AsyncClient.events)
+    logs = _sync_iterator(AsyncClient.logs)
+    metrics = _sync(AsyncClient.metrics)
+    checkpoints = _sync(AsyncClient.checkpoints)
+    fetch = _sync(AsyncClient.fetch)
+    nodes = _sync(AsyncClient.nodes)
+    models = _sync(AsyncClient.models)
+    drain = _sync(AsyncClient.drain)
 
     # -- the loop in its thread ------------------------------------------------------
 

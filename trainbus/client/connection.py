@@ -57,8 +57,25 @@ class StoredEvent:
 
     @property
     def text(self) -> str:
-        """What it says, in one line."""
+        """The fact in one line."""
         return describe(self.event)
+
+    def to_cloud_event(self) -> dict[str, Any]:
+        """Return the event in CloudEvents' structured form, with its sequence number."""
+        envelope = self.envelope
+        return {
+            "specversion": "1.0",
+            "id": envelope.id,
+            "source": envelope.source,
+            "type": envelope.type,
+            "time": envelope.time.isoformat(),
+            "subject": envelope.subject,
+            "correlationid": envelope.correlation_id,
+            "causationid": envelope.causation_id,
+            "sequence": self.sequence,
+            "natssubject": self.subject,
+            "data": self.event.model_dump(mode="json", exclude_defaults=True),
+        }
 
 
 class Connection:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from contracts import subjects, topology
 from contracts.envelope import RawMessage
 from services.kit.dead_letters import RETRY_ENDPOINT, DeadLetter, read_dead_letter
@@ -69,3 +71,20 @@ async def drop_dead_letter(connection: Connection, sequence: int) -> None:
     """
     await get_dead_letter(connection, sequence)
     await connection.js.delete_msg(STREAM.name, sequence)
+
+
+def to_plain(letter: DeadLetter) -> dict[str, Any]:
+    """Return a dead letter as JSON."""
+    message = letter.message
+    return {
+        "sequence": letter.sequence,
+        "at": letter.at.isoformat() if letter.at else None,
+        "consumer": letter.consumer,
+        "subject": message.subject,
+        "stream": message.stream,
+        "stream_sequence": message.sequence,
+        "reason": letter.reason,
+        "is_cut": letter.is_cut,
+        "headers": dict(message.headers),
+        "body": message.body.decode(errors="replace"),
+    }

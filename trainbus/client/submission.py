@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,39 +17,14 @@ from contracts.events.train import TrainRequested
 from trainbus.client.address import StackAddress
 from trainbus.client.errors import UsageError, invalid_request
 from trainbus.client.package import CodePackage
-from trainbus.client.source_location import resolve_source
+from trainbus.client.submit_options import SubmitOptions
 
 TASK = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 #: File endings that tell a source's format; any other source is taken for images.
 FORMATS = {"jsonl": "jsonl", "parquet": "parquet", "txt": "text"}
-
-
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """What to train and how; None or empty: not given. Fields that are given override the request."""
-
-    #: The folder that holds the code.
-    project: Path | None = None
-    #: ``module:Class`` of a Task in the project.
-    task: str | None = None
-    command: tuple[str, ...] = ()
-    #: The body of a train.requested, or a JSON file of one.
-    request: Path | Mapping[str, Any] | None = None
-    name: str | None = None
-    #: ``2`` is exactly two, ``1..4`` or ``1-4`` anything between.
-    slots: str | None = None
-    epochs: int | None = None
-    max_steps: int | None = None
-    logical_ranks: int | None = None
-    data: str | None = None
-    data_format: str | None = None
-    priority: int | None = None
-    model: str | None = None
-    experiment: str | None = None
-    #: The address of a checkpoint's manifest.
-    init_from: str | None = None
-    init_exclude: tuple[str, ...] = ()
-    params: Mapping[str, Any] = field(default_factory=dict)
+#: Options that are fields of the request, and those that are fields of its ``training``, as they are given.
+RUN_OPTIONS = ("name", "priority", "model", "experiment", "init_from")
+TRAINING_OPTIONS = ("epochs", "max_steps", "logical_ranks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,47 +51,40 @@ def parse_slots(text: str) -> dict[str, int]:
     return {"min": int(low), "max": int(high or low)}
 
 
-def build_request(submission: Submission, package: CodePackage | None, bucket: str) -> TrainRequested:
-    """Return the request that a submission means: its fields override those of its request.
+def build_request(
+    project: Path | None, task: str | None, package: CodePackage | None, bucket: str, options: SubmitOptions
+) -> TrainRequested:
+    """Return the request that a submission means: its options override those of its request.
 
     Raises:
         UsageError: it is not valid; each problem is named with its field.
     """
-    body = _read_body(submission.request)
-    if submission.task is not None:
-        body["task"] = submission.task
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    body = _read_body(given.get("request"))
+    if task is not None:
+        body["task"] = task
         body.pop("command", None)
-    if submission.command:
-        body["command"] = list(submission.command)
+    if command := given.get("command"):
+        body["command"] = shlex.split(command) if isinstance(command, str) else list(command)
         body.pop("task", None)
     if package is not None:
         body["code"] = package.code(bucket)
-    given = {
-        "name": submission.name,
-        "slots": parse_slots(submission.slots) if submission.slots else None,
-        "priority": submission.priority,
-        "model": submission.model,
-        "experiment": submission.experiment,
-        "init_from": submission.init_from,
-        "init_exclude": submission.init_exclude or None,
-    }
-    body.update({field: value for field, value in given.items() if value is not None})
+    body |= {name: given[name] for name in RUN_OPTIONS if name in given}
+    if "slots" in given:
+        body["slots"] = parse_slots(str(given["slots"]))
+    if init_exclude := given.get("init_exclude"):
+        body["init_exclude"] = tuple(init_exclude)
     if "name" not in body:
-        body["name"] = (submission.project.resolve().name if submission.project else "run") or "run"
-    if submission.params:
-        body["params"] = {**body.get("params", {}), **submission.params}
-    options = {
-        "epochs": submission.epochs,
-        "max_steps": submission.max_steps,
-        "logical_ranks": submission.logical_ranks,
-    }
-    training = {name: value for name, value in options.items() if value is not None}
+        body["name"] = (project.resolve().name if project else "run") or "run"
+    if given.get("params"):
+        body["params"] = {**body.get("params", {}), **given["params"]}
+    training = {name: given[name] for name in TRAINING_OPTIONS if name in given}
     if body.get("task") and not body.get("training") and not training.keys() & {"epochs", "max_steps"}:
         training["epochs"] = 1
     if training:
         body["training"] = {**(body.get("training") or {}), **training}
-    if submission.data is not None:
-        body["data"] = build_data(submission.data, submission.data_format, body.get("data"))
+    if "data" in given:
+        body["data"] = build_data(given["data"], given.get("data_format"), body.get("data"))
     try:
         return TrainRequested.model_validate(body)
     except ValidationError as error:
@@ -132,6 +101,19 @@ def _read_body(request: Path | Mapping[str, Any] | None) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise UsageError(f"{request} must hold a JSON object: the body of a train.requested")
     return body
+
+
+def resolve_source(text: str) -> str:
+    """Return the address of a source: ``s3://bucket/prefix`` and ``file:///`` as they are, a local path as ``file:///``.
+
+    Raises:
+        UsageError: the text is neither an address nor an existing path.
+    """
+    if re.match(r"s3://[^/]+/", text) or text.startswith("file:///"):
+        return text
+    if "://" not in text and (path := Path(text)).exists():
+        return path.resolve().as_uri()
+    raise UsageError(f"there is no data at {text!r}: give s3://bucket/prefix, or a folder or file that is here")
 
 
 def build_data(text: str, data_format: str | None, given: Any = None) -> dict[str, Any]:
@@ -152,6 +134,27 @@ def build_data(text: str, data_format: str | None, given: Any = None) -> dict[st
     kept = given if isinstance(given, dict) and "source" in given else {}
     known = {"format": FORMATS.get(suffix, "images"), **kept, "source": source}
     return {**known, "format": data_format} if data_format else known
+
+
+def locate_code(
+    project: Path | str | type | None, task: str | None, options: SubmitOptions
+) -> tuple[Path | None, str | None]:
+    """Return the folder of the code and the Task's ``module:Class`` there.
+
+    Raises:
+        UsageError: there is nothing to run, or the task is not of that form.
+    """
+    if isinstance(project, type):
+        project, located = locate_task(project)
+        task = task or located
+    if options.get("request") is None:
+        if project is None:
+            raise UsageError("give a project folder and a task (module:Class), or a request")
+        if task is None and not options.get("command"):
+            raise UsageError("name what to run: a task (module:Class) or a command ('python train.py')")
+    if task is not None and not TASK.match(task):
+        raise UsageError(f"task {task!r} is not of the form module:Class")
+    return None if project is None else Path(project), task
 
 
 def locate_task(task: type) -> tuple[Path, str]:

@@ -8,11 +8,8 @@ import sys
 import typer
 
 from trainbus.client.errors import TrainbusError
-from trainbus.commands.checkpoints import app as checkpoints
-from trainbus.commands.cluster import app as cluster
+from trainbus.commands import checkpoints, cluster, dead_letters, render, runs
 from trainbus.commands.datasets import app as datasets
-from trainbus.commands.dead_letters import app as dead_letters
-from trainbus.commands.runs import app as runs
 from trainbus.commands.scheduler import app as scheduler
 from trainbus.commands.stack import app as stack
 
@@ -39,9 +36,7 @@ def main() -> None:
     try:
         app()
     except TrainbusError as error:
-        from trainbus.commands.render import visible
-
-        print(f"trainbus: {visible(str(error))}", file=sys.stderr)
+        print(f"trainbus: {render.visible(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 import typer
+from annotated_types import Ge, Le
 
 from trainbus.client.errors import UsageError
 
 if TYPE_CHECKING:
-    from trainbus.client.address import StackAddress
     from trainbus.client.client import AsyncClient
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Awaitable[int | None]])
 
 DataDir = Annotated[
     Path | None,
@@ -33,13 +36,6 @@ Checkpoint = Annotated[
 Dataset = Annotated[
     str, typer.Argument(help="A dataset's id or the unique start of one; or the id of an ingestion or run.")
 ]
-
-
-def find_stack(data_dir: Path | None) -> StackAddress:
-    """Return the address of the stack that the options and the environment name."""
-    from trainbus.client.address import find_address
-
-    return find_address(data_dir)
 
 
 def silence_logs() -> None:
@@ -64,6 +60,66 @@ def with_client(data_dir: Path | None, work: Callable[[AsyncClient], Awaitable[T
             return await work(client)
 
     return run(run_connected())
+
+
+def command(
+    app: typer.Typer, name: str | None = None, *, options: Sequence[inspect.Parameter] = (), **settings: Any
+) -> Callable[[F], F]:
+    """Register an async function as a command; the function itself stays as it is.
+
+    Its first parameter is the client, which the command connects to the stack of ``--data-dir``. A number that it
+    returns is the exit code. ``options`` stand for its ``**options``.
+    """
+
+    def register(function: F) -> F:
+        def invoke(*, data_dir: Path | None, **given: Any) -> None:
+            if code := with_client(data_dir, lambda client: function(client, **given)):
+                raise typer.Exit(code)
+
+        invoke.__name__, invoke.__doc__ = function.__name__, function.__doc__
+        invoke.__annotations__ = {}
+        invoke.__signature__ = inspect.Signature(_parameters(function, options))  # type: ignore[attr-defined]
+        app.command(name, **settings)(invoke)
+        return function
+
+    return register
+
+
+def _parameters(function: Callable[..., Any], options: Sequence[inspect.Parameter]) -> list[inspect.Parameter]:
+    """Return the parameters of the command line: the function's without its client, and ``--data-dir``."""
+    hints = get_type_hints(function, localns={"AsyncClient": Any}, include_extras=True)
+    _, *own = inspect.signature(function).parameters.values()
+    found = [
+        each.replace(annotation=hints[each.name], kind=each.KEYWORD_ONLY)
+        for each in own
+        if each.kind != each.VAR_KEYWORD
+    ]
+    found += [*options, inspect.Parameter("data_dir", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=DataDir)]
+    return sorted(found, key=lambda each: each.name == "as_json")
+
+
+def flags_of(options: type, flags: Mapping[str, tuple[type, str]]) -> list[inspect.Parameter]:
+    """Return the command line's form of a TypedDict, whose fields are annotated with their bounds and help.
+
+    ``flags`` has the type and the flag of fields that are not a number or a text under their own name.
+    """
+    found = []
+    for name, annotation in get_type_hints(options, include_extras=True).items():
+        plain, *notes = get_args(annotation)
+        bounds: dict[type, Any] = {type(note): note for note in notes}
+        kind, flag = flags.get(name, (int if set(get_args(plain)) == {int, NoneType} else str, ""))
+        option = typer.Option(
+            flag or "--" + name.replace("_", "-"),
+            help=bounds[str],
+            min=bounds[Ge].ge if Ge in bounds else None,
+            max=bounds[Le].le if Le in bounds else None,
+        )
+        found.append(
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+            )
+        )
+    return found
 
 
 def parse_param(text: str) -> tuple[str, Any]:

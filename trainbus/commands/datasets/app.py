@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from trainbus.client.address import find_address
 from trainbus.client.errors import UsageError
-from trainbus.commands.options import DataDir, Dataset, Json, find_stack, run
+from trainbus.commands.options import DataDir, Dataset, Json, run
 
 app = typer.Typer(help="Datasets: list, show, verify and compare them, make one, print their lineage.")
 
@@ -27,7 +28,7 @@ def ls(data_dir: DataDir = None, as_json: Json = False) -> None:
     """List the datasets, the ingestions in progress, and those that failed."""
     from trainbus.commands.datasets.tables import print_datasets
 
-    run(print_datasets(find_stack(data_dir), as_json=as_json))
+    run(print_datasets(find_address(data_dir), as_json=as_json))
 
 
 @app.command()
@@ -45,9 +46,9 @@ def show(
     from trainbus.commands.datasets.tables import print_dataset, print_urls
 
     if urls:
-        run(print_urls(find_stack(data_dir), name, split, as_json=as_json))
+        run(print_urls(find_address(data_dir), name, split, as_json=as_json))
     else:
-        run(print_dataset(find_stack(data_dir), name, classes=classes, as_json=as_json))
+        run(print_dataset(find_address(data_dir), name, classes=classes, as_json=as_json))
 
 
 @app.command()
@@ -62,7 +63,7 @@ def verify(
     """Read datasets back from the store and compare every hash; exit 1 if anything is damaged."""
     from trainbus.commands.datasets.verify import verify_datasets
 
-    run(verify_datasets(find_stack(data_dir), name, repair=repair, as_json=as_json))
+    run(verify_datasets(find_address(data_dir), name, repair=repair, as_json=as_json))
 
 
 @app.command()
@@ -78,7 +79,7 @@ def fetch(
     """Fetch a dataset into a folder and verify every byte; files that are there already stay."""
     from trainbus.commands.datasets.fetch import fetch_dataset
 
-    run(fetch_dataset(find_stack(data_dir), name, folder, split or [], as_json=as_json))
+    run(fetch_dataset(find_address(data_dir), name, folder, split or [], as_json=as_json))
 
 
 @app.command()
@@ -92,7 +93,7 @@ def diff(
     """List what changed between two datasets, by split and class; exit 1 if anything did."""
     from trainbus.commands.datasets.diff import diff_datasets
 
-    run(diff_datasets(find_stack(data_dir), one, other, examples=examples, as_json=as_json))
+    run(diff_datasets(find_address(data_dir), one, other, examples=examples, as_json=as_json))
 
 
 @app.command()
@@ -100,7 +101,7 @@ def lineage(name: Dataset, data_dir: DataDir = None, as_json: Json = False) -> N
     """Print where a dataset comes from, which runs trained on it, and which models were promoted."""
     from trainbus.commands.datasets.lineage import print_lineage
 
-    run(print_lineage(find_stack(data_dir), name, as_json=as_json))
+    run(print_lineage(find_address(data_dir), name, as_json=as_json))
 
 
 @app.command()
@@ -125,5 +126,5 @@ def ingest(
     from trainbus.commands.datasets.ingest import ingest_dataset
 
     given = {"format": data_format, "label_field": label_field}
-    address = find_stack(data_dir)
+    address = find_address(data_dir)
     run(ingest_dataset(address, source, given=given, settings=settings, again=again, follow=follow, as_json=as_json))

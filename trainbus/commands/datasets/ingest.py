@@ -26,7 +26,7 @@ from trainbus.client.connection import SOURCE, Connection, connect
 from trainbus.client.datasets import find_dataset, read_history
 from trainbus.client.errors import TrainbusError, UsageError, invalid_request
 from trainbus.client.object_store import open_object_store
-from trainbus.client.source_location import resolve_source
+from trainbus.client.submission import resolve_source
 from trainbus.commands import render
 from trainbus.datasets.history import History
 

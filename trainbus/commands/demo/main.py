@@ -31,7 +31,7 @@ from trainbus.client.errors import TrainbusError
 from trainbus.client.package import CodePackage, pack_project
 from trainbus.client.runs import NODE_FACTS
 from trainbus.client.views import RunView, StackView
-from trainbus.commands import render
+from trainbus.commands import render, run_tables
 from trainbus.commands.demo import lake as demo_lake
 from trainbus.commands.demo.screen import Screen
 from trainbus.embedded.launch import StackError, StackInfo, StackProcess, describe_lock, is_locked
@@ -355,10 +355,10 @@ def _last_screen(demo: Demo, problems: list[str], closer: str = "") -> None:
     now = render.utc_now()
     mine = [view for view in stack_view.runs.values() if {view.run_id, view.evaluates} & {demo.first, demo.second}]
     console.print()
-    console.print(render.runs(mine, now))
+    console.print(run_tables.render_runs(mine, now))
     first = demo.view(demo.first)
     console.print(f"[bold]The life of {FIRST}[/] ({first.run_id})")
-    console.print(render.timeline(first.timeline, first.requested_at))
+    console.print(run_tables.render_timeline(first.timeline, first.requested_at))
     for run_id in (demo.first, demo.second):
         if (view := demo.view(run_id)).verdict:
             console.print(f"{view.name}: [bold]{view.verdict}[/], {render.escape(view.verdict_reason)}")

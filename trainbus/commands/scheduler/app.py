@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from trainbus.commands.options import DataDir, Json, find_stack, run
+from trainbus.client.address import find_address
+from trainbus.commands.options import DataDir, Json, run
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -40,7 +41,7 @@ def replay(
     """Make every recorded decision again and compare; exit 0 if all are the same, 1 if not."""
     from trainbus.commands.scheduler.replay import replay_decisions
 
-    _exit(replay_decisions(lambda: find_stack(data_dir), log, limit=limit, as_json=as_json))
+    _exit(replay_decisions(lambda: find_address(data_dir), log, limit=limit, as_json=as_json))
 
 
 @app.command(name="what-if")
@@ -87,7 +88,7 @@ def what_if(
         prices=tuple(price or ()),
         resume_cost_s=resume_cost_s,
     )
-    _exit(compare_scenarios(lambda: find_stack(data_dir), log, options, plot=plot, as_json=as_json))
+    _exit(compare_scenarios(lambda: find_address(data_dir), log, options, plot=plot, as_json=as_json))
 
 
 @app.command()
@@ -105,7 +106,7 @@ def shadow(
     from trainbus.commands.times import parse_duration
 
     for_s = parse_duration(during) if during is not None else None
-    _exit(shadow_scheduler(find_stack(data_dir), policy, settings or [], for_s=for_s, as_json=as_json))
+    _exit(shadow_scheduler(find_address(data_dir), policy, settings or [], for_s=for_s, as_json=as_json))
 
 
 @policy_app.command()
@@ -113,7 +114,7 @@ def show(data_dir: DataDir = None, as_json: Json = False) -> None:
     """Show the policy that the leading scheduler has adopted."""
     from trainbus.commands.scheduler.policy import print_policy
 
-    _exit(print_policy(find_stack(data_dir), as_json=as_json))
+    _exit(print_policy(find_address(data_dir), as_json=as_json))
 
 
 @policy_app.command()

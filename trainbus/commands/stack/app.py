@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
+from trainbus.client.address import find_address
 from trainbus.client.errors import UsageError
-from trainbus.commands.options import DataDir, Json, find_stack, run
+from trainbus.commands.options import DataDir, Json, run
 
 app = typer.Typer()
 PANEL = "Stack"
@@ -131,4 +132,4 @@ def replay(
     """Rebuild the gateway's read model from the log."""
     from trainbus.commands.stack.replay import rebuild_read_model
 
-    run(rebuild_read_model(find_stack(data_dir), start, as_json=as_json))
+    run(rebuild_read_model(find_address(data_dir), start, as_json=as_json))

@@ -1,4 +1,4 @@
-"""``trainbus reproduce_run``: train a recorded run again and compare the states on the way, to the bit."""
+"""``trainbus reproduce``: train a recorded run again and compare the states on the way, to the bit."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class ReproductionScreen:
         if self.live is not None:
             self.live.update(Group(self._table(), self._line()), refresh=True)
         elif not self._quiet and (text := _line_of(compared) if compared else describe_milestone(message.event)):
-            self._console.print(f"[dim]{message.envelope.time:%H:%M:%S}[/] {render.escape(text)}", soft_wrap=True)
+            render.print_moment(message.time, text)
 
     @property
     def is_over(self) -> bool:

@@ -1,0 +1,42 @@
+"""The options of a submission. Imported for every help text, so it imports no contract."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypedDict
+
+from annotated_types import Ge, Le
+
+
+class SubmitOptions(TypedDict, total=False):
+    """How a run is submitted. None means not given; what is given overrides the request.
+
+    The one place that lists these options: both clients take them, and ``trainbus submit`` makes its flags of them.
+    """
+
+    command: Annotated[
+        str | Sequence[str] | None, "Run this in the project instead of a Task, for example 'python train.py'."
+    ]
+    request: Annotated[Path | Mapping[str, Any] | None, "Body of a train.requested (JSON); options override it."]
+    name: Annotated[str | None, "Name of the run; default: the folder's."]
+    slots: Annotated[int | str | None, "Slots it can use: 2, or 1..4."]
+    epochs: Annotated[int | None, Ge(1), "Passes over the data; default: 1."]
+    max_steps: Annotated[int | None, Ge(1), "Steps after which training ends."]
+    logical_ranks: Annotated[
+        int | None, Ge(1), "Exact mode: the same bits on any number of processes up to this; 12 divides well."
+    ]
+    data: Annotated[str | None, "s3://bucket/prefix or (embedded) a folder to ingest, or a dataset id."]
+    data_format: Annotated[str | None, "images, jsonl, parquet, text, tokens, binary, webdataset or mds."]
+    priority: Annotated[int | None, Ge(-1000), Le(1000), "Higher goes first."]
+    model: Annotated[str | None, "The registered model that the result competes for."]
+    experiment: Annotated[str | None, "The experiment in MLflow."]
+    init_from: Annotated[
+        str | None,
+        "Start with a checkpoint's weights: RUN, RUN@STEP, models:/NAME@champion, or a manifest's s3://.",
+    ]
+    init_exclude: Annotated[
+        Sequence[str] | None, "Tensors to initialise afresh instead, for example 'head.*'; repeatable."
+    ]
+    params: Annotated[Mapping[str, Any] | None, "key=value for the Task; repeatable."]
+    event_id: Annotated[str | None, "Event id: the same id is the same run, however often sent."]

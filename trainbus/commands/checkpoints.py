@@ -1,0 +1,199 @@
+"""``trainbus checkpoints``: list, verify, pin, fetch and compare what runs have committed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainbus.client.errors import TrainbusError, UsageError
+from trainbus.commands import render
+from trainbus.commands.options import Checkpoint, Json, Run, command
+from trainbus.commands.progress import byte_bar
+
+if TYPE_CHECKING:
+    from contracts.events.checkpoint import CheckpointRepaired
+    from trainbus.client.checkpoints import StoredCheckpoint
+    from trainbus.client.client import AsyncClient
+
+#: Differences that a table shows; JSON has them all.
+MAX_SHOWN = 40
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="A run's checkpoints: list, verify, pin, fetch and compare them, start a new run from one.",
+)
+PinTarget = Annotated[str, typer.Argument(help="RUN@STEP, as in demo@200.")]
+Reason = Annotated[str, typer.Option(help="Why; it is written into the log.")]
+
+
+@command(app)
+async def ls(client: AsyncClient, name: Run, as_json: Json = False) -> None:
+    """List a run's committed checkpoints."""
+    run_id = await client.find_run(name)
+    found = await client.checkpoints(run_id)
+    if as_json:
+        print(render.as_json([each.to_plain() for each in found]))
+        return
+    if not found:
+        print(f"run {run_id} has no committed checkpoint")
+        return
+    numbers = ("step", "epoch", "samples", "size")
+    table = render.table(*numbers, "exactness", "state", "", "manifest", right=numbers)
+    for each in found:
+        ref, commit = each.commit.checkpoint, each.commit
+        table.add_row(
+            str(ref.step), str(ref.epoch), f"{ref.samples_consumed:,}", render.size(commit.size_bytes),
+            commit.exactness, (commit.state_digest or "")[:12], _format_marks(each), ref.uri,
+        )  # fmt: skip
+    render.console().print(table, soft_wrap=True)
+
+
+@command(app)
+async def show(client: AsyncClient, target: Checkpoint, as_json: Json = False) -> None:
+    """Show one checkpoint: its hashes, its files, and the bytes that they take in the store."""
+    from trainbus.client.checkpoints import find_checkpoint, load_checkpoint, open_checkpoint_store
+
+    stored = await find_checkpoint(client.connection, target)
+    async with open_checkpoint_store(client.address) as objects:
+        loaded = await load_checkpoint(objects, stored)
+    if as_json:
+        print(render.as_json({**stored.to_plain(), "stored_bytes": loaded.stored_bytes, "files": loaded.files}))
+        return
+    commit, ref = stored.commit, stored.commit.checkpoint
+    size, stored_size = render.size(commit.size_bytes), render.size(loaded.stored_bytes)
+    render.print_fields(
+        {
+            "manifest": stored.uri,
+            "manifest SHA-256": loaded.manifest_sha256,
+            "state digest": commit.state_digest or "(none: not written by a Task)",
+            "exactness": commit.exactness,
+            "step": f"{ref.step}, epoch {ref.epoch}, {ref.samples_consumed:,} samples",
+            "size": f"{size}, {stored_size} stored (with bases, each blob once)",
+            "metrics": render.numbers(commit.metrics),
+            "marks": _format_marks(stored),
+        }
+    )
+    table = render.table("file", "size", "chunks", "differences", "sha256", right=("size", "chunks", "differences"))
+    for file in loaded.files:
+        differences = str(sum(chunk.encoding != "plain" for chunk in file.chunks) or "")
+        table.add_row(file.path, render.size(file.size_bytes), str(len(file.chunks)), differences, file.sha256[:16])
+    render.console().print(table)
+
+
+def _format_marks(stored: StoredCheckpoint) -> str:
+    marks = {"pinned": stored.pinned, "final": stored.commit.final, "[bold red]rotten[/]": bool(stored.rotten)}
+    return " ".join(mark for mark, holds in marks.items() if holds)
+
+
+@command(app)
+async def verify(
+    client: AsyncClient,
+    name: Annotated[str | None, typer.Argument(help="A run; default: all of them.")] = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Have nodes that still hold a copy write rotten blobs again, and wait.")
+    ] = False,
+    wait_s: Annotated[float, typer.Option("--wait", min=1, help="Seconds to wait for repairs.")] = 120.0,
+    as_json: Json = False,
+) -> None:
+    """Read committed checkpoints back from the store and compare every hash; exit 1 if anything is rotten."""
+    from trainbus.client.checkpoints import find_rotten, open_checkpoint_store, read_checkpoints, request_repair
+
+    found = await read_checkpoints(client.connection, *([] if name is None else [await client.find_run(name)]))
+    async with open_checkpoint_store(client.address) as objects:
+        with byte_bar("reading back", quiet=as_json) as advance:
+            rotten = await find_rotten(objects, found, advance)
+    if as_json:
+        print(render.as_json({"checkpoints": len(found), "rotten": {uri: sorted(bad) for uri, bad in rotten.items()}}))
+    for uri, bad in rotten.items() if not as_json else ():
+        print(f"rotten: {uri}")
+        for each in sorted(bad):
+            print(f"  {'its manifest' if each == uri else each}")
+    if not rotten:
+        if not as_json:
+            print(f"{len(found)} checkpoints are as they were committed")
+        return
+    if not repair:
+        raise TrainbusError(f"{len(rotten)} of {len(found)} checkpoints are rotten; --repair looks for other copies")
+    runs = {found[uri].commit.run_id for uri in rotten}
+    await request_repair(client.connection, runs, set().union(*rotten.values()), wait_s, _print_repaired)
+    print("repaired: every rotten blob was written again from a node's copy, and read back")
+
+
+def _print_repaired(fact: CheckpointRepaired) -> None:
+    print(f"repaired by {fact.node_id}: {fact.blob}", flush=True)
+
+
+@command(app)
+async def pin(client: AsyncClient, target: PinTarget, reason: Reason = "pinned by request") -> None:
+    """Exempt a checkpoint from retention."""
+    await _set_pinned(client, target, True, reason)
+
+
+@command(app)
+async def unpin(client: AsyncClient, target: PinTarget, reason: Reason = "unpinned by request") -> None:
+    """Subject a pinned checkpoint to retention again; it may be deleted at once."""
+    await _set_pinned(client, target, False, reason)
+
+
+async def _set_pinned(client: AsyncClient, target: str, pinned: bool, reason: str) -> None:
+    from trainbus.client.checkpoints import pin_checkpoint
+
+    fact = await pin_checkpoint(client.connection, target, pinned=pinned, reason=reason)
+    print(f"{fact.run_id}: step {fact.step} is {'pinned' if pinned else 'unpinned'}: {fact.uri}")
+
+
+@command(app)
+async def fetch(
+    client: AsyncClient,
+    target: Checkpoint,
+    folder: Annotated[Path, typer.Argument(help="Where to put the files; a new or empty folder.")],
+    manifest_sha256: Annotated[
+        str | None,
+        typer.Option(help="Refuse any other manifest: the tag trainbus.manifest_sha256 of the MLflow model version."),
+    ] = None,
+) -> None:
+    """Fetch a checkpoint's files and verify every byte."""
+    fetched = await client.fetch(target, folder, manifest_sha256=manifest_sha256)
+    print(f"{len(fetched.paths)} files, {render.size(fetched.stored.commit.size_bytes)}, verified: {folder}")
+
+
+@command(app)
+async def diff(client: AsyncClient, one: Checkpoint, other: Checkpoint, as_json: Json = False) -> None:
+    """List the tensors that differ between two checkpoints; exit 1 if any does."""
+    from services.checkpoint.core import digests
+    from trainbus.client.checkpoints import find_checkpoint, read_digests_of
+
+    pair = [await find_checkpoint(client.connection, target) for target in (one, other)]
+    first, second = await read_digests_of(client.address, pair)
+    found = digests.differences(first, second)
+    names = {*first, *second}
+    if as_json:
+        print(render.as_json({"same": not found, "names": len(names), "different": dict(found)}))
+    elif not found:
+        print(f"the same state, to the bit: all {len(first)} digests are equal")
+    else:
+        table = render.table("name", "", "first", "second")
+        for name, how in found[:MAX_SHOWN]:
+            table.add_row(render.escape(name), how, first.get(name, "")[:12], second.get(name, "")[:12])
+        render.console().print(table)
+    if found:
+        more = f" (the first {MAX_SHOWN} are shown)" if len(found) > MAX_SHOWN and not as_json else ""
+        raise TrainbusError(f"{len(found)} of {len(names)} differ{more}")
+
+
+@command(app)
+async def restore(
+    client: AsyncClient,
+    name: Run,
+    step: Annotated[int | None, typer.Option(min=0, help="The checkpoint of this step.")] = None,
+    epoch: Annotated[int | None, typer.Option(min=0, help="The last checkpoint of this epoch.")] = None,
+) -> None:
+    """Start a new run from a checkpoint of another."""
+    if (step is None) == (epoch is None):
+        raise UsageError("give exactly one of --step and --epoch")
+    restored, answer = await client.restore(name, step=step, epoch=epoch)
+    print(f"{restored}  {answer or 'requested; the scheduler has not answered yet'}")
+    if answer and answer.startswith("rejected"):
+        raise TrainbusError(f"the restore was {answer}")

@@ -1,0 +1,60 @@
+"""Commands about the cluster: its nodes, its models, and simulations of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainbus.commands import render
+from trainbus.commands.options import Json, command
+from trainbus.commands.simulate import simulate
+
+if TYPE_CHECKING:
+    from trainbus.client.client import AsyncClient
+
+app = typer.Typer()
+PANEL = "Cluster"
+
+
+@command(app, rich_help_panel=PANEL)
+async def nodes(client: AsyncClient, as_json: Json = False) -> None:
+    """List the nodes and what runs on them."""
+    from trainbus.commands.run_tables import render_nodes
+
+    views = await client.nodes()
+    if as_json:
+        print(render.as_json(views))
+    elif views:
+        names = {view.run_id: view.name for view in await client.runs()}
+        render.console().print(render_nodes(views, names, render.utc_now()))
+    else:
+        print("no node has joined yet: `trainbus service worker` starts one")
+
+
+app.command(rich_help_panel=PANEL)(simulate)
+
+
+@command(app, rich_help_panel=PANEL)
+async def drain(
+    client: AsyncClient,
+    node: Annotated[str, typer.Argument(help="Name of the node.")],
+    reason: Annotated[str, typer.Option(help="Why; it is written into the log.")] = "drained by request",
+) -> None:
+    """Take a node out of use; its runs move to other nodes."""
+    answer = await client.drain(node, reason)
+    print(f"{node}: {answer or 'drain requested; the scheduler has not answered yet'}")
+
+
+@command(app, rich_help_panel=PANEL)
+async def models(client: AsyncClient, as_json: Json = False) -> None:
+    """List the registered models and their champions."""
+    from trainbus.commands.run_tables import render_models
+
+    found = await client.models()
+    if as_json:
+        print(render.as_json(found))
+    elif found:
+        render.console().print(render_models(found, render.utc_now()))
+    else:
+        print("no champions yet: a run with `evaluation` competes for one")

@@ -1,0 +1,215 @@
+"""Tables of runs, nodes and models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+
+from trainbus.client.views import ModelView, NodeView, RunView, TimelineEntry
+from trainbus.commands import render
+from trainbus.commands.render import escape
+
+#: Terminal width from which on tables have the columns that `trainbus show` also has.
+WIDE = 130
+
+
+def run_to_plain(view: RunView) -> dict[str, Any]:
+    """Return a run for JSON without its request: people put secrets into its ``env``."""
+    plain: dict[str, Any] = render.to_plain(view)
+    return {name: value for name, value in plain.items() if name != "spec"}
+
+
+def summarize_run(view: RunView) -> dict[str, Any]:
+    """Return a run for lists: without its timeline, environments and output."""
+    return {name: value for name, value in run_to_plain(view).items() if name not in ("timeline", "log_tail", "starts")}
+
+
+def render_runs(views: Iterable[RunView], now: datetime, width: int = render.PLAIN_WIDTH) -> Group:
+    """Return a table of runs, and under it the reasons of those that wait or failed."""
+    views = list(views)
+    names = ["run", "name", "state", "slots", "step", "restarts", "exact", "checkpoint", "metric", "verdict", "age"]
+    narrow = width < WIDE
+    if narrow:
+        names = [name for name in names if name not in ("restarts", "exact", "checkpoint")]
+    made = render.table(*names, right=("slots", "step", "restarts", "age"))
+    for view in views:
+        cells = {
+            "run": view.run_id,
+            "name": escape(view.name),
+            "state": render.state(view.state),
+            "slots": format_slots(view),
+            "step": str(view.step) + (f"/{view.total_steps}" if view.total_steps else ""),
+            "restarts": str(view.restarts),
+            "exact": {"exact": "bits", "samples-exact": "samples"}.get(view.exactness, ""),
+            "checkpoint": f"step {view.last_checkpoint.step}" if view.last_checkpoint else "",
+            "metric": format_metric(view).rpartition("/")[2] if narrow else format_metric(view),
+            "verdict": escape(view.verdict),
+            "age": render.ago(view.requested_at, now),
+        }
+        made.add_row(*(cells[name] for name in names))
+    reasons = [
+        f"{view.run_id} [bold]{escape(view.name)}[/] {render.state(view.state)}: {escape(view.reason)}"
+        for view in views
+        if view.reason and view.state != "running"
+    ]
+    return Group(made, *reasons)
+
+
+def format_slots(view: RunView) -> str:
+    """Return the slots that a run has had one after the other, and its range: ``4→2 of 1-4``."""
+    wants = str(view.slots_max) if view.slots_min == view.slots_max else f"{view.slots_min}-{view.slots_max}"
+    # A placement on the same number of slots is a restart, not another size.
+    sizes = [size for size, before in zip(view.resizes, (None, *view.resizes), strict=False) if size != before]
+    got = "→".join(str(size) for size in sizes[-4:]) or "0"
+    return f"{got} of {wants}"
+
+
+def format_metric(view: RunView) -> str:
+    """Return the metric that matters: of the evaluation if there is one, else the last of the training."""
+    if view.evaluation:
+        name = view.metric if view.metric in view.evaluation else next(iter(view.evaluation))
+        return f"{name} {view.evaluation[name]:.4f}" if name else ""
+    for name in ("validation/accuracy", "accuracy", "validation/loss", "train/loss", "loss"):
+        if name in view.metrics:
+            return f"{name} {view.metrics[name]:.4f}"
+    return next((f"{name} {value:.4g}" for name, value in view.metrics.items()), "")
+
+
+def render_run(view: RunView) -> Table:
+    """Return all fields of one run."""
+    made = Table.grid(padding=(0, 2))
+    last = view.last_checkpoint
+    rows: list[tuple[str, str]] = [
+        ("run", view.run_id),
+        ("name", escape(view.name)),
+        ("state", render.state(view.state) + (f" [dim]({escape(view.reason)})[/]" if view.reason else "")),
+        ("slots", format_slots(view) + (f" on {', '.join(view.nodes)}" if view.nodes else "")),
+        ("priority", str(view.priority)),
+        ("step", f"{view.step}" + (f" of {view.total_steps}" if view.total_steps else "")),
+        ("samples", f"{view.samples_consumed:,}"),
+        ("placements", f"{view.generation} ({view.failures} failures by its own fault)"),
+        ("exactness", format_exactness(view)),
+        ("dataset", view.dataset_id or ""),
+        ("checkpoint", f"step {last.step}, epoch {last.epoch}: {last.uri}" if last else ""),
+        ("state digest", view.state_digests.get(last.uri, "") if last else ""),
+        ("metrics", render.numbers(view.metrics)),
+        ("evaluation", render.numbers(view.evaluation)),
+        ("champion was", render.numbers(view.champion)),
+        ("verdict", escape(f"{view.verdict}: {view.verdict_reason}") if view.verdict else ""),
+        ("model", view.model or ""),
+        ("MLflow run", view.mlflow_run_id or ""),
+        ("restored from", view.parent_run_id or ""),
+        ("weights from", _init(view)),
+        ("evaluates", view.evaluates or ""),
+        ("requested", f"{view.requested_at:%Y-%m-%d %H:%M:%S} UTC" if view.requested_at else ""),
+        (
+            "took",
+            render.span((view.ended_at - view.requested_at).total_seconds())
+            if view.ended_at and view.requested_at
+            else "",
+        ),
+    ]
+    for name, value in rows:
+        if value:
+            made.add_row(f"[dim]{name}[/]", value)
+    return made
+
+
+def _init(view: RunView) -> str:
+    """Return the checkpoint whose weights the run started with, and the tensors that it left out."""
+    if view.spec is None or view.spec.init_from is None:
+        return ""
+    without = f" [dim](without {escape(', '.join(view.spec.init_exclude))})[/]" if view.spec.init_exclude else ""
+    return escape(view.spec.init_from) + without
+
+
+def format_exactness(view: RunView) -> str:
+    """Return whether the run is exact to the bit, on how many logical ranks and in which environment, or why not."""
+    if view.exactness != "exact":
+        return f"{view.exactness} [dim]({escape(view.exactness_reason)})[/]" if view.exactness else ""
+    digests = sorted({start.environment_digest[:12] for start in view.starts if start.environment_digest})
+    environment = f", environment {', '.join(digests)}" if digests else ""
+    return f"[green]exact[/] [dim]({view.logical_ranks} logical ranks{environment})[/]"
+
+
+def render_timeline(moments: Iterable[TimelineEntry], start: datetime | None = None) -> Table:
+    """Return a run's timeline in seconds since its request. Checkpoints in a row are one line."""
+    made = render.table("at", "seq", "", right=("at", "seq"))
+    for moment in _without_routine(moments):
+        start = start or moment.time
+        made.add_row(f"+{(moment.time - start).total_seconds():.1f} s", str(moment.sequence), escape(moment.text))
+    return made
+
+
+def _without_routine(moments: Iterable[TimelineEntry]) -> Iterator[TimelineEntry]:
+    """Leave out deletions; of checkpoints in a row keep the last, with their number."""
+    row: list[TimelineEntry] = []
+    for moment in moments:
+        if moment.fact == "checkpoint_committed":
+            row.append(moment)
+        elif moment.fact != "checkpoint_deleted":
+            yield from _merge_checkpoints(row)
+            row = []
+            yield moment
+    yield from _merge_checkpoints(row)
+
+
+def _merge_checkpoints(row: list[TimelineEntry]) -> list[TimelineEntry]:
+    if not row:
+        return []
+    last = row[-1]
+    more = f"{len(row)} checkpoints, the last: " if len(row) > 1 else ""
+    return [TimelineEntry(last.sequence, last.time, last.fact, more + last.text)]
+
+
+def render_nodes(views: Iterable[NodeView], names: Mapping[str, str], now: datetime) -> Group:
+    """Return a table of nodes, and under it the reasons of those that are out of use."""
+    views = list(views)
+    made = render.table("node", "state", "slots", "kind", "busy with", "up", right=("slots", "up"))
+    for view in views:
+        held: dict[str, int] = {}
+        for run_id, _ in view.busy.values():
+            held[run_id] = held.get(run_id, 0) + 1
+        busy = ", ".join(f"{escape(names.get(run_id) or run_id)}×{count}" for run_id, count in held.items())
+        made.add_row(
+            view.node_id, render.state(view.state), f"{len(view.busy)}/{view.slots}", view.accelerator, busy,
+            render.ago(view.joined_at, now) if view.state in ("up", "draining", "notice", "unfit") else "",
+        )  # fmt: skip
+    return Group(
+        made,
+        *(f"{view.node_id} {escape(view.reason)}" for view in views if view.reason and _is_out_of_use(view)),
+    )
+
+
+def _is_out_of_use(view: NodeView) -> bool:
+    return view.state in ("draining", "notice", "unfit")
+
+
+def render_models(views: Iterable[ModelView], now: datetime) -> Table:
+    made = render.table("model", "version", "run", "metrics", "since", right=("version", "since"))
+    for view in views:
+        made.add_row(
+            view.model, str(view.version), view.run_id, render.numbers(view.metrics), render.ago(view.promoted_at, now)
+        )
+    return made
+
+
+def print_wait(answer: dict[str, Any]) -> None:
+    """Print which runs hold what a run waits for, and when it is expected to start, as far as the scheduler knows."""
+    if holders := answer.get("holders"):
+        table = Table(box=None, padding=(0, 2, 0, 0), title="runs that hold what it needs", title_justify="left")
+        for column in ("run", "name", "slots", "priority", "until"):
+            table.add_column(column, justify="right" if column in ("slots", "priority") else "left")
+        for each in holders:
+            until = f"{each['until']}{' at the latest' if each['until_is'] == 'limit' else ' (expected)'}"
+            table.add_row(each["run_id"], escape(each["name"]), str(each["slots"]), str(each["priority"]), until)
+        render.console().print(table)
+    if "start_p50" in answer:
+        p10, p50, p90 = (answer[name] for name in ("start_p10", "start_p50", "start_p90"))
+        render.console().print(
+            f"expected to start at about {p50}, with 80 % probability between {p10} and {p90}", soft_wrap=True
+        )

@@ -1,0 +1,262 @@
+"""Commands about runs: submit, list, explain, follow and cancel them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Unpack
+
+import typer
+
+from trainbus.client.errors import RunFailedError, TrainbusError, UsageError
+from trainbus.client.submit_options import SubmitOptions
+from trainbus.commands import render
+from trainbus.commands.options import Json, Run, command, flags_of, parse_param
+from trainbus.commands.times import parse_time
+
+if TYPE_CHECKING:
+    from trainbus.client.client import AsyncClient
+    from trainbus.client.connection import StoredEvent
+    from trainbus.client.submission import SubmittedRun
+
+app = typer.Typer()
+PANEL = "Runs"
+#: Options of ``submit`` with another type or flag than their field: ``flags_of`` makes the others.
+SUBMIT_FLAGS = {
+    "request": (Path, "--request"),
+    "slots": (str, "--slots"),
+    "data_format": (str, "--format"),
+    "init_exclude": (list[str], "--init-exclude"),
+    "params": (list[str], "--param"),
+    "event_id": (str, "--id"),
+}
+
+
+@command(
+    app,
+    options=flags_of(SubmitOptions, SUBMIT_FLAGS),
+    rich_help_panel=PANEL,
+    context_settings={"allow_extra_args": True},
+)
+async def submit(
+    client: AsyncClient,
+    context: typer.Context,
+    project: Annotated[Path | None, typer.Argument(help="The folder with the code; it is packed and uploaded.")] = None,
+    task: Annotated[str | None, typer.Argument(help="What to train, module:Class. Or give --command.")] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Stay until the run ends; exit 1 if it fails.")
+    ] = False,
+    as_json: Json = False,
+    **options: Unpack[SubmitOptions],
+) -> None:
+    """Pack a project, upload it and request its training: `trainbus submit ./project task:MyTask`."""
+    if context.args:
+        raise UsageError(f"unexpected {' '.join(context.args)!r}: quote the whole command, --command 'python train.py'")
+    options["params"] = dict(map(parse_param, options.get("params") or ()))
+    submitted = await client.submit(project, task, **options)
+    if as_json:
+        named = {"run_id": submitted.run_id, "name": submitted.name, "event_id": submitted.event_id}
+        print(render.as_json({**named, "code": submitted.request.code}))
+    else:
+        print(f"{submitted.run_id}  {submitted.name}{_describe_package(submitted)}", flush=True)
+    if follow:
+        await _print_until_ended(client, submitted.run_id)
+
+
+def _describe_package(submitted: SubmittedRun) -> str:
+    package = submitted.package
+    if package is None:
+        return ""
+    commit = f", commit {package.git_commit[:10]}" if package.git_commit else ""
+    dirty = " with uncommitted changes" if package.git_dirty else ""
+    return f" ({len(package.files)} files, {render.size(len(package.body))} packed{commit}{dirty})"
+
+
+async def _print_until_ended(client: AsyncClient, run_id: str) -> None:
+    """Print what happens to a run until it has ended (and its verdict is out).
+
+    Raises:
+        RunFailedError: it did not complete.
+    """
+    from trainbus.client.runs import follow_run
+    from trainbus.client.views import RunView, describe_milestone
+
+    view = RunView(run_id)
+    async for newest, batch in follow_run(client.connection, run_id):
+        view = newest
+        for message in batch:
+            if text := describe_milestone(message.event):
+                render.print_moment(message.time, text)
+    for line in view.log_tail:
+        render.console().print(render.visible(line), markup=False, style="dim")
+    if view.state != "completed":
+        raise RunFailedError(run_id, view.state, view.reason)
+
+
+@command(app, rich_help_panel=PANEL)
+async def ps(
+    client: AsyncClient,
+    everything: Annotated[bool, typer.Option("--all", "-a", help="Also all runs that ended.")] = False,
+    as_json: Json = False,
+) -> None:
+    """List the runs: those that have not ended and the newest 20 that have."""
+    from trainbus.commands import run_tables
+
+    views = await client.runs(include_ended=everything)
+    if as_json:
+        print(render.as_json(list(map(run_tables.summarize_run, views))))
+    elif views:
+        console = render.console()
+        console.print(run_tables.render_runs(views, render.utc_now(), console.width))
+    else:
+        print("no runs yet: `trainbus submit PROJECT task:Class`, or publish train.requested")
+
+
+@command(app, rich_help_panel=PANEL)
+async def show(client: AsyncClient, name: Run, as_json: Json = False) -> None:
+    """Show one run with its timeline."""
+    from trainbus.commands import run_tables
+
+    view = await client.run(name)
+    if as_json:
+        print(render.as_json(run_tables.run_to_plain(view)))
+        return
+    console = render.console()
+    console.print(run_tables.render_run(view))
+    console.print(run_tables.render_timeline(view.timeline, view.requested_at))
+    if view.log_tail:
+        console.print("the last lines of its output:", style="dim")
+        console.print(render.visible("\n".join(view.log_tail)), markup=False, soft_wrap=True)
+
+
+@command(app, rich_help_panel=PANEL)
+async def why(
+    client: AsyncClient,
+    name: Run,
+    at: Annotated[
+        str | None, typer.Option("--at", help="At a time in the past: 2026-11-20T14:00 (UTC), 14:00 or '2 h ago'.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Explain why a run is in its state, or was at a time in the past."""
+    if at is not None:
+        await _print_past_reason(client, name, at, as_json=as_json)
+        return
+    found = await client.why(name)
+    if as_json:
+        named = {"run_id": found.run_id, "state": found.state, "why": found.reason, "answered_by": found.answered_by}
+        print(render.as_json({**named, **found.details}))
+        return
+    from contracts.state.run import TERMINAL_STATES
+    from trainbus.commands.run_tables import print_wait
+
+    verb = "" if found.state in TERMINAL_STATES else "is "
+    head = f"{found.run_id} ({render.escape(found.name)}) {verb}{render.state(found.state)}"
+    render.console().print(f"{head}: {render.escape(found.reason)}", soft_wrap=True)
+    print_wait(found.details)
+    if found.unanswered:
+        print("(from the log: the scheduler does not answer; `trainbus doctor` shows what is wrong)", file=sys.stderr)
+
+
+async def _print_past_reason(client: AsyncClient, name: str, at: str, *, as_json: bool) -> None:
+    """Print why a run was in its state at a time in the past."""
+    from trainbus.client.explanation import explain_past
+    from trainbus.client.fact_log import BusLog
+    from trainbus.commands.progress import entries_with_bar
+
+    time = parse_time(at, render.utc_now())
+    run_id = await client.find_run(name)
+    entries = entries_with_bar(await BusLog.open(client.connection), f"folding up to {time:%Y-%m-%d %H:%M:%S}")
+    found = await explain_past(client.connection, run_id, entries, time)
+    if as_json:
+        print(render.as_json(found.details))
+        return
+    policy = f"[dim](policy {render.escape(found.details['policy']['name'])}, sequence {found.details['sequence']})[/]"
+    head = f"{run_id} ({render.escape(found.name)}) was {render.state(found.state)}"
+    text = f"{head} at {time:%Y-%m-%d %H:%M:%S} UTC {policy}: {render.escape(found.reason)}"
+    render.console().print(text, soft_wrap=True)
+
+
+@command(app, rich_help_panel=PANEL)
+async def logs(
+    client: AsyncClient,
+    name: Run,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the run ends; exit 1 if it fails.")] = False,
+) -> None:
+    """Print a run's output."""
+    from contracts import subjects, topology
+    from contracts.events.run import RunCompleted
+    from trainbus.client.runs import read_end
+    from trainbus.client.views import describe
+
+    run_id = await client.find_run(name)
+    placed = await client.connection.read_last(topology.FACTS, subjects.fact("run", run_id, "placed"))
+    has_several_ranks = placed is not None and placed.event.world_size > 1
+    silent = True
+    async for rank, line in client.logs(run_id, follow=follow):
+        silent = False
+        print(f"[{rank}] {line}" if has_several_ranks else line, flush=follow)
+    if silent:
+        print(f"run {run_id} has printed nothing; `trainbus events --run {run_id}` shows its facts", file=sys.stderr)
+    if follow and not isinstance(end := await read_end(client.connection, run_id), RunCompleted):
+        raise TrainbusError(f"run {run_id} {describe(end)}")
+
+
+@command(app, rich_help_panel=PANEL)
+async def events(
+    client: AsyncClient,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as events come.")] = False,
+    of_run: Annotated[str | None, typer.Option("--run", help="Only the events of this run.")] = None,
+    start: Annotated[int | None, typer.Option("--from", min=1, help="Start at this sequence number.")] = None,
+    tail: Annotated[int, typer.Option(min=0, help="Without --run and --from: the last N events.")] = 50,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one CloudEvent (JSON) per line.")] = False,
+) -> None:
+    """Print the log of facts."""
+    console = render.console()
+    async for message in client.events(of_run, follow=follow, start_sequence=start, tail=tail):
+        if as_json:
+            print(json.dumps(message.to_cloud_event()), flush=True)
+        else:
+            console.print(_format_event(message), soft_wrap=True)
+            sys.stdout.flush()
+
+
+def _format_event(message: StoredEvent) -> str:
+    """Return one line about an event: its time, its sequence number, its subject and its text."""
+    aggregate, name, fact = message.subject.split(".")[:3]
+    # A text that begins with the fact's name does not repeat it.
+    text = message.text.removeprefix(fact.replace("_", " ")).lstrip(": ")
+    return (
+        f"[dim]{message.time:%H:%M:%S.%f}"[:-3]
+        + f"[/] [dim]{message.sequence:>6}[/] {aggregate:<7} [cyan]{name[:14]:<14}[/] "
+        + f"[bold]{fact:<20}[/] {render.escape(text)}"
+    ).rstrip()
+
+
+@command(app, rich_help_panel=PANEL)
+async def cancel(
+    client: AsyncClient,
+    name: Run,
+    reason: Annotated[str, typer.Option(help="Why; it is written into the log.")] = "cancelled by request",
+) -> None:
+    """Stop a run for good. Its checkpoints stay."""
+    run_id = await client.find_run(name)
+    answer = await client.cancel(run_id, reason)
+    print(f"{run_id}: {answer or 'cancellation requested; the scheduler has not answered yet'}")
+
+
+@command(app, rich_help_panel=PANEL)
+async def reproduce(
+    client: AsyncClient,
+    name: Run,
+    start: Annotated[
+        int | None, typer.Option("--from", min=0, help="Start from the run's checkpoint of this step.")
+    ] = None,
+    slots: Annotated[int | None, typer.Option(min=1, help="Slots for it; default: as the run requested.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Train a run again and compare its states to the bit; exit 0 if all are the same, 1 if not, 2 if it cannot be."""
+    from trainbus.commands.reproduce import reproduce_run
+
+    return await reproduce_run(client, name, start_step=start, slots=slots, as_json=as_json)

@@ -161,7 +161,9 @@ class Audit:
                 self.violations.append(f"{quota.team} has {self.using[quota.team]} slots")
 
 
-def job(number: int, team: str, submit_s: float, slots: int, duration_s: float, grace_s: float = INSTANT_GRACE_S) -> Job:
+def job(
+    number: int, team: str, submit_s: float, slots: int, duration_s: float, grace_s: float = INSTANT_GRACE_S
+) -> Job:
     spec = RunSpec(
         name="run",
         team=team,
@@ -208,7 +210,7 @@ def run_until(trace: Trace, policy: Policy, audit: Audit, agents: Agents, until_
 def errors(policy: Policy, half_life_s: float, seed: int) -> tuple[dict[str, float], float, int]:
     """By how much each decayed share is off its weight after three half-lives; what was idle; preemptions."""
     trace = saturated(half_life_s, seed)
-    agents = Agents({each.run_id: each.duration_s for each in trace.jobs}, 60.0)
+    agents = Agents.of(trace, 60.0)
     audit = Audit(half_life_s, from_s=5 * half_life_s)
     end_s = 8 * half_life_s
     run_until(trace, policy, audit, agents, end_s)

@@ -48,7 +48,7 @@ class EventStream:
             spoken = time.monotonic()
             quiet_since: float | None = None
             follow = self._bus.follow(self._stream, (self._subject,), self._sent + 1, idle_s=IDLE_S)
-            async with aclosing(follow) as batches:  # type: ignore[type-var]
+            async with aclosing(follow) as batches:
                 async for batch in batches:
                     if stopping.is_set():
                         return  # without an end: the client comes back to another instance

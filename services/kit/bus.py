@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
@@ -303,7 +303,7 @@ class Bus:
         idle_s: float = 0.25,
         until_caught_up: bool = False,
         include_undecodable: bool = False,
-    ) -> AsyncIterator[list[Message[Any]]]:
+    ) -> AsyncGenerator[list[Message[Any]], None]:
         """Yield batches of events in stream order, each exactly once, from ``start_sequence`` on.
 
         An empty batch comes every ``idle_s`` while nothing happens: time to look at the clock.

@@ -260,7 +260,7 @@ def test_everybody_in_a_trace_is_told_something_sound(name: str) -> None:
     trace = generate.jobs(150, 16, 4, load=2.0)
     core = Core(policy)
     estimator = Estimator()
-    player = play_trace(trace, Agents({job.run_id: job.duration_s for job in trace.jobs}, 60.0))
+    player = play_trace(trace, Agents.of(trace, 60.0))
     turn, told = next(player), 0
     try:
         while True:

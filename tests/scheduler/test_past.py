@@ -72,7 +72,7 @@ def test_a_lively_history_is_decided_again_without_a_difference(seed: int) -> No
     assert found == []
     assert counts.decisions == counts.same
     assert counts.unchecked <= counts.facts
-    assert counts.passes > 0
+    assert counts.cycles > 0
 
 
 @pytest.mark.parametrize("name", policies.names())
@@ -237,7 +237,7 @@ def test_decisions_that_nobody_would_make_and_those_made_from_what_was_not_there
 
 
 def test_a_pass_published_in_part_is_no_difference_but_one_out_of_order_is() -> None:
-    def one_pass(limit: int | None) -> list[Entry]:
+    def run_cycle(limit: int | None) -> list[Entry]:
         world = adopting()
         world.join("n1", 2)
         for name in ("a", "b", "c"):
@@ -245,10 +245,10 @@ def test_a_pass_published_in_part_is_no_difference_but_one_out_of_order_is() -> 
         world.step(limit)
         return log_of(world)
 
-    counts, found = verify_log(one_pass(2))
+    counts, found = verify_log(run_cycle(2))
     assert (found, counts.decisions) == ([], 2)
     assert counts.unpublished == 3
-    log = one_pass(None)
+    log = run_cycle(None)
     assert verify_log(log)[1] == []
     queued, placed = first(log, RunQueued), first(log, RunPlaced)
     run_id = log[placed].fact.run_id  # type: ignore[union-attr]

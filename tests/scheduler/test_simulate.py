@@ -19,7 +19,7 @@ from services.kit.settings import Settings
 from services.scheduler import policies
 from services.scheduler.simulate import generate, plots, report, traces
 from services.scheduler.simulate.engine import Effort, simulate
-from services.scheduler.simulate.over_bus import drive
+from services.scheduler.simulate.over_bus import simulate_over_bus
 from services.scheduler.simulate.report import EventLog, Recorder
 from services.scheduler.simulate.traces import Job, Specs, Trace, TraceError, node, nodes_of
 from trainbus.commands.main import app
@@ -249,7 +249,7 @@ async def test_the_service_over_a_bus_places_the_same_to_the_last(policy: Policy
     trace = generate.jobs(60, 16, seed=3)
     alone, _ = played(trace, policy)
     over_bus = Recorder(trace)
-    effort = await drive(trace, policy, settings.nats_url, listeners=(over_bus.record_fact,))
+    effort = await simulate_over_bus(trace, policy, settings.nats_url, listeners=(over_bus.record_fact,))
     assert report.placements(over_bus) == report.placements(alone)
     mine, theirs = report.figures(alone, Effort()), report.figures(over_bus, effort)
     timed = {"decisions", "decisions_per_s", "decide_p99_ms", "decide_s", "wall_s"}

@@ -143,6 +143,7 @@ def _over_bus(
     trace: Trace, policy: Policy, resume_cost_s: float, listeners: Any, progress: Callable[[int], None]
 ) -> Effort:
     """Simulate with the whole service, on its own nats-server."""
+    import asyncio
     import logging
     import tempfile
 
@@ -163,8 +164,10 @@ def _over_bus(
         except ServerError as error:
             raise TrainbusError(str(error)) from error
         try:
-            return simulate_over_bus(
-                trace, policy, server.url, resume_cost_s=resume_cost_s, listeners=listeners, progress=progress
+            return asyncio.run(
+                simulate_over_bus(
+                    trace, policy, server.url, resume_cost_s=resume_cost_s, listeners=listeners, progress=progress
+                )
             )
         finally:
             server.stop()

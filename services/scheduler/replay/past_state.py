@@ -1,4 +1,4 @@
-"""Why a run was where it was, as it would have been answered then."""
+"""The cluster as it was at a time in the past, and what the scheduler would have answered then."""
 
 from __future__ import annotations
 
@@ -10,38 +10,37 @@ from contracts.scheduling import Policy
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.quarantine import explain_quarantine
 from services.scheduler.core.state.cluster import EPOCH, Cluster
-from services.scheduler.replay.cycles import key_of
+from services.scheduler.replay.cycles import cycle_key_of
 from services.scheduler.replay.log import Entry, fold_entry
-from services.scheduler.replay.requests import is_answer
 
 
 @dataclass(slots=True)
 class PastState:
-    """The cluster as it was at ``at``; ``feed`` it the log from the beginning until it says that it is enough."""
+    """The cluster as it was at ``at``; ``feed`` it the log from the beginning until it returns False."""
 
     at: datetime
     cluster: Cluster = field(default_factory=Cluster)
     reachable_since: datetime | None = None
 
     def feed(self, entry: Entry) -> bool:
-        """Fold an entry, if it was there by then; False if it came later, and with it all that follow."""
+        """Fold an entry; False if it is newer than ``at``, as are all that follow."""
         if entry.time > self.at:
             return False
-        if (key := key_of(entry.fact)) is not None and not is_answer(entry.fact):
+        if (key := cycle_key_of(entry.fact)) is not None:
             self.reachable_since = key.reachable_since
         fold_entry(self.cluster, entry)
         return True
 
     @property
     def policy(self) -> Policy:
-        """The policy in force; the default where none had been adopted."""
+        """Return the policy in force; the default where none had been adopted."""
         return self.cluster.policy or Policy()
 
     def why(self, run_id: str) -> dict[str, Any]:
-        """What the scheduler would have answered."""
-        quarantined = explain_quarantine(self.cluster, run_id)
-        said = quarantined or answer(self.cluster, run_id, self.at, self.policy, self.reachable_since or EPOCH)
-        return said | {
+        """Return what the scheduler would have answered."""
+        found = explain_quarantine(self.cluster, run_id)
+        found = found or answer(self.cluster, run_id, self.at, self.policy, self.reachable_since or EPOCH)
+        return found | {
             "at": self.at.isoformat(),
             "sequence": self.cluster.sequence,
             "policy": {"name": self.policy.name, "digest": self.policy.digest},

@@ -19,9 +19,8 @@ from contracts.events.run import RunPlaced, RunPreempting, RunWaiting
 from contracts.scheduling import Policy
 from services.scheduler.core.cycle_state import CycleResult
 from services.scheduler.core.state.cluster import Cluster
-from services.scheduler.replay.cycles import CycleKey, facts_of, key_of, replay_cycle
+from services.scheduler.replay.cycles import CycleKey, cycle_key_of, facts_of, replay_cycle
 from services.scheduler.replay.log import Entry, fold_entry
-from services.scheduler.replay.requests import is_answer
 
 #: Facts that are held back until it is known from which of them the leader decided. Beyond, the oldest are folded.
 HELD_BACK = 10_000
@@ -30,13 +29,13 @@ NO_REASON = "not waiting"
 
 
 def prefix(candidate: Policy) -> str:
-    """What all subjects begin with on which a candidate speaks."""
+    """Return the prefix of the subjects of a candidate's facts."""
     return subjects.shadow(candidate.digest, "")
 
 
 @dataclass(frozen=True, slots=True)
 class ShadowFact:
-    """What the candidate would have published, where, and the id under which it is published once."""
+    """A fact that the candidate would have published, its subject, and the id that deduplicates it."""
 
     subject: str
     message_id: str
@@ -77,57 +76,52 @@ class Comparison:
     #: Why the policy in force kept runs waiting that the candidate would have started, and the other way round.
     candidate_starts_while: Counter[str] = field(default_factory=Counter)
     candidate_waits_for: Counter[str] = field(default_factory=Counter)
-    #: Passes of the leader that came to be known when what they were made from was past.
+    #: Cycles of the leader whose facts came after the cluster that they were made from was folded further.
     missed: int = 0
 
 
 class Shadow:
-    """Folds the log a little behind, and has both policies decide at each point. Deterministic."""
+    """Folds the log with a delay, and runs a cycle of both policies at each point. Deterministic."""
 
-    def __init__(self, candidate: Policy, in_force: Policy, said: Iterable[str] = ()) -> None:
-        #: The same log in two folds: what deciding remembers from one pass to the next, and the shares of teams,
-        #: follow the policy.
+    def __init__(self, candidate: Policy, in_force: Policy, published_ids: Iterable[str] = ()) -> None:
+        #: The same log in two folds: what one cycle caches for the next, and the shares of teams, follow the policy.
         self.cluster = Cluster(policy=in_force)
-        self.beside = Cluster(policy=candidate)
+        self.candidate_cluster = Cluster(policy=candidate)
         self.candidate, self.in_force = candidate, in_force
         self.result = Comparison()
         self._policies: dict[str, Policy] = {in_force.digest: in_force}
         self._held: deque[Entry] = deque()
-        self._said = set(said)
+        self._published_ids = set(published_ids)
         self._compared: set[CycleKey] = set()
-        #: Starts that the candidate would have made, of runs that wait still.
+        #: Starts of waiting runs that the candidate would have made, and since when.
         self._would_start: dict[tuple[str, int], datetime] = {}
         self._why_not: dict[tuple[str, int], str] = {}
         self._reachable_since: datetime | None = None
-        #: What was decided at the last point.
+        #: The decisions at the last point.
         self._point: object = None
 
     def catch_up(self, entries: Iterable[Entry]) -> None:
-        """Fold what happened before anything is compared."""
+        """Fold the log up to the first comparison."""
         for entry in entries:
             self._learn(entry.fact)
-            if (key := key_of(entry.fact)) is not None and not is_answer(entry.fact):
+            if (key := cycle_key_of(entry.fact)) is not None:
                 self._reachable_since = key.reachable_since
             self._fold_both(entry)
 
     def process(self, entries: Iterable[Entry]) -> list[ShadowFact]:
-        """Take in what is new, and compare at every point at which the leader is known to have decided."""
-        said: list[ShadowFact] = []
+        """Process new entries, and compare at every point at which the leader is known to have decided."""
+        published: list[ShadowFact] = []
         for entry in entries:
             self._learn(entry.fact)
-            key = key_of(entry.fact)
-            if key is not None and key not in self._compared and not is_answer(entry.fact):
-                said += self._at_pass(key)
+            if (key := cycle_key_of(entry.fact)) is not None and key not in self._compared:
+                published += self._compare_at_cycle(key)
             self._held.append(entry)
         while len(self._held) > HELD_BACK:
             self._fold(self._held.popleft())
-        return said
+        return published
 
     def process_idle(self, now: datetime) -> list[ShadowFact]:
-        """Nothing has come for a while: compare at this moment, if anything has changed since the last time.
-
-        Where the policy in force decides nothing there is no fact that would tell of it.
-        """
+        """Compare at this moment, when nothing has come for a while: a cycle without decisions publishes no fact."""
         while self._held:
             self._fold(self._held.popleft())
         if not self.cluster.unqueued and not self.cluster.queued and not self.cluster.active:
@@ -146,7 +140,7 @@ class Shadow:
         if isinstance(entry.fact, PolicyAdopted):
             adopted = entry.fact.model_copy(update={"digest": self.candidate.digest, "policy": self.candidate})
             entry = entry._replace(fact=adopted)
-        fold_entry(self.beside, entry)
+        fold_entry(self.candidate_cluster, entry)
 
     def _fold(self, entry: Entry) -> None:
         self._fold_both(entry)
@@ -154,7 +148,7 @@ class Shadow:
             self._placed(entry.fact, entry.time)
 
     def _placed(self, fact: RunPlaced, time: datetime) -> None:
-        """A run has been placed: would the candidate have done it by now, and since when?"""
+        """Compare a placement with when the candidate would have made it."""
         which = (fact.run_id, fact.generation)
         since, why = self._would_start.pop(which, None), self._why_not.pop(which, NO_REASON)
         self.result.only_candidate.pop(which, None)
@@ -164,8 +158,8 @@ class Shadow:
 
     # -- points -------------------------------------------------------------
 
-    def _at_pass(self, key: CycleKey) -> list[ShadowFact]:
-        """The leader's own point: fold up to what it had folded, and take its clock."""
+    def _compare_at_cycle(self, key: CycleKey) -> list[ShadowFact]:
+        """Compare at a cycle of the leader: with what it had folded, at its time."""
         self._compared.add(key)
         self._reachable_since = key.reachable_since
         while self._held and self._held[0].sequence <= key.at_sequence:
@@ -178,11 +172,11 @@ class Shadow:
 
     def _compare(self, key: CycleKey, in_force: Policy) -> list[ShadowFact]:
         made = replay_cycle(self.cluster, key, in_force)
-        stamp = key._replace(policy=self.candidate.digest)
-        other = replay_cycle(self.beside, stamp, self.candidate)
-        facts, others = facts_of(made, self.cluster, key), facts_of(other, self.beside, stamp)
+        other_key = key._replace(policy=self.candidate.digest)
+        other = replay_cycle(self.candidate_cluster, other_key, self.candidate)
+        facts, others = facts_of(made, self.cluster, key), facts_of(other, self.candidate_cluster, other_key)
         self._count(key.at, facts, others, made, other)
-        return self._new(others)
+        return self._publish_new(others)
 
     def _count(
         self, at: datetime, facts: list[Fact], others: list[Fact], made: CycleResult, other: CycleResult
@@ -191,13 +185,7 @@ class Shadow:
         starts, stops = _starts(facts), _stops(facts)
         starts_other, stops_other = _starts(others), _stops(others)
         # While nothing happens, the same decision over and over is one point.
-        point = (
-            self.cluster.sequence,
-            frozenset(starts),
-            frozenset(stops),
-            frozenset(starts_other),
-            frozenset(stops_other),
-        )
+        point = (self.cluster.sequence, starts.keys(), stops, starts_other.keys(), stops_other)
         if point == self._point:
             return
         self._point = point
@@ -216,15 +204,15 @@ class Shadow:
         for which in starts.keys() - starts_other.keys():
             self._why_not[which] = _reason(other, which[0])
 
-    def _new(self, facts: list[Fact]) -> list[ShadowFact]:
+    def _publish_new(self, facts: list[Fact]) -> list[ShadowFact]:
         """Return the candidate's facts that it has not published before."""
-        said = []
+        published = []
         for fact in facts:
             message_id = f"shadow/{self.candidate.digest}/{_deduplication_key(fact)}"
-            if message_id not in self._said:
-                self._said.add(message_id)
-                said.append(ShadowFact(subjects.shadow(self.candidate.digest, fact.subject), message_id, fact))
-        return said
+            if message_id not in self._published_ids:
+                self._published_ids.add(message_id)
+                published.append(ShadowFact(subjects.shadow(self.candidate.digest, fact.subject), message_id, fact))
+        return published
 
 
 def _deduplication_key(fact: Fact) -> str:

@@ -1,15 +1,15 @@
-"""Every recorded decision, made again from the log and compared. With the same code and policy nothing differs.
+"""Every recorded decision, repeated from the log and compared. With the same code and policy nothing differs.
 
-The log is read twice. ``Index`` takes down which passes there were: their decisions say from which sequence, at what
-time and by which policy they were made. ``ReplayVerifier`` then folds the log once, repeats each cycle when it reaches
-the pass's sequence, and holds each recorded decision against it. A pass may have been published in part (its leader
-died, or was overtaken, or had too much to say at once); what was published must be what was decided, in that order.
+The log is read twice. ``Index`` lists the cycles: their decisions contain the sequence, the time and the policy that
+they were made from. ``ReplayVerifier`` then folds the log once, repeats each cycle when it reaches the cycle's
+sequence, and compares each recorded decision. A cycle may have been published in part (its leader died, or was
+overtaken, or decided too much at once); what was published must be what was decided, in that order.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
@@ -30,12 +30,11 @@ from contracts.events.run import (
 )
 from contracts.scheduling import Policy
 from services.scheduler.core.state.cluster import Cluster
-from services.scheduler.replay.cycles import CycleKey, facts_of, key_of, replay_cycle, stamped, wanted_of
-from services.scheduler.replay.diff import FieldDiff, diff_fields
+from services.scheduler.replay.cycles import CycleKey, cycle_key_of, demand_facts, facts_of, key_of, replay_cycle
 from services.scheduler.replay.log import Entry, fold_entry
-from services.scheduler.replay.requests import RequestIndex, is_answer
+from services.scheduler.replay.requests import RequestIndex
 
-#: What only a scheduler that leads says about runs.
+#: Facts about runs that only a leader publishes.
 DECISIONS = (
     RunQueued,
     RunWaiting,
@@ -49,30 +48,41 @@ DECISIONS = (
 DifferenceKind = Literal["content", "not decided", "order", "unknown policy", "from the future", "answer"]
 #: The decisions made instead that a difference names.
 NAMED = 5
+#: What stands for a value that one side does not have.
+ABSENT = "(absent)"
+
+
+@dataclass(frozen=True, slots=True)
+class FieldDiff:
+    """One field in which a recorded fact is not what was decided. ``field`` is dotted."""
+
+    field: str
+    recorded: Any
+    replayed: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A recorded decision that is not what is decided now."""
+    """A recorded decision that is not what the replay decides."""
 
     kind: DifferenceKind
     sequence: int
     time: datetime
     subject: str
     text: str
-    #: From what it says that it was decided.
+    #: The inputs of the decision, as the fact names them.
     made_from: CycleKey | None = None
     fields: tuple[FieldDiff, ...] = ()
 
 
 @dataclass(slots=True)
 class Index:
-    """What the first reading of the log takes down."""
+    """What the first reading of the log finds."""
 
-    #: Sequence -> the passes made from it -> how many of their decisions are recorded.
-    passes: dict[int, Counter[CycleKey]] = field(default_factory=dict)
+    #: Sequence -> the cycles made from it -> how many of their decisions are recorded.
+    cycles: defaultdict[int, Counter[CycleKey]] = field(default_factory=lambda: defaultdict(Counter))
     #: Sequence -> the runs whose answers were made from it.
-    answers: dict[int, list[str]] = field(default_factory=dict)
+    answers: defaultdict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
     policies: dict[str, Policy] = field(default_factory=dict)
     #: Digests of policies that this code reads as something else: what it does not know is left out.
     foreign: list[str] = field(default_factory=list)
@@ -80,27 +90,19 @@ class Index:
     last_sequence: int = 0
 
     def add(self, entry: Entry) -> None:
-        """Take down one entry."""
+        """Add one entry."""
         self.facts += 1
         self.last_sequence = entry.sequence
-        fact = entry.fact
+        fact, key = entry.fact, key_of(entry.fact)
         if isinstance(fact, PolicyAdopted):
-            self._adopt(fact)
+            self.policies[fact.digest] = fact.policy
+            if fact.policy.digest != fact.digest and fact.digest not in self.foreign:
+                self.foreign.append(fact.digest)
         elif isinstance(fact, RunAccepted | RunRejected):
-            self.answers.setdefault(answered_from(entry), []).append(fact.run_id)
-        elif (key := key_of(fact)) is not None:
-            self.passes.setdefault(key.at_sequence, Counter())[key] += 1
-
-    def _adopt(self, fact: PolicyAdopted) -> None:
-        self.policies[fact.digest] = fact.policy
-        if fact.policy.digest != fact.digest and fact.digest not in self.foreign:
-            self.foreign.append(fact.digest)
-
-
-def answered_from(entry: Entry) -> int:
-    """The sequence that an answer was made from: what it says, else everything before it."""
-    key = key_of(entry.fact)
-    return key.at_sequence if key is not None else entry.sequence - 1
+            # An answer without a decision record was made from everything before it.
+            self.answers[key.at_sequence if key is not None else entry.sequence - 1].append(fact.run_id)
+        elif key is not None:
+            self.cycles[key.at_sequence][key] += 1
 
 
 @dataclass(slots=True)
@@ -108,13 +110,13 @@ class Counts:
     """What was compared."""
 
     facts: int = 0
-    passes: int = 0
+    cycles: int = 0
     decisions: int = 0
     same: int = 0
     answers: int = 0
-    #: Decided in a pass again and not recorded: overtaken, or left for the next pass.
+    #: Decided in a replayed cycle and not recorded: overtaken, or left for the next cycle.
     unpublished: int = 0
-    #: Decisions that do not say from what they were made.
+    #: Decisions without a decision record.
     unchecked: int = 0
     #: Answers whose requests are not there: a file has none.
     unasked: int = 0
@@ -123,35 +125,37 @@ class Counts:
 
 @dataclass(slots=True)
 class _ReplayedCycle:
-    """A pass made again, until all of its recorded decisions have been seen."""
+    """A repeated cycle, until all of its recorded decisions have been compared."""
 
     facts: list[Fact]
     left: int
-    by_id: dict[str, int]
-    #: Run -> place of its last decision that was seen.
+    places: dict[str, int] = field(init=False)
+    #: Run -> the place of its last decision that was compared.
     reached: dict[str, int] = field(default_factory=dict)
     taken: set[int] = field(default_factory=set)
 
-    @classmethod
-    def of(cls, facts: list[Fact], left: int) -> _ReplayedCycle:
-        return cls(facts, left, {fact.event_id: place for place, fact in enumerate(facts)})
+    def __post_init__(self) -> None:
+        self.places = {fact.event_id: place for place, fact in enumerate(self.facts)}
 
     @property
     def unpublished(self) -> int:
         """Decisions that were not recorded. Reasons to wait do not count: a cycle publishes only some of them."""
-        places = (place for place, fact in enumerate(self.facts) if not isinstance(fact, RunWaiting))
-        return sum(place not in self.taken for place in places)
+        return sum(
+            place not in self.taken and not isinstance(fact, RunWaiting) for place, fact in enumerate(self.facts)
+        )
 
     def find(self, fact: Fact) -> int | None:
-        """The place of the decision that a recorded one should be: the same fact, else its like about the same run."""
-        if (place := self.by_id.get(fact.event_id)) is not None:
+        """Return the place of the decision that a recorded one should be.
+
+        It is the same fact, or else a fact of the same type about the same run.
+        """
+        if (place := self.places.get(fact.event_id)) is not None:
             return place
-        alike = (
-            place
-            for place, replayed in enumerate(self.facts)
-            if type(replayed) is type(fact) and replayed.aggregate_id == fact.aggregate_id and place not in self.taken
-        )
-        return next(alike, None)
+        for place, replayed in enumerate(self.facts):
+            is_alike = type(replayed) is type(fact) and replayed.aggregate_id == fact.aggregate_id
+            if is_alike and place not in self.taken:
+                return place
+        return None
 
 
 class ReplayVerifier:
@@ -161,137 +165,134 @@ class ReplayVerifier:
         self.cluster = Cluster()
         self.counts = Counts()
         self._index, self._requests = index, requests
-        self._due = sorted({*index.passes, *(index.answers if requests is not None else ())})
-        heapq.heapify(self._due)
-        self._open: dict[CycleKey, _ReplayedCycle | None] = {}
+        self._due = deque(sorted({*index.cycles, *(index.answers if requests is not None else ())}))
+        self._open: dict[CycleKey, _ReplayedCycle] = {}
         self._answers: dict[str, list[RunAccepted | RunRejected]] = {}
 
     def feed(self, entry: Entry) -> list[Difference]:
-        """Hold an entry against what is decided again, then fold it."""
+        """Compare an entry with what the replay decides, then fold it."""
         while self._due and self._due[0] < entry.sequence:
-            self._decide(heapq.heappop(self._due))
+            self._decide(self._due.popleft())
         self.counts.facts += 1
         found: list[Difference] = []
-        if is_answer(entry.fact):
-            found = self._compare_answer(entry)
-        elif (key := key_of(entry.fact)) is not None:
-            found = self._compare(entry, key)
+        if isinstance(entry.fact, RunAccepted | RunRejected):
+            found = self._compare_answer(entry, entry.fact)
+        elif entry.fact is not None and (key := cycle_key_of(entry.fact)) is not None:
+            found = self._compare(entry, entry.fact, key)
         elif isinstance(entry.fact, DECISIONS):
             self.counts.unchecked += 1
         fold_entry(self.cluster, entry)
         return found
 
-    # -- passes -------------------------------------------------------------
-
     def _decide(self, sequence: int) -> None:
-        """Make the passes again that were made from the cluster as it is now."""
-        for run_id in self._index.answers.get(sequence, ()):
-            if self._requests is not None:
+        """Repeat the cycles and the answers that were made from the cluster as it is now."""
+        if self._requests is not None:
+            for run_id in self._index.answers.get(sequence, ()):
                 self._answers[run_id] = self._requests.answers(self.cluster, run_id)
-        for key, recorded in self._index.passes.get(sequence, {}).items():
-            policy = self._index.policies.get(key.policy)
-            if policy is None:
-                self._open[key] = None
+        for key, recorded in self._index.cycles.get(sequence, {}).items():
+            if (policy := self._index.policies.get(key.policy)) is None:
                 continue
-            facts = (
-                wanted_of(self.cluster, key, policy)
-                if key.about_nodes
-                else facts_of(replay_cycle(self.cluster, key, policy), self.cluster, key)
-            )
-            self._open[key] = _ReplayedCycle.of(facts, recorded)
-            self.counts.passes += 1
+            if key.about_nodes:
+                facts = demand_facts(self.cluster, key, policy)
+            else:
+                facts = facts_of(replay_cycle(self.cluster, key, policy), self.cluster, key)
+            self._open[key] = _ReplayedCycle(facts, recorded)
+            self.counts.cycles += 1
 
-    def _compare(self, entry: Entry, key: CycleKey) -> list[Difference]:
-        fact = entry.fact
-        assert fact is not None
+    def _compare(self, entry: Entry, fact: Fact, key: CycleKey) -> list[Difference]:
         self.counts.decisions += 1
         self.counts.by_fact[fact.fact] += 1
         if key.at_sequence >= entry.sequence:
             text = f"says that it was decided from sequence {key.at_sequence}, which comes after it"
-            return [_difference("from the future", entry, text, key)]
-        made = self._open.get(key)
-        if made is None:
+            return [_difference("from the future", entry, text)]
+        cycle = self._open.get(key)
+        if cycle is None:
             text = f"was decided by the policy {key.policy or '(none)'}, which no adopted fact of the log holds"
-            return [_difference("unknown policy", entry, text, key)]
-        found = _held_against(made, entry, key)
+            return [_difference("unknown policy", entry, text)]
+        found = _differences(cycle, entry, fact)
         self.counts.same += not found
-        made.left -= 1
-        if made.left == 0:
-            self.counts.unpublished += made.unpublished
+        cycle.left -= 1
+        if cycle.left == 0:
+            self.counts.unpublished += cycle.unpublished
             del self._open[key]
         return found
 
-    # -- answers ------------------------------------------------------------
-
-    def _compare_answer(self, entry: Entry) -> list[Difference]:
-        fact = entry.fact
-        assert isinstance(fact, RunAccepted | RunRejected)
-        replayed = self._answers.pop(fact.run_id, [])
-        if not replayed:
+    def _compare_answer(self, entry: Entry, fact: RunAccepted | RunRejected) -> list[Difference]:
+        answers = self._answers.pop(fact.run_id, [])
+        if not answers:
             self.counts.unasked += 1
             return []
         self.counts.answers += 1
-        said = getattr(fact, "decision", None)
-        tries = [_unlike(fact, stamped(answer, said)) for answer in replayed]
-        if any(not fields for fields in tries):
-            return []
-        closest = min(tries, key=len)
-        return [_difference("answer", entry, "the request is answered otherwise", key_of(fact), closest)]
+        # A repeated answer has no decision record of its own.
+        replayed = [answer.model_copy(update={"decision": fact.decision}) for answer in answers]
+        closest = min((diff_fields(fact, answer) for answer in replayed), key=len)
+        return [_difference("answer", entry, "the request is answered otherwise", closest)] if closest else []
 
 
-def _held_against(made: _ReplayedCycle, entry: Entry, key: CycleKey) -> list[Difference]:
-    """How a recorded decision differs from the pass made again."""
-    fact = entry.fact
-    assert fact is not None
-    place = made.find(fact)
+def _differences(cycle: _ReplayedCycle, entry: Entry, fact: Fact) -> list[Difference]:
+    """Return how a recorded decision differs from the repeated cycle."""
+    place = cycle.find(fact)
     if place is None:
-        return [_difference("not decided", entry, f"is not decided again; {_instead(made, fact)}", key)]
-    again = place in made.taken
-    made.taken.add(place)
+        return [_difference("not decided", entry, f"is not decided again; {_describe_decisions(cycle, fact)}")]
+    is_repeated = place in cycle.taken
+    cycle.taken.add(place)
     found: list[Difference] = []
-    if fields := diff_fields(fact, made.facts[place]):
-        found.append(_difference("content", entry, "is decided otherwise", key, fields))
+    if fields := diff_fields(fact, cycle.facts[place]):
+        found.append(_difference("content", entry, "is decided otherwise", fields))
     run_id = fact.aggregate_id
-    # What stands in the log twice changes nothing the second time.
-    if not again and place < made.reached.get(run_id, -1):
-        before = made.facts[made.reached[run_id]].subject
-        found.append(_difference("order", entry, f"comes after {before}, and is decided before it", key))
-    made.reached[run_id] = max(place, made.reached.get(run_id, -1))
+    # A fact that is in the log twice changes nothing the second time.
+    if not is_repeated and place < cycle.reached.get(run_id, -1):
+        before = cycle.facts[cycle.reached[run_id]].subject
+        found.append(_difference("order", entry, f"comes after {before}, and is decided before it"))
+    cycle.reached[run_id] = max(place, cycle.reached.get(run_id, -1))
     return found
 
 
-def _unlike(fact: Fact, replayed: Fact) -> list[FieldDiff]:
-    if type(fact) is not type(replayed):
-        return [FieldDiff("", fact.fact, replayed.fact)]
-    return diff_fields(fact, replayed)
-
-
-def _instead(made: _ReplayedCycle, fact: Fact) -> str:
-    """What is decided about the same run instead; else about any."""
-    own = [replayed.event_id for replayed in made.facts if replayed.aggregate_id == fact.aggregate_id]
+def _describe_decisions(cycle: _ReplayedCycle, fact: Fact) -> str:
+    """Return what is decided about the same run instead; else about any."""
+    own = [replayed.event_id for replayed in cycle.facts if replayed.aggregate_id == fact.aggregate_id]
     if own:
         return f"instead: {', '.join(own)}"
-    if not made.facts:
+    if not cycle.facts:
         return "nothing is"
-    more = f" and {len(made.facts) - NAMED} more" if len(made.facts) > NAMED else ""
-    return f"nothing about it is, but {', '.join(replayed.event_id for replayed in made.facts[:NAMED])}{more}"
+    more = f" and {len(cycle.facts) - NAMED} more" if len(cycle.facts) > NAMED else ""
+    return f"nothing about it is, but {', '.join(replayed.event_id for replayed in cycle.facts[:NAMED])}{more}"
 
 
-def _difference(
-    kind: DifferenceKind,
-    entry: Entry,
-    text: str,
-    key: CycleKey | None,
-    fields: list[FieldDiff] | tuple[FieldDiff, ...] = (),
-) -> Difference:
-    return Difference(kind, entry.sequence, entry.time, entry.subject, text, key, tuple(fields))
+def _difference(kind: DifferenceKind, entry: Entry, text: str, fields: Iterable[FieldDiff] = ()) -> Difference:
+    return Difference(kind, entry.sequence, entry.time, entry.subject, text, key_of(entry.fact), tuple(fields))
 
 
-def verify_log(entries: Any, requests: RequestIndex | None = None) -> tuple[Counts, list[Difference]]:
-    """Both readings of a log that is at hand: what was compared, and what differs. ``entries`` is read twice."""
+def verify_log(entries: Sequence[Entry], requests: RequestIndex | None = None) -> tuple[Counts, list[Difference]]:
+    """Read a log twice; return what was compared, and the differences."""
     index = Index()
     for entry in entries:
         index.add(entry)
-    remaker = ReplayVerifier(index, requests)
-    found = [difference for entry in entries for difference in remaker.feed(entry)]
-    return remaker.counts, found
+    verifier = ReplayVerifier(index, requests)
+    found = [difference for entry in entries for difference in verifier.feed(entry)]
+    return verifier.counts, found
+
+
+def diff_fields(recorded: Fact, replayed: Fact) -> list[FieldDiff]:
+    """Return the fields in which two facts differ as JSON, which has no tuples and one NaN; none if they are equal."""
+    if type(recorded) is not type(replayed):
+        return [FieldDiff("", recorded.fact, replayed.fact)]
+    if recorded == replayed:
+        return []
+    return list(_diff_values("", recorded.model_dump(mode="json"), replayed.model_dump(mode="json")))
+
+
+def _diff_values(field: str, one: Any, other: Any) -> Iterator[FieldDiff]:
+    if isinstance(one, dict) and isinstance(other, dict):
+        for name in one | other:
+            inner = f"{field}.{name}" if field else str(name)
+            yield from _diff_values(inner, one.get(name, ABSENT), other.get(name, ABSENT))
+    elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        for place, (left, right) in enumerate(zip(one, other, strict=True)):
+            yield from _diff_values(f"{field}.{place}", left, right)
+    elif one != other or (type(one) is not type(other) and not (_is_number(one) and _is_number(other))):
+        yield FieldDiff(field, one, other)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass
+from typing import Self
 
 from contracts.base import Fact
 from contracts.events.checkpoint import CheckpointCommitted
 from contracts.events.node import NodeLeft, NodeLost
 from contracts.events.run import CheckpointRef, RunExited, RunPlaced, RunPreempting, RunReleased, RunStarted
+from services.scheduler.simulate.traces import Trace
 
 #: How often a job makes a checkpoint by itself, in seconds of work.
 CHECKPOINT_EVERY_S = 600.0
@@ -45,6 +47,11 @@ class Agents:
         self._ends: list[tuple[float, int, str, int]] = []
         self._count = 0
 
+    @classmethod
+    def of(cls, trace: Trace, resume_cost_s: float) -> Self:
+        """Return the agents of a trace's jobs."""
+        return cls({job.run_id: job.duration_s for job in trace.jobs}, resume_cost_s)
+
     def handle_fact(self, fact: Fact, now_s: float) -> list[Fact]:
         """Act on the scheduler's fact; return the facts that the agents publish in reply."""
         if isinstance(fact, RunPlaced):
@@ -54,30 +61,30 @@ class Agents:
         return []
 
     def handle_node_event(self, fact: Fact, now_s: float) -> None:
-        """Something has happened to a node."""
+        """Stop the jobs of a node that is gone."""
         if isinstance(fact, NodeLost | NodeLeft):
             for work in self.work.values():
                 if fact.node_id in work.nodes:
                     _broken(work, fact.node_id, now_s)
 
     def next_s(self) -> float:
-        """When the next job is done; infinite if none is going on."""
+        """Return when the next job is done; infinite if none runs."""
         while self._ends and not self._current(*self._ends[0][2:]):
             heapq.heappop(self._ends)
         return self._ends[0][0] if self._ends else math.inf
 
     def finish_due(self, now_s: float) -> list[Fact]:
-        """What the jobs say that are done by now."""
-        said: list[Fact] = []
+        """Return the facts of the jobs that are done by now."""
+        facts: list[Fact] = []
         while self.next_s() <= now_s:
             _, _, run_id, generation = heapq.heappop(self._ends)
             work = self.work[run_id]
             work.done_s, work.left_s = work.done_s + work.left_s, 0.0
             work.from_s = math.inf
-            said.append(_committed(run_id, generation, work.done_s, final=True))
-            said += [_of_node(_EXITED, run_id, generation, node_id) for node_id in work.nodes]
+            facts.append(_committed(run_id, generation, work.done_s, final=True))
+            facts += [_of_node(_EXITED, run_id, generation, node_id) for node_id in work.nodes]
             work.nodes = ()
-        return said
+        return facts
 
     def _placed(self, fact: RunPlaced, now_s: float) -> list[Fact]:
         work = self.work[fact.run_id]
@@ -97,9 +104,9 @@ class Agents:
             return []
         progress_s = max(now_s - work.from_s, 0.0) * work.speed
         work.done_s, work.left_s, work.from_s = work.done_s + progress_s, work.left_s - progress_s, math.inf
-        said: list[Fact] = [_committed(fact.run_id, fact.generation, work.done_s)] if progress_s > 0 else []
+        facts: list[Fact] = [_committed(fact.run_id, fact.generation, work.done_s)] if progress_s > 0 else []
         nodes, work.nodes = work.nodes, ()
-        return said + [_of_node(_RELEASED, fact.run_id, fact.generation, node_id) for node_id in nodes]
+        return facts + [_of_node(_RELEASED, fact.run_id, fact.generation, node_id) for node_id in nodes]
 
     def _current(self, run_id: str, generation: int) -> bool:
         work = self.work[run_id]
@@ -133,5 +140,5 @@ def _committed(run_id: str, generation: int, done_s: float, *, final: bool = Fal
     step = math.ceil(done_s)
     uri = f"s3://models/{run_id}/{generation}-{step}.json"
     ref = _REF.model_copy(update={"uri": uri, "step": step, "samples_consumed": step})
-    said = {"run_id": run_id, "generation": generation, "checkpoint": ref}
-    return _COMMITTED.model_copy(update=said | {"final": True} if final else said)
+    facts = {"run_id": run_id, "generation": generation, "checkpoint": ref}
+    return _COMMITTED.model_copy(update=facts | {"final": True} if final else facts)

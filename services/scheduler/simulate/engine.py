@@ -1,8 +1,8 @@
 """A trace through the scheduler, on a virtual clock.
 
-``play`` is the world: submissions, agents, and the clock. Who decides is on the other end of it: here the
-very ``fold`` and ``decide`` that run live (``simulate``), in ``over_bus.py`` the whole service. Everything
-of one instant is folded before anything is decided, and the clock stands still until nothing is left to decide.
+``play_trace`` is the world: submissions, agents, and the clock. The scheduler is on the other end: here the live
+``fold`` and ``decide`` (``simulate``), in ``over_bus.py`` the whole service. Everything of one instant is folded before
+anything is decided, and the clock stands still until nothing is left to decide.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -23,11 +24,11 @@ from services.scheduler.core.decisions import MAX_FACTS_PER_CYCLE, decision_reco
 from services.scheduler.core.fold import apply
 from services.scheduler.core.state.cluster import Cluster
 from services.scheduler.simulate.agents import Agents
-from services.scheduler.simulate.traces import START, Job, Trace, accepted, at
+from services.scheduler.simulate.traces import START, Trace, accepted, at
 
-#: Passes at one instant after which the scheduler is taken not to come to rest.
+#: Cycles at one instant after which the simulation fails: the scheduler does not come to rest.
 MAX_CYCLES_PER_INSTANT = 100_000
-#: How often the clock alone may wake an idle scheduler that then decides nothing, before it is left alone.
+#: How often the clock alone may wake an idle scheduler that then decides nothing, before the simulation ends.
 MAX_IDLE_WAKES = 100
 
 
@@ -37,7 +38,7 @@ class NeverAtRest(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class WorldEvents:
-    """What happens at an instant, before the scheduler's next pass."""
+    """What happens at an instant, before the scheduler's next cycle."""
 
     now_s: float
     facts: Sequence[Fact]
@@ -51,76 +52,70 @@ class CycleOutcome:
     wake_s: float | None = None
 
 
-#: Hears every fact with its sequence and virtual time, in the order of the log.
+#: Is called with every fact, its sequence and its virtual time, in the order of the log.
 Listener = Callable[[Fact, int, float], None]
+#: Is called with the number of jobs submitted so far.
+Progress = Callable[[int], None]
 Player = Generator[WorldEvents, CycleOutcome, None]
 
 
-def play_trace(trace: Trace, agents: Agents, progress: Callable[[int], None] = lambda submitted: None) -> Player:
-    """Yield what happens, turn by turn; is sent what the scheduler says to it."""
+def ignore_progress(submitted: int) -> None:
+    """Show no progress."""
+
+
+def play_trace(trace: Trace, agents: Agents, progress: Progress = ignore_progress) -> Player:
+    """Yield what happens, turn by turn; receive what the scheduler decides on it."""
     jobs = deque(trace.jobs)
     events = deque(sorted(trace.events, key=lambda event: event[0]))
     now_s = min(jobs[0].submit_s, 0.0) if jobs else 0.0
     facts: list[Fact] = list(trace.nodes)
     waiting: dict[str, None] = {}
-    passes = idle_wakes = 0
+    cycles = idle_wakes = 0
     while True:
-        said = yield WorldEvents(now_s, facts)
-        passes += 1
-        facts = [reply for fact in said.facts for reply in agents.handle_fact(fact, now_s)]
+        outcome = yield WorldEvents(now_s, facts)
+        cycles += 1
+        facts = [reply for fact in outcome.facts for reply in agents.handle_fact(fact, now_s)]
         facts += agents.finish_due(now_s)
-        if trace.packing:
-            _forget_placed(waiting, said.facts)
-        if said.facts or facts:
+        for fact in outcome.facts:
+            if isinstance(fact, RunPlaced):
+                waiting.pop(fact.run_id, None)
+        if outcome.facts or facts:
             idle_wakes = 0
-            if passes > MAX_CYCLES_PER_INSTANT:
-                raise NeverAtRest(f"{MAX_CYCLES_PER_INSTANT} passes at {now_s:g} s; the last said {said.facts[:5]}")
+            if cycles > MAX_CYCLES_PER_INSTANT:
+                raise NeverAtRest(
+                    f"{MAX_CYCLES_PER_INSTANT} cycles at {now_s:g} s; the last published {outcome.facts[:5]}"
+                )
             continue
         if waiting:
-            facts, waiting = [_gives_up(run_id) for run_id in waiting], {}
+            # Nothing ever ends in a test of packing: a run that is not placed as it comes never will be.
+            facts = [RunCancelling(run_id=run_id, reason="found no place as it came") for run_id in waiting]
+            waiting = {}
             continue
         next_s = min(jobs[0].submit_s if jobs else math.inf, events[0][0] if events else math.inf, agents.next_s())
-        if said.wake_s is not None and now_s < said.wake_s < next_s:
+        if outcome.wake_s is not None and now_s < outcome.wake_s < next_s:
             idle_wakes += next_s == math.inf
-            next_s = said.wake_s if idle_wakes <= MAX_IDLE_WAKES else next_s
+            next_s = outcome.wake_s if idle_wakes <= MAX_IDLE_WAKES else next_s
         if next_s == math.inf:
             return
-        now_s, passes = next_s, 0
+        now_s, cycles = next_s, 0
         facts = agents.finish_due(now_s)
         while events and events[0][0] <= now_s:
             facts.append(events.popleft()[1])
             agents.handle_node_event(facts[-1], now_s)
-        came = _submitted(jobs, now_s)
-        facts += [accepted(job) for job in came]
-        if trace.packing:
-            waiting = {job.run_id: None for job in came}
+        while jobs and jobs[0].submit_s <= now_s:
+            job = jobs.popleft()
+            facts.append(accepted(job))
+            if trace.packing:
+                waiting[job.run_id] = None
         progress(len(trace.jobs) - len(jobs))
-
-
-def _submitted(jobs: deque[Job], now_s: float) -> list[Job]:
-    came = []
-    while jobs and jobs[0].submit_s <= now_s:
-        came.append(jobs.popleft())
-    return came
-
-
-def _forget_placed(waiting: dict[str, None], facts: Sequence[Fact]) -> None:
-    for fact in facts:
-        if isinstance(fact, RunPlaced):
-            waiting.pop(fact.run_id, None)
-
-
-def _gives_up(run_id: str) -> RunCancelling:
-    """Nothing ever ends in a test of packing: what finds no place as it comes never will."""
-    return RunCancelling(run_id=run_id, reason="found no place as it came")
 
 
 @dataclass(slots=True)
 class Effort:
-    """What deciding has taken."""
+    """What the decisions took."""
 
-    #: Seconds of each pass.
-    pass_s: list[float] = field(default_factory=list)
+    #: Seconds of each cycle.
+    cycle_s: list[float] = field(default_factory=list)
     decisions: int = 0
     wall_s: float = 0.0
 
@@ -131,20 +126,18 @@ def simulate(
     *,
     resume_cost_s: float = 60.0,
     listeners: Sequence[Listener] = (),
-    progress: Callable[[int], None] = lambda submitted: None,
+    progress: Progress = ignore_progress,
 ) -> Effort:
-    """Play the trace with ``fold`` and ``decide`` as they run live. The listeners hear all that happens."""
+    """Play the trace with ``fold`` and ``decide`` as they run live."""
     started = time.perf_counter()
     core = Core(policy, listeners)
-    agents = Agents({job.run_id: job.duration_s for job in trace.jobs}, resume_cost_s)
-    player = play_trace(trace, agents, progress)
-    try:
+    player = play_trace(trace, Agents.of(trace, resume_cost_s), progress)
+    with suppress(StopIteration):
         turn = next(player)
         while True:
             turn = player.send(core.turn(turn))
-    except StopIteration:
-        core.effort.wall_s = time.perf_counter() - started
-        return core.effort
+    core.effort.wall_s = time.perf_counter() - started
+    return core.effort
 
 
 def wake_s(wake_at: datetime | None, now_s: float) -> float | None:
@@ -168,16 +161,15 @@ class Core:
         for fact in turn.facts:
             self._fold_fact(fact, turn.now_s, now)
         started = time.perf_counter()
-        planned = run_steps(self.cluster, now, self.policy, START)
-        self.effort.pass_s.append(time.perf_counter() - started)
-        # All facts of a pass are made from what was known as it began.
-        made = decision_record(self.cluster, now, self.policy, START)
-        decisions = in_order(planned.decisions)[:MAX_FACTS_PER_CYCLE]
-        said = [fact_of(decision, self.cluster, now, made) for decision in decisions]
-        for fact in said:
+        result = run_steps(self.cluster, now, self.policy, START)
+        self.effort.cycle_s.append(time.perf_counter() - started)
+        record = decision_record(self.cluster, now, self.policy, START)
+        decisions = in_order(result.decisions)[:MAX_FACTS_PER_CYCLE]
+        facts = [fact_of(decision, self.cluster, now, record) for decision in decisions]
+        for fact in facts:
             self._fold_fact(fact, turn.now_s, now)
-        self.effort.decisions += len(said)
-        return CycleOutcome(said, wake_s(planned.wake_at, turn.now_s))
+        self.effort.decisions += len(facts)
+        return CycleOutcome(facts, wake_s(result.wake_at, turn.now_s))
 
     def _fold_fact(self, fact: Fact, now_s: float, now: datetime) -> None:
         self._sequence += 1

@@ -53,7 +53,7 @@ def _table(log: FactLog, index: Index, counts: Counts, found: list[Difference], 
     made.add_column(justify="right")
     rows: list[tuple[str, int]] = [
         ("facts", counts.facts),
-        ("scheduling cycles", counts.passes),
+        ("scheduling cycles", counts.cycles),
         ("decisions", counts.decisions),
         ("  the same", counts.same),
         ("answers to requests", counts.answers),
@@ -99,7 +99,7 @@ def _plain(log: FactLog, index: Index, counts: Counts, found: list[Difference], 
     return {
         "log": log.name,
         "facts": counts.facts,
-        "passes": counts.passes,
+        "passes": counts.cycles,
         "decisions": counts.decisions,
         "same": counts.same,
         "answers": counts.answers,

@@ -33,7 +33,7 @@ from trainbus.task import Task
 from trainbus.trainer.checkpoint import Progress
 from trainbus.trainer.checkpoint_manager import CheckpointManager
 from trainbus.trainer.strategies import make_strategy
-from trainbus.trainer.survivor_store import SurvivorStore
+from trainbus.trainer.survivor_state import SurvivorStore
 from trainbus.trainer.training_state import assemble
 from trainbus.trainer.world import World
 

@@ -30,7 +30,7 @@ from trainbus.trainer.checkpoint import CheckpointError, FailureHistory
 from trainbus.trainer.optimizer_state import StateMismatch
 from trainbus.trainer.start_point import InitialWeights, StartPoint
 from trainbus.trainer.step_data import TrainingData
-from trainbus.trainer.survivor_store import SurvivorStore
+from trainbus.trainer.survivor_state import SurvivorStore
 from trainbus.trainer.trainer import Trainer, TrainerSettings, TrainingDiverged
 from trainbus.trainer.world import World, limit_memory, limit_threads, seed_all
 

@@ -203,7 +203,7 @@ def test_tensors_and_arrays_pass_as_they_are() -> None:
 
 OWNER = """
 import os, sys, time
-from trainbus.data.decode_jobs import DecodeJob
+from trainbus.data.workers import DecodeJob
 from trainbus.data.workers import WorkerPool
 from trainbus.task import Task
 import numpy as np

@@ -9,7 +9,7 @@ from tests.trainbus.exact_gang import Case, gang
 from trainbus.task import TaskError
 from trainbus.trainer.exact.layout import PIECE
 from trainbus.trainer.strategies import make_strategy
-from trainbus.trainer.strategies.loss_scale import GROWTH_INTERVAL, MIN_SCALE, LossScale, LossScaleUnderflow
+from trainbus.trainer.strategies.base import GROWTH_INTERVAL, MIN_SCALE, LossScale, LossScaleUnderflow
 from trainbus.trainer.world import World
 
 CASES = {

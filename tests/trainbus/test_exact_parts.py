@@ -19,10 +19,10 @@ from trainbus.data.loader import BatchLoader, sample_generator
 from trainbus.data.order import LaneOrder
 from trainbus.data.sampler import Sampler
 from trainbus.trainer import environment
-from trainbus.trainer.moving_average import MovingAverage
 from trainbus.trainer.step_data import StepLoader
 from trainbus.trainer.straggler import StragglerDetector
 from trainbus.trainer.trainer import TrainingDiverged
+from trainbus.trainer.training_state import MovingAverage
 from trainbus.trainer.world import limit_threads
 
 

@@ -14,8 +14,7 @@ from tests.trainbus.support import LINEAR_TASK, linear_dataset
 from trainbus.agent_link import Control
 from trainbus.data.loader import Prefetcher, prefetch
 from trainbus.trainer import step_data
-from trainbus.trainer.step_agreement import StepAgreement, StepSummary
-from trainbus.trainer.step_barrier import StepBarrier
+from trainbus.trainer.step_agreement import StepAgreement, StepBarrier, StepSummary
 from trainbus.trainer.step_data import TrainingData
 from trainbus.trainer.trainer import Trainer, TrainerSettings
 from trainbus.trainer.world import World, limit_threads

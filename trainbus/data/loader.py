@@ -13,10 +13,9 @@ import numpy as np
 import torch
 
 from trainbus.data.batch_timings import BatchTimings
-from trainbus.data.decode_jobs import DecodeError, DecodeJob, run_decode_job, sample_generator
 from trainbus.data.reader import SplitReader
 from trainbus.data.sampler import Ids, SampleSlice
-from trainbus.data.workers import WorkerPool
+from trainbus.data.workers import DecodeError, DecodeJob, WorkerPool, run_decode_job, sample_generator
 from trainbus.task import Task, TaskError
 
 __all__ = ["BatchLoader", "MicroBatch", "Prefetcher", "pipeline_results", "prefetch", "sample_generator", "to_device"]

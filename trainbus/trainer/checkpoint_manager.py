@@ -33,7 +33,7 @@ from trainbus.trainer.checkpoint import (
 from trainbus.trainer.checkpoint.files import state_digest, state_json, tensors_file
 from trainbus.trainer.checkpoint.staging import copy_all
 from trainbus.trainer.strategies.base import Strategy
-from trainbus.trainer.survivor_store import SurvivorStore
+from trainbus.trainer.survivor_state import SurvivorStore
 from trainbus.trainer.training_state import State, assemble
 from trainbus.trainer.world import World
 

@@ -21,7 +21,7 @@ class StateMismatch(Exception):
 
 @dataclass(slots=True)
 class OptimizerState:
-    #: ``<parameter>/<key>`` -> tensor on the host, for example ``conv.weight/exp_avg``.
+    #: ``<parameter>/<key>`` -> tensor, for example ``conv.weight/exp_avg``.
     tensors: dict[str, Tensor] = field(default_factory=dict)
     #: What is no tensor, by parameter and key.
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -47,8 +47,8 @@ def plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-def pack(optimizer: Optimizer, model: nn.Module, *, copy: bool = True) -> OptimizerState:
-    """Copy the optimizer's state to the host, or name it where it is (``copy=False``)."""
+def pack(optimizer: Optimizer, model: nn.Module) -> OptimizerState:
+    """Return the optimizer's live state by name, not copied."""
     names = parameter_names(model)
     state = OptimizerState()
     members = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
@@ -57,8 +57,7 @@ def pack(optimizer: Optimizer, model: nn.Module, *, copy: bool = True) -> Optimi
         name = names[id(parameter)]
         for key, value in values.items():
             if isinstance(value, Tensor):
-                kept = value.detach()
-                state.tensors[f"{name}/{key}"] = kept.to("cpu", copy=True).contiguous() if copy else kept
+                state.tensors[f"{name}/{key}"] = value.detach()
             else:
                 state.values.setdefault(name, {})[key] = value
     return state

@@ -14,10 +14,9 @@ from trainbus.data.order import LaneOrder
 from trainbus.trainer import environment
 from trainbus.trainer.checkpoint import Progress, load, load_initial_weights
 from trainbus.trainer.checkpoint.reader import put_model
-from trainbus.trainer.moving_average import MovingAverage
 from trainbus.trainer.strategies.base import Strategy
-from trainbus.trainer.survivor_state import load_newest_state
-from trainbus.trainer.survivor_store import SurvivorStore
+from trainbus.trainer.survivor_state import SurvivorStore, load_newest_state
+from trainbus.trainer.training_state import MovingAverage
 from trainbus.trainer.world import World
 
 #: Under this name in a state's ``about``.

@@ -20,23 +20,20 @@ from trainbus.agent_link import Control, Journal
 from trainbus.data.loader import Prefetcher, to_device
 from trainbus.task import Task
 from trainbus.trainer import environment
-from trainbus.trainer.best_metric import BestMetricTracker, MetricMode
 from trainbus.trainer.checkpoint import FailureHistory
 from trainbus.trainer.checkpoint.schedule import is_due
 from trainbus.trainer.checkpoint_manager import CheckpointManager
-from trainbus.trainer.exact.determinism import enable_determinism
+from trainbus.trainer.environment import enable_determinism
 from trainbus.trainer.observers import CompletedStep, MetricsReporter, SampleRecorder, StepObserver
 from trainbus.trainer.start_point import UNREPORTED, StartPoint
 from trainbus.trainer.starvation import StarvationDetector
-from trainbus.trainer.step_agreement import StepAgreement, StepSummary
-from trainbus.trainer.step_barrier import MIN_PREFETCHED_STEPS, StepBarrier
+from trainbus.trainer.step_agreement import MIN_PREFETCHED_STEPS, StepAgreement, StepBarrier, StepSummary
 from trainbus.trainer.step_data import LeafData, StepData, TrainingData
 from trainbus.trainer.straggler import StragglerObserver
 from trainbus.trainer.strategies import make_strategy
-from trainbus.trainer.strategies.base import StepResult
-from trainbus.trainer.strategies.loss_scale import LossScaleUnderflow
-from trainbus.trainer.survivor_store import SurvivorStore
-from trainbus.trainer.validation import measure_split
+from trainbus.trainer.strategies.base import LossScaleUnderflow, StepResult
+from trainbus.trainer.survivor_state import SurvivorStore
+from trainbus.trainer.validation import BestMetricTracker, MetricMode, measure_split
 from trainbus.trainer.world import World, seed_all
 
 

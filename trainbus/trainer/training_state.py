@@ -6,12 +6,14 @@ gives every rank about as many bytes to save, and brings each tensor to the rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from trainbus.trainer.optimizer_state import OptimizerState
@@ -115,3 +117,39 @@ def divide_by_bytes(sizes_bytes: Mapping[str, int], parts: int) -> list[list[str
         owned[least].append(name)
         load[least] += sizes_bytes[name]
     return owned
+
+
+class MovingAverage:
+    """Follows the weights at ``1 - decay`` of the distance a step; starts as a copy of them.
+
+    Works on any part of the weights, and every partition gives the same bits: each product and
+    sum is rounded on its own, where a fused kernel may round differently at the ragged end of a shard.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], decay: float) -> None:
+        self._decay = decay
+        self._parameters = [tensor.detach() for tensor in parameters.values()]
+        self.tensors = {name: tensor.detach().clone() for name, tensor in parameters.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Update the averages after a step."""
+        averages = list(self.tensors.values())
+        torch._foreach_mul_(averages, self._decay)
+        torch._foreach_add_(averages, torch._foreach_mul(self._parameters, 1 - self._decay))
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Swap the averages into the model inside the context, with memory for one more tensor."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for parameter, average in zip(self._parameters, self.tensors.values(), strict=True):
+            kept = parameter.clone()
+            parameter.copy_(average)
+            average.copy_(kept)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from contracts.spec.training import EarlyStopping
 from trainbus.data.loader import BatchLoader, MicroBatch, pipeline_results, prefetch, to_device
 from trainbus.data.reader import SplitReader
 from trainbus.data.sampler import slice_bounds
 from trainbus.data.workers import WorkerPool
 from trainbus.task import Task, TaskError
+from trainbus.trainer.checkpoint import Progress
 from trainbus.trainer.step_agreement import sum_in_order
 from trainbus.trainer.strategies.base import AUTOCAST
 from trainbus.trainer.world import World, seed_all
@@ -23,6 +26,8 @@ from trainbus.trainer.world import World, seed_all
 MEASURE_BATCH = 256
 #: A split is cut into about CHUNKS chunks of at least MIN_CHUNK samples, so that many ranks have work.
 CHUNKS, MIN_CHUNK = 32, 16
+
+MetricMode = Literal["min", "max"]
 
 
 def chunk_size(samples: int, largest: int = MEASURE_BATCH) -> int:
@@ -116,3 +121,37 @@ def _sum(task: Task, name: str, value: Tensor, samples: int) -> Tensor:
         f"{type(task).__name__}.metrics()[{name!r}] has shape {tuple(value.shape)}; "
         f"it must be a scalar (the mean) or one value for each of the {samples} samples"
     )
+
+
+class BestMetricTracker:
+    """Keeps the best values in ``state``: one for checkpoints, one for early stopping, which has its own metric."""
+
+    def __init__(self, state: Progress, metric: str, mode: MetricMode, stopping: EarlyStopping | None) -> None:
+        self._state, self._metric, self._mode, self._stopping = state, metric, mode, stopping
+
+    def update(self, metrics: Mapping[str, float]) -> bool:
+        """Add a validation; return whether it is the best one for checkpoints."""
+        improved = self._improves(metrics, self._metric, self._mode, 0.0, "best")
+        stopping = self._stopping
+        if stopping is not None and stopping.metric in metrics:
+            better = self._improves(metrics, stopping.metric, stopping.mode, stopping.min_delta, "early_stopping")
+            self._state.validations_without_improvement = (
+                0 if better else self._state.validations_without_improvement + 1
+            )
+        return improved
+
+    @property
+    def is_patience_over(self) -> bool:
+        stopping = self._stopping
+        return stopping is not None and self._state.validations_without_improvement >= stopping.patience
+
+    def _improves(self, metrics: Mapping[str, float], metric: str, mode: str, min_delta: float, purpose: str) -> bool:
+        value = metrics.get(metric)
+        if value is None or not math.isfinite(value):
+            return False
+        best = self._state.best.get(purpose)
+        gain = math.inf if best is None else (best - value if mode == "min" else value - best)
+        if gain <= min_delta:
+            return False
+        self._state.best[purpose] = value
+        return True

@@ -77,7 +77,7 @@ class ShardedOptimizer:
             self._pieces[self._tree.names[piece.index]].append((piece, self._owner[piece]))
         self._parameters = {own.piece: own.parameter for own in self._owned}
         self._own_numbers = [self._number[own.piece] for own in self._owned]
-        before = packing.pack(optimizer, model, copy=False)
+        before = packing.pack(optimizer, model)
         by_name: dict[str, list[nn.Parameter]] = {}
         for own in self._owned:
             by_name.setdefault(own.name, []).append(own.parameter)
@@ -122,10 +122,10 @@ class ShardedOptimizer:
                 mine[key] = value
         packing.restore_groups(self._optimizer.param_groups, state.groups)
 
-    def state_entries(self) -> tuple[list[StateEntry], dict[str, dict[str, Any]], list[dict[str, Any]]]:
-        """List the optimizer's tensors, whole; return them, its other values, and its groups. Every rank calls it."""
+    def state_entries(self) -> tuple[list[StateEntry], OptimizerState]:
+        """Return the optimizer's tensors as entries, and the state with everything else. Every rank calls it."""
         entries: list[StateEntry] = []
-        plain: dict[str, dict[str, Any]] = {}
+        state = OptimizerState(groups=packing.pack_groups(self._optimizer.param_groups, self._group_names))
         everywhere = self._tree.world.all_gather_objects(self._describe_state())
         for name, values in sorted((name, values) for described in everywhere for name, values in described.items()):
             for key, value in sorted(values.items()):
@@ -136,9 +136,8 @@ class ShardedOptimizer:
                 elif isinstance(value, Tensor):
                     entries += local_entries("optimizer", {f"{name}/{key}": value})
                 else:
-                    plain.setdefault(name, {})[key] = value
-        groups = packing.pack_groups(self._optimizer.param_groups, self._group_names)
-        return entries, plain, groups
+                    state.values.setdefault(name, {})[key] = value
+        return entries, state
 
     def _fetch(self, name: str, key: str, dtype: torch.dtype, owner: int) -> Callable[[], Tensor | None]:
         """Start to send the pieces of a state tensor to ``owner``."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,8 +22,8 @@ from contracts.spec.training import Training
 from trainbus.task import Task, TaskError
 from trainbus.trainer import optimizer_state as packing
 from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
-from trainbus.trainer.strategies.base import LossModule, StepResult, Strategy, ignore
-from trainbus.trainer.training_state import Kind, State, StateEntries, StateEntry, local_entries
+from trainbus.trainer.strategies.base import StepResult, Strategy
+from trainbus.trainer.training_state import Kind, StateEntry, local_entries
 from trainbus.trainer.world import World
 
 
@@ -53,15 +54,14 @@ def import_deepspeed(device: torch.device) -> Any:
 class DeepSpeedStrategy(Strategy):
     """Optimizer state (stage 1), gradients (2) and weights (3) are sharded over the ranks; weights are fp32."""
 
+    holds_whole_state = False
+
     def __init__(self, task: Task, model: nn.Module, training: Training, world: World) -> None:
         deepspeed = import_deepspeed(world.device)
-        self._world = world
+        super().__init__(task, model, training, world)
         self._stage = training.zero_stage
-        self.leaf_count, self.leaves = world.size, range(world.rank, world.rank + 1)
-        self.model = model.to(world.device)
         self.optimizer = task.optimizer(self.model)
         self._names = packing.parameter_names(self.model)
-        module = LossModule(task, self.model, training.precision, world.device)
         config: dict[str, Any] = {
             # Batches are ours; DeepSpeed only wants three numbers that agree with each other.
             "train_micro_batch_size_per_gpu": 1,
@@ -75,29 +75,25 @@ class DeepSpeedStrategy(Strategy):
             # ZeRO works out the norm only when it clips; a limit that is never reached makes it report it.
             config["gradient_clipping"] = training.clip_norm or 1e30
         self._engine, self._zero, _, _ = deepspeed.initialize(
-            model=module, optimizer=self.optimizer, config=config, dist_init_required=False
+            model=self._loss, optimizer=self.optimizer, config=config, dist_init_required=False
         )
         if self._stage:
             self.optimizer = self._zero.optimizer
 
-    def backward(
-        self,
-        batch: Any | None,
-        weight: float,
-        *,
-        leaf: int,
-        first: bool,
-        last: bool,
-        on_loss: Callable[[Tensor], None] = ignore,
-    ) -> Tensor:
+    @contextmanager
+    def _micro_batch(self, leaf: int, *, first: bool, last: bool) -> Iterator[None]:
         self._engine.set_gradient_accumulation_boundary(last)
-        loss: Tensor = self._engine(batch) * weight
-        on_loss(loss.detach())
-        # DeepSpeed divides the sum over the ranks by their number; our weights already sum to 1.
-        self._engine.backward(loss * self._world.size)
+        yield
         if not last:
             self._engine.step()  # off the boundary it only counts
-        return loss.detach()
+
+    def _forward(self, batch: Any | None) -> Tensor:
+        loss: Tensor = self._engine(batch)
+        return loss
+
+    def _propagate(self, loss: Tensor) -> None:
+        # DeepSpeed divides the sum over the ranks by their number; our weights already sum to 1.
+        self._engine.backward(loss * self._world.size)
 
     def step(self, clip_norm: float | None) -> StepResult:
         norm: Any = None
@@ -109,21 +105,13 @@ class DeepSpeedStrategy(Strategy):
             norm = self._engine.get_global_grad_norm()
         return StepResult(torch.as_tensor(norm, dtype=torch.float64, device=self._world.device).detach())
 
-    def sync_buffers(self) -> None:
-        for buffer in self.model.buffers():
-            dist.broadcast(buffer, src=0)
-
-    @property
-    def holds_whole_state(self) -> bool:
-        return False
-
-    def state_entries(self, ema: Mapping[str, Tensor] | None = None) -> StateEntries:
-        model = [
-            self._gathered_entry("model", name, tensor, partial(self._gather_weight, tensor))
+    def _entries(self, kind: Kind, tensors: Mapping[str, Tensor]) -> list[StateEntry]:
+        if kind != "model":
+            return local_entries(kind, tensors)
+        return [
+            self._gathered_entry(kind, name, tensor, partial(self._gather_weight, tensor))
             for name, tensor in self.model.state_dict(keep_vars=True).items()
         ]
-        optimizer, values, groups = self._optimizer_entries()
-        return StateEntries([*model, *optimizer, *local_entries("ema", ema or {})], values, groups)
 
     def _gathered_entry(self, kind: Kind, name: str, like: Tensor, gather: Callable[[], Tensor]) -> StateEntry:
         """List a tensor that a collective call puts together on all ranks at once."""
@@ -135,11 +123,10 @@ class DeepSpeedStrategy(Strategy):
 
         return StateEntry(kind, name, _bytes(like), fetch)
 
-    def load_state(self, state: State) -> None:
+    def _load_weights(self, weights: dict[str, Tensor]) -> None:
         for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if name in state.model:
-                self._set_weight(tensor, state.model[name])
-        self._load_optimizer(state.optimizer)
+            if name in weights:
+                self._set_weight(tensor, weights[name])
 
     def _gather_weight(self, tensor: Tensor) -> Tensor:
         if self._stage < 3 or not hasattr(tensor, "ds_id"):
@@ -171,17 +158,14 @@ class DeepSpeedStrategy(Strategy):
         part[: own.numel()] = own
         return part
 
-    def _optimizer_entries(self) -> tuple[list[StateEntry], dict[str, dict[str, Any]], list[dict[str, Any]]]:
-        """List the optimizer's tensors; return them, its other values, and its groups."""
+    def _optimizer_entries(self) -> tuple[list[StateEntry], OptimizerState]:
         if not self._stage:
-            state = packing.pack(self.optimizer, self.model, copy=False)
-            return local_entries("optimizer", state.tensors), state.values, state.groups
+            return super()._optimizer_entries()
         entries: list[StateEntry] = []
-        plain: dict[str, dict[str, Any]] = {}
-        groups: list[dict[str, Any]] = []
+        state = OptimizerState()
         for group, flat, parameters in self._parameter_groups():
             members = [self._names[id(parameter)] for parameter in parameters]
-            groups += packing.pack_groups([group], [members])
+            state.groups += packing.pack_groups([group], [members])
             for parameter, name in zip(parameters, members, strict=True):
                 for key, value in self.optimizer.state.get(flat, {}).items():
                     if isinstance(value, Tensor) and value.shape == flat.shape:
@@ -190,8 +174,8 @@ class DeepSpeedStrategy(Strategy):
                     elif isinstance(value, Tensor):
                         entries += local_entries("optimizer", {f"{name}/{key}": value})
                     else:
-                        plain.setdefault(name, {})[key] = value
-        return entries, plain, groups
+                        state.values.setdefault(name, {})[key] = value
+        return entries, state
 
     def _gather_optimizer_tensor(self, parameter: Tensor, key: str, shard: Tensor) -> Tensor:
         """Put an optimizer tensor together from its parts in the ranks' flat shards."""
@@ -210,8 +194,7 @@ class DeepSpeedStrategy(Strategy):
 
     def _load_optimizer(self, state: OptimizerState) -> None:
         if not self._stage:
-            packing.unpack(state, self.optimizer, self.model)
-            return
+            return super()._load_optimizer(state)
         groups = self._parameter_groups()
         packing.check_groups(state, [[self._names[id(p)] for p in parameters] for _, _, parameters in groups])
         by_name: dict[str, dict[str, Tensor]] = {}
@@ -231,7 +214,7 @@ class DeepSpeedStrategy(Strategy):
                     values.setdefault(key, torch.zeros_like(flat))
                     self._set_optimizer_tensor(parameter, key, values[key], tensor)
                 values.update(state.values.get(name, {}))
-        packing.restore_groups(self.optimizer.param_groups, state.groups)
+        return packing.restore_groups(self.optimizer.param_groups, state.groups)
 
     def _set_optimizer_tensor(self, parameter: Tensor, key: str, shard: Tensor, whole: Tensor) -> None:
         """Put this rank's part of a whole tensor into its flat shard."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,16 +11,15 @@ from torch import Tensor, nn
 
 from contracts.spec.training import Training
 from trainbus.task import Task, TaskError
-from trainbus.trainer import optimizer_state as packing
+from trainbus.trainer.environment import enable_determinism
 from trainbus.trainer.exact.buffer_sync import BufferSync
-from trainbus.trainer.exact.determinism import enable_determinism
 from trainbus.trainer.exact.gradient_tree import GradientTree
 from trainbus.trainer.exact.layout import Slot, in_memory_order, is_dense
 from trainbus.trainer.exact.norm import clip_factor, piece_norms, total_norm
 from trainbus.trainer.exact.zero1 import ShardedOptimizer
-from trainbus.trainer.strategies.base import LossModule, StepResult, Strategy, ignore
-from trainbus.trainer.strategies.loss_scale import LossScale
-from trainbus.trainer.training_state import State, StateEntries, local_entries
+from trainbus.trainer.optimizer_state import OptimizerState
+from trainbus.trainer.strategies.base import StepResult, Strategy
+from trainbus.trainer.training_state import StateEntry
 from trainbus.trainer.world import World
 
 
@@ -31,9 +31,7 @@ class ExactDDPStrategy(Strategy):
         if world.size > training.logical_ranks:
             raise TaskError(f"{world.size} ranks are more than training.logical_ranks ({training.logical_ranks})")
         enable_determinism()
-        self._world = world
-        self.leaf_count = training.logical_ranks
-        self.model = model.to(world.device)
+        super().__init__(task, model, training, world)
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         for _, parameter in named:
             if not is_dense(parameter):
@@ -43,44 +41,32 @@ class ExactDDPStrategy(Strategy):
         self._tree = GradientTree(
             list(self._named.values()), list(self._named), self.leaf_count, world, sharded=sharded
         )
-        self.leaves = self._tree.plan.leaves
         # By parameter, from the first registered on: the order of the sum must not depend on buckets.
         slots = sorted((s for bucket in self._tree.buckets for s in bucket.slots), key=lambda slot: slot.index)
         self._slots: list[Slot] = slots
         self.optimizer = task.optimizer(self.model)
         self._sharded = ShardedOptimizer(self.optimizer, self.model, self._named, self._tree) if sharded else None
         self._buffers = BufferSync(self.model, self.leaf_count, world, training.buffers)
-        self._scale = LossScale(training.precision == "fp16")
-        self._loss = LossModule(task, self.model, training.precision, world.device)
-        self._leaf_weight = 0.0
 
-    def backward(
-        self,
-        batch: Any | None,
-        weight: float,
-        *,
-        leaf: int,
-        first: bool,
-        last: bool,
-        on_loss: Callable[[Tensor], None] = ignore,
-    ) -> Tensor:
+    @contextmanager
+    def _micro_batch(self, leaf: int, *, first: bool, last: bool) -> Iterator[None]:
         self._tree.begin_micro_batch(leaf, first=first, last=last)
-        self._leaf_weight = weight if first else self._leaf_weight + weight
-        loss: Tensor = torch.zeros((), device=self._world.device) if batch is None else self._loss(batch) * weight
-        on_loss(loss.detach())
-        if batch is not None:
-            (loss * self._scale.scale if self._scale.enabled else loss).backward()  # type: ignore[no-untyped-call]
+        yield
         self._tree.end_micro_batch(leaf, last=last)
         if last:
             self._buffers.leaf_done(leaf, self._leaf_weight)
-        return loss.detach()
+
+    def _forward(self, batch: Any | None) -> Tensor:
+        if batch is None:  # no weight has a part in this loss: the tree adds zeros for them
+            return torch.zeros((), device=self._world.device, requires_grad=True)
+        return super()._forward(batch)
 
     def step(self, clip_norm: float | None) -> StepResult:
         self._tree.finish_step()
         self._buffers.step_done()
         unscale = 1.0 / self._scale.scale
         norm = self._norm()
-        taken = self._scale.accept(float(norm)) if self._scale.enabled else True
+        taken = self._scale.accept(norm)
         norm = norm * unscale
         self._buffers.commit()
         if taken:
@@ -114,7 +100,8 @@ class ExactDDPStrategy(Strategy):
         if factor is not None and gradients:
             torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
 
-    # Buffers are the same after every step: ``sync_buffers`` has nothing to do.
+    def sync_buffers(self) -> None:
+        """Do nothing: buffers are the same on every rank after each step."""
 
     @property
     def holds_whole_state(self) -> bool:
@@ -123,21 +110,12 @@ class ExactDDPStrategy(Strategy):
     def discard_unfinished_step(self) -> None:
         self._buffers.roll_back()
 
-    def state_entries(self, ema: Mapping[str, Tensor] | None = None) -> StateEntries:
-        if self._sharded is not None:
-            optimizer, values, groups = self._sharded.state_entries()
-        else:
-            state = packing.pack(self.optimizer, self.model, copy=False)
-            optimizer, values, groups = local_entries("optimizer", state.tensors), state.values, state.groups
-        weights, averages = local_entries("model", self.model.state_dict()), local_entries("ema", ema or {})
-        return StateEntries([*weights, *optimizer, *averages], values, groups, self._scale.state())
+    def _optimizer_entries(self) -> tuple[list[StateEntry], OptimizerState]:
+        return super()._optimizer_entries() if self._sharded is None else self._sharded.state_entries()
 
-    def load_state(self, state: State) -> None:
-        if state.model:
-            self.model.load_state_dict(state.model)
+    def _load_weights(self, weights: dict[str, Tensor]) -> None:
+        super()._load_weights(weights)
         self._buffers.reload()
-        if self._sharded is not None:
-            self._sharded.load(state.optimizer)
-        else:
-            packing.unpack(state.optimizer, self.optimizer, self.model)
-        self._scale.load(state.scaler)
+
+    def _load_optimizer(self, state: OptimizerState) -> None:
+        super()._load_optimizer(state) if self._sharded is None else self._sharded.load(state)

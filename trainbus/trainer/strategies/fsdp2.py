@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,16 +16,14 @@ from torch.distributed.tensor import DTensor
 
 from contracts.spec.training import Training
 from trainbus.task import Task
-from trainbus.trainer import optimizer_state as packing
 from trainbus.trainer.exact.buffer_sync import BufferSync
 from trainbus.trainer.exact.norm import clip_factor, global_norm
 from trainbus.trainer.exact.reduce_scatter import BackwardState, TreeReduceScatter
 from trainbus.trainer.exact.tree import SumStack, TreePlan
 from trainbus.trainer.exact.zero1 import check_elementwise
 from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
-from trainbus.trainer.strategies.base import LossModule, StepResult, Strategy, ignore
-from trainbus.trainer.strategies.loss_scale import LossScale
-from trainbus.trainer.training_state import Kind, State, StateEntries, StateEntry
+from trainbus.trainer.strategies.base import StepResult, Strategy
+from trainbus.trainer.training_state import Kind, StateEntries, StateEntry
 from trainbus.trainer.world import World
 
 
@@ -36,15 +35,11 @@ class FSDP2Strategy(Strategy):
     """
 
     def __init__(self, task: Task, model: nn.Module, training: Training, world: World) -> None:
-        self._world = world
-        self.model = model.to(world.device)
+        super().__init__(task, model, training, world)
         exact = training.logical_ranks is not None
-        self.leaf_count = training.logical_ranks or world.size
         self._plan = TreePlan(self.leaf_count, world.size, world.rank)
-        self.leaves = self._plan.leaves
         self._backward = BackwardState(self._plan)
         self._buffers = BufferSync(self.model, self.leaf_count, world, training.buffers)
-        self._leaf_weight = 0.0
         #: The sums of a single rank, for which FSDP2 needs no reduce-scatter; then the whole gradient.
         self._stack: SumStack[list[Tensor]] = SumStack(_add_in_place)
         self._gradients: list[Tensor] | None = None
@@ -62,28 +57,14 @@ class FSDP2Strategy(Strategy):
         # What was gathered for a measurement must not outlive it: the weights may be others when training goes on.
         self.model.register_forward_hook(self._after_forward)
         self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self._names = packing.parameter_names(self.model)
-        self._scale = LossScale(training.precision == "fp16")
-        self._module = LossModule(task, self.model, training.precision, world.device)
 
-    def backward(
-        self,
-        batch: Any | None,
-        weight: float,
-        *,
-        leaf: int,
-        first: bool,
-        last: bool,
-        on_loss: Callable[[Tensor], None] = ignore,
-    ) -> Tensor:
+    @contextmanager
+    def _micro_batch(self, leaf: int, *, first: bool, last: bool) -> Iterator[None]:
         self._backward.leaf = self._plan.steps[leaf]
-        self._leaf_weight = weight if first else self._leaf_weight + weight
         self._sharded[0].set_requires_gradient_sync(last)
         if self._keeps_weights:
             self._sharded[0].set_reshard_after_backward(last and leaf == self.leaves[-1])
-        loss: Tensor = self._module(batch) * weight
-        on_loss(loss.detach())
-        (loss * self._scale.scale).backward()  # type: ignore[no-untyped-call]
+        yield
         if last:
             self._buffers.leaf_done(leaf, self._leaf_weight)
             if self._world.size == 1:
@@ -94,7 +75,6 @@ class FSDP2Strategy(Strategy):
             elif leaf != self.leaves[-1]:
                 # What the reduce-scatter hands out before the last leaf is no sum yet.
                 self._clear_gradients()
-        return loss.detach()
 
     def step(self, clip_norm: float | None) -> StepResult:
         self._backward.finish()
@@ -107,8 +87,7 @@ class FSDP2Strategy(Strategy):
         if self._scale.enabled:
             torch._foreach_mul_(gradients, 1.0 / self._scale.scale)
         norm = global_norm(gradients, self._world.device, reduce=self._world.size > 1)
-        taken = not self._scale.enabled or self._scale.accept(float(norm))
-        if taken:
+        if taken := self._scale.accept(norm):
             if (factor := clip_factor(norm, clip_norm)) is not None:
                 torch._foreach_mul_(gradients, factor.to(torch.float32))
             self.optimizer.step()
@@ -130,7 +109,7 @@ class FSDP2Strategy(Strategy):
             module.reshard()
 
     def sync_buffers(self) -> None:
-        """They are the same on every rank after each step."""
+        """Only reshard: buffers are the same on every rank after each step."""
         self._reshard()
 
     # -- state ---------------------------------------------------------------
@@ -150,32 +129,29 @@ class FSDP2Strategy(Strategy):
 
     def state_entries(self, ema: Mapping[str, Tensor] | None = None) -> StateEntries:
         self._reshard()
-        parameters = dict(self.model.named_parameters())
-        optimizer = packing.pack(self.optimizer, self.model, copy=False)
         # The moving average is kept of local shards; its whole is shaped as the parameter.
-        averages = {name: _like(parameters[name], tensor) for name, tensor in (ema or {}).items()}
-        tensors: dict[Kind, Mapping[str, Tensor]] = {
-            "model": self.model.state_dict(),
-            "optimizer": optimizer.tensors,
-            "ema": averages,
-        }
-        entries = [
+        parameters = dict(self.model.named_parameters())
+        return super().state_entries({name: _like(parameters[name], tensor) for name, tensor in (ema or {}).items()})
+
+    def _entries(self, kind: Kind, tensors: Mapping[str, Tensor]) -> list[StateEntry]:
+        return [
             StateEntry(
                 kind, name, tensor.numel() * tensor.element_size(), partial(_gather, tensor.detach(), self._world)
             )
-            for kind, named in tensors.items()
-            for name, tensor in named.items()
+            for name, tensor in tensors.items()
         ]
-        return StateEntries(entries, optimizer.values, optimizer.groups, self._scale.state())
 
-    def load_state(self, state: State) -> None:
+    def _load_weights(self, weights: dict[str, Tensor]) -> None:
         self._reshard()
         present = self.model.state_dict()
-        for name, tensor in state.model.items():
+        for name, tensor in weights.items():
             _local(present[name]).copy_(_rows_of(tensor, present[name]))
+        self._buffers.reload()
+
+    def _load_optimizer(self, state: OptimizerState) -> None:
         parameters = dict(self.model.named_parameters())
         tensors = {}
-        for key, tensor in state.optimizer.tensors.items():
+        for key, tensor in state.tensors.items():
             parameter = parameters[key.rpartition("/")[0]]
             if tensor.ndim == 0 or not isinstance(parameter, DTensor):
                 tensors[key] = tensor
@@ -183,10 +159,7 @@ class FSDP2Strategy(Strategy):
             if tensor.shape != parameter.shape:
                 raise StateMismatch(f"optimizer state {key!r} has shape {tuple(tensor.shape)}")
             tensors[key] = _like(parameter, _rows_of(tensor, parameter).to(parameter.device, copy=True))
-        packed = OptimizerState(tensors, state.optimizer.values, state.optimizer.groups)
-        packing.unpack(packed, self.optimizer, self.model)
-        self._scale.load(state.scaler)
-        self._buffers.reload()
+        super()._load_optimizer(OptimizerState(tensors, state.values, state.groups))
 
 
 def _add_in_place(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Histogram
 
-from services.kit.metrics import initialize_series
+from services.kit.metrics import counter
 
 COMMITTED = Counter("trainbus_checkpoints_committed_total", "Checkpoints that can be restored from now on.")
-REFUSED = initialize_series(
-    Counter(
-        "trainbus_checkpoints_refused_total",
-        "Checkpoints that will never be committed, by cause: parts (the ranks' parts do not fit), files (missing or "
-        "wrong in the store), digests (the ranks disagree about a tensor), manifest (another is there).",
-        ["cause"],
-    ),
-    ("parts", "files", "digests", "manifest"),
+REFUSED = counter(
+    "trainbus_checkpoints_refused_total",
+    "Checkpoints that will never be committed, by cause: parts (the ranks' parts do not fit), files (missing or "
+    "wrong in the store), digests (the ranks disagree about a tensor), manifest (another is there).",
+    cause=("parts", "files", "digests", "manifest"),
 )
-IGNORED = initialize_series(
-    Counter(
-        "trainbus_checkpoints_ignored_total",
-        "Staged parts of no consequence, by cause: zombie (an older generation's), known (settled before).",
-        ["cause"],
-    ),
-    ("zombie", "known"),
+IGNORED = counter(
+    "trainbus_checkpoints_ignored_total",
+    "Staged parts of no consequence, by cause: zombie (an older generation's), known (settled before).",
+    cause=("zombie", "known"),
 )
 COMMIT_SECONDS = Histogram(
     "trainbus_checkpoint_commit_seconds",
@@ -31,29 +25,23 @@ COMMIT_SECONDS = Histogram(
 )
 VERIFIED_BYTES = Counter("trainbus_checkpoint_verified_bytes_total", "Bytes read back from the store and hashed.")
 DELETED = Counter("trainbus_checkpoints_deleted_total", "Checkpoints removed by retention.")
-PINNED = initialize_series(
-    Counter("trainbus_checkpoints_pinned_total", "Requests to pin or unpin that were done.", ["as"]),
-    ("pinned", "unpinned"),
+PINNED = counter(
+    "trainbus_checkpoints_pinned_total", "Requests to pin or unpin that were done.", **{"as": ("pinned", "unpinned")}
 )
-SCRUBS = initialize_series(
-    Counter("trainbus_checkpoint_scrubs_total", "Scrubs, by outcome: done, failed.", ["outcome"]), ("done", "failed")
-)
+SCRUBS = counter("trainbus_checkpoint_scrubs_total", "Scrubs, by outcome: done, failed.", outcome=("done", "failed"))
 SCRUBBED_BYTES = Counter("trainbus_checkpoint_scrubbed_bytes_total", "Bytes read back from the store by scrubs.")
 ROTTEN = Counter("trainbus_checkpoint_rotten_blobs_total", "Blobs (or manifests) that are missing or no longer fit.")
-REPAIRED = initialize_series(
-    Counter(
-        "trainbus_checkpoint_repaired_blobs_total",
-        "Repairs that were looked at: right, wrong (still rotten).",
-        ["as"],
-    ),
-    ("right", "wrong"),
+REPAIRED = counter(
+    "trainbus_checkpoint_repaired_blobs_total",
+    "Repairs that were looked at: right, wrong (still rotten).",
+    **{"as": ("right", "wrong")},
 )
-GC_RUNS = initialize_series(
-    Counter("trainbus_checkpoint_gc_runs_total", "Garbage collections, by outcome: done, failed.", ["outcome"]),
-    ("done", "failed"),
+GC_RUNS = counter(
+    "trainbus_checkpoint_gc_runs_total", "Garbage collections, by outcome: done, failed.", outcome=("done", "failed")
 )
-GC_DELETED = initialize_series(
-    Counter("trainbus_checkpoint_gc_deleted_total", "Objects removed by garbage collection: blob, manifest.", ["kind"]),
-    ("blob", "manifest"),
+GC_DELETED = counter(
+    "trainbus_checkpoint_gc_deleted_total",
+    "Objects removed by garbage collection: blob, manifest.",
+    kind=("blob", "manifest"),
 )
 GC_FREED_BYTES = Counter("trainbus_checkpoint_gc_freed_bytes_total", "Bytes of blobs removed by garbage collection.")

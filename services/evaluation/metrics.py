@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.kit.metrics import initialize_series
+from services.kit.metrics import counter
 
-REQUESTED = initialize_series(
-    Counter(
-        "trainbus_evaluations_requested_total",
-        "Evaluation runs asked for, by what they measure: candidate, champion (on another dataset).",
-        ["target"],
-    ),
-    ("candidate", "champion"),
+REQUESTED = counter(
+    "trainbus_evaluations_requested_total",
+    "Evaluation runs asked for, by what they measure: candidate, champion (on another dataset).",
+    target=("candidate", "champion"),
 )
-DECIDED = initialize_series(
-    Counter(
-        "trainbus_promotions_decided_total",
-        "What became of candidates and operators' requests: promoted, not_promoted, by_request, rolled_back.",
-        ["outcome"],
-    ),
-    ("promoted", "not_promoted", "by_request", "rolled_back"),
+DECIDED = counter(
+    "trainbus_promotions_decided_total",
+    "What became of candidates and operators' requests: promoted, not_promoted, by_request, rolled_back.",
+    outcome=("promoted", "not_promoted", "by_request", "rolled_back"),
 )
 CONFLICTS = Counter(
     "trainbus_promotion_conflicts_total", "Decisions made again because the champion had changed meanwhile."

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 from typing import get_args
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Histogram
 
 from contracts.spec.data import DataSource
-from services.kit.metrics import initialize_series
+from services.kit.metrics import counter, initialize_series
 
 #: ``data.format``.
 FORMATS = get_args(DataSource.model_fields["format"].annotation)
 
-RECORDS = initialize_series(
-    Counter(
-        "trainbus_ingestion_records_total",
-        "Records validated, by the source's format and outcome: accepted, quarantined.",
-        ["format", "outcome"],
-    ),
-    FORMATS,
-    ("accepted", "quarantined"),
+RECORDS = counter(
+    "trainbus_ingestion_records_total",
+    "Records validated, by the source's format and outcome: accepted, quarantined.",
+    format=FORMATS,
+    outcome=("accepted", "quarantined"),
 )
-READ_BYTES = initialize_series(
-    Counter("trainbus_ingestion_read_bytes_total", "Bytes of source objects read.", ["format"]), FORMATS
-)
+READ_BYTES = counter("trainbus_ingestion_read_bytes_total", "Bytes of source objects read.", format=FORMATS)
 JOB_SECONDS = initialize_series(
     Histogram(
         "trainbus_ingestion_job_seconds",

@@ -1,7 +1,7 @@
 """The metrics that every service has. A service's own are in its ``metrics.py``, one list each.
 
 Labels are bounded: event types, consumers and outcomes, never a run, a subject or a node. Series whose labels are known
-in advance start at 0 (``initialize_series``).
+in advance start at 0 (``counter``).
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ def initialize_series(metric: M, *values: Iterable[str]) -> M:
     for combination in product(*values):
         metric.labels(*combination)
     return metric
+
+
+def counter(name: str, documentation: str, **labels: Iterable[str]) -> Counter:
+    """Make a counter whose series, one for each combination of the labels' values, start at 0."""
+    return initialize_series(Counter(name, documentation, list(labels)), *labels.values())
 
 
 #: Seconds; from a millisecond to the minutes a slow handler may take.
@@ -56,6 +61,6 @@ LOOP_LAG_SECONDS = Histogram(
 )
 JOBS_RUNNING = Gauge("trainbus_jobs_running", "Long jobs running here.", ["queue"])
 JOBS_FINISHED = Counter("trainbus_jobs_finished_total", "Long jobs ended here.", ["queue", "outcome"])
-OBJECT_BYTES = initialize_series(
-    Counter("trainbus_object_bytes_total", "Bytes moved to and from the object store.", ["direction"]), ("up", "down")
+OBJECT_BYTES = counter(
+    "trainbus_object_bytes_total", "Bytes moved to and from the object store.", direction=("up", "down")
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, Histogram
 
-from services.kit.metrics import LATENCY_BUCKETS, initialize_series
+from services.kit.metrics import LATENCY_BUCKETS, counter
 
 QUEUE_LENGTH = Gauge("trainbus_scheduler_queue_length", "Runs that wait for slots.")
 RUNS = Gauge("trainbus_scheduler_runs", "Runs by phase, as folded from the log.", ["phase"])
@@ -16,13 +16,10 @@ NODES = Gauge(
     "trainbus_scheduler_nodes", "Nodes by state: alive, draining, notice, unfit, quarantined, lost, left.", ["state"]
 )
 PLACEMENTS = Counter("trainbus_scheduler_placements_total", "Placements published by this instance.")
-PREEMPTIONS = initialize_series(
-    Counter(
-        "trainbus_scheduler_preemptions_total",
-        "Generations that this instance asked to release their slots, by reason: preempted, resized, crashed, ...",
-        ["reason"],
-    ),
-    ("preempted", "resized", "crashed", "node lost"),
+PREEMPTIONS = counter(
+    "trainbus_scheduler_preemptions_total",
+    "Generations that this instance asked to release their slots, by reason: preempted, resized, crashed, ...",
+    reason=("preempted", "resized", "crashed", "node lost"),
 )
 CONFLICTS = Counter("trainbus_scheduler_conflicts_total", "Decisions dropped because a newer fact was there first.")
 DROPPED_FACTS = Counter(

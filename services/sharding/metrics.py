@@ -5,19 +5,14 @@ from __future__ import annotations
 from prometheus_client import Counter, Histogram
 
 from contracts.datasets import SPLITS
-from services.kit.metrics import initialize_series
+from services.kit.metrics import counter, initialize_series
 
-SAMPLES = initialize_series(
-    Counter("trainbus_sharding_samples_total", "Samples written into shards.", ["split"]), SPLITS
-)
-SHARDS = initialize_series(Counter("trainbus_sharding_shards_total", "Shards made.", ["split"]), SPLITS)
-SHARD_BYTES = initialize_series(
-    Counter(
-        "trainbus_sharding_bytes_total",
-        "Bytes of shards and indexes, by outcome: sent, there (the store had them already).",
-        ["outcome"],
-    ),
-    ("sent", "there"),
+SAMPLES = counter("trainbus_sharding_samples_total", "Samples written into shards.", split=SPLITS)
+SHARDS = counter("trainbus_sharding_shards_total", "Shards made.", split=SPLITS)
+SHARD_BYTES = counter(
+    "trainbus_sharding_bytes_total",
+    "Bytes of shards and indexes, by outcome: sent, there (the store had them already).",
+    outcome=("sent", "there"),
 )
 JOB_SECONDS = initialize_series(
     Histogram(
@@ -28,12 +23,12 @@ JOB_SECONDS = initialize_series(
     ),
     ("sharded", "reused", "failed"),
 )
-GC_RUNS = initialize_series(
-    Counter("trainbus_dataset_gc_runs_total", "Garbage collections, by outcome: done, failed.", ["outcome"]),
-    ("done", "failed"),
+GC_RUNS = counter(
+    "trainbus_dataset_gc_runs_total", "Garbage collections, by outcome: done, failed.", outcome=("done", "failed")
 )
-GC_DELETED = initialize_series(
-    Counter("trainbus_dataset_gc_deleted_total", "Objects removed by garbage collection: shard, ingestion.", ["kind"]),
-    ("shard", "ingestion"),
+GC_DELETED = counter(
+    "trainbus_dataset_gc_deleted_total",
+    "Objects removed by garbage collection: shard, ingestion.",
+    kind=("shard", "ingestion"),
 )
 GC_FREED_BYTES = Counter("trainbus_dataset_gc_freed_bytes_total", "Bytes of objects removed by garbage collection.")

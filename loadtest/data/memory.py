@@ -25,7 +25,6 @@ from typing import Any
 from contracts.events.dataset import DatasetIngested
 from contracts.spec.data import DataSource
 from loadtest.data.ingested import BUCKET, FolderStore
-from services.kit.clock import SystemClock
 
 RECORDS_A_FILE = 10_000
 #: What each may take, and how much more in the last quarter of its time than in the second.
@@ -76,14 +75,13 @@ def ingest(root: Path, work: Path, data: DataSource) -> None:
     from services.ingestion.app import ingested_fact
     from services.ingestion.decoders import DecoderPool
     from services.ingestion.job import IngestionJob
-    from services.ingestion.progress import Progress
     from services.ingestion.sources import FolderSource
 
     async def run() -> DatasetIngested:
         store: Any = FolderStore(root / "store")
         where = FolderSource.of(data.source, (root,))
         async with DecoderPool(1) as decoders:
-            job = IngestionJob(BUCKET, store, where, decoders, work, data, Progress("i1", SystemClock(), None))
+            job = IngestionJob(BUCKET, store, where, decoders, work, data)
             return ingested_fact("i1", None, data, await job.run())
 
     (root / "ingested.json").write_text(asyncio.run(run()).model_dump_json())

@@ -26,10 +26,8 @@ from loadtest.data import fuzzed
 from services.ingestion.core.keys import is_data
 from services.ingestion.decoders import DecoderPool
 from services.ingestion.job import IngestionJob, IngestionResult
-from services.ingestion.progress import Progress
 from services.ingestion.sources import FolderSource
 from services.kit.bus import PoisonMessage
-from services.kit.clock import SystemClock
 from services.kit.store.errors import ObjectExists, ObjectNotFound
 
 INPUTS, QUICK_INPUTS = 10_000, 300
@@ -85,8 +83,7 @@ async def ingest(case: fuzzed.Case, decoders: DecoderPool, folder: Path) -> tupl
     )
     store = MemoryStore()
     source = FolderSource.of(data.source, (folder,))
-    progress = Progress("fuzzed", SystemClock(), None)
-    return await IngestionJob("datasets", store, source, decoders, work, data, progress).run(), store  # type: ignore[arg-type]
+    return await IngestionJob("datasets", store, source, decoders, work, data).run(), store  # type: ignore[arg-type]
 
 
 async def try_one(seed: int, decoders: DecoderPool, findings: Findings) -> None:

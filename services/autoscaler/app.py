@@ -49,7 +49,7 @@ class AutoscalerSettings(Settings):
 
 def build(settings: Settings, adapter: Adapter | None = None) -> Service:
     """Make an autoscaler, with another adapter than the settings name if one is given."""
-    own = settings if isinstance(settings, AutoscalerSettings) else AutoscalerSettings(**settings.model_dump())
+    own = AutoscalerSettings.of(settings)
     service = Service("autoscaler", own)
     scaler = Autoscaler(service.bus, adapter or _adapter(own), own)
     service.add_background_task(scaler.follow)

@@ -21,8 +21,3 @@ class CheckpointSettings(Settings):
     checkpoint_gc_every_s: float = Field(6 * 3600.0, gt=0)
     #: What was written more lately than this is never garbage. It must leave room for the slowest upload.
     checkpoint_gc_grace_s: float = Field(48 * 3600.0, ge=4 * REUSE_AGE_S)
-
-    @classmethod
-    def of(cls, settings: Settings) -> CheckpointSettings:
-        """These settings, filled up from the environment."""
-        return settings if isinstance(settings, cls) else cls(**settings.model_dump())

@@ -20,11 +20,11 @@ from services.ingestion.core.validation import find_objection
 from services.ingestion.decoders import DecoderPool
 from services.ingestion.features.source import FeatureSource
 from services.ingestion.job import IngestionJob, IngestionResult
-from services.ingestion.progress import Progress
 from services.ingestion.settings import IngestionSettings
 from services.ingestion.sources import open_source
 from services.kit.bus import Conflict, ExpectedSequence, Message, PoisonMessage
 from services.kit.jobs import JobQueue
+from services.kit.progress import Progress
 from services.kit.service import Service
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectChanged, ObjectNotFound, StoreRefused
@@ -67,7 +67,9 @@ class Ingestion:
             return await self._republish(received)
         started = self._bus.clock.monotonic()
         with self._workdir.temporary(f"{ingestion_id}-") as folder:
-            result = await self._ingest(ingestion_id, data, Path(folder))
+            progress = Progress("listing")
+            async with progress.publish_periodically(self._bus, ingestion_id, received.envelope):
+                result = await self._ingest(data, Path(folder), progress)
         if (problem := find_objection(result.outcome, data, result.quarantine_uri)) is not None:
             raise PoisonMessage(problem)
         await self._publish(ingested_fact(ingestion_id, run_id, data, result), received)
@@ -93,17 +95,16 @@ class Ingestion:
         await self._publish(DatasetIngestFailed(ingestion_id=ingestion_id, run_id=run_id, reason=reason), received)
         await self._republish(received)
 
-    async def _ingest(self, ingestion_id: str, data: DataSource, folder: Path) -> IngestionResult:
+    async def _ingest(self, data: DataSource, folder: Path, progress: Progress) -> IngestionResult:
         """Run the ingestion; raise ``PoisonMessage`` where the store refuses a request or the source changed."""
-        progress = Progress(ingestion_id, self._bus.clock, self._bus.publish)
         try:
             opened = partial(open_source, objects=self._objects, folders=self._settings.source_folders)
             features = FeatureSource(opened, data.features) if data.features is not None else None
             bucket, source = self._settings.bucket_datasets, opened(data.source)
-            ingest = IngestionJob(
-                bucket, self._objects, source, self._decoders, folder, data, progress, features=features
+            job = IngestionJob(
+                bucket, self._objects, source, self._decoders, folder, data, features=features, progress=progress
             )
-            return await ingest.run()
+            return await job.run()
         except ObjectChanged as error:
             raise PoisonMessage(f"{error}: it was overwritten while it was read; send the request again") from error
         except ObjectNotFound as error:
@@ -167,12 +168,11 @@ def ingested_fact(ingestion_id: str, run_id: str | None, data: DataSource, resul
 
 
 def build(settings: Settings) -> Service:
-    service = Service("ingestion", settings)
-    objects = service.add_resource(ObjectStore(settings))
-    # The caller may pass the settings that all services share; this service then reads its own from the environment.
-    own = settings if isinstance(settings, IngestionSettings) else IngestionSettings(**dict(settings))
+    own = IngestionSettings.of(settings)
+    service = Service("ingestion", own)
+    objects = service.add_resource(ObjectStore(own))
     decoders = service.add_resource(DecoderPool(own.decoders))
-    workdir = service.add_resource(Workdir(settings.data_dir / "ingestion"))
+    workdir = service.add_resource(Workdir(own.data_dir / "ingestion"))
     ingestion = Ingestion(service, own, objects, decoders, workdir)
     service.bus.subscriber(topology.INGESTION, RunAccepted)(ingestion.on_run_accepted)
     service.bus.subscriber(topology.INGESTION_REQUESTS, IngestRequested)(ingestion.on_ingest_requested)

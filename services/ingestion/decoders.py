@@ -8,7 +8,6 @@ import os
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from types import TracebackType
 from typing import Self
 
 import structlog
@@ -33,9 +32,7 @@ class DecoderPool:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         pool, self._pool = self._pool, None
         _kill(pool)
 

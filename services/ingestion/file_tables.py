@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from services.ingestion.catalog import Catalog
+from services.ingestion.core.keys import extension
 from services.ingestion.core.records import InvalidRecord, RecordFault, encode_json, parse_json
 from services.ingestion.formats.isolated_reader import IsolatedParquetReader
 from services.ingestion.formats.parquet import python_rows
@@ -34,21 +35,21 @@ class FileEntry(NamedTuple):
     value: Mapping[str, Any] | None = None
 
 
-class FileTable:
-    """A table that was read, by the files that it names."""
+class FileTable(NamedTuple):
+    """A table whose rows are in the catalog, by the files that they name."""
 
-    def __init__(self, name: str, catalog: Catalog) -> None:
-        self.name, self._catalog = name, catalog
+    listed: SourceObject
+    catalog: Catalog
 
     def of(self, path: str) -> FileEntry | None:
         """Return the entry of a file, None if it has none. The label is empty if it is ambiguous."""
-        found = self._catalog.label(path)
+        found = self.catalog.label(path)
         return FileEntry(*found) if found else None
 
 
 async def read_file_table(
     names: tuple[str, ...], source: Source, catalog: Catalog, intake: RecordIntake, folder: Path, needs_label: bool
-) -> tuple[FileTable, SourceObject] | None:
+) -> FileTable | None:
     """Read the table that is beside the files; None if there is none.
 
     Raises:
@@ -61,16 +62,11 @@ async def read_file_table(
         raise PoisonMessage(f"the source has both {' and '.join(listed.path for listed in found)}: leave one of them")
     listed, local = found[0], folder / f"naming-{found[0].path}"
     await source.download(listed, local)
-    reader: dict[str, Callable[[str, Path, tuple[str, ...]], Rows]] = {
-        "csv": _csv,
-        "jsonl": _jsonl,
-        "parquet": _parquet,
-    }
     needed = (FILE, LABEL) if needs_label else (FILE,)
-    rows = reader[listed.path.rpartition(".")[2]](source.uri(listed), local, needed)
+    rows = READERS[extension(listed.path)](source.uri(listed), local, needed)
     await run_in_thread(_add_labels, rows, listed, catalog, intake, needs_label)
     local.unlink()
-    return FileTable(listed.path, catalog), listed
+    return FileTable(listed, catalog)
 
 
 def _add_labels(rows: Rows, listed: SourceObject, catalog: Catalog, intake: RecordIntake, needs_label: bool) -> None:
@@ -83,13 +79,14 @@ def _add_labels(rows: Rows, listed: SourceObject, catalog: Catalog, intake: Reco
             intake.reject(listed, InvalidRecord(fault.code, fault.detail, place))
             continue
         known = catalog.add_label(file, label, value)
-        if known is not None:
-            if needs_label:
-                intake.reject(listed, InvalidRecord("duplicate_label", f"{file!r} is labelled twice", place))
-            else:
-                intake.reject(listed, InvalidRecord("duplicate_file", f"{file!r} is named twice", place))
-            if known != label:
-                catalog.forget_label(file)
+        if known is None:
+            continue
+        if needs_label:
+            intake.reject(listed, InvalidRecord("duplicate_label", f"{file!r} is labelled twice", place))
+        else:
+            intake.reject(listed, InvalidRecord("duplicate_file", f"{file!r} is named twice", place))
+        if known != label:
+            catalog.forget_label(file)
 
 
 def _parse_row(row: Mapping[str, Any], needs_label: bool) -> tuple[str, str, dict[str, Any]]:
@@ -105,10 +102,10 @@ def _parse_row(row: Mapping[str, Any], needs_label: bool) -> tuple[str, str, dic
     return file.strip(), text, value
 
 
-def reject_missing_files(naming: tuple[FileTable, SourceObject], catalog: Catalog, intake: RecordIntake) -> None:
-    """Set aside what the table names and does not exist."""
-    for file in catalog.labels_without_object():
-        intake.reject(naming[1], InvalidRecord("missing_file", f"names {file!r}, which does not exist"))
+def reject_missing_files(table: FileTable, intake: RecordIntake) -> None:
+    """Reject the rows whose files do not exist."""
+    for file in table.catalog.labels_without_object():
+        intake.reject(table.listed, InvalidRecord("missing_file", f"names {file!r}, which does not exist"))
 
 
 def _csv(uri: str, local: Path, needed: tuple[str, ...]) -> Rows:
@@ -164,3 +161,7 @@ def _check_columns(uri: str, columns: list[str], needed: tuple[str, ...]) -> Non
         raise PoisonMessage(f"{uri} needs the column {absent[0]!r}; it has {columns}")
     if len(set(columns)) < len(columns):
         raise PoisonMessage(f"{uri} has two columns of one name: {columns}")
+
+
+#: By extension: the reader of a table, which gets its uri, its local copy and the columns that it must have.
+READERS: dict[str, Callable[[str, Path, tuple[str, ...]], Rows]] = {"csv": _csv, "jsonl": _jsonl, "parquet": _parquet}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import closing
@@ -24,13 +23,13 @@ from services.ingestion.core.validation import Fingerprint, Outcome, Tally
 from services.ingestion.decoders import DecoderPool
 from services.ingestion.features.source import FeatureSource, TableFileVersion
 from services.ingestion.file_tables import LABELS, MANIFEST, read_file_table, reject_missing_files
-from services.ingestion.progress import Progress
 from services.ingestion.record_files import RecordFiles
 from services.ingestion.record_intake import FoundRecord, RecordConsumer, RecordIntake
 from services.ingestion.sources import Source, SourceObject
 from services.ingestion.whole_files import BinaryFiles, ImageFiles, WholeFiles
 from services.kit.bus import PoisonMessage
 from services.kit.concurrency import run_in_thread
+from services.kit.progress import Progress
 from services.kit.store.errors import ObjectExists, ObjectNotFound
 from services.kit.store.objects import ObjectStore
 
@@ -74,12 +73,14 @@ class IngestionJob:
         decoders: DecoderPool,
         folder: Path,
         data: DataSource,
-        progress: Progress,
+        *,
         concurrency: int = 16,
         features: FeatureSource | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self._bucket, self._objects, self._source, self._decoders = bucket, objects, source, decoders
-        self._folder, self._data, self._progress, self._features = folder, data, progress, features
+        self._folder, self._data, self._features = folder, data, features
+        self._progress = progress or Progress("listing")
         #: Single reads at a time; batches of files, or files of records, that are under way at a time.
         self._concurrency = concurrency
         self._ahead = min(concurrency, 3)
@@ -87,7 +88,6 @@ class IngestionJob:
         self._catalog: Catalog
         self._intake: RecordIntake
         self._packs: PackWriter
-        self._total_bytes = self._done_bytes = 0
 
     async def run(self) -> IngestionResult:
         """List the source and return its index, made now or earlier.
@@ -111,7 +111,7 @@ class IngestionJob:
                 # Written again to renew its age: garbage collection removes what is old and in no dataset.
                 await self._objects.put(f"{folder_uri}/{DONE}", content)
                 return IngestionResult(fingerprint, folder_uri, outcome, reused=True)
-            expected_bytes = self._total_bytes * EXPANSION.get(self._data.format, 1)
+            expected_bytes = self._catalog.size_of_listing()[1] * EXPANSION.get(self._data.format, 1)
             self._packs = PackWriter(self._folder, self._data.split.seed, choose_group_count(expected_bytes))
             try:
                 await self._build(fingerprint, folder_uri)
@@ -128,13 +128,10 @@ class IngestionJob:
     # -- listing --------------------------------------------------------------
 
     async def _list(self) -> str:
-        listed = 0
         async for page in self._source.list_objects():
             self._catalog.list_objects(one for one in page if is_data(one.path))
-            listed += len(page)
-            await self._progress.report("listing", listed)
-        count, self._total_bytes = self._catalog.size_of_listing()
-        if count == 0:
+            self._progress.done += len(page)
+        if self._catalog.size_of_listing()[0] == 0:
             where = self._data.source
             raise PoisonMessage(f"there is no object under {where}: check data.source, or upload the data first")
         joined = await self._features.list() if self._features is not None else []
@@ -158,9 +155,7 @@ class IngestionJob:
         async def consume(found: list[FoundRecord]) -> None:
             await run_in_thread(intake.add, found)
             await self._upload_packs(folder_uri)
-            await self._progress.report(
-                "validating", intake.seen, done_bytes=self._done_bytes, total_bytes=self._total_bytes
-            )
+            self._progress.done = intake.seen
 
         if self._data.format in ("images", "binary"):
             await self._validate_files(consume)
@@ -170,25 +165,24 @@ class IngestionJob:
     async def _validate_files(self, consume: RecordConsumer) -> None:
         """Validate objects that are one record each."""
         is_images = self._data.format == "images"
-        tables = LABELS if is_images else MANIFEST
-        naming = await read_file_table(tables, self._source, self._catalog, self._intake, self._folder, is_images)
-        if naming is None and not is_images:
+        names = LABELS if is_images else MANIFEST
+        table = await read_file_table(names, self._source, self._catalog, self._intake, self._folder, is_images)
+        if table is None and not is_images:
             raise PoisonMessage(
                 f"there is no {' or '.join(MANIFEST)} in {self._data.source}: data.format 'binary' needs one that "
                 "names the files (file, label, more fields)"
             )
         # Copy every file, of any size, from a source that sharding cannot read.
         keep_below = KEEP_BELOW_BYTES if self._source.shared else None
-        table = naming[0] if naming is not None else None
         validator = (
             ImageFiles(self._data, table, self._decoders, keep_below)
             if table is None or is_images
             else BinaryFiles(self._data, table)
         )
-        files = (listed for listed in self._files() if naming is None or listed.path != naming[1].path)
+        files = (listed for listed in self._files() if table is None or listed.path != table.listed.path)
         await WholeFiles(self._data, self._source, validator, self._concurrency, self._ahead).run(files, consume)
-        if naming is not None:
-            await run_in_thread(reject_missing_files, naming, self._catalog, self._intake)
+        if table is not None:
+            await run_in_thread(reject_missing_files, table, self._intake)
 
     async def _validate_records(self, consume: RecordConsumer) -> None:
         """Validate objects that hold many records."""
@@ -208,10 +202,10 @@ class IngestionJob:
 
     async def _join(self, reader: RecordFiles, features: FeatureSource) -> dict[str, Path | InvalidRecord]:
         """Return the source's files with features joined to their rows."""
-        loop = asyncio.get_running_loop()
+        self._progress.enter_phase("joining")
 
         def report(done: int, total: int) -> None:
-            asyncio.run_coroutine_threadsafe(self._progress.report("joining", done, total), loop)
+            self._progress.done, self._progress.total = done, total
 
         files = [
             listed
@@ -229,9 +223,11 @@ class IngestionJob:
 
     def _files(self) -> Iterator[SourceObject]:
         """Yield the objects in the order of paths. Reject those that must not be read."""
+        self._progress.enter_phase("validating")
+        _, self._progress.total_bytes = self._catalog.size_of_listing()
         for listed in self._catalog.objects():
             self._tally.objects += 1
-            self._done_bytes += listed.size
+            self._progress.done_bytes += listed.size
             if (problem := self._objection(listed)) is not None:
                 self._intake.reject(listed, InvalidRecord("unsafe_key", problem, whole_object=True))
                 continue

@@ -146,8 +146,8 @@ class ImageFiles:
         if self._table is None:
             return "the image is in no folder: put it into one named after its class, or add a labels.csv"
         if named is None:
-            return f"{self._table.name} does not name this file"
-        return f"{self._table.name} gives this file an empty label, or two that differ"
+            return f"{self._table.listed.path} does not name this file"
+        return f"{self._table.listed.path} gives this file an empty label, or two that differ"
 
 
 class BinaryFiles:
@@ -160,7 +160,9 @@ class BinaryFiles:
     def reject_unread(self, listed: SourceObject) -> InvalidRecord | None:
         named = self._table.of(listed.path)
         if named is None:
-            return InvalidRecord("not_in_manifest", f"{self._table.name} does not name this file", whole_object=True)
+            return InvalidRecord(
+                "not_in_manifest", f"{self._table.listed.path} does not name this file", whole_object=True
+            )
         if listed.size == 0:
             return InvalidRecord("empty", "the file has no bytes", whole_object=True)
         if listed.size > self._data.checks.max_record_bytes:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ import nats.errors
 import structlog
 from faststream.middlewares import AckPolicy
 from faststream.nats import NatsBroker
+from faststream.security import SASLPlaintext
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
@@ -82,7 +83,7 @@ class Bus:
         self._lost = asyncio.Event()
         self._endpoints: dict[str, tuple[str, Callable[[Msg], Awaitable[None]]]] = {}
         self._endpoint_subscriptions: dict[str, Subscription] = {}
-        password = settings.nats_password.get_secret_value() if settings.nats_password else None
+        password = settings.nats_password.get_secret_value() if settings.nats_password else ""
         self.broker = NatsBroker(
             settings.nats_servers,
             name=f"trainbus-{service}-{settings.instance}",
@@ -101,7 +102,7 @@ class Bus:
             disconnected_cb=self._on_disconnected,
             closed_cb=self._on_closed,
             error_cb=self._on_error,
-            security=_security(settings.nats_user, password),
+            security=SASLPlaintext(settings.nats_user, password) if settings.nats_user else None,
         )
 
     # -- life ---------------------------------------------------------------
@@ -190,9 +191,8 @@ class Bus:
         """
         parent = telemetry.select_parent(cause.traceparent) if cause else ""
         with telemetry.start_span(f"publish {fact.type}", SpanKind.PRODUCER, parent):
-            return await self.send(
-                self._build_fact_message(fact, cause, expected, telemetry.current_traceparent(parent))
-            )
+            traceparent = telemetry.current_traceparent(parent)
+            return await self.send(self.build_message(fact, cause, expected=expected, traceparent=traceparent))
 
     async def publish_event(
         self, event: Event, subject: str, envelope: Envelope, *, expected: ExpectedSequence | None = None
@@ -202,15 +202,16 @@ class Bus:
         return await self.send(encode_message(event, subject, envelope, expected))
 
     def build_message(
-        self, fact: Fact, cause: Envelope | None = None, *, expected: ExpectedSequence | None = None
+        self,
+        fact: Fact,
+        cause: Envelope | None = None,
+        *,
+        expected: ExpectedSequence | None = None,
+        traceparent: str = "",
     ) -> OutgoingMessage:
         """Return the message that a fact is published as, for ``send`` or a batch."""
-        traceparent = telemetry.select_parent(cause.traceparent) if cause and cause.traceparent else ""
-        return self._build_fact_message(fact, cause, expected, traceparent)
-
-    def _build_fact_message(
-        self, fact: Fact, cause: Envelope | None, expected: ExpectedSequence | None, traceparent: str
-    ) -> OutgoingMessage:
+        if not traceparent and cause and cause.traceparent:
+            traceparent = telemetry.select_parent(cause.traceparent)
         topology.require_producer(self.service, type(fact))
         envelope = fact_envelope(fact, self.source, self.clock.now(), cause, traceparent)
         return encode_message(fact, fact.subject, envelope, expected)
@@ -311,10 +312,10 @@ class Bus:
         A message that cannot be decoded is skipped with a warning. With ``include_undecodable``
         it is yielded as an ``UndecodableEvent``, for readers who must know each place in the stream.
         """
-        messages = follow(
+        followed = follow(
             lambda: self.nc, stream, filters, start_sequence, idle_s=idle_s, until_caught_up=until_caught_up
         )
-        try:
+        async with aclosing(followed) as messages:
             async for raw_batch in messages:
                 batch = [decode_followed(raw, stream) for raw in raw_batch]
                 if not include_undecodable:
@@ -324,8 +325,6 @@ class Bus:
                     if not batch:
                         continue
                 yield batch
-        finally:
-            await messages.aclose()
 
     async def open_bucket(self, bucket: topology.Bucket) -> KeyValue:
         """Open a key-value bucket of the topology."""
@@ -340,14 +339,12 @@ class Bus:
         server restarts are as in ``follow``.
         """
         prefix = f"$KV.{bucket.name}."
-        messages = follow(
+        followed = follow(
             lambda: self.nc, f"KV_{bucket.name}", (prefix + pattern,), 1, idle_s=idle_s, until_caught_up=until_caught_up
         )
-        try:
+        async with aclosing(followed) as messages:
             async for batch in messages:
                 yield [bucket_entry_of(msg, prefix) for msg in batch]
-        finally:
-            await messages.aclose()
 
     async def _retry_while_away(self, call: Callable[[], Awaitable[Any]]) -> Any:
         """Try ``call`` again while the server does not answer."""
@@ -467,14 +464,6 @@ class Bus:
 
     async def _on_error(self, error: Exception) -> None:
         log.debug("NATS client error", error=repr(error))
-
-
-def _security(user: str | None, password: str | None) -> Any:
-    if user is None:
-        return None
-    from faststream.security import SASLPlaintext
-
-    return SASLPlaintext(username=user, password=password or "")
 
 
 __all__ = [

@@ -22,8 +22,9 @@ from typing import Any, Protocol
 from blake3 import blake3
 
 from contracts.events.checkpoint import CheckpointFile, Chunk
+from services.kit.concurrency import cancel_and_wait, run_in_thread
 from services.kit.store.errors import ObjectCorrupted
-from services.kit.store.files import write_at
+from services.kit.store.files import FileSink, write_at
 from services.kit.store.objects import ObjectStore
 
 MAGIC = b"TBXZ\x01"
@@ -167,10 +168,7 @@ async def restore_file(
         try:
             await asyncio.gather(*work)
         finally:
-            # The file is moved or removed behind them.
-            for each in work:
-                each.cancel()
-            await asyncio.gather(*work, return_exceptions=True)
+            await cancel_and_wait(*work)  # the file is moved or removed behind them
 
 
 async def _fetch(objects: ObjectStore, chunk: Chunk, path: Path, offset: int, local: LocalPieces | None) -> None:
@@ -181,12 +179,8 @@ async def _fetch(objects: ObjectStore, chunk: Chunk, path: Path, offset: int, lo
             raise ObjectCorrupted(f"{chunk.uri} has hash {digest}, expected {chunk.blake3 or chunk.sha256}")
         return
     piece = await read_piece(objects, chunk, local)
-    await asyncio.to_thread(_write, path, piece, offset)
-
-
-def _write(path: Path, piece: bytes, offset: int) -> None:
-    with path.open("r+b") as file:
-        write_at(file.fileno(), piece, offset)
+    with FileSink(path, offset) as sink:
+        await run_in_thread(sink, memoryview(piece))
 
 
 @contextmanager

@@ -60,7 +60,7 @@ class Lease:
         self._data = data or {}
         self._revision: int | None = None
         self._renewed_at = 0.0
-        self._seen: tuple[int, float] = (-1, 0.0)  # revision, when it was first seen
+        self._watch = LeaseWatch(self._clock)
 
     @property
     def is_held(self) -> bool:
@@ -81,7 +81,7 @@ class Lease:
             record = await read_record(self._bucket, self.key)
             if record is None:
                 self._revision = await self._bucket.create(self.key, self._value())
-            elif record.holder == self.holder or self._is_expired(record):
+            elif record.holder == self.holder or self._watch.is_expired(self.key, record, record.ttl_s):
                 self._revision = await self._bucket.update(self.key, self._value(), last=record.revision)
             else:
                 return False
@@ -151,14 +151,6 @@ class Lease:
             metrics.LEADER.labels(self.key).set(0)
             await cancel_and_wait(renewal)
             await self.release()
-
-    def _is_expired(self, record: LeaseRecord) -> bool:
-        revision, since = self._seen
-        now = self._clock.monotonic()
-        if record.revision != revision:
-            self._seen = (record.revision, now)
-            return False
-        return now - since > record.ttl_s
 
     def _value(self) -> bytes:
         return json.dumps({"holder": self.holder, "ttl_s": self.ttl_s, "data": self._data}).encode()

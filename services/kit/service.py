@@ -6,7 +6,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from typing import Any
 
 import structlog
@@ -94,8 +94,10 @@ class Service:
             lag = asyncio.create_task(measure_lag())
             stack.push_async_callback(cancel_and_wait, lag)
             await self._serve_http(stack)
+            stop = asyncio.create_task(self.stopping.wait())
+            stack.push_async_callback(cancel_and_wait, stop)
             starting = asyncio.create_task(self._start(stack))
-            await self._wait_unless_stopping(starting)
+            await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
             if not starting.done():
                 # The server or the store is away, perhaps for hours: that must not keep the service from ending.
                 await cancel_and_wait(starting)
@@ -110,7 +112,7 @@ class Service:
             self._started = True
             log.info("service started", http_port=self.http_port)
             try:
-                await self._watch(tasks)
+                await self._watch(tasks, stop)
             finally:
                 self._started = False
                 try:
@@ -128,25 +130,12 @@ class Service:
         stack.push_async_callback(self.bus.stop)
         await self.bus.start()
 
-    async def _wait_unless_stopping(self, task: asyncio.Task[Any]) -> None:
-        stop = asyncio.create_task(self.stopping.wait())
-        await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
-        stop.cancel()
-
-    async def _watch(self, tasks: list[asyncio.Task[Any]]) -> None:
-        stop: asyncio.Task[Any] = asyncio.create_task(self.stopping.wait())
-        try:
-            while True:
-                done, _ = await asyncio.wait({stop, *tasks}, return_when=asyncio.FIRST_COMPLETED)
-                for task in done - {stop}:
-                    task.result()  # raises what ended it
-                    tasks.remove(task)
-                if stop in done:
-                    return
-        finally:
-            stop.cancel()
-            with suppress(asyncio.CancelledError):
-                await stop
+    async def _watch(self, tasks: list[asyncio.Task[Any]], stop: asyncio.Task[Any]) -> None:
+        while not stop.done():
+            done, _ = await asyncio.wait({stop, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {stop}:
+                task.result()  # raises what ended it
+                tasks.remove(task)
 
     # -- http ---------------------------------------------------------------
 
@@ -154,13 +143,8 @@ class Service:
         if self.settings.http_port < 0:
             return
         app = web.Application()
-        app.add_routes(
-            [
-                web.get("/health", self._health),
-                web.get("/ready", self._ready),
-                web.get("/metrics", self._metrics),
-            ]
-        )
+        for path, answer in {"/health": self._health, "/ready": self._ready, "/metrics": self._metrics}.items():
+            app.router.add_get(path, answer)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -55,6 +55,11 @@ class Settings(BaseSettings):
 
     #: Fault injection for tests: every fact is published twice and every message is handled twice.
     inject_duplicates: bool = False
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """Return these settings, completed from the environment where a service has more than all share."""
+        return settings if isinstance(settings, cls) else cls(**settings.model_dump())
 
     @property
     def nats_servers(self) -> list[str]:

@@ -6,7 +6,6 @@ import fcntl
 import shutil
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 LOCK = ".lock"
@@ -46,9 +45,7 @@ class Workdir:
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 

@@ -102,7 +102,7 @@ def assemble(
     settings: Settings, policy: Policy | None = None, *, clock: Clock | None = None, pace: CyclePacer | None = None
 ) -> Scheduler:
     """Make a scheduler out of its parts. With a clock and a pace of its own it lives in a simulation."""
-    own = settings if isinstance(settings, SchedulerSettings) else SchedulerSettings(**settings.model_dump())
+    own = SchedulerSettings.of(settings)
     service = Service("scheduler", own, clock)
     policy = policy or policy_of(own)
     cache = ClusterCache(service.bus, virtual=clock is not None)

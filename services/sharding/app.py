@@ -15,6 +15,7 @@ from contracts.events.run import RunAccepted, RunPrepared, RunPrepareFailed
 from contracts.spec.data import DatasetRef
 from services.kit.bus import Conflict, ExpectedSequence, Message, PoisonMessage
 from services.kit.jobs import JobQueue
+from services.kit.progress import Progress
 from services.kit.service import Service
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectChanged, ObjectNotFound, StoreRefused
@@ -23,7 +24,6 @@ from services.kit.workdir import Workdir
 from services.sharding import metrics
 from services.sharding.garbage_collection import GARBAGE
 from services.sharding.job import Dataset, ShardingJob, find_dataset
-from services.sharding.progress import Progress
 from services.sharding.settings import ShardingSettings
 
 log = structlog.get_logger(__name__)
@@ -65,7 +65,7 @@ class Sharding:
         """Make the dataset and publish it. ``PoisonMessage`` means that this index cannot become a dataset."""
         event, started = received.event, self._bus.clock.monotonic()
         with self._workdir.temporary(f"{event.ingestion_id}-") as folder:
-            progress = Progress()
+            progress = Progress("sharding")
             async with progress.publish_periodically(self._bus, event.ingestion_id, received.envelope):
                 dataset = await self._shard(event, Path(folder), progress)
         await self._publish(self._dataset_sharded(event, dataset), received)

@@ -21,6 +21,7 @@ from contracts.datasets import SPLITS, FieldStatistics, Manifest, canonical_json
 from contracts.events.dataset import DatasetIngested, ShardFile
 from services.kit.bus import PoisonMessage, TransientError
 from services.kit.concurrency import gather_limited, run_in_thread
+from services.kit.progress import Progress
 from services.kit.store.errors import ObjectExists, ObjectNotFound
 from services.kit.store.objects import ObjectStore, is_young
 from services.sharding import metrics
@@ -28,7 +29,6 @@ from services.sharding.core.manifest import FLAT, build_manifest, journal_name, 
 from services.sharding.core.rows import Rows
 from services.sharding.journal import Journal
 from services.sharding.pack_cache import PackCache
-from services.sharding.progress import Progress
 from services.sharding.shard_plan import PlannedShard, ShardPlan
 from services.sharding.writer import BATCH_ROWS, ContentMismatch, Contents, ShardWriter, batches
 
@@ -93,7 +93,7 @@ class ShardingJob:
         self._journal = Journal(objects, f"{self._source_uri}/{journal_name(ingested.fingerprint, data.shard_bytes)}")
         flat = data.format in FLAT
         self._plan = ShardPlan(folder / "plan", ingested.classes, data.split.seed, data.shard_bytes, flat=flat)
-        self._progress = progress or Progress()
+        self._progress = progress or Progress("sharding")
 
     async def run(self) -> Dataset:
         """Return the dataset; make it unless it exists.

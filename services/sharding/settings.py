@@ -22,8 +22,3 @@ class ShardingSettings(Settings):
     dataset_gc_grace_s: float = Field(48 * 3600.0, ge=4 * REUSE_AGE_S)
     #: How long packs remain after the ingestion's dataset is made, for datasets with other shards.
     dataset_keep_packs_s: float = Field(7 * DAY_S, ge=4 * REUSE_AGE_S)
-
-    @classmethod
-    def of(cls, settings: Settings) -> ShardingSettings:
-        """Return these settings, completed from the environment."""
-        return settings if isinstance(settings, cls) else cls(**settings.model_dump())

@@ -16,9 +16,7 @@ from contracts.spec.data import DataSource
 from services.ingestion.decoders import DecoderPool
 from services.ingestion.features.source import FeatureSource
 from services.ingestion.job import IngestionJob, IngestionResult
-from services.ingestion.progress import Progress
 from services.ingestion.sources import open_source
-from services.kit.clock import SystemClock
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectInfo, ObjectStore
 
@@ -65,9 +63,10 @@ def ingest(s3_settings: Settings, objects: ObjectStore, decoders: DecoderPool, t
         opened = partial(open_source, objects=replaced.get("read_from", store), folders=folders)
         source = opened(data.source)
         features = FeatureSource(opened, data.features) if data.features is not None else None
-        progress = Progress("test", SystemClock(), None)
         with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
-            work = IngestionJob(bucket, store, source, decoders, Path(folder), data, progress, concurrency, features)
+            work = IngestionJob(
+                bucket, store, source, decoders, Path(folder), data, concurrency=concurrency, features=features
+            )
             return await work.run()
 
     return run

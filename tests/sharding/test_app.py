@@ -31,7 +31,6 @@ from services.ingestion import blob_packs
 from services.ingestion import job as ingest_module
 from services.ingestion.decoders import DecoderPool
 from services.ingestion.job import IngestionJob
-from services.ingestion.progress import Progress as IngestProgress
 from services.ingestion.sources import open_source
 from services.kit.bus import Bus
 from services.kit.clock import SystemClock
@@ -275,8 +274,7 @@ async def test_a_crash_at_any_write_changes_nothing(
     async def work(store: Any, bucket: str) -> str:
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
         source = open_source(data.source, store)
-        progress = IngestProgress("r1", SystemClock(), None)
-        result = await IngestionJob(bucket, store, source, decoders, folder, data, progress).run()
+        result = await IngestionJob(bucket, store, source, decoders, folder, data).run()
         ingested = ingestion_app.ingested_fact("r1", "r1", data, result)
         return (await ShardingJob(store, folder, ingested, bucket).run()).dataset_id
 

@@ -25,6 +25,7 @@ from contracts.spec.data import DataSource, Split
 from loadtest.data.ingested import FolderStore, ingest
 from services.kit.bus import Bus, TransientError
 from services.kit.clock import ManualClock
+from services.kit.progress import Progress
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectExists, ObjectNotFound
 from services.kit.store.objects import ObjectStore
@@ -33,7 +34,6 @@ from services.sharding.core.garbage import NamedObjects, StoredObject
 from services.sharding.core.manifest import journal_name
 from services.sharding.garbage_collection import GARBAGE, collect_garbage
 from services.sharding.job import Dataset, ShardingJob
-from services.sharding.progress import Progress
 from services.sharding.settings import ShardingSettings
 from tests.sharding.test_job import images
 
@@ -337,8 +337,8 @@ async def test_the_store_accepts_a_blob_only_under_its_hash(world: World, tmp_pa
 
 
 async def test_progress_is_published_during_the_work(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.sharding.progress.EVERY_S", 0.01)
-    progress = Progress()
+    monkeypatch.setattr("services.kit.progress.EVERY_S", 0.01)
+    progress = Progress("sharding")
     progress.total, progress.done, progress.done_bytes = 100, 40, 4000
     cause = Envelope(id="c", source="test", type="dataset.ingested.v1", time=datetime.now(UTC))
     async with progress.publish_periodically(bus, "i1", cause):

@@ -21,12 +21,12 @@ from contracts.spec.data import DataSource
 from loadtest.data.identity import kill_and_go_on
 from loadtest.data.ingested import BUCKET, FolderStore, Record, digest, ingest
 from services.kit.bus import PoisonMessage, TransientError
+from services.kit.progress import Progress
 from services.kit.store.errors import ObjectNotFound
 from services.sharding import journal as journal_module
 from services.sharding import pack_cache
 from services.sharding.core.manifest import journal_name, link_name
 from services.sharding.job import Dataset, ShardingJob
-from services.sharding.progress import Progress
 
 pytestmark = pytest.mark.shell
 
@@ -133,12 +133,12 @@ def test_the_manifest_has_the_statistics(tmp_path: Path) -> None:
 
 def test_progress_is_counted_in_samples(tmp_path: Path) -> None:
     store, ingested = made(tmp_path, images())
-    progress = Progress()
+    progress = Progress("sharding")
     work(store, ingested, progress=progress)
     assert (progress.done, progress.total, progress.found) == (400, 400, 0)
     fact = progress.fact("i1", 3, 2.0, 1e9)
     assert (fact.phase, fact.done, fact.total, fact.records_per_s, fact.eta_s) == ("uploading", 400, 400, 200.0, 0.0)
-    assert Progress().fact("i1", 0, 0.0, 1e9).eta_s is None
+    assert Progress("sharding").fact("i1", 0, 0.0, 1e9).eta_s is None
 
 
 # -- faults ---------------------------------------------------------------------------

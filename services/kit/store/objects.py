@@ -13,12 +13,11 @@ import io
 import os
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import structlog
@@ -114,9 +113,7 @@ class ObjectStore:
         self._client.meta.events.register("before-sign.s3.PutObject", sign_its_hash)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
     # -- whole objects ------------------------------------------------------
@@ -182,10 +179,8 @@ class ObjectStore:
         try:
             await self._retry(lambda: self._client.head_bucket(Bucket=bucket), bucket)
         except ObjectNotFound:
-            try:
+            with suppress(ObjectExists):
                 await self._retry(lambda: self._client.create_bucket(Bucket=bucket), bucket)
-            except ObjectExists:
-                return
 
     # -- files --------------------------------------------------------------
 

@@ -10,11 +10,13 @@ import json
 import random
 import tarfile
 from collections import Counter
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,15 +51,10 @@ from services.kit.store.objects import ObjectStore
 from services.sharding.core.manifest import link_name
 from trainbus.client import dataset_verification
 from trainbus.client.address import StackAddress
-from trainbus.client.connection import connect
+from trainbus.client.client import AsyncClient
 from trainbus.client.errors import TrainbusError
 from trainbus.client.object_store import open_object_store
-from trainbus.commands.datasets.diff import diff_datasets
-from trainbus.commands.datasets.fetch import fetch_dataset
-from trainbus.commands.datasets.ingest import ingest_dataset
-from trainbus.commands.datasets.lineage import print_lineage
-from trainbus.commands.datasets.tables import print_dataset, print_datasets, print_urls
-from trainbus.commands.datasets.verify import verify_datasets
+from trainbus.commands import datasets
 from trainbus.data.dataset import Dataset as LocalDataset
 from trainbus.datasets.diff import KINDS, UnsortedIndex, compare
 from trainbus.datasets.history import AmbiguousName, History
@@ -412,6 +409,12 @@ def address(s3_settings: Settings) -> StackAddress:
     return Own(s3_settings.nats_url, s3_settings.s3_endpoint, None, None)
 
 
+@pytest_asyncio.fixture
+async def client(address: StackAddress, bus: Bus) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(address=address) as connected:
+        yield connected
+
+
 @pytest.fixture
 async def two(bus: Bus, objects: ObjectStore, s3_settings: Settings) -> tuple[Made, Made]:
     """Two versions of one source, the first of which a run has used."""
@@ -427,38 +430,38 @@ async def two(bus: Bus, objects: ObjectStore, s3_settings: Settings) -> tuple[Ma
     return first, second
 
 
-async def _ls(two: tuple[Made, Made], address: StackAddress, capsys: pytest.CaptureFixture[str]) -> None:
-    await print_datasets(address, as_json=False)
+async def _ls(two: tuple[Made, Made], client: AsyncClient, capsys: pytest.CaptureFixture[str]) -> None:
+    await datasets.ls(client, as_json=False)
     printed = capsys.readouterr().out
     for made in two:
         assert made.dataset_id[:12] in printed
     assert "s3://lake/digits" in printed
     assert "3/1/1" in printed
     assert "failed i3: s3://lake/none has no usable images data" in printed
-    await print_datasets(address, as_json=True)
+    await datasets.ls(client, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert [each["state"] for each in found] == ["sharded", "sharded", "failed"]
     assert found[0]["quarantined"] == {"truncated": 2}
     assert (found[0]["runs"], found[1]["runs"]) == (["r1"], [])
 
 
-async def _show(two: tuple[Made, Made], address: StackAddress, capsys: pytest.CaptureFixture[str]) -> None:
+async def _show(two: tuple[Made, Made], client: AsyncClient, capsys: pytest.CaptureFixture[str]) -> None:
     first, _ = two
-    await print_dataset(address, first.dataset_id[:10], classes=True, as_json=False)
+    await datasets.show(client, first.dataset_id[:10], classes=True, as_json=False)
     printed = capsys.readouterr().out
     for text in (first.dataset_id, "by content, 0.8/0.1/0.1, seed 0", "2: a, b", "60.0%", "0.25", "2 truncated"):
         assert text in printed
-    await print_dataset(address, "digits", classes=True, as_json=True)
+    await datasets.show(client, "digits", classes=True, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["class_counts"] == {"train": {"a": 2, "b": 1}, "validation": {"b": 1}, "test": {"a": 1}}
     assert Manifest.model_validate(found["manifest"]) == first.manifest
 
 
 async def _urls_are_of_objects(
-    two: tuple[Made, Made], address: StackAddress, objects: ObjectStore, capsys: pytest.CaptureFixture[str]
+    two: tuple[Made, Made], client: AsyncClient, objects: ObjectStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, _ = two
-    await print_urls(address, first.dataset_id, "train", as_json=False)
+    await datasets.show(client, first.dataset_id, urls=True, split="train")
     found = capsys.readouterr().out.split()
     names = []
     for uri in found:
@@ -466,20 +469,20 @@ async def _urls_are_of_objects(
             names += tar.getnames()
     assert sorted(names) == ["0/a.png", "0/b.png", "1/a.png"]
     with pytest.raises(TrainbusError, match="there are train, validation, test"):
-        await print_urls(address, first.dataset_id, "holdout", as_json=False)
+        await datasets.show(client, first.dataset_id, urls=True, split="holdout")
 
 
-async def _diff(two: tuple[Made, Made], address: StackAddress, capsys: pytest.CaptureFixture[str]) -> None:
+async def _diff(two: tuple[Made, Made], client: AsyncClient, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = (made.dataset_id[:12] for made in two)
-    await diff_datasets(address, first, first, examples=3, as_json=False)
+    await datasets.diff(client, first, first, examples=3, as_json=False)
     assert "5 records are the same" in capsys.readouterr().out
     with pytest.raises(TrainbusError, match="1 added, 1 removed, 1 relabelled, 1 moved"):
-        await diff_datasets(address, first, second, examples=3, as_json=False)
+        await datasets.diff(client, first, second, examples=3, as_json=False)
     printed = capsys.readouterr().out
     assert "moved train -> test: 1" in printed
     assert "relabelled b -> a: 1" in printed
     with pytest.raises(TrainbusError):
-        await diff_datasets(address, first, second, examples=3, as_json=True)
+        await datasets.diff(client, first, second, examples=3, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["added"] == {
         "records": 1, "by_class": [{"split": "train", "class": "b", "records": 1}], "examples": ["1/c"]
@@ -487,16 +490,16 @@ async def _diff(two: tuple[Made, Made], address: StackAddress, capsys: pytest.Ca
     assert found["removed"]["by_class"] == [{"split": "test", "class": "a", "records": 1}]
 
 
-async def _diff_without_the_index(two: tuple[Made, Made], address: StackAddress, objects: ObjectStore) -> None:
+async def _diff_without_the_index(two: tuple[Made, Made], client: AsyncClient, objects: ObjectStore) -> None:
     first, second = two
     await objects.delete(ingestion_uri(first.bucket, first.fingerprint, "index.jsonl"))
     with pytest.raises(TrainbusError, match="ingest s3://lake/digits again"):
-        await diff_datasets(address, first.dataset_id, second.dataset_id, examples=3, as_json=False)
+        await datasets.diff(client, first.dataset_id, second.dataset_id, examples=3, as_json=False)
 
 
-async def _lineage(two: tuple[Made, Made], address: StackAddress, capsys: pytest.CaptureFixture[str]) -> None:
+async def _lineage(two: tuple[Made, Made], client: AsyncClient, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = two
-    await print_lineage(address, "i1", as_json=False)
+    await datasets.lineage(client, "i1", as_json=False)
     printed = capsys.readouterr().out
     for text in (
         "s3://lake/digits",
@@ -508,15 +511,15 @@ async def _lineage(two: tuple[Made, Made], address: StackAddress, capsys: pytest
         "digits version 3",
     ):
         assert text in printed
-    await print_lineage(address, second.dataset_id, as_json=False)
+    await datasets.lineage(client, second.dataset_id, as_json=False)
     assert "no run has used it" in capsys.readouterr().out
-    await print_lineage(address, first.dataset_id, as_json=True)
+    await datasets.lineage(client, first.dataset_id, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["ingestions"][0]["fingerprint"] == first.fingerprint
     assert found["runs"][0]["champions"][0]["version"] == 3
 
 
-async def _names_that_mean_no_dataset(two: tuple[Made, Made], address: StackAddress) -> None:
+async def _names_that_mean_no_dataset(two: tuple[Made, Made], client: AsyncClient) -> None:
     for name, says in {
         "zzz": "there is no dataset 'zzz'",
         "": "means 2 datasets",
@@ -524,38 +527,38 @@ async def _names_that_mean_no_dataset(two: tuple[Made, Made], address: StackAddr
         "e" * 64: "not in the store",
     }.items():
         with pytest.raises(TrainbusError, match=says):
-            await print_dataset(address, name, classes=False, as_json=False)
+            await datasets.show(client, name, classes=False, as_json=False)
 
 
 async def test_a_log_without_datasets(
-    bus: Bus, objects: ObjectStore, s3_settings: Settings, address: StackAddress, capsys: pytest.CaptureFixture[str]
+    bus: Bus, objects: ObjectStore, s3_settings: Settings, client: AsyncClient, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    await print_datasets(address, as_json=False)
+    await datasets.ls(client, as_json=False)
     assert "no datasets yet" in capsys.readouterr().out
     made = Made(s3_settings.bucket_datasets, FIRST)
     await made.store(objects)
-    await print_dataset(address, made.dataset_id, classes=False, as_json=False)
+    await datasets.show(client, made.dataset_id, classes=False, as_json=False)
     assert made.dataset_id in capsys.readouterr().out
 
 
 async def test_looking(
-    two: tuple[Made, Made], address: StackAddress, objects: ObjectStore, capsys: pytest.CaptureFixture[str]
+    two: tuple[Made, Made], client: AsyncClient, objects: ObjectStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All on one bus: none of them writes anything."""
-    await _ls(two, address, capsys)
-    await _show(two, address, capsys)
-    await _urls_are_of_objects(two, address, objects, capsys)
-    await _lineage(two, address, capsys)
-    await _names_that_mean_no_dataset(two, address)
-    await _diff(two, address, capsys)
-    await _diff_without_the_index(two, address, objects)
+    await _ls(two, client, capsys)
+    await _show(two, client, capsys)
+    await _urls_are_of_objects(two, client, objects, capsys)
+    await _lineage(two, client, capsys)
+    await _names_that_mean_no_dataset(two, client)
+    await _diff(two, client, capsys)
+    await _diff_without_the_index(two, client, objects)
 
 
 # -- verify -----------------------------------------------------------------------------
 
 
 async def test_every_damage_is_found(
-    two: tuple[Made, Made], address: StackAddress, objects: ObjectStore, capsys: pytest.CaptureFixture[str]
+    two: tuple[Made, Made], client: AsyncClient, objects: ObjectStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, _ = two
     shard = first.manifest.splits["test"].shards[0]
@@ -572,43 +575,43 @@ async def test_every_damage_is_found(
             else:
                 await objects.put(uri, damaged)
             with pytest.raises(TrainbusError, match="1 of 2 datasets damaged"):
-                await verify_datasets(address, None, repair=False, as_json=False)
+                await datasets.verify(client, None, repair=False, as_json=False)
             printed = capsys.readouterr().out
             assert uri in printed
             assert first.dataset_id in printed
         await objects.put(uri, content)
-    await verify_datasets(address, None, repair=False, as_json=False)
+    await datasets.verify(client, None, repair=False, as_json=False)
     assert "2 datasets are whole: 10 samples" in capsys.readouterr().out
-    await verify_datasets(address, first.dataset_id, repair=False, as_json=True)
+    await datasets.verify(client, first.dataset_id, repair=False, as_json=True)
     assert json.loads(capsys.readouterr().out)["damaged"] == {}
 
 
 async def test_a_dataset_as_a_folder(
     two: tuple[Made, Made],
-    address: StackAddress,
+    client: AsyncClient,
     objects: ObjectStore,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     first, second = two
     folder = tmp_path / "mine"
-    await fetch_dataset(address, first.dataset_id, folder, [], as_json=True)
+    await datasets.fetch(client, first.dataset_id, folder, [], as_json=True)
     files = json.loads(capsys.readouterr().out)["files"]
     readable = LocalDataset(folder, first.dataset_id)
     assert [len(readable.split(name)) for name in SPLITS] == [first.manifest.splits[name].samples for name in SPLITS]
     assert readable.split("train")[0].fields
     shard = first.manifest.splits["train"].shards[0]
     (folder / shard.path).write_bytes(b"cut")
-    await fetch_dataset(address, first.dataset_id, folder, [], as_json=True)
+    await datasets.fetch(client, first.dataset_id, folder, [], as_json=True)
     again = json.loads(capsys.readouterr().out)
     assert (again["files"], again["fetched"]) == (files, 1), "what is there and right stays"
     with pytest.raises(TrainbusError, match="another dataset"):
-        await fetch_dataset(address, second.dataset_id, folder, [], as_json=False)
+        await datasets.fetch(client, second.dataset_id, folder, [], as_json=False)
     with pytest.raises(TrainbusError, match="no split 'tran'"):
-        await fetch_dataset(address, first.dataset_id, tmp_path / "other", ["tran"], as_json=False)
+        await datasets.fetch(client, first.dataset_id, tmp_path / "other", ["tran"], as_json=False)
     await objects.delete(shard_uri(first.bucket, shard.sha256))
     with pytest.raises(TrainbusError, match=r"cannot be had.*verify --repair"):
-        await fetch_dataset(address, first.dataset_id, tmp_path / "other", ["train"], as_json=False)
+        await datasets.fetch(client, first.dataset_id, tmp_path / "other", ["train"], as_json=False)
     assert not (tmp_path / "other/manifest.json").exists(), "a folder with a manifest is whole"
 
 
@@ -636,59 +639,55 @@ async def test_an_index_that_hashes_right_but_tells_other_places(objects: Object
 # -- ingest and repair --------------------------------------------------------------------
 
 
-async def serve(address: StackAddress, bus: Bus, objects: ObjectStore, made: Made, requests: int) -> list[DataSource]:
+async def serve(client: AsyncClient, bus: Bus, objects: ObjectStore, made: Made, requests: int) -> list[DataSource]:
     """Stand in for ingestion and sharding: publish what they publish for a known input."""
     asked: list[DataSource] = []
-    async with connect(address) as link:
-        async for batch in link.follow(topology.REQUESTS, "ingest.requested"):
-            for stored in batch:
-                asked.append(stored.event.data)
-                ingestion_id = "i" + short_hash(stored.envelope.source, stored.envelope.id)
-                await bus.publish(made.ingested(ingestion_id))
-                await made.store(objects)
-                link_uri = ingestion_uri(made.bucket, made.fingerprint, link_name(made.fingerprint, 128 * 2**20))
-                await objects.put(link_uri, canonical_json({"dataset_id": made.dataset_id}))
-            if len(asked) == requests:
-                return asked
+    async for batch in client.connection.follow(topology.REQUESTS, "ingest.requested"):
+        for stored in batch:
+            asked.append(stored.event.data)
+            ingestion_id = "i" + short_hash(stored.envelope.source, stored.envelope.id)
+            await bus.publish(made.ingested(ingestion_id))
+            await made.store(objects)
+            link_uri = ingestion_uri(made.bucket, made.fingerprint, link_name(made.fingerprint, 128 * 2**20))
+            await objects.put(link_uri, canonical_json({"dataset_id": made.dataset_id}))
+        if len(asked) == requests:
+            return asked
     raise AssertionError("the stream ended")
 
 
 async def test_invalid_results_are_made_again(
-    two: tuple[Made, Made], address: StackAddress, bus: Bus, objects: ObjectStore, capsys: pytest.CaptureFixture[str]
+    two: tuple[Made, Made], client: AsyncClient, bus: Bus, objects: ObjectStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = two
     shard = first.manifest.splits["test"].shards[0]
     rotten = shard_uri(first.bucket, shard.sha256)
     await objects.put(rotten, b"rotten")
     await objects.delete(dataset_uri(first.bucket, first.dataset_id))
-    serving = asyncio.create_task(serve(address, bus, objects, first, 2))
-    await verify_datasets(address, first.dataset_id, repair=True, as_json=False)
+    serving = asyncio.create_task(serve(client, bus, objects, first, 2))
+    await datasets.verify(client, first.dataset_id, repair=True, as_json=False)
     assert "1 dataset is whole: 5 samples" in capsys.readouterr().out
     # The same settings again are the same dataset, for which the bus carries no further event.
-    await ingest_dataset(address, None, given={}, settings=None, again=first.dataset_id, follow=True, as_json=True)
+    await datasets.ingest(client, again=first.dataset_id, as_json=True)
     assert json.loads(capsys.readouterr().out)["dataset_id"] == first.dataset_id
     assert await serving == [first.data, first.data]
     # A source that has changed since gives another dataset.
     await objects.delete(shard_uri(second.bucket, second.manifest.splits["test"].shards[0].sha256))
-    serving = asyncio.create_task(serve(address, bus, objects, first, 3))
+    serving = asyncio.create_task(serve(client, bus, objects, first, 3))
     with pytest.raises(TrainbusError, match="is no longer what dataset"):
-        await verify_datasets(address, second.dataset_id, repair=True, as_json=False)
+        await datasets.verify(client, second.dataset_id, repair=True, as_json=False)
     await serving
 
 
-async def test_requests_that_make_no_sense(two: tuple[Made, Made], address: StackAddress, tmp_path: Path) -> None:
+async def test_requests_that_make_no_sense(two: tuple[Made, Made], client: AsyncClient, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "split.toml").write_text('[split]\nby = "time"\n')
 
     async def refused(source: str | None, says: str, **given: Any) -> None:
-        settings = given.pop("settings", None)
         with pytest.raises(TrainbusError, match=says):
-            await ingest_dataset(
-                address, source, given=given, settings=settings, again=None, follow=False, as_json=False
-            )
+            await datasets.ingest(client, source, **given, follow=False)
 
     await refused(None, "say what to ingest")
     await refused("s3://lake/x", "say what it is")
-    await refused("s3://lake/x", "data.format", format="photos")
-    await refused("s3://lake/x", "bad.json", format="images", settings=tmp_path / "bad.json")
-    await refused("s3://lake/x", "needs split.time_field", format="images", settings=tmp_path / "split.toml")
+    await refused("s3://lake/x", "data.format", data_format="photos")
+    await refused("s3://lake/x", "bad.json", data_format="images", settings=tmp_path / "bad.json")
+    await refused("s3://lake/x", "needs split.time_field", data_format="images", settings=tmp_path / "split.toml")

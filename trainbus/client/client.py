@@ -28,6 +28,7 @@ from trainbus.client import checkpoints, explanation, runs
 from trainbus.client.address import StackAddress, find_address
 from trainbus.client.checkpoints import FetchedCheckpoint, StoredCheckpoint
 from trainbus.client.connection import Connection, StoredEvent, connect, derive_run_id
+from trainbus.client.datasets import find_dataset, read_history
 from trainbus.client.errors import NotFoundError, RunFailedError, TrainbusError, UsageError
 from trainbus.client.explanation import Explanation
 from trainbus.client.metrics import MetricPoint, read_metrics
@@ -35,6 +36,7 @@ from trainbus.client.package import pack_project
 from trainbus.client.submission import SubmittedRun, build_request, locate_code, upload_package
 from trainbus.client.submit_options import SubmitOptions
 from trainbus.client.views import ModelView, NodeView, RunView, describe
+from trainbus.datasets.history import DatasetRecord
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -252,6 +254,10 @@ class AsyncClient:
             )
         return await checkpoints.fetch_checkpoint(self.address, target, Path(folder), manifest_sha256)
 
+    async def dataset(self, name: str) -> DatasetRecord:
+        """Return what the log has of a dataset: an id, the unique start of one, or the id of an ingestion or run."""
+        return find_dataset(await read_history(self.connection), name, self.address)
+
     # -- the cluster ---------------------------------------------------------------
 
     async def nodes(self) -> list[NodeView]:
@@ -351,6 +357,7 @@ class Client:
     metrics = _sync(AsyncClient.metrics)
     checkpoints = _sync(AsyncClient.checkpoints)
     fetch = _sync(AsyncClient.fetch)
+    dataset = _sync(AsyncClient.dataset)
     nodes = _sync(AsyncClient.nodes)
     models = _sync(AsyncClient.models)
     drain = _sync(AsyncClient.drain)

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
-from collections.abc import Iterator
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from pydantic import ValidationError
 
 from contracts import subjects
-from contracts.datasets import IndexRecord, Manifest, dataset_uri, ingestion_uri
+from contracts.datasets import SPLITS, IndexRecord, Manifest, dataset_uri, ingestion_uri, shard_uri
+from services.kit.concurrency import gather_limited
 from services.kit.store.errors import ObjectNotFound
+from services.kit.store.files import hash_file
 from services.kit.store.objects import ObjectStore
 from services.kit.store.uris import split_uri
 from trainbus.client.address import StackAddress
 from trainbus.client.connection import Connection
-from trainbus.client.errors import NotFoundError, TrainbusError
+from trainbus.client.errors import NotFoundError, TrainbusError, UsageError
+from trainbus.datasets.diff import Difference, UnsortedIndex, compare
 from trainbus.datasets.history import AmbiguousName, DatasetRecord, History
 
 SHA256_CHARS = 64
+#: Files that are fetched at the same time.
+PARALLEL = 4
 #: The facts that make the history of datasets; the many others of long trainings stay on the server.
 FACTS = (
     subjects.dataset(),
@@ -112,9 +120,117 @@ async def fetch_index(objects: ObjectStore, loaded: LoadedDataset, path: Path) -
         ) from None
 
 
+async def count_classes(objects: ObjectStore, loaded: LoadedDataset) -> Counter[tuple[str, str]]:
+    """Return (split, class) -> number of records, from the dataset's index."""
+    with tempfile.TemporaryDirectory(prefix="trainbus-") as folder:
+        path = Path(folder) / "index.jsonl"
+        await fetch_index(objects, loaded, path)
+        return Counter((each["split"], each["label"] or "") for each in iterate_records(path))
+
+
+async def compare_datasets(objects: ObjectStore, old: LoadedDataset, new: LoadedDataset, examples: int) -> Difference:
+    """Compare the records of two datasets; ``examples`` keys of each kind of change are named.
+
+    Raises:
+        TrainbusError: an index is no longer in the store, or is damaged.
+    """
+    with tempfile.TemporaryDirectory(prefix="trainbus-") as folder:
+        paths = Path(folder) / "before.jsonl", Path(folder) / "after.jsonl"
+        for loaded, path in zip((old, new), paths, strict=True):
+            await fetch_index(objects, loaded, path)
+        try:
+            return await asyncio.to_thread(compare, iterate_records(paths[0]), iterate_records(paths[1]), examples)
+        except UnsortedIndex as error:
+            raise TrainbusError(f"{error}: the index is damaged; ingest the source again") from error
+
+
+def list_shard_uris(loaded: LoadedDataset, split: str | None) -> list[str]:
+    """Return the addresses of a dataset's shards, or of one split's, in the order of the manifest.
+
+    Raises:
+        UsageError: there is no such split.
+    """
+    if split is not None and split not in SPLITS:
+        raise UsageError(f"there is no split {split!r}; there are {', '.join(SPLITS)}")
+    splits = loaded.manifest.splits
+    names = [split] if split else SPLITS
+    return [shard_uri(loaded.bucket, shard.sha256) for name in names for shard in splits[name].shards]
+
+
 def iterate_records(path: Path) -> Iterator[IndexRecord]:
     """Yield the records of an index one at a time."""
     with path.open("rb") as file:
         for line in file:
             record: IndexRecord = json.loads(line)
             yield record
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedDataset:
+    """A dataset in a local folder. ``fetched`` files were missing there, or differed."""
+
+    files: int
+    fetched: int
+    size_bytes: int
+
+
+async def fetch_dataset(
+    objects: ObjectStore,
+    loaded: LoadedDataset,
+    folder: Path,
+    splits: Sequence[str],
+    advance: Callable[[int, int], None],
+) -> FetchedDataset:
+    """Fetch shards and indexes and verify them; intact files stay. The manifest is written last.
+
+    ``advance`` gets (bytes done, all bytes). Without ``splits`` every split is fetched.
+
+    Raises:
+        UsageError: there is no such split, or the folder holds another dataset.
+        TrainbusError: a file is missing or damaged.
+    """
+    known = loaded.manifest.splits
+    if unknown := [split for split in splits if split not in known]:
+        raise UsageError(f"there is no split {unknown[0]!r}: choose among {', '.join(known)}")
+    manifest = folder / "manifest.json"
+    if manifest.exists() and manifest.read_bytes() != loaded.content:
+        raise UsageError(f"{folder} holds another dataset: give a folder of its own")
+    files = [
+        file
+        for split in splits or known
+        for shard in known[split].shards
+        for file in (
+            (shard.path, shard.sha256, shard.size_bytes),
+            (shard.index_path, shard.index_sha256, shard.index_bytes),
+        )
+    ]
+    total = sum(size for _, _, size in files)
+    fetched = done = 0
+
+    async def fetch_file(name: str, sha256: str, size: int) -> None:
+        nonlocal fetched, done
+        path = folder / _check_path(name)
+        if not (path.exists() and await asyncio.to_thread(hash_file, path) == sha256):
+            try:
+                await objects.download(shard_uri(loaded.bucket, sha256), path, sha256=sha256)
+            except (ObjectNotFound, ValueError) as error:
+                raise TrainbusError(
+                    f"{name} cannot be had, {error}: `trainbus datasets verify --repair` makes it again"
+                ) from error
+            fetched += 1
+        done += size
+        advance(done, total)
+
+    await gather_limited((fetch_file(*each) for each in files), limit=PARALLEL)
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / ".manifest.json"
+    partial.write_bytes(loaded.content)
+    partial.replace(manifest)
+    return FetchedDataset(len(files), fetched, total)
+
+
+def _check_path(name: str) -> PurePosixPath:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise TrainbusError(f"the manifest names {name!r}, which leads out of its folder")
+    return path

@@ -69,9 +69,18 @@ class DatasetRecord:
     runs: list[TrainingUse] = field(default_factory=list)
 
     @property
+    def first_ingestion(self) -> Ingestion | None:
+        """The first ingestion that succeeded."""
+        return next((each for each in self.ingestions if each.found), None)
+
+    @property
+    def ingested(self) -> dataset.DatasetIngested | None:
+        """The result of the first ingestion that succeeded."""
+        return self.first_ingestion.found if self.first_ingestion else None
+
+    @property
     def source(self) -> str:
-        found = next((each.found for each in self.ingestions if each.found), None)
-        return found.data.source if found else ""
+        return self.ingested.data.source if self.ingested else ""
 
 
 class AmbiguousName(LookupError):

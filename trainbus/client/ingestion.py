@@ -1,0 +1,159 @@
+"""Ingestions: request one, follow it until its dataset is made, repair a dataset by another."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import tomllib
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from contracts import subjects, topology
+from contracts.base import short_hash
+from contracts.datasets import dataset_uri
+from contracts.events.dataset import DatasetIngested, DatasetIngestFailed, DatasetProgress, DatasetShardFailed
+from contracts.events.train import IngestRequested
+from services.kit.store.objects import ObjectStore
+from services.kit.store.uris import split_uri
+from services.sharding.core.manifest import link_name
+from trainbus.client.connection import SOURCE, Connection
+from trainbus.client.dataset_verification import DamagedFile
+from trainbus.client.errors import TrainbusError, UsageError, invalid_request
+from trainbus.datasets.history import DatasetRecord, History
+
+POLL_S = 0.5
+#: Seconds after which progress is out of date: the ingestion stopped without a fact about its end.
+MAX_PROGRESS_AGE_S = 60.0
+
+FindDataset = Callable[[DatasetIngested], Awaitable[str | None]]
+#: Gets the ingestion's result once, and its progress again and again.
+Report = Callable[[DatasetIngested | DatasetProgress], None]
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the ``data`` of a settings file.
+
+    Raises:
+        UsageError: it cannot be read, or holds no object.
+    """
+    try:
+        read = (tomllib if path.suffix == ".toml" else json).loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--settings {path}: {error}") from error
+    if not isinstance(read, dict):
+        raise UsageError(f"--settings {path}: it must hold an object, the request's 'data'")
+    # A request as it is published works too.
+    return dict(read["data"]) if isinstance(read.get("data"), dict) else read
+
+
+def settings_of(known: DatasetRecord) -> dict[str, Any]:
+    """Return the ``data`` of a dataset's newest ingestion.
+
+    Raises:
+        UsageError: the log no longer has it.
+    """
+    found = [each.found for each in known.ingestions if each.found is not None]
+    if not found:
+        raise UsageError(f"the log no longer says how dataset {known.dataset_id[:12]} was made: give its source")
+    return found[-1].data.model_dump(mode="json", exclude_defaults=True)
+
+
+def build_ingestion(data: dict[str, Any]) -> IngestRequested:
+    """Return the request with this ``data``.
+
+    Raises:
+        UsageError: it is not valid.
+    """
+    if "source" not in data:
+        raise UsageError("say what to ingest: `trainbus datasets ingest s3://lake/digits --format images`")
+    if "format" not in data:
+        raise UsageError("say what it is: --format images, jsonl, parquet, text, tokens, binary, webdataset or mds")
+    try:
+        return IngestRequested.model_validate({"data": data})
+    except ValidationError as error:
+        raise invalid_request(error) from error
+
+
+async def request_ingestion(connection: Connection, request: IngestRequested) -> str:
+    """Publish a request and return the id of its ingestion."""
+    event_id = await connection.publish_request(request, uuid.uuid4().hex)
+    return "i" + short_hash(SOURCE, event_id)
+
+
+async def read_progress(connection: Connection, ingestion_id: str = subjects.WILDCARD) -> list[DatasetProgress]:
+    """Return the newest progress of one ingestion or of each, without what is out of date."""
+    messages = await connection.read(subjects.dataset_progress(ingestion_id), stream=topology.PROGRESS)
+    newest: dict[str, DatasetProgress] = {each.event.ingestion_id: each.event for each in messages}
+    return [event for event in newest.values() if time.time() - event.time < MAX_PROGRESS_AGE_S]
+
+
+async def follow_ingestion(
+    connection: Connection, ingestion_id: str, find_dataset_id: FindDataset, report: Report
+) -> str:
+    """Follow an ingestion until ``find_dataset_id`` returns the dataset's id, and return it.
+
+    Raises:
+        TrainbusError: the ingestion or the sharding failed.
+    """
+    ingested = False
+    while True:
+        fact = await connection.read_last(topology.FACTS, subjects.fact("dataset", ingestion_id, subjects.WILDCARD))
+        match fact.event if fact is not None else None:
+            case DatasetIngestFailed(reason=reason) | DatasetShardFailed(reason=reason):
+                raise TrainbusError(f"{ingestion_id} failed: {reason}")
+            case DatasetIngested() as event:
+                if not ingested:
+                    report(event)
+                ingested = True
+                if (dataset_id := await find_dataset_id(event)) is not None:
+                    return dataset_id
+        for progress in await read_progress(connection, ingestion_id):
+            report(progress)
+        await asyncio.sleep(POLL_S)
+
+
+async def find_made_dataset(connection: Connection, objects: ObjectStore, event: DatasetIngested) -> str | None:
+    """Return the dataset's id once its manifest is stored: sharding publishes nothing for the same input again."""
+    names = (subjects.fact("dataset", subjects.WILDCARD, name) for name in ("ingested", "sharded"))
+    facts = await connection.read(*names)
+    made = History((each.time, each.event) for each in facts).ingestions[event.ingestion_id]
+    if made.dataset_id is None:
+        return None
+    bucket = split_uri(event.index_uri)[0]
+    return made.dataset_id if await objects.exists(dataset_uri(bucket, made.dataset_id)) else None
+
+
+async def repair_dataset(
+    connection: Connection, objects: ObjectStore, known: DatasetRecord, files: Sequence[DamagedFile], report: Report
+) -> None:
+    """Delete the damaged files and have sharding write them again.
+
+    Raises:
+        TrainbusError: the source has changed.
+    """
+    ingested = next((each.found for each in reversed(known.ingestions) if each.found is not None), None)
+    if ingested is None:
+        raise TrainbusError(
+            f"the log no longer says how dataset {known.dataset_id[:12]} was made: ingest its source again"
+        )
+    # Without this link sharding checks every shard instead of trusting that it exists.
+    name = link_name(ingested.fingerprint, ingested.data.shard_bytes)
+    link = f"{ingested.index_uri.rpartition('/')[0]}/{name}"
+    for uri in [link, *(each.uri for each in files)]:
+        await objects.delete(uri)
+
+    async def find_dataset_id(event: DatasetIngested) -> str | None:
+        if event.fingerprint != ingested.fingerprint:
+            raise TrainbusError(
+                f"{ingested.data.source} is no longer what dataset {known.dataset_id[:12]} was made of: what it holds "
+                "now becomes another dataset. Put it back as it was and repair again, or train on the new one"
+            )
+        return known.dataset_id if await objects.exists(link) else None
+
+    ingestion_id = await request_ingestion(connection, IngestRequested(data=ingested.data))
+    await follow_ingestion(connection, ingestion_id, find_dataset_id, report)

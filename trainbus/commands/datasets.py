@@ -1,0 +1,237 @@
+"""``trainbus datasets``: list, show, verify and compare datasets, and print their lineage."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trainbus.client.errors import TrainbusError, UsageError
+from trainbus.commands import render
+from trainbus.commands.options import DataDir, Dataset, Json, command, with_client
+from trainbus.commands.progress import byte_bar, ingestion_bar
+
+if TYPE_CHECKING:
+    from services.kit.store.objects import ObjectStore
+    from trainbus.client.client import AsyncClient
+    from trainbus.client.dataset_verification import Verification
+    from trainbus.datasets.history import DatasetRecord
+
+app = typer.Typer(help="Datasets: list, show, verify and compare them, make one, print their lineage.")
+
+
+@app.callback(invoke_without_command=True)
+def default(context: typer.Context, data_dir: DataDir = None, as_json: Json = False) -> None:
+    """Datasets: list, show, verify and compare them, make one, print their lineage."""
+    if context.invoked_subcommand is None:
+        with_client(data_dir, lambda client: ls(client, as_json=as_json))
+    elif data_dir is not None or as_json:
+        raise UsageError(f"give the options after the command: `trainbus datasets {context.invoked_subcommand} ...`")
+
+
+@command(app)
+async def ls(client: AsyncClient, as_json: Json = False) -> None:
+    """List the datasets, the ingestions in progress, and those that failed."""
+    from trainbus.client.datasets import read_history
+    from trainbus.client.ingestion import read_progress
+    from trainbus.commands import dataset_tables
+
+    history = await read_history(client.connection)
+    if as_json:
+        print(render.as_json(dataset_tables.history_to_plain(history)))
+    else:
+        dataset_tables.print_history(history, await read_progress(client.connection))
+
+
+@command(app)
+async def show(
+    client: AsyncClient,
+    name: Dataset,
+    urls: Annotated[bool, typer.Option("--urls", help="Print only the shards' addresses, one per line.")] = False,
+    split: Annotated[str | None, typer.Option("--split", help="With --urls: only of this split.")] = None,
+    classes: Annotated[
+        bool, typer.Option("--classes", help="Count the records of each class in each split (reads the index).")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Show one dataset: its splits, classes, statistics and shards."""
+    from trainbus.client.datasets import count_classes, list_shard_uris, load_dataset
+    from trainbus.client.object_store import open_object_store
+    from trainbus.commands import dataset_tables
+
+    known = await client.dataset(name)
+    async with open_object_store(client.address) as objects:
+        loaded = await load_dataset(objects, known)
+        counts = await count_classes(objects, loaded) if classes and not urls else None
+    if urls:
+        found = list_shard_uris(loaded, split)
+        print(render.as_json(found) if as_json else "\n".join(found))
+    elif as_json:
+        print(render.as_json(dataset_tables.dataset_to_plain(loaded, counts)))
+    else:
+        dataset_tables.print_dataset(loaded, counts)
+
+
+@command(app)
+async def verify(
+    client: AsyncClient,
+    name: Annotated[str | None, typer.Argument(help="A dataset; default: all of them.")] = None,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Have what is damaged made again, wait, and verify again.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Read datasets back from the store and compare every hash; exit 1 if anything is damaged."""
+    from trainbus.client.datasets import find_dataset, read_history
+    from trainbus.client.ingestion import repair_dataset
+    from trainbus.client.object_store import open_object_store
+
+    async with open_object_store(client.address) as objects:
+        history = await read_history(client.connection)
+        names = [name] if name is not None else history.datasets
+        datasets = [find_dataset(history, each, client.address) for each in names]
+        found = await _verify(objects, datasets, quiet=as_json)
+        if repair and found.damaged:
+            _print_verification(found, as_json=False, stderr=True)
+            damaged = [known for known in datasets if known.dataset_id in found.damaged]
+            for known in damaged:
+                with ingestion_bar(quiet=as_json) as report:
+                    await repair_dataset(client.connection, objects, known, found.damaged[known.dataset_id], report)
+            found = await _verify(objects, damaged, quiet=as_json)
+    _print_verification(found, as_json=as_json)
+    if found.damaged:
+        remedy = "--repair makes the damaged files again, from what was ingested or from the source"
+        hint = "" if repair else f"; {remedy}"
+        raise TrainbusError(f"{len(found.damaged)} of {found.datasets} datasets damaged{hint}")
+
+
+async def _verify(objects: ObjectStore, datasets: list[DatasetRecord], *, quiet: bool) -> Verification:
+    from trainbus.client.dataset_verification import verify_datasets
+
+    with byte_bar("reading back", quiet=quiet) as advance:
+        return await verify_datasets(objects, datasets, advance)
+
+
+def _print_verification(found: Verification, *, as_json: bool, stderr: bool = False) -> None:
+    stream = sys.stderr if stderr else sys.stdout
+    if as_json:
+        print(render.as_json(found), file=stream)
+        return
+    for dataset_id, files in found.damaged.items():
+        print(f"dataset {dataset_id}", file=stream)
+        for each in files:
+            print(f"  {each.path or 'manifest.json'}: {each.problem}\n    {each.uri}", file=stream)
+    if not found.damaged:
+        subject = "1 dataset is" if found.datasets == 1 else f"{found.datasets} datasets are"
+        sizes = f"{found.samples:,} samples in {found.shards:,} shards, {render.size(found.size_bytes)}"
+        print(f"{subject} whole: {sizes}, every byte verified", file=stream)
+
+
+@command(app)
+async def fetch(
+    client: AsyncClient,
+    name: Dataset,
+    folder: Annotated[Path, typer.Argument(help="Where to put it; becomes the dataset's folder.")],
+    split: Annotated[
+        list[str] | None, typer.Option("--split", help="Only the shards of this split; repeatable.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Fetch a dataset into a folder and verify every byte; files that are there already stay."""
+    from trainbus.client.datasets import fetch_dataset, load_dataset
+    from trainbus.client.object_store import open_object_store
+
+    async with open_object_store(client.address) as objects:
+        loaded = await load_dataset(objects, await client.dataset(name))
+        with byte_bar("fetching", quiet=as_json) as advance:
+            found = await fetch_dataset(objects, loaded, folder, split or (), advance)
+    if as_json:
+        named = {"dataset_id": loaded.known.dataset_id, "folder": str(folder)}
+        print(render.as_json({**named, **render.to_plain(found)}))
+    else:
+        kept = f" ({found.files - found.fetched} were there)" if found.fetched < found.files else ""
+        print(f"{folder}: {found.files} files, {render.size(found.size_bytes)}{kept}, every byte verified")
+
+
+@command(app)
+async def diff(
+    client: AsyncClient,
+    one: Dataset,
+    other: Dataset,
+    examples: Annotated[int, typer.Option(min=0, help="Keys to print of each kind of change.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """List what changed between two datasets, by split and class; exit 1 if anything did."""
+    from trainbus.client.datasets import compare_datasets, find_dataset, load_dataset, read_history
+    from trainbus.client.object_store import open_object_store
+    from trainbus.commands import dataset_tables
+
+    history = await read_history(client.connection)
+    pair = [find_dataset(history, name, client.address) for name in (one, other)]
+    async with open_object_store(client.address) as objects:
+        old, new = [await load_dataset(objects, known) for known in pair]
+        found = await compare_datasets(objects, old, new, examples)
+    settings = dataset_tables.list_settings_changes(old.manifest, new.manifest)
+    if as_json:
+        print(render.as_json(dataset_tables.difference_to_plain(old, new, found, settings)))
+    else:
+        dataset_tables.print_difference(old, new, found, settings)
+    if found.total or settings:
+        raise TrainbusError(f"they differ: {dataset_tables.format_totals(found) or 'in their settings alone'}")
+
+
+@command(app)
+async def lineage(client: AsyncClient, name: Dataset, as_json: Json = False) -> None:
+    """Print where a dataset comes from, which runs trained on it, and which models were promoted."""
+    from trainbus.commands import dataset_tables
+
+    known = await client.dataset(name)
+    if as_json:
+        print(render.as_json(dataset_tables.lineage_to_plain(known)))
+    else:
+        render.console().print(dataset_tables.render_lineage(known))
+
+
+@command(app)
+async def ingest(
+    client: AsyncClient,
+    source: Annotated[
+        str | None, typer.Argument(help="s3://bucket/prefix of the raw data, or a folder (embedded).")
+    ] = None,
+    data_format: Annotated[
+        str | None, typer.Option("--format", help="images, jsonl, parquet, text, tokens, binary, webdataset or mds.")
+    ] = None,
+    label_field: Annotated[str | None, typer.Option("--label", help="Field or column that is the label.")] = None,
+    settings: Annotated[
+        Path | None,
+        typer.Option("--settings", help="JSON or TOML file of other settings: split, checks, features..."),
+    ] = None,
+    again: Annotated[str | None, typer.Option("--again", help="Use the settings of this dataset.")] = None,
+    follow: Annotated[bool, typer.Option("--follow/--detach", help="Stay until the dataset is made.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Make a dataset without training on it; print its id."""
+    from trainbus.client import ingestion
+    from trainbus.client.object_store import open_object_store
+    from trainbus.client.submission import resolve_source
+
+    given = {"source": source and resolve_source(source), "format": data_format, "label_field": label_field}
+    data = ingestion.read_settings(settings) if settings is not None else {}
+    if again is not None:
+        data = ingestion.settings_of(await client.dataset(again))
+    data |= {name: value for name, value in given.items() if value is not None}
+    ingestion_id = await ingestion.request_ingestion(client.connection, ingestion.build_ingestion(data))
+    if not follow:
+        print(render.as_json({"ingestion_id": ingestion_id}) if as_json else ingestion_id)
+        return
+    async with open_object_store(client.address) as objects:
+        with ingestion_bar(quiet=as_json) as report:
+            dataset_id = await ingestion.follow_ingestion(
+                client.connection,
+                ingestion_id,
+                lambda event: ingestion.find_made_dataset(client.connection, objects, event),
+                report,
+            )
+    print(render.as_json({"ingestion_id": ingestion_id, "dataset_id": dataset_id}) if as_json else dataset_id)

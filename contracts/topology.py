@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from contracts import subjects
 from contracts.base import Event, Request
-from contracts.events import BY_TYPE, capacity, checkpoint, dataset, model, node, run, study, train
+from contracts.events import BY_TYPE
 from contracts.events import FACTS as ALL_FACTS
 from contracts.events import REQUESTS as ALL_REQUESTS
 
@@ -107,61 +107,60 @@ BUCKETS: tuple[Bucket, ...] = (LEASES, JOBS, RENDEZVOUS)
 SNAPSHOTS = ObjectBucket("SNAPSHOTS", "What the log adds up to, now and then: a shortcut for those who fold it.")
 OBJECT_BUCKETS: tuple[ObjectBucket, ...] = (SNAPSHOTS,)
 
+
+def _events(*, requests: str = "", **facts: str) -> tuple[type[Event], ...]:
+    """Return the requests of these verbs and the facts of these names, given by their aggregate."""
+    types = [f"trainbus.{aggregate}.{name}.v1" for aggregate, names in facts.items() for name in names.split()]
+    types += [f"trainbus.{verb}.requested.v1" for verb in requests.split()]
+    return tuple(BY_TYPE[name] for name in types)
+
+
 SCHEDULER_REQUESTS = Consumer(
     "scheduler-requests",
     REQUESTS.name,
-    (train.TrainRequested, train.CancelRequested, train.RestoreRequested, train.DrainRequested, train.TuneRequested),
+    _events(requests="train cancel restore drain tune"),
     "Requests the scheduler decides on.",
     # Each answer is fenced on its own, so their order does not matter.
     concurrency=16,
 )
-INGESTION = Consumer("ingestion", FACTS.name, (run.RunAccepted,), "Runs that bring raw data.")
+INGESTION = Consumer("ingestion", FACTS.name, _events(run="accepted"), "Runs that bring raw data.")
 INGESTION_REQUESTS = Consumer(
-    "ingestion-requests", REQUESTS.name, (train.IngestRequested,), "Datasets wanted without a run."
+    "ingestion-requests", REQUESTS.name, _events(requests="ingest"), "Datasets wanted without a run."
 )
 SHARDING = Consumer(
     "sharding",
     FACTS.name,
-    (dataset.DatasetIngested, run.RunAccepted),
+    _events(dataset="ingested", run="accepted"),
     "Ingested data to be sharded, and runs that name a dataset to be looked up.",
 )
 CHECKPOINT = Consumer(
     "checkpoint",
     FACTS.name,
-    (checkpoint.CheckpointStaged, checkpoint.CheckpointRepaired),
+    _events(run="checkpoint_staged checkpoint_repaired"),
     "Staged checkpoints to verify and commit, repaired blobs to look at again.",
 )
 CHECKPOINT_REQUESTS = Consumer(
     "checkpoint-requests",
     REQUESTS.name,
-    (train.PinRequested, train.ScrubRequested),
+    _events(requests="pin scrub"),
     "Checkpoints to pin against retention, and to read back.",
 )
 EVALUATION = Consumer(
     "evaluation",
     FACTS.name,
     # Rejected ones too: the service's own requests may be.
-    (run.RunCompleted, run.RunFailed, run.RunCancelled, run.RunRejected),
+    _events(run="completed failed cancelled rejected"),
     "Runs whose result is to be measured, compared and perhaps promoted.",
 )
 EVALUATION_REQUESTS = Consumer(
-    "evaluation-requests", REQUESTS.name, (train.PromoteRequested, train.RollbackRequested), "An operator's word."
+    "evaluation-requests", REQUESTS.name, _events(requests="promote rollback"), "An operator's word."
 )
 TRACKING = Consumer(
     "tracking",
     FACTS.name,
-    (
-        run.RunAccepted,
-        run.RunPrepared,
-        run.RunPlaced,
-        run.RunStarted,
-        checkpoint.CheckpointCommitted,
-        run.RunCompleted,
-        run.RunFailed,
-        run.RunCancelled,
-        run.RunEvaluated,
-        run.RunNotPromoted,
-        model.ModelPromoted,
+    _events(
+        run="accepted prepared placed started checkpoint_committed completed failed cancelled evaluated not_promoted",
+        model="promoted",
     ),
     "Facts that are mirrored to MLflow.",
     # MLflow may be away for days: the facts wait in order, none of them is given up.
@@ -205,23 +204,12 @@ class ServiceEvents:
 CLIENTS = "clients"
 SERVICES: dict[str, ServiceEvents] = {
     "scheduler": ServiceEvents(
-        publishes=(
-            run.RunAccepted,
-            run.RunRejected,
-            run.RunQueued,
-            run.RunWaiting,
-            run.RunReserved,
-            run.RunPlaced,
-            run.RunPreempting,
-            run.RunCancelling,
-            run.RunCompleted,
-            run.RunFailed,
-            run.RunCancelled,
-            node.NodeLost,
-            node.NodeDraining,
-            capacity.CapacityWanted,
-            capacity.PolicyAdopted,
-            study.StudyRejected,
+        publishes=_events(
+            run="accepted rejected queued waiting reserved placed preempting cancelling completed failed cancelled",
+            node="lost draining",
+            capacity="wanted",
+            policy="adopted",
+            study="rejected",
         ),
         # It fences on the sequence of every fact about a run.
         follows=tuple(
@@ -230,121 +218,51 @@ SERVICES: dict[str, ServiceEvents] = {
             if subjects.parts(fact.subject_filter())[0] in ("run", "node", "capacity", "policy")
         ),
     ),
-    "ingestion": ServiceEvents(
-        publishes=(
-            dataset.DatasetIngested,
-            dataset.DatasetIngestFailed,
-            dataset.DatasetProgress,
-            run.RunPrepareFailed,
-        )
-    ),
-    "sharding": ServiceEvents(
-        publishes=(
-            dataset.DatasetSharded,
-            dataset.DatasetShardFailed,
-            dataset.DatasetProgress,
-            run.RunPrepared,
-            run.RunPrepareFailed,
-        )
-    ),
+    "ingestion": ServiceEvents(_events(dataset="ingested ingest_failed progress", run="prepare_failed")),
+    "sharding": ServiceEvents(_events(dataset="sharded shard_failed progress", run="prepared prepare_failed")),
     "worker": ServiceEvents(
-        publishes=(
-            node.NodeJoined,
-            node.NodeLeft,
-            node.NodeNotice,
-            node.NodeUnfit,
-            run.RunStarted,
-            run.RunStalled,
-            run.RunStraggler,
-            run.RunStarved,
-            run.RunReleased,
-            run.RunExited,
-            run.RunProgress,
-            run.RunLog,
-            checkpoint.CheckpointStaged,
-            checkpoint.CheckpointRepaired,
+        publishes=_events(
+            node="joined left notice unfit",
+            run="started stalled straggler starved released exited progress log checkpoint_staged checkpoint_repaired",
         ),
-        follows=(
-            run.RunPlaced,
-            run.RunPreempting,
-            run.RunCompleted,
-            run.RunFailed,
-            run.RunCancelled,
-            checkpoint.CheckpointCommitted,
-            checkpoint.CheckpointRefused,
-            checkpoint.CheckpointRotten,
-            node.NodeLost,
-            node.NodeDraining,
+        follows=_events(
+            run="placed preempting completed failed cancelled "
+            "checkpoint_committed checkpoint_refused checkpoint_rotten",
+            node="lost draining",
         ),
     ),
     "checkpoint": ServiceEvents(
-        publishes=(
-            checkpoint.CheckpointCommitted,
-            checkpoint.CheckpointRefused,
-            checkpoint.CheckpointDeleted,
-            checkpoint.CheckpointPinned,
-            checkpoint.CheckpointRotten,
-            # It rebuilds a manifest from the facts; nodes write blobs again.
-            checkpoint.CheckpointRepaired,
-            # Every day it asks for a scrub.
-            train.ScrubRequested,
+        # It rebuilds a manifest from the facts (``checkpoint_repaired``), and requests a scrub every few days.
+        publishes=_events(
+            run="checkpoint_committed checkpoint_refused checkpoint_deleted checkpoint_pinned checkpoint_rotten "
+            "checkpoint_repaired",
+            requests="scrub",
         ),
-        follows=(
-            run.RunAccepted,
-            run.RunPlaced,
-            run.RunExited,
-            run.RunCompleted,
-            run.RunFailed,
-            run.RunCancelled,
-            run.RunEvaluated,
-            model.ModelPromoted,
-            checkpoint.CheckpointStaged,
-            checkpoint.CheckpointCommitted,
-            checkpoint.CheckpointRefused,
-            checkpoint.CheckpointDeleted,
-            checkpoint.CheckpointPinned,
-            checkpoint.CheckpointRotten,
+        follows=_events(
+            run="accepted placed exited completed failed cancelled evaluated checkpoint_staged checkpoint_committed "
+            "checkpoint_refused checkpoint_deleted checkpoint_pinned checkpoint_rotten",
+            model="promoted",
         ),
     ),
     "evaluation": ServiceEvents(
         # An evaluation is a run of its own.
-        publishes=(
-            run.RunEvaluated,
-            run.RunPromoted,
-            run.RunNotPromoted,
-            model.ModelPromoted,
-            train.TrainRequested,
-        ),
-        follows=(
-            run.RunAccepted,
-            run.RunPrepared,
-            run.RunCompleted,
-            run.RunFailed,
-            run.RunCancelled,
-            run.RunRejected,
-            run.RunEvaluated,
-            run.RunPromoted,
-            run.RunNotPromoted,
-            model.ModelPromoted,
-            checkpoint.CheckpointCommitted,
+        publishes=_events(run="evaluated promoted not_promoted", model="promoted", requests="train"),
+        follows=_events(
+            run="accepted prepared completed failed cancelled rejected evaluated promoted not_promoted "
+            "checkpoint_committed",
+            model="promoted",
         ),
     ),
     "autoscaler": ServiceEvents(
-        publishes=(train.DrainRequested,),
-        follows=(
-            node.NodeJoined,
-            node.NodeLeft,
-            node.NodeLost,
-            node.NodeDraining,
-            node.NodeNotice,
-            capacity.CapacityWanted,
-            capacity.PolicyAdopted,
-            run.RunPlaced,
-            run.RunReleased,
-            run.RunExited,
+        publishes=_events(requests="drain"),
+        follows=_events(
+            node="joined left lost draining notice",
+            capacity="wanted",
+            policy="adopted",
+            run="placed released exited",
         ),
     ),
-    "tracking": ServiceEvents(publishes=(run.RunTracked,), follows=(run.RunProgress,)),
+    "tracking": ServiceEvents(publishes=_events(run="tracked"), follows=_events(run="progress")),
     # It publishes what its HTTP clients ask for.
     "gateway": ServiceEvents(publishes=ALL_REQUESTS, follows=tuple(BY_TYPE.values())),
 }

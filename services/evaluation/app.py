@@ -24,7 +24,7 @@ from contracts.events.run import (
     RunPromoted,
 )
 from contracts.events.train import PromoteRequested, RollbackRequested, TrainRequested
-from services.evaluation import lock, metrics, plot
+from services.evaluation import metrics, plot
 from services.evaluation.core import report as reporting
 from services.evaluation.core.decide import (
     ConcludeCandidate,
@@ -146,7 +146,7 @@ class Evaluator:
                 await self._report(step, candidate)
             case ConcludeCandidate(fact, sequence):
                 if isinstance(fact, ModelPromoted) and (
-                    words := await lock.problem(self._bus, self._objects, fact.run_id, fact.checkpoint_uri)
+                    words := await self._find_lock_problem(fact.run_id, fact.checkpoint_uri)
                 ):
                     fact = RunNotPromoted(run_id=fact.run_id, model=fact.model, reason=words)
                 expected = None if sequence is None else ExpectedSequence(sequence, step.fence)
@@ -242,7 +242,7 @@ class Evaluator:
         log.info("predictions left out of the report: missing, or too large", uri=found.uri)
         return None
 
-    # -- an operator's word -------------------------------------------------
+    # -- requests of an operator --------------------------------------------
 
     async def on_promote_requested(self, received: Message[PromoteRequested]) -> None:
         """Make the run's final checkpoint the champion, once for each request."""
@@ -295,7 +295,7 @@ class Evaluator:
         if completed is None or completed.event.checkpoint is None:
             state = "has not completed" if completed is None else "has no committed checkpoint"
             raise PoisonMessage(f"run {run_id} {state}: only a completed run with a checkpoint can be promoted")
-        await self._must_be_whole(completed.event.checkpoint.uri, run_id)
+        await self._require_intact(completed.event.checkpoint.uri, run_id)
         evaluated = await self._bus.get_last_message(subjects.fact("run", run_id, RunEvaluated.fact))
         prepared = await self._bus.get_last_message(subjects.fact("run", run_id, RunPrepared.fact))
         return ModelPromoted(
@@ -315,7 +315,7 @@ class Evaluator:
         if champion is None or before is None:
             has = "has no champion" if champion is None else "has no champion before the present one"
             raise PoisonMessage(f"model {request.model!r} {has}, so there is nothing to roll back to")
-        await self._must_be_whole(before.fact.checkpoint_uri, before.fact.run_id)
+        await self._require_intact(before.fact.checkpoint_uri, before.fact.run_id)
         return before.fact.model_copy(
             update={
                 "version": next_version(champion),
@@ -325,9 +325,29 @@ class Evaluator:
             }
         )
 
-    async def _must_be_whole(self, uri: str, run_id: str) -> None:
-        if words := await lock.problem(self._bus, self._objects, run_id, uri):
-            raise PoisonMessage(words)
+    async def _require_intact(self, uri: str, run_id: str) -> None:
+        if problem := await self._find_lock_problem(run_id, uri):
+            raise PoisonMessage(problem)
+
+    async def _find_lock_problem(self, run_id: str, uri: str) -> str:
+        """Return why a run's checkpoint must not be promoted, in words; '' if its manifest is as it was committed.
+
+        The manifest names every byte of the checkpoint by its hash, and the fact that committed it names the manifest.
+        """
+        try:
+            manifest = await self._objects.get(uri)
+        except ObjectNotFound:
+            return f"the checkpoint of run {run_id} is no longer in the store ({uri}): promote another run"
+        commits = await self._bus.read_history(subjects.fact("run", run_id, CheckpointCommitted.fact))
+        there = [each.event.manifest_sha256 for each in commits if each.event.checkpoint.uri == uri]
+        expected = [sha256 for sha256 in there if sha256 is not None]
+        found = hashlib.sha256(manifest).hexdigest()
+        if not expected or found in expected:
+            return ""
+        return (
+            f"the manifest {uri} is not the one that was committed: its SHA-256 is {found}, {expected[-1]} was "
+            f"committed; `trainbus checkpoints verify {run_id} --repair` writes the committed one again"
+        )
 
 
 def build(settings: Settings) -> Service:

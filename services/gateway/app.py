@@ -15,7 +15,7 @@ from contracts import topology
 from services.gateway.api import build_api
 from services.gateway.gauges import watch_read_model, watch_server
 from services.gateway.projection import STREAMS, Projection
-from services.gateway.settings import GatewaySettings, gateway_settings
+from services.gateway.settings import GatewaySettings
 from services.gateway.store import Store
 from services.kit.service import Service
 from services.kit.settings import Settings
@@ -43,7 +43,7 @@ class _Server(uvicorn.Server):
 
 def build(settings: Settings) -> Gateway:
     """The gateway, ready to run."""
-    own = gateway_settings(settings)
+    own = GatewaySettings.of(settings)
     service = Gateway("gateway", own)
     store = service.add_resource(Store(own.database_url))
     projection = Projection(service.bus, store)

@@ -56,7 +56,8 @@ class Projection:
         """Make the store fit the streams that are there now."""
         created: dict[str, float] = {}
         for stream in STREAMS:
-            created[stream] = _created_s(await self._stream_info(stream))
+            info = await self._stream_info(stream)
+            created[stream] = info.created.timestamp() if info.created else 0.0
         await self.store.adopt(created)
 
     async def run(self, stream: str, *, until_caught_up: bool = False) -> None:
@@ -91,9 +92,9 @@ class Projection:
                 self._advanced.notify_all()
 
     async def commit(self, stream: str, position: int, batch: Sequence[Message[Any]]) -> int:
-        """Fold a batch into the store; returns the new position.
+        """Fold a batch into the store and return the new position.
 
-        An event that the database cannot hold (a step beyond its integers) is left out, and said; the others count.
+        An event that the database cannot hold (a step beyond its integers) is left out and logged; the others count.
         """
         try:
             return await self._commit(stream, position, batch)
@@ -101,7 +102,9 @@ class Projection:
             if not is_about_values(error):
                 raise
             if len(batch) == 1:
-                log.error("left an event out of the read model", subject=batch[0].subject, reason=_first_line(error))
+                log.error(
+                    "left an event out of the read model", subject=batch[0].subject, reason=str(error).splitlines()[0]
+                )
                 async with self.store.advance_projection(stream, position, batch[0].sequence):
                     return batch[0].sequence
         for item in batch:
@@ -137,12 +140,12 @@ class Projection:
         await self.store.add_points(connection, (), abandoned)
 
     async def _fold_progress(self, connection: AsyncConnection, batch: Sequence[Message[Any]]) -> None:
-        said = [(item.event, _at(item)) for item in batch if isinstance(item.event, RunProgress)]
-        wanted = keys(said)
+        reports = [(item.event, _at(item)) for item in batch if isinstance(item.event, RunProgress)]
+        wanted = keys(reports)
         runs = (await self.store.load(connection, wanted)).runs
         progress = await self.store.load_progress(connection, wanted.runs)
         points: dict[tuple[object, ...], Point] = {}
-        for event, at in said:
+        for event, at in reports:
             placements = runs[event.run_id].placements if event.run_id in runs else ()
             newest, found = apply_progress(progress.get(event.run_id), placements, event, at)
             if newest is not None:
@@ -238,15 +241,7 @@ def event_row(item: Message[Any]) -> dict[str, Any]:
     }
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
-
-
 def _measure(stream: str, last: Message[Any]) -> None:
     metrics.PROJECTION_BEHIND.labels(stream).set(last.pending)
     lag_s = time.time() - last.envelope.time.timestamp() if last.pending else 0.0
     metrics.PROJECTION_LAG_SECONDS.labels(stream).set(max(lag_s, 0.0))
-
-
-def _created_s(info: StreamInfo) -> float:
-    return info.created.timestamp() if info.created else 0.0

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 import sqlalchemy as sa
 
 from services.gateway.projection import FACTS, STREAMS, Projection
-from services.gateway.settings import gateway_settings
+from services.gateway.settings import GatewaySettings
 from services.gateway.store import EVENTS, Store
 from services.kit.bus import Bus
 from services.kit.settings import Settings
@@ -39,7 +39,7 @@ async def rebuild(
     """
     if from_sequence is not None and from_time is not None:
         raise ValueError("give from_sequence or from_time, not both")
-    own = gateway_settings(settings)
+    own = GatewaySettings.of(settings)
     started = time.monotonic()
     bus = Bus("gateway-rebuild", own)
     await bus.connect(reconcile_topology=True)

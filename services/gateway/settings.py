@@ -26,10 +26,3 @@ class GatewaySettings(Settings):
             if url.startswith(scheme):
                 return "postgresql+asyncpg://" + url.removeprefix(scheme)
         return url
-
-
-def gateway_settings(settings: Settings) -> GatewaySettings:
-    """``settings`` with the gateway's own added, from the environment, where they are missing."""
-    if isinstance(settings, GatewaySettings):
-        return settings
-    return GatewaySettings(**settings.model_dump())

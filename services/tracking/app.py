@@ -430,8 +430,7 @@ def _import_at_low_priority() -> None:
 
 def build(settings: Settings, store: Store | None = None) -> Service:
     """The tracking service. ``store`` stands in for MLflow where a test needs another."""
-    if not isinstance(settings, TrackingSettings):
-        settings = TrackingSettings(**settings.model_dump())
+    settings = TrackingSettings.of(settings)
     service = Service("tracking", settings)
     store = store or Store(settings.tracking_uri, settings.artifact_location)
     projector = service.add_resource(Projector(service.bus, settings, store, service.stopping))

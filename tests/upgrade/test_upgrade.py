@@ -12,7 +12,7 @@ from contracts.base import Fact
 from contracts.envelope import EnvelopeError, RawMessage, decode
 from contracts.events.run import TERMINAL
 from services.gateway.rebuild import rebuild
-from services.gateway.settings import gateway_settings
+from services.gateway.settings import GatewaySettings
 from services.gateway.store import Store
 from services.kit.bus import Bus
 from services.kit.settings import Settings
@@ -62,7 +62,7 @@ async def test_the_streams_give_the_recorded_rows(version: str, bus: Bus, settin
     load_database(version, recorded)
     await publish_recording(bus, version)
     await rebuild(settings)
-    own = Path(gateway_settings(settings).database_url.split("///")[1])
+    own = Path(GatewaySettings.of(settings).database_url.split("///")[1])
     for table in TABLES:
         expected, found = read_rows(recorded, table), read_rows(own, table)
         assert len(found) == len(expected), table
@@ -72,7 +72,7 @@ async def test_the_streams_give_the_recorded_rows(version: str, bus: Bus, settin
 
 
 async def test_the_recorded_database_is_taken_over(version: str, bus: Bus, settings: Settings, tmp_path: Path) -> None:
-    own = gateway_settings(settings)
+    own = GatewaySettings.of(settings)
     database = Path(own.database_url.split("///")[1])
     database.parent.mkdir(parents=True, exist_ok=True)
     await asyncio.to_thread(load_database, version, database)

@@ -17,8 +17,8 @@ from services.scheduler.simulate import generate
 from services.scheduler.simulate.engine import simulate
 from services.scheduler.simulate.traces import at
 from trainbus.client.errors import TrainbusError
+from trainbus.commands import toml_writer
 from trainbus.commands.main import app
-from trainbus.commands.scheduler import toml_writer
 from trainbus.commands.times import parse_duration, parse_time
 
 NOW = datetime(2026, 11, 20, 15, 30, tzinfo=UTC)

@@ -38,12 +38,10 @@ from trainbus.client.address import StackAddress
 from trainbus.client.client import AsyncClient
 from trainbus.client.connection import connect
 from trainbus.client.errors import TrainbusError
-from trainbus.client.fact_log import BusLog
-from trainbus.commands import runs
+from trainbus.client.fact_log import BusLog, FileLog
+from trainbus.commands import runs, scheduler
 from trainbus.commands.options import silence_logs
-from trainbus.commands.scheduler.policy import load_policy, print_policy
-from trainbus.commands.scheduler.replay import replay_decisions, replay_log
-from trainbus.commands.scheduler.shadow import shadow_scheduler
+from trainbus.commands.scheduler_replay import replay_decisions, replay_log
 
 #: Slots of all nodes that stay.
 SLOT_MILLI = 8
@@ -187,13 +185,13 @@ async def test_what_the_service_decided_is_decided_again_without_a_difference(
     # The same from a file, and with one word changed.
     file = tmp_path / "log.jsonl"
     write(file, log)
-    assert await replay_decisions(lambda: address(settings), file, limit=5, as_json=True) == 0
+    assert await replay_decisions(FileLog(file), limit=5, as_json=True) == 0
     capsys.readouterr()
     place = next(place for place, entry in enumerate(log) if isinstance(entry.fact, RunWaiting))
     changed: Any = log[place].fact
     log[place] = log[place]._replace(fact=changed.model_copy(update={"message": "because"}))
     write(file, log)
-    assert await replay_decisions(lambda: address(settings), file, limit=5, as_json=True) == 1
+    assert await replay_decisions(FileLog(file), limit=5, as_json=True) == 1
     said = json.loads(capsys.readouterr().out)
     assert said["difference_count"] == 1
     (difference,) = said["differences"]
@@ -225,19 +223,20 @@ async def test_a_leader_that_died_half_way_leaves_no_difference(
 
 
 async def test_the_policy_in_force_is_shown(settings: Settings, bus: Bus, capsys: Any, tmp_path: Path) -> None:
-    with pytest.raises(TrainbusError, match="no scheduler has adopted"):
-        await print_policy(address(settings), as_json=False)
-    async with running(settings):
-        await until(bus, "policy.*.adopted")
-    await print_policy(address(settings), as_json=True)
-    told = json.loads(capsys.readouterr().out)
-    assert told["name"] == "default"
-    assert Policy.model_validate(told["policy"]).digest == told["digest"]
-    await print_policy(address(settings), as_json=False)
+    async with AsyncClient(address=address(settings)) as client:
+        with pytest.raises(TrainbusError, match="no scheduler has adopted"):
+            await scheduler.show(client)
+        async with running(settings):
+            await until(bus, "policy.*.adopted")
+        await scheduler.show(client, as_json=True)
+        told = json.loads(capsys.readouterr().out)
+        assert told["name"] == "default"
+        assert Policy.model_validate(told["policy"]).digest == told["digest"]
+        await scheduler.show(client)
     # What is shown can be used as a file.
     file = tmp_path / "policy.toml"
     file.write_text(capsys.readouterr().out)
-    assert load_policy(str(file)).digest == told["digest"]
+    assert scheduler.load_policy(str(file)).digest == told["digest"]
 
 
 async def test_why_at_says_what_why_said(settings: Settings, bus: Bus, capsys: Any) -> None:
@@ -267,12 +266,17 @@ async def test_why_at_says_what_why_said(settings: Settings, bus: Bus, capsys: A
     assert "policy" in text
 
 
-async def test_a_shadow_follows_the_service_and_speaks_apart(settings: Settings, bus: Bus, capsys: Any) -> None:
+async def shadow(settings: Settings, during: str | None = None) -> None:
+    async with AsyncClient(address=address(settings)) as client:
+        await scheduler.shadow(client, "fifo-skip", during=during, as_json=True)
+
+
+async def test_a_shadow_follows_the_service_and_publishes_apart(settings: Settings, bus: Bus, capsys: Any) -> None:
     async with running(SchedulerSettings(**settings.model_dump(), policy="priority-first-come")):
         await join(bus, "n1", 3)
         first = await request(bus, "train", {**TASK, "slots": 2}, "first")
         await until(bus, f"run.{first}.placed")
-        following = asyncio.create_task(shadow_scheduler(address(settings), "fifo-skip", [], for_s=None, as_json=True))
+        following = asyncio.create_task(shadow(settings))
         await request(bus, "train", {**COMMAND, "slots": 2}, "wide")
         small = await request(bus, "train", {**COMMAND, "slots": 1}, "small")
         said = (await until(bus, f"shadow.*.run.{small}.placed", stream="SHADOW"))[0]
@@ -285,7 +289,7 @@ async def test_a_shadow_follows_the_service_and_speaks_apart(settings: Settings,
         with suppress(asyncio.CancelledError):
             await following
         # Started again it says nothing that was said, and reports at its end.
-        assert await shadow_scheduler(address(settings), "fifo-skip", [], for_s=5, as_json=True) == 0
+        await shadow(settings, "5s")
     told = json.loads(capsys.readouterr().out)
     assert told["candidate"]["name"] == "fifo-skip"
     assert told["would_start_now"] == 1

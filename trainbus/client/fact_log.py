@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Protocol
 
@@ -11,8 +10,7 @@ from contracts import topology
 from contracts.envelope import RawMessage
 from services.scheduler.replay.log import FOLLOWED, Entry, LogError, entry_of, read
 from services.scheduler.replay.requests import REQUEST_SUBJECTS, RequestIndex
-from trainbus.client.address import StackAddress
-from trainbus.client.connection import Connection, connect
+from trainbus.client.connection import Connection
 from trainbus.client.errors import UsageError
 
 
@@ -77,22 +75,6 @@ class BusLog:
         async for raw in _read_until(self.connection, topology.REQUESTS, REQUEST_SUBJECTS, end):
             found.add(raw)
         return found
-
-
-class OpenFactLog:
-    """Open the log in a file, or without one the log of the stack."""
-
-    def __init__(self, address: Callable[[], StackAddress], path: Path | None) -> None:
-        self._address, self._path = address, path
-        self._stack = AsyncExitStack()
-
-    async def __aenter__(self) -> FactLog:
-        if self._path is not None:
-            return FileLog(self._path)
-        return await BusLog.open(await self._stack.enter_async_context(connect(self._address())))
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._stack.aclose()
 
 
 async def _read_until(

@@ -8,8 +8,7 @@ import sys
 import typer
 
 from trainbus.client.errors import TrainbusError
-from trainbus.commands import checkpoints, cluster, datasets, dead_letters, render, runs
-from trainbus.commands.scheduler import app as scheduler
+from trainbus.commands import checkpoints, cluster, datasets, dead_letters, render, runs, scheduler
 from trainbus.commands.stack import app as stack
 
 FAILED = 1

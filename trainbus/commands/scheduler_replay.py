@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
 from services.scheduler.replay.verification import Counts, Difference, Index, ReplayVerifier
-from trainbus.client.address import StackAddress
-from trainbus.client.fact_log import FactLog, OpenFactLog
+from trainbus.client.fact_log import FactLog
 from trainbus.commands import render
 from trainbus.commands.progress import entries_with_bar
 
@@ -20,11 +17,10 @@ from trainbus.commands.progress import entries_with_bar
 WIDTH = 200
 
 
-async def replay_decisions(address: Callable[[], StackAddress], path: Path | None, *, limit: int, as_json: bool) -> int:
+async def replay_decisions(log: FactLog, *, limit: int, as_json: bool) -> int:
     """Print what was compared and every difference; return 1 if there is one."""
     started = time.perf_counter()
-    async with OpenFactLog(address, path) as log:
-        index, verifier, found = await replay_log(log)
+    index, verifier, found = await replay_log(log)
     took_s = time.perf_counter() - started
     if as_json:
         print(render.as_json(_plain(log, index, verifier.counts, found, took_s)))

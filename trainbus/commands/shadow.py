@@ -24,13 +24,11 @@ from contracts.envelope import Envelope, encode
 from contracts.scheduling import Policy
 from services.scheduler.replay.log import FOLLOWED, Entry, entry_of
 from services.scheduler.replay.shadow import Comparison, Shadow, ShadowFact, prefix
-from trainbus.client.address import StackAddress
-from trainbus.client.connection import Connection, connect
+from trainbus.client.connection import Connection
 from trainbus.client.errors import TrainbusError
 from trainbus.client.fact_log import BusLog
 from trainbus.commands import render
 from trainbus.commands.progress import entries_with_bar
-from trainbus.commands.scheduler.policy import load_policy
 
 SOURCE = "trainbus/shadow"
 #: Least seconds between two comparisons while the leader decides nothing; each plans twice.
@@ -41,40 +39,35 @@ MAX_NAMED_RUNS = 10
 SAME_START_S = 1.0
 
 
-async def shadow_scheduler(
-    address: StackAddress, name: str, settings: list[str], *, for_s: float | None, as_json: bool
-) -> int:
-    """Follow the log until the time is over or a signal comes, then print the report."""
-    candidate = load_policy(name, settings)
+async def shadow_scheduler(connection: Connection, candidate: Policy, *, for_s: float | None, as_json: bool) -> None:
+    """Follow the log until the time is over or a signal comes, then print the report.
+
+    Raises:
+        TrainbusError: the server has no stream for the decisions.
+    """
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with connect(address) as connection:
-        await _require_stream(connection)
-        follower = await _Follower.start(connection, candidate)
-        if not as_json:
-            print(
-                f"{candidate.name} ({candidate.digest}) follows {follower.shadow.in_force.name}; "
-                f"its decisions go to {prefix(candidate)}>",
-                file=sys.stderr,
-            )
-        started = time.monotonic()
-        await follower.follow(stop, for_s)
-        took_s = time.monotonic() - started
-    if as_json:
-        print(render.as_json(report(follower.shadow, follower.published, took_s)))
-    else:
-        _show(report(follower.shadow, follower.published, took_s))
-    return 0
-
-
-async def _require_stream(connection: Connection) -> None:
     try:
         await connection.last_sequence(topology.SHADOW)
     except NotFoundError:
         raise TrainbusError(
             f"the server has no stream {topology.SHADOW.name}: start a scheduler of this version once"
         ) from None
+    follower = await _Follower.start(connection, candidate)
+    if not as_json:
+        print(
+            f"{candidate.name} ({candidate.digest}) follows {follower.shadow.in_force.name}; "
+            f"its decisions go to {prefix(candidate)}>",
+            file=sys.stderr,
+        )
+    started = time.monotonic()
+    await follower.follow(stop, for_s)
+    result = report(follower.shadow, follower.published, time.monotonic() - started)
+    if as_json:
+        print(render.as_json(result))
+    else:
+        _print_report(result)
 
 
 class _Follower:
@@ -87,13 +80,10 @@ class _Follower:
     @classmethod
     async def start(cls, connection: Connection, candidate: Policy) -> _Follower:
         """Fold the log so far, and read what an earlier shadow of the same policy has published."""
-        said = [
-            message.envelope.id
-            for message in await connection.read(f"{prefix(candidate)}>", stream=topology.SHADOW)
-            if message.envelope.id
-        ]
+        earlier = await connection.read(f"{prefix(candidate)}>", stream=topology.SHADOW)
+        published = [message.envelope.id for message in earlier if message.envelope.id]
         log = await BusLog.open(connection)
-        made = Shadow(candidate, Policy(), said)
+        made = Shadow(candidate, Policy(), published)
         async for entry in entries_with_bar(log, "folding the log"):
             made.catch_up([entry])
         return cls(connection, made, log.length)
@@ -121,8 +111,8 @@ class _Follower:
                     await self._publish(self.shadow.process_idle(datetime.now(UTC)))
                 show()
 
-    async def _publish(self, said: list[ShadowFact]) -> None:
-        for each in said:
+    async def _publish(self, decisions: list[ShadowFact]) -> None:
+        for each in decisions:
             envelope = Envelope(
                 id=each.message_id,
                 source=SOURCE,
@@ -197,47 +187,43 @@ def _runs(found: Comparison) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -(row["earlier_s"] or 0.0))
 
 
-def _show(said: dict[str, Any]) -> None:
-    candidate, in_force = said["candidate"]["name"], said["in_force"]["name"]
+def _print_report(found: dict[str, Any]) -> None:
+    candidate, in_force = found["candidate"]["name"], found["in_force"]["name"]
     made = Table.grid(padding=(0, 2))
-    points, starts = said["points"], said["starts"]
+    points, earlier = found["points"], f"{found['earlier']:,}"
+    if found["earlier"]:
+        earlier += f", on average by {render.span(found['earlier_avg_s'])}"
     rows = [
         ("points at which both decided", f"{points:,}"),
-        ("  the same", f"{said['agreeing']:,} ({_share(said['agreeing'], points)})"),
-        ("  the same runs on other slots", f"{said['agreeing_but_where']:,}"),
-        ("runs started", f"{starts:,}"),
-        (f"  {candidate} would have earlier", _with_time(said)),
-        (f"  {candidate} would not have by then", f"{said['not_yet']:,}"),
-        (f"waiting now that {candidate} would start", f"{said['would_start_now']:,}"),
+        ("  the same", f"{found['agreeing']:,} ({_share(found['agreeing'], points)})"),
+        ("  the same runs on other slots", f"{found['agreeing_but_where']:,}"),
+        ("runs started", f"{found['starts']:,}"),
+        (f"  {candidate} would have earlier", earlier),
+        (f"  {candidate} would not have by then", f"{found['not_yet']:,}"),
+        (f"waiting now that {candidate} would start", f"{found['would_start_now']:,}"),
         (
             "runs stopped for others",
-            f"{said['stops_in_force']:,}; by {candidate} {said['stops_candidate']:,}, both {said['stops_both']:,}",
+            f"{found['stops_in_force']:,}; by {candidate} {found['stops_candidate']:,}, both {found['stops_both']:,}",
         ),
-        ("published under shadow.>", f"{said['published']:,}"),
+        ("published under shadow.>", f"{found['published']:,}"),
     ]
-    if said["missed"]:
-        rows.append(("cycles that came too late", f"{said['missed']:,}"))
+    if found["missed"]:
+        rows.append(("cycles that came too late", f"{found['missed']:,}"))
     for name, value in rows:
         made.add_row(render.escape(name), value)
     console = render.console()
-    title = f"{candidate} beside {in_force}, {render.span(said['seconds'])}"
+    title = f"{candidate} beside {in_force}, {render.span(found['seconds'])}"
     console.print(f"[bold]{render.escape(title)}[/]", made, sep="\n")
     for key, text in (
         ("candidate_starts_while", f"{candidate} would start runs that {in_force} keeps waiting for"),
         ("candidate_waits_for", f"{candidate} would keep runs waiting that {in_force} started, for"),
     ):
-        if said[key]:
-            reasons = ", ".join(f"{reason} ({count})" for reason, count in Counter(said[key]).most_common())
+        if found[key]:
+            reasons = ", ".join(f"{reason} ({count})" for reason, count in Counter(found[key]).most_common())
             console.print(f"{render.escape(text)}: {reasons}", soft_wrap=True)
-    for row in said["runs"][:MAX_NAMED_RUNS]:
+    for row in found["runs"][:MAX_NAMED_RUNS]:
         when = "not by then" if row["earlier_s"] is None else f"{render.span(row['earlier_s'])} earlier"
         console.print(f"  {row['run_id']} [dim]placement {row['generation']}[/] {when} {row['reason']}".rstrip())
-
-
-def _with_time(said: dict[str, Any]) -> str:
-    if not said["earlier"]:
-        return "0"
-    return f"{said['earlier']:,}, on average by {render.span(said['earlier_avg_s'])}"
 
 
 def _share(part: int, whole: int) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -16,7 +16,6 @@ from services.scheduler.replay.whatif import (
     Prices,
     Scenario,
     Submissions,
-    WhatIfError,
     like,
     parse_nodes,
     play,
@@ -26,13 +25,10 @@ from services.scheduler.replay.whatif import (
 )
 from services.scheduler.simulate.engine import NeverAtRest
 from services.scheduler.simulate.report import Recorder
-from trainbus.client.address import StackAddress
 from trainbus.client.errors import TrainbusError, UsageError
-from trainbus.client.fact_log import OpenFactLog
+from trainbus.client.fact_log import FactLog
 from trainbus.commands import render
 from trainbus.commands.progress import count_bar, entries_with_bar
-from trainbus.commands.scheduler.policy import load_policy
-from trainbus.commands.times import parse_time
 
 #: The past itself, simulated as the others are.
 BASE = "as it was, played"
@@ -54,54 +50,44 @@ COLUMNS: dict[str, tuple[str, str, bool | None]] = {
 MAX_PERCENT_CHANGE = 3.0
 
 
-@dataclass(frozen=True, slots=True)
-class WhatIfOptions:
-    """The scenarios to compare, as they were typed."""
-
-    nodes: tuple[str, ...] = ()
-    add: tuple[str, ...] = ()
-    policies: tuple[str, ...] = ()
-    settings: tuple[str, ...] = ()
-    start: str | None = None
-    end: str | None = None
-    prices: tuple[str, ...] = ()
-    #: None: the past's.
-    resume_cost_s: float | None = None
-
-
-async def compare_scenarios(
-    address: Callable[[], StackAddress], path: Path | None, options: WhatIfOptions, *, plot: Path | None, as_json: bool
-) -> int:
-    """Print the figures of the past and of every scenario."""
-    now = render.utc_now()
-    history = History(
-        parse_time(options.start, now) if options.start else None,
-        parse_time(options.end, now) if options.end else None,
-    )
-    async with OpenFactLog(address, path) as log:
-        async for entry in entries_with_bar(log, "reading"):
-            history.feed(entry)
+async def read_history(log: FactLog, history: History) -> History:
+    """Fold the whole log into the history of submissions and nodes."""
+    async for entry in entries_with_bar(log, "reading"):
+        history.feed(entry)
     history.close()
-    try:
-        return _compare(history, options, plot, as_json=as_json)
-    except WhatIfError as error:
-        raise UsageError(str(error)) from error
+    return history
 
 
-def _compare(history: History, options: WhatIfOptions, plot: Path | None, *, as_json: bool) -> int:
-    resume_cost_s = history.resume_cost_s() if options.resume_cost_s is None else options.resume_cost_s
+def compare_scenarios(
+    history: History,
+    *,
+    nodes: Sequence[str],
+    add: Sequence[str],
+    policies: Sequence[Policy],
+    prices: Sequence[str],
+    resume_cost_s: float | None,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Print the figures of the past and of every scenario.
+
+    Raises:
+        UsageError: nothing was submitted, or there is nothing to compare.
+        WhatIfError: a set of nodes or a price is not valid.
+    """
+    resume_cost_s = history.resume_cost_s() if resume_cost_s is None else resume_cost_s
     given = submissions(history, resume_cost_s)
     if not given.counted:
         raise UsageError(
             f"nothing was submitted from {history.start.isoformat()} to {history.end.isoformat()}: "
             "choose another time with --from and --to",
         )
-    chosen = scenarios(history, options)
-    prices = prices_of([scenario.policy for scenario in chosen], options.prices)
-    figures = [recorded(history, chosen[0].policy.name, prices)]
+    chosen = list_scenarios(history, nodes, add, policies)
+    known = prices_of([scenario.policy for scenario in chosen], prices)
+    figures = [recorded(history, chosen[0].policy.name, known)]
     recorders: list[tuple[str, Recorder]] = []
     for scenario in chosen:
-        found, recorder = _simulate(scenario, given, prices, resume_cost_s)
+        found, recorder = _simulate(scenario, given, known, resume_cost_s)
         figures.append(found)
         recorders.append((scenario.name, recorder))
     if as_json:
@@ -116,26 +102,24 @@ def _compare(history: History, options: WhatIfOptions, plot: Path | None, *, as_
         from services.scheduler.replay.plots import draw
 
         print(draw(recorders, given.counted, plot))
-    return 0
 
 
-def scenarios(history: History, options: WhatIfOptions) -> list[Scenario]:
+def list_scenarios(
+    history: History, nodes: Sequence[str], add: Sequence[str], policies: Sequence[Policy]
+) -> list[Scenario]:
     """Return the past first, then every given set of nodes under every given policy."""
     was, in_force = history.nodes, history.policy or Policy()
     if not was:
         raise UsageError("no node had joined in that time: nothing could run")
     first, events = history.first_nodes, history.nodes_until_last()
     sets: list[tuple[str, tuple[NodeJoined, ...], tuple[tuple[float, NodeFact], ...]]] = []
-    sets += [(text, like(parse_nodes(text), was), ()) for text in options.nodes]
-    sets += [(f"+{text}", first + like(parse_nodes(text, "more"), was), events) for text in options.add]
-    chosen = [load_policy(name, options.settings) for name in options.policies]
-    if options.settings and not chosen:
-        raise UsageError("--set changes a policy: name it with --policy")
+    sets += [(text, like(parse_nodes(text), was), ()) for text in nodes]
+    sets += [(f"+{text}", first + like(parse_nodes(text, "more"), was), events) for text in add]
     found = [Scenario(BASE, first, in_force, events)]
-    for name, nodes, changes in sets or [("", first, events)]:
-        for policy in chosen or ([in_force] if sets else []):
-            what = [part for part in (name, policy.name if chosen else "") if part]
-            found.append(Scenario(", ".join(what), nodes, policy, changes))
+    for name, joined, changes in sets or [("", first, events)]:
+        for policy in policies or ([in_force] if sets else []):
+            what = [part for part in (name, policy.name if policies else "") if part]
+            found.append(Scenario(", ".join(what), joined, policy, changes))
     if len(found) == 1:
         raise UsageError("nothing to compare: give --nodes, --add or --policy")
     return found

@@ -9,15 +9,18 @@ It consists of plain files and a socket in the run's folder, so that a script in
   loses nothing, and the agent keeps its own offset.
 - ``agent.sock`` (both ways, one JSON object a line): the agent sends ``stop`` and ``checkpoint_now``;
   a rank sends ``hello`` once, and a bare newline ("doorbell") after each urgent line of its journal. On separate
-  connections, without a hello, a rank sends its ``plan`` (which shards it will read when) and a ``want`` for the shard
-  that it waits for; the agent replies with ``shard`` when that lies in the dataset's folder or cannot be fetched.
+  connections, without a hello, a rank sends its ``read_plan`` (which shards it will read when) and a ``shard_request``
+  for the shard that it waits for; the agent replies with a ``shard_reply`` when that lies in the dataset's folder or
+  cannot be fetched.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
 from contracts.base import Sha256
 from contracts.events.run import CheckpointRef
@@ -71,23 +74,44 @@ class Launch(Line):
     survivor_dir: str | None = None
 
 
-class MetricsLine(Line):
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def _finite_values(values: Any) -> Any:
+    """Return the values that are finite numbers: a loss of NaN must not lose the other values."""
+    if not isinstance(values, Mapping):
+        return values
+    return {str(name): value for name, value in values.items() if _is_finite(value)}
+
+
+FiniteValues = Annotated[dict[str, float], BeforeValidator(_finite_values)]
+
+
+class TimedLine(Line):
+    """A line of a rank's journal."""
+
+    time: float
+
+
+class MetricsLine(TimedLine):
     """Metric values of one step."""
 
     kind: Literal["metrics"] = "metrics"
     step: int
-    time: float
-    values: dict[str, float]
+    values: FiniteValues
     epoch: int = 0
     samples_consumed: int = 0
     total_steps: int | None = None
 
 
-class StartedLine(Line):
+class StartedLine(TimedLine):
     """The training loop is about to take its first step."""
 
     kind: Literal["started"] = "started"
-    time: float
     step: int
     samples_consumed: int
     resumed_from: Literal["scratch", "checkpoint", "memory"] = "checkpoint"
@@ -96,22 +120,20 @@ class StartedLine(Line):
     exactness: Literal["exact", "samples-exact"] = "samples-exact"
 
 
-class StragglerLine(Line):
+class StragglerLine(TimedLine):
     """The work of ``rank`` holds the others up. Rank 0 writes it, since it sees all of them."""
 
     kind: Literal["straggler"] = "straggler"
-    time: float
     step: int
     rank: int
     factor: float
     over_steps: int
 
 
-class StarvationLine(Line):
+class StarvationLine(TimedLine):
     """This rank waits for its data."""
 
     kind: Literal["starved"] = "starved"
-    time: float
     step: int
     rank: int
     wait_share: float
@@ -121,34 +143,31 @@ class StarvationLine(Line):
     hint: str
 
 
-class CheckpointLine(Line):
+class CheckpointLine(TimedLine):
     """This rank's part of a checkpoint is complete on disk: ``folder`` is renamed into place."""
 
     kind: Literal["checkpoint"] = "checkpoint"
-    time: float
     folder: str
     step: int
     epoch: int
     samples_consumed: int
-    metrics: dict[str, float] = Field(default_factory=dict)
+    metrics: FiniteValues = Field(default_factory=dict)
     final: bool = False
     exactness: Literal["exact", "samples-exact"] = "samples-exact"
 
 
-class ResultLine(Line):
+class ResultLine(TimedLine):
     """The result of the run. ``artifacts`` are files in the generation's folder that the agent uploads."""
 
     kind: Literal["result"] = "result"
-    time: float
-    metrics: dict[str, float] = Field(default_factory=dict)
+    metrics: FiniteValues = Field(default_factory=dict)
     artifacts: tuple[str, ...] = ()
 
 
-class EndedLine(Line):
+class EndedLine(TimedLine):
     """The last line: how the process ends, and why."""
 
     kind: Literal["ended"] = "ended"
-    time: float
     outcome: Literal["succeeded", "stopped", "failed"]
     step: int = 0
     samples_consumed: int = 0
@@ -157,10 +176,9 @@ class EndedLine(Line):
     permanent: bool = False
 
 
-JournalLine = Annotated[
-    MetricsLine | StartedLine | StragglerLine | StarvationLine | CheckpointLine | ResultLine | EndedLine,
-    Field(discriminator="kind"),
-]
+#: The lines of which the rank informs the agent at once.
+UrgentLine = StartedLine | StragglerLine | StarvationLine | CheckpointLine | ResultLine | EndedLine
+JournalLine = Annotated[MetricsLine | UrgentLine, Field(discriminator="kind")]
 JOURNAL_LINE: TypeAdapter[JournalLine] = TypeAdapter(JournalLine)
 
 
@@ -176,7 +194,7 @@ class HelloLine(Line):
 class ShardPlanLine(Line):
     """Rank -> agent: the rank's position in a split, and which shards it will read when."""
 
-    kind: Literal["plan"] = "plan"
+    kind: Literal["read_plan"] = "read_plan"
     rank: int
     split: str
     #: Samples of the run that are taken before what this rank loads now, and how many are taken a second (0: unknown).
@@ -189,7 +207,7 @@ class ShardPlanLine(Line):
 class ShardRequestLine(Line):
     """Rank -> agent: the rank waits for this shard, named by its path in the dataset's folder."""
 
-    kind: Literal["want"] = "want"
+    kind: Literal["shard_request"] = "shard_request"
     rank: int
     generation: int
     shard: str
@@ -198,7 +216,7 @@ class ShardRequestLine(Line):
 class ShardReplyLine(Line):
     """Agent -> rank: the shard and its index are there, verified; or why the agent cannot fetch them."""
 
-    kind: Literal["shard"] = "shard"
+    kind: Literal["shard_reply"] = "shard_reply"
     shard: str
     problem: str = ""
 

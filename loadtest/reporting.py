@@ -81,7 +81,7 @@ async def away(folder: Path, away_s: float, steps_per_s: int) -> tuple[float, in
         begun = time.perf_counter()
         report(journal, step)
         took.append(time.perf_counter() - begun)
-    journal.ended(EndedLine(time=time.time(), outcome="succeeded", step=steps))
+    journal.append(EndedLine(time=time.time(), outcome="succeeded", step=steps))
     seen: list[int] = []
 
     async def publish(fact: Fact) -> None:

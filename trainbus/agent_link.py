@@ -6,14 +6,13 @@ flags that it sets.
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -22,17 +21,14 @@ from contracts.ranks import (
     CONTROL_LINE,
     EXIT_ORPHANED,
     EXIT_STOPPED,
-    CheckpointLine,
     CheckpointNowLine,
     EndedLine,
     HelloLine,
+    JournalLine,
     Launch,
     MetricsLine,
-    ResultLine,
-    StartedLine,
-    StarvationLine,
     StopLine,
-    StragglerLine,
+    UrgentLine,
     json_line,
 )
 from trainbus.process_exit import hard_exit
@@ -40,8 +36,6 @@ from trainbus.ring import RingWriter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from contracts.events.checkpoint import Exactness
 
 RECONNECT_INTERVAL_S = 0.2
 
@@ -78,16 +72,16 @@ class Journal:
                 return
             if self._ring is not None and self._ring.record(step, values, epoch, samples_consumed, total_steps):
                 return
-        finite = {name: value for name, value in values.items() if math.isfinite(value)}
-        line = MetricsLine(
-            step=step,
-            time=time.time(),
-            values=finite,
-            epoch=epoch,
-            samples_consumed=samples_consumed,
-            total_steps=total_steps,
+        self._append(
+            MetricsLine(
+                time=time.time(),
+                step=step,
+                values=dict(values),
+                epoch=epoch,
+                samples_consumed=samples_consumed,
+                total_steps=total_steps,
+            )
         )
-        self._append(json_line(line))
 
     def heartbeat(self, step: int) -> None:
         """Show that this rank makes progress with ``step`` steps done: after each step, and within longer work."""
@@ -95,79 +89,17 @@ class Journal:
             if self._ring is not None:
                 self._ring.write_heartbeat(step)
 
-    def started(
-        self,
-        step: int,
-        samples_consumed: int,
-        *,
-        resumed_from: Literal["scratch", "checkpoint", "memory"] = "checkpoint",
-        environment: Mapping[str, str] | None = None,
-        environment_digest: str | None = None,
-        exactness: Exactness = "samples-exact",
-    ) -> None:
-        self._append_urgent(
-            StartedLine(
-                time=time.time(),
-                step=step,
-                samples_consumed=samples_consumed,
-                resumed_from=resumed_from,
-                environment=dict(environment or {}),
-                environment_digest=environment_digest,
-                exactness=exactness,
-            )
-        )
-
-    def starved(self, line: StarvationLine) -> None:
-        """Report that this rank waits for its data."""
-        self._append_urgent(line)
-
-    def straggler(self, step: int, rank: int, factor: float, over_steps: int) -> None:
-        self._append_urgent(StragglerLine(time=time.time(), step=step, rank=rank, factor=factor, over_steps=over_steps))
-
-    def checkpoint(
-        self,
-        folder: Path,
-        *,
-        step: int,
-        epoch: int,
-        samples_consumed: int,
-        metrics: Mapping[str, float],
-        final: bool,
-        exactness: Exactness = "samples-exact",
-    ) -> None:
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        self._append_urgent(
-            CheckpointLine(
-                time=time.time(),
-                folder=str(folder),
-                step=step,
-                epoch=epoch,
-                samples_consumed=samples_consumed,
-                metrics=finite,
-                final=final,
-                exactness=exactness,
-            )
-        )
-
-    def result(self, metrics: Mapping[str, float], artifacts: tuple[str, ...] = ()) -> None:
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        self._append_urgent(ResultLine(time=time.time(), metrics=finite, artifacts=artifacts))
-
-    def ended(self, line: EndedLine) -> None:
-        """Append the last line; later lines of other threads are dropped."""
-        self._append_urgent(line)
-
-    def _append_urgent(
-        self, line: StartedLine | StragglerLine | StarvationLine | CheckpointLine | ResultLine | EndedLine
-    ) -> None:
-        self._append(json_line(line), last=isinstance(line, EndedLine))
+    def append(self, line: UrgentLine) -> None:
+        """Append a line and wake the agent; after an ``EndedLine`` lines of other threads are dropped."""
+        self._append(line)
         self.ring_doorbell()
 
-    def _append(self, data: bytes, *, last: bool = False) -> None:
+    def _append(self, line: JournalLine) -> None:
+        data = json_line(line)
         with self._lock:
             if self._ended:
                 return
-            self._ended = last
+            self._ended = isinstance(line, EndedLine)
             written = os.write(self._fd, data)
         if written != len(data):
             raise OSError(f"{self.path}: only {written} of {len(data)} bytes could be appended; is the disk full?")
@@ -301,11 +233,11 @@ class AgentLink:
                 self._control.request_stop(stop.reason)
 
     def _end_at_once(self, reason: str) -> None:
-        self._journal.ended(EndedLine(time=time.time(), outcome="stopped", error=reason))
+        self._journal.append(EndedLine(time=time.time(), outcome="stopped", error=reason))
         self._exit(EXIT_STOPPED)
 
     def _orphaned(self) -> None:
         error = f"no agent at the control socket for {self._launch.orphan_timeout_s:g} s: the node counts as lost"
         print(f"trainbus: {error}", flush=True)
-        self._journal.ended(EndedLine(time=time.time(), outcome="failed", error=error))
+        self._journal.append(EndedLine(time=time.time(), outcome="failed", error=error))
         self._exit(EXIT_ORPHANED)

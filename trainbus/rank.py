@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from contracts.ranks import EXIT_DONE, EXIT_STOPPED, LAUNCH_VARIABLE, EndedLine, Launch
+from contracts.ranks import EXIT_DONE, EXIT_STOPPED, LAUNCH_VARIABLE, EndedLine, Launch, ResultLine, StartedLine
 from trainbus.agent_link import AgentLink, Control, Journal
 from trainbus.data.batch_timings import BatchTimings
 from trainbus.data.dataset import Dataset
@@ -68,7 +68,7 @@ def run(env: Mapping[str, str]) -> int:
             world.wait_for_all()
     except RuntimeError as error:  # the work is done and on disk; a peer that is already gone changes nothing
         print(f"trainbus: the last barrier failed: {error}", flush=True)
-    journal.ended(ended)
+    journal.append(ended)
     return {"succeeded": EXIT_DONE, "stopped": EXIT_STOPPED}.get(ended.outcome, EXIT_FAILED)
 
 
@@ -91,9 +91,11 @@ def _run_task(
 
     if spec.kind == "evaluate":
         seed_all(0, "evaluate", world.rank)
-        journal.started(launch.resume.step if launch.resume else 0, 0)
+        journal.append(
+            StartedLine(time=time.time(), step=launch.resume.step if launch.resume else 0, samples_consumed=0)
+        )
         metrics, artifacts = evaluate(launch, task, dataset, world)
-        journal.result(metrics, artifacts)
+        journal.append(ResultLine(time=time.time(), metrics=metrics, artifacts=artifacts))
         return EndedLine(time=time.time(), outcome="succeeded")
 
     assert training is not None, "the contract wants training for every task"
@@ -111,7 +113,7 @@ def _run_task(
     )
     outcome = trainer.fit()
     if outcome.outcome == "succeeded":
-        journal.result(outcome.metrics)
+        journal.append(ResultLine(time=time.time(), metrics=outcome.metrics))
     return EndedLine(
         time=time.time(),
         outcome=outcome.outcome,

@@ -219,7 +219,7 @@ class FakeAgent:
                     if said.get("kind") == "hello":
                         self._connections.append(connection)
                         self.hellos.append(said)
-                    elif said.get("kind") == "want":
+                    elif said.get("kind") == "shard_request":
                         self.wanted.append(said)
                     elif not said:
                         self.rings += 1

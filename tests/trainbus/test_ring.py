@@ -73,7 +73,7 @@ def test_what_does_not_fit_goes_to_the_journal(tmp_path: Path, values: dict[str,
     journal = Journal(tmp_path / "rank_0.jsonl")
     journal.metrics(1, {"loss": 1.0})
     journal.metrics(2, values, epoch=1)
-    journal.ended(EndedLine(time=time.time(), outcome="succeeded"))
+    journal.append(EndedLine(time=time.time(), outcome="succeeded"))
     journal.metrics(3, {"loss": 3.0})  # after the last word
     assert reader(tmp_path).head == 1
     assert [(line.kind, getattr(line, "values", None)) for line in said(tmp_path)] == [

@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from contracts.events.run import RunProgress, RunStraggler
+from contracts.ranks import StragglerLine
 from services.kit.bus import TransientError
 from services.kit.clock import ManualClock
 from services.worker.ranks.journal_follower import JournalFollower
@@ -54,7 +55,7 @@ async def test_line_is_read_with_all_records_before_it(tmp_path: Path) -> None:
     bus, journal = Bus(), Journal(tmp_path / "rank_0.jsonl")
     for step in range(1, 1001):
         journal.metrics(step, {"loss": 1.0})
-    journal.straggler(1000, rank=3, factor=2.5, over_steps=50)
+    journal.append(StragglerLine(time=0, step=1000, rank=3, factor=2.5, over_steps=50))
     agent = follower(tmp_path, bus, ManualClock(), homes={3: "n7"})
     await agent.poll()
     assert steps(bus) == list(range(1, 1001))

@@ -24,7 +24,7 @@ def counted() -> float:
 async def test_starved_rank_is_reported_once_with_cause_and_hint(tmp_path: Path) -> None:
     bus, journal, waits, before = Bus(), Journal(tmp_path / "rank_0.jsonl"), BatchTimings(), counted()
     now = [0.0]
-    starvation = StarvationDetector(DataLoading(starved_s=30), waits, 0, journal.starved, lambda: now[0])
+    starvation = StarvationDetector(DataLoading(starved_s=30), waits, 0, journal.append, lambda: now[0])
     for step in range(1, 1001):
         now[0] += 0.1
         waits.add("decode", 0.06)

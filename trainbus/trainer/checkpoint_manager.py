@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from contracts.events.checkpoint import Exactness
+from contracts.ranks import CheckpointLine
 from contracts.spec.training import Training
 from trainbus.agent_link import Journal
 from trainbus.trainer.checkpoint import (
@@ -125,7 +126,16 @@ class CheckpointManager:
         def work(is_cancelled: Callable[[], bool]) -> None:
             self._finish_copy()
             write(folder, content, is_cancelled=is_cancelled)
-            self._journal.checkpoint(folder, **place, metrics=metrics, final=final, exactness=self._exactness)
+            self._journal.append(
+                CheckpointLine(
+                    time=time.time(),
+                    folder=str(folder),
+                    **place,
+                    metrics=dict(metrics),
+                    final=final,
+                    exactness=self._exactness,
+                )
+            )
 
         self._writer.submit(work)
         self.schedule.record_time(self._clock())

@@ -6,13 +6,14 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 
+from contracts.ranks import StragglerLine
 from contracts.spec.training import Watch
 from trainbus.agent_link import Journal
 from trainbus.trainer.observers import CompletedStep, StepObserver
@@ -130,4 +131,4 @@ class StragglerObserver(StepObserver):
     def on_step_summary(self, summary: StepSummary) -> None:
         if self._world.is_first:
             for found in self._detector.add_step(summary.busy_s):
-                self._journal.straggler(summary.step, found.rank, found.factor, found.over_steps)
+                self._journal.append(StragglerLine(time=time.time(), step=summary.step, **asdict(found)))

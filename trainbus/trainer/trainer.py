@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from contracts.events.checkpoint import Exactness
+from contracts.ranks import StartedLine
 from contracts.spec.training import Training, Watch
 from trainbus.agent_link import Control, Journal
 from trainbus.data.loader import Prefetcher, to_device
@@ -141,9 +142,7 @@ class Trainer:
         self._metrics = MetricsReporter(
             self.journal, self.world, data.sampler, training.log_every_steps, self.total_steps
         )
-        self._starvation = StarvationDetector(
-            training.loading, data.waits, self.world.rank, lambda line: self.journal.starved(line)
-        )
+        self._starvation = StarvationDetector(training.loading, data.waits, self.world.rank, self.journal.append)
         self._straggler: StragglerObserver | None = None
         self._observers: list[StepObserver] = [self._metrics, self._starvation]
         if settings.watch is not None:
@@ -410,13 +409,16 @@ class Trainer:
 
     def _report_start(self) -> None:
         progress = self.progress
-        self.journal.started(
-            progress.step,
-            progress.samples_consumed,
-            resumed_from=self.resumed_from,
-            environment=self.environment,
-            environment_digest=environment.digest(self.environment),
-            exactness=self.exactness,
+        self.journal.append(
+            StartedLine(
+                time=time.time(),
+                step=progress.step,
+                samples_consumed=progress.samples_consumed,
+                resumed_from=self.resumed_from,
+                environment=self.environment,
+                environment_digest=environment.digest(self.environment),
+                exactness=self.exactness,
+            )
         )
         if self._unreported is not None:
             self._metrics.report(progress.step, progress.samples_consumed, self._unreported)

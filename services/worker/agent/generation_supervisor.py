@@ -135,17 +135,10 @@ class GenerationSupervisor:
     def _carry_out(self, decision: Decision, message: Message[Any]) -> bool:
         match decision:
             case node_decisions.StartGeneration():
-                self._take_up(decision, message)
-            case node_decisions.DropGeneration():
-                log.warning("dropping a placement", run_id=decision.run_id, reason=decision.reason)
-                if (runner := self._runner_of(decision)) is not None:
-                    runner.drop(decision.reason)
-            case node_decisions.StopGeneration():
-                if (runner := self._runner_of(decision)) is not None:
-                    runner.stop(decision.grace_s, decision.reason, peer_lost=decision.peer_lost)
-            case node_decisions.SettleCheckpoint():
-                if (runner := self._runner_of(decision)) is not None:
-                    runner.settle_checkpoint(decision.step, decision.committed)
+                self._accept_placement(decision, message)
+            case node_decisions.GenerationDecision(run_id, generation):
+                if (runner := self._runners.get((run_id, generation))) is not None:
+                    _apply_to_runner(decision, runner)
             case node_decisions.CleanUpRun():
                 self._folders.mark_ended(decision.run_id)
                 self._folders.remove_in_background(self._context.memory.remove_run, decision.run_id)
@@ -160,17 +153,11 @@ class GenerationSupervisor:
                 return True
         return False
 
-    def _runner_of(
-        self,
-        decision: node_decisions.DropGeneration | node_decisions.StopGeneration | node_decisions.SettleCheckpoint,
-    ) -> GenerationRunner | None:
-        return self._runners.get((decision.run_id, decision.generation))
-
     def _remove_checkpoints(self, run_id: str) -> None:
         """Remove the checkpoints that earlier generations of the run left here."""
         self._folders.remove_in_background(remove_survivor_checkpoints, self._folders.run_folder(run_id))
 
-    def _take_up(self, decision: node_decisions.StartGeneration, message: Message[Any]) -> None:
+    def _accept_placement(self, decision: node_decisions.StartGeneration, message: Message[Any]) -> None:
         """Make the placement durable; its ranks start once the node has joined."""
         placed, envelope = decision.placed, message.envelope
         files = self._folders.generation(placed.run_id, placed.generation)
@@ -258,3 +245,14 @@ class GenerationSupervisor:
         shares = [len(runner.member.slots) * runner.placed.spec.resources.share for runner in running]
         metrics.SLOTS_USED.set(sum(shares))
         metrics.RANKS_RUNNING.set(sum(len(runner.pids) for runner in running))
+
+
+def _apply_to_runner(decision: node_decisions.GenerationDecision, runner: GenerationRunner) -> None:
+    match decision:
+        case node_decisions.DropGeneration():
+            log.warning("dropping a placement", run_id=decision.run_id, reason=decision.reason)
+            runner.drop(decision.reason)
+        case node_decisions.StopGeneration():
+            runner.stop(decision.grace_s, decision.reason, peer_lost=decision.peer_lost)
+        case node_decisions.SettleCheckpoint():
+            runner.settle_checkpoint(decision.step, decision.committed)

@@ -6,11 +6,8 @@ cuts are published again under the same ids, so that nothing is lost and nothing
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -65,9 +62,8 @@ class RankState(BaseModel):
     checkpoints: list[CheckpointLine] = Field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class JournalSource:
-    """Run, generation and node of a journal."""
+class JournalSource(NamedTuple):
+    """Run, generation and node of a journal: fields of every fact about it."""
 
     run_id: str
     generation: int
@@ -84,12 +80,12 @@ def parse_lines(content: bytes, offset: int) -> tuple[list[tuple[int, JournalLin
     lines: list[tuple[int, JournalLine]] = []
     problems: list[str] = []
     for raw in content.splitlines(keepends=True):
-        text = raw.strip()
-        if text:
+        if text := raw.strip():
             try:
-                lines.append((offset, JOURNAL_LINE.validate_python(_without_infinities(json.loads(text)))))
-            except (ValueError, ValidationError, RecursionError) as error:
-                problems.append(f"at byte {offset}: {str(error).splitlines()[0]}")
+                lines.append((offset, JOURNAL_LINE.validate_json(text)))
+            except ValidationError as error:
+                problem = error.errors()[0]
+                problems.append(f"at byte {offset}: {'.'.join(map(str, problem['loc']))} {problem['msg']}")
         offset += len(raw)
     return lines, problems
 
@@ -122,27 +118,13 @@ def apply_last_record(state: RankState, last: MetricsLine) -> None:
         apply_lines(state, (last,))
 
 
-def straggler_event(source: JournalSource, homes: Mapping[int, str], line: StragglerLine) -> RunStraggler:
-    """Return the event of a straggler that rank 0 detected, with the node of that rank."""
-    return RunStraggler(
-        run_id=source.run_id,
-        generation=source.generation,
-        node_id=homes.get(line.rank, source.node_id),
-        rank=line.rank,
-        step=line.step,
-        factor=line.factor,
-        over_steps=line.over_steps,
-    )
-
-
-def starvation_event(source: JournalSource, homes: Mapping[int, str], line: StarvationLine) -> RunStarved:
-    """Return the event of a rank that waits for its data."""
-    return RunStarved(
-        run_id=source.run_id,
-        generation=source.generation,
-        node_id=homes.get(line.rank, source.node_id),
-        **line.model_dump(exclude={"kind", "time"}),
-    )
+def rank_event(
+    source: JournalSource, homes: Mapping[int, str], line: StragglerLine | StarvationLine
+) -> RunStraggler | RunStarved:
+    """Return the event of a straggler or of a rank that waits for its data, with the node of that rank."""
+    event = RunStraggler if isinstance(line, StragglerLine) else RunStarved
+    place = source._replace(node_id=homes.get(line.rank, source.node_id))
+    return event(**place._asdict(), **line.model_dump(exclude={"kind", "time"}))
 
 
 def progress_events(
@@ -154,9 +136,7 @@ def progress_events(
         part = metrics[first : first + POINTS_PER_BATCH]
         last = part[-1][1]
         yield RunProgress(
-            run_id=source.run_id,
-            generation=source.generation,
-            node_id=source.node_id,
+            **source._asdict(),
             rank=rank,
             offset=part[0][0],
             points=tuple(ProgressPoint(step=line.step, time=line.time, values=line.values) for _, line in part),
@@ -201,26 +181,9 @@ def pattern_event(
     if not points:
         return None
     return RunProgress(
-        run_id=source.run_id,
-        generation=source.generation,
-        node_id=source.node_id,
+        **source._asdict(),
         rank=rank,
         offset=PATTERN_OFFSET + offset,
         points=tuple(ProgressPoint(step=step, time=time, values=values) for step, values in sorted(points.items())),
         step=max(points),
     )
-
-
-def _without_infinities(data: Any) -> Any:
-    """Return the object without values that are not finite: a loss of NaN must not lose the other values."""
-    if not isinstance(data, dict):
-        return data
-    for field in ("values", "metrics"):
-        values = data.get(field)
-        if isinstance(values, dict):
-            data[field] = {
-                str(name): value
-                for name, value in values.items()
-                if isinstance(value, int | float) and math.isfinite(value)
-            }
-    return data

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from contracts.base import Event
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointRefused
 from contracts.events.node import NodeLost
-from contracts.events.run import Member, RunCancelled, RunCompleted, RunFailed, RunPlaced, RunPreempting
+from contracts.events.run import RunCancelled, RunCompleted, RunFailed, RunPlaced, RunPreempting
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,16 @@ class NodeState:
         """Return the state without a run."""
         return replace(self, generations={key: each for key, each in self.generations.items() if key != run_id})
 
+    def is_live(self, run_id: str, generation: int) -> bool:
+        """Whether the generation is the run's newest here, and has not ended."""
+        found = self.generations.get(run_id)
+        return found is not None and found.generation == generation and not found.has_ended
+
     def end_generation(self, run_id: str, generation: int) -> NodeState:
         """Return the state in which a generation has ended, if it is still the run's newest here."""
-        found = self.generations.get(run_id)
-        if found is None or found.generation != generation:
+        if not self.is_live(run_id, generation):
             return self
-        return self.with_generation(replace(found, has_ended=True))
+        return self.with_generation(replace(self.generations[run_id], has_ended=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,25 +62,28 @@ class StartGeneration:
     """Run this node's part of the placement."""
 
     placed: RunPlaced
-    member: Member
     sequence: int
 
 
 @dataclass(frozen=True, slots=True)
-class DropGeneration:
-    """Kill the ranks of this generation; nothing waits for a report."""
+class GenerationDecision:
+    """A decision about one generation that was placed here."""
 
     run_id: str
     generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropGeneration(GenerationDecision):
+    """Kill the ranks of this generation; nothing waits for a report."""
+
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class StopGeneration:
+class StopGeneration(GenerationDecision):
     """Stop the ranks of this generation within their grace."""
 
-    run_id: str
-    generation: int
     grace_s: float
     reason: str
     #: Ranks elsewhere have failed, and another generation can use what these have.
@@ -84,11 +91,9 @@ class StopGeneration:
 
 
 @dataclass(frozen=True, slots=True)
-class SettleCheckpoint:
+class SettleCheckpoint(GenerationDecision):
     """Note that the checkpoint of this step is committed, or was refused."""
 
-    run_id: str
-    generation: int
     step: int
     committed: bool
 
@@ -122,27 +127,30 @@ def decide(state: NodeState, event: Event, sequence: int) -> tuple[NodeState, li
     match event:
         case RunPlaced():
             return _on_placed(state, event, sequence)
-        case RunPreempting():
-            if _is_live(state, event.run_id, event.generation):
-                peer_lost = event.then == "queue" and event.queue_reason in ("crashed", "node lost")
-                return state, [StopGeneration(event.run_id, event.generation, event.grace_s, event.reason, peer_lost)]
-        case CheckpointCommitted():
-            if _is_live(state, event.run_id, event.generation):
-                return state, [SettleCheckpoint(event.run_id, event.generation, event.checkpoint.step, True)]
-        case CheckpointRefused():
-            if _is_live(state, event.run_id, event.generation):
-                return state, [SettleCheckpoint(event.run_id, event.generation, event.step, False)]
-        case RunCompleted() | RunFailed() | RunCancelled():
-            found = state.generations.get(event.run_id)
-            if found is not None:
-                reason = f"the run is {event.fact}"
-                drop = [] if found.has_ended else [DropGeneration(found.run_id, found.generation, reason)]
-                return state.without_run(event.run_id), [*drop, CleanUpRun(event.run_id)]
         case NodeLost() if event.node_id == state.node_id:
             return _on_lost(state, event, sequence)
+        case RunCompleted() | RunFailed() | RunCancelled() if found := state.generations.get(event.run_id):
+            drop = DropGeneration(found.run_id, found.generation, f"the run is {event.fact}")
+            cleaning = CleanUpRun(event.run_id)
+            return state.without_run(event.run_id), [cleaning] if found.has_ended else [drop, cleaning]
+        case RunPreempting() | CheckpointCommitted() | CheckpointRefused():
+            if state.is_live(event.run_id, event.generation):
+                return state, [_decide_live(event)]
         case _:
             pass
     return state, []
+
+
+def _decide_live(event: RunPreempting | CheckpointCommitted | CheckpointRefused) -> Decision:
+    """Return what a fact about a generation that runs here requires."""
+    match event:
+        case RunPreempting():
+            peer_lost = event.then == "queue" and event.queue_reason in ("crashed", "node lost")
+            return StopGeneration(event.run_id, event.generation, event.grace_s, event.reason, peer_lost)
+        case CheckpointCommitted():
+            return SettleCheckpoint(event.run_id, event.generation, event.checkpoint.step, True)
+        case CheckpointRefused():
+            return SettleCheckpoint(event.run_id, event.generation, event.step, False)
 
 
 def running_generations(state: NodeState) -> tuple[tuple[str, int], ...]:
@@ -152,11 +160,8 @@ def running_generations(state: NodeState) -> tuple[tuple[str, int], ...]:
 
 def restore_state(node_id: str, generations: Iterable[LocalGeneration]) -> NodeState:
     """Return the state that the folders on disk show: the newest generation of each run."""
-    newest: dict[str, LocalGeneration] = {}
-    for each in generations:
-        if each.run_id not in newest or newest[each.run_id].generation < each.generation:
-            newest[each.run_id] = each
-    return NodeState(node_id, generations=newest)
+    ordered = sorted(generations, key=lambda each: each.generation)
+    return NodeState(node_id, generations={each.run_id: each for each in ordered})
 
 
 def _on_placed(state: NodeState, placed: RunPlaced, sequence: int) -> tuple[NodeState, list[Decision]]:
@@ -167,10 +172,10 @@ def _on_placed(state: NodeState, placed: RunPlaced, sequence: int) -> tuple[Node
     if older is not None and not older.has_ended:
         decisions.append(DropGeneration(older.run_id, older.generation, f"generation {placed.generation} was placed"))
         state = state.end_generation(older.run_id, older.generation)
-    member = next((m for m in placed.members if m.node_id == state.node_id and m.ranks), None)
-    if member is None or sequence < state.joined_sequence:
+    is_member = any(member.node_id == state.node_id and member.ranks for member in placed.members)
+    if not is_member or sequence < state.joined_sequence:
         return state, [*decisions, ForgetRun(placed.run_id)] if older is not None else decisions
-    decisions.append(StartGeneration(placed, member, sequence))
+    decisions.append(StartGeneration(placed, sequence))
     return state.with_generation(LocalGeneration(placed.run_id, placed.generation, sequence)), decisions
 
 
@@ -184,8 +189,3 @@ def _on_lost(state: NodeState, lost: NodeLost, sequence: int) -> tuple[NodeState
     if lost.incarnation == state.incarnation:
         decisions.append(RejoinCluster(lost.reason or "declared lost"))
     return state, decisions
-
-
-def _is_live(state: NodeState, run_id: str, generation: int) -> bool:
-    found = state.generations.get(run_id)
-    return found is not None and found.generation == generation and not found.has_ended

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 
@@ -51,20 +52,23 @@ class RunPosition:
         samples = max((state.samples_consumed for state in ranks.values()), default=0)
         return cls(max(steps, default=resumed_step), samples or resumed_samples, resumed_step)
 
+    @property
+    def reported(self) -> dict[str, Any]:
+        """The fields of a report."""
+        return {"step": self.step, "samples_consumed": self.samples_consumed}
 
-@dataclass(frozen=True, slots=True)
+
 class ReportBuilder:
     """Builds the report of one node's part of one generation."""
 
-    placed: RunPlaced
-    node_id: str
+    def __init__(self, placed: RunPlaced, node_id: str) -> None:
+        self._placed = placed
+        self._place: dict[str, Any] = {"run_id": placed.run_id, "generation": placed.generation, "node_id": node_id}
 
     def failed(self, failure: GenerationFailure) -> RunExited:
         """Report that no rank ran, or that what ran is unknown."""
         return RunExited(
-            run_id=self.placed.run_id,
-            generation=self.placed.generation,
-            node_id=self.node_id,
+            **self._place,
             outcome="failed",
             infrastructure_failure=failure.infrastructure,
             permanent=failure.permanent,
@@ -73,53 +77,37 @@ class ReportBuilder:
 
     def crashed(self, failure: Exit, ranks: Mapping[int, RankState], lines: Sequence[str]) -> RunExited:
         """Report that a rank failed by itself; ``lines`` are the last of its output."""
-        ended = ranks.get(failure.rank)
-        error = ended.ended.error if ended is not None and ended.ended is not None else ""
+        ended = ranks[failure.rank].ended if failure.rank in ranks else None
+        error = ended.error if ended is not None else ""
         failure, tail = find_cause(failure, lines)
-        started = any(state.started for state in ranks.values())
-        position = RunPosition.of(self.placed, ranks)
+        has_started = any(state.started for state in ranks.values())
         reason = f"rank {failure.rank} {describe_exit(failure.code)}" + (f": {error}" if error else "")
         return RunExited(
-            run_id=self.placed.run_id,
-            generation=self.placed.generation,
-            node_id=self.node_id,
+            **self._place,
             outcome="failed",
-            infrastructure_failure=is_infrastructure_failure(failure.code, started, error + "\n".join(lines)),
+            infrastructure_failure=is_infrastructure_failure(failure.code, has_started, error + "\n".join(lines)),
             permanent=any(state.ended is not None and state.ended.permanent for state in ranks.values()),
             reason=reason[:REASON_MAX_CHARS],
             rank=failure.rank,
             exit_code=failure.code,
             log_tail=tail,
-            step=position.step,
-            samples_consumed=position.samples_consumed,
+            **RunPosition.of(self._placed, ranks).reported,
         )
 
     def succeeded(self, ranks: Mapping[int, RankState], artifacts: tuple[Artifact, ...]) -> RunExited:
         """Report that every rank has finished its work."""
         results = [state.result for _, state in sorted(ranks.items()) if state.result is not None]
-        position = RunPosition.of(self.placed, ranks)
         return RunExited(
-            run_id=self.placed.run_id,
-            generation=self.placed.generation,
-            node_id=self.node_id,
+            **self._place,
             outcome="succeeded",
-            step=position.step,
-            samples_consumed=position.samples_consumed,
             metrics=results[0].metrics if results else {},
             artifacts=artifacts,
+            **RunPosition.of(self._placed, ranks).reported,
         )
 
     def released(self, position: RunPosition, *, clean: bool, detail: str) -> RunReleased:
         """Report that the ranks ended on request."""
-        return RunReleased(
-            run_id=self.placed.run_id,
-            generation=self.placed.generation,
-            node_id=self.node_id,
-            clean=clean,
-            step=position.step,
-            samples_consumed=position.samples_consumed,
-            detail=detail,
-        )
+        return RunReleased(**self._place, clean=clean, detail=detail, **position.reported)
 
 
 class ReportPublisher:
@@ -151,9 +139,8 @@ class ReportPublisher:
 
     def write(self, report: Report) -> None:
         """Make the report durable."""
-        write_atomically(
-            self._files.report, json.dumps({"kind": _kind(report), "fact": report.model_dump(mode="json")})
-        )
+        stored = {"kind": report.fact, "fact": report.model_dump(mode="json")}
+        write_atomically(self._files.report, json.dumps(stored))
 
     async def publish(self, report: Report) -> None:
         """Publish the report, however long the bus is away."""
@@ -176,10 +163,6 @@ class ReportPublisher:
 def is_complete(report: Report) -> bool:
     """Whether the next generation finds all state of this one in a committed checkpoint, or there is no next one."""
     return report.clean if isinstance(report, RunReleased) else report.outcome == "succeeded"
-
-
-def _kind(report: Report) -> str:
-    return "exited" if isinstance(report, RunExited) else "released"
 
 
 def _outcome(report: Report) -> str:

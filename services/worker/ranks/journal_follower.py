@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import structlog
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from contracts.base import Fact
 from contracts.events.run import RunLog, RunStarted
 from contracts.progress import ring_name
-from contracts.ranks import JournalLine, StartedLine, StarvationLine, StragglerLine
+from contracts.ranks import JournalLine, StarvationLine, StragglerLine
 from services.kit.bus import TransientError
 from services.kit.concurrency import run_in_thread
 from services.worker import metrics
@@ -33,6 +33,8 @@ CHUNK_BYTES = 128 * 1024
 LOG_BACKLOG_BYTES = 8 * 2**20
 LOG_RESUME_BYTES = 2**18
 TAIL_BYTES = 64 * 1024
+#: Where the state of a started rank came from, and what decides the last bits of arithmetic.
+ORIGIN_FIELDS = {"resumed_from", "environment", "environment_digest", "exactness"}
 
 Publish = Callable[[Fact], Awaitable[object]]
 
@@ -121,10 +123,8 @@ class JournalFollower:
             more = await self._retry(self.poll)
             if not more:
                 self._doorbell.clear()
-                try:
+                with suppress(TimeoutError):
                     await asyncio.wait_for(self._doorbell.wait(), self._interval_s)
-                except TimeoutError:
-                    continue
 
     async def drain(self) -> None:
         """Publish the rest, once the ranks and ``run`` have ended."""
@@ -218,10 +218,9 @@ class JournalFollower:
                 for event in journal.progress_events(self._source, rank, lines):
                     await self._publish(event)
                 for _, line in lines:
-                    if isinstance(line, StragglerLine):
-                        await self._publish(journal.straggler_event(self._source, self._homes, line))
-                    elif isinstance(line, StarvationLine):
-                        await self._publish(journal.starvation_event(self._source, self._homes, line))
+                    if isinstance(line, StragglerLine | StarvationLine):
+                        await self._publish(journal.rank_event(self._source, self._homes, line))
+                    if isinstance(line, StarvationLine):
                         metrics.STARVED.labels(line.bound_by).inc()
                 state.journal_start = state.journal_end
             if state.log_start < state.log_end:
@@ -263,14 +262,9 @@ class JournalFollower:
             return
         skipped = behind - LOG_RESUME_BYTES
         notice = f"[{skipped:,} bytes of output are left out here: print less]"
+        run_id, generation, _ = self._source
         await self._publish(
-            RunLog(
-                run_id=self._source.run_id,
-                generation=self._source.generation,
-                rank=rank,
-                offset=state.log_end,
-                lines=(notice,),
-            )
+            RunLog(run_id=run_id, generation=generation, rank=rank, offset=state.log_end, lines=(notice,))
         )
         state.log_start = state.log_end = state.log_end + skipped
 
@@ -283,12 +277,10 @@ class JournalFollower:
             return
         await self._publish(
             RunStarted(
-                run_id=self._source.run_id,
-                generation=self._source.generation,
-                node_id=self._source.node_id,
+                **self._source._asdict(),
                 step=started.step if started else 0,
                 samples_consumed=started.samples_consumed if started else 0,
-                **_origin(started),
+                **(started.model_dump(include=ORIGIN_FIELDS) if started else {}),
             )
         )
         self._started_published = True
@@ -299,11 +291,8 @@ class JournalFollower:
             return file.read(end - start)
 
     def _lag_bytes(self) -> int:
-        lag = 0
-        for rank, state in self.state.ranks.items():
-            path = self._folder / f"rank_{rank}.jsonl"
-            lag += path.stat().st_size - state.journal_start if path.exists() else 0
-        return lag
+        paths = {self._folder / f"rank_{rank}.jsonl": state for rank, state in self.state.ranks.items()}
+        return sum(path.stat().st_size - state.journal_start for path, state in paths.items() if path.exists())
 
     async def _retry(self, work: Callable[[], Awaitable[object]]) -> bool:
         """Run ``work`` until the bus accepts it: the files keep what the ranks write."""
@@ -312,10 +301,3 @@ class JournalFollower:
                 return bool(await work())
             except TransientError as error:
                 log.warning("the bus does not accept what ranks report", error=str(error))
-
-
-def _origin(started: StartedLine | None) -> dict[str, Any]:
-    """Return where the state came from, and what decides the last bits of arithmetic."""
-    if started is None:
-        return {}
-    return started.model_dump(include={"resumed_from", "environment", "environment_digest", "exactness"})

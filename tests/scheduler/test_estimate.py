@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from datetime import datetime, timedelta
 from typing import Any
@@ -228,13 +227,6 @@ def test_those_that_still_wait_tell_already() -> None:
     before = errors.widened({}, 2e6)(1000.0).high_s
     later = errors.widened({f"w{number}/1": 5000.0 for number in range(200)}, 2e6 + 5000)(1000.0).high_s
     assert later > 3 * before
-
-
-def test_the_state_is_json() -> None:
-    errors = learned(1.5)
-    errors.note("w/1", 5.0, 100.0)
-    again = Errors.from_state(json.loads(json.dumps(errors.to_state())))
-    assert again == errors
 
 
 def test_a_run_that_never_starts_is_forgotten() -> None:

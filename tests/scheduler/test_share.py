@@ -14,6 +14,7 @@ from contracts.scheduling import FairShare, Order, Policy
 from services.scheduler.core.order.queue import iterate
 from services.scheduler.core.order.share import Shares, standing
 from services.scheduler.core.state.usage import TeamUsage
+from tests.scheduler.test_ledger import decayed
 
 HALF_LIFE_S = 7200.0
 
@@ -175,7 +176,7 @@ def test_shares_are_their_weights_after_three_half_lives(seed: int) -> None:
     weights = {"research": 3.0, "research/vision": 2.0, "ops": 2.0}
     ledger = saturated(random.Random(seed), sizes, weights, slots=64)
     now = 8 * HALF_LIFE_S
-    whole, research = ledger.decayed("", now), ledger.decayed("research", now)
+    whole, research = decayed(ledger, "", now), decayed(ledger, "research", now)
     for team, share in {"research": 3 / 6, "sales": 1 / 6, "ops": 2 / 6}.items():
-        assert ledger.decayed(team, now) / whole == pytest.approx(share, abs=0.02), team
-    assert ledger.decayed("research/vision", now) / research == pytest.approx(2 / 3, abs=0.02)
+        assert decayed(ledger, team, now) / whole == pytest.approx(share, abs=0.02), team
+    assert decayed(ledger, "research/vision", now) / research == pytest.approx(2 / 3, abs=0.02)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any
 
 from contracts import subjects
 from contracts.base import Fact
@@ -106,15 +106,17 @@ def _apply(cluster: Cluster, fact: Fact, sequence: int, time: datetime, envelope
         known.request = None
         cluster.index.touch(fact.run_id)
         _store_run(cluster, known)
-    elif on_node := _NODE_FACTS.get(type(fact)):
-        assert isinstance(fact, node.NodeFact)
+    elif isinstance(fact, node.NodeFact):
         before = cluster.nodes.get(fact.node_id)
         holders = [run_id for run_id, _ in before.allocations] if before is not None else []
         cluster.index.touch_nodes(holders)
-        on_node(cluster, fact, time)
+        if isinstance(fact, node.NodeJoined):
+            _joined(cluster, fact, time)
+        elif before is not None and before.incarnation == fact.incarnation:
+            _change_node(cluster, before, fact, time)
         for run_id in holders:
             _store_run(cluster, cluster.runs[run_id])
-        _of_pool(cluster, fact, time)
+        _reset_patience(cluster, fact, time)
     elif isinstance(fact, CapacityWanted):
         cluster.capacity[fact.pool] = update_demand(cluster.capacity.get(fact.pool), fact, time)
     elif isinstance(fact, PolicyAdopted):
@@ -465,42 +467,27 @@ def _joined(cluster: Cluster, fact: node.NodeJoined, time: datetime) -> None:
     cluster.moved_at = time
 
 
-def _of_pool(cluster: Cluster, fact: Fact, time: datetime) -> None:
+def _reset_patience(cluster: Cluster, fact: node.NodeFact, time: datetime) -> None:
     """Restart the pool's patience: one of its nodes has joined or left."""
-    known = cluster.nodes.get(fact.aggregate_id)
+    known = cluster.nodes.get(fact.node_id)
     name = known.labels.get("pool", "") if known is not None else ""
     if name in cluster.capacity:
         cluster.capacity[name] = reset_patience(cluster.capacity[name], time)
 
 
-def _gone(state: Literal["lost", "left"]) -> Callable[[Cluster, Any, datetime], None]:
-    def on_gone(cluster: Cluster, fact: node.NodeLost | node.NodeLeft, time: datetime) -> None:
-        known = cluster.nodes.get(fact.node_id)
-        if known is not None and known.alive and known.incarnation == fact.incarnation:
-            known.state = state
+def _change_node(cluster: Cluster, known: Node, fact: node.NodeFact, time: datetime) -> None:
+    """Fold a fact about the present incarnation of a node."""
+    match fact:
+        case node.NodeLost() | node.NodeLeft() if known.alive:
+            known.state = "lost" if isinstance(fact, node.NodeLost) else "left"
             _lose_parts(cluster, known, set(), time)
-
-    return on_gone
-
-
-def _draining(cluster: Cluster, fact: node.NodeDraining, time: datetime) -> None:
-    known = cluster.nodes.get(fact.node_id)
-    if known is not None and known.incarnation == fact.incarnation:
-        known.draining = True
-
-
-def _noticed(cluster: Cluster, fact: node.NodeNotice, time: datetime) -> None:
-    known = cluster.nodes.get(fact.node_id)
-    if known is None or known.incarnation != fact.incarnation:
-        return
-    # A recommendation to leave is often followed by the order, which says how long there is.
-    known.notice, known.noticed_at = fact, time
-
-
-def _unfit(cluster: Cluster, fact: node.NodeUnfit, time: datetime) -> None:
-    known = cluster.nodes.get(fact.node_id)
-    if known is not None and known.incarnation == fact.incarnation:
-        known.unfit = fact
+        case node.NodeDraining():
+            known.draining = True
+        case node.NodeNotice():
+            # A recommendation to leave is often followed by the order, which says how long there is.
+            known.notice, known.noticed_at = fact, time
+        case node.NodeUnfit():
+            known.unfit = fact
 
 
 def _lose_parts(cluster: Cluster, home: Node, kept: set[tuple[str, int]], time: datetime) -> None:
@@ -529,12 +516,4 @@ _RUN_FACTS: dict[type[Fact], Callable[[Cluster, Run, Any, datetime], None]] = {
     run.RunCompleted: _completed,
     run.RunFailed: _failed,
     run.RunCancelled: _cancelled,
-}
-_NODE_FACTS: dict[type[Fact], Callable[[Cluster, Any, datetime], None]] = {
-    node.NodeJoined: _joined,
-    node.NodeLost: _gone("lost"),
-    node.NodeLeft: _gone("left"),
-    node.NodeDraining: _draining,
-    node.NodeNotice: _noticed,
-    node.NodeUnfit: _unfit,
 }

@@ -12,14 +12,15 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 from contracts.events.node import NodeFact, NodeJoined
 from contracts.scheduling import Policy
 from contracts.spec.run import RunSpec
+from services.scheduler.core.explain.estimate import quantile
 from services.scheduler.replay.history import History, NodeKind, RunRecord, offered
 from services.scheduler.simulate.engine import simulate
-from services.scheduler.simulate.report import JobRecord, Recorder, quantile
+from services.scheduler.simulate.report import JobRecord, Recorder
 from services.scheduler.simulate.traces import INSTANT_GRACE_S, Job, Trace, node
 
 #: ``40x8``, ``4x8:H100``, ``4x8:H100@spot-a``: nodes, slots on each, accelerator, pool.
@@ -257,12 +258,12 @@ def _figures(
         jobs,
         len(times),
         jobs - len(times),
-        avg_wait_s=_mean(waits),
+        avg_wait_s=fmean(waits or [0.0]),
         p50_wait_s=quantile(waits, 0.5),
         p90_wait_s=quantile(waits, 0.9),
         p99_wait_s=quantile(waits, 0.99),
         max_wait_s=quantile(waits, 1.0),
-        avg_jct_s=_mean(times),
+        avg_jct_s=fmean(times or [0.0]),
         p99_jct_s=quantile(times, 0.99),
         makespan_s=makespan_s,
         utilisation=used_slot_s / offered_slot_s if offered_slot_s else 0.0,
@@ -270,10 +271,6 @@ def _figures(
         cost=cost or None,
         cost_per_used_slot_h=cost / used_h if cost and used_h else None,
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values else 0.0
 
 
 def prices_of(policies: Iterable[Policy], given: Iterable[str]) -> Prices:

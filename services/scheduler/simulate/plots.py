@@ -20,7 +20,8 @@ from matplotlib.ticker import FuncFormatter, PercentFormatter
 from numpy.typing import NDArray
 
 from contracts.events.run import Member
-from services.scheduler.simulate.report import Recorder, nodes_of, quantile
+from services.scheduler.core.explain.estimate import quantile
+from services.scheduler.simulate.report import Recorder, nodes_of
 
 #: Users with a colour of their own; the rest share one.
 USERS = 7

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC
+from statistics import fmean
 from typing import IO, Any
 
 from contracts.base import Fact
@@ -25,6 +26,7 @@ from contracts.events.run import (
     RunWaiting,
 )
 from contracts.scheduling import Policy
+from services.scheduler.core.explain.estimate import quantile
 from services.scheduler.simulate.engine import Effort
 from services.scheduler.simulate.traces import SOURCE, Job, Trace, at
 
@@ -185,11 +187,11 @@ def _waiting(recorder: Recorder, records: Sequence[JobRecord]) -> dict[str, Any]
             {"run_id": s.job.run_id, "slots": s.job.slots, "code": s.waiting} for s in infeasible[:NAMED]
         ],
         "unfinished": sum(bool(record.spans) and not record.ended for record in records) - len(done),
-        "avg_wait_s": _mean(waits),
+        "avg_wait_s": fmean(waits or [0.0]),
         "p50_wait_s": quantile(waits, 0.5),
         "p99_wait_s": quantile(waits, 0.99),
         "max_wait_s": quantile(waits, 1.0),
-        "avg_jct_s": _mean(times),
+        "avg_jct_s": fmean(times or [0.0]),
         "p50_jct_s": quantile(times, 0.5),
         "p99_jct_s": quantile(times, 0.99),
         "makespan_s": last_s - first_s,
@@ -240,20 +242,6 @@ def _packing(recorder: Recorder) -> dict[str, Any]:
         "allocated_gpu_percent_at_100": 100 * at_100 / capacity if at_100 is not None else None,
         "allocated_gpu_percent": 100 * recorder.packed[-1][1] / capacity if recorder.packed and capacity else 0.0,
     }
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """The quantile of ascending values, linear between neighbours; 0 of none."""
-    if not ordered:
-        return 0.0
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values else 0.0
 
 
 # -- the log ----------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from heapq import heapify, heappop, heappush
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from contracts.scheduling import Policy, Predict
 from services.scheduler.core.order import queue
@@ -184,7 +184,9 @@ def taken_from(
 
 
 def quantile(ascending: Sequence[float], q: float) -> float:
-    """Of a few values, in between."""
+    """Return the quantile of ascending values, linear between neighbours; 0 if there are none."""
+    if not ascending:
+        return 0.0
     at = min(max(q, 0.0), 1.0) * (len(ascending) - 1)
     low = int(at)
     if low + 1 >= len(ascending) or ascending[low + 1] == ascending[low]:
@@ -372,20 +374,6 @@ class Errors:
             scores = sorted([*scores, *(math.log(3) * step / 5 for step in range(-5, 6))])
         level = min((1 - LEFT_OUT) * (1 + 1 / _independent(errors)), 1.0)
         return min(quantile(scores, 1 - level), 0.0), max(quantile(scores, level), 0.0)
-
-    def to_state(self) -> dict[str, Any]:
-        """Everything in it; JSON."""
-        return {
-            "known": [list(each) for each in self.known],
-            "made": {key: list(each) for key, each in self.made.items()},
-        }
-
-    @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Errors:
-        errors = cls()
-        errors.known.extend(Error(*each) for each in state["known"])
-        errors.made = {key: (at_s, expected_s) for key, (at_s, expected_s) in state["made"].items()}
-        return errors
 
 
 def _times(one_s: float, other_s: float) -> float:

@@ -12,7 +12,6 @@ cancelled: a run that is stopped gives its slots back too.
 from __future__ import annotations
 
 import math
-import random
 import re
 from bisect import bisect_left, bisect_right
 from collections import deque
@@ -140,21 +139,6 @@ class Sample:
             return self.survival(s) * (self.scale_s + s)
         return self.steps[index] * (self.values[index] - s) + self.beyond[index]
 
-    def outlived_by(self, share: float) -> float:
-        """The shortest duration that at most ``share`` outlive."""
-        # ``steps`` descends: look for the first that is not above.
-        low, high = 1, len(self.steps)
-        while low < high:
-            middle = (low + high) // 2
-            if self.steps[middle] <= share:
-                high = middle
-            else:
-                low = middle + 1
-        if low <= len(self.values):
-            return self.values[low - 1]
-        last = self.values[-1] if self.values else 0.0
-        return (self.scale_s + last) * math.sqrt(self.steps[-1] / max(share, 1e-12)) - self.scale_s
-
 
 @dataclass(frozen=True, slots=True)
 class Observation:
@@ -236,25 +220,19 @@ class Distribution:
     Every answer is about what is then still possible: of the runs that came so far.
     """
 
-    __slots__ = ("_from_the_start", "_merged", "_parts")
-
     def __init__(self, parts: Sequence[tuple[float, Sample]]) -> None:
         self._parts = tuple(part for part in parts if part[0] > 0)
-        self._merged: list[float] | None = None
-        #: Quantiles of runs that have had nothing yet: all that wait ask for the same.
+        #: Quantiles of runs that have had no slots yet: all that wait share them.
         self._from_the_start: dict[float, float] = {}
 
     def survival(self, s: float) -> float:
         """The probability that such a run takes longer than ``s``."""
         return sum(weight * part.survival(s) for weight, part in self._parts)
 
-    def probability_over(self, s: float, attained_s: float = 0.0) -> float:
-        """The probability that the run takes longer than ``s``, all in all."""
-        return 1.0 if s <= attained_s else self.survival(s) / self.survival(attained_s)
-
     def mean_remaining_s(self, attained_s: float = 0.0) -> float:
         """The time that it will still take, on average."""
-        return self._excess(attained_s) / self.survival(attained_s)
+        excess = sum(weight * part.excess(attained_s) for weight, part in self._parts)
+        return excess / self.survival(attained_s)
 
     def quantile(self, q: float, attained_s: float = 0.0) -> float:
         """How long it takes, all in all, with probability ``q`` at the most."""
@@ -266,36 +244,17 @@ class Distribution:
 
     def _quantile(self, q: float, attained_s: float) -> float:
         share = (1.0 - q) * self.survival(attained_s)
-        values = self._values()
-        low, high = bisect_right(values, attained_s), len(values)
-        while low < high:
-            middle = (low + high) // 2
-            if self.survival(values[middle]) <= share:
-                high = middle
-            else:
-                low = middle + 1
-        if low < len(values):
-            return values[low]
+        values = self._values
+        # The survival function descends: look for the first value that at most this share outlives.
+        place = bisect_left(values, -share, bisect_right(values, attained_s), key=lambda s: -self.survival(s))
+        if place < len(values):
+            return values[place]
         return self._tail(share, max(attained_s, values[-1] if values else 0.0))
 
-    def draw(self, rng: random.Random, attained_s: float = 0.0) -> float:
-        """A duration, all in all, at random."""
-        left = [weight * part.survival(attained_s) for weight, part in self._parts]
-        point = rng.random() * sum(left)
-        for (weight, part), share in zip(self._parts, left, strict=True):
-            if point < share:
-                return max(part.outlived_by((share - point) / weight), attained_s)
-            point -= share
-        return self.quantile(0.5, attained_s)
-
-    def _excess(self, s: float) -> float:
-        return sum(weight * part.excess(s) for weight, part in self._parts)
-
+    @cached_property
     def _values(self) -> list[float]:
         """All values of all parts, in order."""
-        if self._merged is None:
-            self._merged = sorted(value for _, part in self._parts for value in part.values)
-        return self._merged
+        return sorted(value for _, part in self._parts for value in part.values)
 
     def _tail(self, share: float, begin_s: float) -> float:
         """Where the survival function, which is smooth from ``begin_s`` on, falls to ``share``."""
@@ -380,7 +339,7 @@ class History:
 
     def predict(self, kind: DurationKeys, config: Predict) -> Distribution:
         """How long a run of this kind takes, by what is known now."""
-        windows = self._distinct(kind)
+        windows = [window for window, _ in self._with_keys(kind, ())]
         version = tuple(window.version for window in windows)
         known = self._known.get((kind, config))
         if known is not None and known[0] == version:
@@ -396,9 +355,8 @@ class History:
 
         A user's jobs that run for days, and none of which has ended yet, say a lot about the next one.
         """
-        parts = []
-        for window, key in self._with_keys(kind, running.by_key):
-            parts.append(window.sample_beside(config, running.by_key.get(key, ()), running.now))
+        windows = self._with_keys(kind, running.by_key)
+        parts = [window.sample_beside(config, running.by_key.get(key, ()), running.now) for window, key in windows]
         return _mix(parts, config)
 
     def rate_per_s(self, now: datetime, within_s: float, least: int = 1, key: str = EVERYTHING) -> float:
@@ -412,11 +370,6 @@ class History:
             begin_s = max(begin_s, window.ended_at[0])
         recent = sum(at > begin_s for at in window.ended_at)
         return recent / (now_s - begin_s) if now_s > begin_s and recent >= least else 0.0
-
-    def seen(self, kind: DurationKeys) -> int:
-        """How many runs of the very kind are kept."""
-        window = self._windows.get(kind.keys[0])
-        return len(window.newest) if window else 0
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, History) and self.to_state() == other.to_state()
@@ -439,18 +392,10 @@ class History:
         history = cls()
         history.added = state["added"]
         for key, added, version, newest, ended_at in state["windows"]:
-            window = Window(
-                deque(newest, maxlen=MAX_PER_KEY),
-                deque(ended_at, maxlen=MAX_PER_KEY),
-                added,
-                version,
-            )
-            history._windows[key] = window
+            kept = deque(newest, maxlen=MAX_PER_KEY), deque(ended_at, maxlen=MAX_PER_KEY)
+            history._windows[key] = Window(*kept, added, version)
             history._kept += len(newest)
         return history
-
-    def _distinct(self, kind: DurationKeys) -> list[Window]:
-        return [window for window, _ in self._with_keys(kind, ())]
 
     def _with_keys(self, kind: DurationKeys, also: Iterable[str]) -> list[tuple[Window, str]]:
         """The windows of a kind's keys, those left out that have seen the very same runs as the one before."""

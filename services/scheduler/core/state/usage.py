@@ -146,11 +146,6 @@ class TeamUsage:
         """Slots that the user has now. All who gave no name are one user, so that no ceiling is got round by it."""
         return self._users.get((user or "", accelerator), 0.0)
 
-    def decayed(self, team: str | None, now: float, accelerator: str | None = None) -> float:
-        """Slot-seconds of the team, each counted half for every half-life since."""
-        account = self._accounts.get((lineage(team)[-1], accelerator))
-        return account.decayed_at(now, self.half_life_s) if account else 0.0
-
     def spent_slot_h(
         self, team: str | None, accelerator: str | None, period_h: float, now: float, ago: int = 0
     ) -> float:

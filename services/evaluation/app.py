@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
@@ -19,6 +19,7 @@ from contracts.events.run import (
     RunAccepted,
     RunCompleted,
     RunEvaluated,
+    RunFact,
     RunNotPromoted,
     RunPrepared,
     RunPromoted,
@@ -46,6 +47,7 @@ from services.kit.store.objects import ObjectStore
 
 log = structlog.get_logger(__name__)
 
+F = TypeVar("F", bound=RunFact)
 PREDICTIONS = "predictions.json"
 #: Predictions larger than this are left out of the report rather than read into memory.
 MAX_PREDICTIONS_BYTES = 64 * 2**20
@@ -161,12 +163,12 @@ class Evaluator:
     async def _request(self, step: RequestEvaluation, candidate: Candidate) -> None:
         trained = candidate.spec
         if step.target_run_id != candidate.run_id:
-            accepted = await self._bus.get_last_message(subjects.fact("run", step.target_run_id, RunAccepted.fact))
+            accepted = await self._read_last(step.target_run_id, RunAccepted)
             if accepted is None:
                 raise UnmeasurableError(
                     f"the champion {step.target_run_id} is no run of this bus, so it cannot be measured on this dataset"
                 )
-            trained = accepted.event.spec
+            trained = accepted.spec
         cause = candidate.completed
         assert cause is not None
         event = evaluation_request(step, trained)
@@ -274,7 +276,7 @@ class Evaluator:
                         metrics.DECIDED.labels("rolled_back" if fact.rollback else "by_request").inc()
                         log.info("champion changed by request", model=model, run_id=fact.run_id)
             if done is not None and not done.fact.rollback:
-                published = await self._bus.get_last_message(subjects.fact("run", done.fact.run_id, RunPromoted.fact))
+                published = await self._read_last(done.fact.run_id, RunPromoted)
                 if published is None:
                     await self._bus.publish(run_promoted(done), received.envelope)
         # Those who compare themselves with the champion have another one now.
@@ -285,27 +287,27 @@ class Evaluator:
         if champion is not None and champion.fact.run_id == run_id:
             log.info("already the champion", model=request.model, run_id=run_id)
             return None
-        accepted = await self._bus.get_last_message(subjects.fact("run", run_id, RunAccepted.fact))
+        accepted = await self._read_last(run_id, RunAccepted)
         if accepted is None:
             raise PoisonMessage(f"there is no run {run_id!r}: promote one that `trainbus ps` lists")
-        trained_for = accepted.event.spec.model
+        trained_for = accepted.spec.model
         if trained_for not in (None, request.model):
             raise PoisonMessage(f"run {run_id} was trained for model {trained_for!r}, not for {request.model!r}")
-        completed = await self._bus.get_last_message(subjects.fact("run", run_id, RunCompleted.fact))
-        if completed is None or completed.event.checkpoint is None:
+        completed = await self._read_last(run_id, RunCompleted)
+        if completed is None or completed.checkpoint is None:
             state = "has not completed" if completed is None else "has no committed checkpoint"
             raise PoisonMessage(f"run {run_id} {state}: only a completed run with a checkpoint can be promoted")
-        await self._require_intact(completed.event.checkpoint.uri, run_id)
-        evaluated = await self._bus.get_last_message(subjects.fact("run", run_id, RunEvaluated.fact))
-        prepared = await self._bus.get_last_message(subjects.fact("run", run_id, RunPrepared.fact))
+        await self._require_intact(completed.checkpoint.uri, run_id)
+        evaluated = await self._read_last(run_id, RunEvaluated)
+        prepared = await self._read_last(run_id, RunPrepared)
         return ModelPromoted(
             model=request.model,
             version=next_version(champion),
             run_id=run_id,
-            checkpoint_uri=completed.event.checkpoint.uri,
-            dataset_id=prepared.event.dataset_id if prepared else None,
+            checkpoint_uri=completed.checkpoint.uri,
+            dataset_id=prepared.dataset_id if prepared else None,
             # Never its training metrics: a candidate to come would be compared with those.
-            metrics=evaluated.event.metrics if evaluated else {},
+            metrics=evaluated.metrics if evaluated else {},
             previous_run_id=champion.fact.run_id if champion else None,
             reason=request.reason,
         )
@@ -324,6 +326,11 @@ class Evaluator:
                 "rollback": True,
             }
         )
+
+    async def _read_last(self, run_id: str, fact: type[F]) -> F | None:
+        """Return the newest fact of a type about a run."""
+        found = await self._bus.get_last_message(subjects.fact("run", run_id, fact.fact))
+        return found.event if found else None
 
     async def _require_intact(self, uri: str, run_id: str) -> None:
         if problem := await self._find_lock_problem(run_id, uri):

@@ -28,7 +28,7 @@ from nats.js.errors import APIError
 from contracts import subjects, topology
 from contracts.envelope import Envelope
 from contracts.events.model import ModelPromoted
-from contracts.events.run import Artifact, RunFact, RunTracked
+from contracts.events.run import Artifact, RunCompleted, RunFact, RunTracked
 from services.kit.bus import Bus, Message, PoisonMessage, TransientError
 from services.kit.service import Service
 from services.kit.settings import Settings
@@ -36,12 +36,11 @@ from services.kit.store.errors import ObjectNotFound
 from services.kit.store.objects import ObjectStore
 from services.tracking import metrics
 from services.tracking.core import describe, points
-from services.tracking.core.fold import FIRST_ATTEMPT, Run, filters, fold
+from services.tracking.core.fold import FIRST_ATTEMPT, STATUS, Run, filters, fold
 from services.tracking.settings import TrackingSettings
 from services.tracking.store import (
     Page,
     PageLost,
-    Promotion,
     Store,
     TrackingRefused,
     TrackingUnavailable,
@@ -213,7 +212,6 @@ class Projector:
         """The attempt's page: the one that is there, or a new one."""
         run = known.run
         assert run.accepted is not None
-        assert run.accepted_at is not None
         spec = run.accepted.spec
         page = await self._call(self._store.find, spec.experiment, run.run_id, number)
         if page is None:
@@ -221,9 +219,9 @@ class Projector:
             if parent := await self._parent_page(run):
                 tags["mlflow.parentRunId"] = parent
             placed = run.placements.get(generation)
-            start = placed.at if placed and number != FIRST_ATTEMPT else run.accepted_at
+            start_s = placed.at_s if placed and number != FIRST_ATTEMPT else run.accepted_at_s
             name = describe.clean_value(spec.name, describe.MAX_KEY_CHARS)
-            page = await self._call(self._store.create, spec.experiment, name, _ms(start.timestamp()), tags)
+            page = await self._call(self._store.create, spec.experiment, name, _ms(start_s), tags)
             log.info("run is tracked", run_id=run.run_id, attempt=number, mlflow_run_id=page.mlflow_run_id)
         cursor = points.Cursor.from_tag(page.tags.get(describe.CURSOR))
         attempt = Attempt(page, cursor, dict(page.tags), dict(page.heads), page.status)
@@ -291,19 +289,20 @@ class Projector:
         """Results, status and files, once there are any."""
         if not last:
             following = min(number for number in run.placements if number > generation)
-            await self._end_attempt(attempt, "KILLED", run.placements[following].at.timestamp())
+            await self._end_attempt(attempt, "KILLED", run.placements[following].at_s)
             return
         if run.ended is not None:
             step = run.last_checkpoint.step if run.last_checkpoint else max(attempt.heads.values(), default=0)
-            result = points.result_points(run.ended.metrics, "", step, _ms(run.ended.at.timestamp()))
-            await self._log(attempt, [point for point in result if point.key not in attempt.heads])
-            await self._end_attempt(attempt, run.ended.status, run.ended.at.timestamp())
-            await self._copy(attempt, "ended", run.ended.artifacts, "artifacts")
-        if run.evaluated is not None and run.evaluated_at is not None:
+            if isinstance(run.ended.fact, RunCompleted):
+                result = points.result_points(run.ended.fact.metrics, "", step, _ms(run.ended.at_s))
+                await self._log(attempt, [point for point in result if point.key not in attempt.heads])
+            await self._end_attempt(attempt, STATUS[type(run.ended.fact)], run.ended.at_s)
+            await self._copy(attempt, "ended", run.artifacts, "artifacts")
+        if run.evaluated is not None:
             step = run.last_checkpoint.step if run.last_checkpoint else 0
-            at_ms = _ms(run.evaluated_at.timestamp())
-            await self._log(attempt, points.result_points(run.evaluated.metrics, "test/", step, at_ms))
-            await self._copy(attempt, "evaluated", run.evaluated.report, "evaluation")
+            result = points.result_points(run.evaluated.fact.metrics, "test/", step, _ms(run.evaluated.at_s))
+            await self._log(attempt, result)
+            await self._copy(attempt, "evaluated", run.evaluated.fact.report, "evaluation")
 
     async def _log(self, attempt: Attempt, chosen: list[points.Point]) -> None:
         new = [point for point in chosen if attempt.heads.get(point.key, -1) < point.step]
@@ -369,16 +368,7 @@ class Projector:
         if known.run.accepted is not None and (init_from := known.run.accepted.spec.init_from) is not None:
             tags[describe.INIT_FROM] = init_from
         mlflow_run_id = page.mlflow_run_id if page and not page.deleted else None
-        promotion = Promotion(
-            event.model,
-            event.version,
-            mlflow_run_id,
-            event.checkpoint_uri,
-            event.event_id,
-            event.rollback,
-            tags,
-        )
-        await self._call(self._store.promote, promotion)
+        await self._call(self._store.promote, event, mlflow_run_id, tags)
 
     # -- calling MLflow -----------------------------------------------------
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from contracts.events.model import ModelPromoted
 from services.tracking import metrics
 from services.tracking.core import describe
 from services.tracking.core.points import Point
@@ -64,19 +65,6 @@ class Page:
     tags: Mapping[str, str]
     #: The highest step logged of each metric.
     heads: Mapping[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Promotion:
-    """A champion as the registry should show it."""
-
-    model: str
-    version: int
-    mlflow_run_id: str | None
-    source: str
-    event_id: str
-    rollback: bool
-    tags: Mapping[str, str]
 
 
 def import_mlflow() -> None:
@@ -172,7 +160,7 @@ class Store:
             return _page(self._mlflow.create_run(experiment_id, start_ms, first, name))
 
     def live(self) -> list[str]:
-        """Every command that was running when it was last looked at, by its run id."""
+        """Return the run ids of the commands whose pages are running."""
         with self._translate_errors("find_live"):
             experiments = [each.experiment_id for each in self._pages(self._mlflow.search_experiments)]
             wanted = f"tags.`{describe.LIVE}` = 'true' and attributes.status = 'RUNNING'"
@@ -184,18 +172,18 @@ class Store:
     def log_params(self, mlflow_run_id: str, params: Mapping[str, str]) -> None:
         from mlflow.entities import Param
 
-        sized = ((describe.json_bytes(key, value), Param(key, value)) for key, value in params.items())
-        for chunk in describe.chunks(sized, describe.MAX_PARAMS_PER_CALL):
-            with self._translate_errors("log_params"):
-                self._mlflow.log_batch(mlflow_run_id, params=chunk)
+        self._log_texts(mlflow_run_id, "params", Param, params)
 
     def log_tags(self, mlflow_run_id: str, tags: Mapping[str, str]) -> None:
         from mlflow.entities import RunTag
 
-        sized = ((describe.json_bytes(key, value), RunTag(key, value)) for key, value in tags.items())
+        self._log_texts(mlflow_run_id, "tags", RunTag, tags)
+
+    def _log_texts(self, mlflow_run_id: str, kind: str, entity: Callable[..., Any], texts: Mapping[str, str]) -> None:
+        sized = ((describe.json_bytes(*text), entity(*text)) for text in texts.items())
         for chunk in describe.chunks(sized, describe.MAX_PARAMS_PER_CALL):
-            with self._translate_errors("log_tags"):
-                self._mlflow.log_batch(mlflow_run_id, tags=chunk)
+            with self._translate_errors(f"log_{kind}"):
+                self._mlflow.log_batch(mlflow_run_id, **{kind: chunk})
 
     def log_points(self, mlflow_run_id: str, points: Sequence[Point]) -> None:
         from mlflow.entities import Metric
@@ -257,11 +245,11 @@ class Store:
 
     # -- registry -----------------------------------------------------------
 
-    def promote(self, promotion: Promotion) -> None:
+    def promote(self, promotion: ModelPromoted, mlflow_run_id: str | None, tags: Mapping[str, str]) -> None:
         """Make the registry show this champion, unless it already shows a later one."""
         with self._translate_errors("promote"):
             model = self._model(promotion.model)
-            version = self._version(promotion)
+            version = self._version(promotion, mlflow_run_id, tags)
             if promotion.version < int(model.tags.get(CHAMPION_VERSION, 0)):
                 return
             # The alias first: a crash in between sets it again to the same, and never goes back.
@@ -281,21 +269,21 @@ class Store:
                 raise
             return self._mlflow.get_registered_model(name)
 
-    def _version(self, promotion: Promotion) -> str:
-        """The registry's version for this promotion; a rollback uses the one that was there before."""
+    def _version(self, promotion: ModelPromoted, mlflow_run_id: str | None, tags: Mapping[str, str]) -> str:
+        """Return the registry's version for this promotion; a rollback uses the one that was there before."""
         known = self._pages(self._mlflow.search_model_versions, f"name = '{promotion.model}'")
         for version in known:
             if version.tags.get(EVENT_ID) == promotion.event_id:
                 return str(version.version)
         if promotion.rollback:
-            earlier = [each for each in known if each.source == promotion.source]
+            earlier = [each for each in known if each.source == promotion.checkpoint_uri]
             if earlier:
                 return str(max(earlier, key=lambda each: int(each.version)).version)
         made = self._mlflow.create_model_version(
             promotion.model,
-            promotion.source,
-            promotion.mlflow_run_id,
-            tags={**promotion.tags, EVENT_ID: promotion.event_id},
+            promotion.checkpoint_uri,
+            mlflow_run_id,
+            tags={**tags, EVENT_ID: promotion.event_id},
             await_creation_for=0,
         )
         return str(made.version)

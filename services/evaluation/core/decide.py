@@ -1,12 +1,12 @@
 """What to do next about a candidate, derived from the facts alone.
 
-The shell carries one step out, reads the facts again and asks again. So a kill between any two steps, or
-an event that comes twice, changes nothing: what is done already is in the facts and is not asked for again.
+The shell performs one step, reads the facts again and derives the next. So a kill between any two steps, or
+an event that comes twice, changes nothing: what is done already is in the facts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 
@@ -74,22 +74,18 @@ def next_steps(state: State, candidate: Candidate, source: str) -> list[Step]:
     if candidate.completed is None or spec.model is None or spec.evaluation is None:
         return []
     history = state.models.get(spec.model, [])
-    # 1. The result is a champion, by the gate or by an operator's word: say so on the run.
-    own = next((version for version in history if version.fact.run_id == run_id), None)
-    if own is not None:
-        return [ConcludeCandidate(run_promoted(own))]
+    # 1. The result is a champion, by the gate or by request: publish it on the run.
+    promoted = next((version for version in history if version.fact.run_id == run_id), None)
+    if promoted is not None:
+        return [ConcludeCandidate(run_promoted(promoted))]
     if candidate.checkpoint is None:
         return [_refuse(candidate, "the run completed without a committed checkpoint, so there is nothing to measure")]
     # 2. Measure it; measure the champion too where its numbers are of another dataset.
-    champion = history[-1] if history else None
-    steps: list[Step] = []
+    champion = state.champion(spec.model)
     own_event = f"evaluate/{run_id}"
-    outcome = _outcome(state, own_event, source)
-    if outcome is None:
-        steps += _request(
-            state, own_event, source, run_id, candidate.checkpoint.uri, candidate.dataset_id, spec.priority
-        )
-    elif outcome.error:
+    own = RequestEvaluation(own_event, run_id, candidate.checkpoint.uri, candidate.dataset_id, spec.priority)
+    outcome, steps = _measure(state, source, own)
+    if outcome is not None and outcome.error:
         return [_refuse(candidate, f"its evaluation {run_id_for(source, own_event)} {outcome.error}")]
     champion_metrics: dict[str, float] | None = None
     if champion is not None:
@@ -98,20 +94,17 @@ def next_steps(state: State, candidate: Candidate, source: str) -> list[Step]:
             champion_metrics = fact.metrics
         else:
             event_id = f"evaluate/{fact.run_id}/{candidate.dataset_id or 'none'}"
-            measured = _outcome(state, event_id, source)
-            if measured is None:
-                steps += _request(
-                    state, event_id, source, fact.run_id, fact.checkpoint_uri, candidate.dataset_id, spec.priority
-                )
-            elif measured.error:
+            request = replace(own, event_id=event_id, target_run_id=fact.run_id, checkpoint_uri=fact.checkpoint_uri)
+            measured, more = _measure(state, source, request)
+            steps += more
+            if measured is not None and measured.error:
                 reason = (
                     f"the champion {fact.run_id} could not be measured on this dataset: its evaluation "
                     f"{run_id_for(source, event_id)} {measured.error}; "
                     "publish promote.requested to promote this run all the same"
                 )
                 return [_refuse(candidate, reason, champion)]
-            else:
-                champion_metrics = measured.metrics
+            champion_metrics = measured.metrics if measured else None
     if outcome is None or (champion is not None and champion_metrics is None):
         return steps
     # 3. Both are measured: report, then decide.
@@ -173,27 +166,19 @@ def evaluation_request(step: RequestEvaluation, trained: RunSpec) -> TrainReques
             tags=trained.tags,
         )
     except ValidationError as error:
-        problems = "; ".join(": ".join(filter(None, (_location(each["loc"]), each["msg"]))) for each in error.errors())
+        located = ((".".join(map(str, each["loc"])), each["msg"]) for each in error.errors())
+        problems = "; ".join(": ".join(filter(None, parts)) for parts in located)
         raise UnmeasurableError(
             f"the evaluation of run {step.target_run_id} cannot be requested, because today's rules refuse the run's "
             f"recorded spec: {problems}"
         ) from error
 
 
-def _location(parts: tuple[int | str, ...]) -> str:
-    return ".".join(map(str, parts))
-
-
-def _outcome(state: State, event_id: str, source: str) -> Outcome | None:
-    return state.outcomes.get(run_id_for(source, event_id))
-
-
-def _request(
-    state: State, event_id: str, source: str, run_id: str, uri: str, dataset_id: str | None, priority: int
-) -> list[Step]:
-    if run_id_for(source, event_id) in state.evaluations:
-        return []  # accepted: it is on its way
-    return [RequestEvaluation(event_id, run_id, uri, dataset_id, priority)]
+def _measure(state: State, source: str, request: RequestEvaluation) -> tuple[Outcome | None, list[Step]]:
+    """Return how the evaluation ended, if it has, and what to do until then: request it, once."""
+    run_id = run_id_for(source, request.event_id)
+    outcome = state.outcomes.get(run_id)
+    return outcome, [] if outcome is not None or run_id in state.evaluations else [request]
 
 
 def _refuse(candidate: Candidate, reason: str, champion: Version | None = None) -> ConcludeCandidate:

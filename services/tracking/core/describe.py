@@ -111,9 +111,10 @@ def tags(run: Run, attempt: int, generation: int) -> dict[str, str]:
         found["trainbus.dataset_id"] = run.prepared.dataset_id
         found["trainbus.dataset_manifest"] = run.prepared.manifest_uri
     if placement := run.placements.get(generation):
-        found["trainbus.generation"] = placement.generation
-        found["trainbus.slots"] = placement.slots
-        found["trainbus.nodes"] = placement.nodes
+        placed = placement.fact
+        found["trainbus.generation"] = placed.generation
+        found["trainbus.slots"] = sum(len(member.slots) for member in placed.members) or placed.world_size
+        found["trainbus.nodes"] = len(placed.members)
     if checkpoint := run.last_checkpoint:
         found["trainbus.checkpoint.uri"] = checkpoint.uri
         found["trainbus.checkpoint.step"] = checkpoint.step
@@ -139,14 +140,15 @@ def _outcome(run: Run, generation: int) -> dict[str, object]:
     if generation < run.generation:
         return {"trainbus.abandoned": f"started again from scratch as generation {run.generation}"}
     if run.ended is not None:
-        found["trainbus.reason"] = run.ended.reason or None
-        found["trainbus.artifacts"] = len(run.ended.artifacts)
-        for artifact in run.ended.artifacts[:MAX_ARTIFACT_TAGS]:
+        found["trainbus.reason"] = getattr(run.ended.fact, "reason", None) or None
+        found["trainbus.artifacts"] = len(run.artifacts)
+        for artifact in run.artifacts[:MAX_ARTIFACT_TAGS]:
             found[f"trainbus.artifact.{artifact.name}"] = artifact.uri
     if run.evaluated is not None:
-        found["trainbus.evaluation_run_id"] = run.evaluated.evaluation_run_id
-        found["trainbus.champion_run_id"] = run.evaluated.champion_run_id
-        for artifact in run.evaluated.report[:MAX_ARTIFACT_TAGS]:
+        evaluated = run.evaluated.fact
+        found["trainbus.evaluation_run_id"] = evaluated.evaluation_run_id
+        found["trainbus.champion_run_id"] = evaluated.champion_run_id
+        for artifact in evaluated.report[:MAX_ARTIFACT_TAGS]:
             found[f"trainbus.report.{artifact.name}"] = artifact.uri
     if run.not_promoted is not None:
         found["trainbus.not_promoted"] = run.not_promoted.reason

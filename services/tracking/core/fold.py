@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Generic, TypeVar
 
 from contracts import exactness, subjects, topology
 from contracts.events.checkpoint import CheckpointCommitted
@@ -27,26 +28,23 @@ from contracts.state.run import change_run
 FIRST_ATTEMPT = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """One generation: where it started from (None: from scratch) and what it was given."""
+#: MLflow's word for each end of a run.
+STATUS: dict[type[RunFact], str] = {RunCompleted: "FINISHED", RunFailed: "FAILED", RunCancelled: "KILLED"}
 
-    generation: int
-    resume_step: int | None
-    at: datetime
-    slots: int
-    nodes: int
+F = TypeVar("F", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class RunOutcome:
-    """How the run ended, in MLflow's words."""
+class Dated(Generic[F]):
+    """A fact and when it was published."""
 
-    status: str
+    fact: F
     at: datetime
-    reason: str = ""
-    metrics: dict[str, float] = field(default_factory=dict)
-    artifacts: tuple[Artifact, ...] = ()
+
+    @property
+    def at_s(self) -> float:
+        """Seconds since the epoch."""
+        return self.at.timestamp()
 
 
 @dataclass(slots=True)
@@ -57,9 +55,9 @@ class Run:
     sequence: int = 0
     state: str = "requested"
     accepted: RunAccepted | None = None
-    accepted_at: datetime | None = None
+    accepted_at_s: float = 0.0
     prepared: RunPrepared | None = None
-    placements: dict[int, Placement] = field(default_factory=dict)
+    placements: dict[int, Dated[RunPlaced]] = field(default_factory=dict)
     #: What the nodes said when the ranks of a generation started, by generation and node.
     starts: dict[tuple[int, str], RunStarted] = field(default_factory=dict)
     #: The furthest committed checkpoint of each generation, and of each checkpoint its state's digest.
@@ -67,9 +65,8 @@ class Run:
     digests: dict[str, str] = field(default_factory=dict)
     #: Manifest -> the hash of its bytes: it identifies the checkpoint to readers of MLflow.
     manifests: dict[str, str] = field(default_factory=dict)
-    ended: RunOutcome | None = None
-    evaluated: RunEvaluated | None = None
-    evaluated_at: datetime | None = None
+    ended: Dated[RunCompleted | RunFailed | RunCancelled] | None = None
+    evaluated: Dated[RunEvaluated] | None = None
     not_promoted: RunNotPromoted | None = None
 
     @property
@@ -101,8 +98,16 @@ class Run:
         for (number, _), start in self.starts.items():
             if number == generation and start.resumed_from == "memory":
                 return start.step
-        placement = self.placements.get(generation)
-        return placement.resume_step if placement else None
+        return self.placed_step(generation)
+
+    def placed_step(self, generation: int) -> int | None:
+        """The step of the checkpoint that a generation was given, None: from scratch."""
+        placed = self.placements.get(generation)
+        return placed.fact.resume.step if placed and placed.fact.resume else None
+
+    @property
+    def artifacts(self) -> tuple[Artifact, ...]:
+        return self.ended.fact.artifacts if self.ended and isinstance(self.ended.fact, RunCompleted) else ()
 
     @property
     def last_checkpoint(self) -> CheckpointRef | None:
@@ -133,7 +138,7 @@ def filters(run_id: str) -> tuple[str, ...]:
 
 
 def fold(run: Run, event: RunFact, at: datetime, sequence: int) -> None:
-    """Take one fact in. What says the same again changes nothing, nor does what does not count in a run's life."""
+    """Fold one fact. A fact that comes again changes nothing, nor does one that does not count in the run's life."""
     run.sequence = max(run.sequence, sequence)
     changes = change_run(run, event)
     if changes is None:
@@ -141,14 +146,11 @@ def fold(run: Run, event: RunFact, at: datetime, sequence: int) -> None:
     run.state = changes.get("state", run.state)
     match event:
         case RunAccepted():
-            run.accepted, run.accepted_at = event, at
+            run.accepted, run.accepted_at_s = event, at.timestamp()
         case RunPrepared() if run.prepared is None:
             run.prepared = event
         case RunPlaced():
-            resume = event.resume.step if event.resume else None
-            slots = sum(len(member.slots) for member in event.members) or event.world_size
-            placement = Placement(event.generation, resume, at, slots, len(event.members))
-            run.placements.setdefault(event.generation, placement)
+            run.placements.setdefault(event.generation, Dated(event, at))
         case RunStarted():
             run.starts.setdefault((event.generation, event.node_id), event)
         case CheckpointCommitted():
@@ -159,13 +161,9 @@ def fold(run: Run, event: RunFact, at: datetime, sequence: int) -> None:
             known = run.committed.get(event.generation)
             if known is None or event.checkpoint.step > known.step:
                 run.committed[event.generation] = event.checkpoint
-        case RunCompleted():
-            run.ended = RunOutcome("FINISHED", at, "", event.metrics, event.artifacts)
-        case RunFailed():
-            run.ended = RunOutcome("FAILED", at, event.reason)
-        case RunCancelled():
-            run.ended = RunOutcome("KILLED", at, event.reason)
+        case RunCompleted() | RunFailed() | RunCancelled():
+            run.ended = Dated(event, at)
         case RunEvaluated() if run.evaluated is None:
-            run.evaluated, run.evaluated_at = event, at
+            run.evaluated = Dated(event, at)
         case RunNotPromoted() if run.not_promoted is None:
             run.not_promoted = event

@@ -75,8 +75,8 @@ def ceilings(run: Run, generation: int, step: int) -> dict[int, int]:
     durable = step
     if step == NOTHING:
         # What it took up from memory can still be lost; the checkpoint that it was given cannot.
-        placement = run.placements.get(generation)
-        durable = NOTHING if placement is None or placement.resume_step is None else placement.resume_step
+        given = run.placed_step(generation)
+        durable = NOTHING if given is None else given
     found: dict[int, int] = {}
     bound = NO_CEILING
     for number in sorted((n for n in run.placements if n <= generation), reverse=True):
@@ -158,9 +158,7 @@ class Selector:
 
 def started_at_s(run: Run) -> float:
     """Seconds since the epoch at which the run was first placed (or accepted)."""
-    if run.placements:
-        return run.placements[min(run.placements)].at.timestamp()
-    return run.accepted_at.timestamp() if run.accepted_at else 0.0
+    return run.placements[min(run.placements)].at_s if run.placements else run.accepted_at_s
 
 
 def result_points(metrics: Mapping[str, float], prefix: str, step: int, timestamp_ms: int) -> list[Point]:

@@ -35,7 +35,7 @@ F = TypeVar("F", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Dated(Generic[F]):
+class DatedFact(Generic[F]):
     """A fact and when it was published."""
 
     fact: F
@@ -57,7 +57,7 @@ class Run:
     accepted: RunAccepted | None = None
     accepted_at_s: float = 0.0
     prepared: RunPrepared | None = None
-    placements: dict[int, Dated[RunPlaced]] = field(default_factory=dict)
+    placements: dict[int, DatedFact[RunPlaced]] = field(default_factory=dict)
     #: What the nodes said when the ranks of a generation started, by generation and node.
     starts: dict[tuple[int, str], RunStarted] = field(default_factory=dict)
     #: The furthest committed checkpoint of each generation, and of each checkpoint its state's digest.
@@ -65,8 +65,8 @@ class Run:
     digests: dict[str, str] = field(default_factory=dict)
     #: Manifest -> the hash of its bytes: it identifies the checkpoint to readers of MLflow.
     manifests: dict[str, str] = field(default_factory=dict)
-    ended: Dated[RunCompleted | RunFailed | RunCancelled] | None = None
-    evaluated: Dated[RunEvaluated] | None = None
+    ended: DatedFact[RunCompleted | RunFailed | RunCancelled] | None = None
+    evaluated: DatedFact[RunEvaluated] | None = None
     not_promoted: RunNotPromoted | None = None
 
     @property
@@ -150,7 +150,7 @@ def fold(run: Run, event: RunFact, at: datetime, sequence: int) -> None:
         case RunPrepared() if run.prepared is None:
             run.prepared = event
         case RunPlaced():
-            run.placements.setdefault(event.generation, Dated(event, at))
+            run.placements.setdefault(event.generation, DatedFact(event, at))
         case RunStarted():
             run.starts.setdefault((event.generation, event.node_id), event)
         case CheckpointCommitted():
@@ -162,8 +162,8 @@ def fold(run: Run, event: RunFact, at: datetime, sequence: int) -> None:
             if known is None or event.checkpoint.step > known.step:
                 run.committed[event.generation] = event.checkpoint
         case RunCompleted() | RunFailed() | RunCancelled():
-            run.ended = Dated(event, at)
+            run.ended = DatedFact(event, at)
         case RunEvaluated() if run.evaluated is None:
-            run.evaluated = Dated(event, at)
+            run.evaluated = DatedFact(event, at)
         case RunNotPromoted() if run.not_promoted is None:
             run.not_promoted = event

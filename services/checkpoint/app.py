@@ -9,13 +9,13 @@ import structlog
 
 from contracts import subjects, topology
 from contracts.envelope import Envelope
-from contracts.events.checkpoint import CheckpointRefused, CheckpointRepaired, CheckpointStaged
+from contracts.events.checkpoint import CheckpointCommitted, CheckpointRefused, CheckpointRepaired, CheckpointStaged
 from contracts.events.run import RunPlaced
 from contracts.events.train import PinRequested, ScrubRequested
 from services.checkpoint import metrics
 from services.checkpoint.core.commit import AssembledCheckpoint, MissingParts, Refusal, SealedCheckpoint, assemble, seal
 from services.checkpoint.garbage_collection import GARBAGE
-from services.checkpoint.keeper import Keeper, read_commits, read_parts
+from services.checkpoint.keeper import Keeper, read_facts, read_parts
 from services.checkpoint.scrubber import Scrubber
 from services.checkpoint.settings import CheckpointSettings
 from services.checkpoint.verifier import Verifier
@@ -60,11 +60,10 @@ class Committer:
 
     async def _is_settled(self, staged: CheckpointStaged) -> bool:
         """Whether this step of this generation is committed or refused."""
-        for commit in await read_commits(self._bus, staged.run_id):
-            if (commit.generation, commit.checkpoint.step) == (staged.generation, staged.step):
-                return True
-        refused = await self._bus.read_history(subjects.fact("run", staged.run_id, CheckpointRefused.fact))
-        return any((r.event.generation, r.event.step) == (staged.generation, staged.step) for r in refused)
+        commits = await read_facts(self._bus, staged.run_id, CheckpointCommitted)
+        refusals = await read_facts(self._bus, staged.run_id, CheckpointRefused)
+        settled = {(each.generation, each.checkpoint.step) for each in commits}
+        return (staged.generation, staged.step) in settled | {(each.generation, each.step) for each in refusals}
 
     async def _commit(self, placed: RunPlaced, placed_at: int, staged: CheckpointStaged, cause: Envelope) -> None:
         # 1. Every rank's part.

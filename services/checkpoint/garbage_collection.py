@@ -45,7 +45,6 @@ class GarbageReport:
     manifests: int
     blobs: int
     freed_bytes: int
-    kept_blobs: int
 
 
 async def collect_garbage(bus: Bus, objects: ObjectStore, settings: CheckpointSettings) -> GarbageReport:
@@ -70,8 +69,7 @@ async def collect_garbage(bus: Bus, objects: ObjectStore, settings: CheckpointSe
     for uri in sorted(orphans):
         await objects.delete(uri)
         metrics.GC_DELETED.labels("manifest").inc()
-    freed = 0
-    deleted = 0
+    deleted = freed = 0
     for blob in doomed:
         # An upload may have written it again, in order to name it.
         try:
@@ -83,7 +81,7 @@ async def collect_garbage(bus: Bus, objects: ObjectStore, settings: CheckpointSe
         deleted, freed = deleted + 1, freed + blob.size_bytes
         metrics.GC_DELETED.labels("blob").inc()
         metrics.GC_FREED_BYTES.inc(blob.size_bytes)
-    found = GarbageReport(len(orphans), deleted, freed, len(blobs) - deleted)
+    found = GarbageReport(len(orphans), deleted, freed)
     log.info("garbage collected", manifests=found.manifests, blobs=found.blobs, freed_bytes=freed)
     return found
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import structlog
 
 from contracts import subjects, topology
 from contracts.envelope import Envelope
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointDeleted, CheckpointPinned, CheckpointStaged
-from contracts.events.run import RunAccepted, RunPlaced
+from contracts.events.run import RunAccepted, RunFact, RunPlaced
 from contracts.events.train import PinRequested
 from services.checkpoint import metrics
 from services.checkpoint.core.retention import HOLDING, Holds, pinned_uris, plan
@@ -15,27 +17,25 @@ from services.kit.bus import Bus, Conflict, ExpectedSequence, Message, PoisonMes
 from services.kit.store.objects import ObjectStore
 
 log = structlog.get_logger(__name__)
+F = TypeVar("F", bound=RunFact)
 
 #: How often a pin and a deletion that cross are decided again before the message is left to be redelivered.
 MAX_ROUNDS = 20
 
 
-async def read_commits(bus: Bus, run_id: str) -> list[CheckpointCommitted]:
-    """A run's commits in stream order, those that were deleted included."""
-    found = await bus.read_history(subjects.fact("run", run_id, CheckpointCommitted.fact))
-    return [received.event for received in found]
+async def read_facts(bus: Bus, run_id: str, fact: type[F]) -> list[F]:
+    """Return the facts of one type about a run, in stream order."""
+    return [received.event for received in await bus.read_history(subjects.fact("run", run_id, fact.fact))]
 
 
 async def read_parts(bus: Bus, run_id: str, step: int) -> list[CheckpointStaged]:
-    """What was staged of one step, in stream order."""
-    found = await bus.read_history(subjects.fact("run", run_id, CheckpointStaged.fact))
-    return [received.event for received in found if received.event.step == step]
+    """Return what was staged of one step, in stream order."""
+    return [part for part in await read_facts(bus, run_id, CheckpointStaged) if part.step == step]
 
 
 async def read_deleted_uris(bus: Bus, run_id: str) -> set[str]:
-    """The manifests of a run that retention has removed."""
-    found = await bus.read_history(subjects.fact("run", run_id, CheckpointDeleted.fact))
-    return {received.event.uri for received in found}
+    """Return the manifests of a run that retention has removed."""
+    return {fact.uri for fact in await read_facts(bus, run_id, CheckpointDeleted)}
 
 
 class Keeper:
@@ -57,13 +57,13 @@ class Keeper:
     async def retain(self, placed: RunPlaced, cause: Envelope) -> None:
         """Remove what the run's retention does not keep. It decides from facts: after a kill it resumes."""
         pins_subject = subjects.fact("run", placed.run_id, CheckpointPinned.fact)
-        committed = await read_commits(self._bus, placed.run_id)
+        committed = await read_facts(self._bus, placed.run_id, CheckpointCommitted)
         gone = await read_deleted_uris(self._bus, placed.run_id)
         if not plan(committed, gone, placed.spec.retention, ()):
             return
         await self._read_holds()
         fence = await self._bus.get_last_sequence(pins_subject)
-        pins = pinned_uris([each.event for each in await self._bus.read_history(pins_subject)]) if fence else set()
+        pins = pinned_uris(await read_facts(self._bus, placed.run_id, CheckpointPinned)) if fence else set()
         for deletion in plan(committed, gone, placed.spec.retention, self._holds.uris | pins):
             fact = CheckpointDeleted(run_id=placed.run_id, uri=deletion.uri, step=deletion.step, reason=deletion.reason)
             try:
@@ -100,8 +100,7 @@ class Keeper:
         run_id = request.run_id
         deletions = subjects.fact("run", run_id, CheckpointDeleted.fact)
         for _ in range(MAX_ROUNDS):
-            facts = await self._bus.read_history(subjects.fact("run", run_id, CheckpointPinned.fact))
-            if any(each.event.request_id == cause.id for each in facts):
+            if any(fact.request_id == cause.id for fact in await read_facts(self._bus, run_id, CheckpointPinned)):
                 break
             fence = await self._bus.get_last_sequence(deletions)
             fact = CheckpointPinned(
@@ -126,7 +125,7 @@ class Keeper:
 
     async def _find_checkpoint(self, run_id: str, step: int) -> str:
         """The manifest of a run's newest committed checkpoint of a step, if it is still there."""
-        committed = await read_commits(self._bus, run_id)
+        committed = await read_facts(self._bus, run_id, CheckpointCommitted)
         if not committed:
             known = await self._bus.get_last_message(subjects.fact("run", run_id, RunAccepted.fact))
             what = "has no committed checkpoint" if known else "is unknown: give the id that `trainbus ps` lists"

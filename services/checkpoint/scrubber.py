@@ -38,7 +38,7 @@ from services.checkpoint.core.commit import (
     files_of,
     seal,
 )
-from services.checkpoint.keeper import read_parts
+from services.checkpoint.keeper import read_deleted_uris, read_facts, read_parts
 from services.checkpoint.settings import CheckpointSettings
 from services.checkpoint.verifier import Verifier
 from services.kit.bus import Bus, Message, PoisonMessage, TransientError
@@ -191,8 +191,7 @@ class Scrubber:
             return False
 
     async def _is_deleted(self, commit: CheckpointCommitted) -> bool:
-        gone = await self._bus.read_history(subjects.fact("run", commit.run_id, CheckpointDeleted.fact))
-        return any(each.event.uri == commit.checkpoint.uri for each in gone)
+        return commit.checkpoint.uri in await read_deleted_uris(self._bus, commit.run_id)
 
     async def _publish_rotten(
         self, commit: CheckpointCommitted, blobs: tuple[str, ...], repair: bool, found_at: str, cause: Envelope | None
@@ -211,8 +210,8 @@ class Scrubber:
 
     async def _rebuild_manifest(self, commit: CheckpointCommitted) -> SealedCheckpoint | None:
         """Rebuild the manifest from the facts; None unless the result is the committed one."""
-        history = await self._bus.read_history(subjects.fact("run", commit.run_id, RunPlaced.fact))
-        placed = next((each.event for each in history if each.event.generation == commit.generation), None)
+        placements = await read_facts(self._bus, commit.run_id, RunPlaced)
+        placed = next((each for each in placements if each.generation == commit.generation), None)
         if placed is None:
             return None
         staged = await read_parts(self._bus, commit.run_id, commit.checkpoint.step)
@@ -235,8 +234,8 @@ class Scrubber:
             log.info("rotten blob repaired", blob=repaired.blob, node_id=repaired.node_id)
             return
         metrics.REPAIRED.labels("wrong").inc()
-        facts = await self._bus.read_history(subjects.fact("run", repaired.run_id, CheckpointRotten.fact))
-        if sum(repaired.blob in each.event.blobs for each in facts) >= MAX_REPORTS:
+        reports = await read_facts(self._bus, repaired.run_id, CheckpointRotten)
+        if sum(repaired.blob in report.blobs for report in reports) >= MAX_REPORTS:
             log.error("blob stays rotten after repairs: look at the store's disks", blob=repaired.blob)
             return
         fact = CheckpointRotten(

@@ -7,14 +7,16 @@ holds what depends on their number; the union does not, and neither does its has
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 
+from pydantic import TypeAdapter, ValidationError
+
+from contracts.base import Sha256
 from contracts.datasets import canonical_json
 
 DIGESTS = re.compile(r"^digests-(\d+)\.json$")
-SHA256 = re.compile(r"^[0-9a-f]{64}$")
+_DIGESTS = TypeAdapter(dict[str, Sha256])
 #: More than any model's names take; what is larger is not read into memory.
 MAX_DIGESTS_BYTES = 256 * 2**20
 
@@ -26,15 +28,10 @@ def parse(content: bytes) -> dict[str, str]:
         ValueError: it is something else.
     """
     try:
-        found = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError("no JSON object of names and hashes")
-    for name, value in found.items():
-        if not isinstance(value, str) or not SHA256.match(value):
-            raise ValueError(f"{name!r} has no SHA-256")
-    return found
+        return _DIGESTS.validate_json(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(": ".join([*map(repr, first["loc"]), first["msg"]])) from error
 
 
 def union(by_path: Mapping[str, bytes]) -> dict[str, str]:
@@ -44,7 +41,7 @@ def union(by_path: Mapping[str, bytes]) -> dict[str, str]:
         ValueError: a file is no list of digests, or two disagree about a tensor; the text names it.
     """
     found: dict[str, str] = {}
-    told_by: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for path in sorted(by_path):
         try:
             digests = parse(by_path[path])
@@ -53,9 +50,9 @@ def union(by_path: Mapping[str, bytes]) -> dict[str, str]:
         for name, value in digests.items():
             if found.setdefault(name, value) != value:
                 raise ValueError(
-                    f"{told_by[name]!r} and {path!r} disagree about {name!r}: the ranks have drifted apart"
+                    f"{sources[name]!r} and {path!r} disagree about {name!r}: the ranks have drifted apart"
                 )
-            told_by.setdefault(name, path)
+            sources.setdefault(name, path)
     return found
 
 
@@ -66,12 +63,7 @@ def state_digest(digests: Mapping[str, str]) -> str:
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[tuple[str, str]]:
     """(name, what is with it) for everything that is not the same in both, sorted by name."""
-    words = []
-    for name in sorted({*ours, *theirs}):
-        if name not in theirs:
-            words.append((name, "only in the first"))
-        elif name not in ours:
-            words.append((name, "only in the second"))
-        elif ours[name] != theirs[name]:
-            words.append((name, "differs"))
-    return words
+    found = {name: "differs" for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]}
+    found |= dict.fromkeys(ours.keys() - theirs.keys(), "only in the first")
+    found |= dict.fromkeys(theirs.keys() - ours.keys(), "only in the second")
+    return sorted(found.items())

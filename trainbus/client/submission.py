@@ -151,7 +151,7 @@ def locate_code(
         if project is None:
             raise UsageError("give a project folder and a task (module:Class), or a request")
         if task is None and not options.get("command"):
-            raise UsageError("name what to run: a task (module:Class) or a command ('python train.py')")
+            raise UsageError("say what to run: a task (module:Class) or a command ('python train.py')")
     if task is not None and not TASK.match(task):
         raise UsageError(f"task {task!r} is not of the form module:Class")
     return None if project is None else Path(project), task

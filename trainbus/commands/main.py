@@ -8,8 +8,7 @@ import sys
 import typer
 
 from trainbus.client.errors import TrainbusError
-from trainbus.commands import checkpoints, cluster, datasets, dead_letters, render, runs, scheduler
-from trainbus.commands.stack import app as stack
+from trainbus.commands import checkpoints, cluster, datasets, dead_letters, render, runs, scheduler, stack
 
 FAILED = 1
 INTERRUPTED = 130

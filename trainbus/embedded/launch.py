@@ -1,4 +1,4 @@
-"""Starting, finding and stopping an embedded stack from another process."""
+"""Start, find and stop an embedded stack from another process."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from trainbus.embedded import process
 from trainbus.embedded.layout import StackOptions, stack_file
+from trainbus.embedded.servers import read_tail
 
 #: Exit code of a supervisor that found another one on its data folder.
 EXIT_LOCKED = 3
@@ -39,7 +40,7 @@ class StackInfo:
     mlflow_tracking_uri: str
     nodes: int
     slots: int
-    processes: tuple[dict[str, Any], ...]
+    processes: list[dict[str, Any]]
 
     @property
     def ready(self) -> bool:
@@ -54,18 +55,8 @@ def read_stack(data_dir: Path) -> StackInfo | None:
         return None
     if not is_locked(data_dir):
         return None
-    return StackInfo(
-        data_dir.resolve(),
-        content["state"],
-        content["pid"],
-        content["nats_url"],
-        content["s3_endpoint"],
-        content["gateway_url"],
-        content["mlflow_tracking_uri"],
-        content["nodes"],
-        content["slots"],
-        tuple(content["processes"]),
-    )
+    names = [each.name for each in fields(StackInfo) if each.name != "data_dir"]
+    return StackInfo(data_dir.resolve(), **{name: content[name] for name in names})
 
 
 def _describe_unready(info: StackInfo | None) -> str:
@@ -101,20 +92,15 @@ class StackProcess:
 
     def start(self) -> None:
         """Start the supervisor. It stops the stack when this process ends, even by SIGKILL: a pipe closes."""
-        command = [sys.executable, "-m", "trainbus.embedded.supervisor"]
-        command += ["--data-dir", str(self.options.data_dir)]
-        command += ["--nodes", str(self.options.nodes), "--slots", str(self.options.slots)]
-        command += [argument for name in self.options.without for argument in ("--without", name)]
-        command += [argument for pool in self.options.autoscale for argument in ("--autoscale", pool)]
-        command += ["--policy", self.options.policy] if self.options.policy is not None else []
-        command += ["--idle-s", str(self.options.idle_s)] if self.options.idle_s is not None else []
+        options = json.dumps(asdict(self.options), default=str)
+        command = [sys.executable, "-m", "trainbus.embedded.supervisor", options]
         pass_fds: tuple[int, ...] = ()
         read_end: int | None = None
         if not self._detach:
             # If the supervisor is killed, its children become this process's, which ends them.
             process.adopt_orphans()
             read_end, self._pipe = os.pipe()
-            command += ["--watch-fd", str(read_end)]
+            command.append(str(read_end))
             pass_fds = (read_end,)
         with contextlib.ExitStack() as files:
             out = files.enter_context(self._output.open("ab")) if self._output else None
@@ -187,11 +173,7 @@ class StackProcess:
             stack_file(self.options.data_dir).unlink(missing_ok=True)
 
     def _output_tail(self) -> str:
-        if self._output is None:
-            return ""
-        with contextlib.suppress(OSError):
-            return ":\n" + "\n".join(self._output.read_text(errors="replace").splitlines()[-20:])
-        return ""
+        return "" if self._output is None else f":\n{read_tail(self._output, 20)}"
 
 
 def stop_stack(data_dir: Path, patience_s: float = 60.0) -> bool:

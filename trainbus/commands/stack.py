@@ -1,0 +1,264 @@
+"""Commands about a stack: start, stop, check and show it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from trainbus.client.address import find_address, find_data_dir
+from trainbus.client.errors import TrainbusError, UsageError
+from trainbus.commands import render
+from trainbus.commands.options import DataDir, Json, run
+from trainbus.embedded.launch import (
+    StackError,
+    StackInfo,
+    StackProcess,
+    describe_lock,
+    is_locked,
+    read_stack,
+    stop_stack,
+)
+from trainbus.embedded.layout import (
+    AUTOSCALER,
+    SERVICES,
+    WORKER,
+    InvalidOptionsError,
+    StackOptions,
+    mlflow_uri,
+    plan_stack,
+    s3_keys,
+)
+from trainbus.embedded.process import end_with_parent, run_service
+
+app = typer.Typer()
+PANEL = "Stack"
+SERVICE_NAMES = (*SERVICES, WORKER, AUTOSCALER)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@app.command(rich_help_panel=PANEL)
+def up(
+    nodes: Annotated[int, typer.Option(min=0, max=64, help="Worker nodes.")] = 2,
+    slots: Annotated[int, typer.Option(min=1, max=64, help="CPU slots a node.")] = 2,
+    data_dir: DataDir = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option("--without", help="Leave out a service or node, to run it yourself: `trainbus service NAME`."),
+    ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="The scheduler's policy: a name, or a TOML or JSON file (docs/scheduler.md).")
+    ] = None,
+    autoscale: Annotated[
+        list[str] | None,
+        typer.Option("--autoscale", help="POOL=MAX: up to MAX more nodes, started and stopped as runs need them."),
+    ] = None,
+    idle_s: Annotated[
+        float | None, typer.Option(min=0, help="Seconds after which an idle node of a pool stops; default 600.")
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Return when it is ready; `trainbus down` stops it.")
+    ] = False,
+) -> None:
+    """Start the embedded stack on this machine: NATS, S3, every service and a few worker nodes."""
+    folder = find_data_dir(data_dir)
+    if is_locked(folder):
+        raise TrainbusError(describe_lock(folder))
+    folder.mkdir(parents=True, exist_ok=True)
+    started_at = time.monotonic()
+    output = folder / "supervisor.log" if detach else None
+    options = StackOptions(folder, nodes, slots, tuple(without or ()), policy, tuple(autoscale or ()), idle_s)
+    try:
+        plan_stack(options, os.environ)
+    except InvalidOptionsError as error:
+        raise UsageError(str(error)) from error
+    stack = StackProcess(options, output=output, detach=detach)
+    stopping = _stop_on_signals(stack)
+    stack.start()
+    try:
+        info = stack.wait_ready()
+    except StackError as error:
+        stack.stop()
+        if stopping:
+            return
+        raise TrainbusError(str(error)) from error
+    render.console().print(_process_table(info))
+    print(f"ready after {time.monotonic() - started_at:.1f} s; {nodes} nodes of {slots} slots; data in {folder}")
+    if detach:
+        print("`trainbus down` stops it")
+        return
+    print("Ctrl-C stops it\n", flush=True)
+    while stack.poll() is None:
+        # The supervisor prints what happens.
+        time.sleep(0.1)
+    stack.stop()
+    code = stack.poll() or 0
+    if code and not stopping:
+        raise TrainbusError(f"the stack ended by itself (exit code {code})")
+
+
+def _stop_on_signals(stack: StackProcess) -> list[int]:
+    """Stop the stack in order at the first signal, at once at the second; return the signals received so far."""
+    seen: list[int] = []
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        seen.append(number)
+        if len(seen) == 1:
+            print("\nstopping (workers complete their checkpoints; once more to hurry)", flush=True)
+        stack.stop_at_once()
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, stop)
+    return seen
+
+
+def _process_table(info: StackInfo) -> Table:
+    table = render.table("process", "pid", "where", "log", right=("pid",))
+    where = {"nats": info.nats_url, "s3": info.s3_endpoint, "gateway": info.gateway_url}
+    for each in info.processes:
+        address = where.get(each["name"]) or each["url"] or ""
+        table.add_row(each["name"], str(each["pid"]), address, os.path.relpath(each["log"]))
+    return table
+
+
+@app.command(rich_help_panel=PANEL)
+def down(data_dir: DataDir = None) -> None:
+    """Stop the embedded stack in order; the data stays."""
+    folder = find_data_dir(data_dir)
+    try:
+        if not stop_stack(folder):
+            raise UsageError(f"no stack runs on {folder}")
+    except StackError as error:
+        raise TrainbusError(str(error)) from error
+    print(f"stopped; the data stays in {folder}")
+
+
+@app.command(rich_help_panel=PANEL)
+def service(
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(SERVICE_NAMES)}.")],
+    data_dir: DataDir = None,
+) -> None:
+    """Run one service: on the NATS and S3 that TRAINBUS_* name, else in the embedded stack that left it out."""
+    if name not in SERVICE_NAMES:
+        raise UsageError(f"there is no service {name!r}; there are {', '.join(SERVICE_NAMES)}")
+    _join_stack(name, data_dir)
+    raise typer.Exit(run_service(name))
+
+
+def _join_stack(name: str, data_dir: Path | None) -> None:
+    """Give this process the environment of the unit that runs ``name`` and was left out of the embedded stack.
+
+    Does nothing where TRAINBUS_NATS_URL is set, or where no embedded stack runs.
+    """
+    if data_dir is None and "TRAINBUS_NATS_URL" in os.environ:
+        return
+    folder = find_data_dir(data_dir)
+    stack = read_stack(folder)
+    if stack is None:
+        return
+    layout = plan_stack(StackOptions(folder, stack.nodes, stack.slots), os.environ, running=True)
+    running = {each["name"] for each in stack.processes}
+    units = [unit for unit in (*layout.units, *layout.spare) if unit.service == name]
+    free = [unit for unit in units if unit.name not in running]
+    if not free:
+        taken = units[0].name
+        raise UsageError(f"the stack on {folder} runs {name} itself: start it with `trainbus up --without {taken}`")
+    os.environ.update(free[0].environment)
+
+
+@app.command(rich_help_panel=PANEL)
+def demo(
+    data_dir: DataDir = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Leave the stack running until Ctrl-C when the demo is over.")
+    ] = False,
+    running: Annotated[
+        bool, typer.Option("--running", help="Use the running stack, embedded or named by TRAINBUS_*.")
+    ] = False,
+) -> None:
+    """Train on real handwritten digits, end to end: preempt, shrink, grow, evaluate, promote."""
+    from trainbus.commands.demo.main import run_demo, run_demo_on_running_stack
+
+    raise typer.Exit(run_demo_on_running_stack(data_dir) if running else run_demo(data_dir, keep=keep))
+
+
+@app.command(rich_help_panel=PANEL)
+def doctor(data_dir: DataDir = None, as_json: Json = False) -> None:
+    """Check what this machine lacks and what does not answer, and print the remedy."""
+    from trainbus.commands.doctor import print_results
+
+    raise typer.Exit(print_results(data_dir, as_json=as_json))
+
+
+@app.command(rich_help_panel=PANEL)
+def ui(
+    data_dir: DataDir = None,
+    port: Annotated[int, typer.Option(help="Port for MLflow's page.")] = 5000,
+) -> None:
+    """Serve MLflow's pages on the embedded stack's runs, and print the address of the gateway's page."""
+    folder = find_data_dir(data_dir)
+    stack = read_stack(folder)
+    if not (folder / "mlflow" / "mlflow.db").exists():
+        raise TrainbusError(f"nothing has been tracked in {folder} yet: train something first (`trainbus demo`)")
+    if stack is not None:
+        print(f"the gateway's page: {stack.gateway_url}/")
+    print(f"MLflow's page:      http://127.0.0.1:{port}/   (Ctrl-C stops it)", flush=True)
+    access_key, secret_key = s3_keys(folder)
+    environment = {**os.environ, "AWS_ACCESS_KEY_ID": access_key, "AWS_SECRET_ACCESS_KEY": secret_key}
+    if stack is not None:
+        environment["MLFLOW_S3_ENDPOINT_URL"] = stack.s3_endpoint
+    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", mlflow_uri(folder)]
+    command += ["--default-artifact-root", (folder.resolve() / "mlflow" / "artifacts").as_uri()]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    # MLflow's server has child processes: they end with this one, however it ends.
+    server = subprocess.Popen(command, env=environment, preexec_fn=end_with_parent(signal.SIGTERM))
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        server.terminate()
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, stop)
+    code = server.wait()
+    is_stop = code in (0, -signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGTERM)
+    raise typer.Exit(0 if is_stop else code)
+
+
+@app.command(rich_help_panel=PANEL)
+def replay(
+    start: Annotated[
+        str | None, typer.Option("--from", help="A sequence number of FACTS, or an ISO 8601 time.")
+    ] = None,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Rebuild the gateway's read model from the log."""
+    from services.gateway.rebuild import rebuild
+
+    address = find_address(data_dir)
+    settings = address.settings()
+    if address.data_dir is not None:
+        settings = settings.model_copy(update={"data_dir": address.data_dir / "gateway"})
+    sequence: int | None = None
+    moment: datetime | None = None
+    if start is not None:
+        try:
+            sequence, moment = (int(start), None) if start.isdigit() else (None, datetime.fromisoformat(start))
+        except ValueError as error:
+            raise UsageError(f"--from {start!r} is neither a sequence number nor an ISO 8601 time") from error
+    done = run(rebuild(settings, from_sequence=sequence, from_time=moment))
+    if as_json:
+        print(render.as_json(done))
+    else:
+        print(
+            f"the gateway's read model: {done.runs} runs from {done.to_sequence} facts in {done.seconds:.2f} s, "
+            f"read from sequence {done.from_sequence} on"
+        )

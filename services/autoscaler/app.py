@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -117,20 +118,19 @@ class Autoscaler:
         while lease.is_held:
             self._news.clear()
             await self.step()
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), self.settings.autoscaler_interval_s)
-            except TimeoutError:
-                continue
 
     async def step(self) -> list[Decision]:
-        """Look at the machines, decide and do it; returns what was decided."""
-        pools = {name: self._pool(name) for name in self.state.wanted}
+        """List the machines, decide, and carry it out; return the decisions."""
+        # A pool that the policy no longer has is known by its name alone.
+        pools = {name: self.state.pools.get(name) or Pool(name=name) for name in self.state.wanted}
         for name, pool in pools.items():
             try:
                 self._machines[name] = await self.adapter.nodes(pool)
             except AdapterError as error:
                 self._record_failure(name, error)
-                # Not knowing what there is, it does nothing: too few for a while is better than too many.
+                # Too few machines for a while are better than too many.
                 return []
             metrics.MACHINES.labels(name).set(len(self._machines[name]))
         decisions = decide(
@@ -139,10 +139,6 @@ class Autoscaler:
         for decision in decisions:
             await self._carry_out(decision, pools)
         return decisions
-
-    def _pool(self, name: str) -> Pool:
-        """The pool as the policy has it; one that it no longer has is known by its name alone."""
-        return self.state.pools.get(name) or Pool(name=name)
 
     async def _carry_out(self, decision: Decision, pools: dict[str, Pool]) -> None:
         try:
@@ -162,15 +158,10 @@ class Autoscaler:
 
     async def _drain(self, decision: DrainNode) -> None:
         request = DrainRequested(node_id=decision.node_id, reason=decision.reason)
-        # The same request for as long as this life of the node lasts, however often it is made.
+        # One id for each incarnation of the node: repeated requests are dropped.
         event_id = f"drain/{decision.node_id}/{decision.incarnation}"
-        envelope = Envelope(
-            id=event_id,
-            source=self.bus.source,
-            type=DrainRequested.type,
-            time=self.bus.clock.now(),
-            correlation_id=event_id,
-        )
+        now, kind = self.bus.clock.now(), DrainRequested.type
+        envelope = Envelope(id=event_id, source=self.bus.source, type=kind, time=now, correlation_id=event_id)
         try:
             ack = await self.bus.publish_event(request, request.subject, envelope)
         except TransientError as error:

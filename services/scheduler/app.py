@@ -31,10 +31,8 @@ from services.scheduler.cluster_cache import ClusterCache
 from services.scheduler.core import admission
 from services.scheduler.core.decisions import AcceptRun, RejectRun, answer_fact
 from services.scheduler.core.state.cluster import Run
-from services.scheduler.cycle_pacer import CyclePacer
-from services.scheduler.forecast import Forecast
-from services.scheduler.leader import Leader
-from services.scheduler.queries import serve_queries
+from services.scheduler.leader import CyclePacer, Leader
+from services.scheduler.queries import Forecast, serve_queries
 
 #: Times that a request about an unknown run is tried again: its ``train.requested`` may be in the hands
 #: of another instance at this moment.

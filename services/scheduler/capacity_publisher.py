@@ -1,4 +1,4 @@
-"""Says which nodes are wanted, while this instance leads: now and then, and only what has changed."""
+"""Publishes the demand for nodes while this instance leads: periodically, and only what has changed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from services.scheduler.leader import Leader
 
 log = structlog.get_logger(__name__)
 
-#: Nodes take a minute to come: what is wanted need not be known sooner than this.
+#: Seconds between computations: nodes take a minute to join.
 INTERVAL_S = 1.0
-#: Nor may finding it out, with a long queue, take more than this part of the time from everything else.
+#: Share of the time that the computations may take, with a long queue.
 SHARE = 0.05
 
 
@@ -29,19 +29,19 @@ class CapacityPublisher:
         self.bus, self.cache, self.leader = bus, cache, leader
 
     async def run(self) -> None:
-        """Look for as long as the service runs; a policy without pools costs nothing."""
+        """Compute the demand for as long as the service runs; a policy without pools costs nothing."""
         await self.cache.caught_up.wait()
-        looked_s, seen, wake = 0.0, -1, None
+        computed_s, seen, wake = 0.0, -1, None
         while True:
-            await asyncio.sleep(max(INTERVAL_S, looked_s / SHARE))
+            await asyncio.sleep(max(INTERVAL_S, computed_s / SHARE))
             if not self.leader.leads or not self.leader.policy.pools.pools:
                 continue
             cluster, now = self.cache.cluster, self.cache.now()
             if cluster.sequence == seen and (wake is None or now < wake):
                 continue  # nothing has happened, and no time has come
             seen, started = cluster.sequence, time.perf_counter()
-            said = await self.step()
-            looked_s = 0.0 if said else time.perf_counter() - started
+            published = await self.step()
+            computed_s = 0.0 if published else time.perf_counter() - started
             wake = wake_at(cluster, now, self.leader.policy)
 
     async def step(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from contracts.base import Fact
 from contracts.events.capacity import CapacityWanted, PolicyAdopted
 from contracts.events.run import RunPlaced
 from services.kit.bus import Bus, Message
+from services.kit.concurrency import run_in_thread
 from services.scheduler import metrics
 from services.scheduler.child_process import read_child, start_child
 from services.scheduler.core.fold import apply, seen
@@ -96,13 +98,7 @@ class ClusterCache:
         async with self._lock:
             if inline:
                 return function(self.cluster, *arguments)
-            thread = asyncio.ensure_future(asyncio.to_thread(function, self.cluster, *arguments))
-            try:
-                return await asyncio.shield(thread)
-            except asyncio.CancelledError:
-                # The thread cannot be stopped, and the cluster must not change under its hands.
-                await asyncio.wait({thread})
-                raise
+            return await run_in_thread(function, self.cluster, *arguments)
 
     async def compute_in_child(self, function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
         """Call ``function(cluster, *arguments)`` on a copy of the cluster, in a process of its own."""
@@ -120,7 +116,7 @@ class ClusterCache:
             log.info("recalled a snapshot", sequence=found.sequence, runs=found.runs.total)
 
     def _check_caught_up(self, target: int) -> None:
-        """Whether everything is folded that was in the log when we began."""
+        """Note when everything is folded that was in the log at the start."""
         if not self.caught_up.is_set() and self.cluster.sequence >= target:
             log.info("folded the log", sequence=self.cluster.sequence, runs=self.cluster.runs.total)
             self.caught_up.set()
@@ -132,11 +128,9 @@ class ClusterCache:
 
     async def wait_for_change(self, since: int, timeout_s: float) -> None:
         """Wait until something newer than ``since`` is folded, at most ``timeout_s``."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self.wait_for_sequence(since + 1)
-        except TimeoutError:
-            return
 
     async def catch_up(self) -> None:
         """Fold at least everything that is in the log now, so that "unknown" means unknown."""
@@ -153,9 +147,8 @@ class ClusterCache:
 
     def _fold(self, received: Message[Any]) -> None:
         """Fold a fact; of anything else on these subjects only the place counts, for the fences."""
-        fact = received.event
-        if isinstance(fact, Fact):
-            self._apply(fact, received)
+        if isinstance(received.event, Fact):
+            self._apply(received.event, received)
         seen(self.cluster, received.subject, received.sequence)
 
     def _apply(self, fact: Fact, received: Message[Any]) -> None:
@@ -165,9 +158,9 @@ class ClusterCache:
         time = stored_at or self.now()
         if isinstance(fact, RunPlaced) and (run := self.cluster.runs.get(fact.run_id)) and self.caught_up.is_set():
             metrics.WAITING_SECONDS.observe(max((time - run.queued_at).total_seconds(), 0))
-        before = (len(self.cluster.quarantined_runs), len(self.cluster.quarantined_nodes))
+        before = self.cluster.quarantined
         apply(self.cluster, fact, received.sequence, time, received.envelope)
-        if (len(self.cluster.quarantined_runs), len(self.cluster.quarantined_nodes)) > before:
+        if self.cluster.quarantined - before:
             log.error("a fact cannot be applied", subject=fact.subject, sequence=received.sequence)
 
 

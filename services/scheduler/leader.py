@@ -1,4 +1,4 @@
-"""The instance that holds the lease: decides, publishes, and waits until it has folded what it said."""
+"""The instance that holds the lease: decides, publishes, and waits until it has folded what it published."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from datetime import datetime
+from typing import Protocol
 
 import nats.errors
 import structlog
@@ -24,7 +25,6 @@ from services.scheduler.core.decide import lost_nodes, unresponsive_nodes
 from services.scheduler.core.decisions import MAX_FACTS_PER_CYCLE, LoseNode, decision_record, in_order, lost_fact
 from services.scheduler.core.quarantine import describe_quarantine, run_cycle
 from services.scheduler.core.state.cluster import Cluster
-from services.scheduler.cycle_pacer import CyclePacer, UnpacedCycles
 from services.scheduler.publisher import PendingFact, Publisher, pending_facts
 from services.scheduler.snapshot import SnapshotTaker
 
@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 
 LEASE_KEY = "scheduler"
 NODE_LEASES = subjects.node_lease()
-#: How often the clock alone is a reason to decide, besides the times that a pass itself names.
+#: How often the clock alone is a reason to decide, besides the times that a cycle itself names.
 TICK_S = 0.5
 #: Part of the lease that a cycle may take before it is reported.
 CYCLE_SHARE = 0.1
@@ -44,6 +44,16 @@ INLINE_CYCLE_RUNS = 1000
 LEASE_POLL_S = 0.5
 
 
+class CyclePacer(Protocol):
+    """Releases one cycle at a time: a simulation runs them in lock-step."""
+
+    async def before_cycle(self) -> None:
+        """Return when the next cycle may run. All that was published before is folded."""
+
+    def after_cycle(self, published: int, wake_at: datetime | None) -> None:
+        """Report a cycle: the highest sequence that it published, 0 if none; and when the next one is due."""
+
+
 class Leader:
     """Decides while it holds the lease."""
 
@@ -51,7 +61,7 @@ class Leader:
         self, bus: Bus, cache: ClusterCache, policy: Policy, settings: Settings, pace: CyclePacer | None = None
     ) -> None:
         self.bus, self.cache, self.policy = bus, cache, policy
-        self.pace: CyclePacer = pace or UnpacedCycles()
+        self.pace = pace
         self._publisher = Publisher(bus, lambda: self.leads)
         self._taker = SnapshotTaker(settings)
         self._instance = settings.instance
@@ -97,12 +107,13 @@ class Leader:
         await self.cache.catch_up()
         await self._adopt()
         while self.leads:
-            await self.pace.before_cycle()
+            if self.pace is not None:
+                await self.pace.before_cycle()
             seen, started = self.cache.cluster.sequence, time.perf_counter()
             published, wake_at, decide_s = await self._cycle()
-            self.pace.after_cycle(published, wake_at)
-            # At least as long as deciding took is for folding and answering: with a long queue, what
-            # comes in meanwhile is decided on together.
+            if self.pace is not None:
+                self.pace.after_cycle(published, wake_at)
+            # Fold and answer for at least as long as the cycle took: the next one decides on all that came meanwhile.
             await asyncio.sleep(min(max(2 * decide_s - (time.perf_counter() - started), 0), TICK_S))
             if published:
                 await self.cache.wait_for_sequence(published)
@@ -120,7 +131,7 @@ class Leader:
         return (await self._cycle())[0]
 
     async def _cycle(self) -> tuple[int, datetime | None, float]:
-        """Return (highest sequence published, time of the next cycle, seconds that deciding took)."""
+        """Return (highest sequence published, time of the next cycle, seconds that the decisions took)."""
         pending, fence, wake_at, decide_s = await self.cache.compute(self._decide, inline=self._is_short_cycle())
         self._last_cycle_s = decide_s
         metrics.DECIDE_SECONDS.observe(decide_s)
@@ -138,11 +149,11 @@ class Leader:
     def _decide(self, cluster: Cluster) -> tuple[list[PendingFact], int, datetime | None, float]:
         """Decide on the cluster as it is; runs in a thread. The facts are made here, before the cluster changes."""
         started, now, reachable_since = time.perf_counter(), self.cache.now(), self.reachable_since
-        quarantined = cluster.quarantined_runs.keys() | cluster.quarantined_nodes.keys()
+        quarantined = cluster.quarantined
         made = run_cycle(cluster, now, self.policy, reachable_since)
         record = decision_record(cluster, now, self.policy, reachable_since)
         pending = pending_facts(cluster, in_order(made.decisions)[:MAX_FACTS_PER_CYCLE], now, record)
-        if cluster.quarantined_runs.keys() | cluster.quarantined_nodes.keys() != quarantined:
+        if cluster.quarantined != quarantined:
             log.error("the scheduling cycle fails on something", **describe_quarantine(cluster))
         return pending, cluster.placed_sequence, made.wake_at, time.perf_counter() - started
 
@@ -170,7 +181,7 @@ class Leader:
     # -- nodes --------------------------------------------------------------
 
     async def watch_nodes(self) -> None:
-        """Take nodes for lost whose lease has run out, while we lead.
+        """Publish the nodes whose leases have expired as lost, while this instance leads.
 
         Standbys watch as well, so that a new leader need not start counting.
         """
@@ -195,13 +206,15 @@ class Leader:
     async def _expired(self, watch: LeaseWatch) -> set[str]:
         alive = [node for node in self.cache.cluster.nodes.values() if node.alive]
         records = await read_records(self.bus, NODE_LEASES) if alive else {}
-        expired = set()
-        for node in alive:
-            key = f"{NODE_LEASES}{node.node_id}"
-            # A new incarnation has its own lease, independent of the last one's record.
-            if watch.is_expired(f"{key}/{node.incarnation}", records.get(key), node.lease_ttl_s):
-                expired.add(node.node_id)
-        return expired
+        keys = {node.node_id: f"{NODE_LEASES}{node.node_id}" for node in alive}
+        # A new incarnation has its own lease, independent of the last one's record.
+        return {
+            node.node_id
+            for node in alive
+            if watch.is_expired(
+                f"{keys[node.node_id]}/{node.incarnation}", records.get(keys[node.node_id]), node.lease_ttl_s
+            )
+        }
 
     async def _lose(self, decisions: list[LoseNode]) -> None:
         for decision in decisions:

@@ -8,7 +8,7 @@ the server, plus the monotonic time since it arrived. No wall clock takes part.
 from __future__ import annotations
 
 import json
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 
 import nats.errors
 import structlog
@@ -34,10 +34,6 @@ class LogClock:
         self._newest: datetime | None = None
         self._observed_at_s = 0.0
 
-    @property
-    def is_set(self) -> bool:
-        return self._virtual or self._newest is not None
-
     def now(self) -> datetime:
         """Return the server's time, as far as it is known. Before the first timestamp it is the wall clock's."""
         if self._virtual or self._newest is None:
@@ -45,7 +41,7 @@ class LogClock:
         return self._newest + timedelta(seconds=self._clock.monotonic() - self._observed_at_s)
 
     def observe(self, stored_at: datetime) -> None:
-        """Take in a timestamp of the server that has just arrived."""
+        """Set the clock by a timestamp of the server that has just arrived."""
         behind_s = (self.now() - stored_at).total_seconds() if self._newest is not None else 0.0
         # A fact that was under way for a moment must not set the clock back by that moment.
         if self._newest is None or behind_s <= 0 or behind_s > STEP_BACK_S:
@@ -58,12 +54,6 @@ class LogClock:
         try:
             subject = f"$JS.API.STREAM.INFO.{topology.FACTS.name}"
             answer = json.loads((await bus.nc.request(subject, b"", timeout=SYNC_TIMEOUT_S)).data)
-            self.observe(_parse(answer["ts"]))
+            self.observe(datetime.fromisoformat(answer["ts"]))
         except (nats.errors.Error, TimeoutError, OSError, ValueError, KeyError, TypeError) as error:
             log.info("the server's time is not known", error=repr(error))
-
-
-def _parse(text: str) -> datetime:
-    """Parse a timestamp of the server: RFC 3339 with up to nine decimals."""
-    whole, _, fraction = text.removesuffix("Z").partition(".")
-    return datetime.fromisoformat(f"{whole}.{fraction[:6]:0<6}").replace(tzinfo=UTC)

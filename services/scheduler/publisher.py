@@ -9,8 +9,8 @@ because the last placement is another one. Every other fact expects no newer fac
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 
 import nats.errors
@@ -22,6 +22,7 @@ from contracts.envelope import Envelope
 from contracts.events.run import DecisionRecord, RunFact, RunPlaced
 from services.kit.batch import BatchPublisher, DuplicateMessage, WrongLastSequence, split_into_batches
 from services.kit.bus import Bus, Conflict, ExpectedSequence, OutgoingMessage, PublishAck, TransientError
+from services.kit.concurrency import gather_limited
 from services.scheduler import metrics
 from services.scheduler.core.decisions import CancelRun, Decision, ExplainRun, PlaceRun, PreemptRun, fact_of
 from services.scheduler.core.state.cluster import Cluster
@@ -37,20 +38,23 @@ RETRIES = 8
 WIDTH = 64
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class PendingFact:
-    """A decision on its way to being a fact."""
+    """A decision that is to be published, and what must hold for that."""
 
-    __slots__ = ("cause", "decision", "fact", "fence")
-
-    def __init__(self, decision: Decision, fact: RunFact, cause: Envelope, fence: ExpectedSequence) -> None:
-        self.decision, self.fact, self.cause, self.fence = decision, fact, cause, fence
+    decision: Decision
+    fact: RunFact
+    #: The envelope of what led to it.
+    cause: Envelope
+    #: The run's last sequence: the fact only counts if nothing has changed.
+    fence: ExpectedSequence
 
     @classmethod
     def of(cls, decision: Decision, cluster: Cluster, now: datetime, made: DecisionRecord) -> PendingFact:
-        """The fact, what led to it, and the run's last sequence: it only counts if nothing has changed."""
+        """Make the fact of a decision."""
         run = cluster.runs[decision.run_id]
         fact = fact_of(decision, cluster, now, made)
-        # A placement in the pass that queues the run follows from a fact which is still on its way.
+        # A placement in the cycle that queues the run follows from a fact that is not stored yet.
         queued = isinstance(decision, PlaceRun)
         cause = Envelope(
             id=f"run/{run.run_id}/queued/{run.next_generation}" if queued else run.last_event_id,
@@ -94,76 +98,76 @@ def pending_facts(
 
 
 class Publisher:
-    """Publishes the decisions of one pass after the other."""
+    """Publishes the decisions of one cycle after the other."""
 
     def __init__(self, bus: Bus, leads: Callable[[], bool]) -> None:
         self.bus = bus
         self._leads = leads
         self._batches = BatchPublisher(bus)
 
-    async def publish(self, said: list[PendingFact], fence: int) -> int:
-        """Make facts of ``said``, which was decided when the last placement had the sequence ``fence``.
+    async def publish(self, pending: list[PendingFact], fence: int) -> int:
+        """Publish facts that were decided when the last placement had the sequence ``fence``.
 
-        Returns the highest sequence published; 0 if nothing was. What is refused is decided again from newer facts.
+        Returns the highest sequence published; 0 if none was. A later cycle decides again on what is refused.
         """
-        if len(said) >= BATCH_FROM and await self._batches.is_available():
-            highest, rest, fence = await self._publish_batch(said, fence)
+        if len(pending) >= BATCH_FROM and await self._batches.is_available():
+            highest, rest, fence = await self._publish_batch(pending, fence)
         else:
-            highest, rest = 0, said
+            highest, rest = 0, pending
         return max(highest, await self._publish_each(rest, fence)) if rest else highest
 
     # -- all of it at once ----------------------------------------------------
 
-    async def _publish_batch(self, said: list[PendingFact], fence: int) -> tuple[int, list[PendingFact], int]:
+    async def _publish_batch(self, pending: list[PendingFact], fence: int) -> tuple[int, list[PendingFact], int]:
         """(highest sequence, what is left to be published one by one, the last placement by then)."""
-        messages = {id(saying): self.bus.build_message(saying.fact, saying.cause) for saying in said}
-        highest, behind = 0, said
-        for part in split_into_batches([messages[id(saying)] for saying in said]):
-            mine, behind = behind[: len(part)], behind[len(part) :]
-            (last, placed), undone = await self._batch(mine, messages, fence)
+        messages = {each: self.bus.build_message(each.fact, each.cause) for each in pending}
+        highest, rest = 0, pending
+        for part in split_into_batches(list(messages.values())):
+            batch, rest = rest[: len(part)], rest[len(part) :]
+            (last, placed), undone = await self._batch(batch, messages, fence)
             if undone:
-                return highest, undone + behind, fence
+                return highest, undone + rest, fence
             highest, fence = max(highest, last), max(fence, placed)
         return highest, [], fence
 
     async def _batch(
-        self, said: list[PendingFact], messages: dict[int, OutgoingMessage], fence: int
+        self, pending: list[PendingFact], messages: dict[PendingFact, OutgoingMessage], fence: int
     ) -> tuple[tuple[int, int], list[PendingFact]]:
         """Publish one batch, without those that are outdated: ((last sequence, last placement's), what is undone)."""
         for _ in range(RETRIES):
-            if not said:
+            if not pending:
                 return (0, 0), []
             if not self._leads():
-                _count_dropped(said)
+                _count_dropped(pending)
                 return (0, 0), []
             try:
-                stored = await self._batches.publish(_fenced(said, messages, fence))
+                stored = await self._batches.publish(_fenced(pending, messages, fence))
             except WrongLastSequence as conflict:
                 metrics.CONFLICTS.inc()
-                fresh = await self._without_outdated(said, conflict.sequence, fence)
-                if len(fresh) == len(said):
+                fresh = await self._without_outdated(pending, conflict.sequence, fence)
+                if len(fresh) == len(pending):
                     break
-                said = fresh
+                pending = fresh
             except (DuplicateMessage, TransientError) as reason:
                 # Perhaps all of it was stored and the answer was lost: one by one, each tells.
-                log.info("no batch, publishing one by one", facts=len(said), reason=str(reason))
+                log.info("no batch, publishing one by one", facts=len(pending), reason=str(reason))
                 break
             else:
-                for saying in said:
-                    saying.count()
-                placed = [place for place, saying in enumerate(said) if saying.places]
+                for each in pending:
+                    each.count()
+                placed = [place for place, each in enumerate(pending) if each.places]
                 return (stored.last, stored.first + placed[-1] if placed else 0), []
-        return (0, 0), said
+        return (0, 0), pending
 
-    async def _without_outdated(self, said: list[PendingFact], sequence: int, fence: int) -> list[PendingFact]:
-        """``said`` without the decisions that the fact of this sequence has outdated."""
+    async def _without_outdated(self, pending: list[PendingFact], sequence: int, fence: int) -> list[PendingFact]:
+        """``pending`` without the decisions that the fact of this sequence has outdated."""
         subject = await self._subject(sequence)
         aggregate, run_id, name = subjects.parts(subject)
         if aggregate != RunFact.aggregate:
-            return said
+            return pending
         elsewhere = name == RunPlaced.fact and sequence != fence
         log.info("a newer fact was there first", subject=subject, sequence=sequence)
-        return [saying for saying in said if saying.run_id != run_id and not (elsewhere and saying.places)]
+        return [each for each in pending if each.run_id != run_id and not (elsewhere and each.places)]
 
     async def _subject(self, sequence: int) -> str:
         if not sequence:
@@ -175,35 +179,29 @@ class Publisher:
 
     # -- one by one -----------------------------------------------------------
 
-    async def _publish_each(self, said: list[PendingFact], fence: int) -> int:
-        placements = [saying for saying in said if saying.places]
-        explanations = [saying for saying in said if isinstance(saying.decision, ExplainRun)]
-        others = [saying for saying in said if not saying.places and not isinstance(saying.decision, ExplainRun)]
+    async def _publish_each(self, pending: list[PendingFact], fence: int) -> int:
+        placements = [each for each in pending if each.places]
+        explanations = [each for each in pending if isinstance(each.decision, ExplainRun)]
+        others = [each for each in pending if not each.places and not isinstance(each.decision, ExplainRun)]
         highest, complete = await self._publish_concurrently(others)
         if complete:
             highest = max(highest, await self._publish_in_order(placements, fence))
         explained, _ = await self._publish_concurrently(explanations)
         return max(highest, explained)
 
-    async def _publish_concurrently(self, said: list[PendingFact]) -> tuple[int, bool]:
-        """Publish what is independent side by side; (highest sequence, whether all of it was taken)."""
-        gate = asyncio.Semaphore(WIDTH)
-
-        async def one(saying: PendingFact) -> PublishAck | None:
-            async with gate:
-                return await self._publish(saying, saying.fence)
-
-        acks = await asyncio.gather(*(one(saying) for saying in said))
+    async def _publish_concurrently(self, pending: list[PendingFact]) -> tuple[int, bool]:
+        """Publish independent facts concurrently; (highest sequence, whether all were stored)."""
+        acks = await gather_limited([self._publish(each, each.fence) for each in pending], limit=WIDTH)
         return max((ack.sequence for ack in acks if ack), default=0), all(acks)
 
-    async def _publish_in_order(self, said: list[PendingFact], fence: int) -> int:
+    async def _publish_in_order(self, pending: list[PendingFact], fence: int) -> int:
         """Publish placements one by one, each expecting the one before: no other leader placed in between."""
         highest = 0
-        for place, saying in enumerate(said):
+        for place, each in enumerate(pending):
             if not self._leads():
-                _count_dropped(said[place:])
+                _count_dropped(pending[place:])
                 break
-            ack = await self._publish(saying, ExpectedSequence(fence, RunPlaced.subject_filter()))
+            ack = await self._publish(each, ExpectedSequence(fence, RunPlaced.subject_filter()))
             if ack is None:
                 break
             highest = fence = ack.sequence
@@ -212,17 +210,17 @@ class Publisher:
                 break
         return highest
 
-    async def _publish(self, saying: PendingFact, expected: ExpectedSequence) -> PublishAck | None:
+    async def _publish(self, each: PendingFact, expected: ExpectedSequence) -> PublishAck | None:
         try:
-            ack = await self.bus.publish(saying.fact, saying.cause, expected=expected)
+            ack = await self.bus.publish(each.fact, each.cause, expected=expected)
         except Conflict:
             metrics.CONFLICTS.inc()
-            log.info("a newer fact came first, deciding again", run_id=saying.run_id)
+            log.info("a newer fact came first, deciding again", run_id=each.run_id)
             return None
         except TransientError as error:
-            log.warning("not published, deciding again", run_id=saying.run_id, error=str(error))
+            log.warning("not published, deciding again", run_id=each.run_id, error=str(error))
             return None
-        saying.count()
+        each.count()
         return ack
 
 
@@ -231,7 +229,9 @@ def _count_dropped(pending: Sequence[PendingFact]) -> None:
     log.warning("the lease was lost before the decisions were out, dropped", facts=len(pending))
 
 
-def _fenced(said: Iterable[PendingFact], messages: dict[int, OutgoingMessage], fence: int) -> list[OutgoingMessage]:
+def _fenced(
+    pending: Iterable[PendingFact], messages: dict[PendingFact, OutgoingMessage], fence: int
+) -> list[OutgoingMessage]:
     """The messages of a batch, with what must hold before it.
 
     The first placement stands for all: no other can come between them. Of a run's several facts the first one
@@ -239,14 +239,14 @@ def _fenced(said: Iterable[PendingFact], messages: dict[int, OutgoingMessage], f
     """
     found: list[OutgoingMessage] = []
     fenced, runs = False, set()
-    for saying in said:
+    for each in pending:
         expected: ExpectedSequence | None = None
-        if saying.places:
+        if each.places:
             if not fenced:
                 expected, fenced = ExpectedSequence(fence, RunPlaced.subject_filter()), True
-        elif saying.run_id not in runs:
-            expected = saying.fence
-        runs.add(saying.run_id)
-        message = messages[id(saying)]
+        elif each.run_id not in runs:
+            expected = each.fence
+        runs.add(each.run_id)
+        message = messages[each]
         found.append(message.with_expected(expected) if expected is not None else message)
     return found

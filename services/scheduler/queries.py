@@ -1,8 +1,10 @@
-"""Direct questions on core NATS: why does this run wait, and what does the cluster look like."""
+"""Queries on core NATS: why a run waits, when it will start, and the state of the cluster."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import datetime
@@ -16,13 +18,48 @@ from services.kit.bus import Bus
 from services.scheduler.child_process import ChildError
 from services.scheduler.cluster_cache import ClusterCache
 from services.scheduler.core import reasons
+from services.scheduler.core.explain.estimate import Estimate, Estimator
 from services.scheduler.core.explain.why import answer
 from services.scheduler.core.quarantine import describe_quarantine, explain_quarantine
-from services.scheduler.forecast import Forecast
 from services.scheduler.leader import Leader
 
 #: Instances share the questions; each has folded the same log.
 GROUP = "scheduler"
+#: Seconds between estimates while runs wait, and the share of the time that they may take.
+FORECAST_INTERVAL_S = 20.0
+FORECAST_SHARE = 0.002
+
+
+class Forecast:
+    """The newest estimates. They are shown and never decided on, so each instance has its own."""
+
+    def __init__(self, bus: Bus, cache: ClusterCache, policy: Policy) -> None:
+        self.bus, self.cache, self.policy = bus, cache, policy
+        self._estimator = Estimator()
+        self._found: dict[str, Estimate] = {}
+
+    async def run(self) -> None:
+        """Estimate for as long as the service runs; an empty queue costs nothing."""
+        await self.cache.caught_up.wait()
+        while True:
+            took_s = await self.refresh() if self.cache.cluster.queued else 0.0
+            await asyncio.sleep(max(FORECAST_INTERVAL_S, took_s / FORECAST_SHARE))
+
+    async def refresh(self) -> float:
+        """Compute the estimates; return the seconds it took."""
+        started = time.perf_counter()
+        self._found = await self.cache.compute(self._estimator.estimates, self.policy, self.cache.now())
+        return time.perf_counter() - started
+
+    def of(self, run_id: str, room_at: datetime | None = None) -> dict[str, Any]:
+        """The estimate of a queued run as JSON, not before there is room for it; empty if there is none (yet)."""
+        found = self._found.get(run_id)
+        if found is None or run_id not in self.cache.cluster.queued:
+            return {}
+        names = ("start_p10", "start_p50", "start_p90")
+        return {
+            name: at.isoformat(timespec="seconds") for name, at in zip(names, found.not_before(room_at), strict=True)
+        }
 
 
 @asynccontextmanager
@@ -51,10 +88,10 @@ async def serve_queries(
 
     async def state(message: Msg) -> None:
         leads = {"instance": bus.settings.instance, "leads": leader.leads}
-        said = await cache.compute(reasons.summary)
-        said["quarantine"] = describe_quarantine(cache.cluster)
-        said["queue"] = [each | forecast.of(each["run_id"]) for each in said["queue"]]
-        await message.respond(_json({**leads, "policy": policy.name, **said}))
+        summary = await cache.compute(reasons.summary)
+        summary["quarantine"] = describe_quarantine(cache.cluster)
+        summary["queue"] = [run | forecast.of(run["run_id"]) for run in summary["queue"]]
+        await message.respond(_json({**leads, "policy": policy.name, **summary}))
 
     endpoints = {subjects.service("scheduler", "why"): why, subjects.service("scheduler", "state"): state}
     for subject, callback in endpoints.items():

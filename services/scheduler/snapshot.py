@@ -1,9 +1,9 @@
-"""Snapshots: what the log adds up to, saved now and then, so that a scheduler need not fold years of facts to begin.
+"""Snapshots of the folded log, so that a scheduler need not fold years of facts at its start.
 
-A snapshot is a shortcut and never the truth. It is used only if it was made by this very code, of this very stream, and
-is whole; anything else is passed over and the log is folded from its beginning. Every instance finds them in an object
-bucket beside the log. They are made by a process of its own (``python -m services.scheduler.snapshot``), which starts
-from the last one, folds what came since and ends: the leader is never held up by one.
+A snapshot is a cache. It is used only if this very code made it, of this very stream, and it is whole; otherwise the
+log is folded from its beginning. Every instance reads them from an object bucket beside the log. A child process
+(``python -m services.scheduler.snapshot``) makes them: it starts from the last one, folds what came since and ends.
+The leader never waits for one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from services.scheduler.core.state.cluster import Cluster
 log = structlog.get_logger(__name__)
 
 MAGIC = b"trainbus-scheduler-snapshot/1\n"
-#: SnapshotStore that are kept: of this code, and of others, to whom an operator may go back.
+#: Snapshots that are kept: of this code, and of other code, to which an operator may go back.
 KEPT, KEPT_OF_OTHERS = 2, 2
 #: A snapshot is due after this many facts, and this many seconds after the last one.
 DUE_FACTS = 20_000
@@ -55,12 +55,12 @@ LOOK_S = 2.0
 
 
 class SnapshotRefused(ValueError):
-    """This is no snapshot, or not one that can be used here."""
+    """The content is no snapshot, or cannot be used here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The first line of a snapshot, after what says that it is one."""
+    """The first line of a snapshot, after the magic bytes."""
 
     #: Which code folded it, see ``code_digest``.
     code: str
@@ -138,7 +138,7 @@ def code_digest() -> str:
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Without looking for garbage: of a hundred thousand objects that are made and kept, there is none."""
+    """Pause garbage collection: a hundred thousand new objects are all kept."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -159,9 +159,8 @@ class SnapshotStore:
         try:
             async with asyncio.timeout(TRANSFER_S):
                 store, stream, last = await self._store(), *await self._stream()
-                for sequence, name in sorted(await self._names(store, code_digest()), reverse=True):
-                    found = await self._read(store, name, stream) if sequence <= last else None
-                    if found is not None:
+                for name in (await self._names(store))[0]:
+                    if _sequence_of(name) <= last and (found := await self._read(store, name, stream)) is not None:
                         return found
         except (TimeoutError, nats.errors.Error, APIError, JetStreamError) as error:
             log.warning("no snapshot read, folding the log", error=repr(error))
@@ -193,25 +192,21 @@ class SnapshotStore:
             return None
 
     async def _prune(self, store: ObjectStore) -> None:
-        own = sorted(await self._names(store, code_digest()), reverse=True)
-        others = sorted(await self._names(store, "", but=code_digest()), reverse=True)
-        for _, name in own[KEPT:] + others[KEPT_OF_OTHERS:]:
+        own, others = await self._names(store)
+        for name in own[KEPT:] + others[KEPT_OF_OTHERS:]:
             with suppress(JetStreamError):
                 await store.delete(name)
 
-    async def _names(self, store: ObjectStore, code: str, but: str = " ") -> list[tuple[int, str]]:
-        """(sequence, name) of those that this code made; of those of all other code with ``but``."""
+    async def _names(self, store: ObjectStore) -> tuple[list[str], list[str]]:
+        """Return the names of the snapshots that this code made, and of those of other code; the newest first."""
         try:
             entries = await store.list(ignore_deletes=True)
         except NotFoundError:
-            return []
-        names = [entry.name for entry in entries if entry.name and not entry.deleted]
-        found = []
-        for name in names:
-            made_by, _, sequence = name.partition("/")
-            if (made_by == code or (not code and made_by != but)) and sequence.isdigit():
-                found.append((int(sequence), name))
-        return found
+            entries = []
+        names = [entry.name for entry in entries if entry.name and not entry.deleted and _sequence_of(entry.name) >= 0]
+        names.sort(key=_sequence_of, reverse=True)
+        own = [name for name in names if name.startswith(f"{code_digest()}/")]
+        return own, [name for name in names if name not in own]
 
     async def _store(self) -> ObjectStore:
         return await self.bus.js.object_store(topology.SNAPSHOTS.name)
@@ -221,6 +216,12 @@ class SnapshotStore:
         info = await self.bus.js.stream_info(topology.FACTS.name)
         created = info.created
         return created.isoformat() if isinstance(created, datetime) else str(created), info.state.last_seq
+
+
+def _sequence_of(name: str) -> int:
+    """Return the sequence of the snapshot of this name; -1 if it is no snapshot's name."""
+    sequence = name.partition("/")[2]
+    return int(sequence) if sequence.isdigit() else -1
 
 
 class SnapshotTaker:

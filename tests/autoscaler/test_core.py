@@ -168,7 +168,7 @@ def test_any_history(seed: int) -> None:
     say(adopted(most))
     for step in range(120):
         now += timedelta(seconds=5)
-        open_nodes = [each.node_id for each in state.nodes.values() if each.gone_at is None and not each.closing]
+        open_nodes = [each.node_id for each in state.nodes.values() if each.gone_at is None and not each.is_closing]
         match chance.randint(0, 4):
             case 0:
                 say(wanted(chance.randint(0, 5)))

@@ -1,7 +1,7 @@
 """``decide``: which machines to start, drain and stop, so that a pool has as many nodes as are wanted.
 
-Nothing is taken from a run: a node goes when it is empty, and it is drained first, so that nothing comes to it on its
-last way. Deciding again from the same changes nothing more.
+No run is stopped: a node is drained first, and its machine is stopped once the node is empty. The same state gives the
+same decisions.
 """
 
 from __future__ import annotations
@@ -51,25 +51,23 @@ Decision = StartMachines | DrainNode | StopMachine
 def decide(
     state: State, machines: Mapping[str, Sequence[Machine]], now: datetime, *, silence_s: float
 ) -> list[Decision]:
-    """What to do about each pool of which something was said.
+    """Return what to do about each pool for which there is a demand.
 
     Args:
         machines: pool -> the machines that there are.
-        silence_s: how long a machine may be without a node before it is given up: while it starts, or once its node
-            was lost. Another one is then started in its place.
+        silence_s: how long a machine may be without a node, while it starts or once its node was lost, before another
+            one replaces it.
     """
-    found: list[Decision] = []
-    for pool in sorted(state.wanted):
-        found += _Pool(state, pool, machines.get(pool, ()), now, silence_s).list_decisions()
-    return found
+    pools = (_Pool(state, pool, machines.get(pool, ()), now, silence_s) for pool in sorted(state.wanted))
+    return [decision for pool in pools for decision in pool.list_decisions()]
 
 
 class _Pool:
-    """One pool, its machines sorted by what becomes of them."""
+    """One pool, with its machines by the state of their nodes."""
 
     def __init__(self, state: State, pool: str, machines: Sequence[Machine], now: datetime, silence_s: float) -> None:
         known = state.pools.get(pool)
-        # A pool that the policy no longer has is wanted no longer.
+        # A pool that the policy no longer has gets no nodes.
         self.most = known.max_nodes if known is not None else 0
         self.wanted = state.wanted[pool]
         self.name, self.count = pool, len(machines)
@@ -85,7 +83,7 @@ class _Pool:
                     self._stop(machine.node_id, f"it has had no node for {silence_s:g} s")
                 else:
                     self.coming.append(machine)
-            elif node.closing:
+            elif node.is_closing:
                 if not node.holders:
                     self._stop(node.node_id, "it is drained and empty")
             else:
@@ -98,10 +96,9 @@ class _Pool:
         target = min(self.wanted.nodes, self.most)
         have = len(self.coming) + len(self.empty) + len(self.busy)
         if have < target:
-            # Machines that are about to go still are there, and may cost something.
-            room = self.most - (self.count - len(self.stops))
-            count = min(target - have, max(room, 0))
-            return [*self.stops, *([StartMachines(self.name, count)] if count else [])]
+            # Machines that are drained are still there, and may cost something.
+            count = min(target - have, self.most - (self.count - len(self.stops)))
+            return [*self.stops, *([StartMachines(self.name, count)] if count > 0 else [])]
         return [*self.stops, *self._scale_down(have - target)]
 
     def _scale_down(self, surplus: int) -> list[Decision]:

@@ -1,4 +1,4 @@
-"""What the autoscaler knows of nodes and of what is wanted, as the facts add up."""
+"""The nodes of pools and the demand for them, folded from the facts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from contracts.events.capacity import CapacityWanted, PolicyAdopted
 from contracts.events.node import NodeDraining, NodeFact, NodeJoined, NodeLeft, NodeLost, NodeNotice
 from contracts.events.run import RunExited, RunPlaced, RunReleased
 from contracts.scheduling import Pool
+from contracts.state.node import GONE_STATES, SEVERITY, incarnations_before, next_node_state
 
-#: Facts that say what there is and what is wanted; and those that say what lies on a node.
+#: Facts about nodes and the demand for them; and those about what is placed on a node.
 STATE_FACTS: tuple[type[Fact], ...] = (
     NodeJoined,
     NodeLeft,
@@ -31,18 +32,24 @@ class Node:
     node_id: str
     pool: str
     incarnation: str
-    #: Sequence and time of ``joined``; what was placed before lies there no more, but for what it says itself.
+    #: Sequence of ``joined``: of the runs placed before, only those that it names are still there.
     joined_sequence: int
+    #: (run_id, generation) of what is placed on it.
     holders: set[tuple[str, int]]
-    #: Since when it is gone, if it is.
+    past_incarnations: list[str] = field(default_factory=list)
+    state: str = "up"
+    #: Since when it is lost, or has left.
     gone_at: datetime | None = None
-    #: It takes nothing new: it is drained, or its machine is taken away.
-    closing: bool = False
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether it gets no new runs: it is drained, or its machine is taken away."""
+        return SEVERITY[self.state] > SEVERITY["up"]
 
 
 @dataclass(slots=True)
 class State:
-    """Everything the autoscaler knows; folding a fact once more changes nothing."""
+    """Everything that the autoscaler decides from; folding a fact again changes nothing."""
 
     pools: dict[str, Pool] = field(default_factory=dict)
     wanted: dict[str, CapacityWanted] = field(default_factory=dict)
@@ -50,7 +57,7 @@ class State:
     sequence: int = 0
 
     def first_relevant_sequence(self) -> int:
-        """From where on facts about runs say what lies on the nodes that there are."""
+        """Return the sequence from which on facts about runs concern the present nodes."""
         present = (node.joined_sequence for node in self.nodes.values() if node.gone_at is None)
         return min(present, default=self.sequence + 1)
 
@@ -59,10 +66,8 @@ def apply(state: State, fact: Fact, sequence: int, time: datetime) -> None:
     """Fold one fact, in stream order."""
     state.sequence = max(state.sequence, sequence)
     match fact:
-        case NodeJoined():
-            _apply_joined(state, fact, sequence)
         case NodeFact():
-            _on_node(state, fact, time)
+            _apply_node(state, fact, sequence, time)
         case CapacityWanted():
             state.wanted[fact.pool] = fact
         case PolicyAdopted():
@@ -71,30 +76,24 @@ def apply(state: State, fact: Fact, sequence: int, time: datetime) -> None:
             for member in fact.members:
                 if (node := state.nodes.get(member.node_id)) is not None and sequence > node.joined_sequence:
                     node.holders.add((fact.run_id, fact.generation))
-        case RunReleased() | RunExited():
-            if (node := state.nodes.get(fact.node_id)) is not None:
-                node.holders.discard((fact.run_id, fact.generation))
-        case _:
-            pass
+        case RunReleased() | RunExited() if (node := state.nodes.get(fact.node_id)) is not None:
+            node.holders.discard((fact.run_id, fact.generation))
 
 
-def _apply_joined(state: State, fact: NodeJoined, sequence: int) -> None:
+def _apply_node(state: State, fact: NodeFact, sequence: int, time: datetime) -> None:
     known = state.nodes.get(fact.node_id)
-    pool = fact.labels.get("pool", "")
-    if known is not None and known.incarnation == fact.incarnation:
+    node_state = next_node_state(known, fact)
+    if node_state is None:
         return
-    if not pool:
+    if isinstance(fact, NodeJoined):
         state.nodes.pop(fact.node_id, None)
-        return
-    state.nodes[fact.node_id] = Node(fact.node_id, pool, fact.incarnation, sequence, set(fact.running))
-
-
-def _on_node(state: State, fact: NodeFact, time: datetime) -> None:
-    node = state.nodes.get(fact.node_id)
-    if node is None or node.incarnation != fact.incarnation:
-        return
-    if isinstance(fact, NodeLost | NodeLeft):
-        node.gone_at = node.gone_at or time
-        node.holders.clear()
-    elif isinstance(fact, NodeDraining | NodeNotice):
-        node.closing = True
+        if pool := fact.labels.get("pool", ""):
+            past = incarnations_before(known)
+            state.nodes[fact.node_id] = Node(
+                fact.node_id, pool, fact.incarnation, sequence, set(fact.running), past_incarnations=past
+            )
+    elif known is not None:
+        known.state = node_state
+        if node_state in GONE_STATES:
+            known.gone_at = known.gone_at or time
+            known.holders.clear()

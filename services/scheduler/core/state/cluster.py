@@ -380,6 +380,11 @@ class Cluster:
     index: Index = field(default_factory=Index, compare=False, repr=False)
 
     @property
+    def quarantined(self) -> set[str]:
+        """The runs and nodes in quarantine."""
+        return {*self.quarantined_runs, *self.quarantined_nodes}
+
+    @property
     def slots_total(self) -> int:
         return sum(node.slots for node in self.nodes.values() if node.alive)
 

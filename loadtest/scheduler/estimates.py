@@ -1,6 +1,6 @@
 """How good the wait estimates and the predicted durations are, on a trace that the real core plays.
 
-    python -m loadtest.scheduler.estimates --trace FILE --gpus 400 [--policy priority-first-come] [--every 20]
+    python -m loadtest.scheduler.estimates --trace FILE --gpus 400 [--policy NAME] [--every 20]
 
 Of the runs that come to wait, every so many-th is estimated as it is queued, and so is one that waits already.
 Targets: the range from p10 to p90 holds 75 to 85% of the actual starts; the median error of p50 is at most 30% of the
@@ -223,13 +223,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--gpus", type=int, required=True)
     parser.add_argument("--gpus-per-node", type=int, default=8)
-    parser.add_argument("--policy", default="priority-first-come")
+    parser.add_argument("--policy", help="a name or a file; default: by priority, then submission")
     parser.add_argument("--resume-cost-s", type=float, default=60.0)
     parser.add_argument("--every", type=int, default=20, help="of the runs that come to wait, every so many-th")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
-    policy = policies.load(given.policy)
+    policy = policies.load(given.policy) if given.policy else Policy()
     trace = read_pai(given.trace, given.gpus, given.gpus_per_node)
     waits, durations = measured(trace, policy, given.resume_cost_s, given.every, given.seed)
     if given.json:

@@ -90,7 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, help="job log in the columns of pai; without: one of our own making")
     parser.add_argument("--gpus", type=int, default=64)
-    parser.add_argument("--policy", default="priority-first-come")
+    parser.add_argument("--policy", help="a name or a file; default: by priority, then submission")
     parser.add_argument("--jobs", type=int, default=1500, help="how much of the trace is played")
     parser.add_argument("--sample", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
@@ -100,7 +100,7 @@ def main() -> None:
         if arguments.trace
         else jobs(arguments.jobs, arguments.gpus, 1, load=1.5)
     )
-    policy = with_settings(arguments.policy, [])
+    policy = with_settings(arguments.policy, []) if arguments.policy else Policy()
     rng, recorder, tally = random.Random(arguments.seed), Recorder(), Tally()
     core = Core(policy, [recorder])
     chosen = trace.jobs[: arguments.jobs]

@@ -272,7 +272,7 @@ async def shadow(settings: Settings, during: str | None = None) -> None:
 
 
 async def test_a_shadow_follows_the_service_and_publishes_apart(settings: Settings, bus: Bus, capsys: Any) -> None:
-    async with running(SchedulerSettings(**settings.model_dump(), policy="priority-first-come")):
+    async with running(SchedulerSettings(**settings.model_dump(), policy="fifo")):
         await join(bus, "n1", 3)
         first = await request(bus, "train", {**TASK, "slots": 2}, "first")
         await until(bus, f"run.{first}.placed")

@@ -246,9 +246,9 @@ def test_a_run_that_never_starts_is_forgotten() -> None:
 # -- whole traces ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["fifo", "fifo-skip", "priority-first-come", "least-attained", "fair-share"])
+@pytest.mark.parametrize("name", ["fifo", "fifo-skip", "", "least-attained", "fair-share"])
 def test_everybody_in_a_trace_is_told_something_sound(name: str) -> None:
-    policy = policies.load(name)
+    policy = policies.load(name) if name else Policy()
     trace = generate.jobs(150, 16, 4, load=2.0)
     core = Core(policy)
     estimator = Estimator()

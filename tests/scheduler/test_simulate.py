@@ -275,13 +275,13 @@ def write_openb(folder: Path, seed: int) -> tuple[Path, Path]:
     return nodes, pods
 
 
-@pytest.mark.parametrize("name", ["fgd", "pack", "balanced"])
-def test_packing_never_gives_more_than_there_is(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["fgd", "pack", "balanced"])
+def test_packing_never_gives_more_than_there_is(strategy: str, tmp_path: Path) -> None:
     nodes, pods = write_openb(tmp_path, 4)
     trace = traces.read_openb(nodes, pods, tune=1.3, seed=1)
     assert sum(job.gpus for job in trace.jobs) >= 1.3 * trace.slots
     recorder = Recorder(trace)
-    policy = policies.load(name)
+    policy = policies.with_settings("fgd", [f"place.by={strategy}"])
     with (tmp_path / "events.jsonl").open("w") as file:
         effort = simulate(trace, policy, listeners=(recorder.record_fact, EventLog(file).record_fact))
     said = report.summary(recorder, effort, policy, {})
@@ -418,7 +418,7 @@ def test_wrong_use_is_told(arguments: list[str], said: str) -> None:
 
 def test_charts_of_packing_are_drawn(tmp_path: Path) -> None:
     nodes, pods = write_openb(tmp_path, 6)
-    recorder, _ = played(traces.read_openb(nodes, pods, 1.0, 1), policies.load("pack"))
+    recorder, _ = played(traces.read_openb(nodes, pods, 1.0, 1), policies.load("fifo-skip"))
     assert [path.name for path in plots.draw(recorder, tmp_path / "p", "pack")] == ["packing.png"]
 
 

@@ -43,7 +43,7 @@ def simulate(
         float, typer.Option(min=0.01, help="Draw pods until they request this multiple of the GPUs.")
     ] = 1.3,
     policy: Annotated[
-        str | None, typer.Option(help="A policy's name or file; default: priority-first-come, fgd for packing.")
+        str | None, typer.Option(help="A policy's name or file; default: the default policy, fgd for packing.")
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="A field of the policy: order.skip=true; repeatable.")

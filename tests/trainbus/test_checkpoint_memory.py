@@ -28,6 +28,7 @@ from tests.trainbus.support import (
 from tests.trainbus.test_exact_training import CODE
 from trainbus.data.dataset import Dataset
 from trainbus.embedded.servers import free_ports
+from trainbus.trainer.survivor_state import find_local_parts
 
 pytestmark = pytest.mark.shell
 
@@ -198,3 +199,13 @@ def test_the_parts_of_a_checkpoint_are_gathered_from_the_nodes_that_have_them(
 def losses(folder: Path) -> dict[int, float]:
     lines = [line for line in journal(folder) if isinstance(line, MetricsLine)]
     return {line.step: line.values["train/loss"] for line in lines if "train/loss" in line.values}
+
+
+def test_the_newest_generation_that_left_state_decides(tmp_path: Path) -> None:
+    for place in ("g1/step_00000020-rank_1", "g2/step_00000015-rank_1", "g2/step_00000012-rank_1"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "model-1.safetensors").touch()
+    # The third could not be prepared. The second trained on its own: loading the first's state would fork the history.
+    newest = max(find_local_parts((tmp_path,), 4, 10, "r"))
+    assert (newest.generation, newest.step) == (2, 15)
+    assert max(find_local_parts((tmp_path,), 2, 10, "r")).step == 20

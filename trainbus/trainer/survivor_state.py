@@ -42,10 +42,13 @@ Files = Mapping[str, Mapping[str, Tensor]]
 
 
 class StateKey(NamedTuple):
-    """Identifies a state on all nodes. The greater key is the newer state."""
+    """Identifies a state on all nodes. The greater key is the newer state.
 
-    step: int
+    The generation decides: one that did not use what an older one left has a history of its own, even if it is behind.
+    """
+
     generation: int
+    step: int
     #: Index of the folder that it lies in.
     folder: int
 
@@ -72,7 +75,7 @@ def find_local_parts(
                 continue
             for path in before.iterdir():
                 if (step := _STEP.fullmatch(path.name)) and int(step[1]) >= at_least:
-                    offer = found.setdefault(StateKey(int(step[1]), int(number[1]), index), LocalParts())
+                    offer = found.setdefault(StateKey(int(number[1]), int(step[1]), index), LocalParts())
                     offer.parts |= {
                         int(part[1]): path for file in path.iterdir() if (part := _MODEL.fullmatch(file.name))
                     }

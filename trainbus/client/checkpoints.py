@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from contracts import subjects, topology
 from contracts.events import checkpoint
@@ -27,7 +28,7 @@ from trainbus.client.address import StackAddress
 from trainbus.client.connection import Connection
 from trainbus.client.errors import NotFoundError, TrainbusError, UsageError
 from trainbus.client.object_store import open_object_store
-from trainbus.client.runs import find_run
+from trainbus.client.runs import find_run, wait_for_event
 
 FACTS = (
     checkpoint.CheckpointCommitted,
@@ -294,21 +295,16 @@ async def request_repair(
         await connection.publish_request(ScrubRequested(run_id=run_id, repair=True))
     repaired = subjects.fact("run", subjects.WILDCARD, checkpoint.CheckpointRepaired.fact)
 
-    async def wait() -> None:
-        async for batch in connection.follow(topology.FACTS, repaired, start_sequence=start):
-            for each in batch:
-                missing.discard(each.event.blob)
-                on_repaired(each.event)
-            if not missing:
-                return
+    def completes(fact: checkpoint.CheckpointRepaired) -> bool:
+        missing.discard(fact.blob)
+        on_repaired(fact)
+        return not missing
 
-    try:
-        await asyncio.wait_for(wait(), timeout_s)
-    except TimeoutError:
+    if await wait_for_event(connection, start, repaired, completes, timeout_s) is None:
         raise TrainbusError(
             f"{len(missing)} are still rotten after {timeout_s:.0f} s: no node that is up has another copy, or the "
             "checkpoint service does not run; restore from another checkpoint (`trainbus checkpoints ls RUN`)"
-        ) from None
+        )
 
 
 async def pin_checkpoint(
@@ -320,34 +316,23 @@ async def pin_checkpoint(
         NotFoundError: there is no such checkpoint.
         TrainbusError: the checkpoint service does not answer.
     """
-    name, at, number = target.rpartition("@")
-    if not at or not number.isdigit():
+    if not re.fullmatch(r".+@\d+", target):
         raise UsageError(f"{target!r}: give RUN@STEP, as in demo@200")
-    step = int(number)
-    run_id = await find_run(connection, name)
-    steps = [each.step for each in await list_checkpoints(connection, run_id)]
-    if step not in steps:
-        known = ", ".join(str(each) for each in steps) or "(none)"
-        raise NotFoundError(f"run {run_id} has no checkpoint of step {step}; it has steps {known}")
+    stored = await find_checkpoint(connection, target)
+    run_id, step = stored.commit.run_id, stored.step
     start = await connection.last_sequence(topology.FACTS) + 1
     request = PinRequested(run_id=run_id, step=step, pinned=pinned, reason=reason)
     request_id = await connection.publish_request(request)
     subject = subjects.fact("run", run_id, checkpoint.CheckpointPinned.fact)
-
-    async def wait() -> checkpoint.CheckpointPinned:
-        async for batch in connection.follow(topology.FACTS, subject, start_sequence=start):
-            for each in batch:
-                if isinstance(each.event, checkpoint.CheckpointPinned) and each.event.request_id == request_id:
-                    return each.event
-        raise AssertionError("follow does not end")
-
-    try:
-        return await asyncio.wait_for(wait(), ANSWER_TIMEOUT_S)
-    except TimeoutError:
+    fact = await wait_for_event(
+        connection, start, subject, lambda each: each.request_id == request_id, ANSWER_TIMEOUT_S
+    )
+    if fact is None:
         done = "pinned" if pinned else "unpinned"
         raise TrainbusError(
             f"requested, but not {done} yet: the checkpoint service does not answer (`trainbus doctor`)"
-        ) from None
+        )
+    return cast(checkpoint.CheckpointPinned, fact)
 
 
 async def fetch_checkpoint(

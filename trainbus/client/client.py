@@ -283,7 +283,9 @@ class AsyncClient:
         return await self._wait_for_answer(start, subjects.fact("node", node_id, "draining"), "draining")
 
     async def _wait_for_answer(self, start_sequence: int, subject: str, *facts: str) -> str | None:
-        fact = await runs.wait_for_fact(self.connection, start_sequence, subject, facts, ANSWER_TIMEOUT_S)
+        fact = await runs.wait_for_event(
+            self.connection, start_sequence, subject, lambda event: event.fact in facts, ANSWER_TIMEOUT_S
+        )
         return None if fact is None else describe(fact)
 
 

@@ -89,21 +89,22 @@ class Connection:
         self, stream: topology.Stream, *filters: str, start_sequence: int = 1, until_caught_up: bool = False
     ) -> AsyncIterator[list[StoredEvent]]:
         """Yield batches of events in order, and an empty batch four times a second while nothing happens."""
-        batches = follow(
-            lambda: self.nc, stream.name, filters, start_sequence, idle_s=0.25, until_caught_up=until_caught_up
-        )
-        async for batch in batches:
+        async for batch in self._follow(stream, filters, start_sequence, until_caught_up):
             yield [stored for message in batch if (stored := _decode_message(message)) is not None]
 
     async def follow_raw(
         self, stream: topology.Stream, *filters: str, start_sequence: int = 1, until_caught_up: bool = False
     ) -> AsyncIterator[list[RawMessage]]:
         """Yield the same batches as ``follow``, undecoded: messages that cannot be decoded are among them."""
-        batches = follow(
+        async for batch in self._follow(stream, filters, start_sequence, until_caught_up):
+            yield [_to_raw(message) for message in batch]
+
+    def _follow(
+        self, stream: topology.Stream, filters: tuple[str, ...], start_sequence: int, until_caught_up: bool
+    ) -> AsyncIterator[list[Msg]]:
+        return follow(
             lambda: self.nc, stream.name, filters, start_sequence, idle_s=0.25, until_caught_up=until_caught_up
         )
-        async for batch in batches:
-            yield [_to_raw(message) for message in batch]
 
     async def read(
         self, *filters: str, stream: topology.Stream = topology.FACTS, start_sequence: int = 1

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from contracts import subjects, topology
@@ -123,23 +124,17 @@ async def follow_until_ended(
             return
 
 
-async def wait_for_fact(
-    connection: Connection, start_sequence: int, subject: str, facts: Iterable[str], timeout_s: float
+async def wait_for_event(
+    connection: Connection, start_sequence: int, subject: str, accepts: Callable[[Any], bool], timeout_s: float
 ) -> Any | None:
-    """Return the first of ``facts`` on a subject from a sequence number on, None if none comes in time."""
-    wanted = frozenset(facts)
-
-    async def wait() -> Any:
-        async for batch in connection.follow(topology.FACTS, subject, start_sequence=start_sequence):
-            for message in batch:
-                if message.event.fact in wanted:
-                    return message.event
-        raise AssertionError("follow does not end")
-
-    try:
-        return await asyncio.wait_for(wait(), timeout_s)
-    except TimeoutError:
-        return None
+    """Return the first fact on a subject that is accepted, from a sequence number on; None if none comes in time."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            async for batch in connection.follow(topology.FACTS, subject, start_sequence=start_sequence):
+                for message in batch:
+                    if accepts(message.event):
+                        return message.event
+    return None
 
 
 async def add_progress(connection: Connection, view: RunView) -> None:
@@ -163,8 +158,13 @@ async def add_progress(connection: Connection, view: RunView) -> None:
             break
         reach *= 10
     for event in trained:
-        view.step = max(view.step, event.step)
-        view.samples_consumed = max(view.samples_consumed, event.samples_consumed)
-        view.total_steps, view.epoch = event.total_steps or view.total_steps, max(view.epoch, event.epoch)
-        for point in event.points:
-            view.metrics.update(point.values)
+        apply_progress(view, event)
+
+
+def apply_progress(view: RunView, event: run.RunProgress) -> None:
+    """Bring a view up to what its training has reported."""
+    view.step = max(view.step, event.step)
+    view.samples_consumed = max(view.samples_consumed, event.samples_consumed)
+    view.total_steps, view.epoch = event.total_steps or view.total_steps, max(view.epoch, event.epoch)
+    for point in event.points:
+        view.metrics.update(point.values)

@@ -25,11 +25,14 @@ from contracts import subjects, topology
 from contracts.base import run_id_for
 from contracts.envelope import ANONYMOUS_SOURCE
 from contracts.events import run
-from trainbus.client.address import StackAddress, find_address, find_data_dir
-from trainbus.client.connection import Connection, connect
+from services.kit.concurrency import cancel_and_wait
+from trainbus.client.address import StackAddress, find_data_dir
+from trainbus.client.client import AsyncClient
+from trainbus.client.connection import Connection
 from trainbus.client.errors import TrainbusError
 from trainbus.client.package import CodePackage, pack_project
-from trainbus.client.runs import NODE_FACTS
+from trainbus.client.runs import NODE_FACTS, apply_progress, fold_events
+from trainbus.client.submission import upload_package
 from trainbus.client.views import RunView, StackView
 from trainbus.commands import render, run_tables
 from trainbus.commands.demo import lake as demo_lake
@@ -43,6 +46,7 @@ EXAMPLE = Path(trainbus.__file__).parents[1] / "examples" / "digits"
 SILENCE_S = 90.0
 #: The share of run one after which the second request arrives.
 HALF_WAY = 0.4
+STRAGGLER_FACTOR = 20.0
 FIRST, SECOND = "digits", "digits-urgent"
 #: Long enough for a second run in the middle, short enough to watch.
 TRAINING = {
@@ -93,7 +97,7 @@ def run_demo(data_dir: Path | None, *, keep: bool = False) -> int:
             scans = pool.submit(demo_lake.draw_scans)
             with demo.screen.shown():
                 _wait_for_stack(demo, stack)
-                asyncio.run(_play_demo(demo, find_address(folder), scans))
+                asyncio.run(_play_demo(demo, folder, scans))
             problems = _check(demo)
             _last_screen(demo, problems, _next_steps(folder))
             if keep and not problems:
@@ -109,11 +113,10 @@ def run_demo(data_dir: Path | None, *, keep: bool = False) -> int:
 def run_demo_on_running_stack(data_dir: Path | None) -> int:
     """Run the demo on a stack that runs already: the embedded one, or the one that TRAINBUS_* names."""
     _check_example()
-    address = find_address(data_dir)
     demo = _demo()
     try:
         with ThreadPoolExecutor(1) as pool, demo.screen.shown():
-            asyncio.run(_play_demo(demo, address, pool.submit(demo_lake.draw_scans)))
+            asyncio.run(_play_demo(demo, data_dir, pool.submit(demo_lake.draw_scans)))
         problems = _check(demo)
     except TimeoutError:
         problems = [_silent(), *_check(demo)]
@@ -178,14 +181,15 @@ def _wait_for_stack(demo: Demo, stack: StackProcess) -> None:
     demo.screen.done(stage, f"{len(info.processes)} processes are ready; two nodes of two slots")
 
 
-async def _play_demo(demo: Demo, address: StackAddress, scans: Future[dict[str, bytes]]) -> None:
+async def _play_demo(demo: Demo, data_dir: Path | None, scans: Future[dict[str, bytes]]) -> None:
     """Fill the lake, request both runs, and follow them until both have a verdict."""
-    async with connect(address) as connection:
+    async with AsyncClient(data_dir) as client:
+        connection = client.connection
         start = await connection.last_sequence(topology.FACTS) + 1
-        for message in await connection.read(*NODE_FACTS, subjects.model()):
-            demo.stack_view.apply(message.sequence, message.envelope.time, message.event)
-        await _fill_lake(demo, address, scans)
-        code = await _upload_code(demo, address)
+        known = fold_events(await connection.read(*NODE_FACTS, subjects.model()))
+        demo.stack_view.nodes, demo.stack_view.models, demo.stack_view.runs = known.nodes, known.models, known.runs
+        await _fill_lake(demo, client.address, scans)
+        code = await _upload_code(demo, client.address)
         changed = asyncio.Event()
         followers = [
             asyncio.create_task(_follow_facts(demo, connection, start, changed)),
@@ -193,22 +197,20 @@ async def _play_demo(demo: Demo, address: StackAddress, scans: Future[dict[str, 
             asyncio.create_task(_redraw(demo)),
         ]
         try:
-            demo.first = await _publish(connection, example_request(FIRST, code, TRAINING, {"min": 1, "max": 4}, 0))
+            first = example_request(FIRST, code, TRAINING, {"min": 1, "max": 4}, 0)
+            demo.first = await _publish(connection, first)
             demo.screen.runs[demo.first] = FIRST
             demo.screen.print_line(f"published train.requested for {FIRST!r}: {demo.first}")
             await _wait_until(changed, followers, lambda: _is_half_way(demo.view(demo.first)))
-            demo.second = await _publish(
-                connection, example_request(SECOND, code, SECOND_TRAINING, {"min": 2, "max": 2}, 10)
-            )
+            second = example_request(SECOND, code, SECOND_TRAINING, {"min": 2, "max": 2}, 10)
+            demo.second = await _publish(connection, second)
             demo.screen.runs[demo.second] = SECOND
             demo.screen.print_line(
                 f"half-way: published {SECOND!r} of priority 10, which needs two slots: {demo.second}"
             )
             await _wait_until(changed, followers, lambda: demo.is_finished)
         finally:
-            for follower in followers:
-                follower.cancel()
-            await asyncio.gather(*followers, return_exceptions=True)
+            await cancel_and_wait(*followers)
 
 
 async def _fill_lake(demo: Demo, address: StackAddress, scans: Future[dict[str, bytes]]) -> None:
@@ -234,8 +236,6 @@ async def _upload_code(demo: Demo, address: StackAddress) -> dict[str, Any]:
 
 async def upload_example(address: StackAddress) -> CodePackage:
     """Upload the example's code package."""
-    from trainbus.client.submission import upload_package
-
     package = pack_project(EXAMPLE)
     await upload_package(address, package, package.code(address.bucket_code)["uri"])
     return package
@@ -248,6 +248,8 @@ def example_request(
     body: dict[str, Any] = json.loads((EXAMPLE / "train.json").read_text())
     body.update(name=name, code=code, slots=slots, priority=priority, training=training)
     body["data"]["source"] = f"s3://lake/{demo_lake.PREFIX}"
+    # The ranks share this machine's cores with every service: only a rank that hardly runs is a straggler.
+    body["watch"] = {"straggler_factor": STRAGGLER_FACTOR}
     if priority:
         body["params"] = {**body.get("params", {}), "width": 8, "lr": 0.005}
     return body
@@ -277,9 +279,7 @@ async def _follow_progress(demo: Demo, connection: Connection, changed: asyncio.
             view = demo.stack_view.runs.get(event.run_id)
             if view is None or event.kind != "training" or event.generation < view.generation:
                 continue
-            view.step, view.total_steps = event.step, event.total_steps or view.total_steps
-            for point in event.points:
-                view.metrics.update(point.values)
+            apply_progress(view, event)
             demo.screen.on_progress(view)
             # Measurements of the node do not count: they come from a hanging run, too.
             changed.set()

@@ -290,10 +290,6 @@ def _apply_rejected(view: RunView, event: run.RunRejected) -> None:
     view.reason = "; ".join(f"{p.field}: {p.message}" if p.field else p.message for p in event.problems) or event.reason
 
 
-def _apply_prepared(view: RunView, event: run.RunPrepared) -> None:
-    view.dataset_id = event.dataset_id
-
-
 def _apply_queued(view: RunView, event: run.RunQueued) -> None:
     view.slots_got, view.nodes = 0, ()
 
@@ -333,22 +329,6 @@ def _apply_committed(view: RunView, event: checkpoint.CheckpointCommitted) -> No
     view.samples_consumed = max(view.samples_consumed, event.checkpoint.samples_consumed)
 
 
-def _apply_deleted(view: RunView, event: checkpoint.CheckpointDeleted) -> None:
-    view.checkpoints.pop(event.uri, None)
-
-
-def _apply_completed(view: RunView, event: run.RunCompleted) -> None:
-    view.metrics.update(event.metrics)
-
-
-def _apply_failed(view: RunView, event: run.RunFailed) -> None:
-    view.log_tail = event.log_tail
-
-
-def _apply_tracked(view: RunView, event: run.RunTracked) -> None:
-    view.mlflow_run_id = event.mlflow_run_id
-
-
 def _apply_evaluated(view: RunView, event: run.RunEvaluated) -> None:
     view.evaluation, view.champion = dict(event.metrics), dict(event.champion_metrics)
 
@@ -361,21 +341,26 @@ def _apply_not_promoted(view: RunView, event: run.RunNotPromoted) -> None:
     view.verdict, view.verdict_reason, view.model = "not promoted", event.reason, event.model
 
 
-_RUN: dict[type[Any], Callable[[RunView, Any], None]] = {
+def _copy(name: str) -> Callable[[RunView, Any], None]:
+    """Return a change that takes one field from the fact."""
+    return lambda view, event: setattr(view, name, getattr(event, name))
+
+
+_RUN: dict[type[Any], Callable[[RunView, Any], object]] = {
     run.RunAccepted: _apply_accepted,
     run.RunRejected: _apply_rejected,
-    run.RunPrepared: _apply_prepared,
+    run.RunPrepared: _copy("dataset_id"),
     run.RunQueued: _apply_queued,
+    run.RunFailed: _copy("log_tail"),
+    run.RunTracked: _copy("mlflow_run_id"),
     run.RunWaiting: _apply_waiting,
     run.RunPlaced: _apply_placed,
     run.RunStarted: _apply_started,
     run.RunReleased: _apply_end,
     run.RunExited: _apply_end,
     checkpoint.CheckpointCommitted: _apply_committed,
-    checkpoint.CheckpointDeleted: _apply_deleted,
-    run.RunCompleted: _apply_completed,
-    run.RunFailed: _apply_failed,
-    run.RunTracked: _apply_tracked,
+    checkpoint.CheckpointDeleted: lambda view, event: view.checkpoints.pop(event.uri, None),
+    run.RunCompleted: lambda view, event: view.metrics.update(event.metrics),
     run.RunEvaluated: _apply_evaluated,
     run.RunPromoted: _apply_promoted,
     run.RunNotPromoted: _apply_not_promoted,

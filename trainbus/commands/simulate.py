@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -63,10 +63,21 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Simulate the scheduler on a trace, on a virtual clock; print waits, use and preemptions."""
-    packing = trace_format == "openb"
-    played = _generate_trace(generate, gpus, gpus_per_node, seed) if generate else None
-    played = played or (_openb(nodes, pods, tune, seed) if packing else _pai(trace, gpus, gpus_per_node))
-    chosen = _policy(policy or ("fgd" if played.packing else None), settings or [])
+    from services.scheduler import policies
+    from services.scheduler.simulate import generate as generation
+    from services.scheduler.simulate.traces import TraceError
+    from trainbus.commands.scheduler import load_policy
+
+    try:
+        if generate:
+            played = generation.jobs(generate, gpus, seed, per_node=gpus_per_node)
+        elif trace_format == "openb":
+            played = _read_openb(nodes, pods, tune, seed)
+        else:
+            played = _read_pai(trace, gpus, gpus_per_node)
+    except TraceError as error:
+        raise UsageError(str(error)) from error
+    chosen = load_policy(policy or ("fgd" if played.packing else policies.DEFAULT), settings or ())
     recorder, summary = _simulate(played, chosen, resume_cost_s, seed, over_bus=over_bus, events=events)
     if as_json:
         typer.echo(json.dumps(summary, indent=2))
@@ -79,44 +90,20 @@ def simulate(
             print(path, file=sys.stderr)
 
 
-def _generate_trace(count: int, gpus: int, gpus_per_node: int, seed: int) -> Trace:
-    from services.scheduler.simulate import generate
-
-    return generate.jobs(count, gpus, seed, per_node=gpus_per_node)
-
-
-def _pai(trace: Path | None, gpus: int, gpus_per_node: int) -> Trace:
-    from services.scheduler.simulate import traces
-
-    if trace is None:
-        raise UsageError("give a trace: --trace FILE, or --generate N")
-    return _read(lambda: traces.read_pai(trace, gpus, gpus_per_node))
-
-
-def _openb(nodes: Path | None, pods: Path | None, tune: float, seed: int) -> Trace:
+def _read_openb(nodes: Path | None, pods: Path | None, tune: float, seed: int) -> Trace:
     from services.scheduler.simulate import traces
 
     if nodes is None or pods is None:
         raise UsageError("--format openb needs --nodes FILE and --pods FILE")
-    return _read(lambda: traces.read_openb(nodes, pods, tune, seed))
+    return traces.read_openb(nodes, pods, tune, seed)
 
 
-def _read(reading: Callable[[], Trace]) -> Trace:
-    from services.scheduler.simulate.traces import TraceError
+def _read_pai(trace: Path | None, gpus: int, gpus_per_node: int) -> Trace:
+    from services.scheduler.simulate import traces
 
-    try:
-        return reading()
-    except TraceError as error:
-        raise UsageError(str(error)) from error
-
-
-def _policy(name: str | None, settings: list[str]) -> Policy:
-    from services.scheduler import policies
-
-    try:
-        return policies.with_settings(name or policies.DEFAULT, settings)
-    except policies.PolicyError as error:
-        raise UsageError(str(error)) from error
+    if trace is None:
+        raise UsageError("give a trace: --trace FILE, or --generate N")
+    return traces.read_pai(trace, gpus, gpus_per_node)
 
 
 def _simulate(
@@ -189,14 +176,11 @@ def _listeners(recorder: Recorder, events: Path | None) -> Iterator[tuple[Any, .
         yield recorder.record_fact, EventLog(file).record_fact
 
 
-@contextmanager
-def _progress(trace: Trace) -> Iterator[Callable[[int], None]]:
+def _progress(trace: Trace) -> AbstractContextManager[Callable[[int], None]]:
     """Show a bar on stderr for a long trace."""
     if len(trace.jobs) < MIN_JOBS_FOR_BAR:
-        yield lambda submitted: None
-        return
-    with count_bar("submitted", len(trace.jobs)) as advance:
-        yield advance
+        return nullcontext(lambda submitted: None)
+    return count_bar("submitted", len(trace.jobs))
 
 
 #: Key of the summary -> its label and unit; in this order.

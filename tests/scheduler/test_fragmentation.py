@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from contracts.events.node import NodeJoined
 from contracts.scheduling import Policy
 from services.scheduler.core.fold import fold
-from services.scheduler.core.place.fragmentation import UNCOUNTED, FragmentationScores, Worth
+from services.scheduler.core.place.fragmentation import RARITY_PARTS, UNCOUNTED, FragmentationScores, Worth, rarity_of
 from services.scheduler.core.place.snapshot import NodeCapacity
 from services.scheduler.core.state.cluster import Node
 from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
@@ -111,6 +111,21 @@ def test_a_kind_that_others_must_have_is_left_to_them() -> None:
     packing = FragmentationScores(((only_b, 1), (shape(), 1)))
     rooms = [room("b", [1000], model="B"), room("a", [1000], model="A")]
     assert packing.choose(rooms, SlotRequest(), 1) == [("a", (0,))]
+
+
+def test_a_rare_kind_that_few_others_must_have_is_left_to_them_although_its_node_is_fuller() -> None:
+    only_b = shape(models=frozenset("B"))
+    typical = ((only_b, 1), (shape(models=frozenset("A")), 5), (shape(), 4))
+    rooms = [room("b", [1000], model="B"), room("a", [1000, 1000], model="A")]
+    assert FragmentationScores(typical).choose(rooms, SlotRequest(), 1) == [("b", (0,))]
+    rarity = rarity_of(typical, {"A": 90, "B": 10})
+    assert rarity == {frozenset("B"): 10 * RARITY_PARTS, frozenset("A"): 100 * RARITY_PARTS // 90}
+    assert FragmentationScores(typical, rarity).choose(rooms, SlotRequest(), 1) == [("a", (0,))]
+
+
+def test_rarity_counts_all_models_that_a_shape_names_and_leaves_out_those_that_are_missing() -> None:
+    typical = ((shape(models=frozenset("AB")), 1), (shape(models=frozenset("C")), 1), (shape(), 1))
+    assert rarity_of(typical, {"A": 1, "B": 1, "D": 2}) == {frozenset("AB"): 2 * RARITY_PARTS}
 
 
 def test_large_gangs_lie_on_few_nodes_and_bundles_stay_whole() -> None:

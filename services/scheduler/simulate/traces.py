@@ -197,13 +197,18 @@ class Pod:
 
 
 def read_openb(nodes_path: Path, pods_path: Path, tune: float, seed: int) -> Trace:
-    """Pods in random order, topped up (or cut) to ``tune`` times the GPUs of the nodes."""
-    nodes = tuple(_openb_nodes(nodes_path))
-    pods = tuned(tuple(_openb_pods(pods_path)), tune * WHOLE_MILLI * sum(n.slots for n in nodes), seed)
+    """Read pods in random order, topped up (or cut) to ``tune`` times the GPUs of the nodes."""
+    nodes = tuple(read_openb_nodes(nodes_path))
+    pods = tuned(tuple(read_openb_pods(pods_path)), tune * WHOLE_MILLI * sum(n.slots for n in nodes), seed)
+    return packing_trace(nodes, pods, pods_path.name)
+
+
+def packing_trace(nodes: tuple[NodeJoined, ...], pods: Iterable[Pod], name: str) -> Trace:
+    """Return the trace in which these pods arrive one after the other, and never end."""
     specs = Specs()
     # One a second: each is decided on alone, which is all that its time means.
     jobs = tuple(Job(f"pod-{i:06}", float(i), math.inf, pod_spec(pod, specs)) for i, pod in enumerate(pods, 1))
-    return Trace(nodes, jobs, pods_path.name, packing=True)
+    return Trace(nodes, jobs, name, packing=True)
 
 
 def tuned(pods: Sequence[Pod], gpu_milli: float, seed: int) -> list[Pod]:
@@ -240,7 +245,7 @@ def pod_spec(pod: Pod, specs: Specs) -> RunSpec:
     )
 
 
-def _openb_nodes(path: Path) -> Iterator[NodeJoined]:
+def read_openb_nodes(path: Path) -> Iterator[NodeJoined]:
     for line, row in _rows(path, ("sn", "cpu_milli", "memory_mib", "gpu", "model")):
         slots = int(_number(path, line, row, "gpu"))
         cpus = _number(path, line, row, "cpu_milli") / 1000
@@ -248,7 +253,7 @@ def _openb_nodes(path: Path) -> Iterator[NodeJoined]:
         yield node(token(row["sn"]), slots, row["model"].strip() or "cpu", cpus, memory_bytes)
 
 
-def _openb_pods(path: Path) -> Iterator[Pod]:
+def read_openb_pods(path: Path) -> Iterator[Pod]:
     for line, row in _rows(path, ("cpu_milli", "memory_mib", "num_gpu", "gpu_milli")):
         cpu_milli, memory_mib, gpus, gpu_milli = (
             int(_number(path, line, row, name)) for name in ("cpu_milli", "memory_mib", "num_gpu", "gpu_milli")

@@ -8,13 +8,18 @@ So here half of the measure is what *as many as fit* of the shape would use. On 
 (default), 0.6 (gpushare40) and -0.2 (multigpu20) points of all accelerators more than the first half alone, with a
 known workload. Equal scores go to the node with the least left.
 
+Where runs name models of accelerators, the measure has two changes. What a shape can use counts by how rare the models
+are that it names (``rarity_of``): where a tenth of the accelerators will do for it, each is worth ten times as much.
+Runs that can lie anywhere therefore leave rare models to the runs that name them. And the half for as many as fit is
+left out: it keeps the nodes of a model for runs of one shape.
+
 All of it is whole numbers, and nothing that is remembered changes a result: ``FragmentationScores`` may be
 dropped at any time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from services.scheduler.core.state.slot_request import SLOT_MILLI, SlotRequest
@@ -28,7 +33,12 @@ UNCOUNTED = 1 << 200
 #: Values that are remembered at most; beyond, all are forgotten.
 REMEMBERED = 300_000
 
+#: Rarity is counted in parts of this size, so that a node that comes or goes changes little.
+RARITY_PARTS = 10
+
 Typical = tuple[tuple[Shape, int], ...]
+#: Models that a shape names -> how rare they are, in ``RARITY_PARTS``.
+Rarity = Mapping[frozenset[str], int]
 #: Thousandths left of each accelerator, in descending order.
 Left = tuple[int, ...]
 
@@ -55,13 +65,12 @@ class Score(NamedTuple):
 class Worth:
     """What states are worth to the typical shapes that may lie on one kind of node."""
 
-    def __init__(self, typical: Typical, model: str, profile: str) -> None:
+    def __init__(self, typical: Typical, model: str, profile: str, rarity: Rarity | None = None) -> None:
         members: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
         self.scale = 0
-        #: Where runs name models, what as many as fit would use is left out: it keeps nodes of a model for runs of
-        #: one shape, and the other shapes that need the model find no room.
         self._counts_copies = not any(shape.models for shape, _ in typical)
-        for shape, weight in typical:
+        for shape, count in typical:
+            weight = count * rarity.get(shape.models, RARITY_PARTS) if rarity else count
             # A shape that may not lie here finds no worth in it: all is fragmented to it.
             self.scale += 2 * weight
             if shape.profile == profile and (not shape.models or model in shape.models):
@@ -120,8 +129,8 @@ class Worth:
 class FragmentationScores:
     """Scores of nodes for shapes, remembered until the node or the workload changes."""
 
-    def __init__(self, typical: Typical = ()) -> None:
-        self.typical = typical
+    def __init__(self, typical: Typical = (), rarity: Rarity | None = None) -> None:
+        self.typical, self.rarity = typical, rarity or {}
         self._states: dict[tuple[Left, int, int, str, str], State] = {}
         self._worth: dict[tuple[str, str], Worth] = {}
         self._scores: dict[Shape, dict[State, Score | None]] = {}
@@ -132,7 +141,7 @@ class FragmentationScores:
         key = (model, profile)
         found = self._worth.get(key)
         if found is None:
-            found = self._worth[key] = Worth(self.typical, model, profile)
+            found = self._worth[key] = Worth(self.typical, model, profile, self.rarity)
         return found
 
     def state(
@@ -236,6 +245,16 @@ class FragmentationScores:
         cpu_milli = capacity.cpu_milli if node.cpu_milli else UNCOUNTED
         memory_bytes = capacity.memory_bytes if node.memory_bytes else UNCOUNTED
         return self.state(seen, cpu_milli, memory_bytes, node.accelerator, profile)
+
+
+def rarity_of(typical: Typical, slots: Mapping[str, int]) -> Rarity:
+    """Return how rare the models are that the shapes name; ``slots``: model -> the slots that the cluster has of it."""
+    total, named = sum(slots.values()), {shape.models for shape, _ in typical if shape.models}
+    return {
+        models: total * RARITY_PARTS // there
+        for models in named
+        if (there := sum(slots.get(model, 0) for model in models))
+    }
 
 
 def _outcomes(left: Left, shape: Shape) -> list[tuple[int, Left]]:

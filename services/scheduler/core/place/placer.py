@@ -7,6 +7,7 @@ are taken in the order of ``policy.place.by``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -14,7 +15,7 @@ from datetime import datetime, timedelta
 from contracts.events.run import Member
 from contracts.scheduling import Policy
 from services.scheduler.core.place.clusters import FETCH_S, Candidate, choose_cluster
-from services.scheduler.core.place.fragmentation import FragmentationScores
+from services.scheduler.core.place.fragmentation import FragmentationScores, rarity_of
 from services.scheduler.core.place.maintenance import closed as closed_for
 from services.scheduler.core.place.pools import Preferences, kinds_of
 from services.scheduler.core.place.resource_request import CAPACITY, CLUSTER, NODE, ResourceRequest, suits
@@ -384,11 +385,17 @@ def _trait(node: Node, trait: str) -> str:
 
 
 def _fragmentation_scores(cluster: Cluster) -> FragmentationScores:
-    """Placing by fragmentation, as the workload is by now."""
+    """Return the scores for the workload and the nodes as they are by now."""
     index, typical = cluster.index, cluster.workload.typical
-    if index.fragmentation_scores is None or index.fragmentation_scores.typical is not typical:
-        index.fragmentation_scores = FragmentationScores(typical)
-    scores: FragmentationScores = index.fragmentation_scores
+    scores: FragmentationScores | None = index.fragmentation_scores
+    memory = index.memory()
+    if scores is None or scores.typical is not typical or "rarity" not in memory:
+        slots: Counter[str] = Counter()
+        for node in cluster.nodes.values():
+            slots[node.accelerator] += node.slots if node.is_schedulable else 0
+        rarity = memory["rarity"] = rarity_of(typical, slots)
+        if scores is None or scores.typical is not typical or scores.rarity != rarity:
+            scores = index.fragmentation_scores = FragmentationScores(typical, rarity)
     return scores
 
 

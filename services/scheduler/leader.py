@@ -22,7 +22,14 @@ from services.kit.settings import Settings
 from services.scheduler import metrics
 from services.scheduler.cluster_cache import ClusterCache
 from services.scheduler.core.decide import lost_nodes, unresponsive_nodes
-from services.scheduler.core.decisions import MAX_FACTS_PER_CYCLE, LoseNode, decision_record, in_order, lost_fact
+from services.scheduler.core.decisions import (
+    MAX_FACTS_PER_CYCLE,
+    NOTHING_LEFT,
+    LoseNode,
+    decision_record,
+    in_order,
+    lost_fact,
+)
 from services.scheduler.core.quarantine import describe_quarantine, run_cycle
 from services.scheduler.core.state.cluster import Cluster
 from services.scheduler.publisher import PendingFact, Publisher, pending_facts
@@ -72,6 +79,7 @@ class Leader:
         #: Since when the bus has carried the agents' facts to us without a pause, in the log's time.
         self._reachable_since: datetime | None = None
         self._last_cycle_s = 0.0
+        self._left_over = NOTHING_LEFT
 
     @property
     def leads(self) -> bool:
@@ -149,9 +157,10 @@ class Leader:
     def _decide(self, cluster: Cluster) -> tuple[list[PendingFact], int, datetime | None, float]:
         """Decide on the cluster as it is; runs in a thread. The facts are made here, before the cluster changes."""
         started, now, reachable_since = time.perf_counter(), self.cache.now(), self.reachable_since
-        quarantined = cluster.quarantined
-        made = run_cycle(cluster, now, self.policy, reachable_since)
-        record = decision_record(cluster, now, self.policy, reachable_since)
+        quarantined, left_over = cluster.quarantined, self._left_over
+        made = run_cycle(cluster, now, self.policy, reachable_since, left_over=left_over)
+        self._left_over = made.left_over
+        record = decision_record(cluster, now, self.policy, reachable_since, left_over)
         pending = pending_facts(cluster, in_order(made.decisions)[:MAX_FACTS_PER_CYCLE], now, record)
         if cluster.quarantined != quarantined:
             log.error("the scheduling cycle fails on something", **describe_quarantine(cluster))

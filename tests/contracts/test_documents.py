@@ -1,4 +1,4 @@
-"""The committed schemas, examples and asyncapi.yaml match the code."""
+"""The committed schemas, examples and asyncapi.yaml say what the code says."""
 
 from __future__ import annotations
 

@@ -86,14 +86,14 @@ class Agent:
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
-    agents: list[Agent] = []
+    made: list[Agent] = []
 
     def make(answer: Callable[[], str | None] = lambda: "") -> Agent:
-        agents.append(Agent(tmp_path / "s", answer))
-        return agents[-1]
+        made.append(Agent(tmp_path / "s", answer))
+        return made[-1]
 
     yield make
-    for each in agents:
+    for each in made:
         each.close()
 
 

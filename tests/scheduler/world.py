@@ -28,8 +28,8 @@ from contracts.events.run import (
 )
 from contracts.scheduling import Policy
 from contracts.spec.run import RunSpec
-from services.scheduler.core.decide import decide
-from services.scheduler.core.decisions import Decision, decision_record, fact_of
+from services.scheduler.core.decide import decide, run_steps
+from services.scheduler.core.decisions import NOTHING_LEFT, Decision, decision_record, fact_of
 from services.scheduler.core.fold import apply, fold
 from services.scheduler.core.state.cluster import TERMINAL, Cluster, Run
 from services.scheduler.core.state.index import Index
@@ -53,6 +53,8 @@ class World:
         self.cluster = Cluster()
         self.now = START
         self.log: list[tuple[Fact, int, datetime]] = []
+        #: What the last cycle has left over.
+        self.left_over = NOTHING_LEFT
         self.checked: dict[str, int] = defaultdict(int)
         #: What agents have said and the bus has not delivered yet; ``delayed`` picks what gets here.
         self.late: list[Fact] = []
@@ -78,11 +80,13 @@ class World:
         fresh = copy.copy(self.cluster)
         fresh.index = Index()
         fresh.index.unsettled.update(dict.fromkeys(fresh.runs))
-        expected = decide(fresh, self.now, self.policy)
-        decisions = decide(self.cluster, self.now, self.policy)
+        expected = run_steps(fresh, self.now, self.policy, left_over=self.left_over).decisions
+        result = run_steps(self.cluster, self.now, self.policy, left_over=self.left_over)
+        decisions = result.decisions
         # What is kept from pass to pass changes no decision.
         assert sorted(map(repr, decisions)) == sorted(map(repr, expected)), (decisions, expected)
-        made = decision_record(self.cluster, self.now, self.policy)
+        made = decision_record(self.cluster, self.now, self.policy, left_over=self.left_over)
+        self.left_over = result.left_over
         facts = [fact_of(decision, self.cluster, self.now, made) for decision in decisions]
         for fact in facts[:limit]:
             self.say(fact)
@@ -113,7 +117,7 @@ class World:
         made: list[Decision] = []
         for _ in range(50):
             decisions = self.step()
-            if not decisions:
+            if not decisions and not any(self.left_over):
                 return made
             made += decisions
         raise AssertionError(f"the scheduler never comes to rest: {made[-6:]}")

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from contracts.scheduling import Policy
-from services.scheduler.core.decisions import Decision
+from services.scheduler.core.decisions import NOTHING_LEFT, Decision, LeftOver
 from services.scheduler.core.place.placer import Placer
 from services.scheduler.core.place.resource_request import ResourceRequest
 from services.scheduler.core.place.snapshot import ClusterSnapshot, NodeSlots
@@ -20,6 +20,13 @@ from services.scheduler.core.state.cluster import EPOCH, Cluster, Run
 
 #: More than there can be of anything that is counted.
 UNLIMITED = 1 << 60
+#: Nodes that one cycle evaluates for the runs that it tries to place, each node once for each run. It takes about a
+#: second: a tenth of the leases that clusters have. A count, and not a time, so that a replay decides the same.
+MAX_PLACEMENT_WORK = 500_000
+#: The same for the search for victims, which takes about 200 microseconds for each node and each slot.
+MAX_SEARCH_WORK = 5_000
+#: After how many seconds the next cycle goes on with what one has left over.
+GO_ON_S = 0.001
 
 
 @dataclass(slots=True)
@@ -31,6 +38,9 @@ class CycleResult:
     waits: dict[str, Why] = field(default_factory=dict)
     #: When the clock alone may change what is decided; None: only a new fact does.
     wake_at: datetime | None = None
+    #: What the next cycle goes on with; and whether that includes the run that is asked about.
+    left_over: LeftOver = NOTHING_LEFT
+    is_left_over: bool = False
 
 
 class Placement(NamedTuple):
@@ -51,7 +61,10 @@ class CycleState:
         policy: Policy,
         reachable_since: datetime = EPOCH,
         about: str | None = None,
+        left_over: LeftOver = NOTHING_LEFT,
     ) -> None:
+        #: What the cycle before has left over.
+        self.left_over = left_over
         self.cluster, self.now, self.policy, self.reachable_since = cluster, now, policy, reachable_since
         #: The run that is asked about: it is examined in any case.
         self.about = about
@@ -67,6 +80,8 @@ class CycleState:
         self.blocked: list[Run] = []
         #: Request -> the least number of slots that did not fit; what is free only shrinks while runs are placed.
         self.misfits: dict[ResourceRequest, int] = {}
+        #: Nodes evaluated to place runs, and to find victims.
+        self.placement_work = self.search_work = 0
         self._wake_s = math.inf
 
     @cached_property
@@ -84,6 +99,12 @@ class CycleState:
             self._wake_s = min(self._wake_s, at_s)
 
     def finish(self) -> CycleResult:
+        left_over = self.result.left_over
+        if left_over.preempt is not None:
+            # The next cycle examines the same runs, until victims have been searched for all of them.
+            self.result.left_over = left_over._replace(place=self.left_over.place)
+        if any(left_over):
+            self.wake_at(self.now_s + GO_ON_S)
         if self._wake_s < math.inf:
             self.result.wake_at = datetime.fromtimestamp(self._wake_s, UTC)
         return self.result

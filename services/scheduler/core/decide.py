@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 
 from contracts.scheduling import Policy
 from services.scheduler.core.cycle_state import CycleResult, CycleState
-from services.scheduler.core.decisions import Decision, LoseNode
+from services.scheduler.core.decisions import NOTHING_LEFT, Decision, LeftOver, LoseNode
 from services.scheduler.core.state.cluster import EPOCH, Cluster
 from services.scheduler.core.steps.explain import MAX_EXPLAINED_RUNS, add_numbers, explain_waits
 from services.scheduler.core.steps.grow import grow_runs
@@ -38,28 +38,21 @@ def run_steps(
     reachable_since: datetime = EPOCH,
     about: str | None = None,
     max_explained: int = MAX_EXPLAINED_RUNS,
+    left_over: LeftOver = NOTHING_LEFT,
 ) -> CycleResult:
     """Run ``decide``, and return its outcome with the reasons for which runs wait; ``about`` is examined in any case.
 
-    ``max_explained``: for how many runs the cycle publishes why they wait.
+    ``max_explained``: for how many runs the cycle publishes why they wait; ``left_over``: what the cycle before left.
     """
-    return SchedulingCycle(cluster, now, policy, reachable_since, about, max_explained).run()
+    state = CycleState(cluster, now, policy, reachable_since, about, left_over)
+    return SchedulingCycle(state, max_explained).run()
 
 
 class SchedulingCycle:
     """One cycle over a cluster."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        now: datetime,
-        policy: Policy,
-        reachable_since: datetime,
-        about: str | None,
-        max_explained: int,
-    ) -> None:
-        self.state = CycleState(cluster, now, policy, reachable_since, about)
-        self.max_explained = max_explained
+    def __init__(self, state: CycleState, max_explained: int) -> None:
+        self.state, self.max_explained = state, max_explained
 
     def run(self) -> CycleResult:
         """Go through the steps."""

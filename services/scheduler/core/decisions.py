@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from contracts.events.node import NodeLost
 from contracts.events.run import (
@@ -148,6 +148,16 @@ MAX_FACTS_PER_CYCLE = 1000
 #: Runs placed in one cycle: each of them may need a ``queued`` fact too.
 MAX_PLACEMENTS_PER_CYCLE = MAX_FACTS_PER_CYCLE // 2
 
+
+class LeftOver(NamedTuple):
+    """The runs with which the steps of the next cycle go on, because there was too much work for one cycle."""
+
+    place: str | None = None
+    preempt: str | None = None
+
+
+NOTHING_LEFT = LeftOver()
+
 Decision = QueueRun | PlaceRun | PreemptRun | CompleteRun | FailRun | CancelRun | ExplainRun | ReserveRun
 
 
@@ -162,10 +172,21 @@ def in_order(decisions: Iterable[Decision]) -> list[Decision]:
 
 
 def decision_record(
-    cluster: Cluster, now: datetime, policy: Policy, reachable_since: datetime | None = None
+    cluster: Cluster,
+    now: datetime,
+    policy: Policy,
+    reachable_since: datetime | None = None,
+    left_over: LeftOver = NOTHING_LEFT,
 ) -> DecisionRecord:
     """Return the inputs of a cycle, which its facts record."""
-    return DecisionRecord(at_sequence=cluster.sequence, at=now, policy=policy.digest, reachable_since=reachable_since)
+    return DecisionRecord(
+        at_sequence=cluster.sequence,
+        at=now,
+        policy=policy.digest,
+        reachable_since=reachable_since,
+        place_from=left_over.place,
+        preempt_from=left_over.preempt,
+    )
 
 
 def fact_of(decision: Decision, cluster: Cluster, now: datetime, made: DecisionRecord | None = None) -> RunFact:

@@ -11,7 +11,7 @@ from contracts.events.run import DecisionRecord, RunAccepted, RunRejected
 from contracts.scheduling import Policy
 from services.scheduler.core.capacity.demand import capacity_fact, compute_demand
 from services.scheduler.core.cycle_state import UNLIMITED, CycleResult
-from services.scheduler.core.decisions import fact_of
+from services.scheduler.core.decisions import NOTHING_LEFT, LeftOver, fact_of
 from services.scheduler.core.quarantine import run_cycle
 from services.scheduler.core.state.cluster import EPOCH, Cluster
 
@@ -26,12 +26,18 @@ class CycleKey(NamedTuple):
     reachable_since: datetime | None
     #: Whether it computed the demand for nodes, rather than decisions about runs.
     about_nodes: bool = False
+    left_over: LeftOver = NOTHING_LEFT
 
     @property
     def record(self) -> DecisionRecord:
         """What its facts contain about their decision."""
         return DecisionRecord(
-            at_sequence=self.at_sequence, at=self.at, policy=self.policy, reachable_since=self.reachable_since
+            at_sequence=self.at_sequence,
+            at=self.at,
+            policy=self.policy,
+            reachable_since=self.reachable_since,
+            place_from=self.left_over.place,
+            preempt_from=self.left_over.preempt,
         )
 
 
@@ -41,7 +47,10 @@ def key_of(fact: Fact | None) -> CycleKey | None:
     if decision is None:
         return None
     about_nodes = isinstance(fact, CapacityWanted)
-    return CycleKey(decision.at_sequence, decision.at, decision.policy, decision.reachable_since, about_nodes)
+    left_over = LeftOver(decision.place_from, decision.preempt_from)
+    return CycleKey(
+        decision.at_sequence, decision.at, decision.policy, decision.reachable_since, about_nodes, left_over
+    )
 
 
 def cycle_key_of(fact: Fact | None) -> CycleKey | None:
@@ -54,7 +63,8 @@ def replay_cycle(cluster: Cluster, key: CycleKey, policy: Policy) -> CycleResult
 
     A live cycle explains only some waiting runs, and the next one others; a replayed cycle explains all.
     """
-    return run_cycle(cluster, key.at, policy, key.reachable_since or EPOCH, max_explained=UNLIMITED)
+    since = key.reachable_since or EPOCH
+    return run_cycle(cluster, key.at, policy, since, max_explained=UNLIMITED, left_over=key.left_over)
 
 
 def facts_of(result: CycleResult, cluster: Cluster, key: CycleKey) -> list[Fact]:

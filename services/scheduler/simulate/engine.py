@@ -20,7 +20,7 @@ from contracts.events.capacity import PolicyAdopted
 from contracts.events.run import RunCancelling, RunPlaced
 from contracts.scheduling import Policy
 from services.scheduler.core.decide import run_steps
-from services.scheduler.core.decisions import MAX_FACTS_PER_CYCLE, decision_record, fact_of, in_order
+from services.scheduler.core.decisions import MAX_FACTS_PER_CYCLE, NOTHING_LEFT, decision_record, fact_of, in_order
 from services.scheduler.core.fold import apply
 from services.scheduler.core.state.cluster import Cluster
 from services.scheduler.simulate.agents import Agents
@@ -114,7 +114,7 @@ def play_trace(trace: Trace, agents: Agents, progress: Progress = ignore_progres
 class Effort:
     """What the decisions took."""
 
-    #: Seconds of each cycle.
+    #: Processor seconds of each cycle.
     cycle_s: list[float] = field(default_factory=list)
     decisions: int = 0
     wall_s: float = 0.0
@@ -153,6 +153,7 @@ class Core:
         self.cluster = Cluster()
         self.effort = Effort()
         self._sequence = 0
+        self._left_over = NOTHING_LEFT
         self._fold_fact(PolicyAdopted(digest=policy.digest, policy=policy, instance="simulate"), 0.0, START)
 
     def turn(self, turn: WorldEvents) -> CycleOutcome:
@@ -160,10 +161,12 @@ class Core:
         now = at(turn.now_s)
         for fact in turn.facts:
             self._fold_fact(fact, turn.now_s, now)
-        started = time.perf_counter()
-        result = run_steps(self.cluster, now, self.policy, START)
-        self.effort.cycle_s.append(time.perf_counter() - started)
-        record = decision_record(self.cluster, now, self.policy, START)
+        started = time.thread_time()
+        left_over = self._left_over
+        result = run_steps(self.cluster, now, self.policy, START, left_over=left_over)
+        self._left_over = result.left_over
+        self.effort.cycle_s.append(time.thread_time() - started)
+        record = decision_record(self.cluster, now, self.policy, START, left_over)
         decisions = in_order(result.decisions)[:MAX_FACTS_PER_CYCLE]
         facts = [fact_of(decision, self.cluster, now, record) for decision in decisions]
         for fact in facts:

@@ -8,13 +8,17 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainbus.trainer.checkpoint.digest import digest_of
-from trainbus.trainer.checkpoint.files import STATE, CheckpointError, digests_file, state_digest
+from trainbus.trainer.checkpoint.files import (
+    STATE,
+    CheckpointError,
+    digests_file,
+    state_digest,
+)
 from trainbus.trainer.checkpoint.staging import FileImage
 
 BLOCK_BYTES = 8 * 2**20
@@ -35,31 +39,34 @@ class RankFiles:
     state: dict[str, Any] | None
 
 
-def write(folder: Path, content: RankFiles, is_cancelled: Callable[[], bool]) -> None:
+def write(
+    folder: Path, content: RankFiles, *, durable: bool = True, is_cancelled: Callable[[], bool] = lambda: False
+) -> None:
     """Write a rank's folder under another name and rename it: a folder that exists is whole, and on disk.
 
     Calls ``is_cancelled`` between blocks.
 
     Raises:
-        WriteCancelled: nothing is left of what was written.
+        Replaced: nothing is left of what was written.
     """
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        _fill(temporary, content, is_cancelled)
+        _fill(temporary, content, durable, is_cancelled)
         if is_cancelled():
             raise WriteCancelled
         # A folder that exists was never reported, or the rank would not write this step again.
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
-        _fsync(folder.parent)
+        if durable:
+            _fsync(folder.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def _fill(temporary: Path, content: RankFiles, is_cancelled: Callable[[], bool]) -> None:
+def _fill(temporary: Path, content: RankFiles, durable: bool, is_cancelled: Callable[[], bool]) -> None:
     for name, image in content.images.items():
         _write_blocks(temporary / name, image.bytes, is_cancelled)
     # The disk writes while this hashes.
@@ -68,11 +75,12 @@ def _fill(temporary: Path, content: RankFiles, is_cancelled: Callable[[], bool])
     )
     if content.state is not None:
         (temporary / STATE).write_text(json.dumps(content.state, indent=1, sort_keys=True, allow_nan=False))
-    for path in (*temporary.iterdir(), temporary):
-        _fsync(path)
+    if durable:
+        for path in (*temporary.iterdir(), temporary):
+            _fsync(path)
 
 
-def digests(content: RankFiles, is_cancelled: Callable[[], bool]) -> dict[str, str]:
+def digests(content: RankFiles, is_cancelled: Callable[[], bool] = lambda: False) -> dict[str, str]:
     """Return the hash of each tensor, ``<kind>/<name>``, and of the ``state`` besides the tensors."""
     found = {} if content.state is None else {"state": state_digest(content.state)}
     for file, image in content.images.items():
@@ -119,18 +127,28 @@ class CheckpointWriter:
     """Does one piece of work at a time, in a thread. ``submit`` and ``join`` raise the error of the work before."""
 
     def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(1, "trainbus-checkpoint")
-        self._work: Future[None] | None = None
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
         self._cancelled = threading.Event()
 
     @property
     def is_writing(self) -> bool:
-        return self._work is not None and not self._work.done()
+        return self._thread is not None and self._thread.is_alive()
 
     def submit(self, work: Callable[[Callable[[], bool]], None]) -> None:
         """Start ``work`` after the work before it; its argument is a function that tells whether it is cancelled."""
         self.join()
-        self._work = self._executor.submit(work, self._cancelled.is_set)
+
+        def run() -> None:
+            try:
+                work(self._cancelled.is_set)
+            except WriteCancelled:
+                pass
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name="trainbus-checkpoint", daemon=False)
+        self._thread.start()
 
     def cancel(self) -> None:
         """End the write that is under way and remove its files; a complete checkpoint stays."""
@@ -142,11 +160,9 @@ class CheckpointWriter:
 
     def join(self) -> None:
         """Wait until everything is on disk."""
-        work, self._work = self._work, None
-        try:
-            if work is not None:
-                work.result()
-        except WriteCancelled:
-            pass
-        except Exception as error:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
             raise CheckpointError(f"the checkpoint could not be written: {error}") from error

@@ -31,12 +31,17 @@ def answer(
     run = cluster.runs.get(run_id)
     # Only a run that waits needs a look at all the others.
     is_waiting = run is not None and not run.parts and not run.terminal
-    why = None
+    why, is_left_over = None, False
     if is_waiting:
-        why = run_steps(_pending(cluster), now, policy, reachable_since, about=run_id).waits.get(run_id)
+        result = run_steps(_pending(cluster), now, policy, reachable_since, about=run_id)
+        why, is_left_over = result.waits.get(run_id), result.is_left_over
     said = reasons.state(cluster, run_id, why)
     if run is None or why is None or run_id not in cluster.queued:
         return said
+    if is_left_over:
+        said["message"] += (
+            "; it is far down the queue: one cycle does not examine all runs, the next ones go on with it"
+        )
     changes = smallest_changes(cluster, run, now, policy, why) if why.code != "paused" and not why.victims else []
     if changes:
         said["message"] += "; " + ", or ".join(change.text for change in changes)

@@ -23,9 +23,13 @@ def explain_waits(cycle: CycleState, max_explained: int = MAX_EXPLAINED_RUNS) ->
     left = max_explained
     for run_id, why in result.waits.items():
         run = cluster.runs[run_id]
-        if run.waiting_code != why.code or run.waiting_generation != run.generation + 1:
-            left -= _explain(cycle, run_id, why)
-        index.unexplained.pop(run_id, None)
+        is_known = (run.waiting_code, run.waiting_generation) == (why.code, run.generation + 1)
+        if not is_known and _explain(cycle, run_id, why):
+            left -= 1
+            # The fact may not be published, and the next cycle may not examine the run.
+            index.unexplained[run_id] = None
+        else:
+            index.unexplained.pop(run_id, None)
     decided = {decision.run_id for decision in result.decisions}
     later = []
     for run_id in list(index.unexplained):

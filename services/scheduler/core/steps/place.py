@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from services.scheduler.core.cycle_state import CycleState, Placement
+from collections.abc import Iterator
+
+from services.scheduler.core.cycle_state import MAX_PLACEMENT_WORK, CycleState, Placement
 from services.scheduler.core.decisions import MAX_PLACEMENTS_PER_CYCLE, PlaceRun
 from services.scheduler.core.place.placer import members_of
 from services.scheduler.core.place.resource_request import ResourceRequest, avoided, resource_request_of, useful
@@ -43,7 +45,7 @@ class PlacementStep:
         (``widen``): an elastic run does not shut out the one behind it, and fills the cluster alone.
         """
         cycle, passed = self.cycle, 0
-        for run in queued_runs(cycle):
+        for run in self._in_turn(queued_runs(cycle)):
             if len(cycle.placements) >= MAX_PLACEMENTS_PER_CYCLE:
                 break
             if cycle.entitlements.borrowing:
@@ -58,6 +60,33 @@ class PlacementStep:
                 passed += 1
                 if self.reservations is not None and passed >= cycle.policy.reserve.depth:
                     break
+
+    def _in_turn(self, runs: Iterator[Run]) -> Iterator[Run]:
+        """Iterate over the runs that this cycle has time for; the next one goes on with the first that is left over.
+
+        A cycle that goes on spends half of its work on the first runs in order, so that no other overtakes them
+        meanwhile. Where no run may overtake, nodes that are closed limit the work, and with backfill its depth.
+        """
+        cycle, go_on = self.cycle, self.cycle.left_over.place
+        if not cycle.policy.order.skip or self.reservations is not None:
+            yield from runs
+            return
+        limit = MAX_PLACEMENT_WORK // 2 if go_on is not None else MAX_PLACEMENT_WORK
+        for run in runs:
+            if cycle.placement_work >= limit and run.run_id != go_on:
+                resumed = next((each for each in runs if each.run_id == go_on), None)
+                if limit == MAX_PLACEMENT_WORK or resumed is None:
+                    cycle.result.left_over = cycle.result.left_over._replace(place=run.run_id)
+                    break
+                run = resumed
+            if run.run_id == go_on:
+                limit = MAX_PLACEMENT_WORK
+            yield run
+        about = cycle.cluster.runs.get(cycle.about or "")
+        examined = cycle.result.waits.keys() | {each.run.run_id for each in cycle.placements}
+        if about is not None and about.run_id in cycle.cluster.queued and about.run_id not in examined:
+            cycle.result.is_left_over = True
+            yield about
 
     def _is_hopeless(self) -> bool:
         return is_hopeless(self.cycle, self._closed, only_slots_count=self._only_slots_count)
@@ -93,6 +122,7 @@ class PlacementStep:
         is_plain = not shut and self.reservations is None and not cycle.placer.windows
         if is_plain and cycle.misfits.get(request, count + 1) <= count:
             return None
+        cycle.placement_work += len(cycle.placer.eligible(request))
         closed = {**dict.fromkeys(shut, ""), **self._closed} if shut else self._closed
         if self.reservations is not None:
             return self.reservations.find(run, count, request, cycle.snapshot, avoid, closed)

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from contracts.events.run import QueueReason
-from services.scheduler.core.cycle_state import CycleState
+from services.scheduler.core.cycle_state import MAX_SEARCH_WORK, CycleState
 from services.scheduler.core.decisions import PreemptRun
 from services.scheduler.core.order import queue
 from services.scheduler.core.place.resource_request import ResourceRequest, resource_request_of
@@ -63,6 +63,8 @@ class FailedSearches:
 
     def __init__(self, cycle: CycleState, reservations: Reservations | None) -> None:
         self.cycle = cycle
+        #: What failed in this cycle, so that no work is counted for it again.
+        self.counted: dict[tuple[ResourceRequest, Hashable], int] = {}
         index, policy = cycle.cluster.index, cycle.policy
         more_decides = (
             cycle.entitlements.at_work
@@ -108,7 +110,7 @@ class FailedSearches:
 
     def note(self, request: ResourceRequest, standing: Hashable, slots: int, *, is_lasting: bool) -> None:
         """Remember that there are no victims; unless ``is_lasting`` within this cycle only."""
-        self.known[request, standing] = slots
+        self.known[request, standing] = self.counted[request, standing] = slots
         if not is_lasting:
             self._state = None
 
@@ -133,6 +135,8 @@ class Preemption:
         self.rules = PreemptionRules(cycle, preemptible)
         #: When another search may find more, in seconds since the epoch.
         self.wake_s = self.rules.next_change_s()
+        #: The run with which the search goes on, until its turn has come.
+        self._go_on: Run | None = None
         #: What will be free once all runs that are stopping have released their slots.
         self.future: ClusterSnapshot
         self._misfits: dict[ResourceRequest, int] = {}
@@ -150,7 +154,9 @@ class Preemption:
         #: Where more does not decide, a request that did not fit need not be tried again until more is free.
         is_plain = cycle.policy.order.skip and self.reservations is None and cycle.entitlements.quotas is None
         closed: set[str] = set()
-        for key, run, is_blocked in self._turns(stopping):
+        turns = self._turns(stopping)
+        self._go_on = next((run for _, run, _ in turns if run.run_id == cycle.left_over.preempt), None)
+        for key, run, is_blocked in turns:
             request, least = resource_request_of(cycle.cluster, run), run.spec.slots.min
             shut, refusal = cycle.entitlements.shut(run, request, least)
             if refusal is not None:
@@ -200,7 +206,12 @@ class Preemption:
     def _preempt_for(self, key: Key, run: Run, request: ResourceRequest, closed: set[str]) -> list[NodeSlots] | None:
         """Preempt the cheapest victims with whose slots the run fits, and return its slots; None if it does not."""
         least, standing = run.spec.slots.min, self.rules.standing(key, run)
+        if self.memory.counted.get((request, standing), least + 1) <= least or not self._is_searched_for(run):
+            return None
+        # Remembered or not, a search counts, so that a scheduler with an empty memory decides the same.
+        self.cycle.search_work += len(self.future.nodes) + least
         if self.memory.known.get((request, standing), least + 1) <= least:
+            self.memory.counted[request, standing] = least
             return None
         victims, rules = self._select(key, run, request, closed)
         with Transaction(self.future, self.cycle.entitlements) as trial:
@@ -218,6 +229,18 @@ class Preemption:
         self._by_cost = [each for each in self._by_cost if each.run.run_id not in self._leaving]
         self._misfits.clear()
         return slots
+
+    def _is_searched_for(self, run: Run) -> bool:
+        """Whether this cycle has time to search victims for the run; the next one goes on where there was none."""
+        cycle = self.cycle
+        if run is self._go_on:
+            self._go_on = None
+        if self._go_on is None and cycle.search_work < MAX_SEARCH_WORK:
+            return True
+        if self._go_on is None and cycle.result.left_over.preempt is None:
+            cycle.result.left_over = cycle.result.left_over._replace(preempt=run.run_id)
+        cycle.result.is_left_over |= run.run_id == cycle.about
+        return run.run_id == cycle.about
 
     def _select(
         self, key: Key, run: Run, request: ResourceRequest, closed: set[str]

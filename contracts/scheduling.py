@@ -27,11 +27,7 @@ OrderKey = Literal[
 ]
 
 
-class PolicySection(SpecPart):
-    """A part of a policy."""
-
-
-class LeastAttained(PolicySection):
+class LeastAttained(SpecPart):
     """Least attained service in discrete levels over slot-seconds (two-dimensional LAS, Tiresias, NSDI'19)."""
 
     #: Slot-seconds at which a run goes down one level.
@@ -47,7 +43,7 @@ class LeastAttained(PolicySection):
         return self
 
 
-class EvenWait(PolicySection):
+class EvenWait(SpecPart):
     """Short runs first, but the more of the longest wait a run has had, the less its length counts."""
 
     #: Slot-seconds below which lengths make no difference.
@@ -62,7 +58,7 @@ class EvenWait(PolicySection):
     foresee: bool = True
 
 
-class Order(PolicySection):
+class Order(SpecPart):
     """Who goes first."""
 
     by: tuple[OrderKey, ...] = ("priority",)
@@ -72,7 +68,7 @@ class Order(PolicySection):
     even_wait: EvenWait = EvenWait()
 
 
-class Quota(PolicySection):
+class Quota(SpecPart):
     """What a team is owed, and at most has."""
 
     #: A path; what parts of a team use counts for the whole.
@@ -88,7 +84,7 @@ class Quota(PolicySection):
     period_h: float = Field(24 * 7, gt=0)
 
 
-class Admit(PolicySection):
+class Admit(SpecPart):
     """What each user and team may have at once."""
 
     quotas: tuple[Quota, ...] = ()
@@ -96,7 +92,7 @@ class Admit(PolicySection):
     max_slots_per_run: int | None = Field(None, ge=1)
 
 
-class FairShare(PolicySection):
+class FairShare(SpecPart):
     """Shares of teams by weight, over their use in the past."""
 
     #: Team (a path) -> weight among its siblings; 1 by default.
@@ -111,7 +107,7 @@ class FairShare(PolicySection):
         return self
 
 
-class Place(PolicySection):
+class Place(SpecPart):
     """Which nodes a gang gets."""
 
     #: ``pack`` fills the fullest node that fits, ``spread`` the emptiest, ``balanced`` fills nodes to half and then
@@ -121,7 +117,7 @@ class Place(PolicySection):
     scarce: tuple[str, ...] = ()
 
 
-class Reserve(PolicySection):
+class Reserve(SpecPart):
     """Whether runs that fit may go ahead of one that waits for many slots, without holding it up."""
 
     backfill: Literal["none", "easy", "conservative"] = "none"
@@ -137,7 +133,7 @@ class Reserve(PolicySection):
     promise_slots: int | None = Field(None, ge=1)
 
 
-class Maintenance(PolicySection):
+class Maintenance(SpecPart):
     """Nodes that must be empty for a while: nothing starts there that might not be done by then."""
 
     start: AwareDatetime
@@ -153,7 +149,7 @@ class Maintenance(PolicySection):
         return self
 
 
-class Reclaim(PolicySection):
+class Reclaim(SpecPart):
     """For whom slots are taken from runs that have them."""
 
     #: A run may take slots of another if the first key of ``order.by`` in which they differ is one of these.
@@ -171,7 +167,7 @@ class Reclaim(PolicySection):
     resume_cost_s: float = Field(60.0, ge=0)
 
 
-class Elastic(PolicySection):
+class Elastic(SpecPart):
     """Runs between their min and max slots."""
 
     #: A run is not grown before it has had its slots for so long, nor before the cluster's slots have
@@ -182,7 +178,7 @@ class Elastic(PolicySection):
     grow_anyway_s: float = Field(60.0, ge=0)
 
 
-class Predict(PolicySection):
+class Predict(SpecPart):
     """How long runs take, from those that are over."""
 
     #: From how many ended runs of a kind its distribution counts; below, the next wider kind's.
@@ -193,7 +189,7 @@ class Predict(PolicySection):
     prior_s: float = Field(3_600.0, gt=0)
 
 
-class Pool(PolicySection):
+class Pool(SpecPart):
     """Nodes of one kind that can be had, and what they cost."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
@@ -211,7 +207,7 @@ class Pool(PolicySection):
     interruptions_per_hour: float = Field(0.0, ge=0)
 
 
-class Pools(PolicySection):
+class Pools(SpecPart):
     """Where nodes come from."""
 
     pools: tuple[Pool, ...] = ()
@@ -227,7 +223,7 @@ class Pools(PolicySection):
     idle_s: float = Field(600.0, ge=0)
 
 
-class Faults(PolicySection):
+class Faults(SpecPart):
     """What is done about parts that fail, and how long they are waited for."""
 
     #: How long a placement may take until its ranks run: downloads of data and code are part of it.
@@ -251,7 +247,7 @@ class Faults(PolicySection):
         return self.retry_delays_s[min(setbacks, len(self.retry_delays_s) - 1)]
 
 
-class Policy(PolicySection):
+class Policy(SpecPart):
     """Everything that configures ``decide``; two schedulers with the same policy decide the same."""
 
     name: str = Field("priority-first-come", min_length=1, max_length=100)

@@ -80,7 +80,7 @@ class RunSummary(View):
     run_id: str
     name: str
     kind: str
-    #: requested, accepted, preparing, queued, placed, running, preempting, completed, failed, cancelled, rejected
+    #: One of ``contracts.state.run.STATES``.
     state: str
     terminal: bool
     #: evaluated, promoted or not_promoted.

@@ -35,7 +35,7 @@ from contracts.spec.data import DatasetRef
 from contracts.spec.run import RunSpec
 from contracts.state.model import champion_of, rollback_target
 from contracts.state.node import next_node_state
-from contracts.state.run import RunState, change_run, reduce_run
+from contracts.state.run import RunState, RunStates, change_run, reduce_run
 from services.gateway.core.fold import At, Rows
 from services.gateway.core.fold import apply as project
 from services.scheduler.core.fold import apply as schedule
@@ -219,6 +219,12 @@ def test_a_fact_of_an_old_generation_does_not_count(fact: Fact) -> None:
     run = life_of(*LIVING, placed(2))
     assert change_run(run, fact) is None
     assert reduce_run(run, fact) is run
+
+
+def test_runs_are_folded_by_their_ids() -> None:
+    runs = RunStates()
+    assert [runs.apply(fact) for fact in [*LIVING, accepted(), placed(1)]] == [True, True, True, False, False]
+    assert runs == {RUN: life_of(*LIVING)}
 
 
 @pytest.mark.parametrize("end", [RunCompleted(run_id=RUN, generation=1), RunFailed(run_id=RUN, reason="x")])

@@ -126,7 +126,7 @@ async def test_runs_nodes_and_models(client: AsyncClient, bus: Bus) -> None:
         await client.drain("n2")
 
 
-async def test_why_without_a_scheduler_is_what_the_log_says(client: AsyncClient, bus: Bus) -> None:
+async def test_why_without_a_scheduler_answers_from_the_log(client: AsyncClient, bus: Bus) -> None:
     await accept(bus)
     found = await client.why(RUN)
     assert (found.answered_by, found.unanswered, found.state) == ("log", True, "accepted")
@@ -175,7 +175,7 @@ async def test_the_sync_client_works_where_a_loop_runs(address: StackAddress, bu
     use()
 
 
-def test_a_client_without_a_stack_says_what_to_start(tmp_path: Path) -> None:
+def test_a_client_without_a_stack_names_the_command_to_start(tmp_path: Path) -> None:
     with pytest.raises(StackUnreachableError, match="start one with `trainbus up --data-dir"):
         Client(tmp_path)
     nowhere = StackAddress(f"nats://127.0.0.1:{free_ports(1)[0]}", None, None, None)

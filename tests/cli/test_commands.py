@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
+from contracts.events.train import TrainRequested
 from trainbus.client.client import AsyncClient, Client
+from trainbus.client.submission import SubmittedRun
 from trainbus.commands.main import app
 
 RECORD = Path(__file__).with_name("commands.txt")
@@ -32,3 +36,45 @@ def test_commands_and_flags_are_those_of_the_record() -> None:
 def test_the_sync_client_has_every_method_of_the_async_one(name: str) -> None:
     if name != "connection":
         assert getattr(Client, name).__doc__
+
+
+class RecordingClient:
+    """A client that records what is submitted."""
+
+    submissions: ClassVar[list[dict[str, Any]]] = []
+
+    def __init__(self, data_dir: Path | None) -> None:
+        self.data_dir = data_dir
+
+    async def __aenter__(self) -> RecordingClient:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        pass
+
+    async def submit(self, project: Path | None, task: str | None, **options: Any) -> SubmittedRun:
+        given = {name: value for name, value in options.items() if value}
+        self.submissions.append({"data_dir": self.data_dir, "project": project, "task": task, **given})
+        return SubmittedRun("r1", "digits", "e1", TrainRequested(name="digits", command=["true"]))
+
+
+def test_the_flags_of_submit_are_the_clients_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainbus.client.client.AsyncClient", RecordingClient)
+    flags = "--slots 1..4 --epochs 3 --format jsonl --id e1 --param lr=0.1 --param name=adam --init-exclude head.*"
+    command = ["submit", "examples/digits", "task:Digits", "--data-dir", "d", "--json", *flags.split()]
+    result = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert json.loads(result.stdout)["run_id"] == "r1"
+    assert RecordingClient.submissions == [
+        {
+            "data_dir": Path("d"),
+            "project": Path("examples/digits"),
+            "task": "task:Digits",
+            "slots": "1..4",
+            "epochs": 3,
+            "data_format": "jsonl",
+            "event_id": "e1",
+            "params": {"lr": 0.1, "name": "adam"},
+            "init_exclude": ["head.*"],
+        }
+    ]
+    assert CliRunner().invoke(app, [*command, "--epochs", "0"]).exit_code == 2

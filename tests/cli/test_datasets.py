@@ -121,7 +121,7 @@ rows = st.dictionaries(
 
 
 @given(rows, rows)
-def test_a_diff_is_what_sets_say(before: dict[str, Any], after: dict[str, Any]) -> None:
+def test_a_diff_agrees_with_sets(before: dict[str, Any], after: dict[str, Any]) -> None:
     old, new = ([record(key, *each[key]) for key in sorted(each)] for each in (before, after))
     found = compare(old, new)
     exact = {key for key in before.keys() & after.keys() if before[key][2] == after[key][2]}
@@ -195,7 +195,7 @@ def without(samples: dict[str, dict[str, bytes]], key: str) -> dict[str, dict[st
         dict(reversed(SAMPLES.items())),
     ],
 )
-def test_an_index_of_another_shard_is_told(tmp_path: Path, other: dict[str, dict[str, bytes]]) -> None:
+def test_an_index_of_another_shard_is_found(tmp_path: Path, other: dict[str, dict[str, bytes]]) -> None:
     (tmp_path / "shard").write_bytes(archive(other)[0])
     assert find_index_mismatch(tmp_path / "shard", archive(SAMPLES)[1], 4) is not None
 
@@ -615,13 +615,13 @@ async def test_a_dataset_as_a_folder(
     assert not (tmp_path / "other/manifest.json").exists(), "a folder with a manifest is whole"
 
 
-async def test_a_full_disk_is_not_laid_to_the_store(address: StackAddress) -> None:
+async def test_a_full_disk_is_not_an_error_of_the_store(address: StackAddress) -> None:
     with pytest.raises(TrainbusError, match=r"^/here cannot be written: No space left on device$"):
         async with open_object_store(address):
             raise TransientError("/here cannot be written: No space left on device") from OSError(errno.ENOSPC, "full")
 
 
-async def test_an_index_that_hashes_right_but_tells_other_places(objects: ObjectStore, s3_settings: Settings) -> None:
+async def test_an_index_with_wrong_offsets_is_damage(objects: ObjectStore, s3_settings: Settings) -> None:
     made = Made(s3_settings.bucket_datasets, FIRST)
     shard = made.manifest.splits["test"].shards[0]
     _, wrong = archive({"0/d": {"png": b"0/d"}})
@@ -678,7 +678,7 @@ async def test_invalid_results_are_made_again(
     await serving
 
 
-async def test_requests_that_make_no_sense(two: tuple[Made, Made], client: AsyncClient, tmp_path: Path) -> None:
+async def test_an_invalid_ingestion_is_refused(two: tuple[Made, Made], client: AsyncClient, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{")
     (tmp_path / "split.toml").write_text('[split]\nby = "time"\n')
 

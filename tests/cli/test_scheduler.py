@@ -45,7 +45,7 @@ def test_times(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "soon", "ago", "25:99", "2 parsecs ago", "-3"])
-def test_what_is_no_time_says_how_to_write_one(text: str) -> None:
+def test_an_invalid_time_names_the_valid_forms(text: str) -> None:
     with pytest.raises(TrainbusError, match="write"):
         parse_time(text, NOW)
 
@@ -114,8 +114,8 @@ def test_a_file_is_replayed(log: Path) -> None:
     assert "differences" in result.stdout
     text = log.read_text()
     log.write_text(text.replace('"message":"', '"message":"not ', 1) if '"message":"' in text else text)
-    told = json.loads(run("replay", "--log", str(log), "--json").stdout)
-    assert told["difference_count"] == ('"message":"' in text)
+    answer = json.loads(run("replay", "--log", str(log), "--json").stdout)
+    assert answer["difference_count"] == ('"message":"' in text)
     with pytest.raises(TrainbusError, match="there is no file"):
         run("replay", "--log", str(log.with_name("none")))
     log.write_text("nonsense\n")
@@ -125,9 +125,9 @@ def test_a_file_is_replayed(log: Path) -> None:
 
 def test_what_if_compares_scenarios(log: Path, tmp_path: Path) -> None:
     args = ("what-if", "--log", str(log), "--nodes", "1x8", "--add", "2x8", "--policy", "fifo", "--price", "gpu=2")
-    told = json.loads(run(*args, "--json").stdout)
-    was, played, fewer, more = told["scenarios"]
-    assert [each["slots"] for each in told["scenarios"]] == [16, 16, 8, 32]
+    answer = json.loads(run(*args, "--json").stdout)
+    was, played, fewer, more = answer["scenarios"]
+    assert [each["slots"] for each in answer["scenarios"]] == [16, 16, 8, 32]
     assert was["jobs"] == played["jobs"] == 40
     assert more["avg_wait_s"] <= played["avg_wait_s"] <= fewer["avg_wait_s"]
     assert fewer["cost"] < more["cost"]

@@ -68,7 +68,7 @@ def test_exact_mode_is_an_option() -> None:
         build("task:A", slots="1..6", logical_ranks=4)
 
 
-def test_options_go_over_the_request_file(tmp_path: Path) -> None:
+def test_options_override_the_request_file(tmp_path: Path) -> None:
     file = tmp_path / "train.json"
     file.write_text(
         json.dumps({"name": "base", "task": "task:A", "params": {"lr": 1, "width": 8}, "training": {"max_steps": 5}})
@@ -113,7 +113,7 @@ WRONG: dict[str, tuple[SubmitOptions, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_options_say_what_to_change(name: str) -> None:
+def test_an_invalid_option_names_the_change(name: str) -> None:
     options, message = WRONG[name]
     with pytest.raises(TrainbusError, match=message) as caught:
         build("t:A", **options)
@@ -133,7 +133,7 @@ def test_an_unknown_field_in_the_file_is_named(tmp_path: Path) -> None:
         build(request=file)
 
 
-def test_a_folder_is_named_as_people_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_resolved_from_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my data").mkdir()
     monkeypatch.chdir(tmp_path)
     assert resolve_source("./my data") == (tmp_path / "my data").as_uri()

@@ -52,15 +52,15 @@ def test_a_fact_is_one_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "says"),
+    ("error", "code", "message"),
     [
         (UsageError("there is no run '\x1b[2J'"), 2, r"there is no run '\x1b[2J'"),
         (FileNotFoundError(2, "No such file or directory", "/nowhere"), 1, "/nowhere: No such file or directory"),
         (OSError("it broke"), 1, "it broke"),
     ],
 )
-def test_errors_are_told_in_words(
-    error: Exception, code: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_errors_are_printed_in_words(
+    error: Exception, code: int, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def app() -> None:
         raise error
@@ -68,4 +68,4 @@ def test_errors_are_told_in_words(
     monkeypatch.setattr(main, "app", app)
     with pytest.raises(SystemExit) as ended:
         main.main()
-    assert (ended.value.code, capsys.readouterr().err) == (code, f"trainbus: {says}\n")
+    assert (ended.value.code, capsys.readouterr().err) == (code, f"trainbus: {message}\n")

@@ -42,7 +42,7 @@ class DecoderPool:
         images: list[tuple[LabelledImage, bytes]],
     ) -> list[ValidRecord | InvalidRecord]:
         """Validate a batch. The results depend on neither the number of processes nor the death of one."""
-        pool = self._open_pool()
+        self._pool = pool = self._pool or _pool(self._processes)
         try:
             return await asyncio.wrap_future(pool.submit(_validate, validator, images))
         except BrokenProcessPool:
@@ -53,11 +53,6 @@ class DecoderPool:
         # One of the batches under way killed the process. Validating one image at a time identifies the image.
         async with self._isolation:
             return await self._validate_each(validator, images)
-
-    def _open_pool(self) -> ProcessPoolExecutor:
-        if self._pool is None:
-            self._pool = _pool(self._processes)
-        return self._pool
 
     async def _validate_each(
         self,
@@ -92,7 +87,7 @@ async def _start_checked_pool() -> ProcessPoolExecutor:
     """
     pool = _pool(1)
     try:
-        await asyncio.wrap_future(pool.submit(_ready))
+        await asyncio.wrap_future(pool.submit(os.getpid))
     except (BrokenProcessPool, OSError) as error:
         _kill(pool)
         # Imported here: most of what a process would import at its start is the bus, which it has no use for.
@@ -100,10 +95,6 @@ async def _start_checked_pool() -> ProcessPoolExecutor:
 
         raise TransientError(f"no process can be started that decodes images: {error!r}") from error
     return pool
-
-
-def _ready() -> bool:
-    return True
 
 
 def _pool(processes: int) -> ProcessPoolExecutor:

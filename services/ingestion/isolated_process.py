@@ -11,9 +11,11 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import connection
-from typing import Any
+from typing import Any, TypeVar
 
 from services.kit.concurrency import run_in_thread
+
+T = TypeVar("T")
 
 #: Address space of such a process: Python and its libraries, and an image of the most pixels in two copies.
 MEMORY_BYTES = 3 * 2**30
@@ -63,18 +65,18 @@ class IsolatedProcess:
 
     def receive(self) -> Any:
         """Return its next message. Raises ``ProcessDied``, also after ``kill`` if a message is left."""
-        try:
-            content = self.connection.recv()
-        except (EOFError, OSError) as error:
-            raise ProcessDied from error
+        content = self._receive(self.connection.recv)
         if self._killed:
             raise ProcessDied
         return content
 
     def receive_bytes(self) -> bytes:
         """Return the next bytes. Raises ``ProcessDied``."""
+        return self._receive(self.connection.recv_bytes)
+
+    def _receive(self, receive: Callable[[], T]) -> T:
         try:
-            return self.connection.recv_bytes()
+            return receive()
         except (EOFError, OSError) as error:
             raise ProcessDied from error
 

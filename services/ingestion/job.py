@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,7 +21,7 @@ from services.ingestion.core.keys import UnsafePath, check_path, is_data, rows_k
 from services.ingestion.core.records import InvalidRecord
 from services.ingestion.core.validation import Fingerprint, Outcome, Tally
 from services.ingestion.decoders import DecoderPool
-from services.ingestion.features.source import FeatureSource, TableFileVersion
+from services.ingestion.features.source import FeatureSource
 from services.ingestion.file_tables import LABELS, MANIFEST, read_file_table, reject_missing_files
 from services.ingestion.record_files import RecordFiles
 from services.ingestion.record_intake import FoundRecord, RecordConsumer, RecordIntake
@@ -104,7 +104,7 @@ class IngestionJob:
             await self._objects.ensure_bucket(self._bucket)
             try:
                 content = await self._objects.get(f"{folder_uri}/{DONE}")
-                outcome = Outcome.of(json.loads(content))
+                outcome = Outcome.model_validate_json(content)
             except ObjectNotFound:
                 pass
             else:
@@ -123,7 +123,9 @@ class IngestionJob:
         with (self._folder / QUARANTINE).open("wb") as quarantine:
             await self._validate(quarantine, folder_uri)
             await run_in_thread(commit_records, self._data, self._catalog, self._intake, self._tally, self._folder)
-        await self._store(folder_uri, {"version": 2, "fingerprint": fingerprint, **self._tally.to_dict()})
+        await self._store(
+            folder_uri, {"version": 2, "fingerprint": fingerprint, **self._tally.outcome().model_dump(mode="json")}
+        )
 
     # -- listing --------------------------------------------------------------
 
@@ -137,12 +139,10 @@ class IngestionJob:
         joined = await self._features.list() if self._features is not None else []
         return await run_in_thread(self._fingerprint, joined)
 
-    def _fingerprint(self, joined: list[TableFileVersion]) -> str:
+    def _fingerprint(self, joined: list[SourceObject]) -> str:
         fingerprint = Fingerprint(self._data)
-        for listed in self._catalog.objects():
+        for listed in chain(self._catalog.objects(), joined):
             fingerprint.add(*listed)
-        for version in joined:
-            fingerprint.add(*version)
         return fingerprint.hexdigest()
 
     # -- validation --------------------------------------------------------------

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import aclosing, closing
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -23,7 +21,7 @@ from services.ingestion.formats.isolated_reader import IsolatedParquetReader
 from services.ingestion.record_intake import FoundRecord, RecordConsumer
 from services.ingestion.sources import Source, SourceObject
 from services.kit.bus import PoisonMessage
-from services.kit.concurrency import cancel_and_wait, run_in_thread
+from services.kit.concurrency import run_ahead, run_in_thread
 
 #: By format: how its files are called.
 EXTENSIONS = {
@@ -60,17 +58,13 @@ class RecordFiles:
 
     async def run(self, files: Iterator[SourceObject], consume: RecordConsumer) -> None:
         """Read ``files`` and await ``consume`` for each batch of records."""
-        pending: deque[tuple[SourceObject, asyncio.Task[Path | InvalidRecord]]] = deque()
+        fetches = (self._fetch(listed, self._folder / f"source-{number}") for number, listed in enumerate(files))
         try:
-            for number, listed in enumerate(files):
-                pending.append((listed, asyncio.create_task(self._fetch(listed, self._folder / f"source-{number}"))))
-                if len(pending) >= self._ahead:
-                    await self._read(*pending.popleft(), consume)
-            while pending:
-                await self._read(*pending.popleft(), consume)
+            async with aclosing(run_ahead(fetches, limit=self._ahead)) as fetched:
+                async for listed, local in fetched:
+                    await self._read(listed, local, consume)
         finally:
             self._unpacker.close()
-            await cancel_and_wait(*(task for _, task in pending))
 
     def find_drifted_files(self) -> Iterator[tuple[str, InvalidRecord]]:
         """Yield the files whose schema deviates from most, after all are read. Their records must be removed."""
@@ -133,22 +127,16 @@ class RecordFiles:
             return InvalidRecord("empty", "the file has no bytes", whole_object=True)
         return None
 
-    async def _fetch(self, listed: SourceObject, local: Path) -> Path | InvalidRecord:
+    async def _fetch(self, listed: SourceObject, local: Path) -> tuple[SourceObject, Path | InvalidRecord]:
         if (broken := self.reject_unread(listed)) is not None:
-            return broken
+            return listed, broken
         if self.joined is not None:
-            return self.joined[listed.path]
+            return listed, self.joined[listed.path]
         await self._source.download(listed, local)
         self._read_bytes.inc(listed.size)
-        return local
+        return listed, local
 
-    async def _read(
-        self,
-        listed: SourceObject,
-        fetch: asyncio.Task[Path | InvalidRecord],
-        consume: RecordConsumer,
-    ) -> None:
-        local = await fetch
+    async def _read(self, listed: SourceObject, local: Path | InvalidRecord, consume: RecordConsumer) -> None:
         if isinstance(local, InvalidRecord):
             await consume([(listed, local)])
             return

@@ -87,7 +87,7 @@ class RecordIntake:
             return self._split_keys.row(record.value)
         if self._data.format == "text":
             return self._split_keys.text(record.content or b"")
-        return self._split_keys.unknown()
+        return self._split_keys.value()
 
     def _measures(self, record: ValidRecord) -> bytes:
         if record.measures or not self._data.statistics or record.value is None:

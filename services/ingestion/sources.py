@@ -184,7 +184,10 @@ class FolderSource:
     async def read(self, listed: SourceObject) -> bytes:
         def read() -> bytes:
             with open(self._open(listed), "rb") as file:
-                return self._whole(listed, file.read(listed.size + 1))
+                content = file.read(listed.size + 1)
+            if len(content) != listed.size:
+                raise ObjectChanged(f"{self.uri(listed)} has another size than it was listed with")
+            return content
 
         return await run_in_thread(read)
 
@@ -210,11 +213,6 @@ class FolderSource:
             os.close(handle)
             raise ObjectChanged(f"{path.as_uri()} is another version than the one listed")
         return handle
-
-    def _whole(self, listed: SourceObject, content: bytes) -> bytes:
-        if len(content) != listed.size:
-            raise ObjectChanged(f"{self.uri(listed)} has another size than it was listed with")
-        return content
 
 
 def _version(found: os.stat_result) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Iterator
+from contextlib import aclosing
 from typing import Protocol
 
 from contracts.spec.data import DataSource
@@ -24,7 +24,7 @@ from services.ingestion.file_tables import FileEntry, FileTable
 from services.ingestion.formats import images
 from services.ingestion.record_intake import FoundRecord, RecordConsumer
 from services.ingestion.sources import Source, SourceObject
-from services.kit.concurrency import cancel_and_wait, gather_limited
+from services.kit.concurrency import gather_limited, run_ahead
 
 #: The most files of a batch to read and validate, and about its most bytes.
 BATCH_FILES, BATCH_BYTES = 128, 8 * 2**20
@@ -62,16 +62,9 @@ class WholeFiles:
 
     async def run(self, files: Iterator[SourceObject], consume: RecordConsumer) -> None:
         """Validate ``files`` and await ``consume`` for each batch."""
-        pending: deque[asyncio.Task[list[FoundRecord]]] = deque()
-        try:
-            for batch in self._batches(files):
-                pending.append(asyncio.create_task(self._validate(batch)))
-                if len(pending) >= self._ahead:
-                    await consume(await pending.popleft())
-            while pending:
-                await consume(await pending.popleft())
-        finally:
-            await cancel_and_wait(*pending)
+        async with aclosing(run_ahead(map(self._validate, self._batches(files)), limit=self._ahead)) as validated:
+            async for found in validated:
+                await consume(found)
 
     def _batches(self, files: Iterator[SourceObject]) -> Iterator[list[tuple[SourceObject, InvalidRecord | None]]]:
         batch: list[tuple[SourceObject, InvalidRecord | None]] = []

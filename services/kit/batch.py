@@ -97,7 +97,9 @@ class BatchPublisher:
         for one in facts:
             metrics.PUBLISHED.labels(one.type).inc()
         if self.bus.settings.inject_duplicates:
-            await self._publish_duplicates(facts)
+            with suppress(nats.errors.Error):
+                for one in facts:  # each a second time, by itself
+                    await nc.publish(one.subject, one.body, headers=one.headers)
         return stored
 
     def _read(self, answer: dict[str, object], count: int) -> BatchAck:
@@ -116,12 +118,6 @@ class BatchPublisher:
         if code in NOT_AVAILABLE_NOW:
             self._availability = None
         raise TransientError(f"NATS did not take a batch of {count}: {text}")
-
-    async def _publish_duplicates(self, facts: Sequence[OutgoingMessage]) -> None:
-        """Fault injection: publish each fact a second time, by itself."""
-        with suppress(nats.errors.Error):
-            for one in facts:
-                await self.bus.nc.publish(one.subject, one.body, headers=one.headers)
 
 
 def split_into_batches(

@@ -146,7 +146,7 @@ async def restore_file(
     """Make ``target`` the file, whole or not at all; each fetched byte is hashed once and written once.
 
     What ``local`` has is copied within the file system. ``gate`` bounds how many pieces are fetched at a time, and
-    ``on_bytes`` hears of every piece that is there.
+    ``on_bytes`` gets the size of every piece that is there.
 
     Raises:
         ObjectNotFound, ObjectCorrupted: see ``read_piece``; nothing is left at ``target``.

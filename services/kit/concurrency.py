@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
@@ -37,6 +38,20 @@ async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
             task.cancel()
         _, pending = await asyncio.wait(pending, timeout=0.5)
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def run_ahead(work: Iterable[Coroutine[Any, Any, T]], *, limit: int) -> AsyncGenerator[T, None]:
+    """Yield the results in order; ``limit`` coroutines run at a time, so that the next ones go on meanwhile."""
+    running: deque[asyncio.Task[T]] = deque()
+    try:
+        for coroutine in work:
+            running.append(asyncio.create_task(coroutine))
+            if len(running) >= limit:
+                yield await running.popleft()
+        while running:
+            yield await running.popleft()
+    finally:
+        await cancel_and_wait(*running)
 
 
 async def gather_limited(work: Iterable[Coroutine[Any, Any, T]], *, limit: int) -> list[T]:

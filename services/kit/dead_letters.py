@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -40,11 +39,9 @@ class DeadLetterLimit:
 
     def allows_dead_letter(self) -> bool:
         """Count a message that cannot be handled; return whether it may become a dead letter."""
-        if self._consecutive >= self.max_consecutive:
-            self.is_reached = True
-        full = len(self._window) == self._window.maxlen
-        if full and sum(self._window) >= self.max_share * len(self._window):
-            self.is_reached = True
+        is_full = len(self._window) == self._window.maxlen
+        exceeds_share = is_full and sum(self._window) >= self.max_share * len(self._window)
+        self.is_reached |= exceeds_share or self._consecutive >= self.max_consecutive
         if not self.is_reached:
             self._consecutive += 1
             self._window.append(True)
@@ -108,10 +105,13 @@ def build_dead_letter(
 def read_dead_letter(stored: RawMessage) -> DeadLetter:
     """Return what ``build_dead_letter`` made of a message."""
     headers = stored.headers
+    sent = {name: value for name, value in headers.items() if not name.lower().startswith(("nats-", PREFIX))}
+    if message_id := headers.get(f"{PREFIX}message-id"):
+        sent[MESSAGE_ID_HEADER] = message_id
     original = RawMessage(
         headers.get(f"{PREFIX}subject", ""),
         stored.body,
-        _sender_headers(headers),
+        sent,
         headers.get(f"{PREFIX}stream", ""),
         int(headers.get(f"{PREFIX}sequence") or 0),
     )
@@ -123,10 +123,3 @@ def read_dead_letter(stored: RawMessage) -> DeadLetter:
         original,
         any(f"{PREFIX}{name}" in headers for name in ("bytes", "headers-cut")),
     )
-
-
-def _sender_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    found = {name: value for name, value in headers.items() if not name.lower().startswith(("nats-", PREFIX))}
-    if message_id := headers.get(f"{PREFIX}message-id"):
-        found[MESSAGE_ID_HEADER] = message_id
-    return found

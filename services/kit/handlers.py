@@ -37,9 +37,9 @@ class Handlers:
             raise ValueError(
                 f"consumer {consumer.name} does not carry {event.__name__}: add it to contracts/topology.py"
             )
-        group = self._groups.get(consumer.name)
-        if group is None:
-            group = self._groups[consumer.name] = self._build_group(consumer)
+        if consumer.name not in self._groups:
+            self._groups[consumer.name] = self._build_group(consumer)
+        group = self._groups[consumer.name]
         if on_invalid is not None:
             group.on_invalid = on_invalid
 

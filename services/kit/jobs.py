@@ -22,8 +22,7 @@ from nats.js.errors import APIError, BadRequestError, KeyNotFoundError
 from nats.js.kv import KeyValue
 
 from contracts import topology
-from contracts.base import Event
-from contracts.envelope import Envelope, EnvelopeError, RawMessage, decode, encode
+from contracts.envelope import EnvelopeError, RawMessage, decode, encode
 from services.kit import metrics, telemetry
 from services.kit.bus import Bus, Message, PoisonMessage, TransientError
 from services.kit.concurrency import cancel_and_wait
@@ -234,7 +233,5 @@ def _decode_job(job: _Job) -> Message[Any]:
     headers = job.value["headers"]
     assert isinstance(headers, dict)
     raw = RawMessage(str(job.value["subject"]), str(job.value["body"]).encode(), headers)
-    envelope: Envelope
-    event: Event
     envelope, event = decode(raw)
     return Message(event, envelope, raw.subject, deliveries=int(str(job.value["attempt"])))

@@ -217,19 +217,13 @@ class AcknowledgementMiddleware(GroupMiddleware):
         if 0 < consumer.max_deliver <= deliveries:
             return await self._dead_letter(f"given up after {deliveries} deliveries: {error!r}", counts=True)
         delay_s = RETRY_DELAYS_S[min(deliveries, len(RETRY_DELAYS_S)) - 1]
-        subject = self.msg.subject
         if isinstance(self.msg, RetriedMessage):
             self.msg.reason = repr(error)
+        details = {"subject": self.msg.subject, "delay_s": delay_s, "error": repr(error)}
         if isinstance(error, TransientError):
-            log.info("handler failed, message is retried", subject=subject, delay_s=delay_s, error=repr(error))
+            log.info("handler failed, message is retried", **details)
         else:
-            log.error(
-                "handler failed, message is retried",
-                subject=subject,
-                delay_s=delay_s,
-                error=repr(error),
-                exc_info=error,
-            )
+            log.error("handler failed, message is retried", **details, exc_info=error)
         await _send(self.msg.nak(delay=delay_s))
         return "retried"
 
@@ -297,15 +291,10 @@ class RetriedMessage(Msg):
 @cache
 def _series(consumer: str, event_type: str, outcome: str) -> tuple[Counter, Histogram]:
     """Return a message's metrics. Looking them up by their labels costs as much as a small handler."""
-    return (
-        metrics.HANDLED.labels(consumer, event_type, outcome),
-        metrics.HANDLING_SECONDS.labels(consumer, event_type),
-    )
+    return metrics.HANDLED.labels(consumer, event_type, outcome), metrics.HANDLING_SECONDS.labels(consumer, event_type)
 
 
-@cache
-def _lag_of(consumer: str) -> Histogram:
-    return metrics.DELIVERY_LAG_SECONDS.labels(consumer)
+_lag_of = cache(metrics.DELIVERY_LAG_SECONDS.labels)
 
 
 def _counts(msg: Msg) -> tuple[int, int]:

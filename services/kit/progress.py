@@ -28,7 +28,7 @@ class Progress:
         self.enter_phase(phase)
 
     def enter_phase(self, phase: Phase) -> None:
-        """Count from zero: what another phase did says nothing about the speed of this one."""
+        """Count from zero, because another phase has another speed."""
         self.phase = phase
         #: Records of all; 0 if unknown. Those done, and of them found done by an earlier attempt.
         self.total = self.done = self.found = 0

@@ -17,7 +17,7 @@ from services.kit.bus import Bus
 from services.kit.concurrency import gather_limited
 from services.kit.garbage_collector import GarbageCollector
 from services.kit.store.errors import ObjectNotFound
-from services.kit.store.objects import ObjectInfo, ObjectStore
+from services.kit.store.objects import ObjectStore
 from services.sharding import metrics
 from services.sharding.core import garbage
 from services.sharding.core.garbage import INGESTION_KEY, StoredObject
@@ -70,9 +70,8 @@ async def collect_garbage(bus: Bus, objects: ObjectStore, settings: ShardingSett
             elif stored.key.endswith(garbage.DONE):
                 break  # another job uses the ingestion again
     freed_bytes = sum(freed) + sum(removed)
-    collected = GarbageSummary(len(freed), len(removed), freed_bytes, len(shards) - len(freed))
     log.info("garbage collected", shards=len(freed), ingestion_objects=len(removed), freed_bytes=freed_bytes)
-    return collected
+    return GarbageSummary(len(freed), len(removed), freed_bytes, len(shards) - len(freed))
 
 
 async def _delete(objects: ObjectStore, stored: StoredObject, kind: str) -> int | None:
@@ -91,13 +90,9 @@ async def _delete(objects: ObjectStore, stored: StoredObject, kind: str) -> int 
 async def _list_stored(objects: ObjectStore, uri: str) -> AsyncIterator[StoredObject]:
     try:
         async for info in objects.list(uri):
-            yield _stored_object(info)
+            yield StoredObject(info.uri, info.key, info.size_bytes, info.modified_at)
     except ObjectNotFound:
         return  # there is no bucket yet
-
-
-def _stored_object(info: ObjectInfo) -> StoredObject:
-    return StoredObject(info.uri, info.key, info.size_bytes, info.modified_at)
 
 
 async def _journal(objects: ObjectStore, stored: StoredObject) -> dict[str, ShardFile]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -130,9 +129,9 @@ class ShardingJob:
             except ObjectNotFound:
                 return True
 
-        files = [file for split in dataset.manifest.splits.values() for file in split.shards]
-        parts = [(f.sha256, f.size_bytes) for f in files] + [(f.index_sha256, f.index_bytes) for f in files]
-        missing = sum(await gather_limited((is_missing(*part) for part in parts), limit=PARALLEL_HEADS))
+        files = (file for split in dataset.manifest.splits.values() for file in split.shards)
+        checks = (is_missing(*part) for file in files for part in _parts(file))
+        missing = sum(await gather_limited(checks, limit=PARALLEL_HEADS))
         if missing:
             log.warning("a dataset is incomplete, making it again", dataset_id=dataset_id, missing=missing)
             return None
@@ -154,7 +153,7 @@ class ShardingJob:
         await self._objects.download(self._ingested.index_uri, index)
         await run_in_thread(self._plan.build, index)
         index.unlink()
-        self._progress.total = self._plan.samples
+        self._progress.total = sum(shard.samples for shard in self._plan.shards)
 
     # -- shards -------------------------------------------------------------------
 
@@ -181,11 +180,7 @@ class ShardingJob:
 
     async def _is_there(self, file: ShardFile) -> bool:
         """Return whether both objects are in the store; renew the age of old ones."""
-        there = [
-            await self._has(sha256, size_bytes)
-            for sha256, size_bytes in ((file.sha256, file.size_bytes), (file.index_sha256, file.index_bytes))
-        ]
-        return all(there)
+        return all([await self._has(*part) for part in _parts(file)])
 
     async def _has(self, sha256: str, size_bytes: int) -> bool:
         uri = shard_uri(self._bucket, sha256)
@@ -317,6 +312,11 @@ class ShardingJob:
         return Dataset(dataset_id, uri, manifest, reused=False)
 
 
+def _parts(file: ShardFile) -> tuple[tuple[str, int], tuple[str, int]]:
+    """Return the hash and the size of a shard and of its index."""
+    return (file.sha256, file.size_bytes), (file.index_sha256, file.index_bytes)
+
+
 class _PackCorrupted(Exception):
     """The content of a pack differs from what was ingested."""
 
@@ -344,9 +344,6 @@ def _append(
 @contextmanager
 def _open_files(paths: Mapping[int, Path]) -> Iterator[dict[int, int]]:
     """Open files for reading during the block."""
-    handles: dict[int, int] = {}
     with ExitStack() as stack:
-        for number, path in paths.items():
-            handles[number] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            stack.callback(os.close, handles[number])
-        yield handles
+        files = {number: stack.enter_context(path.open("rb", buffering=0)) for number, path in paths.items()}
+        yield {number: file.fileno() for number, file in files.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -37,12 +37,11 @@ class PackCache:
         self._objects, self._folder, self._source_uri, self._max_bytes = objects, folder, source_uri, max_bytes
         self._sizes: dict[int, int] = {}
         self._fetching: OrderedDict[int, asyncio.Task[Path]] = OrderedDict()
-        self._pins: dict[int, int] = {}
+        self._pins: Counter[int] = Counter()
         #: How often a copy was corrupted. The next copy has another name, because others may be reading this one.
-        self._corrupted: dict[int, int] = {}
+        self._corrupted: Counter[int] = Counter()
         self._transfers = asyncio.Semaphore(PARALLEL_TRANSFERS)
         self.held_bytes = 0
-        self.fetched_bytes = 0
         folder.mkdir(parents=True, exist_ok=True)
 
     async def list_packs(self) -> None:
@@ -51,7 +50,7 @@ class PackCache:
             self._sizes[int(info.key.rpartition("-")[2])] = info.size_bytes
 
     def _path(self, number: int) -> Path:
-        return self._folder / f"{pack_name(number)}.{self._corrupted.get(number, 0)}"
+        return self._folder / f"{pack_name(number)}.{self._corrupted[number]}"
 
     @asynccontextmanager
     async def pin(self, numbers: Iterable[int]) -> AsyncIterator[dict[int, Path]]:
@@ -63,21 +62,19 @@ class PackCache:
         wanted = sorted(set(numbers))
         if gone := [number for number in wanted if number not in self._sizes]:
             raise ObjectNotFound(f"{self._source_uri}/{pack_name(gone[0])}")
-        for number in wanted:
-            self._pins[number] = self._pins.get(number, 0) + 1
+        self._pins.update(wanted)
         try:
             paths = await gather_limited(map(self._ensure_local, wanted), limit=max(len(wanted), 1))
             yield dict(zip(wanted, paths, strict=True))
         finally:
-            for number in wanted:
-                self._pins[number] -= 1
+            self._pins.subtract(wanted)
             self._evict()
 
     def discard_copy(self, number: int) -> None:
         """Discard a corrupted copy of a pack, so that it is fetched again."""
         if self._fetching.pop(number, None) is not None:
             self.held_bytes -= self._sizes[number]
-        self._corrupted[number] = self._corrupted.get(number, 0) + 1
+        self._corrupted[number] += 1
 
     async def close(self) -> None:
         """Cancel the fetches under way."""
@@ -100,14 +97,13 @@ class PackCache:
             path, size = self._path(number), self._sizes[number]
             path.touch()
             await self._objects.read_into(f"{self._source_uri}/{pack_name(number)}", path, 0, size, _NoHash)
-            self.fetched_bytes += size
             return path
 
     def _evict(self) -> None:
         for number, task in list(self._fetching.items()):
             if self.held_bytes <= self._max_bytes:
                 return
-            if not self._pins.get(number) and task.done():
+            if not self._pins[number] and task.done():
                 self._drop(number)
 
     def _drop(self, number: int) -> None:

@@ -59,18 +59,13 @@ class ShardPlan:
         self.shards: list[PlannedShard] = []
         folder.mkdir(parents=True, exist_ok=True)
 
-    @property
-    def samples(self) -> int:
-        return sum(shard.samples for shard in self.shards)
-
     def build(self, index: Path) -> None:
         """Read the index and cut it into shards.
 
         Raises:
             PoisonMessage: a record cannot be in a shard.
         """
-        parts = self._deal(index)
-        self._cut(parts)
+        self._cut(self._deal(index))
         # In the order of all splits, because neighbours need the same packs.
         self.shards.sort(key=lambda shard: (shard.place, shard.split))
 
@@ -87,8 +82,6 @@ class ShardPlan:
     def extras(self, wanted: Rows) -> dict[int, dict[str, Any]]:
         """Return the extra lines of rows that have one, by offset."""
         places = wanted["extra"][wanted["extra"] >= 0].tolist()
-        if not places:
-            return {}
         with (self._folder / "extras.jsonl").open("rb") as file:
             return {at: _line_at(file, at) for at in places}
 

@@ -20,11 +20,11 @@ from services.checkpoint.core.commit import manifest_uri
 from services.checkpoint.garbage_collection import collect_garbage
 from services.checkpoint.settings import CheckpointSettings
 from services.kit.bus import Bus, Message, TransientError
-from services.kit.clock import ManualClock
 from services.kit.settings import Settings
 from services.kit.store.objects import ObjectStore
 from services.kit.store.uris import split_uri
 from tests.checkpoint.facts import RUN, blob_uri, content, file, placed, staged
+from tests.manual_clock import ManualClock
 
 
 class Killed(BaseException):

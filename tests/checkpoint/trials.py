@@ -41,11 +41,11 @@ from services.checkpoint.keeper import Keeper
 from services.checkpoint.settings import CheckpointSettings
 from services.kit import chunks
 from services.kit.bus import Bus, Conflict, Message, PoisonMessage, TransientError
-from services.kit.clock import ManualClock
 from services.kit.store.errors import ObjectExists, ObjectNotFound
 from services.kit.store.objects import ObjectStore
 from services.kit.store.uris import blob_sha256, split_uri
 from tests.checkpoint.facts import NODES, blob_uri, placed, sha
+from tests.manual_clock import ManualClock
 
 #: What a part may call; each call is a line of the protocol at which it can be hit.
 OBJECT_CALLS = ("put", "get", "head", "hash", "delete", "exists")

@@ -86,7 +86,7 @@ def test_an_id_is_its_value_not_its_spelling() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "says"),
+    ("data", "expected"),
     [
         (source(), None),
         (source("text", checks={"required": ["x"]}), "'text' has no fields.*leave out checks.required"),
@@ -97,9 +97,9 @@ def test_an_id_is_its_value_not_its_spelling() -> None:
         (source(split={"stratify": True}), "needs data.label_field"),
     ],
 )
-def test_impossible_checks_are_refused_at_once(data: DataSource, says: str | None) -> None:
+def test_impossible_checks_are_refused(data: DataSource, expected: str | None) -> None:
     problem = find_impossible_check(data)
-    assert problem is None if says is None else problem is not None and re.search(says, problem)
+    assert problem is None if expected is None else problem is not None and re.search(expected, problem)
 
 
 def test_times_of_all_kinds_are_one() -> None:

@@ -134,11 +134,11 @@ def outcome(
         label = "b" if i < of_class_b[1] else "a"
         tally.reject(code, f"s3://lake/digits/{i}.png: cut", whole_object=False, label=label)
     tally.broken_objects = files[1]
-    return Outcome.of(tally.to_dict())
+    return Outcome.model_validate(tally.outcome().model_dump(mode="json"))
 
 
 @pytest.mark.parametrize(
-    ("found", "says"),
+    ("found", "expected"),
     [
         (outcome(1797, 2), None),
         (outcome(99, 1), None),
@@ -154,13 +154,13 @@ def outcome(
         (outcome(9, 0, leak=("a", "train", "b", "test")), "test split leaks into the train split: a .* and b "),
     ],
 )
-def test_an_objection_names_the_change(found: Outcome, says: str | None) -> None:
+def test_an_objection_names_the_change(found: Outcome, expected: str | None) -> None:
     problem = find_objection(found, SOURCE, "s3://datasets/q.jsonl")
-    if says is None:
+    if expected is None:
         assert problem is None
     else:
         assert problem is not None
-        assert re.search(says, problem)
+        assert re.search(expected, problem)
 
 
 def test_the_fingerprint_covers_what_the_index_depends_on() -> None:
@@ -189,7 +189,7 @@ def test_classes_that_are_numbers_are_sorted_as_such(labels: tuple[str, ...], cl
     tally = Tally()
     for label in labels:
         tally.accept("train", 1, label)
-    assert tally.classes() == classes
+    assert tally.classes == classes
 
 
 def test_every_reason_is_reported() -> None:

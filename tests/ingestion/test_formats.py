@@ -332,7 +332,7 @@ async def test_columns_are_what_most_files_have(run: Ingesting) -> None:
 
 
 @pytest.mark.parametrize(
-    ("odd", "says"),
+    ("odd", "expected"),
     [
         ([{"x": str(n), "y": 1} for n in range(9)], "field 'x' is text here and a number in most files"),
         ([{"y": n} for n in range(9)], "field 'x' is missing here and is a number in most files"),
@@ -342,11 +342,11 @@ async def test_columns_are_what_most_files_have(run: Ingesting) -> None:
         ([{"x": n, "y": 1} for n in range(9)] + [{"x": "odd", "y": 1}], None),
     ],
 )
-async def test_fields_are_what_most_files_have(run: Ingesting, odd: list[dict[str, Any]], says: str | None) -> None:
+async def test_fields_are_what_most_files_have(run: Ingesting, odd: list[dict[str, Any]], expected: str | None) -> None:
     files = {f"{i}.jsonl": jsonl(*({"x": n, "y": i} for n in range(10))) for i in range(3)} | {"9.jsonl": jsonl(*odd)}
     found = await run("jsonl", files, split=TRAIN, label_field="y")
     problem = find_objection(found.outcome, fuzzed_source("jsonl"), "q")
-    if says is None:
+    if expected is None:
         assert (found.outcome.accepted, found.codes) == (30 + len(odd), {})
         return
     assert problem is not None
@@ -354,9 +354,9 @@ async def test_fields_are_what_most_files_have(run: Ingesting, odd: list[dict[st
     assert "the schema of s3://lake/x changed: 1 of 4 files" in problem
     drifted = [entry for entry in found.quarantine if entry["code"] == "schema_drift"]
     assert [entry["uri"].rpartition("/")[2] for entry in drifted] == ["9.jsonl"]
-    assert says in drifted[0]["detail"]
+    assert expected in drifted[0]["detail"]
     assert "9.jsonl" in problem
-    assert says in problem
+    assert expected in problem
 
 
 async def test_values_without_a_form_in_json(run: Ingesting) -> None:

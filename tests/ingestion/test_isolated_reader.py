@@ -25,7 +25,7 @@ from loadtest.data.quarantine import ingest
 from services.ingestion import isolated_process
 from services.ingestion.core.records import InvalidRecord
 from services.ingestion.decoders import DecoderPool
-from services.ingestion.features import isolated_join
+from services.ingestion.features import source as feature_source
 from services.ingestion.features.source import FeatureSource
 from services.ingestion.formats import isolated_reader
 from services.ingestion.formats.isolated_reader import IsolatedParquetReader
@@ -187,13 +187,13 @@ def deadly_join(report: Any, spec: FeatureJoin, entities: Any, tables: Any, fold
     if any("crash" in parquet.read_schema(path).names for path in paths):
         entities[0][1].unlink()
         os.kill(os.getpid(), signal.SIGSEGV)
-    return isolated_join._join(report, spec, entities, tables, folder)
+    return feature_source._join(report, spec, entities, tables, folder)
 
 
 @pytest.fixture
 def lake(planted: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     """Join an entity table and a feature table, by file the columns that they have besides."""
-    monkeypatch.setattr(isolated_join, "_join", deadly_join)
+    monkeypatch.setattr(feature_source, "_join", deadly_join)
 
     async def join(entities: dict[str, str], features: dict[str, str]) -> dict[str, Path | InvalidRecord]:
         times = pyarrow.array([1] * ROWS).cast(pyarrow.timestamp("s"))

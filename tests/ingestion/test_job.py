@@ -163,14 +163,14 @@ async def test_growing_data_keeps_every_split(ingest: Ingesting, objects: Object
 
 
 @pytest.mark.parametrize(
-    ("path", "says"),
+    ("path", "expected"),
     [
         ("s3://no-such-bucket-here/digits", "no bucket 'no-such-bucket-here'"),
         ("{lake}/nothing/here", "no object under"),
     ],
 )
-async def test_a_missing_source(ingest: Ingesting, objects: ObjectStore, lake: str, path: str, says: str) -> None:
-    with pytest.raises(PoisonMessage, match=says):
+async def test_a_missing_source(ingest: Ingesting, objects: ObjectStore, lake: str, path: str, expected: str) -> None:
+    with pytest.raises(PoisonMessage, match=expected):
         await ingest(DataSource(source=path.format(lake=lake), format="images"))
 
 

@@ -244,7 +244,7 @@ def test_near_duplicates_of_a_text() -> None:
 
 def test_opaque_content_is_split_by_its_hash() -> None:
     data = source(Split(by="near"))
-    assigner, key = SplitAssigner(data.split), SplitKeys(data).unknown()
+    assigner, key = SplitAssigner(data.split), SplitKeys(data).value()
     assert unit(assigner, key, content="c") != unit(assigner, key, content="d")
     assert unit(assigner, key, content="c") == unit(assigner, key, content="c", key="k2", path="p2")
 

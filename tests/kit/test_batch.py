@@ -41,7 +41,7 @@ async def test_a_batch_is_stored_in_order_behind_each_others_backs(bus: Bus) -> 
     assert ids[1:] == [*(fact.id for fact in facts), "run/r000/cancelled"]
 
 
-async def test_one_expectation_that_fails_keeps_all_out_and_says_what_is_there(bus: Bus) -> None:
+async def test_one_failed_expectation_stores_nothing_and_names_the_last_sequence(bus: Bus) -> None:
     ack = await bus.publish(RunCancelled(run_id="r7", reason="test"))
     facts = [queued(bus, f"r{number}", last=0) for number in range(10)]
     with pytest.raises(WrongLastSequence) as caught:

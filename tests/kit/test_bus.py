@@ -15,8 +15,8 @@ from contracts.events.train import TrainRequested
 from contracts.spec.run import RunSpec
 from services.kit import follow
 from services.kit.bus import Bus, Conflict, ExpectedSequence, PoisonMessage, UndecodableEvent
-from services.kit.clock import ManualClock
 from tests.kit.support import until
+from tests.manual_clock import ManualClock
 from trainbus.embedded.servers import NatsServer
 
 SPEC = RunSpec(name="a", command=["true"])
@@ -77,7 +77,7 @@ async def test_last_and_history(bus: Bus) -> None:
     assert wildcard is not None
     assert wildcard.event.run_id == "r2"
     assert [r.event.generation for r in await bus.read_history("run.r1.placed")] == [1, 2, 3]
-    assert await bus.read_history("run.nobody.*") == []
+    assert await bus.read_history("run.missing.*") == []
 
 
 async def test_nonsense_hides_no_event_and_moves_the_fence(bus: Bus) -> None:

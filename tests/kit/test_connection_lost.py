@@ -1,4 +1,4 @@
-"""A service whose connection NATS closes for good ends, with an error, and hears SIGTERM until then."""
+"""A service whose connection NATS closes for good ends with an error, and stops when asked until then."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class Silent:
         return await self._bucket.get(key)
 
 
-async def test_a_renewal_of_which_nothing_is_heard_costs_no_work(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_renewal_without_an_answer_costs_no_work(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     silent, recorder = Silent(await bus.open_bucket(topology.JOBS)), Recorder()
     begun: list[str] = []
 
@@ -124,7 +124,7 @@ async def test_a_renewal_of_which_nothing_is_heard_costs_no_work(bus: Bus, monke
     assert begun == ["r1"]
 
 
-async def test_passing_trouble_is_retried_and_lasting_trouble_is_told(bus: Bus) -> None:
+async def test_transient_errors_are_retried_and_lasting_ones_are_published(bus: Bus) -> None:
     recorder = Recorder()
     tries: dict[str, int] = {}
 

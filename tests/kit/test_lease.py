@@ -6,8 +6,8 @@ import asyncio
 
 from contracts import topology
 from services.kit.bus import Bus
-from services.kit.clock import ManualClock
 from services.kit.lease import Lease, LeaseWatch, read_record, read_records
+from tests.manual_clock import ManualClock
 
 
 async def test_a_lease_has_one_holder_and_is_handed_on_when_released(bus: Bus) -> None:
@@ -44,7 +44,7 @@ async def test_of_many_rivals_one_wins(bus: Bus) -> None:
     assert sum(outcomes) == 1
 
 
-async def test_watch_tells_expired_leases_by_its_own_clock(bus: Bus) -> None:
+async def test_a_watch_finds_expired_leases_by_its_own_clock(bus: Bus) -> None:
     bucket = await bus.open_bucket(topology.LEASES)
     clock = ManualClock()
     lease = Lease(bucket, "node.n1", "n1", 1.0, data={"address": "127.0.0.1"})

@@ -64,7 +64,7 @@ async def test_read_into_writes_at_an_offset(objects: ObjectStore, s3_settings: 
     with pytest.raises(ValueError, match=r"has 2560000 bytes, expected 5$"):
         await objects.read_into(uri, path, 0, 5)
     with pytest.raises(ObjectNotFound):
-        await objects.read_into(uri + "-of-nobody", path, 0, 5)
+        await objects.read_into(uri + "-missing", path, 0, 5)
 
 
 async def test_a_full_disk_fails_at_once_and_names_the_file(objects: ObjectStore, s3_settings: Settings) -> None:

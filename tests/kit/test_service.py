@@ -69,7 +69,7 @@ async def test_a_broken_background_task_ends_the_service(settings: Settings) -> 
 
 
 @pytest.mark.parametrize("away", ["bus", "store"])
-async def test_a_service_stopped_before_it_has_started_ends_and_says_so(
+async def test_a_service_stopped_before_its_start_runs_the_early_stop_action(
     settings: Settings, nats_server: NatsServer, away: str
 ) -> None:
     service = Service("test", settings)
@@ -82,10 +82,10 @@ async def test_a_service_stopped_before_it_has_started_ends_and_says_so(
         await asyncio.Event().wait()
         yield
 
-    async def say(what: str) -> None:
-        ended.append(what)
+    async def record(action: str) -> None:
+        ended.append(action)
 
-    service.add_stop_action(lambda: say("heard"), before_start=lambda: say("unheard"))
+    service.add_stop_action(lambda: record("stopped"), before_start=lambda: record("stopped early"))
     if away == "bus":
         nats_server.kill()
     else:
@@ -97,23 +97,23 @@ async def test_a_service_stopped_before_it_has_started_ends_and_says_so(
         await asyncio.sleep(0)
     service.stopping.set()
     await asyncio.wait_for(running, 60)
-    assert ended == ["unheard"]
+    assert ended == ["stopped early"]
 
 
 async def test_stop_actions_run_while_the_bus_still_works(settings: Settings) -> None:
     service = Service("test", settings)
-    said: list[bool] = []
+    was_connected: list[bool] = []
 
-    async def say_goodbye() -> None:
+    async def record_connection() -> None:
         await service.bus.nc.flush()
-        said.append(service.bus.connected)
+        was_connected.append(service.bus.connected)
 
-    service.add_stop_action(say_goodbye)
+    service.add_stop_action(record_connection)
     running = asyncio.create_task(service.run())
     await until(lambda: service.check_readiness()["started"], "the start")
     service.stopping.set()
     await asyncio.wait_for(running, 60)
-    assert said == [True]
+    assert was_connected == [True]
 
 
 async def test_an_event_loop_that_is_held_up_shows_in_the_metrics(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,12 @@ import pytest
 from contracts.events.node import NodeLost
 from contracts.events.run import RunPlaced, RunPreempting, RunReleased, RunStarted
 from services.kit.bus import Bus
-from services.kit.clock import ManualClock, SystemClock
+from services.kit.clock import SystemClock
 from services.kit.settings import Settings
 from services.scheduler import leader as leading
 from services.scheduler.app import SchedulerSettings
 from services.scheduler.log_clock import STEP_BACK_S, LogClock
+from tests.manual_clock import ManualClock
 from tests.scheduler.test_shell import COMMAND, join, request, running, until
 
 SERVER = datetime(2026, 5, 5, tzinfo=UTC)

@@ -24,7 +24,6 @@ from contracts.events.dataset import DatasetIngested, DatasetProgress, ShardFile
 from contracts.spec.data import DataSource, Split
 from loadtest.data.ingested import FolderStore, ingest
 from services.kit.bus import Bus, TransientError
-from services.kit.clock import ManualClock
 from services.kit.progress import Progress
 from services.kit.settings import Settings
 from services.kit.store.errors import ObjectExists, ObjectNotFound
@@ -35,6 +34,7 @@ from services.sharding.core.manifest import journal_name
 from services.sharding.garbage_collection import GARBAGE, collect_garbage
 from services.sharding.job import Dataset, ShardingJob
 from services.sharding.settings import ShardingSettings
+from tests.manual_clock import ManualClock
 from tests.sharding.test_job import images
 
 NOW = datetime(2026, 6, 1, tzinfo=UTC)

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from contracts.events.run import Artifact, RunStalled
-from services.kit.clock import ManualClock
 from services.worker.core import rank_environment
 from services.worker.core.stall_detector import Stall
 from services.worker.ranks import stall_dumps
 from services.worker.ranks.stall_watcher import StallWatcher
+from tests.manual_clock import ManualClock
 from tests.worker.test_core import placed
 from tests.worker.test_journal_follower import Bus, follower
 

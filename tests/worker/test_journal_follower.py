@@ -9,10 +9,10 @@ from contracts.base import Fact
 from contracts.events.run import RunLog, RunProgress, RunStarted
 from contracts.ranks import MetricsLine, json_line
 from services.kit.bus import TransientError
-from services.kit.clock import ManualClock
 from services.worker.core.journal import JournalSource
 from services.worker.core.metric_patterns import compile_patterns
 from services.worker.ranks.journal_follower import JournalFollower
+from tests.manual_clock import ManualClock
 
 
 class Bus:

@@ -8,9 +8,9 @@ from pathlib import Path
 from contracts.events.run import RunProgress, RunStraggler
 from contracts.ranks import StragglerLine
 from services.kit.bus import TransientError
-from services.kit.clock import ManualClock
 from services.worker.ranks.journal_follower import JournalFollower
 from services.worker.ranks.ring_reader import RingReader
+from tests.manual_clock import ManualClock
 from tests.worker.test_journal_follower import Bus, follower
 from trainbus.agent_link import Journal
 from trainbus.ring import RingWriter

@@ -15,12 +15,12 @@ import pytest
 from contracts.base import Fact
 from contracts.events.run import RunStalled
 from contracts.progress import ring_name
-from services.kit.clock import ManualClock
 from services.worker.core.stall_detector import FIRST_STEPS_FACTOR, StallDetector
 from services.worker.launch.executor import RankProcess
 from services.worker.node.inventory import describe_machine
 from services.worker.ranks import stall_dumps
 from services.worker.ranks.stall_watcher import StallWatcher
+from tests.manual_clock import ManualClock
 from tests.worker.conftest import World, until
 from tests.worker.test_journal_follower import Bus, follower
 

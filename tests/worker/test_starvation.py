@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY
 from contracts.events.run import RunStarved
 from contracts.spec.training import DataLoading
 from services.kit.bus import TransientError
-from services.kit.clock import ManualClock
+from tests.manual_clock import ManualClock
 from tests.worker.test_journal_follower import Bus, follower
 from trainbus.agent_link import Journal
 from trainbus.data.batch_timings import BatchTimings

@@ -13,8 +13,9 @@ import json
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from PIL import Image as pillow
@@ -60,10 +61,9 @@ class SplitKeys:
             RecordFault: it has no group or no time.
         """
         if self._split.by == "near":
-            return hash_normalized(
-                {name: value for name, value in fields.items() if name not in self._unrelated_fields}
-            )
-        return self._split_value(fields)
+            related = {name: value for name, value in fields.items() if name not in self._unrelated_fields}
+            return hash_normalized(related)
+        return self.value(fields)
 
     def image(self, image: Image, fields: Mapping[str, Any] | None = None) -> str:
         """Return the split key of a decoded image; ``fields`` is its row of labels.csv.
@@ -71,25 +71,19 @@ class SplitKeys:
         Raises:
             RecordFault: it has no group or no time.
         """
-        return perceptual_hash(image) if self._split.by == "near" else self._split_value(fields or {})
+        return perceptual_hash(image) if self._split.by == "near" else self.value(fields or {})
 
     def text(self, content: bytes) -> str:
         """Return the split key of a text: near-duplicates differ only in case and white space."""
-        return (
-            hash_normalized(content.decode(errors="backslashreplace"))
-            if self._split.by == "near"
-            else self._split_value({})
-        )
+        near = self._split.by == "near"
+        return hash_normalized(content.decode(errors="backslashreplace")) if near else self.value()
 
-    def unknown(self) -> str:
-        """Return the split key of opaque content.
+    def value(self, fields: Mapping[str, Any] = MappingProxyType({})) -> str:
+        """Return the split key of opaque content with these fields.
 
         Raises:
             RecordFault: it should have a group or a time.
         """
-        return self._split_value({})
-
-    def _split_value(self, fields: Mapping[str, Any]) -> str:
         if self._split.by == "group":
             name = self._split.group_field or ""
             value = member(fields, name)
@@ -135,14 +129,11 @@ def perceptual_hash(image: Image) -> str:
 
     Made of integers alone, so it is the same on every machine. Copies in another size or compression mostly share it.
     """
-    small = grey(image).resize((_HASH_CELLS + 1, _HASH_CELLS), _BOX)
-    cells = small.tobytes()
-    width = _HASH_CELLS + 1
+    cells = grey(image).resize((_HASH_CELLS + 1, _HASH_CELLS), _BOX).tobytes()
     bits = 0
-    for row in range(_HASH_CELLS):
-        for column in range(_HASH_CELLS):
-            at = row * width + column
-            bits = bits << 1 | (cells[at + 1] - cells[at] > _HASH_THRESHOLD)
+    for at in range(0, len(cells), _HASH_CELLS + 1):
+        for left, right in pairwise(cells[at : at + _HASH_CELLS + 1]):
+            bits = bits << 1 | (right - left > _HASH_THRESHOLD)
     return f"{bits:07x}"
 
 

@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -43,7 +42,7 @@ class Fingerprint:
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of the records seen so far; ``done.json`` holds ``to_dict``."""
+    """Counts of the records seen so far; ``done.json`` holds its ``outcome``."""
 
     splits: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SPLITS, 0))
     #: Valid records that are in no split.
@@ -89,6 +88,7 @@ class Tally:
     def too_many_classes(self) -> bool:
         return len(self.labels) > MAX_CLASSES or sum(len(label.encode()) for label in self.labels) > MAX_CLASSES_BYTES
 
+    @property
     def classes(self) -> tuple[str, ...]:
         """Return the class names, sorted (numbers as numbers); empty if labels are measured values, or too many."""
         if self.continuous or self.too_many_classes:
@@ -97,6 +97,7 @@ class Tally:
             return tuple(sorted(self.labels, key=lambda label: (int(label), label)))
         return tuple(sorted(self.labels))
 
+    @property
     def worst_class(self) -> tuple[str, int, int] | None:
         """Return the class with the largest share of invalid records, of those with at least two: name, invalid, all.
 
@@ -109,30 +110,14 @@ class Tally:
         ]
         return max(found, key=lambda one: (one[1] / one[2], one[0]), default=None)
 
-    def quarantine_counts(self) -> tuple[QuarantineCount, ...]:
+    @property
+    def quarantined(self) -> tuple[QuarantineCount, ...]:
         """Return the counts by reason, the most frequent first."""
         return tuple(sorted(self.faults.values(), key=lambda fault: (-fault.count, fault.code)))
 
     def outcome(self) -> Outcome:
         """Return the totals."""
-        return Outcome(
-            accepted=self.accepted,
-            left_out=self.left_out,
-            splits=self.splits,
-            size_bytes=self.size_bytes,
-            classes=self.classes(),
-            too_many_classes=self.too_many_classes,
-            broken=self.broken,
-            objects=self.objects,
-            broken_objects=self.broken_objects,
-            quarantined=self.quarantine_counts(),
-            worst_class=self.worst_class(),
-            leak=self.leak,
-            statistics=self.statistics,
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        return self.outcome().model_dump(mode="json")
+        return Outcome.model_validate(self, from_attributes=True)
 
 
 def _count(counter: Counter[str], label: str) -> None:
@@ -160,10 +145,6 @@ class Outcome(BaseModel):
     leak: tuple[str, str, str, str] | None
     #: Whether ``statistics.json`` is beside the index.
     statistics: bool
-
-    @classmethod
-    def of(cls, done: dict[str, Any]) -> Outcome:
-        return cls.model_validate(done)
 
 
 def find_objection(outcome: Outcome, data: DataSource, quarantine_uri: str) -> str | None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
 
 import structlog
 
 from contracts.spec.data import FeatureJoin, FeatureTable
 from services.ingestion.core.keys import extension, is_data
 from services.ingestion.core.records import InvalidRecord
-from services.ingestion.features.isolated_join import MEMORY_BYTES, Progress, join_in_process, unreadable
-from services.ingestion.isolated_process import ProcessDied
+from services.ingestion.formats.isolated_reader import IsolatedParquetReader
+from services.ingestion.isolated_process import ProcessDied, run_isolated
 from services.ingestion.sources import Source, SourceObject
 from services.kit.bus import PoisonMessage
 from services.kit.concurrency import gather_limited, run_in_thread
@@ -25,14 +25,12 @@ EXTENSIONS = {"parquet", "pq"}
 PARALLEL_DOWNLOADS = 4
 
 
-class TableFileVersion(NamedTuple):
-    """One file of a feature table, as a fingerprint takes it."""
+#: Address space of the join's process: a join keeps about 1 GB, and the allocators of two engines reserve more.
+MEMORY_BYTES = 8 * 2**30
 
-    uri: str
-    etag: str
-    size: int
-    #: In microseconds since 1970. Nothing of a feature table depends on when it was written.
-    written_us: int = 0
+Located = tuple[str, Path]
+#: Called with the entity rows done and all there are, in another thread.
+Progress = Callable[[int, int], None]
 
 
 class FeatureSource:
@@ -43,8 +41,8 @@ class FeatureSource:
         self._sources = [open_source(table.source) for table in spec.tables]
         self._files: list[list[SourceObject]] = []
 
-    async def list(self) -> list[TableFileVersion]:
-        """List every file of every feature table, table by table, in the order of names.
+    async def list(self) -> list[SourceObject]:
+        """List every file of every feature table by its uri, table by table, in the order of names.
 
         Raises:
             PoisonMessage: a table has no file, or one that is no Parquet file.
@@ -52,8 +50,9 @@ class FeatureSource:
         self._files = [
             await _list_table(table, source) for table, source in zip(self._spec.tables, self._sources, strict=True)
         ]
+        # Nothing of a feature table depends on when it was written.
         return [
-            TableFileVersion(source.uri(listed), listed.etag, listed.size)
+            SourceObject(source.uri(listed), listed.etag, listed.size, written_us=0)
             for source, files in zip(self._sources, self._files, strict=True)
             for listed in files
         ]
@@ -77,7 +76,7 @@ class FeatureSource:
         try:
             return await self._join(source, entities, first, {}, progress)
         except ProcessDied:
-            log.warning("the process that joins features died; its files are looked at one by one")
+            log.warning("the process that joins features died; its files are read one by one")
         shutil.rmtree(first)
         (second := folder / "join-again").mkdir()
         broken = await self._unreadable(source, entities, second)
@@ -105,7 +104,9 @@ class FeatureSource:
             await _download(each, files, folder / f"features-{number}")
             for number, (each, files) in enumerate(zip(self._sources, self._files, strict=True))
         ]
-        joined = await join_in_process(self._spec, local, tables, folder, progress)
+        joined = await run_isolated(
+            _join, self._spec, local, tables, folder, report=progress, memory_bytes=MEMORY_BYTES
+        )
         for files in tables:
             for _, path in files:
                 path.unlink()
@@ -120,14 +121,14 @@ class FeatureSource:
         """Return the entity files that cannot be read. Raises ``PoisonMessage`` if a feature file cannot be read."""
         for number, (table, each, files) in enumerate(zip(self._spec.tables, self._sources, self._files, strict=True)):
             copies = await _download(each, files, folder / f"check-{number}")
-            for uri, found in (await run_in_thread(unreadable, copies)).items():
+            for uri, found in (await run_in_thread(_find_unreadable, copies)).items():
                 raise PoisonMessage(
                     f"{uri} of feature table {table.name!r} cannot be read as Parquet ({found.detail}): without it "
                     "features would change silently; write it again, or remove it if it does not belong there"
                 )
             shutil.rmtree(folder / f"check-{number}")
         copies = await _download(source, entities, folder / "check")
-        broken = await run_in_thread(unreadable, copies)
+        broken = await run_in_thread(_find_unreadable, copies)
         shutil.rmtree(folder / "check")
         return {listed.path: broken[uri] for listed, (uri, _) in zip(entities, copies, strict=True) if uri in broken}
 
@@ -159,3 +160,29 @@ async def _download(source: Source, files: Sequence[SourceObject], folder: Path)
     copies = (source.download(listed, path) for listed, path in zip(files, paths, strict=True))
     await gather_limited(copies, limit=PARALLEL_DOWNLOADS)
     return [(source.uri(listed), path) for listed, path in zip(files, paths, strict=True)]
+
+
+def _find_unreadable(files: Iterable[Located]) -> dict[str, InvalidRecord]:
+    """Return the files that cannot be read to their end, by uri; each is tried on its own."""
+    broken: dict[str, InvalidRecord] = {}
+    with closing(IsolatedParquetReader()) as reader:
+        for uri, path in files:
+            for found in reader.read(path):
+                if isinstance(found, InvalidRecord):
+                    broken[uri] = found
+    return broken
+
+
+def _join(
+    report: Progress,
+    spec: FeatureJoin,
+    entities: Sequence[Located],
+    tables: Sequence[Sequence[Located]],
+    folder: Path,
+) -> list[Path | InvalidRecord]:
+    # Imported here, so that the service itself does not load the engine and its threads.
+    from services.ingestion.features.enrich import join_files
+    from services.ingestion.features.table_join import load_table
+
+    loaded = [load_table(table, files) for table, files in zip(spec.tables, tables, strict=True)]
+    return join_files(entities, loaded, spec, folder, report)

@@ -62,7 +62,7 @@ def load_table(spec: FeatureTable, files: Sequence[Located]) -> LoadedTable:
     features = spec.features or tuple(name for name in opened[0].schema.names if name not in needed)
     if not features:
         raise PoisonMessage(f"{opened[0]} has no column beside its keys and times: there is nothing to join")
-    chosen = [_one_type(opened, name) for name in features]
+    chosen = tuple(_one_type(opened, name) for name in features)
     for file in opened:
         check_time(file, spec.event_time, "event_time")
         if spec.created_time is not None:
@@ -72,7 +72,7 @@ def load_table(spec: FeatureTable, files: Sequence[Located]) -> LoadedTable:
                 f"{file} has columns that {opened[0].uri} does not have: {', '.join(sorted(extra))}; "
                 "write all files alike, or name the columns to join (features)"
             )
-    return LoadedTable(spec, tuple(opened), features, tuple(chosen))
+    return LoadedTable(spec, tuple(opened), features, chosen)
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ def batches(file: TableFile, columns: Sequence[str] | None) -> Generator[Any, No
             # A name with a dot may select more columns than it names.
             yield batch if columns is None else batch.select(columns)
     if count != file.rows:
-        raise OSError(f"{count:,} rows, while its footer says {file.rows:,}")
+        raise OSError(f"{count:,} rows, while its footer has {file.rows:,}")
 
 
 # -- times ------------------------------------------------------------------------

@@ -102,8 +102,8 @@ def _unpack(connection: Connection, local: Path, skip: int) -> InvalidRecord | N
             if number >= skip:
                 _send(connection, schema, batch)
             limit_cpu(CPU_S)
-    except _UnreadableFile as refused:
-        return refused.broken
+    except RecordFault as fault:
+        return InvalidRecord(fault.code, fault.detail, whole_object=True)
     except MemoryError:
         return InvalidRecord("bomb", "its pages ask for more memory than there is", whole_object=True)
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
@@ -114,11 +114,6 @@ def _unpack(connection: Connection, local: Path, skip: int) -> InvalidRecord | N
     return None
 
 
-class _UnreadableFile(Exception):
-    def __init__(self, code: Code, detail: str) -> None:
-        self.broken = InvalidRecord(code, detail, whole_object=True)
-
-
 def _batches(local: Path) -> Iterator[tuple[Any, Any]]:
     """Yield the schema alone, then with each batch of rows."""
     import pyarrow.parquet
@@ -126,25 +121,24 @@ def _batches(local: Path) -> Iterator[tuple[Any, Any]]:
     limit_cpu(CPU_S)
     with pyarrow.parquet.ParquetFile(local) as table:
         schema = table.schema_arrow.remove_metadata()
-        _check(schema, table.metadata, local.stat().st_size)
+        _check_footer(schema, table.metadata, local.stat().st_size)
         yield schema, None
         for batch in table.iter_batches(_rows_per_batch(table.metadata)):
             rows = _microseconds(batch)
             yield rows.schema, rows
 
 
-def _check(schema: Any, metadata: Any, size_bytes: int) -> None:
-    """Check the footer."""
+def _check_footer(schema: Any, metadata: Any, size_bytes: int) -> None:
     names = schema.names
     if len(set(names)) < len(names):
-        raise _UnreadableFile("broken_parquet", "two columns have one name")
+        raise RecordFault("broken_parquet", "two columns have one name")
     for number in range(metadata.num_row_groups):
         # Not column by column: pyarrow's accessor of a column ends the process (std::terminate) where a damaged footer
         # contradicts itself.
         unpacked_bytes = metadata.row_group(number).total_byte_size
         if unpacked_bytes > MAX_GROUP_BYTES and unpacked_bytes > MAX_RATIO * size_bytes:
             detail = f"a row group of a file of {size_bytes:,} bytes unpacks to more than"
-            raise _UnreadableFile("bomb", f"{detail} {MAX_RATIO} times as much")
+            raise RecordFault("bomb", f"{detail} {MAX_RATIO} times as much")
 
 
 def _rows_per_batch(metadata: Any) -> int:
@@ -156,17 +150,17 @@ def _rows_per_batch(metadata: Any) -> int:
 def _send(connection: Connection, schema: Any, batch: Any) -> None:
     import pyarrow
 
-    sound, faults = (None, {}) if batch is None else _sound(batch)
+    valid, faults = (None, {}) if batch is None else _drop_faults(batch)
     with pyarrow.BufferOutputStream() as sink:
         with pyarrow.ipc.new_stream(sink, schema) as stream:
-            if sound is not None:
-                stream.write_batch(sound)
+            if valid is not None:
+                stream.write_batch(valid)
         content = sink.getvalue()
     connection.send(faults)
     connection.send_bytes(content)
 
 
-def _sound(batch: Any) -> tuple[Any, dict[int, tuple[Code, str]]]:
+def _drop_faults(batch: Any) -> tuple[Any, dict[int, tuple[Code, str]]]:
     """Return the rows whose values match their types, and the faults of the others by row number."""
     import pyarrow
 

@@ -11,7 +11,8 @@ import hashlib
 import io
 import struct
 import zlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -58,11 +59,6 @@ class MdsShard(BaseModel):
     raw_data: MdsFile
     samples: int = Field(ge=0, le=MAX_SHARD_BYTES // 4)
     zip_data: MdsFile | None = None
-
-    @property
-    def file(self) -> MdsFile:
-        """Return the file that is usually in the folder."""
-        return self.zip_data or self.raw_data
 
 
 class MdsIndex(BaseModel):
@@ -149,10 +145,9 @@ def _unpack(shard: MdsShard, packed: Path, unpacked: Path) -> None:
         raise RecordFault("broken_mds", f"{type(error).__name__}: {error}") from error
 
 
-def _zstd(source: BinaryIO) -> Generator[bytes, None, None]:
+def _zstd(source: BinaryIO) -> Iterator[bytes]:
     reader = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).stream_reader(source, read_across_frames=True)
-    while chunk := reader.read(CHUNK):
-        yield chunk
+    return iter(partial(reader.read, CHUNK), b"")
 
 
 def _gzip(source: BinaryIO) -> Generator[bytes, None, None]:
@@ -204,7 +199,7 @@ class _Columns:
 
     def __init__(self, shard: MdsShard) -> None:
         self._columns = [
-            (name, _value(encoding), _file(encoding), encoding, size)
+            (name, VALUES.get(encoding), _find_file(encoding), encoding, size)
             for name, encoding, size in zip(shard.column_names, shard.column_encodings, shard.column_sizes, strict=True)
         ]
         for name, value, file, encoding, _ in self._columns:
@@ -259,16 +254,12 @@ def _scalar(kind: str) -> Callable[[bytes], Any]:
     return decode
 
 
-def _text(content: bytes) -> str:
-    return content.decode()
-
-
 #: Encoding -> the value in the sample's JSON.
 VALUES: Mapping[str, Callable[[bytes], Any]] = {
-    "str": _text,
+    "str": bytes.decode,
     "str_int": lambda content: int(content.decode()),
     "str_float": lambda content: float(content.decode()),
-    "str_decimal": _text,
+    "str_decimal": bytes.decode,
     "json": parse_json,
     "int": _scalar("int64"),
     **{f"{kind}{bits}": _scalar(f"{kind}{bits}") for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
@@ -316,11 +307,7 @@ DTYPES = {
 }
 
 
-def _value(encoding: str) -> Callable[[bytes], Any] | None:
-    return VALUES.get(encoding)
-
-
-def _file(encoding: str) -> tuple[str, Callable[[bytes], bytes]] | None:
+def _find_file(encoding: str) -> tuple[str, Callable[[bytes], bytes]] | None:
     name, _, settings = encoding.partition(":")
     if name == "ndarray":
         return "npy", _array(settings)

@@ -33,29 +33,20 @@ def records(
                 yield replace(found, offset=number)
                 return
             if place == 0:
-                note(_columns(found))
+                note({field.name: _type_of(field) for field in found.table.schema})
             for row in python_rows(found):
-                yield _record(row, row_key(prefix, number), number, data.label_field)
+                try:
+                    if isinstance(row, RecordFault):
+                        raise row
+                    made: ValidRecord | InvalidRecord = record(row, row_key(prefix, number), number, data.label_field)
+                except RecordFault as fault:
+                    made = InvalidRecord(fault.code, fault.detail, number)
+                yield made
                 number += 1
 
 
-def _record(
-    row: Mapping[str, Any] | RecordFault,
-    key: str,
-    number: int,
-    label_field: str | None,
-) -> ValidRecord | InvalidRecord:
-    try:
-        if isinstance(row, RecordFault):
-            raise row
-        return record(row, key, number, label_field)
-    except RecordFault as fault:
-        return InvalidRecord(fault.code, fault.detail, number)
-
-
-def _columns(found: ArrowBatch) -> Shape:
-    """Return the name and type of each column."""
-    return {field.name: f"{field.type}{'' if field.nullable else ' not null'}" for field in found.table.schema}
+def _type_of(column: Any) -> str:
+    return f"{column.type}{'' if column.nullable else ' not null'}"
 
 
 def python_rows(found: ArrowBatch) -> Iterator[Mapping[str, Any] | RecordFault]:

@@ -185,7 +185,9 @@ def members(file: BinaryIO) -> Iterator[Member]:
             return
         size, kind = _parse_size(header), header[156:157]
         if kind in (b"x", b"L"):
-            content = _read(file, at, _check_header_size(size), total)
+            if size > MAX_HEADER_BYTES:
+                raise BrokenTar(f"a header of {size:,} bytes")
+            content = _read(file, at, size, total)
             at += -(-size // BLOCK) * BLOCK
             if kind == b"L":
                 name = _text(content)
@@ -235,8 +237,7 @@ def _parse_size(header: bytes) -> int:
         raise BrokenTar("the checksum of a header does not fit: it is damaged")
     field = header[124:136]
     # A size beyond the octal digits is a binary number, after a marker bit.
-    size = int.from_bytes(field[1:], "big") if field[0] == 0x80 else _octal(field)
-    return size
+    return int.from_bytes(field[1:], "big") if field[0] == 0x80 else _octal(field)
 
 
 def _octal(field: bytes) -> int:
@@ -254,12 +255,6 @@ def _number(text: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 19:
         raise BrokenTar("a header has an invalid size")
     return int(text)
-
-
-def _check_header_size(size: int) -> int:
-    if size > MAX_HEADER_BYTES:
-        raise BrokenTar(f"a header of {size:,} bytes")
-    return size
 
 
 def _name(header: bytes) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, BinaryIO, Self, TypeVar
 
 import structlog
 
@@ -123,15 +123,8 @@ class ObjectStore:
 
         The store verifies a blob against its name, rejects any other content and reports the hash in ``head``.
         """
-        bucket, key = split_uri(uri)
-        extra: dict[str, str] = {"IfNoneMatch": "*"} if if_absent else {}
-        if sha256 := blob_sha256(uri):
-            extra["ChecksumSHA256"] = base64.b64encode(bytes.fromhex(sha256)).decode()
-        if content_type:
-            extra["ContentType"] = content_type
         # A buffer is sent in parts; bytes would be handed to the connection at once, and copied for it.
-        await self._retry(lambda: self._client.put_object(Bucket=bucket, Key=key, Body=io.BytesIO(body), **extra), uri)
-        metrics.OBJECT_BYTES.labels("up").inc(len(body))
+        await self._put(uri, partial(io.BytesIO, body), len(body), blob_sha256(uri), if_absent, content_type)
 
     async def get(self, uri: str, *, etag: str = "", size_bytes: int | None = None) -> bytes:
         """Return a whole object, which is known to be small; arguments and errors as in ``ObjectReader.read``."""
@@ -196,17 +189,30 @@ class ObjectStore:
         Raises:
             ObjectExists: with ``if_absent``, there is an object of that name.
         """
+        await self._put(uri, lambda: path.open("rb"), path.stat().st_size, sha256, if_absent)
+
+    async def _put(
+        self,
+        uri: str,
+        open_body: Callable[[], BinaryIO],
+        size_bytes: int,
+        sha256: str,
+        if_absent: bool,
+        content_type: str = "",
+    ) -> None:
         bucket, key = split_uri(uri)
-        extra = {"ChecksumSHA256": base64.b64encode(bytes.fromhex(sha256)).decode()}
-        if if_absent:
-            extra["IfNoneMatch"] = "*"
+        extra = {"IfNoneMatch": "*"} if if_absent else {}
+        if sha256:
+            extra["ChecksumSHA256"] = base64.b64encode(bytes.fromhex(sha256)).decode()
+        if content_type:
+            extra["ContentType"] = content_type
 
         async def send() -> None:
-            with path.open("rb") as body:
+            with open_body() as body:
                 await self._client.put_object(Bucket=bucket, Key=key, Body=body, **extra)
 
         await self._retry(send, uri)
-        metrics.OBJECT_BYTES.labels("up").inc(path.stat().st_size)
+        metrics.OBJECT_BYTES.labels("up").inc(size_bytes)
 
     async def touch(self, uri: str) -> None:
         """Renew the object's time: the store copies it onto itself; raises ``ObjectNotFound``."""

@@ -259,11 +259,11 @@ class _Transfer:
             self._receive(response, connection.buffer)
         finally:
             self._use(None)
-            if response.isclosed() and connection.is_open and not self._is_aborted:
+            if response.isclosed() and connection.http.sock is not None and not self._is_aborted:
                 self._connections.put(connection)
             else:
                 response.close()
-                connection.close()
+                connection.http.close()
 
     def _request(self, headers: dict[str, str]) -> tuple[_Connection, http.client.HTTPResponse]:
         while not self._is_aborted:
@@ -271,10 +271,11 @@ class _Transfer:
             try:
                 connection.open(self._stall_s)
                 self._use(connection)
-                return connection, connection.get(urlsplit(self.target.url).path, headers)
+                connection.http.request("GET", urlsplit(self.target.url).path, headers=headers)
+                return connection, connection.http.getresponse()
             except (OSError, http.client.HTTPException) as error:
                 self._use(None)
-                connection.close()
+                connection.http.close()
                 # The store may close an idle connection at any time; only a fresh one's failure means something.
                 if not connection.was_used:
                     raise _ReadInterrupted(repr(error)) from error
@@ -326,7 +327,7 @@ class _Connection:
     """A connection, and the buffer for what comes over it."""
 
     def __init__(self, host: str, port: int | None, tls: ssl.SSLContext | None) -> None:
-        self._http = (
+        self.http = (
             http.client.HTTPSConnection(host, port, timeout=CONNECT_S, context=tls)
             if tls is not None
             else http.client.HTTPConnection(host, port, timeout=CONNECT_S)
@@ -334,27 +335,16 @@ class _Connection:
         self.buffer = memoryview(bytearray(BUFFER_BYTES))
         self.was_used = False
 
-    @property
-    def is_open(self) -> bool:
-        return self._http.sock is not None
-
     def open(self, stall_s: float) -> None:
-        if not self.is_open:
-            self._http.timeout = min(CONNECT_S, stall_s)
-            self._http.connect()
-        self._http.sock.settimeout(stall_s)
-
-    def get(self, path: str, headers: dict[str, str]) -> http.client.HTTPResponse:
-        self._http.request("GET", path, headers=headers)
-        return self._http.getresponse()
+        if self.http.sock is None:
+            self.http.timeout = min(CONNECT_S, stall_s)
+            self.http.connect()
+        self.http.sock.settimeout(stall_s)
 
     def interrupt(self) -> None:
         """End the wait of a thread that receives."""
         with suppress(OSError):
-            self._http.sock.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self._http.close()
+            self.http.sock.shutdown(socket.SHUT_RDWR)
 
 
 class _ConnectionPool:
@@ -378,4 +368,4 @@ class _ConnectionPool:
 
     def close(self) -> None:
         while self._idle:
-            self._idle.pop().close()
+            self._idle.pop().http.close()

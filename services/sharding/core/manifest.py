@@ -14,7 +14,6 @@ from contracts.datasets import (
     split_config_hash,
 )
 from contracts.events.dataset import DatasetIngested, ShardFile
-from contracts.spec.data import DataSource
 
 #: Changes whenever the same index results in other shards.
 LAYOUT_VERSION = 3
@@ -44,7 +43,8 @@ def build_manifest(
     """Return the manifest of a dataset whose shards are written."""
     return Manifest(
         format=ingested.data.format,
-        token_bytes=_token_bytes(ingested.data),
+        # A text's tokens are its bytes.
+        token_bytes={"text": 1, "tokens": ingested.data.token_bytes}.get(ingested.data.format),
         source=ingested.data.source,
         fingerprint=ingested.fingerprint,
         made_by={"layout": LAYOUT_VERSION},
@@ -57,8 +57,3 @@ def build_manifest(
             for split in SPLITS
         },
     )
-
-
-def _token_bytes(data: DataSource) -> int | None:
-    """Return the bytes per token in flat files; a text's tokens are its bytes."""
-    return {"text": 1, "tokens": data.token_bytes}.get(data.format)

@@ -48,7 +48,7 @@ def naive(entities: pl.DataFrame, features: pl.DataFrame) -> list[int]:
 
 
 def naive_with_knowledge_time(entities: pl.DataFrame, features: pl.DataFrame) -> list[int]:
-    """What one writes next: as of the knowledge time; old events heard late win, ties are left to luck."""
+    """What one writes next: as of the knowledge time; old events known late win, ties are left to luck."""
     same = " AND ".join(f"e.{name} = f.{name}" for name in entities.columns if name != TIME)
     return _rows(
         entities,

@@ -37,7 +37,7 @@ async def opened(folder: Path) -> tuple[FeatureSource, Source, list[SourceObject
 async def test_the_last_file_wins_among_equal_rows(tmp_path: Path) -> None:
     features, entities, listed = await opened(tmp_path / "lake")
     versions = await features.list()
-    assert [version.uri.rpartition("/")[2] for version in versions] == ["a.parquet", "b.parquet"]
+    assert [version.path.rpartition("/")[2] for version in versions] == ["a.parquet", "b.parquet"]
     assert all(version.etag and version.size for version in versions)
     (tmp_path / "work").mkdir()
     joined = await features.join(entities, listed, tmp_path / "work")

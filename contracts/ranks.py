@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
@@ -49,17 +50,17 @@ class Launch(Line):
     world_size: int
     spec: RunSpec
     #: Folder of this generation on this node: journals, logs, checkpoints under ``checkpoints/``.
-    folder: str
-    socket: str
-    code_folder: str | None = None
+    folder: Path
+    socket: Path
+    code_folder: Path | None = None
     #: Local copy of the dataset: its ``manifest.json`` with the shards beside it.
-    dataset_folder: str | None = None
+    dataset_folder: Path | None = None
     dataset_id: Sha256 | None = None
     #: Local copy of the checkpoint to start from (or to evaluate), and what it is.
-    resume_folder: str | None = None
+    resume_folder: Path | None = None
     resume: CheckpointRef | None = None
     #: Local copy of the weights to begin with (``spec.init_from``); None where there is a state to resume.
-    init_folder: str | None = None
+    init_folder: Path | None = None
     #: The run's failures and seconds of running so far, from ``placed``.
     failures_seen: int = 0
     run_s: float = 0.0
@@ -68,10 +69,10 @@ class Launch(Line):
     #: Properties of the machine that decide the last bits of arithmetic.
     machine: dict[str, str] = Field(default_factory=dict)
     #: Folder in memory (tmpfs) where ranks save survivor state, ``g<generation>/step_<n>-rank_<r>/``; None: none.
-    memory_folder: str | None = None
+    memory_folder: Path | None = None
     #: Folder on disk where the node keeps the uncommitted checkpoints of earlier generations,
     #: ``g<generation>/step_<n>-rank_<r>/``; None: none.
-    survivor_dir: str | None = None
+    survivor_dir: Path | None = None
 
 
 def _is_finite(value: Any) -> bool:

@@ -184,7 +184,7 @@ class AgentLink:
             try:
                 connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 connection.settimeout(5.0)
-                connection.connect(self._launch.socket)
+                connection.connect(str(self._launch.socket))
                 connection.sendall(self._hello)
             except OSError:
                 connection.close()

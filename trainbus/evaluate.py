@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from contracts.ranks import Launch
@@ -32,7 +31,7 @@ def evaluate(launch: Launch, task: Task, dataset: Dataset, world: World) -> tupl
     if launch.resume_folder is None:
         raise checkpoint.CheckpointError("there is no checkpoint to evaluate")
     model = task.model()
-    checkpoint.load_model(Path(launch.resume_folder), model, averaged=True)
+    checkpoint.load_model(launch.resume_folder, model, averaged=True)
     model.to(world.device)
 
     rows: list[tuple[str, int, int]] = []
@@ -55,7 +54,7 @@ def evaluate(launch: Launch, task: Task, dataset: Dataset, world: World) -> tupl
     all_rows = [row for part in world.gather_objects(rows) for row in part]
     if not all_rows:
         return metrics, ()
-    path = Path(launch.folder) / PREDICTIONS
+    path = launch.folder / PREDICTIONS
     path.write_text(json.dumps(_predictions(all_rows, split, dataset)))
     return metrics, (PREDICTIONS,)
 

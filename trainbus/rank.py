@@ -52,12 +52,12 @@ def run(env: Mapping[str, str]) -> int:
     launch = Launch.model_validate_json(Path(path).read_bytes())
     workers = _workers(launch)  # before there are threads, and before CUDA
     world = World.from_env(env)
-    journal = Journal(Path(launch.folder) / f"rank_{world.rank}.jsonl")
+    journal = Journal(launch.folder / f"rank_{world.rank}.jsonl")
     control = Control()
     link = AgentLink(launch, world.rank, journal, control)
     link.stop_at_once = launch.spec.kind == "evaluate"  # it has nothing to save
     link.start()
-    _write_stacks_on_signal(Path(launch.folder) / f"rank_{world.rank}.stacks")
+    _write_stacks_on_signal(launch.folder / f"rank_{world.rank}.stacks")
     signal.signal(signal.SIGTERM, lambda *_: control.request_stop("SIGTERM"))
     try:
         ended = _run_task(launch, world, journal, control, env, workers)
@@ -83,8 +83,16 @@ def _run_task(
     if launch.dataset_folder is None:
         raise DatasetError("a task needs data: give 'data' in the request")
     waits = BatchTimings()
-    arrival = _arrival(launch, Path(launch.dataset_folder), world, waits)
-    dataset = Dataset(Path(launch.dataset_folder), launch.dataset_id, arrive=arrival.wait)
+    arrival = ShardPrefetcher(
+        launch.socket,
+        launch.dataset_folder,
+        rank=world.rank,
+        generation=launch.generation,
+        waits=waits,
+        # Longer than the link lets the process live without an agent: its error explains the end better.
+        patience_s=2 * launch.orphan_timeout_s,
+    )
+    dataset = Dataset(launch.dataset_folder, launch.dataset_id, arrive=arrival.wait)
     task.classes, task.statistics = dataset.classes, dataset.statistics
     workers.set_dataset(dataset.classes, dataset.statistics)
     world.init_process_group(env, always=training is not None and training.strategy in ("deepspeed", "fsdp2"))
@@ -99,7 +107,7 @@ def _run_task(
         return EndedLine(time=time.time(), outcome="succeeded")
 
     assert training is not None, "the contract wants training for every task"
-    survivors = _survivor_store(launch, world)
+    survivors = SurvivorStore(launch.memory_folder, launch.generation, world.rank, launch.survivor_dir)
     trainer = Trainer(
         task,
         TrainingData(task, dataset, training, workers=workers, waits=waits, arrival=arrival),
@@ -123,21 +131,8 @@ def _run_task(
     )
 
 
-def _arrival(launch: Launch, dataset_folder: Path, world: World, waits: BatchTimings) -> ShardPrefetcher:
-    return ShardPrefetcher(
-        Path(launch.socket),
-        dataset_folder,
-        rank=world.rank,
-        generation=launch.generation,
-        waits=waits,
-        # Longer than the link lets the process live without an agent: its error explains the end better.
-        patience_s=2 * launch.orphan_timeout_s,
-    )
-
-
 def _task(launch: Launch) -> Task:
-    code = Path(launch.code_folder) if launch.code_folder else None
-    return load_task(launch.spec.task or "", launch.spec.params, code)
+    return load_task(launch.spec.task or "", launch.spec.params, launch.code_folder)
 
 
 def _workers(launch: Launch) -> WorkerPool:
@@ -147,19 +142,13 @@ def _workers(launch: Launch) -> WorkerPool:
     return WorkerPool(count, lambda: _task(launch))
 
 
-def _survivor_store(launch: Launch, world: World) -> SurvivorStore:
-    folder = Path(launch.memory_folder) if launch.memory_folder else None
-    disk_folder = Path(launch.survivor_dir) if launch.survivor_dir else None
-    return SurvivorStore(folder, launch.generation, world.rank, disk_folder)
-
-
 def _start_point(launch: Launch, world: World, survivors: SurvivorStore) -> StartPoint:
-    init = InitialWeights(Path(launch.init_folder), launch.spec.init_exclude) if launch.init_folder else None
+    init = InitialWeights(launch.init_folder, launch.spec.init_exclude) if launch.init_folder else None
     return StartPoint(
         world,
         run_id=launch.run_id,
         survivors=survivors,
-        resume_folder=Path(launch.resume_folder) if launch.resume_folder else None,
+        resume_folder=launch.resume_folder,
         resume_step=launch.resume.step if launch.resume else 0,
         init=init,
     )
@@ -168,7 +157,7 @@ def _start_point(launch: Launch, world: World, survivors: SurvivorStore) -> Star
 def _settings(launch: Launch, env: Mapping[str, str]) -> TrainerSettings:
     spec = launch.spec
     return TrainerSettings(
-        Path(launch.folder),
+        launch.folder,
         about={
             "run_id": launch.run_id,
             "generation": launch.generation,
@@ -193,12 +182,11 @@ def _write_stacks_on_signal(path: Path) -> None:
 
 
 def _describe_failure(error: BaseException, launch: Launch) -> EndedLine:
-    code = Path(launch.code_folder) if launch.code_folder else None
     if isinstance(error, EXPLAINED):
         text = str(error)
     else:
         traceback.print_exception(error)
-        text = describe(error, code)
+        text = describe(error, launch.code_folder)
         if any(sign in text for sign in PEER_LOST_SIGNS):
             text = f"lost contact with another rank of this run, which says why: {text}"
     print(f"trainbus: failed: {text}", file=sys.stderr, flush=True)

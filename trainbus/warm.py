@@ -40,20 +40,13 @@ IDLE_S = 60.0
 WARMED = (safetensors.torch, torch._dynamo, torch.distributed, torch.nn.parallel, torch.profiler)
 
 
-class Connection:
-    """One client, and what it has sent so far of its next line."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self.pending = b""
-
-
 class WarmServer:
     """Forks on request and reports how each child ended. One thread, no locks."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._connections: set[Connection] = set()
+        #: Connection -> what it has sent so far of its next line.
+        self._connections: dict[socket.socket, bytes] = {}
         #: pid -> where its exit code goes.
         self._children: dict[int, Path] = {}
         self._ending = False
@@ -85,7 +78,8 @@ class WarmServer:
                     with contextlib.suppress(BlockingIOError):
                         self._wake_read.recv(4096)
                 else:
-                    self._read(key.data)
+                    assert isinstance(key.fileobj, socket.socket)
+                    self._read(key.fileobj)
             self._reap()
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()
@@ -101,19 +95,18 @@ class WarmServer:
     def _accept(self) -> None:
         sock, _ = self._listener.accept()
         sock.settimeout(5.0)  # a client that does not read must not hold up the others for long
-        connection = Connection(sock)
-        self._connections.add(connection)
-        self._selector.register(sock, selectors.EVENT_READ, connection)
+        self._connections[sock] = b""
+        self._selector.register(sock, selectors.EVENT_READ)
 
-    def _read(self, connection: Connection) -> None:
+    def _read(self, connection: socket.socket) -> None:
         try:
-            data = connection.sock.recv(1 << 20)
+            data = connection.recv(1 << 20)
         except OSError:
             data = b""
         if not data:
             self._drop(connection)
             return
-        *lines, connection.pending = (connection.pending + data).split(b"\n")
+        *lines, self._connections[connection] = (self._connections[connection] + data).split(b"\n")
         for line in lines:
             if line.strip():
                 self._send(connection, self._answer_request(line))
@@ -159,7 +152,7 @@ class WarmServer:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.setsid()
             self._selector.close()
-            for sock in (self._listener, self._wake_read, self._wake_write, *(c.sock for c in self._connections)):
+            for sock in (self._listener, self._wake_read, self._wake_write, *self._connections):
                 sock.close()
             null_fd = os.open(os.devnull, os.O_RDONLY)
             os.dup2(null_fd, 0)
@@ -198,17 +191,16 @@ class WarmServer:
             for connection in list(self._connections):
                 self._send(connection, {"op": "exited", "pid": pid, "code": code})
 
-    def _send(self, connection: Connection, message: dict[str, Any]) -> None:
+    def _send(self, connection: socket.socket, message: dict[str, Any]) -> None:
         try:
-            connection.sock.sendall(json.dumps(message).encode() + b"\n")
+            connection.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
             self._drop(connection)
 
-    def _drop(self, connection: Connection) -> None:
-        if connection in self._connections:
-            self._connections.discard(connection)
-            self._selector.unregister(connection.sock)
-            connection.sock.close()
+    def _drop(self, connection: socket.socket) -> None:
+        if self._connections.pop(connection, None) is not None:
+            self._selector.unregister(connection)
+            connection.close()
 
 
 def main() -> None:

@@ -56,7 +56,7 @@ def start(
 ) -> Gang:
     path = write_launch(folder, spec_of(**changes), dataset, CODE, world_size=world_size, generation=generation)
     launch = Launch.model_validate_json(path.read_bytes())
-    path.write_text(launch.model_copy(update={"memory_folder": str(memory)}).model_dump_json())
+    path.write_text(launch.model_copy(update={"memory_folder": memory}).model_dump_json())
     return Gang(warm, folder, path, world_size)
 
 
@@ -145,7 +145,7 @@ def test_no_loss_and_no_sample_of_a_surviving_step_is_lost(
         folder = tmp_path / name
         path = write_launch(folder, spec, dataset, code, world_size=2, generation=generation)
         launch = Launch.model_validate_json(path.read_bytes())
-        path.write_text(launch.model_copy(update={"memory_folder": str(memory / name[:1])}).model_dump_json())
+        path.write_text(launch.model_copy(update={"memory_folder": memory / name[:1]}).model_dump_json())
         gang = Gang(warm, folder, path, 2, TRAINBUS_RECORD_SAMPLES="1", **env)
         return gang.wait(), gang.logs()
 
@@ -187,7 +187,7 @@ def test_the_parts_of_a_checkpoint_are_gathered_from_the_nodes_that_have_them(
     launch, port, pids = Launch.model_validate_json(written.read_bytes()), free_ports(1)[0], []
     for rank, node in enumerate(nodes):
         own = folder / f"launch_{rank}.json"
-        own.write_text(launch.model_copy(update={"survivor_dir": str(node)}).model_dump_json())
+        own.write_text(launch.model_copy(update={"survivor_dir": node}).model_dump_json())
         pids.append(warm.fork(rank_env(own, rank, 2, port), folder, rank))
     assert [warm.wait(pid) for pid in pids] == [0, 0]
     started = next(line for line in journal(folder) if isinstance(line, StartedLine))

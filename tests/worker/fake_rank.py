@@ -1,4 +1,4 @@
-"""A rank without torch: counts steps, reports them, checkpoints, obeys. Behaves as ``spec.params`` say."""
+"""A rank without torch: counts steps, reports them, checkpoints, obeys. Behaves as ``spec.params`` demand."""
 
 import array
 import contextlib
@@ -20,7 +20,7 @@ stopping = threading.Event()
 link = None
 
 
-def say(**line):
+def report(**line):
     os.write(journal, json.dumps({"time": time.time(), **line}).encode() + b"\n")
     if line["kind"] != "metrics" and link is not None:
         with contextlib.suppress(OSError):
@@ -38,7 +38,7 @@ def listen():
             connection.send(json.dumps(hello).encode() + b"\n")
             link = connection
             for line in connection.makefile():
-                if json.loads(line)["kind"] == "stop" and not params.get("deaf"):
+                if json.loads(line)["kind"] == "stop" and not params.get("ignores_stop"):
                     stopping.set()
             seen = time.monotonic()
         except OSError as error:
@@ -58,11 +58,11 @@ def checkpoint(step, final=False):
         header = json.dumps(described).encode()
         content = len(header).to_bytes(8, "little") + header + values.tobytes()
         (target / f"model-{rank}.safetensors").write_bytes(content)
-    say(kind="checkpoint", folder=str(target), step=step, epoch=1, samples_consumed=step * 8, final=final)
+    report(kind="checkpoint", folder=str(target), step=step, epoch=1, samples_consumed=step * 8, final=final)
 
 
 threading.Thread(target=listen, daemon=True).start()
-if params.get("deaf"):
+if params.get("ignores_stop"):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 (folder / f"env_{rank}.json").write_text(json.dumps(dict(os.environ)))
 step = (launch.get("resume") or {}).get("step", 0)
@@ -81,7 +81,7 @@ if params.get("read"):
         Path(launch["socket"]), dataset, rank=rank, generation=launch["generation"], patience_s=60
     )
 print(f"rank {rank} starts at {step}", flush=True)
-say(kind="started", step=step, samples_consumed=step * 8)
+report(kind="started", step=step, samples_consumed=step * 8)
 while step < params["steps"]:
     step += 1
     if arrival is not None:
@@ -89,24 +89,24 @@ while step < params["steps"]:
         try:
             arrival.wait(shard)
         except DatasetError as error:
-            say(kind="ended", outcome="failed", step=step, error=str(error))
+            report(kind="ended", outcome="failed", step=step, error=str(error))
             sys.exit(1)
         assert hashlib.sha256((dataset / shard.path).read_bytes()).hexdigest() == shard.sha256
     time.sleep(params.get("step_s", 0.01))
-    say(kind="metrics", step=step, values={"loss": 1 / step}, samples_consumed=step * 8, epoch=1)
+    report(kind="metrics", step=step, values={"loss": 1 / step}, samples_consumed=step * 8, epoch=1)
     print(f"step {step}", flush=True)
     if params.get("crash_at") == step and rank == params.get("crash_rank", 0):
-        say(kind="ended", outcome="failed", step=step, error="the loss exploded")
+        report(kind="ended", outcome="failed", step=step, error="the loss exploded")
         sys.exit(3)
     while params.get("hold_at") == step and not (folder / "go").exists() and not stopping.is_set():
         time.sleep(0.02)
     if stopping.is_set():
         checkpoint(step, final=True)
-        say(kind="ended", outcome="stopped", step=step, samples_consumed=step * 8)
+        report(kind="ended", outcome="stopped", step=step, samples_consumed=step * 8)
         os._exit(75)
     if step % params.get("every", 1000) == 0:
         checkpoint(step)
 checkpoint(step, final=True)
 (folder / "report.txt").write_text("done\n")
-say(kind="result", metrics={"accuracy": 0.9}, artifacts=["report.txt", "../../../secret"])
-say(kind="ended", outcome="succeeded", step=step, samples_consumed=step * 8)
+report(kind="result", metrics={"accuracy": 0.9}, artifacts=["report.txt", "../../../secret"])
+report(kind="ended", outcome="succeeded", step=step, samples_consumed=step * 8)

@@ -136,7 +136,7 @@ async def test_agent_stopped_without_a_bus_leaves_no_ranks_and_the_next_one_repo
     folder = await _orphaned_ranks(world, agent_process)
     nats_server.kill()
     process = agent_process()
-    # It has nothing to say yet that it is there but its signal handlers, which come before all else.
+    # Its signal handlers, which come first, are the only sign of it yet.
     await until(lambda: _handles_sigterm(process.pid), 90)
     process.terminate()
     await asyncio.to_thread(process.wait, 90)

@@ -149,7 +149,7 @@ async def test_upload_sends_new_chunks_only_and_restores_all(
     # Equal pieces went once.
     assert size_bytes - 5 * MIB < first.sent_bytes <= size_bytes - 4 * MIB
 
-    # Another rank, a new life of the agent: the store is asked, nothing is sent but what is too small to ask for.
+    # Another rank, a new life of the agent: the store is queried, and only what is too small to query for is sent.
     again = CheckpointUploader(
         objects, bucket, NodeCache(FileCache(tmp_path / "other", objects), objects, 2**30), KnownBlobs()
     )
@@ -196,14 +196,14 @@ async def test_resume_reads_local_chunks_from_the_node(
     manifest = {"step": 1, "epoch": 1, "samples_consumed": 8, "files": [half.model_dump(mode="json")]}
     await objects.put(uri, json.dumps(manifest).encode())
 
-    asked: list[str] = []
+    requested: list[str] = []
     read_into = objects.read_into
-    monkeypatch.setattr(objects, "read_into", lambda uri, *rest: asked.append(uri) or read_into(uri, *rest))
+    monkeypatch.setattr(objects, "read_into", lambda uri, *rest: requested.append(uri) or read_into(uri, *rest))
     reborn = NodeCache(FileCache(cache.files.folder, objects), objects, 2**30)
     async with reborn.pin_files() as pins:
         await reborn.checkpoint(uri, tmp_path / "resume", pins)
     assert (tmp_path / "resume" / "half.safetensors").read_bytes() == half_path.read_bytes()
-    assert asked == [half.chunks[0].uri]  # its header; the tensors were here
+    assert requested == [half.chunks[0].uri]  # its header; the tensors were here
 
     # What was evicted is no longer found, and fetched.
     empty = NodeCache(FileCache(cache.files.folder, objects), objects, 0)
@@ -212,7 +212,7 @@ async def test_resume_reads_local_chunks_from_the_node(
     async with empty.pin_files() as pins:
         await empty.checkpoint(uri, tmp_path / "again", pins)
         assert (tmp_path / "again" / "half.safetensors").read_bytes() == half_path.read_bytes()
-    assert len(asked) == 1 + len(half.chunks)
+    assert len(requested) == 1 + len(half.chunks)
 
 
 async def test_files_from_before_a_boot_are_hashed_first(
@@ -334,8 +334,8 @@ async def test_node_repairs_corrupted_blobs(
     context.cache, context.objects, context.bus, context.known = cache, objects, bus, known
     context.settings = type("Settings", (), {"node_id": "n1"})()
     assert await repair_blobs(context, rotten) == list(blobs[:2])
-    said = await bus.read_history("run.r1.checkpoint_repaired")
-    assert [each.event.blob for each in said] == list(blobs[:2])
+    repaired = await bus.read_history("run.r1.checkpoint_repaired")
+    assert [each.event.blob for each in repaired] == list(blobs[:2])
     await restore_file(objects, two, tmp_path / "restored")
     assert (tmp_path / "restored").read_bytes() == (tmp_path / "two.safetensors").read_bytes()
 
@@ -368,7 +368,7 @@ async def test_distrusted_blobs_are_sent_again(
     seeing = CheckpointUploader(objects, bucket, cache, known)
     await seeing.upload({"file": path})
     assert seeing.sent_bytes == MIB
-    # There, and of the right size, but said to be rotten.
+    # There, and of the right size, but reported as rotten.
     known.distrust([file.sha256])
     for expected in (MIB, 0):
         uploader = CheckpointUploader(objects, bucket, cache, known)
@@ -423,12 +423,12 @@ async def test_dvc_pointer_names_the_stored_files(tmp_path: Path, objects: Objec
 async def test_agent_sends_deltas_and_writes_dvc_pointers(world: World, agent: Any) -> None:
     """What the request asks for reaches the store: differences to the last committed checkpoint, and DVC's names."""
     await agent()
-    asked: dict[str, Any] = {"checkpoints": {"delta": True, "dvc": True}}
-    await world.place(params={"steps": 10, "weights": 64 * 1024}, **asked)
+    changes: dict[str, Any] = {"checkpoints": {"delta": True, "dvc": True}}
+    await world.place(params={"steps": 10, "weights": 64 * 1024}, **changes)
     first: CheckpointStaged = await world.wait_for(CheckpointStaged)
     ref = await world.commit(first)
     await world.wait_for(RunExited)
-    await world.place(generation=2, resume=ref, params={"steps": 20, "weights": 64 * 1024}, **asked)
+    await world.place(generation=2, resume=ref, params={"steps": 20, "weights": 64 * 1024}, **changes)
     second: CheckpointStaged = await world.wait_for(CheckpointStaged, count=2)
     await world.commit(second)
     await world.wait_for(RunExited, count=2)

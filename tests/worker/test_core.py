@@ -69,11 +69,11 @@ CASES: list[tuple[str, list[Any], list[str]]] = [
 
 @pytest.mark.parametrize(("events", "expected"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 def test_facts_lead_to_decisions(events: list[Any], expected: list[str]) -> None:
-    state, said = node_decisions.NodeState("n1", incarnation="me"), []
+    state, decided = node_decisions.NodeState("n1", incarnation="me"), []
     for sequence, event in enumerate(events, start=1):
         state, decisions = node_decisions.decide(state, event, sequence)
-        said += [type(decision).__name__ for decision in decisions]
-    assert said == expected
+        decided += [type(decision).__name__ for decision in decisions]
+    assert decided == expected
 
 
 def test_placement_before_the_join_is_void() -> None:

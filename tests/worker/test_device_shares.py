@@ -131,18 +131,18 @@ def test_slot_problems_are_reported(
 
 
 @pytest.mark.parametrize(
-    ("held", "ill", "why"),
+    ("held", "fault", "why"),
     [
         pytest.param((), "in use", "60.0 GiB", id="no part is in use"),
         pytest.param((0.5, 0.25), "in use", "", id="others have it"),
         pytest.param((0.25,), "in use", "beyond the 25% that other runs have", id="more than others have"),
-        pytest.param((0.25,), "ecc", "memory errors", id="its health is asked all the same"),
+        pytest.param((0.25,), "ecc", "memory errors", id="its health is checked all the same"),
     ],
 )
 async def test_memory_of_other_shares_is_allowed(
-    monkeypatch: pytest.MonkeyPatch, held: tuple[float, ...], ill: str, why: str
+    monkeypatch: pytest.MonkeyPatch, held: tuple[float, ...], fault: str, why: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(ill))
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(fault))
     # A device in use gets no test computation: here its result would be wrong.
     check = GpuCheck(GPUS, WRONG if held else RIGHT, patience_s=0)
     if not why:
@@ -161,13 +161,13 @@ def test_mps_is_used_where_its_daemon_listens(tmp_path: Path) -> None:
 
 
 def test_trainer_limits_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *arguments: said.append(arguments))
+    limits: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *arguments: limits.append(arguments))
     limit_memory({"TRAINBUS_MEMORY_FRACTION": "0.475"}, torch.device("cpu"))
     limit_memory({}, torch.device("cuda", 0))
-    assert said == []
+    assert limits == []
     limit_memory({"TRAINBUS_MEMORY_FRACTION": "0.475"}, torch.device("cuda", 0))
-    assert said == [(0.475, torch.device("cuda", 0))]
+    assert limits == [(0.475, torch.device("cuda", 0))]
 
 
 async def test_two_runs_share_a_slot(world: World, agent: Callable[..., Any]) -> None:

@@ -136,7 +136,7 @@ async def test_run_starts_from_weights_until_it_has_a_checkpoint(world: World, a
 
 async def test_unresponsive_ranks_are_killed_after_the_grace(world: World, agent: Any) -> None:
     await agent()
-    await world.place(params={"steps": 100_000, "deaf": True})
+    await world.place(params={"steps": 100_000, "ignores_stop": True})
     await world.wait_for(RunStarted)
     await world.bus.publish(RunPreempting(run_id="r1", generation=1, reason="room", grace_s=0.3))
     released = await world.wait_for(RunReleased)
@@ -246,9 +246,9 @@ async def test_two_nodes_meet_at_the_address_of_rank_0(world: World, agent: Any)
     await world.place(members=members, params={"steps": 5})
     await world.wait_for(RunExited, count=2)
     runs = [world.settings.data_dir / "runs", world.settings.data_dir / "n2" / "runs"]
-    said = [json.loads((runs[n] / "r1" / "g1" / f"env_{1 - n}.json").read_text()) for n in (0, 1)]
-    assert said[0]["MASTER_PORT"] == said[1]["MASTER_PORT"]
-    assert [each["RANK"] for each in said] == ["1", "0"]
+    environments = [json.loads((runs[n] / "r1" / "g1" / f"env_{1 - n}.json").read_text()) for n in (0, 1)]
+    assert environments[0]["MASTER_PORT"] == environments[1]["MASTER_PORT"]
+    assert [each["RANK"] for each in environments] == ["1", "0"]
 
 
 async def test_preemption_during_preparation_starts_no_rank(world: World, agent: Any) -> None:
@@ -281,7 +281,7 @@ async def test_stopped_agent_releases_its_runs_and_leaves(world: World, agent: A
     assert isinstance(left[0].event, NodeLeft)
     (noticed,) = await world.bus.read_history("node.n1.notice")
     assert (noticed.event.source, noticed.event.kind) == ("signal", "terminate")
-    # Said before the ranks were asked; the grace leaves each run the whole of its own.
+    # Published before the ranks are asked to stop; the grace is long enough for each run.
     staged = await world.bus.read_history("run.r1.checkpoint_staged")
     assert noticed.sequence < staged[-1].sequence < left[0].sequence
     assert noticed.event.grace_s > placed.spec.grace_s

@@ -21,17 +21,17 @@ WRONG = (sys.executable, "-c", "raise AssertionError('a matrix product came out 
 
 
 class FakeNvml:
-    """NVML of two devices; ``ill`` says what is wrong with the second."""
+    """NVML of two devices; ``fault`` is the problem of the second."""
 
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC = 1, 0
 
     class NVMLError(Exception): ...
 
-    def __init__(self, ill: str) -> None:
-        self.ill = ill
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
 
     def nvmlInit(self) -> None:
-        if self.ill == "no driver":
+        if self.fault == "no driver":
             raise self.NVMLError("Driver Not Loaded")
 
     def nvmlShutdown(self) -> None: ...
@@ -53,12 +53,12 @@ class FakeNvml:
     def nvmlDeviceGetRemappedRows(self, handle: str) -> tuple[int, int, int, int]:
         return (1, 0, int(self._is(handle, "remapping")), 0)
 
-    def _is(self, uuid: str, ill: str) -> bool:
-        return uuid == "GPU-1" and self.ill == ill
+    def _is(self, uuid: str, fault: str) -> bool:
+        return uuid == "GPU-1" and self.fault == fault
 
 
 @pytest.mark.parametrize(
-    ("ill", "command", "why"),
+    ("fault", "command", "why"),
     [
         pytest.param("invisible", RIGHT, "not visible", id="fell off the bus"),
         pytest.param("in use", RIGHT, "60.0 GiB", id="memory in use"),
@@ -69,9 +69,9 @@ class FakeNvml:
     ],
 )
 async def test_problems_of_a_device_are_reported(
-    monkeypatch: pytest.MonkeyPatch, ill: str, command: tuple[str, ...], why: str
+    monkeypatch: pytest.MonkeyPatch, fault: str, command: tuple[str, ...], why: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(ill))
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(fault))
     check = GpuCheck(GPUS, command, patience_s=0)
     if not why:
         await check.check((0, 1))

@@ -66,20 +66,20 @@ async def test_lost_reply_and_late_restart_publish_the_same_events(tmp_path: Pat
         # More is written before it is tried again.
         write(tmp_path, step, step + 1)
     await first.drain()
-    said = bus.distinct()
-    points = [point for fact in said if isinstance(fact, RunProgress) for point in fact.points]
+    published = bus.distinct()
+    points = [point for fact in published if isinstance(fact, RunProgress) for point in fact.points]
     assert sorted(point.step for point in points if "x" in point.values) == list(range(1, 13))
     assert sorted(point.step for point in points if "loss" in point.values) == list(range(1, 13))
-    assert [line for fact in said if isinstance(fact, RunLog) for line in fact.lines] == [
+    assert [line for fact in published if isinstance(fact, RunLog) for line in fact.lines] == [
         f"loss={step}.5" for step in range(1, 13)
     ]
     # Killed before it saved its offsets; its successor publishes the last lines again, an hour later.
     write(tmp_path, 13)
     await first.poll()
-    said = bus.distinct()
+    published = bus.distinct()
     clock.advance(3600)
     await follower(tmp_path, bus, clock).drain()
-    assert bus.distinct() == said
+    assert bus.distinct() == published
 
 
 async def test_command_without_a_journal_is_started_once_it_runs(tmp_path: Path) -> None:

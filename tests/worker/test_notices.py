@@ -28,7 +28,7 @@ from tests.worker.conftest import World, until
 
 
 class Fake:
-    """A metadata server. ``answers`` are by path; a token is good for two questions, and some answers fail."""
+    """A metadata server. ``answers`` are by path; a token is valid for two requests, and some requests fail."""
 
     def __init__(self) -> None:
         self.answers: dict[str, str] = {}
@@ -36,7 +36,7 @@ class Fake:
         self.url, self.tokens, self.uses, self.failures = "", 0, 0, 0
         self.started: list[str] = []
 
-    def say(self, path: str, body: str) -> None:
+    def set_answer(self, path: str, body: str) -> None:
         self.answers[path] = body
         self.changed.set()
 
@@ -92,7 +92,7 @@ async def metadata(fake: Fake) -> AsyncIterator[MetadataServer]:
 
 
 async def first(source: NoticeSource, count: int = 1) -> list[Notice]:
-    """The first notices of a source."""
+    """Return the first notices of a source."""
     found: list[Notice] = []
     async with asyncio.timeout(60):
         async for notice in source.watch():
@@ -105,12 +105,16 @@ async def first(source: NoticeSource, count: int = 1) -> list[Notice]:
 async def test_ec2_recommends_and_then_interrupts(fake: Fake, metadata: MetadataServer) -> None:
     ec2 = Ec2Source(metadata)
     assert await ec2.applies()
-    fake.say("/latest/meta-data/events/recommendations/rebalance", json.dumps({"noticeTime": "2026-11-20T21:00:00Z"}))
+    fake.set_answer(
+        "/latest/meta-data/events/recommendations/rebalance", json.dumps({"noticeTime": "2026-11-20T21:00:00Z"})
+    )
     watching = asyncio.create_task(first(ec2, 2))
     await until(lambda: fake.uses >= 2, 60)
     fake.failures = 1
     at = datetime.now(UTC) + timedelta(seconds=120)
-    fake.say("/latest/meta-data/spot/instance-action", json.dumps({"action": "terminate", "time": at.isoformat()}))
+    fake.set_answer(
+        "/latest/meta-data/spot/instance-action", json.dumps({"action": "terminate", "time": at.isoformat()})
+    )
     recommended, ordered = await watching
     assert (recommended.kind, recommended.leave, recommended.grace_s) == ("rebalance", False, None)
     assert (ordered.kind, ordered.leave) == ("terminate", True)
@@ -125,11 +129,11 @@ async def test_gcp_request_returns_at_preemption(fake: Fake, metadata: MetadataS
     gcp = GcpSource(metadata)
     assert await gcp.applies()
     watching = asyncio.create_task(first(gcp, 2))
-    fake.say(base + "maintenance-event", "MIGRATE_ON_HOST_MAINTENANCE")  # the machine survives that
+    fake.set_answer(base + "maintenance-event", "MIGRATE_ON_HOST_MAINTENANCE")  # the machine survives that
     await asyncio.sleep(0.05)
-    fake.say(base + "maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE")
+    fake.set_answer(base + "maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE")
     await asyncio.sleep(0.05)
-    fake.say(base + "preempted", "TRUE")
+    fake.set_answer(base + "preempted", "TRUE")
     assert sorted((notice.kind, notice.grace_s) for notice in await watching) == [
         ("maintenance", 60.0),
         ("preempted", 30.0),
@@ -137,14 +141,14 @@ async def test_gcp_request_returns_at_preemption(fake: Fake, metadata: MetadataS
 
 
 class Node:
-    """What an agent is to the sources."""
+    """Stands in for the agent."""
 
     def __init__(self) -> None:
-        self.heard: list[Notice] = []
+        self.notices: list[Notice] = []
         self.empty = asyncio.Event()
 
     async def handle_notice(self, notice: Notice) -> None:
-        self.heard.append(notice)
+        self.notices.append(notice)
 
     async def wait_until_idle(self) -> None:
         await self.empty.wait()
@@ -157,17 +161,17 @@ def _event(name: str, kind: str, *machines: str) -> dict[str, Any]:
 
 async def test_azure_event_is_acknowledged_once_the_node_is_idle(fake: Fake, metadata: MetadataServer) -> None:
     events = [_event("a", "Freeze", "vm1"), _event("b", "Preempt", "vm2"), _event("c", "Preempt", "vm1")]
-    fake.say("/metadata/instance/compute/name", "vm1")
-    fake.say("/metadata/scheduledevents", json.dumps({"DocumentIncarnation": 1, "Events": events}))
+    fake.set_answer("/metadata/instance/compute/name", "vm1")
+    fake.set_answer("/metadata/scheduledevents", json.dumps({"DocumentIncarnation": 1, "Events": events}))
     azure, node = AzureSource(metadata), Node()
     assert await azure.applies()
     listening = asyncio.create_task(forward_notices(azure, node))
     async with asyncio.timeout(60):
-        await until(lambda: bool(node.heard), 60)
+        await until(lambda: bool(node.notices), 60)
         await asyncio.sleep(0.1)
-        assert [(notice.kind, notice.token) for notice in node.heard] == [("preempt", "c")]
-        assert node.heard[0].grace_s is not None
-        assert 20 < node.heard[0].grace_s <= 30
+        assert [(notice.kind, notice.token) for notice in node.notices] == [("preempt", "c")]
+        assert node.notices[0].grace_s is not None
+        assert 20 < node.notices[0].grace_s <= 30
         assert fake.started == []
         node.empty.set()
         await until(lambda: bool(fake.started), 60)
@@ -207,21 +211,21 @@ async def test_kubernetes_hook_gives_the_grace(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "maker", "expected"),
+    ("environment", "vendor", "expected"),
     [
         pytest.param({}, "QEMU", [], id="no request on a machine of no known cloud"),
         pytest.param({}, "Amazon EC2", ["ec2"], id="ec2"),
         pytest.param({"SLURM_JOB_ID": "1"}, "Dell Inc.", ["slurm"], id="slurm"),
         pytest.param({"KUBERNETES_SERVICE_HOST": "x"}, "Google", ["kubernetes", "gcp"], id="kubernetes in gcp"),
         pytest.param({}, "Microsoft Corporation", ["azure"], id="azure"),
-        pytest.param({}, None, ["ec2", "gcp", "azure"], id="where the firmware is hidden all are asked"),
+        pytest.param({}, None, ["ec2", "gcp", "azure"], id="all clouds are tried where the firmware is hidden"),
     ],
 )
 async def test_sources_of_the_machine_are_found(
-    fake: Fake, tmp_path: Path, environment: dict[str, str], maker: str | None, expected: list[str]
+    fake: Fake, tmp_path: Path, environment: dict[str, str], vendor: str | None, expected: list[str]
 ) -> None:
-    if maker is not None:
-        (tmp_path / "sys_vendor").write_text(maker + "\n")
+    if vendor is not None:
+        (tmp_path / "sys_vendor").write_text(vendor + "\n")
     fake.answers = {"/computeMetadata/v1/instance/preempted": "FALSE", "/metadata/instance/compute/name": "vm1"}
     async with aiohttp.ClientSession() as session:
         found = await find_sources(session, fake.url, 1.0, tmp_path / "prestop", environment, tmp_path)
@@ -251,7 +255,7 @@ async def test_notice_is_published_and_runs_stop_with_a_checkpoint(
     (noticed,) = [message.event for message in await world.bus.read_history("node.n1.notice")]
     assert isinstance(noticed, NodeNotice)
     assert (noticed.source, noticed.kind) == ("kubernetes", "termination")
-    # What was placed before the scheduler knew is given back untouched.
+    # A placement made before the scheduler read the notice is released untouched.
     await world.place("late", params={"steps": 100_000})
     late = await world.wait_for(RunReleased, "late")
     assert (late.clean, late.detail) == (True, "no rank had been started")

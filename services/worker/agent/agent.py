@@ -6,6 +6,7 @@ import asyncio
 import uuid
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from services.worker.data_dir import DataDirLock, DataDirLockedError, RunFolders
 from services.worker.local_files import read_json, write_atomically
 from services.worker.node_context import NodeContext
 from services.worker.notices.notice import NodeNotices, Notice
+from services.worker.retry import retry_transient
 
 log = structlog.get_logger(__name__)
 
@@ -136,12 +138,7 @@ class Agent:
     async def _publish_notices(self) -> None:
         await self.joined.wait()
         for fact in self._notices.facts(self._generations.state.incarnation):
-            while True:
-                try:
-                    await self._context.bus.publish(fact)
-                    break
-                except TransientError as error:
-                    log.warning("a notice could not be published", error=str(error))
+            await retry_transient(partial(self._context.bus.publish, fact), "a notice could not be published")
 
     async def _report_unfit(self, slots: tuple[int, ...], reason: str) -> None:
         log.error("a device failed its check", slots=slots, reason=reason)

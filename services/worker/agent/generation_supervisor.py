@@ -154,7 +154,6 @@ class GenerationSupervisor:
         return False
 
     def _remove_checkpoints(self, run_id: str) -> None:
-        """Remove the checkpoints that earlier generations of the run left here."""
         self._folders.remove_in_background(remove_survivor_checkpoints, self._folders.run_folder(run_id))
 
     def _accept_placement(self, decision: node_decisions.StartGeneration, message: Message[Any]) -> None:

@@ -178,7 +178,6 @@ class FileCache:
         return freed
 
     def _list(self) -> list[tuple[Path, os.stat_result]]:
-        """List all files, oldest use first."""
         files = [
             (path, path.stat())
             for each in self.folder.glob("*")

@@ -265,7 +265,6 @@ class ShardCache:
         return freed
 
     def _shrink(self) -> None:
-        """Lower the limit to what the disk has room for."""
         room_bytes = self.files.size_bytes + self._other_bytes
         if room_bytes < self._max_bytes:
             self._max_bytes = room_bytes

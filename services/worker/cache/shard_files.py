@@ -137,7 +137,6 @@ class ShardFiles:
         part.replace(path)
 
     def _add_present(self, shard: ShardFile) -> None:
-        """Note that a shard is here."""
         before = self.present.get(shard.sha256)
         self.present[shard.sha256] = CachedShard(shard.size_bytes + shard.index_bytes, time.time())
         self.size_bytes += shard.size_bytes + shard.index_bytes - (before.size_bytes if before is not None else 0)

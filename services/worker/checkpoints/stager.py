@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -14,7 +15,6 @@ from contracts import subjects
 from contracts.events.checkpoint import CheckpointCommitted, CheckpointStaged
 from contracts.events.run import Artifact, Member, RunPlaced
 from contracts.ranks import CheckpointLine
-from services.kit.bus import TransientError
 from services.worker import metrics
 from services.worker.cache.node_cache import CacheError
 from services.worker.checkpoints.dvc import pointer_key, write_pointer
@@ -29,6 +29,7 @@ from services.worker.core.checkpoint_chunks import DeltaBases
 from services.worker.local_files import is_inside
 from services.worker.node_context import NodeContext
 from services.worker.ranks.journal_follower import JournalFollower, Publish
+from services.worker.retry import retry_transient
 
 log = structlog.get_logger(__name__)
 
@@ -67,21 +68,13 @@ class CheckpointStager:
         spec = self._placed.spec
         bucket = self._context.settings.bucket_models
         base = f"s3://{bucket}/{spec.experiment}/{self._placed.run_id}/artifacts"
-        while True:
-            try:
-                return await upload_files(names, self._folder, self._context.objects, base)
-            except TransientError as error:
-                log.warning("the store does not accept artifacts", error=str(error))
+        upload = partial(upload_files, names, self._folder, self._context.objects, base)
+        return await retry_transient(upload, "the store does not accept artifacts")
 
     async def _stage_ready(self, *, at_end: bool) -> None:
         ranks = self._follower.state.ranks
         for step in ready_steps({rank: state.checkpoints for rank, state in ranks.items()}, at_end=at_end):
-            while True:
-                try:
-                    await self._stage(step)
-                    break
-                except TransientError as error:
-                    log.warning("the checkpoint is not staged yet", step=step, error=str(error))
+            await retry_transient(partial(self._stage, step), "the checkpoint is not staged yet", step=step)
 
     async def _stage(self, step: int) -> None:
         state = self._follower.state

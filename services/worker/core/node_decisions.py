@@ -142,7 +142,6 @@ def decide(state: NodeState, event: Event, sequence: int) -> tuple[NodeState, li
 
 
 def _decide_live(event: RunPreempting | CheckpointCommitted | CheckpointRefused) -> Decision:
-    """Return what a fact about a generation that runs here requires."""
     match event:
         case RunPreempting():
             peer_lost = event.then == "queue" and event.queue_reason in ("crashed", "node lost")

@@ -298,7 +298,6 @@ class PrefetchSchedule:
         return bool(heap)
 
     def _pop(self, heap: list[EvictionKey]) -> str:
-        """Remove the top of a heap."""
         shard = heapq.heappop(heap)[2]
         del self._filed[shard]
         return shard

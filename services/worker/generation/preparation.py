@@ -162,7 +162,6 @@ async def open_dataset(
 async def _fetch_checkpoint(
     context: NodeContext, placed: RunPlaced, folder: Path, pins: CachePins
 ) -> tuple[Path | None, CheckpointRef | None]:
-    """Fetch the checkpoint to resume or to evaluate."""
     spec = placed.spec
     if spec.evaluate is not None:
         uri: str | None = spec.evaluate.checkpoint_uri

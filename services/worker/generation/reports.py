@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import structlog
 
 from contracts.base import Fact
 from contracts.events.run import Artifact, RunExited, RunPlaced, RunReleased
-from services.kit.bus import TransientError
 from services.worker import metrics
 from services.worker.core.journal import RankState
 from services.worker.core.rank_exits import Exit, describe_exit, find_cause, is_infrastructure_failure
 from services.worker.data_dir import GenerationFiles
 from services.worker.local_files import read_json, write_atomically
 from services.worker.ranks.journal_follower import Publish
+from services.worker.retry import retry_transient
 
 log = structlog.get_logger(__name__)
 
@@ -144,12 +145,7 @@ class ReportPublisher:
 
     async def publish(self, report: Report) -> None:
         """Publish the report, however long the bus is away."""
-        while True:
-            try:
-                await self._publish(report)
-                break
-            except TransientError as error:
-                log.warning("the bus does not accept the report", error=str(error))
+        await retry_transient(partial(self._publish, report), "the bus does not accept the report")
         self.mark_done(_outcome(report))
         reason = report.reason if isinstance(report, RunExited) else report.detail
         log.info("generation reported", outcome=_outcome(report), reason=reason)

@@ -282,26 +282,25 @@ class GenerationRunner:
     def _launch_of(self, inputs: GenerationInputs) -> Launch:
         placed, survivors = self.placed, self._survivors
         memory = self._context.memory.prepare(placed.run_id, placed.generation) if survivors.can_use_memory else None
-        on_disk = survivor_dir(self.files.run_folder) if survivors.is_resumable else None
         return Launch(
             run_id=placed.run_id,
             generation=placed.generation,
             node_id=self.member.node_id,
             world_size=placed.world_size,
             spec=placed.spec,
-            folder=str(self.files.folder),
-            socket=str(self.files.socket),
-            code_folder=str(inputs.code_folder) if inputs.code_folder else None,
-            dataset_folder=str(inputs.dataset.folder) if inputs.dataset else None,
+            folder=self.files.folder,
+            socket=self.files.socket,
+            code_folder=inputs.code_folder,
+            dataset_folder=inputs.dataset.folder if inputs.dataset else None,
             dataset_id=placed.dataset.dataset_id if placed.dataset else None,
-            resume_folder=str(inputs.resume_folder) if inputs.resume_folder else None,
+            resume_folder=inputs.resume_folder,
             resume=inputs.resume,
-            init_folder=str(inputs.init_folder) if inputs.init_folder else None,
+            init_folder=inputs.init_folder,
             failures_seen=placed.failures_seen,
             run_s=placed.run_s,
             orphan_timeout_s=self._context.settings.orphan_timeout_s,
-            memory_folder=str(memory) if memory else None,
-            survivor_dir=str(on_disk) if on_disk else None,
+            memory_folder=memory,
+            survivor_dir=survivor_dir(self.files.run_folder) if survivors.is_resumable else None,
             machine=self._context.inventory.machine,
         )
 

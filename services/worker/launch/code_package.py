@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tarfile
 import zlib
 from pathlib import Path, PurePosixPath
 
+from services.worker.local_files import is_inside
+
 GIB = 2**30
+#: What a damaged package causes; RuntimeError: a cycle of links.
+UNPACKING_ERRORS = (tarfile.TarError, EOFError, zlib.error, OSError, UnicodeError, RuntimeError)
 
 
 class PackageError(ValueError):
@@ -27,14 +32,7 @@ def unpack_package(package: Path, folder: Path, *, max_bytes: int = 2 * GIB, max
     try:
         _extract(package, partial, max_bytes, max_files)
         partial.replace(folder)
-    except (
-        tarfile.TarError,
-        EOFError,
-        zlib.error,
-        OSError,
-        UnicodeError,
-        RuntimeError,
-    ) as error:  # RuntimeError: a cycle of links
+    except UNPACKING_ERRORS as error:
         raise PackageError(
             f"the code package cannot be unpacked: {error}. It must be a whole gzipped tar: "
             "upload it with `trainbus submit`, or make it with `tar czf`"
@@ -67,13 +65,12 @@ def _link_problem(member: tarfile.TarInfo, name: PurePosixPath) -> str | None:
     target = PurePosixPath(member.linkname)
     # A hard link's target is named from the package's root, a symbolic one's from where it stands.
     depth = len(name.parts) - 1 if member.issym() else 0
-    if target.is_absolute():
-        return f"is a link to {member.linkname!r}, outside of the package: replace it by a copy"
-    for part in target.parts:
-        depth += -1 if part == ".." else 1
-        if depth < 0:
-            return f"is a link to {member.linkname!r}, outside of the package: replace it by a copy"
-    return None
+    depths = itertools.accumulate((-1 if part == ".." else 1 for part in target.parts), initial=depth)
+    return _outside(member) if target.is_absolute() or min(depths) < 0 else None
+
+
+def _outside(member: tarfile.TarInfo) -> str:
+    return f"is a link to {member.linkname!r}, outside of the package: replace it by a copy"
 
 
 def _extract(package: Path, folder: Path, max_bytes: int, max_files: int) -> None:
@@ -123,14 +120,8 @@ def _write_link(member: tarfile.TarInfo, folder: Path) -> None:
     path = folder / member.name
     path.parent.mkdir(parents=True, exist_ok=True)
     target = (path.parent if member.issym() else folder) / member.linkname
-    inside = path.parent.resolve().is_relative_to(folder.resolve()) and target.resolve().is_relative_to(
-        folder.resolve()
-    )
-    if not inside:
-        raise PackageError(
-            f"the code package is refused: {member.name!r} is a link to {member.linkname!r}, outside of the package: "
-            "replace it by a copy"
-        )
+    if not (is_inside(path.parent, folder) and is_inside(target, folder)):
+        raise PackageError(f"the code package is refused: {member.name!r} {_outside(member)}")
     if member.issym():
         path.symlink_to(member.linkname)
     elif target.is_file():

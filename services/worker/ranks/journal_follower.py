@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -18,13 +19,13 @@ from contracts.base import Fact
 from contracts.events.run import RunLog, RunStarted
 from contracts.progress import ring_name
 from contracts.ranks import JournalLine, StarvationLine, StragglerLine
-from services.kit.bus import TransientError
 from services.kit.concurrency import run_in_thread
 from services.worker import metrics
 from services.worker.core import journal
 from services.worker.core.metric_patterns import Pattern, match_patterns
 from services.worker.local_files import write_atomically
 from services.worker.ranks.ring_reader import RingReader
+from services.worker.retry import retry_transient
 
 log = structlog.get_logger(__name__)
 
@@ -35,6 +36,9 @@ LOG_RESUME_BYTES = 2**18
 TAIL_BYTES = 64 * 1024
 #: Where the state of a started rank came from, and what decides the last bits of arithmetic.
 ORIGIN_FIELDS = {"resumed_from", "environment", "environment_digest", "exactness"}
+
+#: Logged while the bus is away: the files keep what the ranks write.
+REFUSED = "the bus does not accept what ranks report"
 
 Publish = Callable[[Fact], Awaitable[object]]
 
@@ -118,18 +122,17 @@ class JournalFollower:
 
     async def run(self) -> None:
         """Follow until cancelled."""
-        await self._retry(self._publish_read)
+        await retry_transient(self._publish_read, REFUSED)
         while True:
-            more = await self._retry(self.poll)
-            if not more:
+            if not await retry_transient(self.poll, REFUSED):
                 self._doorbell.clear()
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._doorbell.wait(), self._interval_s)
 
     async def drain(self) -> None:
         """Publish the rest, once the ranks and ``run`` have ended."""
-        await self._retry(self._publish_read)
-        while await self._retry(lambda: self.poll(at_end=True)):
+        await retry_transient(self._publish_read, REFUSED)
+        while await retry_transient(partial(self.poll, at_end=True), REFUSED):
             pass
         await self.save()
 
@@ -293,11 +296,3 @@ class JournalFollower:
     def _lag_bytes(self) -> int:
         paths = {self._folder / f"rank_{rank}.jsonl": state for rank, state in self.state.ranks.items()}
         return sum(path.stat().st_size - state.journal_start for path, state in paths.items() if path.exists())
-
-    async def _retry(self, work: Callable[[], Awaitable[object]]) -> bool:
-        """Run ``work`` until the bus accepts it: the files keep what the ranks write."""
-        while True:
-            try:
-                return bool(await work())
-            except TransientError as error:
-                log.warning("the bus does not accept what ranks report", error=str(error))

@@ -3,7 +3,7 @@
     python -m loadtest.scheduler.why --trace FILE --gpus 400 --sample 1000
 
 The trace is played; at random moments a run that waits is asked about. With the first change that is named, the log so
-far is folded anew as if the run had been asked for like that, and one more pass is made: the run must be placed in it,
+far is folded again as if the run had been requested like that, and one more cycle runs: it must place the run,
 or the named runs must be asked to release their slots.
 """
 

@@ -28,7 +28,7 @@ DROPPED_FACTS = Counter(
 )
 LONG_CYCLES = Counter("trainbus_scheduler_long_cycles_total", "Scheduling cycles longer than a tenth of the lease.")
 DECIDE_SECONDS = Histogram(
-    "trainbus_scheduler_decide_seconds", "Seconds one decide pass took.", buckets=LATENCY_BUCKETS
+    "trainbus_scheduler_decide_seconds", "Seconds one scheduling cycle took.", buckets=LATENCY_BUCKETS
 )
 WAITING_SECONDS = Histogram(
     "trainbus_scheduler_waiting_seconds",

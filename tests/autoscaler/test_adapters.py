@@ -70,6 +70,6 @@ async def test_a_command_has_the_machines(tmp_path: Path) -> None:
         ("/bin/echo {}", "printed no JSON|no list"),
     ],
 )
-async def test_a_command_that_does_not_do_it_is_an_error_that_says_so(command: str, problem: str) -> None:
+async def test_a_command_that_fails_is_an_error_with_its_reason(command: str, problem: str) -> None:
     with pytest.raises(AdapterError, match=problem):
         await CommandAdapter(command).nodes(POOL)

@@ -239,7 +239,7 @@ async def test_the_policy_in_force_is_shown(settings: Settings, bus: Bus, capsys
     assert scheduler.load_policy(str(file)).digest == told["digest"]
 
 
-async def test_why_at_says_what_why_said(settings: Settings, bus: Bus, capsys: Any) -> None:
+async def test_why_at_repeats_the_answer_of_why(settings: Settings, bus: Bus, capsys: Any) -> None:
     async with running(settings):
         await join(bus, "n1", 2)
         first = await request(bus, "train", {**TASK, "slots": 2}, "first")

@@ -28,7 +28,7 @@ class Pooled(World):
         found = demand.compute_demand(self.cluster, self.now, self.policy)
         made = DecisionRecord(at_sequence=self.cluster.sequence, at=self.now)
         for each in found:
-            self.say(demand.capacity_fact(each, self.now, made))
+            self.publish(demand.capacity_fact(each, self.now, made))
         assert demand.compute_demand(self.cluster, self.now, self.policy) == []
         return [(each.nodes, each.spare) for each in found]
 
@@ -38,7 +38,7 @@ class Pooled(World):
         return run_id
 
     def node_comes(self, node_id: str, life: str = "1") -> None:
-        self.say(
+        self.publish(
             NodeJoined(node_id=node_id, incarnation=life, address="h", slots=2, lease_ttl_s=5, labels={"pool": "burst"})
         )
 
@@ -86,7 +86,7 @@ def test_a_lost_node_is_wanted_again_with_patience() -> None:
     world.node_comes("b1")
     assert world.want() == []
     world.wait(1000)
-    world.say(NodeLost(node_id="b1", incarnation="1"))
+    world.publish(NodeLost(node_id="b1", incarnation="1"))
     world.settle()
     world.release(run_id)
     world.settle()
@@ -100,10 +100,10 @@ def test_a_lost_node_is_wanted_again_with_patience() -> None:
     assert world.cluster.capacity["burst"].gave_up_at == world.now
 
 
-def test_the_fold_keeps_what_was_said_last() -> None:
+def test_the_fold_keeps_the_last_demand() -> None:
     world = Pooled()
     for sequence, nodes in enumerate((3, 1), 7):
-        world.say(CapacityWanted(pool="burst", nodes=nodes, decided_at=world.now, decided_at_sequence=sequence))
+        world.publish(CapacityWanted(pool="burst", nodes=nodes, decided_at=world.now, decided_at_sequence=sequence))
         world.wait(10)
     assert world.cluster.capacity["burst"].nodes == 1
 
@@ -124,10 +124,10 @@ def test_no_node_is_wanted_that_could_never_run_what_waits(needs: dict[str, Any]
     assert world.want() == ([(nodes, ())] if nodes else [])
 
 
-def test_a_pool_that_says_nothing_has_nodes_like_those_that_joined() -> None:
+def test_a_pool_without_a_shape_has_nodes_like_those_that_joined() -> None:
     world = Pooled()
     joined = {"slots": 2, "lease_ttl_s": 5, "labels": {"pool": "burst"}, "cpus": 4}
-    world.say(NodeJoined.model_validate({"node_id": "b0", "incarnation": "1", "address": "h", **joined}))
+    world.publish(NodeJoined.model_validate({"node_id": "b0", "incarnation": "1", "address": "h", **joined}))
     world.submit(spec(1, resources={"cpus": 3}))
     world.settle()
     world.submit(spec(1, resources={"cpus": 5}))

@@ -63,7 +63,7 @@ def test_a_higher_priority_shrinks_an_elastic_run_which_grows_back() -> None:
     assert (stop.run_id, stop.queue_reason, stop.grace_s) == ("r1", "resized", 30)
     world.commit("r1", 7)
     world.release("r1")
-    made = [type(decision).__name__ for decision in world.step()]  # all of it in one pass
+    made = [type(decision).__name__ for decision in world.step()]  # all of it in one cycle
     assert made == ["QueueRun", "PlaceRun", "PlaceRun"]
     assert world.run("r2").slot_count == 2
     assert world.run("r1").slot_count == 2
@@ -113,15 +113,15 @@ def test_slots_that_stay_free_are_grown_into_however_busy_the_others_are() -> No
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_a_placement_that_is_never_started_is_taken_back_and_blames_nobody(started: bool) -> None:
+def test_a_placement_that_never_starts_is_revoked_and_counts_no_failure(started: bool) -> None:
     world = World(Policy(faults=Faults(start_deadline_s=100)))
     world.join("n1", 2)
     world.join("n2", 2)
     world.accept("r1", spec(4))
     world.settle()
-    world.say(RunStarted(run_id="r1", generation=1, node_id="n1"))
+    world.publish(RunStarted(run_id="r1", generation=1, node_id="n1"))
     if started:
-        world.say(RunStarted(run_id="r1", generation=1, node_id="n2"))
+        world.publish(RunStarted(run_id="r1", generation=1, node_id="n2"))
     world.wait(99)
     assert world.settle() == []
     world.wait(1)
@@ -138,7 +138,7 @@ def test_a_placement_that_is_never_started_is_taken_back_and_blames_nobody(start
     assert (world.run("r1").generation, world.run("r1").failures) == (2, 0)
 
 
-def test_a_node_that_does_not_let_go_is_taken_for_lost() -> None:
+def test_a_node_that_does_not_release_a_run_is_lost() -> None:
     world = two_nodes()
     training(world, grace_s=30)
     world.cancel("r1")
@@ -203,7 +203,7 @@ def test_a_run_that_no_node_can_keep_going_fails_with_the_reason() -> None:
     )
 
 
-def test_growing_waits_for_its_interval_and_for_everybody_who_waits() -> None:
+def test_growing_waits_for_its_interval_and_for_all_waiting_runs() -> None:
     world = World(Policy(elastic=Elastic(resize_interval_s=2.0)))
     world.join("n1", 2)
     training(world)
@@ -221,7 +221,7 @@ def test_growing_waits_for_its_interval_and_for_everybody_who_waits() -> None:
     assert world.run("r1").preempting.queue_reason == "resized"
 
 
-def test_shrinking_goes_before_preempting_and_the_least_priority_first() -> None:
+def test_shrinking_precedes_preemption_and_the_lowest_priority_is_first() -> None:
     world = World()
     world.join("n1", 6)
     world.accept("low", spec(2, priority=0))
@@ -236,7 +236,7 @@ def test_shrinking_goes_before_preempting_and_the_least_priority_first() -> None
     assert stops == {"mid": "resized", "low": "preempted"}
 
 
-def test_nobody_is_preempted_in_vain() -> None:
+def test_no_run_is_preempted_in_vain() -> None:
     world = two_nodes()
     world.accept("same", spec(3, priority=5))
     world.accept("low", spec(1, priority=0))
@@ -247,7 +247,7 @@ def test_nobody_is_preempted_in_vain() -> None:
     assert world.run("r2").waiting_code == "slots"
 
 
-def test_a_run_larger_than_the_cluster_waits_explained_and_blocks_nobody() -> None:
+def test_a_run_larger_than_the_cluster_waits_with_a_reason_and_blocks_no_run() -> None:
     world = two_nodes()
     world.accept("huge", spec(100, priority=100))
     world.accept("small", spec(1))
@@ -298,7 +298,7 @@ def test_a_broken_gang_is_stopped_and_placed_again_from_its_checkpoint(kill: str
     assert world.run("r1").slot_count == (4 if kill == "crash" else 2)
 
 
-def test_a_placement_says_what_the_run_has_been_through() -> None:
+def test_a_placement_contains_the_failures_and_the_run_time() -> None:
     """From it the ranks choose how often to save, and tell the committed checkpoint from any other."""
     world = World()
     world.join("n1", 1)
@@ -435,7 +435,7 @@ def test_a_cancelled_run_ends_cancelled(before: Callable[[World], None]) -> None
     assert world.run("r1").outcome == "cancelled by request"
 
 
-def test_draining_moves_what_runs_there_until_the_node_joins_anew() -> None:
+def test_draining_moves_runs_away_until_the_node_joins_again() -> None:
     world = two_nodes()
     world.accept("r1", spec(2))
     world.settle()
@@ -465,10 +465,10 @@ def test_news_of_the_past_change_nothing() -> None:
     world.settle()
     assert world.run("r1").generation == 2
     before = (world.phase("r1"), layout(world, "r1"))
-    world.say(RunExited(run_id="r1", generation=1, node_id=home, outcome="succeeded"))
-    world.say(world.log[0][0])  # n1 joined, again
+    world.publish(RunExited(run_id="r1", generation=1, node_id=home, outcome="succeeded"))
+    world.publish(world.log[0][0])  # n1 joined, again
     world.join(home, 2, "2")
-    world.say(next(fact for fact, _, _ in world.log if fact.event_id == f"node/{home}/lost/{home}-1"))
+    world.publish(next(fact for fact, _, _ in world.log if fact.event_id == f"node/{home}/lost/{home}-1"))
     world.accept("r1", spec(4, priority=9))
     assert (world.phase("r1"), layout(world, "r1")) == before
     assert world.cluster.nodes[home].alive
@@ -499,7 +499,7 @@ def test_a_preemption_that_its_node_does_not_outlive_ends_all_the_same() -> None
     assert world.run("r1").phase == "queued"
 
 
-def test_a_scheduler_that_dies_between_two_decisions_goes_on_with_the_rest() -> None:
+def test_a_scheduler_that_dies_between_two_decisions_continues_with_the_rest() -> None:
     world = two_nodes()
     for number in range(3):
         world.accept(f"r{number}", spec(1))
@@ -517,7 +517,7 @@ def test_a_placement_of_a_run_that_is_over_is_taken_back() -> None:
     late = fact_of(decide(world.cluster, world.now, world.policy)[0], world.cluster, world.now)
     world.cancel("r1")
     world.settle()
-    world.say(late)
+    world.publish(late)
     assert world.phase("r1") == "cancelled"
     assert world.cluster.slots_used == 4
     world.settle()
@@ -544,7 +544,7 @@ def test_gangs_go_on_few_nodes_and_fill_the_tightest(
     assert {node_id: len(slots) for node_id, slots in pack(rooms, SlotRequest(), count)} == expected
 
 
-def test_why_says_what_would_change_it() -> None:
+def test_why_names_what_would_start_the_run() -> None:
     world = two_nodes()
     world.accept("r1", spec(3))
     world.accept("r2", spec({"min": 2, "max": 4}))

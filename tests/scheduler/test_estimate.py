@@ -52,7 +52,7 @@ def waits_s(made: World) -> dict[str, float]:
     return {run_id: (each.p50 - made.now).total_seconds() for run_id, each in estimates(made).items()}
 
 
-def test_a_start_is_not_expected_before_those_who_hold_what_it_needs_are_expected_to_let_go() -> None:
+def test_a_start_is_not_expected_before_the_holders_release_their_slots() -> None:
     """The pace of the last hours, when all was short, would have it start at once."""
     made = world(slots=4)
     for _ in range(100):
@@ -90,11 +90,11 @@ def starts(free: list[int], holders: list[PoolAllocation], entitlements: list[Po
     return play(free, holders, entitlements, random.Random(1))
 
 
-def test_claims_start_as_holders_let_go() -> None:
+def test_requests_start_as_holders_release_slots() -> None:
     assert starts([0], [one(0, 2, 10.0), one(0, 2, 30.0)], [claim("a", 2, 5.0), claim("b", 2, 50.0)]) == [10, 15]
 
 
-def test_nobody_overtakes_in_a_pool() -> None:
+def test_no_run_overtakes_in_a_pool() -> None:
     assert starts([1], [one(0, 3, 100.0)], [claim("large", 4, 9.0), claim("small", 1, 9.0)]) == [100, 109]
 
 
@@ -129,7 +129,7 @@ def test_a_higher_priority_starts_before() -> None:
     assert found["urgent"] < found["first"]
 
 
-def test_slots_are_taken_for_a_higher_priority() -> None:
+def test_a_higher_priority_preempts() -> None:
     holders = [one(0, 2, 900.0), PoolAllocation(0, 2, (900.0,), -1, 30.0), PoolAllocation(0, 2, (900.0,), -2, 40.0)]
     waiting = [PoolRequest("urgent", (0,), 3, (5.0,), priority=1), claim("next", 2, 5.0)]
     after = taken_from([0], holders, waiting)
@@ -247,7 +247,7 @@ def test_a_run_that_never_starts_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("name", ["fifo", "fifo-skip", "", "least-attained", "fair-share"])
-def test_everybody_in_a_trace_is_told_something_sound(name: str) -> None:
+def test_every_run_of_a_trace_gets_a_valid_estimate(name: str) -> None:
     policy = policies.load(name) if name else Policy()
     trace = generate.jobs(150, 16, 4, load=2.0)
     core = Core(policy)

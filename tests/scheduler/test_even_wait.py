@@ -84,7 +84,7 @@ def test_a_wide_run_counts_for_all_its_slots() -> None:
     assert world.run("wide").preempting is not None
 
 
-def test_nobody_is_stopped_before_it_has_had_its_quantum() -> None:
+def test_no_run_is_stopped_before_the_end_of_its_quantum() -> None:
     world = world_of(128)
     submit(world, "wide", 128)
     world.wait(299)
@@ -113,7 +113,7 @@ def test_of_two_long_runs_the_one_that_has_waited_takes_its_turn() -> None:
     assert world.run("first").live
 
 
-def test_a_run_is_looked_at_just_when_its_wait_lifts_it() -> None:
+def test_a_run_is_examined_when_its_wait_raises_it() -> None:
     world = world_of(1)
     submit(world, "first")
     world.wait(20 * HOUR)
@@ -176,12 +176,14 @@ def test_preparing_data_is_no_wait() -> None:
     submit(world, "slow", data=data)
     world.wait(50 * HOUR)
     dataset_id = "0" * 64
-    world.say(RunPrepared(run_id="slow", dataset_id=dataset_id, manifest_uri="s3://datasets/m.json", train_samples=1))
+    world.publish(
+        RunPrepared(run_id="slow", dataset_id=dataset_id, manifest_uri="s3://datasets/m.json", train_samples=1)
+    )
     world.settle()
     assert world.run("slow").waited_s(world.now) == 0
 
 
-def test_priority_goes_before_all_of_it() -> None:
+def test_priority_precedes_even_wait() -> None:
     world = world_of(1)
     submit(world, "urgent", priority=5)
     world.wait(100 * HOUR)
@@ -219,7 +221,7 @@ def test_short_runs_pass_and_no_long_one_is_left_behind() -> None:
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32), acts=st.integers(10, 120), foresee=st.booleans())
 def test_any_history_keeps_the_invariants(seed: int, acts: int, foresee: bool) -> None:
-    """``World.step`` compares what is remembered from pass to pass with what is made anew."""
+    """``World.step`` compares what is remembered from cycle to cycle with what is made anew."""
     policy = POLICY.model_copy(
         update={
             # Everything is short in this world: a second counts.

@@ -49,7 +49,7 @@ def test_a_slot_that_brings_nothing_is_not_taken(logical: int, slots: int, least
     assert world.settle() == []  # and it is not restarted to grow into it
 
 
-def test_an_exact_run_stays_on_one_kind_of_machine_and_says_why_it_waits() -> None:
+def test_an_exact_run_stays_on_one_kind_of_machine_and_waits_with_a_reason() -> None:
     world = unlike()
     world.accept("free", spec({"min": 1, "max": 1}, command=True))
     world.accept("r1", exact({"min": 2, "max": 4}))
@@ -76,7 +76,7 @@ def test_an_exact_run_stays_on_one_kind_of_machine_and_says_why_it_waits() -> No
 
 
 @pytest.mark.parametrize("why", ["allowed", "inexact", "nothing kept", "fast"])
-def test_an_exact_run_goes_anywhere_when_nothing_is_lost_by_it(why: str) -> None:
+def test_an_exact_run_is_placed_anywhere_when_that_loses_nothing(why: str) -> None:
     world = World()
     world.join("a1", 2, machine="a")
     wanted = exact(2, training={"heterogeneous_nodes": "allow"} if why == "allowed" else {})
@@ -91,7 +91,7 @@ def test_an_exact_run_goes_anywhere_when_nothing_is_lost_by_it(why: str) -> None
     assert nodes(world, "r1") == ["b1"]
 
 
-def test_without_a_checkpoint_it_goes_back_to_its_kind_if_it_can() -> None:
+def test_without_a_checkpoint_a_run_prefers_its_kind_of_machine() -> None:
     """What its ranks left in memory is there; on another kind it would no longer be exact."""
     world = unlike()
     world.join("b2", 9, machine="b")
@@ -107,7 +107,7 @@ def test_without_a_checkpoint_it_goes_back_to_its_kind_if_it_can() -> None:
     assert nodes(world, "r1") == ["a3"]
 
 
-def test_a_run_from_a_checkpoint_goes_where_that_came_from_if_it_can() -> None:
+def test_a_run_from_a_checkpoint_is_placed_on_the_checkpoints_kind_of_machine() -> None:
     world = unlike()
     world.accept("r1", exact(2))
     world.settle()
@@ -176,7 +176,7 @@ def test_a_notice_moves_what_runs_there_in_the_time_that_is_left(
     }  # fmt: skip
 
 
-def test_an_unfit_node_leaves_the_pool_until_it_joins_anew() -> None:
+def test_an_unfit_node_leaves_the_pool_until_it_joins_again() -> None:
     world = World()
     world.join("n1", 2)
     world.accept("broken", spec(1))
@@ -200,7 +200,7 @@ def test_an_unfit_node_leaves_the_pool_until_it_joins_anew() -> None:
 
 
 @pytest.mark.parametrize(("on_stall", "goes_to"), [("restart", "n1"), ("exclude", "n2"), ("observe", "n1")])
-def test_a_stalled_run_is_started_anew_as_its_policy_says(on_stall: str, goes_to: str) -> None:
+def test_a_stalled_run_restarts_as_its_policy_requires(on_stall: str, goes_to: str) -> None:
     world = World()
     world.join("n1", 1)
     world.join("n2", 2)

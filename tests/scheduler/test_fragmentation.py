@@ -165,7 +165,7 @@ def test_typical_shapes_are_those_that_ask_for_most_and_stand_for_those_like_the
     assert sum(typical.values()) == pytest.approx(1e6, abs=TYPICAL)
 
 
-def test_a_workload_is_found_typical_anew_when_it_drifts() -> None:
+def test_typical_shapes_are_computed_again_when_the_workload_drifts() -> None:
     workload = Workload()
     for _ in range(100):
         workload.add(shape())
@@ -290,7 +290,7 @@ def test_the_scheduler_places_by_it() -> None:
     """Shares, wholes and runs without accelerators, through fold and decide; the same from the log alone."""
     world = World(Policy.model_validate({"order": {"skip": True}, "place": {"by": "fgd"}}))
     for i in range(3):
-        world.say(
+        world.publish(
             NodeJoined(node_id=f"n{i}", incarnation="1", address="a", slots=4, accelerator="A", cpus=16, lease_ttl_s=10)
         )
     source = random.Random(3)

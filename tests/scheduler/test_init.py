@@ -27,7 +27,7 @@ def trained() -> tuple[World, str]:
 
 
 def delete(world: World, uri: str) -> None:
-    world.say(CheckpointDeleted(run_id="base", uri=uri, step=5, reason="not among the last 1"))
+    world.publish(CheckpointDeleted(run_id="base", uri=uri, step=5, reason="not among the last 1"))
 
 
 def tuned(uri: str, **more: Any) -> Any:
@@ -64,7 +64,7 @@ def test_it_begins_with_the_weights_until_it_has_a_checkpoint_of_its_own() -> No
     assert first.init.step == 5
 
 
-def test_it_goes_to_any_machine_since_only_what_goes_on_is_bound_to_one() -> None:
+def test_a_new_run_is_placed_on_any_kind_of_machine() -> None:
     world, uri = trained()
     world.lose("a1")
     world.join("b1", 2, machine="b")
@@ -95,7 +95,7 @@ def test_a_run_whose_checkpoint_is_deleted_as_it_is_accepted_fails_with_the_reas
     assert failed.reason == f"the checkpoint to start from does not exist (any more): {uri}"
 
 
-def test_what_is_restored_goes_on_from_the_runs_own_checkpoint() -> None:
+def test_a_restored_run_resumes_from_the_checkpoint_of_its_parent() -> None:
     world, uri = trained()
     world.accept("tuned", tuned(uri))
     world.settle()

@@ -140,7 +140,7 @@ def test_another_policy_counts_from_when_it_is_adopted() -> None:
     assert ledger.spent_slot_h("t", "cpu", 3.0, HOUR_S) == 0
 
 
-def test_a_clock_that_goes_backwards_stands_still() -> None:
+def test_a_clock_that_is_set_back_stands_still() -> None:
     ledger = TeamUsage(half_life_s=100.0)
     ledger.change("t", None, "cpu", 2, 100.0)
     ledger.change("t", None, "cpu", -2, 90.0)

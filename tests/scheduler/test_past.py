@@ -48,7 +48,7 @@ from tests.scheduler.world import START, Chaos, World, spec
 def adopting(policy: Policy | None = None) -> World:
     """A world whose log begins with its policy."""
     world = World(policy)
-    world.say(PolicyAdopted(digest=world.policy.digest, policy=world.policy))
+    world.publish(PolicyAdopted(digest=world.policy.digest, policy=world.policy))
     return world
 
 
@@ -115,7 +115,7 @@ def test_a_policy_adopted_again_puts_runs_where_they_then_belong() -> None:
         world.exit(name)
         world.settle()
     assert world.run("a").predicted_s == world.run("b").predicted_s
-    world.say(PolicyAdopted(digest=world.policy.digest, policy=world.policy, after_sequence=1))
+    world.publish(PolicyAdopted(digest=world.policy.digest, policy=world.policy, after_sequence=1))
     assert world.run("a").predicted_s > world.run("b").predicted_s
     world.exit("other")
     world.settle()
@@ -123,7 +123,7 @@ def test_a_policy_adopted_again_puts_runs_where_they_then_belong() -> None:
     assert verify_log(log_of(world))[1] == []
 
 
-def test_what_can_never_be_is_told_where_most_of_the_line_is_passed_over() -> None:
+def test_infeasible_runs_are_explained_where_most_of_the_queue_is_skipped() -> None:
     world = adopting(policies.load("fifo-skip"))
     world.join("n1", 2)
     world.join("n2", 8)
@@ -216,7 +216,7 @@ def test_a_slot_given_otherwise_than_decided_is_found_where_it_was_given() -> No
     assert {each.field for each in found[0].fields} == {f"members.{m}.slots.{s}" for m in (0, 1) for s in (0, 1)}
 
 
-def test_decisions_that_nobody_would_make_and_those_made_from_what_was_not_there_yet() -> None:
+def test_wrong_decisions_and_decisions_from_the_future_are_differences() -> None:
     log = log_of(contended())
     place = first(log, RunPlaced)
     fact = log[place].fact
@@ -269,7 +269,7 @@ def test_what_cannot_be_read_counts_and_disturbs_nothing() -> None:
     assert verify_log([*log, nonsense])[1] == []
 
 
-def test_older_facts_that_do_not_say_what_they_were_made_from_are_counted() -> None:
+def test_older_facts_without_a_decision_record_are_counted() -> None:
     log = log_of(contended())
     old = [e if e.fact is None else e._replace(fact=stripped(e.fact)) for e in log]
     counts, found = verify_log(old)
@@ -289,7 +289,7 @@ def test_wanted_nodes_are_decided_again() -> None:
     def wanting() -> None:
         made = decision_record(world.cluster, world.now, world.policy)
         for each in compute_demand(world.cluster, world.now, world.policy):
-            world.say(capacity_fact(each, world.now, made))
+            world.publish(capacity_fact(each, world.now, made))
 
     world.accept("large", spec(4))
     world.settle()
@@ -315,7 +315,7 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("name", BAD_LINES)
-def test_a_file_that_is_no_log_says_where(name: str) -> None:
+def test_an_invalid_log_file_is_an_error_that_names_the_line(name: str) -> None:
     line, text = BAD_LINES[name]
     with pytest.raises(LogError, match=text):
         list(parse([line]))
@@ -351,7 +351,7 @@ def test_answers_are_made_again_from_their_requests() -> None:
     world = adopting()
     for name in ("good", "bad", "again"):
         (answer,) = requests.answers(world.cluster, run_id_for("test", name))
-        world.say(answer)
+        world.publish(answer)
     log = log_of(world)
     assert [type(entry.fact) for entry in log[1:]] == [RunAccepted, RunRejected, RunRejected]
     counts, found = verify_log(log, requests)
@@ -368,7 +368,7 @@ def test_answers_are_made_again_from_their_requests() -> None:
 # -- why, then --------------------------------------------------------------------------------------
 
 
-def test_why_then_is_what_why_said_then() -> None:
+def test_why_in_the_past_is_the_answer_of_that_time() -> None:
     world = adopting()
     said: list[tuple[datetime, str, dict[str, Any]]] = []
 
@@ -602,7 +602,7 @@ def crossroads() -> World:
     return world
 
 
-def test_a_shadow_says_what_it_would_have_done_and_when() -> None:
+def test_a_shadow_publishes_what_it_would_have_done_and_when() -> None:
     world = crossroads()
     shadow = Shadow(SKIPPING, Policy())
     said = shadow.process(log_of(world))
@@ -639,7 +639,7 @@ def test_a_shadow_of_the_policy_in_force_agrees_at_every_point() -> None:
         assert shadow.result.only_candidate == {}
 
 
-def test_a_shadow_that_starts_again_says_nothing_twice() -> None:
+def test_a_shadow_that_starts_again_publishes_nothing_twice() -> None:
     world = crossroads()
     log = log_of(world)
     first_one = Shadow(SKIPPING, Policy())

@@ -147,7 +147,7 @@ def test_nodes_in_the_order_of_their_pools() -> None:
     assert [strict.number(each) is None for each in labels] == [False, True, False, True, False]
 
 
-def test_without_pools_nodes_are_alike_unless_a_run_says_otherwise() -> None:
+def test_without_pools_nodes_are_alike_unless_a_run_names_one() -> None:
     assert pools.allowed({"capacity": "spot"}, spec(), Policy())
     assert not pools.allowed({"capacity": "spot"}, spec(scheduling={"capacity": "on-demand"}), Policy())
     assert not pools.allowed({}, spec(scheduling={"capacity": "spot"}), Policy())
@@ -248,7 +248,7 @@ def test_idle_nodes_may_go_after_a_while_unless_somebody_wants_them() -> None:
     assert (again["a"].nodes, again["a"].spare) == (3, ())
 
 
-def test_nothing_is_said_twice() -> None:
+def test_nothing_is_published_twice() -> None:
     there = [node("old", 8, idle_s=700), node("busy", 2)]
     first = ask(there, waiting(12))["a"]
     assert first.nodes == 3
@@ -262,7 +262,7 @@ def fact(want: CapacityDemand) -> CapacityWanted:
     return CapacityWanted(pool=want.pool, nodes=want.nodes, spare=want.spare, timed_out=want.timed_out, decided_at=NOW)
 
 
-def test_nodes_that_do_not_come_are_looked_for_elsewhere_for_a_while() -> None:
+def test_nodes_that_do_not_join_are_wanted_of_another_pool_for_a_while() -> None:
     """Spot that nobody sells falls back on on-demand; later spot is asked for again."""
     there = (pool("spot", "spot", price=1.0), pool("safe", price=3.0))
     said: dict[str, PoolDemand] = {}
@@ -283,7 +283,7 @@ def test_nodes_that_do_not_come_are_looked_for_elsewhere_for_a_while() -> None:
     ]
 
 
-def test_a_node_that_is_lost_is_waited_for_anew() -> None:
+def test_a_lost_node_is_awaited_again() -> None:
     said = {"a": PoolDemand(2, NOW - timedelta(hours=1))}
     there = [node("n1", 0)]
     moved = {"a": pool_demand.reset_patience(said["a"], NOW - timedelta(seconds=10))}
@@ -291,7 +291,7 @@ def test_a_node_that_is_lost_is_waited_for_anew() -> None:
     assert ask(there, waiting(8), said)["a"].timed_out
 
 
-def test_when_to_look_again() -> None:
+def test_the_next_cycle_is_due_when_the_demand_may_change() -> None:
     there, given_policy = [node("n", 8, idle_s=100)], policy(pool("a"))
     assert demand.wake_at(cluster(there, []), NOW, given_policy) == NOW + timedelta(seconds=500)
     said = {"a": PoolDemand(1, NOW - timedelta(seconds=20))}

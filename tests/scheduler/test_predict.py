@@ -61,7 +61,7 @@ def test_conditional_on_what_it_has_had() -> None:
     assert probability_over(predicted, 10, 25) == 1
 
 
-def test_what_has_outlived_everything_goes_on() -> None:
+def test_a_run_that_has_outlived_all_others_continues() -> None:
     history = History()
     for _ in range(50):
         history.add(RunKind("ada"), 60, NOW)
@@ -133,7 +133,7 @@ def test_runs_that_go_on_are_evidence() -> None:
     assert beside.quantile(0.9) > 90_000
 
 
-def test_the_newest_to_end_are_not_taken_for_all() -> None:
+def test_the_newest_ended_runs_do_not_stand_for_all() -> None:
     """Of a user's runs half take a minute and half a day: in a window of the last hours, hardly any of the long ones
     has ended, yet those that go on say how many there are.
     """

@@ -73,7 +73,7 @@ def test_a_node_that_a_cycle_fails_on_is_quarantined_and_others_are_used() -> No
     # Such a fact cannot be published any more; an older log may hold one.
     bad = joined().model_copy(update={"slot_profiles": ("1g.10gb",)})
     world = World()
-    world.say(bad)
+    world.publish(bad)
     world.join("good", 2)
     sound = _submit(world, "run-1", 2)
     profiled = _submit(world, "run-2", 1, resources={"mig_profile": "2g.20gb"})
@@ -105,7 +105,7 @@ def test_a_run_that_a_cycle_fails_on_is_quarantined_until_it_changes(monkeypatch
     assert "ZeroDivisionError" in said["message"]
     # What is said about the run next gives it another chance.
     monkeypatch.undo()
-    world.say(RunWaiting(run_id=bad, next_generation=1, code="slots", message="x"))
+    world.publish(RunWaiting(run_id=bad, next_generation=1, code="slots", message="x"))
     assert bad not in world.cluster.quarantined_runs
     assert bad in {decision.run_id for decision in _decide_until_rest(world) if isinstance(decision, PlaceRun)}
 
@@ -119,13 +119,13 @@ def test_a_fact_that_the_fold_fails_on_quarantines_its_run_alone(monkeypatch: py
         raise KeyError("a defect")
 
     monkeypatch.setitem(fold._RUN_FACTS, RunWaiting, fails)
-    world.say(RunWaiting(run_id=bad, next_generation=1, code="slots", message="x"))
+    world.publish(RunWaiting(run_id=bad, next_generation=1, code="slots", message="x"))
     assert bad in world.cluster.quarantined_runs
     assert world.cluster.sequence == len(world.log)
     decisions = _decide_until_rest(world)
     assert {decision.run_id for decision in decisions if isinstance(decision, PlaceRun)} == {sound}
     # An operator ends it.
-    world.say(RunCancelling(run_id=bad, reason="enough"))
+    world.publish(RunCancelling(run_id=bad, reason="enough"))
     _decide_until_rest(world)
     assert world.run(bad).terminal
     assert bad not in world.cluster.quarantined_runs
@@ -158,7 +158,7 @@ def test_a_run_that_a_cycle_fails_on_leaves_the_only_node_to_others(
 
 def test_a_node_that_a_cycle_fails_on_for_the_only_run_is_quarantined() -> None:
     world = World()
-    world.say(joined().model_copy(update={"slot_profiles": ("1g.10gb",)}))
+    world.publish(joined().model_copy(update={"slot_profiles": ("1g.10gb",)}))
     world.join("good", 2)
     only = _submit(world, "run-9", 1, resources={"mig_profile": "2g.20gb"})
     _decide_until_rest(world)
@@ -179,7 +179,7 @@ def test_a_run_may_request_more_than_any_node_counts() -> None:
 
 def _submit(world: World, run_id: str, slots: int = 1, **more: Any) -> str:
     request = spec(slots, **more)
-    world.say(RunAccepted(run_id=run_id, spec=request, request_id=run_id, request_source="test"))
+    world.publish(RunAccepted(run_id=run_id, spec=request, request_id=run_id, request_source="test"))
     return run_id
 
 
@@ -332,7 +332,7 @@ POLICIES = st.sampled_from(["easy-backfill", "even-wait", "fair-share", "fgd", p
     phases=[Phase.explicit, Phase.generate],
 )
 @given(st.lists(st.tuples(FACTS, TIMES), min_size=40, max_size=40), POLICIES)
-def test_ten_thousand_facts_that_look_valid_stop_nothing(facts: list[tuple[Fact, float]], name: str) -> None:
+def test_ten_thousand_facts_that_look_valid_stop_no_cycle(facts: list[tuple[Fact, float]], name: str) -> None:
     policy = policies.load(name)
     cluster, now = Cluster(policy=policy), START
     for place, (fact, at_s) in enumerate(facts):

@@ -107,7 +107,7 @@ def test_owed_and_borrowed(
     assert quotas.borrowed(team, kind) == borrowed
 
 
-def test_nobody_borrows_where_nothing_is_owed() -> None:
+def test_no_team_borrows_where_nothing_is_owed() -> None:
     quotas = quotas_of(Admit(quotas=(Quota(team="a", accelerator="h100", slots=4),)), {("b", "a100"): 3})
     assert quotas.borrowed("b", "a100") == 0
     assert quotas.within(run_of("b"), 9, "a100")
@@ -197,13 +197,13 @@ class Teams(World):
 
     def __init__(self, policy: Policy, nodes: int = 1, slots: int = 8, accelerator: str = "h100") -> None:
         super().__init__(policy)
-        self.say(PolicyAdopted(digest=policy.digest, policy=policy))
+        self.publish(PolicyAdopted(digest=policy.digest, policy=policy))
         for index in range(nodes):
             self.add(f"{accelerator}-{index}", slots, accelerator)
 
     def add(self, node_id: str, slots: int, accelerator: str) -> None:
         fact = {"address": "h", "slots": slots, "lease_ttl_s": 3, "accelerator": accelerator}
-        self.say(NodeJoined.model_validate({"node_id": node_id, "incarnation": node_id, **fact}))
+        self.publish(NodeJoined.model_validate({"node_id": node_id, "incarnation": node_id, **fact}))
 
     def submit(self, run_id: str, team: str | None, slots: Any = 1, **more: Any) -> None:
         self.accept(run_id, spec(slots, team=team, **more))
@@ -309,7 +309,7 @@ def test_priority_does_not_keep_what_is_borrowed_nor_take_what_is_owed() -> None
     assert len(world.stopping()) == 1
 
 
-def test_who_has_a_right_goes_before_who_would_borrow() -> None:
+def test_entitled_runs_precede_borrowers() -> None:
     world = Teams(LENT, slots=8)
     world.submit("a0", "a", 8)
     assert world.placed() == {"a0"}

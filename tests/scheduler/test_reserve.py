@@ -31,7 +31,7 @@ def submit(world: World, run_id: str, slots: int, limit_s: float | None = None, 
     return world.phase(run_id)
 
 
-def test_whoever_is_done_in_time_goes_ahead_and_whoever_is_not_waits() -> None:
+def test_runs_that_end_in_time_go_ahead_and_others_wait() -> None:
     world = world_of("easy")
     assert submit(world, "first", 3, 100) == "placed"
     assert submit(world, "large", 4, 100) == "queued"
@@ -62,7 +62,7 @@ def test_slots_that_the_reservation_does_not_need_may_be_held_for_long() -> None
 
 
 @pytest.mark.parametrize(("backfill", "third"), [("easy", "placed"), ("conservative", "queued")])
-def test_conservative_backfill_holds_up_nobody_ahead(backfill: str, third: str) -> None:
+def test_conservative_backfill_delays_no_run_ahead(backfill: str, third: str) -> None:
     world = world_of(backfill, slots=4)
     submit(world, "a", 2, 100)
     submit(world, "b", 1, 200)
@@ -116,7 +116,7 @@ def test_a_promise_ends_with_the_run_that_has_it() -> None:
     assert not world.cluster.promised
 
 
-def test_whoever_went_ahead_lets_go_when_the_one_it_went_ahead_of_fits_with_its_slots() -> None:
+def test_a_backfilled_run_is_preempted_when_the_run_ahead_fits_with_its_slots() -> None:
     policy = Policy(order=Order(skip=True), reclaim=Reclaim(overtakers=True, min_run_s=10))
     world = World(policy)
     world.join("n1", 4)
@@ -191,9 +191,7 @@ def lived(seed: int) -> World:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_quick_look_leaves_out_nothing_that_the_thorough_one_finds(
-    monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_the_quick_search_misses_nothing_that_the_full_one_finds(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     quick = lived(seed)
     monkeypatch.setattr(Reservations, "_whole", lambda *_: 1_000_000)
     monkeypatch.setattr(Reservations, "_may_fit", lambda *_: True)

@@ -87,8 +87,8 @@ def test_slots_given_in_a_pass_count_as_if_they_were_held() -> None:
     ]
 
 
-def test_free_slots_are_shared_out_within_one_pass() -> None:
-    """Not all of them go to the team that was furthest behind when the pass began."""
+def test_free_slots_are_shared_within_one_cycle() -> None:
+    """Not all of them go to the team that was furthest behind when the cycle began."""
     config = FairShare(weights={"a": 3, "b": 2, "c": 1})
     shares = Shares(TeamUsage(HALF_LIFE_S), config, 0.0)
     taken: list[str] = []

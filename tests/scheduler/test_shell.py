@@ -218,7 +218,7 @@ async def test_a_node_whose_lease_runs_out_is_lost_and_its_run_moves(settings: S
             assert [member.node_id for member in moved.members] == ["n2"]
 
 
-async def test_nonsense_among_the_facts_stops_nobody(settings: Settings, bus: Bus) -> None:
+async def test_undecodable_facts_stop_no_scheduler(settings: Settings, bus: Bus) -> None:
     """What cannot be read counts for the server's expectations; a scheduler that left it out would never place."""
     nonsense = (b"no json", b'{"run_id": 7}', b"[]", json.dumps({"run_id": "r1", "reason": "wrong subject"}).encode())
 

@@ -276,7 +276,7 @@ def write_openb(folder: Path, seed: int) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("strategy", ["fgd", "pack", "balanced"])
-def test_packing_never_gives_more_than_there_is(strategy: str, tmp_path: Path) -> None:
+def test_packing_never_allocates_more_than_the_capacity(strategy: str, tmp_path: Path) -> None:
     nodes, pods = write_openb(tmp_path, 4)
     trace = traces.read_openb(nodes, pods, tune=1.3, seed=1)
     assert sum(job.gpus for job in trace.jobs) >= 1.3 * trace.slots
@@ -307,7 +307,7 @@ def test_pods_are_drawn_to_the_share_that_is_asked_for() -> None:
 # -- reading ---------------------------------------------------------------------------------------------------
 
 
-def test_a_job_log_is_read_with_whatever_columns_it_has(tmp_path: Path) -> None:
+def test_a_job_log_is_read_with_any_further_columns(tmp_path: Path) -> None:
     path = tmp_path / "jobs.csv"
     path.write_text("user,duration,num_gpu,submit_time,other\nann,20,2,50,x\nbob,10,0,7,y\nann,5,0.5,7,z\n")
     trace = traces.read_pai(path, gpus=10, per_node=4)
@@ -328,7 +328,7 @@ def test_a_job_log_is_read_with_whatever_columns_it_has(tmp_path: Path) -> None:
         ("job_id,submit_time,num_gpu,duration,user\n1,1,1,2,u\n1,1,1,2,u\n", "same job_id"),
     ],
 )
-def test_a_bad_trace_is_refused_and_told_why(text: str, said: str, tmp_path: Path) -> None:
+def test_a_bad_trace_is_refused_with_the_reason(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "jobs.csv"
     path.write_text(text)
     with pytest.raises(TraceError, match=said):
@@ -360,7 +360,7 @@ def test_a_policy_file_may_be_toml_or_json(tmp_path: Path) -> None:
         (["name.x=1"], "name is no part"),
     ],
 )
-def test_a_wrong_setting_is_refused_and_told_why(settings: list[str], said: str) -> None:
+def test_a_wrong_setting_is_refused_with_the_reason(settings: list[str], said: str) -> None:
     with pytest.raises(policies.PolicyError, match=said):
         policies.with_settings("fifo", settings)
 

@@ -147,7 +147,7 @@ def test_a_run_that_is_over_is_small_and_is_what_it_was() -> None:
     assert pack(unpack(pack(run))) == pack(run)
 
 
-def test_what_is_said_of_a_run_that_is_over_is_kept() -> None:
+def test_facts_about_a_run_that_is_over_are_kept() -> None:
     world = ended()
     uri = world.commit("r1", 8, final=True)
     assert list(world.run("r1").checkpoints) == [f"s3://models/e/r1/g1/step_{step}.json" for step in (7, 8)]
@@ -157,10 +157,10 @@ def test_what_is_said_of_a_run_that_is_over_is_kept() -> None:
     assert not world.step()
 
 
-def test_a_placement_that_comes_too_late_brings_the_run_back_until_it_has_let_go() -> None:
+def test_a_late_placement_makes_the_run_active_until_it_has_released_its_slots() -> None:
     world = ended()
     placed = next(fact for fact, _, _ in world.log if fact.fact == "placed")
-    world.say(placed.model_copy(update={"generation": 2}))
+    world.publish(placed.model_copy(update={"generation": 2}))
     assert list(world.cluster.runs) == ["r1"]
     world.settle()
     assert world.run("r1").preempting is not None
@@ -248,7 +248,7 @@ async def test_a_bad_snapshot_is_passed_over_for_the_one_before(settings: Settin
         assert cache.cluster == found
 
 
-async def test_a_stream_that_was_made_anew_has_no_snapshots(settings: Settings, bus: Bus) -> None:
+async def test_a_recreated_stream_has_no_snapshots(settings: Settings, bus: Bus) -> None:
     await history(settings, bus)
     await take_snapshot(settings)
     await bus.js.delete_stream("FACTS")

@@ -54,7 +54,7 @@ def test_runs_that_allow_it_take_turns() -> None:
         pytest.param({"preemptible": False}, {}, False, id="nobody may take its slots"),
     ],
 )
-def test_who_gives_way_in_turn(first: dict[str, bool], second: dict[str, bool], gives_way: bool) -> None:
+def test_runs_take_turns(first: dict[str, bool], second: dict[str, bool], gives_way: bool) -> None:
     world = Teams(TURNS)
     takes_turns(world, "r0", scheduling=first)
     takes_turns(world, "r1", scheduling=second)
@@ -100,7 +100,7 @@ def at(minutes: float) -> dict[str, Any]:
         ({"r1": 60.0, "r2": -10.0}, ["r2", "r1"]),
     ],
 )
-def test_the_earliest_deadline_goes_first(deadlines: dict[str, float | None], order: list[str]) -> None:
+def test_the_earliest_deadline_is_first(deadlines: dict[str, float | None], order: list[str]) -> None:
     world = Teams(Policy(order=Order(by=("deadline",))))
     world.submit("r0", None, 8)
     for run_id, minutes in deadlines.items():
@@ -116,7 +116,7 @@ def test_the_earliest_deadline_goes_first(deadlines: dict[str, float | None], or
     assert started == order
 
 
-def test_an_earlier_deadline_takes_slots_where_the_policy_says_so() -> None:
+def test_an_earlier_deadline_preempts_where_the_policy_allows_it() -> None:
     world = Teams(Policy(order=Order(by=("deadline",)), reclaim=Reclaim(by=("deadline",))))
     world.submit("r0", None, 8, **at(120))
     world.submit("r1", None, 8, **at(120))
@@ -185,7 +185,7 @@ def test_free_slots_are_shared_out_by_weight_at_once() -> None:
     assert {team: teams.count(team) for team in set(teams)} == {"sales": 2, "research/vision": 3, "research/nlp": 3}
 
 
-def test_who_is_below_its_share_takes_slots_where_the_policy_says_so() -> None:
+def test_a_team_below_its_share_preempts_where_the_policy_allows_it() -> None:
     world = Teams(SHARES.model_copy(update={"reclaim": Reclaim(by=("fair-share",))}), slots=8)
     for index in range(8):
         world.submit(f"sales{index}", "sales")
@@ -199,7 +199,7 @@ def test_who_is_below_its_share_takes_slots_where_the_policy_says_so() -> None:
     assert not world.settle()
 
 
-def test_nothing_is_taken_by_share_where_the_policy_does_not_say_so() -> None:
+def test_no_share_preempts_where_the_policy_does_not_allow_it() -> None:
     world = Teams(SHARES, slots=8)
     for index in range(8):
         world.submit(f"sales{index}", "sales", priority=index)

@@ -23,7 +23,7 @@ def world(**policy: Any) -> World:
 
 
 def join(there: World, node_id: str, slots: int = 4, datasets: tuple[str, ...] = (), **labels: str) -> None:
-    there.say(
+    there.publish(
         NodeJoined(
             node_id=node_id, incarnation="1", address="h", slots=slots, lease_ttl_s=5, labels=labels, datasets=datasets
         )
@@ -68,7 +68,7 @@ def test_production_falls_back_on_spot_when_the_rest_is_full() -> None:
     assert [placed(there, name, production) for name in ("r1", "r2")] == ["a", "b"]
 
 
-def test_what_is_there_anyway_goes_before_what_is_paid_for() -> None:
+def test_owned_nodes_precede_paid_nodes() -> None:
     there = world(**POOLS)
     join(there, "a", pool="safe")
     join(there, "own")
@@ -91,21 +91,21 @@ def clusters(**datasets: Any) -> World:
     return there
 
 
-def test_a_run_goes_to_the_cheaper_cluster_unless_it_names_one() -> None:
+def test_a_run_is_placed_on_the_cheaper_cluster_unless_it_names_one() -> None:
     assert placed(clusters(), "r", spec(2)) == "w"
     assert placed(clusters(), "r", spec(2, scheduling={"clusters": ["east"]})) == "e"
     assert placed(clusters(), "r", spec(6)) == ""  # never across two
 
 
-def test_a_run_goes_where_its_data_is() -> None:
+def test_a_run_is_placed_where_its_data_is() -> None:
     there = clusters(east=(DATASET,))
     there.accept("r", spec(2, data={"dataset_id": DATASET}))
-    there.say(RunPrepared(run_id="r", dataset_id=DATASET, manifest_uri="s3://datasets/m.json", train_samples=1))
+    there.publish(RunPrepared(run_id="r", dataset_id=DATASET, manifest_uri="s3://datasets/m.json", train_samples=1))
     there.settle()
     assert [member.node_id for member in there.facts(RunPlaced)[0].members] == ["e"]
 
 
-def test_slots_of_a_cluster_are_left_to_whoever_can_go_nowhere_else() -> None:
+def test_slots_of_a_cluster_are_left_to_runs_that_fit_nowhere_else() -> None:
     there = clusters()
     there.accept("big", spec(8, scheduling={"clusters": ["west"]}))
     there.settle()
@@ -144,7 +144,7 @@ def test_it_starts_when_maintenance_is_over() -> None:
     assert there.run("long").parts.keys() == {"n1"}
 
 
-def test_whatever_still_runs_there_leaves_in_time() -> None:
+def test_runs_on_nodes_under_maintenance_stop_in_time() -> None:
     there = world()
     join(there, "n1")
     assert placed(there, "r", spec(2, grace_s=30)) == "n1"

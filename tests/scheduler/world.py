@@ -1,4 +1,4 @@
-"""A small world in which the scheduler's core lives: a log, agents that act on it, and time.
+"""A small world around the scheduler's core: a log, agents that act on it, and time.
 
 Deterministic: everything random comes from the ``random.Random`` that it is given.
 """
@@ -56,48 +56,48 @@ class World:
         #: What the last cycle has left over.
         self.left_over = NOTHING_LEFT
         self.checked: dict[str, int] = defaultdict(int)
-        #: What agents have said and the bus has not delivered yet; ``delayed`` picks what gets here.
+        #: Facts of agents that are not in the log yet; ``delayed`` selects them.
         self.late: list[Fact] = []
         self.delayed: Callable[[], bool] = lambda: False
 
     # -- the log ------------------------------------------------------------
 
-    def say(self, fact: Fact) -> None:
+    def publish(self, fact: Fact) -> None:
         """Append a fact and fold it, as a real log would (the fold never fails)."""
         self.log.append((fact, len(self.log) + 1, self.now))
         apply(self.cluster, *self.log[-1])
         self.check()
 
-    def hear(self, fact: Fact) -> None:
-        """An agent's fact: it stands in the log now, or some time later."""
+    def deliver(self, fact: Fact) -> None:
+        """Append an agent's fact, now or some time later."""
         if self.delayed():
             self.late.append(fact)
         else:
-            self.say(fact)
+            self.publish(fact)
 
     def step(self, limit: int | None = None) -> list[Decision]:
-        """Decide once and make the first ``limit`` decisions facts, as a scheduler that dies half-way would."""
+        """Decide once and publish the first ``limit`` decisions, as a scheduler that dies in between."""
         fresh = copy.copy(self.cluster)
         fresh.index = Index()
         fresh.index.unsettled.update(dict.fromkeys(fresh.runs))
         expected = run_steps(fresh, self.now, self.policy, left_over=self.left_over).decisions
         result = run_steps(self.cluster, self.now, self.policy, left_over=self.left_over)
         decisions = result.decisions
-        # What is kept from pass to pass changes no decision.
+        # What one cycle caches for the next changes no decision.
         assert sorted(map(repr, decisions)) == sorted(map(repr, expected)), (decisions, expected)
         made = decision_record(self.cluster, self.now, self.policy, left_over=self.left_over)
         self.left_over = result.left_over
         facts = [fact_of(decision, self.cluster, self.now, made) for decision in decisions]
         for fact in facts[:limit]:
-            self.say(fact)
+            self.publish(fact)
         return decisions
 
     def zombie_step(self, behind: int) -> list[Fact]:
-        """A former leader, ``behind`` facts late, decides and publishes: what passes its fences is said."""
+        """Decide as a former leader, ``behind`` facts late, and publish what its fences allow."""
         stale = fold(self.log[: max(len(self.log) - behind, 0)])
         fence = stale.placed_sequence
         ids = {fact.event_id for fact, _, _ in self.log}
-        passed: list[Fact] = []
+        published: list[Fact] = []
         for decision in decide(stale, self.now, self.policy):
             fact = fact_of(decision, stale, self.now, decision_record(stale, self.now, self.policy))
             if isinstance(fact, RunPlaced):
@@ -106,14 +106,14 @@ class World:
                 fenced = stale.runs[fact.run_id].last_sequence == self.run(fact.run_id).last_sequence
             if fact.event_id in ids or not fenced:
                 break
-            self.say(fact)
+            self.publish(fact)
             if isinstance(fact, RunPlaced):
                 fence = self.cluster.placed_sequence
-            passed.append(fact)
-        return passed
+            published.append(fact)
+        return published
 
     def settle(self) -> list[Decision]:
-        """Decide until there is nothing left to decide; a scheduler must come to rest."""
+        """Decide until no decision is left; a scheduler must come to rest."""
         made: list[Decision] = []
         for _ in range(50):
             decisions = self.step()
@@ -125,7 +125,7 @@ class World:
     def wait(self, seconds: float) -> None:
         self.now += timedelta(seconds=seconds)
 
-    # -- who says what -------------------------------------------------------
+    # -- facts of nodes and users -------------------------------------------------------
 
     def join(
         self,
@@ -135,7 +135,7 @@ class World:
         running: tuple[tuple[str, int], ...] = (),
         machine: str = "",
     ) -> None:
-        self.say(
+        self.publish(
             NodeJoined(
                 node_id=node_id,
                 incarnation=f"{node_id}-{life}",
@@ -148,32 +148,32 @@ class World:
         )
 
     def lose(self, node_id: str) -> None:
-        self.say(NodeLost(node_id=node_id, incarnation=self.cluster.nodes[node_id].incarnation))
+        self.publish(NodeLost(node_id=node_id, incarnation=self.cluster.nodes[node_id].incarnation))
 
     def leave(self, node_id: str) -> None:
-        self.say(NodeLeft(node_id=node_id, incarnation=self.cluster.nodes[node_id].incarnation))
+        self.publish(NodeLeft(node_id=node_id, incarnation=self.cluster.nodes[node_id].incarnation))
 
     def drain(self, node_id: str) -> None:
-        self.say(NodeDraining(node_id=node_id, incarnation=self.cluster.nodes[node_id].incarnation))
+        self.publish(NodeDraining(node_id=node_id, incarnation=self.cluster.nodes[node_id].incarnation))
 
     def notice(self, node_id: str, grace_s: float | None = None, kind: str = "terminate") -> None:
         life = self.cluster.nodes[node_id].incarnation
-        self.say(NodeNotice(node_id=node_id, incarnation=life, source="spot", kind=kind, grace_s=grace_s))
+        self.publish(NodeNotice(node_id=node_id, incarnation=life, source="spot", kind=kind, grace_s=grace_s))
 
     def unfit(self, node_id: str, *slots: int) -> None:
         life = self.cluster.nodes[node_id].incarnation
-        self.say(NodeUnfit(node_id=node_id, incarnation=life, reason="uncorrected ECC errors", slots=slots))
+        self.publish(NodeUnfit(node_id=node_id, incarnation=life, reason="uncorrected ECC errors", slots=slots))
 
     def stall(self, run_id: str, node_id: str, on_stall: Any) -> None:
         run = self.run(run_id)
         fact = {"generation": run.generation, "rank": 0, "step": 7, "silent_s": 61.0, "median_step_s": 0.25}
-        self.hear(RunStalled.model_validate({"run_id": run_id, "node_id": node_id, "on_stall": on_stall, **fact}))
+        self.deliver(RunStalled.model_validate({"run_id": run_id, "node_id": node_id, "on_stall": on_stall, **fact}))
 
     def accept(self, run_id: str, wanted: RunSpec) -> None:
-        self.say(RunAccepted(run_id=run_id, spec=wanted, request_id=run_id, request_source="test"))
+        self.publish(RunAccepted(run_id=run_id, spec=wanted, request_id=run_id, request_source="test"))
 
     def cancel(self, run_id: str) -> None:
-        self.say(RunCancelling(run_id=run_id, reason="cancelled by request"))
+        self.publish(RunCancelling(run_id=run_id, reason="cancelled by request"))
 
     def commit(
         self, run_id: str, step: int, *, generation: int | None = None, final: bool = False, epoch: int = 1
@@ -184,27 +184,27 @@ class World:
         exactness = "samples-exact" if self.run(run_id).inexact else "exact"
         fact = {"run_id": run_id, "generation": generation, "checkpoint": ref, "size_bytes": 1, "final": final}
         fact["manifest_sha256"] = hashlib.sha256(uri.encode()).hexdigest()
-        self.hear(CheckpointCommitted.model_validate({**fact, "exactness": exactness}))
+        self.deliver(CheckpointCommitted.model_validate({**fact, "exactness": exactness}))
         return uri
 
     def start(self, run_id: str, exactness: Any = "exact") -> None:
         run = self.run(run_id)
         for part in run.live:
             fact = {"run_id": run_id, "generation": run.generation, "node_id": part.node_id}
-            self.hear(RunStarted.model_validate({**fact, "exactness": exactness}))
+            self.deliver(RunStarted.model_validate({**fact, "exactness": exactness}))
 
     def release(self, run_id: str, *node_ids: str) -> None:
         run = self.run(run_id)
         for node_id in node_ids or tuple(part.node_id for part in run.live):
-            self.hear(RunReleased(run_id=run_id, generation=run.generation, node_id=node_id))
+            self.deliver(RunReleased(run_id=run_id, generation=run.generation, node_id=node_id))
 
     def exit(self, run_id: str, outcome: Any = "succeeded", *node_ids: str, **more: Any) -> None:
         run = self.run(run_id)
         for node_id in node_ids or tuple(part.node_id for part in run.live):
             fact = {"run_id": run_id, "generation": run.generation, "node_id": node_id, "outcome": outcome, **more}
-            self.hear(RunExited.model_validate(fact))
+            self.deliver(RunExited.model_validate(fact))
 
-    # -- looking -------------------------------------------------------------
+    # -- state -------------------------------------------------------------
 
     def run(self, run_id: str) -> Run:
         return self.cluster.runs[run_id]
@@ -217,7 +217,7 @@ class World:
         return [fact for fact in found if run_id is None or fact.aggregate_id == run_id]
 
     def check(self) -> None:
-        """No slot is used twice, nor shared by more than it has; gangs are whole; generations count up."""
+        """Check that no slot is allocated twice, that gangs are whole, and that generations count up."""
         cluster = self.cluster
         given: dict[tuple[str, int], int] = {}
         for run in cluster.runs.values():
@@ -226,7 +226,7 @@ class World:
                 assert node.allocations[(run.run_id, run.generation)].slots == part.slots
                 for slot in part.slots if run.demand.milli else ():
                     given[node.node_id, slot] = given.get((node.node_id, slot), 0) + run.demand.milli
-                    assert given[node.node_id, slot] <= SLOT_MILLI, f"slot {slot} of {node.node_id} is given twice"
+                    assert given[node.node_id, slot] <= SLOT_MILLI, f"slot {slot} of {node.node_id} is allocated twice"
             assert run.generation >= self.checked[run.run_id]
             self.checked[run.run_id] = run.generation
         for node in cluster.nodes.values():
@@ -234,7 +234,7 @@ class World:
             assert not node.cpu_milli or node.free_cpu_milli >= 0
             assert not node.memory_bytes or node.free_memory_bytes >= 0
         used = sum(len(node.used) for node in cluster.nodes.values())
-        assert used == len(given), "a slot is taken by nobody"
+        assert used == len(given), "a slot is used without an allocation"
         last = self.log[-1][0]
         if isinstance(last, RunPlaced):
             slots = last.spec.slots
@@ -247,7 +247,7 @@ class World:
 
 
 class Chaos:
-    """Agents, nodes and users that do what they like, in any order the bus allows."""
+    """Random actions of agents, nodes and users, in any order that the bus allows."""
 
     def __init__(self, world: World, rng: random.Random, nodes: int = 3) -> None:
         self.world, self.rng = world, rng
@@ -259,7 +259,7 @@ class Chaos:
             self._join(node_id)
 
     def act(self) -> None:
-        """One random thing happens."""
+        """Do one random action."""
         often = [self._agent] * 10 + [self._scheduler] * 8 + [self._time] * 3 + [self._late] * 3
         seldom = [self._user] * 2 + [self._stale] * 2 + [self._zombie] * 2 + [self._node]
         self.rng.choice(often + seldom)()
@@ -272,7 +272,7 @@ class Chaos:
 
     def _late(self) -> None:
         if self.world.late:
-            self.world.say(self.world.late.pop(self.rng.randrange(len(self.world.late))))
+            self.world.publish(self.world.late.pop(self.rng.randrange(len(self.world.late))))
 
     def _time(self) -> None:
         self.world.wait(self.rng.choice([0.1, 1.0, 3.0, 40.0]))
@@ -307,9 +307,9 @@ class Chaos:
             world.exit(run.run_id)
 
     def _stale(self) -> None:
-        """Anything that was said before is said again, or what a generation says comes late."""
+        """Publish an earlier fact again, as a duplicate or a late fact."""
         if self.world.log:
-            self.world.say(self.rng.choice(self.world.log)[0])
+            self.world.publish(self.rng.choice(self.world.log)[0])
 
     def _node(self) -> None:
         world, rng = self.world, self.rng
@@ -355,7 +355,7 @@ class Chaos:
         self.world.join(node_id, 2, str(self.lives[node_id]), running, self.machines.get(node_id, ""))
 
     def calm(self) -> None:
-        """From now on everything works: every run must come to an end."""
+        """Make everything work from now on, and check that every run ends."""
         world = self.world
         world.delayed = lambda: False
         while world.late:

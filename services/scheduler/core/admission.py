@@ -80,9 +80,8 @@ def find_checkpoint(parent: Run, request: RestoreRequested) -> CheckpointRef | N
         for committed in parent.checkpoints.values()
         if (committed.ref.step == request.step if request.step is not None else committed.ref.epoch == request.epoch)
     ]
-    if not fitting:
-        return None
-    return max(fitting, key=lambda committed: (committed.generation, committed.ref.step)).ref
+    newest = max(fitting, key=lambda committed: (committed.generation, committed.ref.step), default=None)
+    return newest.ref if newest is not None else None
 
 
 def _existing(parent: Run) -> str:

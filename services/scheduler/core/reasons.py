@@ -93,7 +93,7 @@ def _unlike(cluster: Cluster, run: Run, why: Why) -> str:
     for node in sorted(cluster.nodes.values(), key=lambda node: node.node_id):
         if node.is_schedulable:
             homes.setdefault(node.machine, []).append(node.node_id)
-    there = "; ".join(_named(names, "node") for names in homes.values())
+    there = "; ".join(list_names(names, "node") for names in homes.values())
     of_one_kind = (
         f"on machines like the ones it has run on (kind {run.machine[:12]}), and there are {why.capacity}"
         if run.bound
@@ -117,9 +117,9 @@ def _for_slots(cluster: Cluster, run: Run, why: Why) -> str:
         by = "by the limits of those that hold them" if why.firm else "if others take as long as is expected of them"
         text += f"; they are kept for it from {why.start_by.isoformat(timespec='seconds')} on, {by}"
     if why.victims:
-        return f"{text}; {_named(why.victims)} asked to release their slots, it starts as soon as they have"
+        return f"{text}; {list_names(why.victims)} asked to release their slots, it starts as soon as they have"
     holders = _holders(cluster)
-    text += f"; {_named(holders)} hold{'s' if len(holders) == 1 else ''} the rest" if holders else ""
+    text += f"; {list_names(holders)} hold{'s' if len(holders) == 1 else ''} the rest" if holders else ""
     return f"{text}; it starts when {need - why.idle} more get free" if why.idle < need else text
 
 
@@ -162,7 +162,7 @@ def state(cluster: Cluster, run_id: str, why: Why | None) -> dict[str, Any]:
 
 
 def _not_waiting(run: Run) -> tuple[str, str]:
-    where = _named(sorted(part.node_id for part in run.live), "node")
+    where = list_names(sorted(part.node_id for part in run.live), "node")
     wanted = useful(run, run.spec.slots.max)
     wish = "" if run.slot_count >= wanted else f" (it would use up to {wanted})"
     match run.phase:
@@ -246,7 +246,8 @@ def _slots(count: int) -> str:
     return f"{count} slot{'s' if count != 1 else ''}"
 
 
-def _named(names: Iterable[str], what: str = "run") -> str:
+def list_names(names: Iterable[str], what: str = "run") -> str:
+    """Return the first names with what they name: ``runs a, b and 3 more``."""
     listed = list(names)
     shown = ", ".join(listed[:NAMED]) + (f" and {len(listed) - NAMED} more" if len(listed) > NAMED else "")
     return f"{what}{'s' if len(listed) != 1 else ''} {shown}"

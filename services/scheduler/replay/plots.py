@@ -8,16 +8,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.ticker import PercentFormatter
 
 from services.scheduler.replay.history import offered
+from services.scheduler.simulate.plots import COLOURS, mean_between, new_figure, save_figure
 from services.scheduler.simulate.report import Recorder
 
-#: Colours that colour-blind readers can distinguish (Okabe and Ito).
-COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 #: Waits below this many seconds are drawn as this.
 LEAST_WAIT_S = 1.0
 TICKS_S = {
@@ -39,7 +36,8 @@ POINTS = 600
 def draw(recorders: Sequence[tuple[str, Recorder]], counted: Set[str], folder: Path) -> Path:
     """Draw ``what_if.png`` into the folder: how many runs waited for at most how long, and what was in use when."""
     folder.mkdir(parents=True, exist_ok=True)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.6), layout="constrained")
+    figure = new_figure(13, 4.6)
+    left, right = figure.subplots(1, 2)
     for place, (name, recorder) in enumerate(recorders):
         colour = COLOURS[place % len(COLOURS)]
         style: dict[str, Any] = {"color": colour, "label": name, "linewidth": 1.8, "alpha": 0.9}
@@ -50,10 +48,7 @@ def draw(recorders: Sequence[tuple[str, Recorder]], counted: Set[str], folder: P
     right.set_xlim(0, max((_mostly_done_s(recorder) for _, recorder in recorders), default=1.0) / 3600 or 1.0)
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4), frameon=False)
-    path = folder / "what_if.png"
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
-    return path
+    return save_figure(figure, folder / "what_if.png")
 
 
 def _waits(axes: Any, recorder: Recorder, counted: Set[str], style: dict[str, Any]) -> None:
@@ -68,21 +63,11 @@ def _waits(axes: Any, recorder: Recorder, counted: Set[str], style: dict[str, An
 
 def _use(axes: Any, recorder: Recorder, style: dict[str, Any]) -> None:
     """Draw the mean number of slots in use in equal parts of the time."""
-    series = recorder.used
     end_s = _mostly_done_s(recorder)
     if end_s <= 0:
         return
-    width_s = end_s / POINTS
-    sums = [0.0] * POINTS
-    for (start_s, value), (until_s, _) in pairwise(series):
-        if start_s >= end_s:
-            break
-        first, last = int(start_s / width_s), min(int(until_s / width_s), POINTS - 1)
-        for part in range(first, last + 1):
-            inside_s = min(until_s, (part + 1) * width_s) - max(start_s, part * width_s)
-            sums[part] += value * max(inside_s, 0.0)
-    times_h = [(part + 0.5) * width_s / 3600 for part in range(POINTS)]
-    axes.plot(times_h, [total / width_s for total in sums], **style)
+    marks = np.linspace(0.0, end_s, POINTS + 1)
+    axes.plot((marks[:-1] + marks[1:]) / 2 / 3600, mean_between(recorder.used, marks), **style)
     most = offered(recorder.trace.nodes, recorder.trace.events, end_s)[1]
     axes.axhline(most, color=style["color"], linewidth=0.8, linestyle=":")
 
@@ -105,7 +90,7 @@ def _dress(left: Any, right: Any) -> None:
     left.set_xticks(list(ticks), list(ticks.values()))
     left.minorticks_off()
     left.set_ylim(0, 1.02)
-    left.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
+    left.yaxis.set_major_formatter(PercentFormatter(1.0))
     left.set_title("runs that waited for at most …")
     left.set_xlabel("time without slots, from submission to the end")
     right.set_title("slots in use (dotted: all there are)")

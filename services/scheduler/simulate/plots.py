@@ -40,21 +40,23 @@ def draw(recorder: Recorder, folder: Path, title: str) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     name = f"{recorder.trace.name}: {title}" if recorder.trace.name else title
     if recorder.trace.packing:
-        return [_saved(_packing(recorder, name), folder / "packing.png")]
+        return [save_figure(_packing(recorder, name), folder / "packing.png")]
     return [
-        _saved(_gantt(recorder, name), folder / "gantt.png"),
-        _saved(_waits(recorder, name), folder / "waits.png"),
-        _saved(_use(recorder, name), folder / "use.png"),
+        save_figure(_gantt(recorder, name), folder / "gantt.png"),
+        save_figure(_waits(recorder, name), folder / "waits.png"),
+        save_figure(_use(recorder, name), folder / "use.png"),
     ]
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure that needs no display."""
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
-def _saved(figure: Figure, path: Path) -> Path:
+def save_figure(figure: Figure, path: Path) -> Path:
+    """Write the figure to a file; return its path."""
     figure.savefig(path)
     return path
 
@@ -67,7 +69,7 @@ def _gantt(recorder: Recorder, title: str) -> Figure:
     last_s = _shown_until(recorder)
     # So that a slot has at least a pixel, and a few slots do not fill the page.
     height = min(max(2.0 + recorder.trace.slots / 90, 3.0), 14.0)
-    figure = _figure(12, height * 2)
+    figure = new_figure(12, height * 2)
     by_user, by_size = figure.subplots(2, 1, sharex=True)
     rows = _rows(recorder)
     colours = _user_colours(recorder)
@@ -162,7 +164,7 @@ def _user_colours(recorder: Recorder) -> dict[str, str]:
 
 
 def _waits(recorder: Recorder, title: str) -> Figure:
-    figure = _figure(9, 4.5)
+    figure = new_figure(9, 4.5)
     axes = figure.subplots()
     waits = sorted(record.wait_s for record in recorder.records.values() if record.completed_s < math.inf)
     short = sum(wait_s < SHORT_S for wait_s in waits)
@@ -207,10 +209,10 @@ def _duration(seconds: float) -> str:
 
 def _use(recorder: Recorder, title: str) -> Figure:
     last_s, slots = _shown_until(recorder), recorder.trace.slots
-    figure = _figure(11, 5.5)
+    figure = new_figure(11, 5.5)
     above, below = figure.subplots(2, 1, sharex=True)
     marks = np.linspace(0, last_s, 1200)
-    used, wanted = _mean_between(recorder.used, marks), _mean_between(recorder.wanted, marks)
+    used, wanted = mean_between(recorder.used, marks), mean_between(recorder.wanted, marks)
     unit_s, unit = _unit(last_s)
     times = marks[:-1] / unit_s
     above.fill_between(times, used / slots, step="post", color=COLOURS[0], alpha=0.85, linewidth=0)
@@ -231,7 +233,7 @@ def _use(recorder: Recorder, title: str) -> Figure:
     return figure
 
 
-def _mean_between(series: Sequence[tuple[float, float]], marks: NDArray[np.float64]) -> NDArray[np.float64]:
+def mean_between(series: Sequence[tuple[float, float]], marks: NDArray[np.float64]) -> NDArray[np.float64]:
     """The mean of a step series between each mark and the next."""
     times = np.array([moment for moment, _ in series])
     values = np.array([value for _, value in series], dtype=float)
@@ -245,7 +247,7 @@ def _mean_between(series: Sequence[tuple[float, float]], marks: NDArray[np.float
 
 
 def _packing(recorder: Recorder, title: str) -> Figure:
-    figure = _figure(7.5, 5)
+    figure = new_figure(7.5, 5)
     axes = figure.subplots()
     capacity = max(recorder.trace.slots, 1)
     asked = np.array([asked for asked, _ in recorder.packed]) / capacity

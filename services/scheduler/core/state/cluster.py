@@ -376,7 +376,7 @@ class Cluster:
     quarantined_nodes: dict[str, QuarantineRecord] = field(default_factory=dict)
     #: Pool -> what was last said of the nodes that are wanted of it.
     capacity: dict[str, PoolDemand] = field(default_factory=dict)
-    #: What deciding remembers of one pass for the next; it follows from all the rest.
+    #: What one cycle caches for the next; it follows from all the rest.
     index: Index = field(default_factory=Index, compare=False, repr=False)
 
     @property

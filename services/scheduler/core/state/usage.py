@@ -60,14 +60,8 @@ class Account:
         """Slot-seconds in the period that ``now`` lies in, or in the one before it (``ago`` 1)."""
         if period_h not in self.periods:
             return 0.0
-        length_s = period_h * 3600.0
         now = max(now, self.at)
-        number, begun, before = self.periods[period_h]
-        current = math.floor(now / length_s)
-        if current > number:
-            # It has turned since the last change; use has been constant.
-            before = begun if current == number + 1 else self.slot_s_at((current - 1) * length_s)
-            begun = self.slot_s_at(current * length_s)
+        _, begun, before = self._period_at(period_h, now)
         return self.slot_s_at(now) - begun if ago == 0 else begun - before
 
     def advance(self, now: float, half_life_s: float) -> None:
@@ -75,31 +69,32 @@ class Account:
         if now <= self.at:
             return
         if now >= self.turns_at:
-            self._turn(now)
+            self.periods = {period_h: self._period_at(period_h, now) for period_h in self.periods}
+            self.turns_at = self._first_turn()
         self.decayed_slot_s = self.decayed_at(now, half_life_s)
         self.slot_s = self.slot_s_at(now)
         self.at = now
 
-    def _turn(self, now: float) -> None:
-        self.turns_at = math.inf
-        for period_h, (number, begun, before) in self.periods.items():
-            length_s = period_h * 3600.0
-            current = math.floor(now / length_s)
-            if current > number:
-                before = begun if current == number + 1 else self.slot_s_at((current - 1) * length_s)
-                self.periods[period_h] = (current, self.slot_s_at(current * length_s), before)
-            self.turns_at = min(self.turns_at, (max(current, number) + 1) * length_s)
-
     def count(self, periods_h: Iterable[float]) -> None:
         """Count these periods, from now on where they are new, and no others."""
-        kept = {}
-        for period_h in periods_h:
-            number = math.floor(self.at / (period_h * 3600.0))
-            kept[period_h] = self.periods.get(period_h, (number, self.slot_s, self.slot_s))
-        self.periods = kept
-        self.turns_at = min(
-            ((number + 1) * period_h * 3600.0 for period_h, (number, *_) in kept.items()), default=math.inf
-        )
+        new = {
+            period_h: (math.floor(self.at / (period_h * 3600.0)), self.slot_s, self.slot_s) for period_h in periods_h
+        }
+        self.periods = {period_h: self.periods.get(period_h, period) for period_h, period in new.items()}
+        self.turns_at = self._first_turn()
+
+    def _period_at(self, period_h: float, now: float) -> tuple[int, float, float]:
+        """Return the period that ``now`` lies in, as in ``periods``; use has been constant since the last change."""
+        number, begun, before = self.periods[period_h]
+        length_s = period_h * 3600.0
+        current = math.floor(now / length_s)
+        if current <= number:
+            return number, begun, before
+        before = begun if current == number + 1 else self.slot_s_at((current - 1) * length_s)
+        return current, self.slot_s_at(current * length_s), before
+
+    def _first_turn(self) -> float:
+        return min(((number + 1) * hours * 3600.0 for hours, (number, *_) in self.periods.items()), default=math.inf)
 
 
 class TeamUsage:

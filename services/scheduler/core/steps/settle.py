@@ -160,10 +160,9 @@ def _stop(cluster: Cluster, run: Run, now: datetime, policy: Policy) -> PreemptR
 
 def _shut_home(homes: list[Node], run: Run, now: datetime, policy: Policy) -> str:
     """Which node of the run has to be empty soon, for maintenance; '' if none has."""
-    for home in homes:
-        if must_leave(home.node_id, home.labels, policy.maintenance, now, run.spec.grace_s):
-            return f"maintenance of node {home.node_id} begins"
-    return ""
+    grace_s = run.spec.grace_s
+    shut = (home for home in homes if must_leave(home.node_id, home.labels, policy.maintenance, now, grace_s))
+    return next((f"maintenance of node {home.node_id} begins" for home in shut), "")
 
 
 def _unfit_home(cluster: Cluster, run: Run) -> str:

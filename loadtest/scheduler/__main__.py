@@ -48,7 +48,7 @@ class Failed(RuntimeError):
 
 
 class Bench:
-    """Runs the commands of the parts, and says how much time is left."""
+    """Runs the commands of the parts, and shows how much time is left."""
 
     def __init__(self, traces: Path | None, seeds: int, minutes: dict[str, float]) -> None:
         """``minutes``: part -> how long it takes, about."""

@@ -1,11 +1,11 @@
-"""Check a simulation from its event log, and compute its figures anew.
+"""Check a simulation from its event log, and compute its figures again.
 
     python -m loadtest.scheduler.check EVENTS --trace FILE [--report simulate.json]
     python -m loadtest.scheduler.check EVENTS --pods PODS.csv [--report simulate.json]
 
 EVENTS is the JSONL that ``trainbus simulate --events`` writes. This file shares no code with the scheduler or the
-simulator: what it says is worth something because it was written against the log's format alone. Exit status 1: the
-log breaks an invariant, or the report says other figures than the log does.
+simulator: it was written against the log's format alone. Exit status 1: the
+log breaks an invariant, or the report has other figures than the log.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ COMPARED = [
     "unplaced",
     "allocated_gpu_percent_at_100",
 ]
-#: Facts that are said by the world, rather than decided.
+#: Facts that agents and users publish.
 HEARD = {"accepted", "started", "released", "exited", "checkpoint_committed", "cancelling"}
 
 
@@ -371,24 +371,24 @@ def read_trace(path: Path) -> dict[str, tuple[float, int, float, str]]:
 def compare(report: Json, figures: Json) -> list[str]:
     """Where the report and the log differ."""
     return [
-        f"the report says {name} {report[name]!r}, the log {figures[name]!r}"
+        f"the report has {name} {report[name]!r}, the log {figures[name]!r}"
         for name in COMPARED
         if name in report and name in figures and not same(report[name], figures[name])
     ]
 
 
-def same(said: float | None, found: float | None) -> bool:
-    if said is None or found is None:
-        return said is found
-    return abs(said - found) <= 2e-6 + 1e-6 * abs(found) if isinstance(found, float) else said == found
+def same(reported: float | None, found: float | None) -> bool:
+    if reported is None or found is None:
+        return reported is found
+    return abs(reported - found) <= 2e-6 + 1e-6 * abs(found) if isinstance(found, float) else reported == found
 
 
 def check(
     events: Path, trace: Path | None, report: Path | None = None, resume_cost_s: float | None = None
 ) -> tuple[Json, list[str]]:
     """The figures of a log and everything that is wrong with it."""
-    said: Json = json.loads(report.read_text()) if report is not None else {}
-    cost_s = resume_cost_s if resume_cost_s is not None else said.get("resume_cost_s", 60.0)
+    reported: Json = json.loads(report.read_text()) if report is not None else {}
+    cost_s = resume_cost_s if resume_cost_s is not None else reported.get("resume_cost_s", 60.0)
     checker = Checker()
     for event in read_log(events):
         checker.read(event)
@@ -397,7 +397,7 @@ def check(
     if jobs:
         checker.against_trace(jobs, cost_s)
     figures = checker.figures({name: job[2] for name, job in jobs.items()})
-    return figures, checker.problems + compare(said, figures)
+    return figures, checker.problems + compare(reported, figures)
 
 
 def main() -> int:
@@ -405,7 +405,7 @@ def main() -> int:
     parser.add_argument("events", type=Path, help="the JSONL of `trainbus simulate --events`")
     parser.add_argument("--trace", type=Path, help="the job log that was simulated; none for a test of packing")
     parser.add_argument("--report", type=Path, help="the JSON of `trainbus simulate --json`, to be compared")
-    parser.add_argument("--resume-cost-s", type=float, help="default: what the report says, else 60")
+    parser.add_argument("--resume-cost-s", type=float, help="default: that of the report, else 60")
     given = parser.parse_args()
     figures, problems = check(given.events, given.trace, given.report, given.resume_cost_s)
     print(json.dumps(figures, indent=2))

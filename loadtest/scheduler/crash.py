@@ -62,7 +62,7 @@ SELDOM = 0.02
 RATE = 6.0
 #: After the last round runs that wait are still worked off; nothing ending for so long is the end of it.
 PATIENCE_S = 60.0
-#: A round that takes longer than this ends the trial: nobody leads any more.
+#: A round that takes longer than this ends the trial: no instance leads any more.
 ROUND_LIMIT_S = 180.0
 CHUNK = 1 << 16
 
@@ -152,7 +152,7 @@ class Outcome:
 
 
 class Trial:
-    """One server, two schedulers, agents, and somebody who kills."""
+    """One server, two schedulers, agents, and a process that kills."""
 
     def __init__(self, bus: Bus, server: NatsServer, folder: Path, seed: int, late_s: float = LATE_S) -> None:
         self.bus, self.server, self.folder = bus, server, folder
@@ -163,7 +163,7 @@ class Trial:
         self._started = 0
 
     async def run(self, rounds: int) -> Outcome:
-        """Kill ``rounds`` leaders, let everything end, and look at what the log says."""
+        """Kill ``rounds`` leaders, let everything end, and check the log."""
         players = Players(self.bus, mean_s=0.3)
         await players.join(NODES, SLOTS)
         playing = asyncio.create_task(players.play())
@@ -178,7 +178,7 @@ class Trial:
                         await self._round()
                     except TimeoutError:
                         end_of_log = (self.folder / "schedulers.log").read_text()[-2000:]
-                        problem = f"nobody led within {ROUND_LIMIT_S:.0f} s after {self.outcome.rounds} rounds"
+                        problem = f"no instance led within {ROUND_LIMIT_S:.0f} s after {self.outcome.rounds} rounds"
                         self.outcome.problems.append(f"{problem}: {end_of_log}")
                         break
             await cancel_and_wait(asking)
@@ -279,7 +279,7 @@ class Trial:
             await asyncio.sleep(0.2)
         self.outcome.problems.append(f"not all runs came to their end: none for {PATIENCE_S:g} s")
 
-    # -- what the log says ---------------------------------------------------
+    # -- the log -------------------------------------------------------------
 
     async def _judge(self) -> None:
         outcome, checker = self.outcome, Checker()

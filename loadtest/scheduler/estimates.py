@@ -43,7 +43,7 @@ SHORTEST_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ShownEstimate:
     """An estimate, in seconds from the time it was made."""
 
     made_s: float
@@ -59,15 +59,15 @@ class Waits:
 
     every: int
     random: random.Random
-    first: dict[tuple[str, int], Told] = field(default_factory=dict)
-    later: dict[tuple[str, int], Told] = field(default_factory=dict)
+    first: dict[tuple[str, int], ShownEstimate] = field(default_factory=dict)
+    later: dict[tuple[str, int], ShownEstimate] = field(default_factory=dict)
     started_s: dict[tuple[str, int], float] = field(default_factory=dict)
     took_s: list[float] = field(default_factory=list)
     estimator: Estimator = field(default_factory=Estimator)
     _fresh: list[str] = field(default_factory=list)
     _queued: int = 0
 
-    def heard(self, fact: Fact, sequence: int, now_s: float) -> None:
+    def record_fact(self, fact: Fact, sequence: int, now_s: float) -> None:
         if isinstance(fact, RunQueued):
             self._fresh.append(fact.run_id)
         elif isinstance(fact, RunPlaced):
@@ -87,8 +87,8 @@ class Waits:
         for run_id, kept in ((fresh[-1], self.first), (self.random.choice(waiting), self.later)):
             if run_id in found:
                 low_s, middle_s, high_s = ((each - START).total_seconds() - now_s for each in found[run_id])
-                told = Told(now_s, low_s, middle_s, high_s, by_position_s(cluster, policy, run_id, now_s))
-                kept[run_id, cluster.runs[run_id].next_generation] = told
+                shown = ShownEstimate(now_s, low_s, middle_s, high_s, by_position_s(cluster, policy, run_id, now_s))
+                kept[run_id, cluster.runs[run_id].next_generation] = shown
 
 
 def by_position_s(cluster: Cluster, policy: Policy, run_id: str, now_s: float) -> float:
@@ -125,7 +125,7 @@ class Durations:
     _of_user: dict[str, tuple[float, int]] = field(default_factory=dict)
     _user: dict[str, str] = field(default_factory=dict)
 
-    def heard(self, fact: Fact, sequence: int, now_s: float) -> None:
+    def record_fact(self, fact: Fact, sequence: int, now_s: float) -> None:
         if isinstance(fact, RunAccepted):
             self._submitted(fact)
         elif isinstance(fact, RunCompleted):
@@ -161,18 +161,18 @@ def pinball(found: Distribution, q: float, actual_s: float) -> float:
 def played(trace: Trace, policy: Policy, resume_cost_s: float, waits: Waits, progress: Progress) -> Durations:
     """Play the whole trace."""
     durations_s = {job.run_id: job.duration_s for job in trace.jobs}
-    core = Core(policy, (waits.heard,))
+    core = Core(policy, (waits.record_fact,))
     durations = Durations(durations_s, policy, core.cluster)
-    core.listeners = (waits.heard, durations.heard)
+    core.listeners = (waits.record_fact, durations.record_fact)
     bar = progress.add_task("jobs", total=len(trace.jobs))
     player = play_trace(trace, Agents(durations_s, resume_cost_s), lambda done: progress.update(bar, completed=done))
     turn = next(player)
     while True:
-        said = core.turn(turn)
-        if not said.facts:
+        outcome = core.turn(turn)
+        if not outcome.facts:
             waits.look(core.cluster, policy, turn.now_s)
         try:
-            turn = player.send(said)
+            turn = player.send(outcome)
         except StopIteration:
             return durations
 
@@ -190,8 +190,8 @@ class Quality:
     times: float
 
 
-def quality(told: dict[tuple[str, int], Told], started_s: dict[tuple[str, int], float]) -> Quality | None:
-    pairs = [(each, started_s[key] - each.made_s) for key, each in told.items() if key in started_s]
+def quality(shown: dict[tuple[str, int], ShownEstimate], started_s: dict[tuple[str, int], float]) -> Quality | None:
+    pairs = [(each, started_s[key] - each.made_s) for key, each in shown.items() if key in started_s]
     pairs = [(each, wait_s) for each, wait_s in pairs if wait_s > SHORTEST_S]
     if not pairs:
         return None

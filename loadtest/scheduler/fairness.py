@@ -53,32 +53,32 @@ class LastMinute(Agents):
 
     def __init__(self, durations_s: dict[str, float], resume_cost_s: float) -> None:
         super().__init__(durations_s, resume_cost_s)
-        self._letting_go: list[tuple[float, int, list[Fact]]] = []
+        self._releases: list[tuple[float, int, list[Fact]]] = []
         self._number = 0
 
     def handle_fact(self, fact: Fact, now_s: float) -> list[Fact]:
-        said = super().handle_fact(fact, now_s)
+        facts = super().handle_fact(fact, now_s)
         if not isinstance(fact, RunPreempting) or fact.grace_s <= INSTANT_GRACE_S:
-            return said
+            return facts
         self._number += 1
-        heapq.heappush(self._letting_go, (now_s + fact.grace_s, self._number, said))
+        heapq.heappush(self._releases, (now_s + fact.grace_s, self._number, facts))
         return []
 
     def next_s(self) -> float:
-        return min(super().next_s(), self._letting_go[0][0] if self._letting_go else math.inf)
+        return min(super().next_s(), self._releases[0][0] if self._releases else math.inf)
 
     def finish_due(self, now_s: float) -> list[Fact]:
-        said: list[Fact] = []
-        while self._letting_go and self._letting_go[0][0] <= now_s:
-            said += heapq.heappop(self._letting_go)[2]
+        facts: list[Fact] = []
+        while self._releases and self._releases[0][0] <= now_s:
+            facts += heapq.heappop(self._releases)[2]
         while super().next_s() <= now_s:
-            said += super().finish_due(now_s)
-        return said
+            facts += super().finish_due(now_s)
+        return facts
 
 
 @dataclass(slots=True)
 class Audit:
-    """Recomputes from the facts who has what: by nothing that the scheduler shares."""
+    """Recomputes allocations from the facts, with no code of the scheduler."""
 
     half_life_s: float
     quotas: tuple[Quota, ...] = ()
@@ -178,7 +178,7 @@ def job(
 
 
 def saturated(half_life_s: float, seed: int) -> Trace:
-    """One team has everything for five half-lives; then everybody has more runs than there are slots for."""
+    """One team has everything for five half-lives; then every team has more runs than there are slots."""
     rng = random.Random(seed)
     jobs: list[Job] = []
 
@@ -250,10 +250,10 @@ def main() -> None:
     half_life_s = arguments.half_life_h * 3600
     ways = {"in turn": policy_of(half_life_s)}
     if arguments.compare:
-        ways["whoever fits"] = policy_of(half_life_s, skip=True)
+        ways["any that fits"] = policy_of(half_life_s, skip=True)
         ways["EASY backfill"] = policy_of(half_life_s, reserve=Reserve(backfill="easy"))
         taking = Reclaim(by=("fair-share",), min_run_s=60.0)
-        ways["taking from who has more"] = policy_of(half_life_s, skip=True, reclaim=taking)
+        ways["preempting larger shares"] = policy_of(half_life_s, skip=True, reclaim=taking)
     rows: list[tuple[str, str, str]] = []
     figures: dict[str, Any] = {}
     for name, policy in ways.items():

@@ -133,14 +133,14 @@ class Trial:
         """A gang that is larger than the cluster."""
         ((gang, at),) = (await self.send([body("huge", NODES * SLOTS * 2)])).items()
         await self.all_stored("waiting", {gang}, "the explanation")
-        said = json.loads(self.watch.bodies["waiting"][gang])
-        assert said["code"] == "infeasible", said
+        answer = json.loads(self.watch.bodies["waiting"][gang])
+        assert answer["code"] == "infeasible", answer
         return {"infeasible_explained_s": self.watch.at["waiting"][gang] - at}
 
 
 @asynccontextmanager
 async def trial(bus: Bus, server: NatsServer) -> AsyncIterator[Trial]:
-    """The service, started on what is in the log, and somebody who watches."""
+    """The service, started on what is in the log, and a reader of its facts."""
     watch = Watch(bus)
     watching = asyncio.create_task(watch.run(1))
     try:

@@ -1,4 +1,4 @@
-"""Whether what ``why`` says comes true: changes it names are made in a replay that is cloned at that moment.
+"""Check the changes that ``why`` names: each is made in a replay that is cloned at that moment.
 
     python -m loadtest.scheduler.why --trace FILE --gpus 400 --sample 1000
 
@@ -54,22 +54,22 @@ class Recorder:
         self.log.append((fact, sequence, now_s))
 
     def folded_with(self, run_id: str, fields: dict[str, Any]) -> Cluster:
-        """The cluster, folded anew from a log in which the run was asked for with these fields."""
+        """Fold the cluster again from a log in which the run was requested with these fields."""
 
-        def told() -> Any:
+        def changed_log() -> Any:
             for fact, sequence, now_s in self.log:
                 changed = fact
                 if isinstance(fact, RunAccepted) and fact.run_id == run_id:
                     changed = fact.model_copy(update={"spec": with_fields(fact.spec, fields)})
                 yield changed, sequence, at(now_s)
 
-        return fold(told())
+        return fold(changed_log())
 
 
 def check(core: Core, recorder: Recorder, policy: Policy, run_id: str, now_s: float, tally: Tally) -> None:
     """Ask about one run, and try what is answered."""
-    said = answer(core.cluster, run_id, at(now_s), policy)
-    changes = said.get("changes")
+    found = answer(core.cluster, run_id, at(now_s), policy)
+    changes = found.get("changes")
     if changes is None:
         return
     tally.asked += 1
@@ -83,7 +83,7 @@ def check(core: Core, recorder: Recorder, policy: Policy, run_id: str, now_s: fl
         came = placed if change["starts"] == "now" else victims == sorted(change["victims"])
         tally.true[kind] += came
         if not came:
-            tally.wrong.append({"run_id": run_id, "at_s": now_s, "change": change, "code": said["code"]})
+            tally.wrong.append({"run_id": run_id, "at_s": now_s, "change": change, "code": found["code"]})
 
 
 def main() -> None:
@@ -114,13 +114,13 @@ def main() -> None:
         turn = next(player)
         try:
             while tally.asked < arguments.sample:
-                said = core.turn(turn)
+                outcome = core.turn(turn)
                 # At rest: what was decided at this instant is folded.
-                if not said.facts and core.cluster.queued and rng.random() < share:
+                if not outcome.facts and core.cluster.queued and rng.random() < share:
                     run_id = rng.choice(list(core.cluster.queued))
                     check(core, recorder, policy, run_id, turn.now_s, tally)
                     progress.update(bar, completed=tally.asked)
-                turn = player.send(said)
+                turn = player.send(outcome)
         except StopIteration:
             pass
     named, true = tally.named.total(), tally.true.total()

@@ -371,7 +371,7 @@ def read_trace(path: Path) -> dict[str, tuple[float, int, float, str]]:
 def compare(report: Json, figures: Json) -> list[str]:
     """Where the report and the log differ."""
     return [
-        f"the report has {name} {report[name]!r}, the log {figures[name]!r}"
+        f"the report says {name} {report[name]!r}, the log {figures[name]!r}"
         for name in COMPARED
         if name in report and name in figures and not same(report[name], figures[name])
     ]

@@ -235,7 +235,7 @@ def test_the_checker_sees_work_that_was_not_done(events: list[dict[str, Any]]) -
     assert f"{run.run_id} is over after" in "\n".join(checker.problems)
 
 
-def test_the_checker_sees_a_report_that_says_other_figures() -> None:
+def test_the_checker_finds_a_report_with_other_figures() -> None:
     assert compare({"avg_wait_s": 10.0, "jobs": 3, "name": "x"}, {"avg_wait_s": 10.0, "jobs": 3}) == []
     assert compare({"avg_wait_s": 9.9}, {"avg_wait_s": 10.0}) == ["the report says avg_wait_s 9.9, the log 10.0"]
     assert compare({"jobs": 2}, {"jobs": 3}) == ["the report says jobs 2, the log 3"]

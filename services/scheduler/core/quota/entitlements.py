@@ -18,13 +18,14 @@ from services.scheduler.core.place.placer import Placer
 from services.scheduler.core.place.resource_request import ResourceRequest, resource_request_of
 from services.scheduler.core.place.snapshot import ClusterSnapshot, NodeSlots
 from services.scheduler.core.quota.quotas import Quotas, Refusal, SpentOut
-from services.scheduler.core.reasons import list_names
 from services.scheduler.core.state.cluster import Cluster, Run
 from services.scheduler.core.state.index import Key
 from services.scheduler.core.state.slot_request import SLOT_MILLI
 from services.scheduler.core.state.usage import lineage
 
 NONE: frozenset[str] = frozenset()
+#: How many runs a text names.
+NAMED = 5
 #: For how many runs idle slots are kept from those that would borrow them.
 MAX_OWNERS = 16
 #: A quota that is used up within so long is: the clock of facts is no finer.
@@ -288,7 +289,7 @@ def refusal_text(cluster: Cluster, run: Run, refusal: Refusal) -> str:
     if refusal.never:
         return f"{text}; it never runs as it is: {', or '.join(changes)}"
     names = _holders(cluster, refusal)
-    has = f"; {list_names(names)} {'has' if len(names) == 1 else 'have'} them" if names else ""
+    has = f"; {_list_names(names)} {'has' if len(names) == 1 else 'have'} them" if names else ""
     more = refusal.needs - refusal.room
     return f"{text}{has}; {', or '.join([f'it may start when {_slots(more)} of them are given back', *changes])}"
 
@@ -366,3 +367,8 @@ def _time(at_s: float | None) -> str:
 
 def _slots(count: float) -> str:
     return f"{count:g} slot{'s' if count != 1 else ''}"
+
+
+def _list_names(names: list[str]) -> str:
+    shown = ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+    return f"run{'s' if len(names) != 1 else ''} {shown}"

@@ -31,8 +31,8 @@ from trainbus.client.connection import Connection, StoredEvent, connect, derive_
 from trainbus.client.datasets import find_dataset, read_history
 from trainbus.client.errors import NotFoundError, RunFailedError, TrainbusError, UsageError
 from trainbus.client.explanation import Explanation
-from trainbus.client.metrics import MetricPoint, read_metrics
 from trainbus.client.package import pack_project
+from trainbus.client.runs import MetricPoint
 from trainbus.client.submission import SubmittedRun, build_request, locate_code, upload_package
 from trainbus.client.submit_options import SubmitOptions
 from trainbus.client.views import ModelView, NodeView, RunView, describe
@@ -227,7 +227,7 @@ class AsyncClient:
 
     async def metrics(self, run: RunRef) -> dict[str, list[MetricPoint]]:
         """Return metric name -> points (step, value, time) in the order of their steps."""
-        return await read_metrics(self.connection, await self.find_run(run))
+        return await runs.read_metrics(self.connection, await self.find_run(run))
 
     # -- checkpoints ---------------------------------------------------------------
 

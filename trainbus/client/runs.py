@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import difflib
 from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Any
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
 
 from contracts import subjects, topology
 from contracts.events import run
@@ -33,6 +34,15 @@ MAX_ENDED_RUNS = 20
 NEWEST_PROGRESS = 200
 #: Batches without an event, a quarter of a second each, after which the end of a run is looked up.
 IDLE_BATCHES = 2
+
+
+class MetricPoint(NamedTuple):
+    """The value of one metric at one step."""
+
+    step: int
+    value: float
+    #: When the trainer measured it, UTC.
+    time: datetime
 
 
 def fold_events(messages: Iterable[StoredEvent]) -> StackView:
@@ -168,3 +178,26 @@ def apply_progress(view: RunView, event: run.RunProgress) -> None:
     view.total_steps, view.epoch = event.total_steps or view.total_steps, max(view.epoch, event.epoch)
     for point in event.points:
         view.metrics.update(point.values)
+
+
+async def read_metrics(connection: Connection, run_id: str) -> dict[str, list[MetricPoint]]:
+    """Return metric name -> points in the order of their steps.
+
+    A step that was trained again after a restart has the value of the newest placement. The bus keeps points for
+    14 days; MLflow keeps them for good.
+    """
+    newest: dict[tuple[str, int], tuple[int, MetricPoint]] = {}
+    for message in await connection.read(subjects.progress(run_id), stream=topology.PROGRESS):
+        event: run.RunProgress = message.event
+        if event.kind != "training":
+            continue
+        for point in event.points:
+            for name, value in point.values.items():
+                known = newest.get((name, point.step))
+                if known is None or known[0] <= event.generation:
+                    found = MetricPoint(point.step, value, datetime.fromtimestamp(point.time, UTC))
+                    newest[name, point.step] = event.generation, found
+    series: dict[str, list[MetricPoint]] = {}
+    for (name, _), (_, measured) in sorted(newest.items()):
+        series.setdefault(name, []).append(measured)
+    return series

@@ -25,10 +25,11 @@ class Cloud:
 
     def __init__(self) -> None:
         self.machines: list[str] = []
-        self.broken = False
+        self.broken, self.refusals = False, 0
 
     async def nodes(self, pool: Pool) -> list[Machine]:
         if self.broken:
+            self.refusals += 1
             raise AdapterError("the cloud is away")
         return [Machine(each, datetime.now(UTC)) for each in self.machines]
 
@@ -72,7 +73,7 @@ async def test_nodes_come_and_go(settings: Settings, bus: Bus) -> None:
         assert [each.event.node_id for each in requests] == ["m1"]
         cloud.broken = True
         await bus.publish(NodeDraining(node_id="m1", incarnation="1"))
-        await asyncio.sleep(0.2)
+        await until(lambda: cloud.refusals > 0)
         assert cloud.machines == ["m0", "m1"]
         cloud.broken = False
         await until(lambda: cloud.machines == ["m0"])

@@ -12,7 +12,7 @@ import torch
 from contracts.spec.training import Training
 from tests.data import shards
 from tests.data.reference_order import Reference
-from trainbus.data.loader import BatchLoader, prefetch
+from trainbus.data.loader import BatchLoader, Prefetcher
 from trainbus.data.order import LaneOrder
 from trainbus.data.sampler import Sampler
 from trainbus.data.workers import WorkerPool
@@ -59,7 +59,7 @@ def trial(seed: int, folder: Path) -> int:
                     feed = StepLoader(
                         loading, Sampler(order(), batch, end), training, range(rank, rank + 1), world_size
                     )
-                    items = prefetch(feed.steps(consumed, -(-(end - consumed) // batch)), rng.randint(1, 3))
+                    items = Prefetcher(feed.steps(consumed, -(-(end - consumed) // batch)), rng.randint(1, 3))
                     ranks.append(generation.enter_context(closing(items)))
                 for _ in range(rng.randint(1, 8)):  # then it is killed, with batches on their way
                     step: list[StepData] = [next(rank) for rank in ranks]

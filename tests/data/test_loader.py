@@ -51,14 +51,14 @@ class Varied(Vectors):
 
 @pytest.fixture
 def workers() -> Iterator[Callable[[int, Task], WorkerPool]]:
-    made: list[WorkerPool] = []
+    pools: list[WorkerPool] = []
 
     def make(count: int, task: Task) -> WorkerPool:
-        made.append(WorkerPool(count, lambda: task))
-        return made[-1]
+        pools.append(WorkerPool(count, lambda: task))
+        return pools[-1]
 
     yield make
-    for pool in made:
+    for pool in pools:
         pool.close()
 
 
@@ -136,7 +136,7 @@ def test_an_error_names_the_sample(tmp_path: Path, workers: Callable[[int, Task]
     expected = r"sample 's00057' of train/shard-00001\.tar: Broken\.decode\(\) failed: ValueError: not my kind"
     with pytest.raises(TaskError, match=expected + r" \(test_loader\.py, line \d+, in decode\)"):
         loading.start(np.array([1, 2, 57, 3]))()
-    assert loading.start(np.array([1, 2]))().samples == 2  # the worker goes on
+    assert loading.start(np.array([1, 2]))().samples == 2  # the worker still runs
 
 
 @pytest.mark.parametrize(

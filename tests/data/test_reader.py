@@ -108,31 +108,31 @@ def test_shards_arrive_before_they_are_opened_and_survive_their_removal(tmp_path
     away = tmp_path / "away"
     (tmp_path / "train").rename(away)
     (tmp_path / "train").mkdir()
-    asked: list[str] = []
+    requested: list[str] = []
 
     def arrive(shard: ShardFile) -> None:
-        asked.append(shard.path)
+        requested.append(shard.path)
         for name in (shard.path, shard.index_path):
             os.link(away / Path(name).name, tmp_path / name)
 
     reader = Dataset(tmp_path, dataset.dataset_id, arrive).split("train")
-    assert asked == []
+    assert requested == []
     reader.gather(np.array([60, 3]))
-    assert asked == ["train/shard-00001.tar", "train/shard-00000.tar"]
+    assert requested == ["train/shard-00001.tar", "train/shard-00000.tar"]
 
     for number in (0, 1):  # evicted while they are open
         for suffix in ("tar", "idx"):
             (tmp_path / f"train/shard-{number:05d}.{suffix}").unlink()
     found = reader.gather(np.arange(40, 70))  # in a row: would read the file, were it there
     assert [sample_fields(found, i)["bin"] for i in range(30)] == [fields["bin"] for _, fields in samples[40:70]]
-    assert len(asked) == 2
+    assert len(requested) == 2
 
     reader.gather(np.array([150]))  # opening another shard closes the evicted one and frees its disk space
     maps = Path("/proc/self/maps").read_text()
     assert str(tmp_path / "train/shard-00000.tar") not in maps
     assert str(tmp_path / "train/shard-00003.tar") in maps
     assert reader[0].fields == samples[0][1]  # it comes again
-    assert asked[2:] == ["train/shard-00003.tar", "train/shard-00000.tar"]
+    assert requested[2:] == ["train/shard-00003.tar", "train/shard-00000.tar"]
 
 
 def test_the_number_of_open_shards_is_bounded(tmp_path: Path, way: str) -> None:

@@ -86,14 +86,14 @@ class Agent:
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
-    made: list[Agent] = []
+    agents: list[Agent] = []
 
     def make(answer: Callable[[], str | None] = lambda: "") -> Agent:
-        made.append(Agent(tmp_path / "s", answer))
-        return made[-1]
+        agents.append(Agent(tmp_path / "s", answer))
+        return agents[-1]
 
     yield make
-    for each in made:
+    for each in agents:
         each.close()
 
 

@@ -11,7 +11,7 @@ from tests.trainbus.support import Warm
 
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
-    made = Warm(tmp_path_factory.mktemp("warm"))
-    yield made
-    made.process.terminate()
-    assert made.process.wait(60) == 0
+    warm = Warm(tmp_path_factory.mktemp("warm"))
+    yield warm
+    warm.process.terminate()
+    assert warm.process.wait(60) == 0

@@ -79,7 +79,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": Mlp, "cnn": Cnn, "gpt": Gpt
 
 @dataclass(frozen=True)
 class Case(Task):
-    """A model, an optimizer, and data made up from (step, leaf)."""
+    """A model, an optimizer, and data generated from (step, leaf)."""
 
     name: str
     optimizer_kind: str = "adamw"
@@ -156,7 +156,7 @@ def merged(parts: list[State]) -> State:
 
 
 def digest(state: State) -> str:
-    """Hash everything that training goes on from."""
+    """Return the hash of everything that training resumes from."""
     found = hashlib.sha256(repr((state.scaler, state.optimizer.groups, state.optimizer.values)).encode())
     for tensors in (state.model, state.optimizer.tensors, state.ema):
         for name, tensor in sorted(tensors.items()):

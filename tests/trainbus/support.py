@@ -214,14 +214,14 @@ class FakeAgent:
     def _read(self, connection: socket.socket) -> None:
         with contextlib.suppress(ConnectionError), connection.makefile("rb") as lines:
             for line in lines:
-                said = json.loads(line) if line.strip() else {}
+                message = json.loads(line) if line.strip() else {}
                 with self.changed:
-                    if said.get("kind") == "hello":
+                    if message.get("kind") == "hello":
                         self._connections.append(connection)
-                        self.hellos.append(said)
-                    elif said.get("kind") == "shard_request":
-                        self.wanted.append(said)
-                    elif not said:
+                        self.hellos.append(message)
+                    elif message.get("kind") == "shard_request":
+                        self.wanted.append(message)
+                    elif not message:
                         self.rings += 1
                     self.changed.notify_all()
 
@@ -229,7 +229,7 @@ class FakeAgent:
         with self.changed:
             assert self.changed.wait_for(lambda: len(self.hellos) >= count, timeout_s), self.hellos
 
-    def say(self, line: Mapping[str, Any]) -> None:
+    def send(self, line: Mapping[str, Any]) -> None:
         for connection in self._connections:
             connection.sendall(json.dumps(line).encode() + b"\n")
 

@@ -1,4 +1,4 @@
-"""A rank is killed: the others' state is taken up from memory, and the run ends as if nothing had happened."""
+"""A rank is killed: the next generation loads survivor state from memory, and the result is that of no kill."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from tests.trainbus.support import (
 from tests.trainbus.test_exact_training import CODE
 from trainbus.data.dataset import Dataset
 from trainbus.embedded.servers import free_ports
+from trainbus.trainer.survivor_state import find_local_parts
 
 pytestmark = pytest.mark.shell
 
@@ -66,7 +67,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("worlds", [(2, 3), (1, 2)], ids=["a survivor's state", "a snapshot"])
-def test_a_killed_rank_costs_no_bit(warm: Warm, tmp_path: Path, dataset: Dataset, worlds: tuple[int, int]) -> None:
+def test_a_killed_rank_changes_no_bit(warm: Warm, tmp_path: Path, dataset: Dataset, worlds: tuple[int, int]) -> None:
     """With two ranks the other one leaves its state; a single one leaves the last snapshot it took."""
     undisturbed = start(warm, tmp_path / "whole", dataset, 2, 1, tmp_path / "none")
     assert undisturbed.wait() == [0, 0], undisturbed.logs()
@@ -130,7 +131,7 @@ class KilledTask(exact_tasks.CNN):
 
 @pytest.mark.parametrize("place", ["forward", "update"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_no_loss_and_no_sample_of_a_surviving_step_is_lost(
+def test_a_surviving_step_keeps_its_loss_and_its_samples(
     warm: Warm, tmp_path: Path, dataset: Dataset, rank: int, place: str
 ) -> None:
     """A rank may die before its gradients are out, or after all have them and before it updates its weights."""
@@ -165,7 +166,7 @@ def test_no_loss_and_no_sample_of_a_surviving_step_is_lost(
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp2"])
-def test_the_parts_of_a_checkpoint_are_gathered_from_the_nodes_that_have_them(
+def test_ranks_gather_the_parts_of_a_checkpoint_from_several_nodes(
     warm: Warm, tmp_path: Path, dataset: Dataset, strategy: str
 ) -> None:
     """Two nodes kept one part each of what was never committed; a damaged newer one is left alone."""
@@ -198,3 +199,13 @@ def test_the_parts_of_a_checkpoint_are_gathered_from_the_nodes_that_have_them(
 def losses(folder: Path) -> dict[int, float]:
     lines = [line for line in journal(folder) if isinstance(line, MetricsLine)]
     return {line.step: line.values["train/loss"] for line in lines if "train/loss" in line.values}
+
+
+def test_the_newest_generation_that_left_state_decides(tmp_path: Path) -> None:
+    for place in ("g1/step_00000020-rank_1", "g2/step_00000015-rank_1", "g2/step_00000012-rank_1"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "model-1.safetensors").touch()
+    # The third could not be prepared. The second trained on its own: loading the first's state would fork the history.
+    newest = max(find_local_parts((tmp_path,), 4, 10, "r"))
+    assert (newest.generation, newest.step) == (2, 15)
+    assert max(find_local_parts((tmp_path,), 2, 10, "r")).step == 20

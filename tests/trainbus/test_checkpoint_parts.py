@@ -26,7 +26,7 @@ def test_every_checkpoint_restarts_a_fixed_interval() -> None:
     schedule = CheckpointSchedule(training(checkpoint_every_s=60), 1000)
     assert [schedule.is_due_at_time(1000 + s) for s in (0, 59.9, 60)] == [False, False, True]
     schedule.record_time(1090)
-    schedule.record_cost(30)  # makes no difference to what was asked for
+    schedule.record_cost(30)  # does not change a requested interval
     assert [schedule.is_due_at_time(1090 + s) for s in (0, 59.9, 60)] == [False, False, True]
 
 
@@ -48,7 +48,7 @@ def test_every_checkpoint_restarts_a_fixed_interval() -> None:
         pytest.param(1, FailureHistory(99, 0), [50], 500, id="never more than a tenth of the time"),
     ],
 )
-def test_auto_weighs_what_one_costs_against_what_failures_cost(
+def test_the_auto_interval_weighs_checkpoint_cost_against_failures(
     machines: int, history: FailureHistory, costs: list[float], expected_s: float
 ) -> None:
     schedule = CheckpointSchedule(training(checkpoint_every_s="auto"), 50, machines=machines, history=history)
@@ -66,7 +66,7 @@ def test_auto_weighs_what_one_costs_against_what_failures_cost(
         pytest.param({"checkpoint_every_steps": 4, "checkpoint_at_steps": [1, 8]}, [1, 4, 8], id="and at these"),
     ],
 )
-def test_steps_are_the_same_for_every_rank(wanted: dict[str, Any], expected: list[int]) -> None:
+def test_checkpoint_steps_are_the_same_for_every_rank(wanted: dict[str, Any], expected: list[int]) -> None:
     schedule = CheckpointSchedule(training(**wanted), 0)
     assert [step for step in range(1, 10) if schedule.is_due_at_step(step, epoch_ended=step == 6)] == expected
 
@@ -81,11 +81,13 @@ def test_steps_are_the_same_for_every_rank(wanted: dict[str, Any], expected: lis
         pytest.param({}, {}, None, id="nothing"),
     ],
 )
-def test_the_first_difference_of_two_states(ours: dict[str, str], theirs: dict[str, str], expected: str | None) -> None:
+def test_the_first_difference_of_two_states_is_found(
+    ours: dict[str, str], theirs: dict[str, str], expected: str | None
+) -> None:
     assert compare(ours, theirs) == compare(theirs, ours) == expected
 
 
-def test_evaluation_takes_the_averages_where_there_are_some(tmp_path: Path) -> None:
+def test_evaluation_uses_the_moving_average_of_the_weights(tmp_path: Path) -> None:
     limit_threads({})
     dataset, world, metrics = linear_dataset(tmp_path / "data"), World(), {}
     for name, options in {"averaged": {"ema_decay": 0.95}, "plain": {}}.items():

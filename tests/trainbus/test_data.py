@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from tests.trainbus.support import linear_dataset, linear_samples, write_dataset
 from trainbus.data.dataset import Dataset
-from trainbus.data.loader import prefetch
+from trainbus.data.loader import Prefetcher
 from trainbus.data.order import LaneOrder
 from trainbus.data.reader import DatasetError
 from trainbus.data.sampler import Sampler, slice_bounds
 
 
 @given(st.integers(0, 100), st.integers(1, 17))
-def test_slices_are_contiguous_even_and_never_leave_rank_0_out(batch: int, world_size: int) -> None:
+def test_slices_are_contiguous_and_even_and_rank_0_has_one(batch: int, world_size: int) -> None:
     bounds = [slice_bounds(batch, world_size, rank) for rank in range(world_size)]
     assert bounds[0][0] == 0
     assert bounds[-1][1] == batch
@@ -28,7 +28,7 @@ def test_slices_are_contiguous_even_and_never_leave_rank_0_out(batch: int, world
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_epochs_are_counted_from_1() -> None:
+def test_epochs_count_from_1() -> None:
     sampler = Sampler(LaneOrder("d" * 64, [10], 0), 4)
     assert [sampler.epoch(consumed) for consumed in (0, 1, 10, 11, 20, 21)] == [0, 1, 1, 2, 2, 3]
 
@@ -45,7 +45,7 @@ def test_samples_are_read_by_offset_across_shards(tmp_path: Path) -> None:
         split[120]
 
 
-def test_webdataset_and_tar_read_the_helpers_shards(tmp_path: Path) -> None:
+def test_webdataset_and_tar_read_the_shards(tmp_path: Path) -> None:
     import tarfile
 
     linear_dataset(tmp_path)
@@ -79,7 +79,7 @@ def test_an_error_in_the_loader_thread_is_raised_where_its_item_is_due() -> None
         yield 1
         raise ValueError("broken")
 
-    got = prefetch(items())  # type: ignore[arg-type]
+    got = Prefetcher(items())  # type: ignore[arg-type]
     assert next(got) == 1
     with pytest.raises(ValueError, match="broken"):
         next(got)

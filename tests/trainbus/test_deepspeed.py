@@ -38,7 +38,7 @@ def run(warm: Warm, folder: Path, dataset: Dataset, world_size: int, resume: Pat
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_zero_trains_what_ddp_trains_and_shrinks_from_two_ranks_to_one(warm: Warm, tmp_path: Path, stage: int) -> None:
+def test_zero_matches_ddp_and_resumes_on_fewer_ranks(warm: Warm, tmp_path: Path, stage: int) -> None:
     """Uneven slices, accumulation and clipping; the second half on one rank, and stage 3 grows again."""
     dataset = linear_dataset(tmp_path / "data")
     deepspeed = {"strategy": "deepspeed", "zero_stage": stage, "accumulate": 2, "global_batch": 15}

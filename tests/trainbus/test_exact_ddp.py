@@ -36,7 +36,7 @@ def _one_thread() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_processes_that_come_and_go_change_no_bit(name: str) -> None:
+def test_the_number_of_processes_changes_no_bit(name: str) -> None:
     """Undisturbed in one process, and in several that hand over to another number of them in the middle."""
     case, world_size = CASES[name]
     undisturbed = gang(case, 1, range(3))
@@ -46,7 +46,7 @@ def test_processes_that_come_and_go_change_no_bit(name: str) -> None:
     assert end.digest == undisturbed.digest
 
 
-def test_a_sharded_optimizer_computes_what_a_whole_one_does_and_each_rank_saves_its_part() -> None:
+def test_a_sharded_optimizer_matches_a_whole_one_and_each_rank_saves_a_part() -> None:
     whole = gang(Case("mlp", rules={"clip_norm": 0.1}), 1, range(2))
     sharded = gang(Case("mlp", rules={"clip_norm": 0.1, "strategy": "zero1"}), 2, range(2))
     assert sharded.digest == whole.digest
@@ -57,7 +57,7 @@ def test_a_sharded_optimizer_computes_what_a_whole_one_does_and_each_rank_saves_
 
 
 def test_bytes_sent_are_those_of_a_reduce_scatter_and_a_gather() -> None:
-    """(W-1)/W * N * (k+1) elements of a rank with k maximal nodes, none twice and no padding to speak of."""
+    """(W-1)/W * N * (k+1) elements of a rank with k maximal nodes, none twice and hardly any padding."""
     for leaf_count, world_size, nodes in ((6, 3, (1, 1, 1)), (7, 2, (2, 2))):
         result = gang(Case("mlp", rules={"logical_ranks": leaf_count}), world_size, range(2))
         size_bytes = sum(tensor.nbytes for tensor in result.state.model.values())
@@ -71,7 +71,7 @@ def test_plain_data_parallel_training_differs() -> None:
     assert gang(case, 1, range(2)).digest != gang(case, 2, range(2)).digest
 
 
-def test_an_optimizer_that_cannot_be_cut_is_refused_by_name() -> None:
+def test_an_optimizer_that_is_not_elementwise_is_refused_by_name() -> None:
     case = Case("mlp", "lbfgs", {"strategy": "zero1"})
     with pytest.raises(TaskError, match="LBFGS"):
         make_strategy(case, case.model(), case.training(), World())

@@ -1,4 +1,4 @@
-"""What exact training is made of beside the gradients: environment, moving average, augmentation, who is slow."""
+"""Parts of exact training beside the gradients: environment, moving average, augmentation, stragglers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from tests.trainbus.exact_tasks import CLASSES, MLP, samples
 from tests.trainbus.support import linear_dataset, write_dataset
 from tests.trainbus.test_trainer import Linear, train
 from trainbus.data.dataset import Dataset
-from trainbus.data.loader import BatchLoader, sample_generator
+from trainbus.data.loader import BatchLoader
 from trainbus.data.order import LaneOrder
 from trainbus.data.sampler import Sampler
+from trainbus.data.workers import sample_generator
 from trainbus.trainer import environment
 from trainbus.trainer.step_data import StepLoader
 from trainbus.trainer.straggler import StragglerDetector
@@ -49,16 +50,16 @@ EXACT = {"run_id": "r1", "exactness": "exact", "environment_digest": "a"}
         pytest.param(
             4, ["a"], {**EXACT, "run_id": "r0", "exactness": "samples-exact"}, "samples-exact", id="of inexact parents"
         ),
-        pytest.param(4, ["a"], {"run_id": "r1"}, "samples-exact", id="a checkpoint that does not say"),
+        pytest.param(4, ["a"], {"run_id": "r1"}, "samples-exact", id="a checkpoint without a record"),
     ],
 )
-def test_exactness_travels_with_the_state(
+def test_a_resumed_state_keeps_its_exactness(
     logical_ranks: int | None, digests: list[str], parent: dict[str, Any] | None, expected: str
 ) -> None:
     assert environment.classify_exactness(logical_ranks, digests, parent, "r1") == expected
 
 
-def test_the_environment_names_what_changes_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_lists_settings_that_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     plain = environment.describe(cpu, {"cpu": "x"})
     assert environment.describe(cpu, {"cpu": "x"}) == plain
@@ -75,7 +76,7 @@ def test_the_environment_names_what_changes_the_bits(monkeypatch: pytest.MonkeyP
     assert {name for name in changed if more[name] != changed[name]} == {"machine.cpu", "torch.threads"}
 
 
-def test_a_moving_average_is_the_same_to_the_bit_however_it_is_sharded() -> None:
+def test_sharding_changes_no_bit_of_a_moving_average() -> None:
     torch.manual_seed(0)
     weight = torch.randn(1003)
     bounds = [0, 1, 18, 335, 1003]
@@ -96,7 +97,7 @@ def test_a_moving_average_is_the_same_to_the_bit_however_it_is_sharded() -> None
     assert torch.equal(whole.tensors["w"], average)
 
 
-def test_a_variation_of_a_sample_is_a_function_of_seed_epoch_and_sample(tmp_path: Path) -> None:
+def test_augmentation_is_a_function_of_seed_epoch_and_sample(tmp_path: Path) -> None:
     """Cut into 4 leaves or 1, from the start or from the middle: the same bytes reach the model."""
     dataset_id = write_dataset(tmp_path, {"train": samples(40)}, classes=CLASSES)
     dataset = Dataset(tmp_path, dataset_id)
@@ -171,5 +172,5 @@ def watched(steps: list[list[float]], over_steps: int = 4) -> list[tuple[int, in
         pytest.param([[10, 10, 40, 40, 10]] * 4, [(4, 2, 4.0), (4, 3, 4.0)], id="two of five"),
     ],
 )
-def test_who_holds_the_others_up_is_named(steps: list[list[float]], expected: list[tuple[int, int, float]]) -> None:
+def test_the_detector_names_stragglers(steps: list[list[float]], expected: list[tuple[int, int, float]]) -> None:
     assert watched(steps) == expected

@@ -18,7 +18,7 @@ from trainbus.data.dataset import Dataset
 pytestmark = pytest.mark.shell
 
 CODE = Path(exact_tasks.__file__).parent
-#: Numbers that say what was trained, by (step, name): equal for any number of ranks.
+#: Numbers that depend on what was trained, by (step, name): equal for any number of ranks.
 Values = dict[tuple[int, str], float]
 
 
@@ -43,7 +43,7 @@ def spec(task: str, **changes: Any) -> RunSpec:
 
 
 class Generation:
-    """A gang that has ended, and what it left behind."""
+    """A gang that has ended, and its files."""
 
     def __init__(
         self,
@@ -141,14 +141,14 @@ HISTORIES = {
 
 
 @pytest.mark.parametrize("name", HISTORIES)
-def test_a_disturbed_run_is_the_undisturbed_one_to_the_bit(
+def test_a_disturbed_run_equals_the_undisturbed_one_to_the_bit(
     warm: Warm, tmp_path: Path, dataset: Dataset, name: str
 ) -> None:
     task, worlds, training = HISTORIES[name]
     disturbed(warm, tmp_path, spec(task, training=training), dataset, worlds)
 
 
-def test_fast_mode_is_not_and_says_so(warm: Warm, tmp_path: Path, dataset: Dataset) -> None:
+def test_fast_mode_is_not_exact_and_reports_it(warm: Warm, tmp_path: Path, dataset: Dataset) -> None:
     """The negative control: what the comparison above would find, were the sums not fixed."""
     fast = spec("CNN", training={"logical_ranks": None})
     one, two = (Generation(warm, tmp_path / f"g{size}", fast, dataset, size) for size in (1, 2))

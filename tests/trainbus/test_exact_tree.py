@@ -19,7 +19,7 @@ def whole_tree(node: tuple[int, int]) -> str:
     return written(whole_tree((node[0], split(node))), whole_tree((split(node), node[1])))
 
 
-def test_every_world_size_writes_down_the_same_sum() -> None:
+def test_every_world_size_computes_the_same_sum() -> None:
     for leaf_count in range(1, 33):
         expected = whole_tree((0, leaf_count))
         for world_size in range(1, leaf_count + 1):
@@ -35,7 +35,7 @@ def test_every_world_size_writes_down_the_same_sum() -> None:
             assert reduce_tree((0, leaf_count), sums, written) == expected
 
 
-def test_sums_are_as_the_tree_is_drawn() -> None:
+def test_sums_follow_the_documented_tree() -> None:
     assert whole_tree((0, 4)) == "((0+1)+(2+3))"
     assert whole_tree((0, 7)) == "(((0+1)+(2+3))+((4+5)+6))"
 
@@ -53,7 +53,7 @@ def test_leaves_are_divided_evenly_and_nodes_are_few(leaf_count: int, data: st.D
 
 
 @given(st.dictionaries(st.text("abc", min_size=1), st.integers(0, 10**9), max_size=40), st.integers(1, 9))
-def test_shares_are_disjoint_whole_and_as_even_as_the_largest_allows(sizes: dict[str, int], parts: int) -> None:
+def test_shares_are_disjoint_complete_and_even(sizes: dict[str, int], parts: int) -> None:
     found = divide_by_bytes(sizes, parts)
     assert sorted(name for part in found for name in part) == sorted(sizes)
     loads = [sum(sizes[name] for name in part) for part in found]

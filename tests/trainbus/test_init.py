@@ -80,7 +80,7 @@ def part(tensors: dict[str, Tensor], start: str) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if name.startswith(start)}
 
 
-def test_the_weights_are_the_checkpoints_and_all_else_starts_fresh(dataset: Dataset, tmp_path: Path) -> None:
+def test_init_from_loads_weights_and_nothing_else(dataset: Dataset, tmp_path: Path) -> None:
     base = train(tmp_path / "base", dataset, Linear())
     other = linear_dataset(tmp_path / "other", train=70)
     rules: dict[str, Any] = {"epochs": None, "max_steps": 1, "seed": 7}
@@ -91,15 +91,15 @@ def test_the_weights_are_the_checkpoints_and_all_else_starts_fresh(dataset: Data
     assert (state["step"], state["samples_consumed"]) == (1, 16)
     [started] = [line for line in journal(tmp_path / "tuned") if isinstance(line, StartedLine)]
     assert (started.step, started.resumed_from) == (0, "scratch")
-    made, weights = load_tensors(tuned, "model"), load_tensors(base, "model")
-    assert same(part(made, "0."), part(weights, "0."))
+    loaded, weights = load_tensors(tuned, "model"), load_tensors(base, "model")
+    assert same(part(loaded, "0."), part(weights, "0."))
     # The head is the one that training without a checkpoint begins with: a function of the seed alone.
     scratch = load_tensors(train(tmp_path / "scratch", other, still, **rules), "model")
-    assert same(part(made, "3."), part(scratch, "3."))
-    assert not same(part(made, "0."), part(scratch, "0."))
+    assert same(part(loaded, "3."), part(scratch, "3."))
+    assert not same(part(loaded, "0."), part(scratch, "0."))
 
 
-def test_what_is_resumed_does_not_load_them_again(dataset: Dataset, tmp_path: Path) -> None:
+def test_a_resumed_run_does_not_load_initial_weights_again(dataset: Dataset, tmp_path: Path) -> None:
     base = train(tmp_path / "base", dataset, Linear())
     rules: dict[str, Any] = {"epochs": None, "checkpoint_every_steps": 3}
     whole = train(tmp_path / "whole", dataset, OtherHead(), init=InitialWeights(base, HEAD), max_steps=8, **rules)
@@ -129,7 +129,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_every_strategy_begins_with_them(warm: Warm, dataset: Dataset, tmp_path: Path, name: str) -> None:
+def test_every_strategy_loads_initial_weights(warm: Warm, dataset: Dataset, tmp_path: Path, name: str) -> None:
     """And so does the moving average; in exact mode the result is the same for any number of ranks."""
     if "deepspeed" in name:
         pytest.importorskip("deepspeed", reason="the extra trainbus[deepspeed] is not installed")
@@ -161,7 +161,7 @@ def test_every_strategy_begins_with_them(warm: Warm, dataset: Dataset, tmp_path:
             assert same(load_tensors(one, kind), load_tensors(two, kind))
 
 
-def test_a_misfit_is_told_as_what_no_attempt_can_change(warm: Warm, dataset: Dataset, tmp_path: Path) -> None:
+def test_a_mismatch_is_a_permanent_failure(warm: Warm, dataset: Dataset, tmp_path: Path) -> None:
     base = train(tmp_path / "base", dataset, Linear())
     code, folder = write_task(tmp_path / "code", SOURCE), tmp_path / "g1"
     spec = request(task="task:OtherHead", init_from="s3://models/base.json")
@@ -172,7 +172,7 @@ def test_a_misfit_is_told_as_what_no_attempt_can_change(warm: Warm, dataset: Dat
     assert 'set init_exclude to ["3.*"]' in ended.error
 
 
-def test_a_checkpoints_average_is_what_counts(dataset: Dataset, tmp_path: Path) -> None:
+def test_initial_weights_are_the_checkpoints_moving_average(dataset: Dataset, tmp_path: Path) -> None:
     base = train(tmp_path / "base", dataset, Linear(), ema_decay=0.5)
     averages = load_tensors(base, "ema")
     assert not same(averages, load_tensors(base, "model"))
@@ -199,7 +199,7 @@ class Net(nn.Module):
             setattr(self, name, module)
 
 
-#: (what the model is, what is excluded, what the error says)
+#: (the model, the excluded patterns, the error)
 MISFITS: dict[str, tuple[nn.Module, tuple[str, ...], tuple[str, ...]]] = {
     "another head": (
         Net(5),
@@ -232,7 +232,7 @@ MISFITS: dict[str, tuple[nn.Module, tuple[str, ...], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", MISFITS)
-def test_what_does_not_fit_is_named_with_what_to_set(tmp_path: Path, case: str) -> None:
+def test_a_mismatch_names_the_tensors_and_the_setting(tmp_path: Path, case: str) -> None:
     model, exclude, expected = MISFITS[case]
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(StateMismatch) as raised:
@@ -242,7 +242,7 @@ def test_what_does_not_fit_is_named_with_what_to_set(tmp_path: Path, case: str) 
     assert same(before, dict(model.state_dict()))
 
 
-def test_patterns_reach_into_both_sides_and_types_are_converted(tmp_path: Path) -> None:
+def test_patterns_match_both_sides_and_types_are_converted(tmp_path: Path) -> None:
     base, model = Net(old=nn.Linear(2, 2)), Net(5, new=nn.Linear(3, 3)).to(torch.bfloat16)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     load_initial_weights(saved(tmp_path / "base", base), model, ("head.*", "old.*", "new.*"))
@@ -253,7 +253,7 @@ def test_patterns_reach_into_both_sides_and_types_are_converted(tmp_path: Path) 
     assert {tensor.dtype for tensor in part(after, "body.0").values()} == {torch.bfloat16}
 
 
-def test_tied_weights_take_the_average_once(tmp_path: Path) -> None:
+def test_tied_weights_load_the_average_once(tmp_path: Path) -> None:
     def tied() -> nn.Module:
         model = nn.ModuleDict({"embedding": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False)})
         model["head"].weight = model["embedding"].weight

@@ -59,7 +59,7 @@ def final_model(folder: Path) -> dict[str, Any]:
     return dict(load_tensors(whole_checkpoint(folder), "model"))
 
 
-def test_three_ranks_train_what_one_trains(warm: Warm, dataset: Dataset, code: Path, tmp_path: Path) -> None:
+def test_three_ranks_match_one(warm: Warm, dataset: Dataset, code: Path, tmp_path: Path) -> None:
     """The same samples in the same order, and weights that differ by rounding alone; batch 16 over 3 is uneven."""
     import torch
 
@@ -84,7 +84,7 @@ def test_three_ranks_train_what_one_trains(warm: Warm, dataset: Dataset, code: P
     assert train[-1].total_steps == 13
     assert train[-1].samples_consumed == 200
     assert {"train/lr", "train/grad_norm", "train/samples_per_s"} <= set(train[0].values)
-    # Every rank says it was there; rank 0 alone speaks for all.
+    # Every rank reports its start; rank 0 alone reports metrics.
     assert not [line for line in journal(tmp_path / "w3", 2) if isinstance(line, MetricsLine)]
     assert [line.step for line in journal(tmp_path / "w3", 2) if isinstance(line, CheckpointLine)] == [7, 13]
     one, three = (journal(tmp_path / name)[-2] for name in ("w1", "w3"))
@@ -93,7 +93,7 @@ def test_three_ranks_train_what_one_trains(warm: Warm, dataset: Dataset, code: P
     assert three.metrics["validation/loss"] == pytest.approx(one.metrics["validation/loss"], rel=1e-4)
 
 
-def test_ranks_without_samples_take_part(warm: Warm, dataset: Dataset, code: Path, tmp_path: Path) -> None:
+def test_ranks_without_samples_take_part_in_steps(warm: Warm, dataset: Dataset, code: Path, tmp_path: Path) -> None:
     """A global batch of two over three ranks: one has nothing to do in each step, and nothing hangs."""
     folder = tmp_path / "g1"
     launch = write_launch(folder, request(training={"max_steps": 5, "epochs": None, "global_batch": 2}), dataset, code)
@@ -105,9 +105,9 @@ def test_ranks_without_samples_take_part(warm: Warm, dataset: Dataset, code: Pat
 def test_a_stop_sent_to_one_rank_stops_both_after_the_same_step(
     warm: Warm, dataset: Dataset, code: Path, tmp_path: Path
 ) -> None:
-    """And the resumed run goes on with exactly the samples that are left, at another world size."""
+    """The resumed run trains exactly the samples that are left, at another world size."""
     folder, second = tmp_path / "g1", tmp_path / "g2"
-    # Endless until it is stopped: the test decides when, by what it has seen.
+    # It has no end of its own: the test stops it.
     spec = request(training={"epochs": 100_000, "checkpoint_every_steps": 50})
     agents = [FakeAgent(tmp_path / f"agent{rank}.sock") for rank in range(2)]
     port = free_ports(1)[0]
@@ -119,7 +119,7 @@ def test_a_stop_sent_to_one_rank_stops_both_after_the_same_step(
     agents[1].wait_for_hellos(1)
     with agents[0].changed:  # the doorbell after "started" and after the first checkpoint
         assert agents[0].changed.wait_for(lambda: agents[0].rings >= 2, 300)
-    agents[1].say({"kind": "stop", "grace_s": 30, "reason": "preempted"})
+    agents[1].send({"kind": "stop", "grace_s": 30, "reason": "preempted"})
     assert [warm.wait(pid) for pid in pids] == [75, 75]
     assert [(folder / f"rank_{rank}.exit").read_text().strip() for rank in range(2)] == ["75", "75"]
     ends = [ended(folder, rank) for rank in range(2)]
@@ -145,7 +145,7 @@ def test_a_stop_sent_to_one_rank_stops_both_after_the_same_step(
 
 
 @pytest.mark.parametrize("receiver", [0, 1], ids=["the one that has its samples", "the one that waits"])
-def test_a_stop_ends_a_wait_for_samples_that_do_not_come(warm: Warm, code: Path, tmp_path: Path, receiver: int) -> None:
+def test_a_stop_ends_a_wait_for_missing_samples(warm: Warm, code: Path, tmp_path: Path, receiver: int) -> None:
     """One of two ranks waits for a shard, the other has all it needs; what was trained is kept to the last step."""
     dataset = linear_dataset(tmp_path / "data", train=400)
     training = {"epochs": 2, "logical_ranks": 2, "loading": {"lanes": 2, "window": 1}, "checkpoint_every_steps": 1000}
@@ -178,7 +178,7 @@ def test_a_stop_ends_a_wait_for_samples_that_do_not_come(warm: Warm, code: Path,
     assert agents[1].wanted[0]["shard"] == shard.path
     while [steps_done(folder, rank) for rank in range(2)] != [steps, steps]:
         time.sleep(0.01)
-    agents[receiver].say({"kind": "stop", "grace_s": 30, "reason": "preempted"})
+    agents[receiver].send({"kind": "stop", "grace_s": 30, "reason": "preempted"})
     assert [warm.wait(pid) for pid in pids] == [75, 75]
     for rank in range(2):
         assert (ended(folder, rank).outcome, ended(folder, rank).step) == ("stopped", steps)
@@ -205,7 +205,7 @@ def test_a_stop_ends_a_wait_for_samples_that_do_not_come(warm: Warm, code: Path,
 
 
 def steps_done(folder: Path, rank: int) -> int:
-    """The step that a rank said last that it has done."""
+    """Return the last step that a rank reported as done."""
     ring = RingReader.open(folder / ring_name(rank))
     beat = None if ring is None else ring.beat()
     return 0 if beat is None else beat.step
@@ -226,13 +226,13 @@ def test_a_stop_without_a_checkpoint_ends_at_once(warm: Warm, dataset: Dataset, 
     launch = write_launch(folder, request(training={"epochs": 100_000}), dataset, code, socket_path=agent.path)
     gang = Gang(warm, folder, launch, 1)
     agent.wait_for_hellos(1)
-    agent.say({"kind": "stop", "grace_s": 0, "checkpoint": False, "reason": "cancelled"})
+    agent.send({"kind": "stop", "grace_s": 0, "checkpoint": False, "reason": "cancelled"})
     assert gang.wait() == [75]
     assert ended(folder).outcome == "stopped"
     agent.close()
 
 
-def test_a_killed_rank_leaves_its_code_and_its_peer_fails(
+def test_a_killed_rank_records_its_exit_code_and_its_peer_fails(
     warm: Warm, dataset: Dataset, code: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "g1"
@@ -284,20 +284,20 @@ BAD_TASKS = [
 
 
 @pytest.mark.parametrize(
-    ("source", "name", "params", "says"), [case[1:] for case in BAD_TASKS], ids=[case[0] for case in BAD_TASKS]
+    ("source", "name", "params", "message"), [case[1:] for case in BAD_TASKS], ids=[case[0] for case in BAD_TASKS]
 )
-def test_a_bad_task_fails_and_says_what_to_change(
-    warm: Warm, dataset: Dataset, tmp_path: Path, source: str, name: str, params: dict[str, Any], says: str
+def test_an_invalid_task_fails_and_names_what_to_change(
+    warm: Warm, dataset: Dataset, tmp_path: Path, source: str, name: str, params: dict[str, Any], message: str
 ) -> None:
     code, folder = write_task(tmp_path / "bad", source), tmp_path / "g1"
     launch = write_launch(folder, request(task=name, params=params), dataset, code)
     assert Gang(warm, folder, launch, 1).wait() == [1]
     line = ended(folder)
     assert line.outcome == "failed"
-    assert says in line.error
+    assert message in line.error
 
 
-def test_evaluation_is_exact_over_ranks_and_keeps_the_predictions(
+def test_evaluation_is_exact_over_ranks_and_writes_the_predictions(
     warm: Warm, dataset: Dataset, code: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "train"
@@ -325,7 +325,7 @@ def test_evaluation_is_exact_over_ranks_and_keeps_the_predictions(
     assert results[0].metrics == pytest.approx(results[1].metrics)
 
 
-def test_a_cold_rank_runs_too_and_sigterm_stops_it(dataset: Dataset, code: Path, tmp_path: Path) -> None:
+def test_a_cold_rank_runs_and_sigterm_stops_it(dataset: Dataset, code: Path, tmp_path: Path) -> None:
     folder = tmp_path / "g1"
     agent = FakeAgent(tmp_path / "agent.sock")
     spec = request(training={"epochs": 100_000, "checkpoint_every_steps": 5})
@@ -339,7 +339,7 @@ def test_a_cold_rank_runs_too_and_sigterm_stops_it(dataset: Dataset, code: Path,
     agent.close()
 
 
-def test_warm_answers_ping_and_explains_bad_requests(warm: Warm, tmp_path: Path) -> None:
+def test_the_warm_process_answers_ping_and_explains_bad_requests(warm: Warm, tmp_path: Path) -> None:
     assert warm.ask(op="ping") == {"op": "pong", "pid": warm.process.pid}
     assert "no op 'dance'" in warm.ask(op="dance")["error"]
     assert "KeyError" in warm.ask(op="fork", id="x")["error"]

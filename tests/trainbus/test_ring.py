@@ -16,7 +16,7 @@ import pytest
 from contracts import progress as layout
 from contracts.ranks import EndedLine
 from services.worker.ranks.ring_reader import RingReader
-from tests.trainbus.support import journal as said
+from tests.trainbus.support import journal as read_journal
 from trainbus.agent_link import Journal
 from trainbus.ring import RingWriter
 
@@ -27,7 +27,7 @@ def reader(folder: Path) -> RingReader:
     return ring
 
 
-def test_what_was_recorded_is_read_and_a_ring_is_gone_on_with(tmp_path: Path) -> None:
+def test_records_are_read_and_a_ring_is_reopened(tmp_path: Path) -> None:
     path = tmp_path / "rank_0.ring"
     first = RingWriter(path, capacity=4)
     assert first.record(1, {"loss": 0.5, "norm": math.inf}, 1, 8, None)
@@ -45,7 +45,7 @@ def test_what_was_recorded_is_read_and_a_ring_is_gone_on_with(tmp_path: Path) ->
     assert ring.pid == os.getpid()
 
 
-def test_a_record_that_was_not_said_is_never_written_over(tmp_path: Path) -> None:
+def test_an_unread_record_is_not_overwritten(tmp_path: Path) -> None:
     writer = RingWriter(tmp_path / "rank_0.ring", capacity=4)
     took = [writer.record(step, {"x": step}, 0, 0, None) for step in range(6)]
     assert took == [True] * 4 + [False] * 2
@@ -69,21 +69,21 @@ def test_a_record_that_was_not_said_is_never_written_over(tmp_path: Path) -> Non
         pytest.param({"long/" + "x" * 70: 1.0}, id="a name longer than its place in the table"),
     ],
 )
-def test_what_does_not_fit_goes_to_the_journal(tmp_path: Path, values: dict[str, float]) -> None:
+def test_oversized_metrics_go_to_the_journal(tmp_path: Path, values: dict[str, float]) -> None:
     journal = Journal(tmp_path / "rank_0.jsonl")
     journal.metrics(1, {"loss": 1.0})
     journal.metrics(2, values, epoch=1)
     journal.append(EndedLine(time=time.time(), outcome="succeeded"))
     journal.metrics(3, {"loss": 3.0})  # after the last word
     assert reader(tmp_path).head == 1
-    assert [(line.kind, getattr(line, "values", None)) for line in said(tmp_path)] == [
+    assert [(line.kind, getattr(line, "values", None)) for line in read_journal(tmp_path)] == [
         ("metrics", {"loss": 1.0}),
         ("metrics", values),
         ("ended", None),
     ]
 
 
-def test_without_room_for_a_ring_all_goes_to_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_ring_metrics_go_to_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -91,10 +91,10 @@ def test_without_room_for_a_ring_all_goes_to_the_journal(tmp_path: Path, monkeyp
     journal = Journal(tmp_path / "rank_0.jsonl")
     journal.metrics(1, {"loss": 1.0})
     journal.heartbeat(1)
-    assert [line.kind for line in said(tmp_path)] == ["metrics"]
+    assert [line.kind for line in read_journal(tmp_path)] == ["metrics"]
 
 
-def test_a_killed_rank_has_lost_nothing(tmp_path: Path) -> None:
+def test_a_killed_rank_loses_no_record(tmp_path: Path) -> None:
     script = (
         "import sys, pathlib\n"
         "from trainbus.agent_link import Journal\n"

@@ -63,7 +63,7 @@ def train(folder: Path, dataset: Dataset, task: Task | None = None, **options: A
 
 
 def digest(folder: Path) -> str:
-    """Hash of everything that training goes on from."""
+    """Return the hash of everything that training resumes from."""
     return hashlib.sha256((folder / "digests-0.json").read_bytes()).hexdigest()
 
 
@@ -77,7 +77,7 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 class StopIn(Linear):  # type: ignore[misc,valid-type]
-    """A task in the middle of whose step after ``steps`` a stop is asked for."""
+    """A task that requests a stop in the middle of the step after ``steps``."""
 
     def __init__(self, control: Control, steps: int) -> None:
         super().__init__(dropout=0.2)
@@ -93,7 +93,7 @@ class StopIn(Linear):  # type: ignore[misc,valid-type]
 
 
 @pytest.mark.parametrize("stop_after", [0, 1, 5, 10])
-def test_a_stopped_and_resumed_run_is_the_uninterrupted_one_bit_for_bit(
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     dataset: Dataset, tmp_path: Path, stop_after: int
 ) -> None:
     """Dropout, AdamW, a schedule and a batch that crosses epoch ends: all of it continues."""
@@ -113,7 +113,7 @@ def test_a_stopped_and_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     assert losses(tmp_path / "g1") | losses(tmp_path / "g2") == losses(tmp_path / "whole")
 
 
-def test_checkpoints_come_every_so_many_steps_at_the_best_and_at_the_end(dataset: Dataset, tmp_path: Path) -> None:
+def test_checkpoints_are_saved_periodically_at_the_best_and_at_the_end(dataset: Dataset, tmp_path: Path) -> None:
     trainer, outcome = train(tmp_path, dataset, checkpoint_every_steps=4, validate_every_steps=6)
     lines = checkpoints(tmp_path)
     steps = [line.step for line in lines]
@@ -121,7 +121,7 @@ def test_checkpoints_come_every_so_many_steps_at_the_best_and_at_the_end(dataset
     assert {4, 8, 12, 16, outcome.step} <= set(steps)
     assert outcome.step == trainer.total_steps == 19
     assert [line.final for line in lines] == [False] * (len(lines) - 1) + [True]
-    # A checkpoint says what was measured of its own weights, and nothing about others'.
+    # A checkpoint records the metrics of its own weights, and no others.
     assert all(("validation/loss" in line.metrics) == (line.step % 6 == 0 or line.final) for line in lines)
     measured = [line for line in lines if "validation/loss" in line.metrics]
     best = min(measured, key=lambda line: line.metrics["validation/loss"])
@@ -136,7 +136,7 @@ def test_checkpoints_come_every_so_many_steps_at_the_best_and_at_the_end(dataset
     plain.load_state_dict(load_file(Path(best.folder) / "model-0.safetensors"))
 
 
-def test_early_stopping_ends_with_a_checkpoint_and_stays_ended(dataset: Dataset, tmp_path: Path) -> None:
+def test_early_stopping_saves_a_checkpoint_and_is_final(dataset: Dataset, tmp_path: Path) -> None:
     rules = {"early_stopping": {"patience": 2, "min_delta": 10.0}, "validate_every_steps": 2}
     _, outcome = train(tmp_path / "g1", dataset, **rules)
     assert outcome == Outcome("succeeded", 6, 96, outcome.metrics)  # the first counts as a best one
@@ -171,16 +171,16 @@ def test_bf16_trains(dataset: Dataset, tmp_path: Path) -> None:
     assert bf16.metrics != fp32.metrics
 
 
-def test_a_model_that_does_not_fit_is_refused_by_name(dataset: Dataset, tmp_path: Path) -> None:
+def test_a_mismatched_model_is_refused_by_name(dataset: Dataset, tmp_path: Path) -> None:
     train(tmp_path / "g1", dataset, max_steps=2)
     folder = Path(checkpoints(tmp_path / "g1")[-1].folder)
     model = Linear().model()
-    for other, says in (
+    for other, message in (
         (Linear(width=8).model(), r"'0.weight' is \(16, 8\).* in the checkpoint but \(8, 8\)"),
         (nn.Sequential(*model, nn.Linear(3, 3)), r"the model has '4.weight', which the checkpoint lacks"),
         (model[:3], r"the checkpoint has '3.\w+', which the model lacks"),
     ):
-        with pytest.raises(StateMismatch, match=says):
+        with pytest.raises(StateMismatch, match=message):
             checkpoint.load_model(folder, other)
 
 
@@ -210,7 +210,7 @@ def test_unsafe_or_torn_checkpoints_are_refused(dataset: Dataset, tmp_path: Path
         checkpoint.load(folder)
 
 
-def test_a_failed_write_fails_the_run_and_leaves_no_folder(
+def test_a_failed_write_fails_the_run_and_removes_its_folder(
     dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(fd: int) -> None:
@@ -223,7 +223,7 @@ def test_a_failed_write_fails_the_run_and_leaves_no_folder(
     assert checkpoints(tmp_path) == []
 
 
-def test_a_checkpoint_that_is_asked_for_comes_at_the_next_step(dataset: Dataset, tmp_path: Path) -> None:
+def test_a_requested_checkpoint_is_saved_at_the_next_step(dataset: Dataset, tmp_path: Path) -> None:
     control = Control()
     control.request_checkpoint()
     train(tmp_path, dataset, control=control, checkpoint_every_steps=1000, validate_every_steps=1000)

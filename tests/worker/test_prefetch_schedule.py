@@ -252,13 +252,13 @@ def test_the_schedule_agrees_with_the_plain_definition(seed: int) -> None:
 # -- what it costs ---------------------------------------------------------------------------------------
 
 
-class Counted(Consumer):
-    """Counts how often it is looked at."""
+class CountingConsumer(Consumer):
+    """Counts the lookups."""
 
-    looks = 0
+    lookups = 0
 
     def lacks(self, sha256: str) -> bool:
-        Counted.looks += 1
+        CountingConsumer.lookups += 1
         return super().lacks(sha256)
 
 
@@ -266,11 +266,11 @@ class Counted(Consumer):
 def test_decision_costs_what_it_starts(count: int) -> None:
     """Every shard comes, one after the other, through a cache that holds half of them."""
     present: dict[str, CachedShard] = {}
-    schedule, reading = PrefetchSchedule(present), Counted()
+    schedule, reading = PrefetchSchedule(present), CountingConsumer()
     shards = [f"s{number}" for number in range(count)]
     sequence = ReadSequence([(shard, number, number) for number, shard in enumerate(shards)], per_s=1.0)
     schedule.add(sequence, reading)
-    Counted.looks = 0
+    CountingConsumer.lookups = 0
     for number in range(count):
         schedule.advance(sequence, number, 1.0)
         following = schedule.next_shard(())
@@ -283,4 +283,4 @@ def test_decision_costs_what_it_starts(count: int) -> None:
         present[following.shard] = CachedShard(1, float(number))
         reading.ready.add(following.shard)
         schedule.update(following.shard)
-    assert Counted.looks < 4 * count
+    assert CountingConsumer.lookups < 4 * count

@@ -70,31 +70,20 @@ class NativeLibrary:
     """The C library; its calls release the interpreter's lock."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self.strided = library.gather_strided
-        self.strided.restype = number
-        self.strided.argtypes = (
-            pointer,
-            number,
-            pointer,
-            number,
-            pointer,
-            pointer,
-            pointer,
-            number,
-            pointer,
-            pointer,
-            number,
-        )
-        self.scattered = library.gather_scattered
-        self.scattered.restype = None
-        self.scattered.argtypes = (pointer, pointer, number, pointer)
-        self.run_length = library.run_length
-        self.run_length.restype = number
-        self.run_length.argtypes = (pointer, number)
-        self.run = library.read_run
-        self.run.restype = number
-        self.run.argtypes = (ctypes.c_int, number, number, number, number, pointer)
+        self.strided = _declare(library.gather_strided, "pnpnpppnppn", _NUMBER)
+        self.scattered = _declare(library.gather_scattered, "ppnp")
+        self.run_length = _declare(library.run_length, "pn", _NUMBER)
+        self.run = _declare(library.read_run, "innnnp", _NUMBER)
+
+
+_NUMBER = ctypes.c_int64
+_TYPES = {"p": ctypes.c_void_p, "n": _NUMBER, "i": ctypes.c_int}
+
+
+def _declare(function: Any, arguments: str, result: Any = None) -> Any:
+    """Declare a C function: its arguments by letter (pointer, number, int), and its result."""
+    function.argtypes, function.restype = [_TYPES[letter] for letter in arguments], result
+    return function
 
 
 @cache

@@ -14,11 +14,9 @@ import torch
 
 from trainbus.data.batch_timings import BatchTimings
 from trainbus.data.reader import SplitReader
-from trainbus.data.sampler import Ids, SampleSlice
-from trainbus.data.workers import DecodeError, DecodeJob, WorkerPool, run_decode_job, sample_generator
+from trainbus.data.sampler import Ids
+from trainbus.data.workers import DecodeError, DecodeJob, WorkerPool, run_decode_job
 from trainbus.task import Task, TaskError
-
-__all__ = ["BatchLoader", "MicroBatch", "Prefetcher", "pipeline_results", "prefetch", "sample_generator", "to_device"]
 
 T = TypeVar("T")
 _NO_IDS: Ids = np.empty(0, dtype=np.int64)
@@ -89,10 +87,6 @@ class BatchLoader:
 
         return result
 
-    def start_slice(self, picked: SampleSlice, seed: int) -> Callable[[], MicroBatch]:
-        """Start a batch for training from a slice of a global batch."""
-        return self.start(picked.ids, picked.epochs, seed)
-
     def _read(self, ids: Ids, epochs: Ids | None, seed: int) -> DecodeJob:
         fetched = self._waits.totals()["fetch"]
         with self._waits.during("read"):
@@ -138,8 +132,8 @@ def pipeline_results(started: Iterable[Callable[[], T]], depth: int) -> Iterator
 class Prefetcher(Generic[T]):
     """An iterator over items that a thread makes ahead; ``close`` ends the thread."""
 
-    def __init__(self, items: Iterable[T], depth: int) -> None:
-        """Start to make ``items``, up to ``depth`` ahead."""
+    def __init__(self, items: Iterable[T], depth: int = 2) -> None:
+        """Start to make ``items``, up to ``depth`` ahead; an error in making one is raised where it is due."""
         self._queue: _PrefetchQueue[T] = _PrefetchQueue(depth)
         # The thread references the queue alone, so that dropping the iterator ends the thread.
         thread = threading.Thread(target=self._queue.fill, args=(items,), name="trainbus-loader", daemon=True)
@@ -220,11 +214,6 @@ class _PrefetchQueue(Generic[T]):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-
-
-def prefetch(items: Iterable[T], depth: int = 2) -> Prefetcher[T]:
-    """Yield ``items``, made up to ``depth`` ahead in a thread; an error in making one is raised where it is due."""
-    return Prefetcher(items, depth)
 
 
 @atexit.register

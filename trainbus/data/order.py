@@ -194,9 +194,10 @@ class LaneOrder:
                 f"the checkpoint's samples are in the order of algorithm {state.get('algorithm')!r}, this trainbus has "
                 f"{ALGORITHM}: go on with the version of trainbus that wrote it, or train from the start"
             )
+        setting = "null" if state.get("window") is None else str(state["window"])
         differences = [
-            _DIFFERS[name].format(was=state.get(name), now=here[name], setting=_window_setting(name, state))
-            for name in _DIFFERS
+            text.format(was=state.get(name), now=here[name], setting=setting)
+            for name, text in _DIFFERS.items()
             if state.get(name) != here[name]
         ]
         if differences:
@@ -210,12 +211,8 @@ _DIFFERS = {
     "dataset_id": "it was trained on dataset {was}, this is {now}: give the run data.dataset_id {was}",
     "seed": "its order has seed {was}, this run's is {now}: set training.seed to {was}",
     "lanes": "its order has {was} lanes, this run's {now}: set training.loading.lanes to {was}",
-    "window_samples": ("its windows have {was} samples, this run's {now}: set training.loading.window to {setting}"),
+    "window_samples": "its windows have {was} samples, this run's {now}: set training.loading.window to {setting}",
 }
-
-
-def _window_setting(name: str, state: Mapping[str, Any]) -> str:
-    return "null" if state.get("window") is None else str(state["window"])
 
 
 def permutation(count: int, key: NDArray[np.uint64], counter: tuple[int, int, int, int]) -> Ids:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -103,7 +104,7 @@ class Loader:
         """Yield this rank's samples of each step, to the end; ``batch`` is None where it has none."""
         workers = self._batch_loader.workers
         loaded = pipeline_results(self._start_steps(self.samples_consumed), 0 if workers is None else len(workers) + 1)
-        with closing(loader.prefetch(loaded, self._ahead)) as steps:
+        with closing(loader.Prefetcher(loaded, self._ahead)) as steps:
             for samples_consumed, step in steps:
                 self.samples_consumed = samples_consumed
                 yield step
@@ -123,7 +124,8 @@ class Loader:
             bounds = slice_bounds(size, self._world_size, self._rank)
             picked = self._sampler.select(samples_consumed, *bounds)
             samples_consumed += size
-            yield _with_position(samples_consumed, self._batch_loader.start_slice(picked, self._seed))
+            started = self._batch_loader.start(picked.ids, picked.epochs, self._seed)
+            yield partial(_with_position, samples_consumed, started)
 
 
 class _FunctionTask(Task):
@@ -136,5 +138,5 @@ class _FunctionTask(Task):
         return self._decode(sample)
 
 
-def _with_position(samples_consumed: int, result: Callable[[], MicroBatch]) -> Callable[[], tuple[int, MicroBatch]]:
-    return lambda: (samples_consumed, result())
+def _with_position(samples_consumed: int, started: Callable[[], MicroBatch]) -> tuple[int, MicroBatch]:
+    return samples_consumed, started()

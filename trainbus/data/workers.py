@@ -18,6 +18,8 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from operator import setitem
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -152,7 +154,8 @@ class WorkerPool:
         Args:
             make: called in each worker; what it raises is raised by the first job.
         """
-        self._slots = mmap.mmap(-1, max(1, count) * _SLOT_BYTES)
+        #: For each worker the sample that it decodes, to be read after its death.
+        slots = memoryview(mmap.mmap(-1, max(1, count) * _SLOT_BYTES)).cast("q")
         self._workers: list[_Worker] = []
         sys.stdout.flush()
         sys.stderr.flush()
@@ -163,9 +166,9 @@ class WorkerPool:
                 # An end that stayed open here would hide its owner's death from the other workers.
                 for end in (ours, *(worker.end for worker in self._workers)):
                     end.close()
-                _run_worker(theirs, make, _ProgressSlot(self._slots, number))
+                _run_worker(theirs, make, partial(setitem, slots, number))
             theirs.close()
-            self._workers.append(_Worker(number, pid, ours, _ProgressSlot(self._slots, number)))
+            self._workers.append(_Worker(number, pid, ours, slots))
         self._next, self._lock, self._owner = 0, threading.Lock(), os.getpid()
 
     def __len__(self) -> int:
@@ -202,25 +205,11 @@ class WorkerPool:
             self.close()
 
 
-class _ProgressSlot:
-    """Shared memory in which a worker records its current sample, to be read after its death."""
-
-    def __init__(self, slots: mmap.mmap, number: int) -> None:
-        self._view = memoryview(slots).cast("q")
-        self._number = number
-
-    def set(self, place: int) -> None:
-        self._view[self._number] = place
-
-    def get(self) -> int:
-        return self._view[self._number]
-
-
 class _Worker:
     """The parent's side of one worker."""
 
-    def __init__(self, number: int, pid: int, end: socket.socket, slot: _ProgressSlot) -> None:
-        self.number, self.pid, self.end, self._slot = number, pid, end, slot
+    def __init__(self, number: int, pid: int, end: socket.socket, slots: memoryview[int]) -> None:
+        self.number, self.pid, self.end, self._slots = number, pid, end, slots
         self._sending, self._receiving = threading.Lock(), threading.Lock()
         self._waiting: deque[DecodeFuture] = deque()
         self._status: int | None = None
@@ -259,20 +248,20 @@ class _Worker:
         return self._status
 
     def _death(self) -> DecodeError:
-        code, place = os.waitstatus_to_exitcode(self.reap()), self._slot.get()
-        self._slot.set(_NOWHERE)  # jobs behind the fatal one did not start
+        code, place = os.waitstatus_to_exitcode(self.reap()), self._slots[self.number]
+        self._slots[self.number] = _NOWHERE  # jobs behind the fatal one did not start
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         hint = " (out of memory? fewer training.loading.workers take less)" if code == -signal.SIGKILL else ""
         return DecodeError(f"loader worker {self.number} {how}{hint}", place if place >= 0 else None)
 
 
-def _run_worker(end: socket.socket, make: Callable[[], Task], slot: _ProgressSlot) -> NoReturn:
+def _run_worker(end: socket.socket, make: Callable[[], Task], record_place: Callable[[int], None]) -> NoReturn:
     """Decode until the parent is gone."""
     code = 1
     try:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)  # meant for the parent, which then ends this process
-        slot.set(_NOWHERE)
+        record_place(_NOWHERE)
         threading.Thread(target=_exit_with_peer, args=(end,), daemon=True).start()
         torch.set_num_threads(1)
         task: Task | None = None
@@ -286,12 +275,12 @@ def _run_worker(end: socket.socket, make: Callable[[], Task], slot: _ProgressSlo
             started = time.perf_counter()
             try:
                 task = task or _configure(make(), dataset)
-                answer: Any = run_decode_job(task, value, slot.set), time.perf_counter() - started
+                answer: Any = run_decode_job(task, value, record_place), time.perf_counter() - started
             except DecodeError as error:
                 answer = error
             except TaskError as error:
                 answer = DecodeError(str(error))
-            slot.set(_NOWHERE)
+            record_place(_NOWHERE)
             _send_answer(end, answer)
     except ChannelClosed:
         code = 0

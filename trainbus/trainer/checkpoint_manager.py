@@ -21,18 +21,10 @@ from contracts.events.checkpoint import Exactness
 from contracts.ranks import CheckpointLine
 from contracts.spec.training import Training
 from trainbus.agent_link import Journal
-from trainbus.trainer.checkpoint import (
-    CheckpointError,
-    CheckpointSchedule,
-    CheckpointWriter,
-    FailureHistory,
-    Progress,
-    RankFiles,
-    StagingBuffers,
-    write,
-)
+from trainbus.trainer.checkpoint import CheckpointError, CheckpointSchedule, FailureHistory, Progress
 from trainbus.trainer.checkpoint.files import state_digest, state_json, tensors_file
-from trainbus.trainer.checkpoint.staging import copy_all
+from trainbus.trainer.checkpoint.staging import StagingBuffers, copy_all
+from trainbus.trainer.checkpoint.writer import CheckpointWriter, RankFiles, write
 from trainbus.trainer.strategies.base import Strategy
 from trainbus.trainer.survivor_state import SurvivorStore
 from trainbus.trainer.training_state import State, assemble
@@ -125,7 +117,7 @@ class CheckpointManager:
 
         def work(is_cancelled: Callable[[], bool]) -> None:
             self._finish_copy()
-            write(folder, content, is_cancelled=is_cancelled)
+            write(folder, content, is_cancelled)
             self._journal.append(
                 CheckpointLine(
                     time=time.time(),

@@ -33,6 +33,12 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
+def group_names(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
+    """Return the names of each group's parameters."""
+    names = parameter_names(model)
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
 def pack_groups(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
     """Return each group's hyperparameters, plain, beside the names of its parameters."""
     packed = []
@@ -50,9 +56,7 @@ def plain(value: Any) -> Any:
 def pack(optimizer: Optimizer, model: nn.Module) -> OptimizerState:
     """Return the optimizer's live state by name, not copied."""
     names = parameter_names(model)
-    state = OptimizerState()
-    members = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-    state.groups = pack_groups(optimizer.param_groups, members)
+    state = OptimizerState(groups=pack_groups(optimizer.param_groups, group_names(optimizer, model)))
     for parameter, values in optimizer.state.items():
         name = names[id(parameter)]
         for key, value in values.items():
@@ -88,8 +92,7 @@ def restore_groups(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str
 
 def unpack(state: OptimizerState, optimizer: Optimizer, model: nn.Module) -> None:
     """Put a packed state into a fresh optimizer over the same parameters."""
-    names = parameter_names(model)
-    check_groups(state, [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups])
+    check_groups(state, group_names(optimizer, model))
     by_name = dict(model.named_parameters())
     for name_and_key, tensor in state.tensors.items():
         name, _, key = name_and_key.rpartition("/")

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainbus.data.order import LaneOrder
 from trainbus.trainer import environment
 from trainbus.trainer.checkpoint import Progress, load, load_initial_weights
-from trainbus.trainer.checkpoint.reader import put_model
+from trainbus.trainer.checkpoint.weights import put_model
 from trainbus.trainer.strategies.base import Strategy
 from trainbus.trainer.survivor_state import SurvivorStore, load_newest_state
 from trainbus.trainer.training_state import MovingAverage

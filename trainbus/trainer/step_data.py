@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from contracts.spec.training import Training
 from trainbus.data.batch_timings import BatchTimings
 from trainbus.data.dataset import Dataset
-from trainbus.data.loader import BatchLoader, MicroBatch, Prefetcher, pipeline_results, prefetch
+from trainbus.data.loader import BatchLoader, MicroBatch, Prefetcher, pipeline_results
 from trainbus.data.order import LaneOrder
 from trainbus.data.read_plan import ReadAhead, ReadPlan
 from trainbus.data.sampler import Sampler, slice_bounds
@@ -74,8 +74,8 @@ class StepLoader:
         pieces = self._pieces(batch)
         bounds = [slice_bounds(stop - start, pieces, piece) for piece in range(pieces)]
         return [
-            self.loading.start_slice(self.sampler.select(samples_consumed, start + a, start + b), self.training.seed)
-            for a, b in bounds
+            self.loading.start(part.ids, part.epochs, self.training.seed)
+            for part in (self.sampler.select(samples_consumed, start + a, start + b) for a, b in bounds)
         ]
 
     def _pieces(self, batch: int | None = None) -> int:
@@ -136,7 +136,7 @@ class TrainingData:
             self._arrival.set_position(samples_consumed)
         loading = BatchLoader(self._task, self.train_split, workers=self.workers, waits=self.waits, pin=pin)
         loader = StepLoader(loading, self.sampler, self._training, leaves, leaf_count)
-        return prefetch(loader.steps(samples_consumed, count), self._training.loading.ahead)
+        return Prefetcher(loader.steps(samples_consumed, count), self._training.loading.ahead)
 
     def report_position(self, samples_consumed: int) -> None:
         """Report how far training has got to what brings the shards."""

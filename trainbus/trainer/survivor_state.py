@@ -42,10 +42,13 @@ Files = Mapping[str, Mapping[str, Tensor]]
 
 
 class StateKey(NamedTuple):
-    """Identifies a state on all nodes. The greater key is the newer state."""
+    """Identifies a state on all nodes. The greater key is the newer state.
 
-    step: int
+    The generation decides: one that did not use what an older one left has a history of its own, even if it is behind.
+    """
+
     generation: int
+    step: int
     #: Index of the folder that it lies in.
     folder: int
 
@@ -66,16 +69,12 @@ def find_local_parts(
     """Return the states of generations before this one on this node, from step ``at_least`` on."""
     found: dict[StateKey, LocalParts] = {}
     for index, folder in enumerate(folders):
-        for before in () if folder is None or not folder.is_dir() else folder.iterdir():
-            number = _GENERATION.fullmatch(before.name)
-            if number is None or int(number[1]) >= generation:
+        for path in () if folder is None else folder.glob("g*/step_*"):
+            number, step = _GENERATION.fullmatch(path.parent.name), _STEP.fullmatch(path.name)
+            if not number or not step or int(number[1]) >= generation or int(step[1]) < at_least:
                 continue
-            for path in before.iterdir():
-                if (step := _STEP.fullmatch(path.name)) and int(step[1]) >= at_least:
-                    offer = found.setdefault(StateKey(int(step[1]), int(number[1]), index), LocalParts())
-                    offer.parts |= {
-                        int(part[1]): path for file in path.iterdir() if (part := _MODEL.fullmatch(file.name))
-                    }
+            offer = found.setdefault(StateKey(int(number[1]), int(step[1]), index), LocalParts())
+            offer.parts |= {int(part[1]): path for file in path.iterdir() if (part := _MODEL.fullmatch(file.name))}
     for key, offer in list(found.items()):
         if 0 in offer.parts:
             try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import zip_longest
 from typing import Any, Literal
 
@@ -77,14 +76,11 @@ class StateEntries:
 
 def local_entries(kind: Kind, tensors: Mapping[str, Tensor]) -> list[StateEntry]:
     """List tensors that every rank holds whole."""
-    return [
-        StateEntry(kind, name, tensor.nbytes, partial(_return_local, tensor.detach()))
-        for name, tensor in tensors.items()
-    ]
 
+    def fetch(tensor: Tensor) -> Fetch:
+        return lambda owner: lambda: tensor
 
-def _return_local(tensor: Tensor, owner: int) -> Callable[[], Tensor]:
-    return lambda: tensor
+    return [StateEntry(kind, name, tensor.nbytes, fetch(tensor.detach())) for name, tensor in tensors.items()]
 
 
 def assemble(entries: StateEntries, world: World) -> State:

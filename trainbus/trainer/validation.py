@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from contracts.spec.training import EarlyStopping
-from trainbus.data.loader import BatchLoader, MicroBatch, pipeline_results, prefetch, to_device
+from trainbus.data.loader import BatchLoader, MicroBatch, Prefetcher, pipeline_results, to_device
 from trainbus.data.reader import SplitReader
 from trainbus.data.sampler import slice_bounds
 from trainbus.data.workers import WorkerPool
@@ -66,7 +66,7 @@ def measure_split(
     try:
         # Not inference mode: what FSDP2 gathers there could not be trained on afterwards.
         with torch.no_grad(), torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-            for chunk, counted, item in prefetch(loaded):
+            for chunk, counted, item in Prefetcher(loaded):
                 seed_all("measure", chunk)
                 batch = to_device(item.batch, lambda tensor: tensor.to(device, non_blocking=True))
                 found = task.metrics(model, batch)

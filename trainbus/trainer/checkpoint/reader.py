@@ -7,10 +7,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainbus.trainer.checkpoint.files import (
     MAX_STATE_BYTES,
@@ -21,7 +20,7 @@ from trainbus.trainer.checkpoint.files import (
     check_safe,
     tensors_file,
 )
-from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
+from trainbus.trainer.optimizer_state import OptimizerState
 from trainbus.trainer.training_state import KINDS, State
 
 
@@ -36,19 +35,13 @@ class LoadedCheckpoint:
 def load(folder: Path) -> LoadedCheckpoint:
     """Read everything that training resumes from."""
     check_safe(folder)
-    progress, state = load_progress(folder)
-    state.model, state.optimizer.tensors, state.ema = (load_tensors(folder, kind) for kind in KINDS)
-    return LoadedCheckpoint(progress, state)
-
-
-def load_progress(folder: Path) -> tuple[Progress, State]:
-    """Read ``state.json`` of a whole checkpoint; the state comes without its tensors."""
     progress, state = read_state(folder)
     for rank in range(progress.about["parts"]):
         for kind in ("model", "optimizer"):
             if not (folder / tensors_file(kind, rank)).is_file():
                 raise CheckpointError(f"{tensors_file(kind, rank)!r} of the checkpoint is missing")
-    return progress, state
+    state.model, state.optimizer.tensors, state.ema = (load_tensors(folder, kind) for kind in KINDS)
+    return LoadedCheckpoint(progress, state)
 
 
 def read_state(folder: Path) -> tuple[Progress, State]:
@@ -89,38 +82,3 @@ def load_tensors(folder: Path, kind: str) -> dict[str, Tensor]:
             raise CheckpointError(f"{min(twice)!r} is in {path.name} of the checkpoint and in another file")
         found |= tensors
     return found
-
-
-def load_model(folder: Path, model: nn.Module, *, averaged: bool = False) -> None:
-    """Put the checkpoint's weights and buffers into ``model``; ``averaged``: the moving average's where it has one.
-
-    Raises:
-        StateMismatch: a tensor is missing, unknown, or of another shape or type; the text names it.
-    """
-    check_safe(folder)
-    put_model(load_tensors(folder, "model"), model)
-    averages = load_tensors(folder, "ema") if averaged else {}
-    with torch.no_grad():
-        # By parameter, since a tied one has more names in the model's state than it has averages.
-        for name, parameter in model.named_parameters():
-            if name in averages:
-                parameter.copy_(averages[name])
-
-
-def put_model(saved: dict[str, Tensor], model: nn.Module) -> None:
-    """Copy whole tensors into a model that has exactly these; see ``load_model``."""
-    wanted = model.state_dict()
-    for name, present in wanted.items():
-        if name not in saved:
-            raise StateMismatch(f"the model has {name!r}, which the checkpoint lacks: was the task changed?")
-        tensor = saved[name]
-        if tensor.shape != present.shape or tensor.dtype != present.dtype:
-            raise StateMismatch(
-                f"{name!r} is {tuple(tensor.shape)} {tensor.dtype} in the checkpoint but "
-                f"{tuple(present.shape)} {present.dtype} in the model: do the params differ?"
-            )
-    for name in saved:
-        if name not in wanted:
-            raise StateMismatch(f"the checkpoint has {name!r}, which the model lacks: was the task changed?")
-    with torch.no_grad():
-        model.load_state_dict(saved)

@@ -84,8 +84,8 @@ class StagingBuffers:
         self._pinned, self._folder = pinned, folder
         self.images: dict[str, FileImage] = {}
 
-    def lay_out(self, files: Mapping[str, Mapping[str, Tensor]]) -> bool:
-        """Allocate buffers for these tensors, by file name; return whether they are new."""
+    def lay_out(self, files: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Allocate buffers for these tensors, by file name, unless they have the layout of those before."""
         same = self.images.keys() == files.keys() and all(
             self.images[name].key == _key(tensors) for name, tensors in files.items()
         )
@@ -94,7 +94,6 @@ class StagingBuffers:
             for name, tensors in files.items():
                 path = None if self._folder is None else self._folder / name
                 self.images[name] = FileImage(tensors, pinned=self._pinned, path=path)
-        return not same
 
     def pairs(self, files: Mapping[str, Mapping[str, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         """Return (where to, where from) for each tensor."""

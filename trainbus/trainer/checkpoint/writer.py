@@ -8,17 +8,13 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainbus.trainer.checkpoint.digest import digest_of
-from trainbus.trainer.checkpoint.files import (
-    STATE,
-    CheckpointError,
-    digests_file,
-    state_digest,
-)
+from trainbus.trainer.checkpoint.files import STATE, CheckpointError, digests_file, state_digest
 from trainbus.trainer.checkpoint.staging import FileImage
 
 BLOCK_BYTES = 8 * 2**20
@@ -39,34 +35,31 @@ class RankFiles:
     state: dict[str, Any] | None
 
 
-def write(
-    folder: Path, content: RankFiles, *, durable: bool = True, is_cancelled: Callable[[], bool] = lambda: False
-) -> None:
+def write(folder: Path, content: RankFiles, is_cancelled: Callable[[], bool]) -> None:
     """Write a rank's folder under another name and rename it: a folder that exists is whole, and on disk.
 
     Calls ``is_cancelled`` between blocks.
 
     Raises:
-        Replaced: nothing is left of what was written.
+        WriteCancelled: nothing is left of what was written.
     """
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        _fill(temporary, content, durable, is_cancelled)
+        _fill(temporary, content, is_cancelled)
         if is_cancelled():
             raise WriteCancelled
         # A folder that exists was never reported, or the rank would not write this step again.
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
-        if durable:
-            _fsync(folder.parent)
+        _fsync(folder.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def _fill(temporary: Path, content: RankFiles, durable: bool, is_cancelled: Callable[[], bool]) -> None:
+def _fill(temporary: Path, content: RankFiles, is_cancelled: Callable[[], bool]) -> None:
     for name, image in content.images.items():
         _write_blocks(temporary / name, image.bytes, is_cancelled)
     # The disk writes while this hashes.
@@ -75,12 +68,11 @@ def _fill(temporary: Path, content: RankFiles, durable: bool, is_cancelled: Call
     )
     if content.state is not None:
         (temporary / STATE).write_text(json.dumps(content.state, indent=1, sort_keys=True, allow_nan=False))
-    if durable:
-        for path in (*temporary.iterdir(), temporary):
-            _fsync(path)
+    for path in (*temporary.iterdir(), temporary):
+        _fsync(path)
 
 
-def digests(content: RankFiles, is_cancelled: Callable[[], bool] = lambda: False) -> dict[str, str]:
+def digests(content: RankFiles, is_cancelled: Callable[[], bool]) -> dict[str, str]:
     """Return the hash of each tensor, ``<kind>/<name>``, and of the ``state`` besides the tensors."""
     found = {} if content.state is None else {"state": state_digest(content.state)}
     for file, image in content.images.items():
@@ -127,28 +119,18 @@ class CheckpointWriter:
     """Does one piece of work at a time, in a thread. ``submit`` and ``join`` raise the error of the work before."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._executor = ThreadPoolExecutor(1, "trainbus-checkpoint")
+        self._work: Future[None] | None = None
         self._cancelled = threading.Event()
 
     @property
     def is_writing(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self._work is not None and not self._work.done()
 
     def submit(self, work: Callable[[Callable[[], bool]], None]) -> None:
         """Start ``work`` after the work before it; its argument is a function that tells whether it is cancelled."""
         self.join()
-
-        def run() -> None:
-            try:
-                work(self._cancelled.is_set)
-            except WriteCancelled:
-                pass
-            except BaseException as error:
-                self._error = error
-
-        self._thread = threading.Thread(target=run, name="trainbus-checkpoint", daemon=False)
-        self._thread.start()
+        self._work = self._executor.submit(work, self._cancelled.is_set)
 
     def cancel(self) -> None:
         """End the write that is under way and remove its files; a complete checkpoint stays."""
@@ -160,9 +142,11 @@ class CheckpointWriter:
 
     def join(self) -> None:
         """Wait until everything is on disk."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
+        work, self._work = self._work, None
+        try:
+            if work is not None:
+                work.result()
+        except WriteCancelled:
+            pass
+        except Exception as error:
             raise CheckpointError(f"the checkpoint could not be written: {error}") from error

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainbus.task import TaskError
 from trainbus.trainer.exact.exchange import PeerLink, TreeExchange
-from trainbus.trainer.exact.layout import Bucket, Span, buckets_of
+from trainbus.trainer.exact.layout import Bucket, Span, buckets_of, gradient_of
 from trainbus.trainer.exact.tree import LeafStep, TreePlan
 from trainbus.trainer.world import World
 
@@ -111,7 +111,7 @@ class GradientTree:
         if not last:
             return
         if not self._placing:
-            gradients = [_gradient(parameter) for parameter in self.parameters]
+            gradients = [gradient_of(parameter) for parameter in self.parameters]
             merges = step.merges
             if self._in_place:
                 self._stack.pop()
@@ -199,7 +199,7 @@ class GradientTree:
         assert self._leaf.completes is not None
         number, slot = self._place_of[index]
         target = slot.view(self.reductions[number].flats[self.plan.nodes.index(self._leaf.completes)])
-        total = _gradient(self.parameters[index])
+        total = gradient_of(self.parameters[index])
         lefts = [self._stack[-1 - depth][index] for depth in range(self._in_place, self._leaf.merges)]
         for left in lefts[:-1]:
             total = left.add_(total)
@@ -270,8 +270,3 @@ class BucketReduction:
             return nullcontext()
         self._side_stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(self._side_stream)
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad

@@ -24,7 +24,7 @@ FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
 Span = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Piece:
     """Elements ``start`` to ``stop`` of a parameter, in the order in which they lie in memory."""
 
@@ -63,9 +63,9 @@ class Bucket:
         self.slots.append(Slot(index, self.size, parameter))
         self.size += -(-parameter.numel() // ALIGN) * ALIGN
 
-    def empty(self, size: int | None = None) -> Tensor:
+    def empty(self) -> Tensor:
         """Return a flat tensor of the bucket's size; its padding is zero."""
-        return torch.zeros(self.size if size is None else size, dtype=self.dtype, device=self.device)
+        return torch.zeros(self.size, dtype=self.dtype, device=self.device)
 
     def even_shards(self, world_size: int) -> list[Span]:
         """Divide the bucket into contiguous spans, as equal as alignment allows."""
@@ -99,6 +99,12 @@ def buckets_of(parameters: Iterable[Tensor]) -> list[Bucket]:
             buckets.append(last)
         last.add(index, parameter)
     return buckets
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    """Return the gradient, which every parameter has once a leaf is complete: zeros where it was not used."""
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:

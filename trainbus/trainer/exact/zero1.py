@@ -8,8 +8,8 @@ kernel ever sees a tensor whose shape depends on that number.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from trainbus.task import TaskError
 from trainbus.trainer import optimizer_state as packing
 from trainbus.trainer.exact.exchange import Message
 from trainbus.trainer.exact.gradient_tree import GradientTree
-from trainbus.trainer.exact.layout import Piece, in_memory_order
+from trainbus.trainer.exact.layout import Piece, gradient_of, in_memory_order
 from trainbus.trainer.exact.norm import piece_norms
 from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
 from trainbus.trainer.training_state import StateEntry, local_entries
@@ -51,36 +51,21 @@ def check_elementwise(optimizer: Optimizer, strategy: str) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class OwnedPiece:
-    """A piece that this rank steps on: a span of the flat weights, as a parameter."""
-
-    piece: Piece
-    name: str
-    parameter: nn.Parameter
-
-
 class ShardedOptimizer:
     """Replaces the parameters in the task's optimizer by pieces. The optimizer object stays the same."""
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, named: Mapping[str, Tensor], tree: GradientTree) -> None:
         check_elementwise(optimizer, "zero1")
         self._optimizer, self._named, self._tree = optimizer, dict(named), tree
-        names = packing.parameter_names(model)
-        self._group_names = [[names[id(p)] for p in g["params"]] for g in optimizer.param_groups]
+        self._group_names = packing.group_names(optimizer, model)
         self._weights = self._flatten_weights()
-        pieces = sorted((piece for slot in self._slots() for piece in slot.pieces()), key=_order)
-        self._number = {piece: number for number, piece in enumerate(pieces)}
-        self._owned = self._own_pieces()
-        self._pieces: dict[str, list[tuple[Piece, int]]] = {name: [] for name in named}
-        for piece in pieces:
-            self._pieces[self._tree.names[piece.index]].append((piece, self._owner[piece]))
-        self._parameters = {own.piece: own.parameter for own in self._owned}
-        self._own_numbers = [self._number[own.piece] for own in self._owned]
+        self._owners, self._owned = self._divide()
+        self._own_numbers = [number for number, piece in enumerate(self._owners) if piece in self._owned]
+        self._pieces = {name: list(pieces) for name, pieces in groupby(self._owners, self._name)}
         before = packing.pack(optimizer, model)
         by_name: dict[str, list[nn.Parameter]] = {}
-        for own in self._owned:
-            by_name.setdefault(own.name, []).append(own.parameter)
+        for piece, parameter in self._owned.items():
+            by_name.setdefault(self._name(piece), []).append(parameter)
         for group, members in zip(optimizer.param_groups, self._group_names, strict=True):
             group["params"] = [parameter for name in members for parameter in by_name.get(name, [])]
         self.load(before)
@@ -98,9 +83,9 @@ class ShardedOptimizer:
     def piece_norms(self) -> Tensor:
         """Return the norms of all pieces, this rank's own and the others'."""
         world = self._tree.world
-        norms = torch.zeros(len(self._number), dtype=torch.float64, device=world.device)
+        norms = torch.zeros(len(self._owners), dtype=torch.float64, device=world.device)
         if self._owned:
-            norms[self._own_numbers] = piece_norms([_gradient(own.parameter) for own in self._owned])
+            norms[self._own_numbers] = piece_norms([gradient_of(parameter) for parameter in self._owned.values()])
         # Each is a number on one rank and zero on the others, so the sum is exact.
         return world.all_reduce(norms)
 
@@ -114,11 +99,13 @@ class ShardedOptimizer:
                 raise StateMismatch(f"the checkpoint has optimizer state of {name!r}, which the model does not train")
             values.setdefault(name, {})[key] = self._laid_out(name_and_key, tensor, self._named[name])
         self._optimizer.state.clear()
-        for own in self._owned:
-            mine = self._optimizer.state[own.parameter] if own.name in values else {}
-            for key, value in values.get(own.name, {}).items():
+        for piece, parameter in self._owned.items():
+            if (name := self._name(piece)) not in values:
+                continue
+            mine = self._optimizer.state[parameter]
+            for key, value in values[name].items():
                 if isinstance(value, Tensor):
-                    value = value.clone() if value.ndim == 0 else value[own.piece.start : own.piece.stop].clone()
+                    value = value.clone() if value.ndim == 0 else value[piece.start : piece.stop].clone()
                 mine[key] = value
         packing.restore_groups(self._optimizer.param_groups, state.groups)
 
@@ -145,7 +132,8 @@ class ShardedOptimizer:
         whole = torch.empty_like(self._named[name], dtype=dtype) if rank == owner else None
         sends: list[Message] = []
         receives: list[Message] = []
-        for piece, holder in self._pieces[name]:
+        for piece in self._pieces.get(name, ()):
+            holder = self._owners[piece]
             if whole is not None:
                 place = in_memory_order(whole)[piece.start : piece.stop]
                 if holder == rank:
@@ -163,22 +151,22 @@ class ShardedOptimizer:
         return wait
 
     def _piece_state(self, piece: Piece) -> dict[str, Any]:
-        state: dict[str, Any] = self._optimizer.state[self._parameters[piece]]
+        state: dict[str, Any] = self._optimizer.state[self._owned[piece]]
         return state
 
     def _describe_state(self) -> dict[str, dict[str, Any]]:
         """Return the state of the parameters whose first piece is here; a dtype stands for a sharded tensor."""
         described: dict[str, dict[str, Any]] = {}
-        for own in self._owned:
-            if own.piece.start == 0 and own.parameter in self._optimizer.state:
-                described[own.name] = {
+        for piece, parameter in self._owned.items():
+            if piece.start == 0 and parameter in self._optimizer.state:
+                described[self._name(piece)] = {
                     key: value.dtype if isinstance(value, Tensor) and value.ndim > 0 else value
-                    for key, value in self._optimizer.state[own.parameter].items()
+                    for key, value in self._optimizer.state[parameter].items()
                 }
         return described
 
-    def _slots(self) -> list[Any]:
-        return [slot for bucket in self._tree.buckets for slot in bucket.slots]
+    def _name(self, piece: Piece) -> str:
+        return self._tree.names[piece.index]
 
     def _flatten_weights(self) -> list[Tensor]:
         """Move the weights into flat tensors laid out as the gradients are."""
@@ -192,23 +180,22 @@ class ShardedOptimizer:
             flats.append(flat)
         return flats
 
-    def _own_pieces(self) -> list[OwnedPiece]:
-        owned, names, rank = [], list(self._named), self._tree.world.rank
-        self._owner: dict[Piece, int] = {}
+    def _divide(self) -> tuple[dict[Piece, int], dict[Piece, nn.Parameter]]:
+        """Return the owner of each piece, and this rank's pieces as parameters: spans of the flat weights."""
+        owners: dict[Piece, int] = {}
+        owned: dict[Piece, nn.Parameter] = {}
         for bucket, shards, weights, gradients in zip(
             self._tree.buckets, self._tree.shards, self._weights, self._tree.flats, strict=True
         ):
             for slot in bucket.slots:
                 for piece in slot.pieces():
                     start = slot.offset + piece.start
-                    owner = next(n for n, (first, end) in enumerate(shards) if first <= start < end)
-                    self._owner[piece] = owner
-                    if owner == rank:
+                    owners[piece] = next(n for n, (first, end) in enumerate(shards) if first <= start < end)
+                    if owners[piece] == self._tree.world.rank:
                         place = slice(start, slot.offset + piece.stop)
-                        parameter = nn.Parameter(weights[place])
-                        parameter.grad = gradients[place]
-                        owned.append(OwnedPiece(piece, names[slot.index], parameter))
-        return sorted(owned, key=lambda own: _order(own.piece))
+                        owned[piece] = nn.Parameter(weights[place])
+                        owned[piece].grad = gradients[place]
+        return dict(sorted(owners.items())), dict(sorted(owned.items()))
 
     @staticmethod
     def _laid_out(name: str, tensor: Tensor, parameter: Tensor) -> Tensor:
@@ -218,12 +205,3 @@ class ShardedOptimizer:
         if tensor.shape != parameter.shape:
             raise StateMismatch(f"optimizer state {name!r} has shape {tuple(tensor.shape)}")
         return in_memory_order(torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor))
-
-
-def _order(piece: Piece) -> tuple[int, int]:
-    return piece.index, piece.start
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad

@@ -121,7 +121,7 @@ class DeepSpeedStrategy(Strategy):
             kept = whole if owner == self._world.rank else None
             return lambda: kept
 
-        return StateEntry(kind, name, _bytes(like), fetch)
+        return StateEntry(kind, name, _shape(like).numel() * like.element_size(), fetch)
 
     def _load_weights(self, weights: dict[str, Tensor]) -> None:
         for name, tensor in self.model.state_dict(keep_vars=True).items():
@@ -184,10 +184,8 @@ class DeepSpeedStrategy(Strategy):
 
             return torch.as_tensor(safe_get_full_optimizer_state(parameter, key))
         whole = torch.zeros(parameter.numel(), dtype=shard.dtype, device=shard.device)
-        mapping = getattr(parameter, "_hp_mapping", None)
-        if mapping is not None:  # some of this parameter lies in this rank's shard
-            theirs, ours = mapping.lp_fragment_address, mapping.hp_fragment_address
-            whole.narrow(0, theirs.start, theirs.numel).copy_(shard.narrow(0, ours.start, ours.numel))
+        for theirs, ours in _fragments(parameter, whole, shard):
+            theirs.copy_(ours)
         # The other ranks have zeros there; as integers, the sum is the bits themselves.
         dist.all_reduce(whole.view(torch.uint8))
         return whole.view(parameter.shape)
@@ -223,11 +221,8 @@ class DeepSpeedStrategy(Strategy):
 
             safe_set_local_optimizer_state(parameter, self._partition_of(parameter, whole), key)
             return
-        mapping = getattr(parameter, "_hp_mapping", None)
-        if mapping is not None:  # some of this parameter lies in this rank's shard
-            theirs, ours = mapping.lp_fragment_address, mapping.hp_fragment_address
-            fragment = whole.flatten().narrow(0, theirs.start, theirs.numel)
-            shard.narrow(0, ours.start, ours.numel).copy_(fragment)
+        for theirs, ours in _fragments(parameter, whole.flatten(), shard):
+            ours.copy_(theirs)
 
     def _parameter_groups(self) -> list[tuple[dict[str, Any], Tensor, list[Tensor]]]:
         """Return each parameter group: its hyperparameters, this rank's flat shard, and the sharded parameters.
@@ -247,5 +242,9 @@ def _shape(parameter: Any) -> torch.Size:
     return shape
 
 
-def _bytes(tensor: Tensor) -> int:
-    return _shape(tensor).numel() * tensor.element_size()
+def _fragments(parameter: Tensor, whole: Tensor, shard: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield what of a flat tensor of the parameter lies in this rank's shard, if any: (in the whole, in the shard)."""
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if mapping is not None:
+        theirs, ours = mapping.lp_fragment_address, mapping.hp_fragment_address
+        yield whole.narrow(0, theirs.start, theirs.numel), shard.narrow(0, ours.start, ours.numel)

@@ -14,7 +14,7 @@ from trainbus.task import Task, TaskError
 from trainbus.trainer.environment import enable_determinism
 from trainbus.trainer.exact.buffer_sync import BufferSync
 from trainbus.trainer.exact.gradient_tree import GradientTree
-from trainbus.trainer.exact.layout import Slot, in_memory_order, is_dense
+from trainbus.trainer.exact.layout import Slot, gradient_of, in_memory_order, is_dense
 from trainbus.trainer.exact.norm import clip_factor, piece_norms, total_norm
 from trainbus.trainer.exact.zero1 import ShardedOptimizer
 from trainbus.trainer.optimizer_state import OptimizerState
@@ -83,8 +83,7 @@ class ExactDDPStrategy(Strategy):
             return total_norm(self._sharded.piece_norms())
         pieces = []
         for slot in self._slots:
-            assert slot.parameter.grad is not None
-            flat = in_memory_order(slot.parameter.grad)
+            flat = in_memory_order(gradient_of(slot.parameter))
             pieces += [flat[piece.start : piece.stop] for piece in slot.pieces()]
         return total_norm(piece_norms(pieces))
 

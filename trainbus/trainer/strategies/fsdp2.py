@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,14 +13,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 
 from contracts.spec.training import Training
 from trainbus.task import Task
 from trainbus.trainer.exact.buffer_sync import BufferSync
+from trainbus.trainer.exact.exchange import PeerLink, TreeExchange
+from trainbus.trainer.exact.layout import gradient_of
 from trainbus.trainer.exact.norm import clip_factor, global_norm
-from trainbus.trainer.exact.reduce_scatter import BackwardState, TreeReduceScatter
-from trainbus.trainer.exact.tree import SumStack, TreePlan
+from trainbus.trainer.exact.tree import LeafStep, SumStack, TreePlan
 from trainbus.trainer.exact.zero1 import check_elementwise
 from trainbus.trainer.optimizer_state import OptimizerState, StateMismatch
 from trainbus.trainer.strategies.base import StepResult, Strategy
@@ -69,7 +72,7 @@ class FSDP2Strategy(Strategy):
             self._buffers.leaf_done(leaf, self._leaf_weight)
             if self._world.size == 1:
                 self._gradients = self._stack.push(
-                    self._plan.steps[leaf], [_local(_gradient(p)) for p in self._parameters]
+                    self._plan.steps[leaf], [_local(gradient_of(p)) for p in self._parameters]
                 )
                 self._clear_gradients()
             elif leaf != self.leaves[-1]:
@@ -83,7 +86,7 @@ class FSDP2Strategy(Strategy):
             for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
                 parameter.grad = _like(parameter, gradient)
             self._gradients = None
-        gradients = [_local(_gradient(p)) for p in self._parameters]
+        gradients = [_local(gradient_of(p)) for p in self._parameters]
         if self._scale.enabled:
             torch._foreach_mul_(gradients, 1.0 / self._scale.scale)
         norm = global_norm(gradients, self._world.device, reduce=self._world.size > 1)
@@ -167,11 +170,6 @@ def _add_in_place(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
     return left
 
 
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None, "every parameter has a gradient, of zeros where it was not used"
-    return parameter.grad
-
-
 def _shard(model: nn.Module, task: Task, world: World) -> list[FSDPModule]:
     """Shard the blocks one by one, and the rest of the model as the root; return the sharded modules, root first."""
     mesh = init_device_mesh(world.device.type, (world.size,))
@@ -244,3 +242,79 @@ def outermost_lists(model: nn.Module) -> Iterable[nn.Module]:
         return
     for child in model.children():
         yield from outermost_lists(child)
+
+
+class BackwardState:
+    """Which leaf is in backward now, and which exchanges are under way: one for all parameter groups of a model."""
+
+    def __init__(self, plan: TreePlan) -> None:
+        self.plan = plan
+        self.leaf: LeafStep | None = None
+        self.pending: list[TreeReduceScatter] = []
+
+    def finish(self) -> None:
+        """Finish the exchanges that are under way; to be called after the last backward of a step."""
+        for each in self.pending:
+            each.finish()
+        self.pending.clear()
+
+
+class TreeReduceScatter(ReduceScatter):
+    """Reduce-scatter of one parameter group along the fixed tree.
+
+    FSDP2 calls it once for every leaf, with the leaf's gradient cut into a shard for each rank. The sums of the rank's
+    own leaves stay here until its last leaf; then the ranks exchange the shards of their maximal nodes. The output
+    holds the sum only after ``BackwardState.finish``, so that communication overlaps with backward.
+    """
+
+    def __init__(self, backward: BackwardState, number: int) -> None:
+        """``number`` tells the groups of a model apart."""
+        self._backward, self._number = backward, number
+        self._stack: SumStack[Tensor] = SumStack(self._add)
+        #: The sums of this rank's maximal nodes that are complete.
+        self._complete: list[Tensor] = []
+        #: Buffers by size, kept from step to step: fresh ones cost page faults.
+        self._free: dict[int, list[Tensor]] = {}
+        self._exchange: TreeExchange | None = None
+        self._output: Tensor | None = None
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        free = self._free.get(math.prod(int(each) for each in size), [])
+        fitting = next((n for n, each in enumerate(free) if each.dtype == dtype and each.device == device), None)
+        return torch.empty(*size, dtype=dtype, device=device) if fitting is None else free.pop(fitting)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        leaf, plan = self._backward.leaf, self._backward.plan
+        assert leaf is not None, "backward outside of a leaf"
+        total = self._stack.push(leaf, input_tensor)
+        if total is not None:
+            self._complete.append(total)
+        if len(self._complete) < len(plan.nodes) or total is None:
+            return
+        if self._exchange is None:
+            shard = output_tensor.numel()
+            spans = [(rank * shard, (rank + 1) * shard) for rank in range(len(plan.nodes_by_rank))]
+            link = PeerLink(output_tensor.device, group)
+            self._exchange = TreeExchange(plan, spans, link, self._number, output_tensor)
+        self._exchange.start_reduce_scatter(self._complete)
+        self._output = output_tensor
+        self._backward.pending.append(self)
+
+    def finish(self) -> None:
+        """Wait for the other ranks' sums and put this rank's shard into the output."""
+        assert self._exchange is not None
+        assert self._output is not None
+        self._output.copy_(self._exchange.finish_reduce_scatter().view_as(self._output))
+        for total in self._complete:
+            self._release(total)
+        self._complete, self._output = [], None
+
+    def _add(self, left: Tensor, right: Tensor) -> Tensor:
+        left.add_(right)
+        self._release(right)
+        return left
+
+    def _release(self, buffer: Tensor) -> None:
+        self._free.setdefault(buffer.numel(), []).append(buffer)

@@ -1,4 +1,4 @@
-"""The word about a rank that waits for its data: when it comes, what it says, how often."""
+"""Reports of a rank that waits for its data: when, with which hint, how often."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Rank:
     """A rank whose steps take a given time."""
 
     def __init__(self, **loading: Any) -> None:
-        self.clock, self.waits, self.said = Clock(), BatchTimings(), list[StarvationLine]()
-        self.starvation = StarvationDetector(DataLoading(**loading), self.waits, 3, self.said.append, self.clock)
+        self.clock, self.waits, self.reports = Clock(), BatchTimings(), list[StarvationLine]()
+        self.starvation = StarvationDetector(DataLoading(**loading), self.waits, 3, self.reports.append, self.clock)
         self.step = 0
 
     def steps(self, count: int, busy_s: float, waited_s: float, cause: Cause = "decode") -> None:
@@ -51,72 +51,72 @@ class Rank:
             self.starvation.add_step(self.step, waited_s)
 
 
-def test_a_rank_that_waits_too_much_says_so_once_an_episode() -> None:
+def test_starvation_is_reported_once_an_episode() -> None:
     rank = Rank(starved_s=30, starved_share=0.2)
     rank.steps(299, 0.05, 0.05)
-    assert not rank.said  # 29.9 s: not long enough to tell
+    assert not rank.reports  # 29.9 s: shorter than a window
     rank.steps(1000, 0.05, 0.05)
-    (line,) = rank.said
+    (line,) = rank.reports
     assert (line.step, line.rank, line.over_steps, line.bound_by) == (line.over_steps, 3, line.over_steps, "decode")
     assert line.wait_share == pytest.approx(0.5)
     assert 30 <= line.over_s < 30.2
     rank.steps(700, 0.1, 0.0)  # data comes in time for two windows
-    assert len(rank.said) == 1
+    assert len(rank.reports) == 1
     rank.steps(700, 0.05, 0.05, "fetch")
-    assert [line.bound_by for line in rank.said] == ["decode", "fetch"]
+    assert [line.bound_by for line in rank.reports] == ["decode", "fetch"]
 
 
-def test_a_share_below_the_threshold_is_nothing_to_speak_of() -> None:
+def test_a_share_below_the_threshold_is_not_reported() -> None:
     rank = Rank(starved_s=30, starved_share=0.2)
     rank.steps(2000, 0.09, 0.01)
-    assert not rank.said
+    assert not rank.reports
 
 
-def test_one_step_that_waits_long_is_reported_when_it_ends() -> None:
+def test_a_long_wait_of_one_step_is_reported_when_it_ends() -> None:
     rank = Rank(starved_s=30)
     rank.steps(10, 0.1, 0.0)
     rank.steps(1, 0.1, 60.0, "fetch")
-    (line,) = rank.said
+    (line,) = rank.reports
     assert (line.bound_by, line.over_steps) == ("fetch", 11)
     assert "TRAINBUS_CACHE_MAX_BYTES" in line.hint
 
 
-def test_a_wait_that_does_not_end_is_reported_while_it_lasts() -> None:
+def test_a_wait_without_end_is_reported_while_it_lasts() -> None:
     rank = Rank(starved_s=30)
     rank.steps(10, 0.1, 0.0)
     rank.starvation.on_data_wait()
     rank.clock.now += 29
     rank.starvation.check_current_wait()
-    assert not rank.said
+    assert not rank.reports
     with rank.waits.during("read"), rank.waits.during("fetch"):
         rank.clock.now += 2
         rank.starvation.check_current_wait()
         rank.clock.now += 600
         rank.starvation.check_current_wait()
-    (line,) = rank.said
+    (line,) = rank.reports
     assert (line.step, line.bound_by, line.over_steps) == (10, "fetch", 10)
     rank.starvation.add_step(11, 631.0)  # it ends, in the same episode
     rank.starvation.check_current_wait()
-    assert len(rank.said) == 1
+    assert len(rank.reports) == 1
     rank.steps(400, 0.1, 0.0)
     rank.starvation.on_data_wait()
     rank.clock.now += 100
     rank.starvation.check_current_wait()
-    assert len(rank.said) == 2
+    assert len(rank.reports) == 2
 
 
-def test_a_loop_that_computes_for_long_is_not_waiting() -> None:
+def test_a_long_computation_is_not_a_wait() -> None:
     rank = Rank(starved_s=30)
     rank.starvation.on_data_wait()
     rank.clock.now += 1
     rank.starvation.add_step(1, 1.0)
-    rank.clock.now += 3600  # a long validation, say
+    rank.clock.now += 3600  # a long validation
     rank.starvation.check_current_wait()
-    assert not rank.said
+    assert not rank.reports
 
 
 @pytest.mark.parametrize(
-    ("cause", "spent_s", "workers", "cores", "said"),
+    ("cause", "spent_s", "workers", "cores", "hint"),
     [
         ("decode", 30.0, 0, 16, "training.loading.workers to 3 (it is 0)"),  # 30 s of decoding beside 15 s of training
         ("decode", 30.0, 2, 16, "training.loading.workers to 5 (it is 2)"),
@@ -128,12 +128,12 @@ def test_a_loop_that_computes_for_long_is_not_waiting() -> None:
         ("fetch", 30.0, 0, 16, "shared folder"),
     ],
 )
-def test_the_hint_names_what_to_change(cause: Cause, spent_s: float, workers: int, cores: int, said: str) -> None:
+def test_the_hint_names_the_setting(cause: Cause, spent_s: float, workers: int, cores: int, hint: str) -> None:
     spent: dict[Cause, float] = {"fetch": 0.0, "read": 0.0, "decode": 0.0, "transfer": 0.0, cause: spent_s}
-    assert said in advise(cause, spent, 15.0, DataLoading(workers=workers), cores)
+    assert hint in advise(cause, spent, 15.0, DataLoading(workers=workers), cores)
 
 
-def test_a_hint_for_a_rank_that_did_nothing_but_wait() -> None:
+def test_the_hint_for_a_rank_that_only_waited() -> None:
     spent: dict[Cause, float] = {"fetch": 0.0, "read": 0.0, "decode": 9.0, "transfer": 0.0}
     assert "workers to 2" in advise("decode", spent, 0.0, DataLoading(), 16)
 
@@ -159,7 +159,7 @@ def test_waits_are_counted_from_all_threads() -> None:
     assert timed.totals()["fetch"] == 2.0
 
 
-def test_a_run_whose_data_does_not_come_says_so_before_it_does(tmp_path: Path) -> None:
+def test_a_run_reports_starvation_before_its_data_arrives(tmp_path: Path) -> None:
     limit_threads({})
     begun, reported = threading.Event(), threading.Event()
 
@@ -198,7 +198,7 @@ class Slow(Linear):  # type: ignore[misc, valid-type]
         return super().decode(fields)
 
 
-def test_a_run_whose_decoding_is_slow_says_so_and_each_step_says_how_long_it_waited(tmp_path: Path) -> None:
+def test_slow_decoding_is_reported_and_each_step_records_its_wait(tmp_path: Path) -> None:
     limit_threads({})
     dataset = linear_dataset(tmp_path / "data")
     loading = {"starved_s": 0.5, "starved_share": 0.05}

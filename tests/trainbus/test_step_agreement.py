@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from contracts.spec.training import Training
 from tests.trainbus.support import LINEAR_TASK, linear_dataset
 from trainbus.agent_link import Control
-from trainbus.data.loader import Prefetcher, prefetch
+from trainbus.data.loader import Prefetcher
 from trainbus.trainer import step_data
 from trainbus.trainer.step_agreement import StepAgreement, StepBarrier, StepSummary
 from trainbus.trainer.step_data import TrainingData
@@ -24,15 +24,15 @@ exec(LINEAR_TASK, namespace)  # noqa: S102  (the same source that the rank proce
 Linear = namespace["Linear"]
 
 
-class Counted(StepAgreement):
-    """Counts how often ranks ask each other."""
+class CountingAgreement(StepAgreement):
+    """Counts how often ranks meet."""
 
     def __init__(self) -> None:
         super().__init__(World(), 1)
-        self.asked: list[tuple[bool, bool]] = []
+        self.meetings: list[tuple[bool, bool]] = []
 
     def agree(self, lacking: bool, stop: bool) -> tuple[bool, bool]:
-        self.asked.append((lacking, stop))
+        self.meetings.append((lacking, stop))
         return super().agree(lacking, stop)
 
 
@@ -42,66 +42,66 @@ def summary(step: int, *, lacks_data: bool) -> StepSummary:
     )
 
 
-def test_ranks_that_are_heard_of_a_step_later_meet_before_the_first_two_steps_alone() -> None:
-    agreement = Counted()
+def test_ranks_meet_only_before_the_first_two_steps_and_after_a_shortage() -> None:
+    agreement = CountingAgreement()
     barrier = StepBarrier(agreement, Control())
-    steps = prefetch(range(100))
+    steps = Prefetcher(range(100))
     for step in range(1, 50):
         assert barrier.wait(step, steps)
         if step > 1:
             barrier.record_summary(summary(step - 1, lacks_data=step == 20))
-    assert len(agreement.asked) == 3  # and where one of them was short
+    assert len(agreement.meetings) == 3  # and once because a rank lacked samples
     steps.close()
 
 
 def test_a_rank_without_samples_waits_for_them_or_for_a_stop() -> None:
-    come, made = threading.Event(), threading.Event()
+    arrived, consumed = threading.Event(), threading.Event()
 
     def items() -> Any:
         yield 1
-        come.wait(60)
+        arrived.wait(60)
         yield 2
-        made.set()
+        consumed.set()
         threading.Event().wait(60)  # what never comes
 
-    control, agreement = Control(), Counted()
+    control, agreement = Control(), CountingAgreement()
     clock = iter(float(number) for number in range(10_000))
-    barrier, steps = StepBarrier(agreement, control, lambda: next(clock)), prefetch(items())
+    barrier, steps = StepBarrier(agreement, control, lambda: next(clock)), Prefetcher(items())
     ready: list[bool] = []
     assert barrier.wait(1, steps, lambda: ready.append(True))
     assert next(steps) == 1
-    waiting = threading.Timer(0.3, come.set)
+    waiting = threading.Timer(0.3, arrived.set)
     waiting.start()
     assert barrier.wait(2, steps)
     assert next(steps) == 2
-    assert made.wait(60)
+    assert consumed.wait(60)
     threading.Timer(0.3, control.request_stop, ("room",)).start()
     assert not barrier.wait(3, steps, lambda: ready.append(True))
     assert ready == [True]
-    assert agreement.asked[-1] == (True, True)
+    assert agreement.meetings[-1] == (True, True)
     steps.close()
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_a_run_whose_samples_are_there_in_time_does_not_ask(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depth: int
-) -> None:
+def test_a_run_with_prefetched_samples_meets_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
     limit_threads({})
-    made: list[Prefetcher[Any]] = []
+    prefetchers: list[Prefetcher[Any]] = []
 
     class Steady(Linear):  # type: ignore[misc, valid-type]
-        """Trains no faster than its samples come."""
+        """Trains no faster than its samples arrive."""
 
         def loss(self, model: nn.Module, batch: Any) -> Tensor:
-            assert not model.training or made[0].has(2, 60)
+            assert not model.training or prefetchers[0].has(2, 60)
             found: Tensor = super().loss(model, batch)
             return found
 
-    monkeypatch.setattr(step_data, "prefetch", lambda *given: made.append(prefetch(*given)) or made[0])
-    asked: list[bool] = []
-    monkeypatch.setattr(StepAgreement, "agree", lambda self, lacking, stop: (asked.append(lacking) or lacking, stop))
+    monkeypatch.setattr(
+        step_data, "Prefetcher", lambda *given: prefetchers.append(Prefetcher(*given)) or prefetchers[0]
+    )
+    meetings: list[bool] = []
+    monkeypatch.setattr(StepAgreement, "agree", lambda self, lacking, stop: (meetings.append(lacking) or lacking, stop))
     training = Training.model_validate({"max_steps": 20, "loading": {"ahead": depth}})
     task = Steady()
     data = TrainingData(task, linear_dataset(tmp_path / "data"), training)
     Trainer(task, data, training, TrainerSettings(tmp_path / "run")).fit()
-    assert len([lacking for lacking in asked if not lacking]) == 1
+    assert len([lacking for lacking in meetings if not lacking]) == 1

@@ -1,4 +1,4 @@
-"""Loads the weights of a checkpoint to begin training with: other data, another head, another optimizer."""
+"""Puts the weights of a checkpoint into a model: all of them as they are, or those to begin another training with."""
 
 from __future__ import annotations
 
@@ -15,6 +15,37 @@ from trainbus.trainer.optimizer_state import StateMismatch
 
 #: How many tensors the error names.
 MAX_LISTED = 10
+
+
+def load_model(folder: Path, model: nn.Module, *, averaged: bool = False) -> None:
+    """Put the checkpoint's weights and buffers into ``model``; ``averaged``: the moving average's where it has one.
+
+    Raises:
+        StateMismatch: a tensor is missing, unknown, or of another shape or type; the text names it.
+    """
+    check_safe(folder)
+    put_model(load_tensors(folder, "model"), model)
+    if averaged:
+        _load_averages(folder, model)
+
+
+def put_model(saved: dict[str, Tensor], model: nn.Module) -> None:
+    """Copy whole tensors into a model that has exactly these; see ``load_model``."""
+    wanted = model.state_dict()
+    for name, present in wanted.items():
+        if name not in saved:
+            raise StateMismatch(f"the model has {name!r}, which the checkpoint lacks: was the task changed?")
+        tensor = saved[name]
+        if tensor.shape != present.shape or tensor.dtype != present.dtype:
+            raise StateMismatch(
+                f"{name!r} is {tuple(tensor.shape)} {tensor.dtype} in the checkpoint but "
+                f"{tuple(present.shape)} {present.dtype} in the model: do the params differ?"
+            )
+    for name in saved:
+        if name not in wanted:
+            raise StateMismatch(f"the checkpoint has {name!r}, which the model lacks: was the task changed?")
+    with torch.no_grad():
+        model.load_state_dict(saved)
 
 
 def load_initial_weights(folder: Path, model: nn.Module, exclude: Sequence[str] = ()) -> None:
@@ -34,12 +65,17 @@ def load_initial_weights(folder: Path, model: nn.Module, exclude: Sequence[str] 
     found = _without(saved, exclude)
     if problems := _problems(found, present):
         raise StateMismatch(_explain(problems, [*wanted, *saved], exclude))
-    averages = load_tensors(folder, "ema")
     with torch.no_grad():
         model.load_state_dict(wanted | found)
+    _load_averages(folder, model, exclude)
+
+
+def _load_averages(folder: Path, model: nn.Module, exclude: Sequence[str] = ()) -> None:
+    averages = _without(load_tensors(folder, "ema"), exclude)
+    with torch.no_grad():
         # By parameter, since a tied one has more names in the model's state than it has averages.
         for name, parameter in model.named_parameters():
-            if name in present and name in averages:
+            if name in averages:
                 parameter.copy_(averages[name])
 
 

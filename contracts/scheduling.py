@@ -200,11 +200,19 @@ class Pool(SpecPart):
     #: Processors and memory of a node; 0: as the nodes of the pool that have joined have them.
     cpus_per_node: float = Field(0.0, ge=0)
     memory_bytes_per_node: int = Field(0, ge=0)
+    #: MIG profiles of a node's slots; empty: as the nodes of the pool that have joined have them.
+    slot_profiles: tuple[str, ...] = ()
     #: Nodes that there can be at most; wanted beyond is not said.
     max_nodes: int = Field(0, ge=0)
     price_per_slot_hour: float = Field(0.0, ge=0)
     #: How often a node of it is taken away.
     interruptions_per_hour: float = Field(0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _check_profiles(self) -> Self:
+        if self.slot_profiles and len(self.slot_profiles) != self.slots_per_node:
+            raise ValueError(f"slot_profiles has {len(self.slot_profiles)} entries for {self.slots_per_node} slots")
+        return self
 
 
 class Pools(SpecPart):

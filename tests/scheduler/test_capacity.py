@@ -124,6 +124,23 @@ def test_no_node_is_wanted_that_could_never_run_what_waits(needs: dict[str, Any]
     assert world.want() == ([(nodes, ())] if nodes else [])
 
 
+MIG = ("1g.10gb", "2g.20gb")
+
+
+@pytest.mark.parametrize(("profile", "slots", "nodes"), [("1g.10gb", 1, 1), ("2g.20gb", 2, 2), ("3g.40gb", 1, 0)])
+@pytest.mark.parametrize("is_declared", [True, False])
+def test_a_node_is_wanted_for_a_mig_profile_that_the_pool_has(
+    profile: str, slots: int, nodes: int, is_declared: bool
+) -> None:
+    world = Pooled(pools=[POOL | ({"slot_profiles": MIG} if is_declared else {})])
+    if not is_declared:
+        joined = {"slots": 2, "lease_ttl_s": 5, "labels": {"pool": "burst"}, "slot_profiles": MIG}
+        world.publish(NodeJoined.model_validate({"node_id": "b0", "incarnation": "1", "address": "h", **joined}))
+        world.lose("b0")
+    world.submit(spec(slots, resources={"mig_profile": profile}))
+    assert world.want() == ([(nodes, ())] if nodes else [])
+
+
 def test_a_pool_without_a_shape_has_nodes_like_those_that_joined() -> None:
     world = Pooled()
     joined = {"slots": 2, "lease_ttl_s": 5, "labels": {"pool": "burst"}, "cpus": 4}

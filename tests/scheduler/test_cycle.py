@@ -61,7 +61,7 @@ def test_a_run_grows_only_if_that_gains_more_than_the_restart_costs(left_s: floa
     stops = world.facts(RunPreempting)
     assert bool(stops) is grows
     if grows:
-        assert stops[0].cost_slot_s == pytest.approx(2 * (5 + 60))
+        assert stops[0].cost_slot_s == pytest.approx(2 * 60)
         assert stops[0].gain_slot_s == pytest.approx(2 * left_s)
 
 

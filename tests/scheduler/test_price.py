@@ -25,6 +25,19 @@ def test_a_run_that_outlived_its_expected_time_gains_as_long_again_as_it_has_run
     assert growth.gain_slot_s == 2 * run.ran_s(world.now) > 0
 
 
+@pytest.mark.parametrize(("grace_s", "lost_s"), [(30.0, 0), (0.0, 100)])
+def test_growing_loses_no_work_that_a_run_commits_in_its_grace_period(grace_s: float, lost_s: float) -> None:
+    world = World()
+    world.join("a", 4)
+    world.accept("r", spec({"min": 1, "max": 2}, grace_s=grace_s))
+    world.settle()
+    world.start("r")
+    run = world.run("r")
+    world.wait(100)
+    growth = price.growth_price(world.cluster, run, run.slot_count + 2, world.now, world.policy)
+    assert growth.cost_slot_s == run.slot_count * (lost_s + world.policy.reclaim.resume_cost_s)
+
+
 @pytest.mark.parametrize(
     ("grace_s", "is_committed", "is_preempted"), [(30, False, True), (0, False, False), (0, True, True)]
 )

@@ -53,8 +53,10 @@ def preemption_price(cluster: Cluster, victim: Run, preemptor: Run, now: datetim
 def growth_price(cluster: Cluster, run: Run, slots: int, now: datetime, policy: Policy) -> Price:
     """Return the cost of restarting the run on ``slots`` slots, and the gain of more slots until it is done.
 
-    A run that has outlived its expected time is expected to need as long again as it has run.
+    A run that has outlived its expected time is expected to need as long again as it has run. In its grace period it
+    makes a checkpoint, so that no work is lost.
     """
     remaining_s = left_s(cluster, run, now, policy, 0.5) or run.ran_s(now)
-    gain = (slots - run.slot_count) * remaining_s
-    return Price(round(restart_cost_slot_s(run, now, policy), 1), round(gain, 1))
+    lost = 0.0 if run.spec.grace_s > 0 else lost_slot_s(run, now)
+    cost, gain = lost + run.slot_count * policy.reclaim.resume_cost_s, (slots - run.slot_count) * remaining_s
+    return Price(round(cost, 1), round(gain, 1))

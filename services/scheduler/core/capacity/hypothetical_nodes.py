@@ -38,6 +38,10 @@ class HypotheticalCapacity:
 
     @classmethod
     def of(cls, cluster: Cluster, policy: Policy, timed_out: set[str], now: datetime) -> HypotheticalCapacity:
+        joined = {node.labels.get("pool", ""): node for node in cluster.nodes.values()}
+        pools = tuple(_with_profiles(pool, joined.get(pool.name)) for pool in policy.pools.pools)
+        if pools != policy.pools.pools:
+            policy = policy.model_copy(update={"pools": policy.pools.model_copy(update={"pools": pools})})
         found = cls(policy, cluster, ClusterSnapshot.free(cluster).copy())
         counts: dict[str, int] = {}
         for node_id, capacity in found.snapshot.nodes.items():
@@ -46,7 +50,6 @@ class HypotheticalCapacity:
             kind = (name, capacity_of(labels), labels.get("cluster", ""), capacity.node.accelerator)
             found.present.setdefault(kind, []).append(node_id)
         retried_before = now - timedelta(seconds=policy.pools.retry_s)
-        joined = {node.labels.get("pool", ""): node for node in cluster.nodes.values()}
         for pool in policy.pools.pools:
             known = cluster.capacity.get(pool.name)
             is_resting = known is not None and known.gave_up_at is not None and known.gave_up_at > retried_before
@@ -148,6 +151,13 @@ class HypotheticalCapacity:
                 node_ids[:] = [node_id for node_id in node_ids if node_id not in full]
 
 
+def _with_profiles(pool: Pool, joined: Node | None) -> Pool:
+    """Return the pool with the MIG profiles of a node that has joined, unless the policy names them."""
+    if pool.slot_profiles or joined is None or len(joined.profiles) != pool.slots_per_node:
+        return pool
+    return pool.model_copy(update={"slot_profiles": joined.profiles})
+
+
 def _node_of(pool: Pool, joined: Node | None) -> Node:
     """Return a node as the pool has them: as the policy describes it, else as one that has joined is."""
     slots = pool.slots_per_node
@@ -163,6 +173,7 @@ def _node_of(pool: Pool, joined: Node | None) -> Node:
         labels=labels,
         cpu_milli=cpu_milli,
         memory_bytes=memory,
+        profiles=pool.slot_profiles,
     )
 
 

@@ -91,10 +91,11 @@ def in_order(spec: RunSpec, policy: Policy, work_s: float | None = None) -> list
 
 
 def _suits(spec: RunSpec, pool: Pool) -> bool:
-    """Whether a run can use nodes as the pool has them. Pools do not say how they are cut into MIG slices."""
+    """Whether a run can use nodes as the pool has them."""
     resources = spec.resources
     accelerator = resources.share == 0 or not resources.accelerators or pool.accelerator in resources.accelerators
-    return accelerator and resources.mig_profile is None and spec.gang.bundle <= pool.slots_per_node
+    profile = resources.mig_profile is None or resources.mig_profile in pool.slot_profiles
+    return accelerator and profile and spec.gang.bundle <= pool.slots_per_node
 
 
 def _permitted(spec: RunSpec, policy: Policy, work_s: float | None) -> list[Pool]:
